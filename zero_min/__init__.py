@@ -1,0 +1,30 @@
+"""ZeRO in short files, one idea each: the answer key of the lessons.
+
+Read them in this order: `comm`, `ledger`, `adam` and `stage0` (step 0), `stage1`, `stage2`.
+"""
+
+from zero_min.adam import Adam, AdamW
+from zero_min.comm import Comm, WorldError
+from zero_min.dist_comm import DistComm
+from zero_min.ledger import Ledger
+from zero_min.stage0 import Stage0
+from zero_min.stage1 import Stage1
+from zero_min.stage2 import Stage2
+from zero_min.thread_comm import ThreadComm, run_world
+
+STAGES = {0: Stage0, 1: Stage1, 2: Stage2}
+
+__all__ = [
+    "STAGES",
+    "Adam",
+    "AdamW",
+    "Comm",
+    "DistComm",
+    "Ledger",
+    "Stage0",
+    "Stage1",
+    "Stage2",
+    "ThreadComm",
+    "WorldError",
+    "run_world",
+]

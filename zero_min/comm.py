@@ -1,0 +1,106 @@
+"""Ranks, and the six ways they talk.
+
+`Comm` is what every stage is written against. It has two backends:
+
+* `ThreadComm` (`thread_comm.py`): the ranks are threads of this process. A world of four starts in
+  milliseconds, closures and notebook classes included, and a mistake names who waits where.
+* `DistComm` (`dist_comm.py`): `torch.distributed`, so the same training code runs under torchrun
+  with gloo or NCCL.
+
+A `Comm` is always passed in, never global. Each collective writes the bytes this rank sends into
+`comm.ledger`; N is the world size and n the bytes of the whole tensor.
+"""
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from zero_min.ledger import Ledger
+
+
+class WorldError(RuntimeError):
+    """A world of ranks cannot go on; the message names the rank and the place."""
+
+
+class Comm(ABC):
+    """This rank's telephone. Every rank must make the same calls in the same order."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.ledger = Ledger()
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Sum over all ranks, in place. Sends 2(N-1)/N n: a reduce-scatter and an all-gather."""
+        _must_be_contiguous("all_reduce", tensor)
+        n, N = tensor.numel(), self.world_size
+        piece = n // N + (self.rank < n % N)
+        sent = (n - piece) + (N - 1) * piece
+        self.ledger.charge("all_reduce", sent * tensor.element_size())
+        return self._all_reduce(tensor)
+
+    def reduce_scatter(self, parts: Sequence[Tensor]) -> Tensor:
+        """Sum part j over all ranks and give it to rank j alone. Sends (N-1)/N n."""
+        others = [part for rank, part in enumerate(parts) if rank != self.rank]
+        self.ledger.charge("reduce_scatter", sum(part.nbytes for part in others))
+        return torch.stack(self._all_to_all("reduce_scatter", parts)).sum(0)  # in rank order, always
+
+    def all_to_all(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Send part j to rank j; receive one part from each rank. Sends (N-1)/N n."""
+        others = [part for rank, part in enumerate(parts) if rank != self.rank]
+        self.ledger.charge("all_to_all", sum(part.nbytes for part in others))
+        return self._all_to_all("all_to_all", parts)
+
+    def all_gather(self, whole: Tensor, mine: Tensor) -> Tensor:
+        """Fill `whole` with every rank's `mine`, in rank order. Sends (N-1)/N n."""
+        _must_be_contiguous("all_gather", whole)
+        if whole.numel() != mine.numel() * self.world_size:
+            raise ValueError(
+                f"all_gather needs equal parts: {self.world_size} ranks x {mine.numel()} elements do not "
+                f"fill {whole.numel()}; pad the tensor to a multiple of the world size first"
+            )
+        self.ledger.charge("all_gather", mine.nbytes * (self.world_size - 1))
+        return self._all_gather(whole, mine)
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        """Copy `source`'s tensor to every rank, in place. The source sends (N-1) n."""
+        _must_be_contiguous("broadcast", tensor)
+        self.ledger.charge("broadcast", tensor.nbytes * (self.world_size - 1) * (self.rank == source))
+        return self._broadcast(tensor, source)
+
+    def barrier(self) -> None:
+        """Wait until every rank is here. Sends nothing worth counting."""
+        self._barrier()
+
+    @abstractmethod
+    def _all_reduce(self, tensor: Tensor) -> Tensor: ...
+    @abstractmethod
+    def _all_to_all(self, name: str, parts: Sequence[Tensor]) -> list[Tensor]: ...
+    @abstractmethod
+    def _all_gather(self, whole: Tensor, mine: Tensor) -> Tensor: ...
+    @abstractmethod
+    def _broadcast(self, tensor: Tensor, source: int) -> Tensor: ...
+    @abstractmethod
+    def _barrier(self) -> None: ...
+
+
+def _must_be_contiguous(name: str, tensor: Tensor) -> None:
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} needs contiguous memory, got strides {tensor.stride()}: use .contiguous()")
+
+
+def describe(name: str, *tensors: Tensor) -> str:
+    """A collective call in words; two ranks that meet must say the same words."""
+    shapes = ", ".join(str(list(t.shape)) for t in tensors)
+    return f"{name}({shapes} {str(tensors[0].dtype).removeprefix('torch.')})" if tensors else f"{name}()"
+
+
+def caller() -> str:
+    """The line that made the collective call: the first one outside the `*comm.py` files."""
+    frame = sys._getframe(1)
+    while frame.f_back and frame.f_code.co_filename.endswith("comm.py"):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

@@ -1,0 +1,101 @@
+"""Ranks as processes: the same `Comm` over torch.distributed.
+
+Start one with torchrun (`DistComm.from_env()` reads its environment), on gloo without a GPU and on
+NCCL with one. A rank that fails or never comes leaves the others waiting in a collective; when theirs
+times out, every rank writes down where it stands and reads what the others wrote.
+"""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zero_min.comm import Comm, WorldError, caller, describe
+
+T = TypeVar("T")
+
+
+class DistComm(Comm):
+    """This process's rank in the default process group of torch.distributed."""
+
+    def __init__(self, patience: float = 2.0) -> None:
+        super().__init__(dist.get_rank(), dist.get_world_size())
+        self.patience = patience  # seconds to wait for the others' last words after a failure
+        self.calls = 0
+
+    @classmethod
+    def from_env(cls, timeout: float = 60.0) -> "DistComm":
+        """Join the world that torchrun describes in the environment."""
+        missing = [k for k in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if k not in os.environ]
+        if missing:
+            raise WorldError(f"{', '.join(missing)} not set: start this with torchrun --standalone")
+        use_gpu = torch.cuda.is_available()
+        if use_gpu:
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        try:
+            dist.init_process_group("nccl" if use_gpu else "gloo", timeout=timedelta(seconds=timeout))
+        except dist.DistNetworkError as error:
+            where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            raise WorldError(
+                f"rank {os.environ['RANK']} cannot use {where}: {error}\nIf another job holds that port, "
+                "choose another (torchrun --master-port) or let torchrun find one (--standalone)."
+            ) from error
+        return cls()
+
+    @staticmethod
+    def close() -> None:
+        """Leave the world."""
+        dist.destroy_process_group()
+
+    def _guard(self, call: str, collective: Callable[[], T]) -> T:
+        self.calls += 1
+        try:
+            return collective()
+        except RuntimeError as error:
+            raise WorldError(self._post_mortem(f"call {self.calls}, {call} at {caller()}", error)) from error
+
+    def _post_mortem(self, mine: str, error: RuntimeError) -> str:
+        """Tell the others where I stand, wait a moment, and read where they stand."""
+        lines = [f"rank {self.rank}: {str(error).splitlines()[0]}"]
+        try:
+            store = dist.distributed_c10d._get_default_store()
+            store.set(f"stands/{self.rank}", mine)
+            time.sleep(self.patience)
+            for rank in range(self.world_size):
+                heard = store.check([f"stands/{rank}"])
+                where = store.get(f"stands/{rank}").decode() if heard else "was not heard of (absent or dead)"
+                lines.append(f"  rank {rank}: {where}")
+        except RuntimeError:
+            lines.append(f"  rank {self.rank}: {mine}\n  rank 0's store does not answer, so rank 0 is gone")
+        return "\n".join(lines)
+
+    def _all_reduce(self, tensor: Tensor) -> Tensor:
+        self._guard(describe("all_reduce", tensor), lambda: dist.all_reduce(tensor))
+        return tensor
+
+    def _all_to_all(self, name: str, parts: Sequence[Tensor]) -> list[Tensor]:
+        # gloo's own reduce-scatter puts all-reduce bytes on the wire; an exchange and a local sum does not.
+        mine = parts[self.rank]
+        received = mine.new_empty(self.world_size * mine.numel())
+        sizes = [part.numel() for part in parts]
+        get = [mine.numel()] * self.world_size
+        sent = torch.cat([part.reshape(-1) for part in parts])
+        self._guard(describe(name, *parts), lambda: dist.all_to_all_single(received, sent, get, sizes))
+        return [part.view_as(mine) for part in received.chunk(self.world_size)]
+
+    def _all_gather(self, whole: Tensor, mine: Tensor) -> Tensor:
+        call = describe("all_gather", mine)
+        self._guard(call, lambda: dist.all_gather_into_tensor(whole.view(-1), mine.contiguous().view(-1)))
+        return whole
+
+    def _broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        self._guard(describe(f"broadcast from {source}", tensor), lambda: dist.broadcast(tensor, source))
+        return tensor
+
+    def _barrier(self) -> None:
+        self._guard("barrier()", dist.barrier)

@@ -1,0 +1,52 @@
+"""What the papers say a rank holds and sends, as exact integers.
+
+N ranks share P parameters. Whatever is cut is padded first to a multiple of N, because slices must be
+equal: stage 1 and 2 cut each parameter group, so `sizes` is the number of trainable parameters of each
+group. The ledger measures, these formulas predict, the tests ask both for the same integer.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Bytes a parameter for each kind of thing. `state` is Adam's averages and any fp32 master."""
+
+    parameter: int
+    gradient: int
+    state: int
+
+
+FP32 = Bytes(parameter=4, gradient=4, state=8)
+MIXED = Bytes(parameter=2, gradient=2, state=12)  # the ZeRO paper's 16: 2 + 2 + (4 + 4 + 4)
+
+
+def padded(sizes: Sequence[int], world_size: int) -> int:
+    """The sum of the sizes, each rounded up to a multiple of the world size."""
+    return sum(-(-size // world_size) * world_size for size in sizes)
+
+
+def held(stage: int, sizes: Sequence[int], world_size: int, each: Bytes = FP32) -> dict[str, int]:
+    """Bytes one rank holds after a step, before gradients are let go, by kind."""
+    numel, flat = sum(sizes), padded(sizes, world_size)
+    own = flat // world_size
+    return {
+        "parameters": each.parameter * [numel, flat, flat][stage],
+        "gradients": each.gradient * [numel, numel, own][stage],
+        "optimizer": each.state * [numel, own, own][stage],
+    }
+
+
+def sent(stage: int, sizes: Sequence[int], world_size: int, micro_batches: int = 1, element: int = 4) -> int:
+    """Bytes *all ranks together* send in one step; divide by N for the mean of a rank.
+
+    To reduce-scatter or to gather a tensor each rank sends (N-1)/N of it, so N ranks send it N-1 times.
+    """
+    numel, flat = sum(sizes), padded(sizes, world_size)
+    tensors = [
+        numel + numel,  # all-reduce: both halves on gradients
+        flat + flat,  # reduce-scatter of gradients at the boundary, all-gather of parameters
+        micro_batches * numel + flat,  # reduce-scatter of every micro-batch, all-gather of parameters
+    ]
+    return element * (world_size - 1) * tensors[stage]

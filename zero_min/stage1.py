@@ -1,0 +1,158 @@
+"""Step 1. ZeRO stage 1: each rank keeps Adam's state for one slice of the parameters.
+
+Adam works element by element, so nobody needs the averages of a parameter they do not update. All
+parameters of a group become one flat tensor, cut into N equal slices wherever the cut falls (a weight
+may be split between two ranks). Then a step is: give every slice its averaged gradient, let its owner
+step it, and collect the new slices.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero_min.adam import Adam, Groups, clip_by_global_norm
+from zero_min.comm import Comm
+from zero_min.stage0 import trainable_groups
+
+
+def round_robin_reorder(tensors: Sequence[Tensor], num_partitions: int) -> tuple[list[Tensor], list[int]]:
+    """Deal the tensors out like cards: 0, N, 2N, ... then 1, N+1, ...
+
+    Backward finishes gradients in order, so neighbours should belong to different owners. The second
+    value says where each original tensor went.
+    """
+    # --8<-- [start:ex_reorder]
+    dealt = [i for start in range(num_partitions) for i in range(start, len(tensors), num_partitions)]
+    new_position = [0] * len(tensors)
+    for position, original in enumerate(dealt):
+        new_position[original] = position
+    return [tensors[i] for i in dealt], new_position
+    # --8<-- [end:ex_reorder]
+
+
+def flatten_dense_tensors_aligned(tensors: Sequence[Tensor], alignment: int) -> Tensor:
+    """One flat copy of all tensors, padded with as few zeros as make its length divisible."""
+    # --8<-- [start:ex_flatten]
+    numel = sum(t.numel() for t in tensors)
+    padding = -numel % alignment
+    return torch.cat([t.reshape(-1) for t in tensors] + [tensors[0].new_zeros(padding)])
+    # --8<-- [end:ex_flatten]
+
+
+def get_data_parallel_partitions(flat: Tensor, num_partitions: int) -> list[Tensor]:
+    """Cut a flat tensor into views of near-equal length; the first ones are longer by one."""
+    # --8<-- [start:ex_partition]
+    base, remaining = divmod(flat.numel(), num_partitions)
+    sizes = [base + (rank < remaining) for rank in range(num_partitions)]
+    starts = [sum(sizes[:rank]) for rank in range(num_partitions)]
+    return [flat.narrow(0, start, size) for start, size in zip(starts, sizes, strict=True)]
+    # --8<-- [end:ex_partition]
+
+
+class FlatGroup:
+    """One parameter group as one flat tensor; the parameters become windows into it."""
+
+    def __init__(self, params: Sequence[Tensor], comm: Comm) -> None:
+        self.params, _ = round_robin_reorder(params, comm.world_size)
+        self.flat = flatten_dense_tensors_aligned([p.data for p in self.params], comm.world_size)
+        comm.broadcast(self.flat)  # everyone starts from rank 0's values
+        self.starts: list[int] = []  # where each parameter begins in the flat tensor
+        start = 0
+        for p in self.params:
+            p.data = self.flat.narrow(0, start, p.numel()).view(p.shape)
+            self.starts.append(start)
+            start += p.numel()
+        own = get_data_parallel_partitions(self.flat, comm.world_size)[comm.rank]
+        # Adam steps this slice. In fp32 it *is* the window into flat; a 16-bit group gets an fp32 copy.
+        self.shard = own if own.dtype in (torch.float32, torch.float64) else own.float()
+        self.own = own
+
+
+class Stage1:
+    """Adam's state is sharded; parameters and gradients are whole on every rank."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        comm: Comm,
+        groups: Groups | None = None,
+        optimizer: type[Adam] = Adam,
+        max_grad_norm: float | None = None,
+        **options: Any,
+    ) -> None:
+        self.model, self.comm, self.max_grad_norm = model, comm, max_grad_norm
+        param_groups = [group for group in trainable_groups(model, groups) if group["params"]]
+        self.flats = [FlatGroup(group["params"], comm) for group in param_groups]
+        shards = [{**group, "params": [f.shard]} for group, f in zip(param_groups, self.flats, strict=True)]
+        self.optimizer = optimizer(shards, **options)  # two averages, but only for this rank's slices
+
+    def backward(self, loss: Tensor) -> None:
+        """Add this micro-batch's gradients; nothing travels yet."""
+        loss.backward()
+
+    # --8<-- [start:stage1_step]
+    @torch.no_grad()
+    def step(self) -> float | None:
+        """Reduce to the owners, step the own slices, gather the parameters. Returns the clipped norm."""
+        self.reduce_gradients()
+        norm = None
+        if self.max_grad_norm is not None:
+            own_grads = [f.shard.grad for f in self.flats if f.shard.grad is not None]
+            norm = clip_by_global_norm(own_grads, self.max_grad_norm, self.comm)
+        self.optimizer.step()
+        self.gather_parameters()
+        return norm
+
+    # --8<-- [end:stage1_step]
+
+    def reduce_gradients(self) -> None:
+        """Give each rank the averaged gradient of its own slice, and of nothing else."""
+        for f in self.flats:
+            # --8<-- [start:ex_reduce]
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in f.params]
+            flat_grad = flatten_dense_tensors_aligned(grads, self.comm.world_size)
+            parts = get_data_parallel_partitions(flat_grad, self.comm.world_size)
+            own_grad = self.comm.reduce_scatter(parts)  # (N-1)/N n
+            f.shard.grad = own_grad.to(f.shard.dtype) / self.comm.world_size
+            # --8<-- [end:ex_reduce]
+
+    def gather_parameters(self) -> None:
+        """After the step every rank has new values for its slice only: exchange them."""
+        for f in self.flats:
+            # --8<-- [start:ex_gather]
+            f.own.copy_(f.shard)
+            self.comm.all_gather(f.flat, f.own)  # (N-1)/N n
+            f.shard.grad = None  # the whole gradients are still in p.grad
+            # --8<-- [end:ex_gather]
+
+    def zero_grad(self) -> None:
+        """Let go of the gradients."""
+        for f in self.flats:
+            f.shard.grad = None
+            for p in f.params:
+                p.grad = None
+
+    def holdings(self) -> dict[str, list[Tensor | None]]:
+        """What this rank keeps, by kind."""
+        masters = [f.shard for f in self.flats if f.shard is not f.own]
+        return {
+            "parameters": [*(f.flat for f in self.flats), *self.model.parameters()],
+            "gradients": [t.grad for f in self.flats for t in (f.shard, *f.params)],
+            "optimizer": [*masters, *self.optimizer.state()],
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part of a checkpoint."""
+        model = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        shards = [f.shard.clone() for f in self.flats]
+        return {"model": model, "shards": shards, "adam": self.optimizer.state_dict()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from this rank's part, saved at the same world size."""
+        self.model.load_state_dict(state["model"])
+        for f, shard in zip(self.flats, state["shards"], strict=True):
+            f.shard.copy_(shard)
+        self.optimizer.load_state_dict(state["adam"])

@@ -1,0 +1,146 @@
+"""Ranks as threads: a whole world inside one notebook cell.
+
+The ranks share the process, so they also share the global random generator, the default dtype and
+every module-level variable. Give each rank its own `torch.Generator`, and keep state on objects.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from zero_min.comm import Comm, WorldError, caller, describe
+
+T = TypeVar("T")
+
+
+class _World:
+    """What the threads of one world share: one slot a rank, and two barriers around reading them."""
+
+    def __init__(self, size: int, timeout: float) -> None:
+        self.size, self.timeout = size, timeout
+        self.lock = threading.Lock()
+        self.slots: list[tuple[str, Any] | None] = [None] * size
+        self.last = ["has made no collective call yet"] * size
+        self.failure: BaseException | None = None
+        self.failed_rank = -1
+        self.finished: set[int] = set()
+        self.arrive = threading.Barrier(size)
+        self.leave = threading.Barrier(size, action=self._clear)
+
+    def _clear(self) -> None:
+        self.slots = [None] * self.size  # nobody's buffer stays alive because it was once sent
+
+    def abort(self) -> None:
+        self.arrive.abort()
+        self.leave.abort()
+
+    def fail(self, rank: int, error: BaseException) -> None:
+        with self.lock:
+            if self.failure is None:
+                self.failure, self.failed_rank = error, rank
+        self.abort()
+
+    def finish(self, rank: int) -> None:
+        with self.lock:
+            self.finished.add(rank)
+            someone_waits = any(slot is not None for slot in self.slots)
+        if someone_waits:  # for this rank, in vain
+            self.abort()
+
+    def why_broken(self) -> WorldError:
+        if self.failure is not None:
+            what = f"{type(self.failure).__name__}: {self.failure}"
+            return WorldError(f"stopped, because rank {self.failed_rank} raised {what}")
+        absent = [rank for rank in range(self.size) if self.slots[rank] is None]
+        lines = []
+        for rank in range(self.size):
+            if rank not in absent:
+                lines.append(f"  rank {rank}: waits in {self.last[rank]}")
+            else:
+                end = "returned" if rank in self.finished else "did not come"
+                lines.append(f"  rank {rank}: {end}; its last call: {self.last[rank]}")
+        return WorldError("\n".join([f"rank {absent} never arrived (limit {self.timeout} s):", *lines]))
+
+
+class ThreadComm(Comm):
+    """One rank of a world whose ranks are threads of this process. Made by `run_world`."""
+
+    def __init__(self, rank: int, world: _World) -> None:
+        super().__init__(rank, world.size)
+        self.world = world
+
+    def _meet(self, call: str, payload: Any, read: Callable[[list[Any]], T]) -> T:
+        """Put my payload down, wait for everybody, read all payloads, wait until all have read."""
+        world = self.world
+        with world.lock:
+            world.slots[self.rank] = (call, payload)
+            world.last[self.rank] = f"{call} at {caller()}"
+            if world.finished:
+                world.abort()
+        try:
+            world.arrive.wait(world.timeout)
+            slots = [slot for slot in world.slots if slot is not None]
+            if len({name for name, _ in slots}) > 1:
+                lines = [f"  rank {rank}: {where}" for rank, where in enumerate(world.last)]
+                raise WorldError("\n".join(["the ranks made different calls:", *lines]))
+            result = read([payload for _, payload in slots])
+            world.leave.wait(world.timeout)
+        except threading.BrokenBarrierError:
+            raise world.why_broken() from None
+        return result
+
+    def _all_reduce(self, tensor: Tensor) -> Tensor:
+        total = self._meet(describe("all_reduce", tensor), tensor, lambda all_: torch.stack(all_).sum(0))
+        return tensor.copy_(total)
+
+    def _all_to_all(self, name: str, parts: Sequence[Tensor]) -> list[Tensor]:
+        call = describe(name, *parts)
+        return self._meet(call, parts, lambda all_: [sent[self.rank].clone() for sent in all_])
+
+    def _all_gather(self, whole: Tensor, mine: Tensor) -> Tensor:
+        joined = self._meet(describe("all_gather", mine), mine, torch.cat)
+        return whole.copy_(joined.view_as(whole))
+
+    def _broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        call = describe(f"broadcast from {source}", tensor)
+        return tensor.copy_(self._meet(call, tensor, lambda all_: all_[source].clone()))
+
+    def _barrier(self) -> None:
+        self._meet("barrier()", None, lambda all_: None)
+
+
+def run_world(fn: Callable[..., T], world_size: int, *args: Any, timeout: float = 60.0) -> list[T]:
+    """Call `fn(comm, *args)` on every rank at once; return the results in rank order.
+
+    If a rank raises, the others are woken, and the first error is raised here with its rank. No rank
+    waits longer than `timeout` seconds for another.
+    """
+    if world_size < 1:
+        raise ValueError(f"a world needs at least one rank, got world_size={world_size}")
+    world = _World(world_size, timeout)
+    results: list[Any] = [None] * world_size
+
+    def run(rank: int) -> None:
+        torch.set_num_threads(1)  # a rank is one worker; N ranks must not each start N threads
+        try:
+            # On a GPU, autograd would run hooks in threads of its own: keep them in the rank's thread.
+            with torch.autograd.set_multithreading_enabled(False):
+                results[rank] = fn(ThreadComm(rank, world), *args)
+            world.finish(rank)
+        except BaseException as error:
+            world.fail(rank, error)
+
+    threads_before = torch.get_num_threads()
+    ranks = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world_size)]
+    for thread in ranks:
+        thread.start()
+    for thread in ranks:
+        thread.join()
+    torch.set_num_threads(threads_before)
+    if world.failure is not None:
+        what = f"{type(world.failure).__name__}: {world.failure}"
+        raise WorldError(f"rank {world.failed_rank} of {world_size}: {what}") from world.failure
+    return results
