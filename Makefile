@@ -20,10 +20,10 @@ test: .venv/ready  ## everything CI runs: lint, types, tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	$(BIN)/python -m pytest -q --durations=20 -m "not slow and not gpu"
 
 test-all: .venv/ready  ## the same with the slow tests
-	$(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/python -m pytest -q --durations=20 -m "not gpu"
 
 lab: .venv/ready  ## JupyterLab in notebooks/
 	$(BIN)/jupyter lab --notebook-dir notebooks

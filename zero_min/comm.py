@@ -22,6 +22,9 @@ from torch import Tensor
 from zero_min.ledger import Ledger
 
 
+OUR_FILES = [str(Path(__file__).with_name(f"{kind}comm.py")) for kind in ("", "thread_", "dist_")]
+
+
 class WorldError(RuntimeError):
     """A world of ranks cannot go on; the message names the rank and the place."""
 
@@ -99,8 +102,8 @@ def describe(name: str, *tensors: Tensor) -> str:
 
 
 def caller() -> str:
-    """The line that made the collective call: the first one outside the `*comm.py` files."""
+    """The line that made the collective call: the first one outside our `*comm.py` files."""
     frame = sys._getframe(1)
-    while frame.f_back and frame.f_code.co_filename.endswith("comm.py"):
+    while frame.f_back and frame.f_code.co_filename in OUR_FILES:
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

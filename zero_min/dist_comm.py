@@ -18,6 +18,8 @@ from torch import Tensor
 from zero_min.comm import Comm, WorldError, caller, describe
 
 T = TypeVar("T")
+# torch 2.13 renamed it; the old name is all that torch 2.11 knows.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class DistComm(Comm):
@@ -90,7 +92,7 @@ class DistComm(Comm):
 
     def _all_gather(self, whole: Tensor, mine: Tensor) -> Tensor:
         call = describe("all_gather", mine)
-        self._guard(call, lambda: dist.all_gather_into_tensor(whole.view(-1), mine.contiguous().view(-1)))
+        self._guard(call, lambda: _all_gather_single(whole.view(-1), mine.contiguous().view(-1)))
         return whole
 
     def _broadcast(self, tensor: Tensor, source: int) -> Tensor:

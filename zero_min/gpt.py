@@ -91,9 +91,8 @@ class GPT(nn.Module):
 
 def load_text() -> Tensor:
     """The whole text as numbers, one a character."""
-    raw = TEXT.read_text(encoding="ascii")
-    alphabet = {character: number for number, character in enumerate(sorted(set(raw)))}
-    return torch.tensor([alphabet[character] for character in raw])
+    codes = torch.frombuffer(bytearray(TEXT.read_bytes()), dtype=torch.uint8)
+    return torch.searchsorted(codes.unique(), codes)
 
 
 def batch(text: Tensor, size: int, context: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

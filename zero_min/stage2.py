@@ -138,7 +138,9 @@ class Stage2(Stage1):
         shard.grad[own] += piece.to(shard.dtype) / self.comm.world_size
 
     def reduce_gradients(self) -> None:
-        """Nothing is left to do: each owner has had its averaged gradient since backward."""
+        """Nothing is left to do, unless backward was called without us: then the last buckets wait."""
+        if any(bucket.missing < len(bucket.windows) for bucket in self.buckets):
+            self._reduce_leftovers()
 
     def gather_parameters(self) -> None:
         """As in stage 1, but the own gradient stays: it is the only one there is."""

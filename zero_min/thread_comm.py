@@ -54,10 +54,11 @@ class _World:
         if self.failure is not None:
             what = f"{type(self.failure).__name__}: {self.failure}"
             return WorldError(f"stopped, because rank {self.failed_rank} raised {what}")
-        absent = [rank for rank in range(self.size) if self.slots[rank] is None]
+        away = [rank for rank in range(self.size) if self.slots[rank] is None]
+        absent = [rank for rank in away if rank in self.finished] or away
         lines = []
         for rank in range(self.size):
-            if rank not in absent:
+            if rank not in away:
                 lines.append(f"  rank {rank}: waits in {self.last[rank]}")
             else:
                 end = "returned" if rank in self.finished else "did not come"
@@ -87,6 +88,7 @@ class ThreadComm(Comm):
                 lines = [f"  rank {rank}: {where}" for rank, where in enumerate(world.last)]
                 raise WorldError("\n".join(["the ranks made different calls:", *lines]))
             result = read([payload for _, payload in slots])
+            del slots  # from here on nobody but its owner keeps a payload alive
             world.leave.wait(world.timeout)
         except threading.BrokenBarrierError:
             raise world.why_broken() from None

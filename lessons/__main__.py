@@ -1,0 +1,103 @@
+"""`python -m lessons`: read, try, be checked, get a hint."""
+
+import argparse
+import importlib
+import sys
+
+from rich.console import Console
+from rich.table import Table
+
+from lessons import exercise
+from lessons.exercise import LessonError, find_lesson, shown
+from lessons.registry import LESSONS, ROWS
+
+COMMANDS = """\
+list            the lessons and how far you are
+demo            bytes per parameter of every stage, 4 ranks, a few seconds
+start N         write the exercise of lesson N into work/
+check N         run the shared tests on your work file
+hint N [k]      the next task's hint, k = 1, 2, 3
+diff N          your file against the answer
+solution N      the answer to every task
+run N           the lesson's experiment, with a plot; --world W ranks"""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m lessons", description=COMMANDS, formatter_class=form)
+    names = ["list", "demo", "start", "check", "hint", "diff", "solution", "run"]
+    parser.add_argument("command", choices=names, metavar="command")
+    parser.add_argument("number", nargs="?", help="the lesson's number")
+    parser.add_argument("level", nargs="?", type=int, default=1, help="how much of a hint")
+    parser.add_argument("--world", type=int, default=4, help="ranks of `run`")
+    parser.add_argument("--force", action="store_true", help="let `start` overwrite your answer")
+    chosen = parser.parse_args(arguments)
+    try:
+        if chosen.command in ("list", "demo"):
+            return {"list": list_lessons, "demo": demo}[chosen.command]()
+        if chosen.number is None:
+            raise LessonError(f"which lesson? python -m lessons {chosen.command} N")
+        return one_lesson(chosen)
+    except LessonError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def one_lesson(chosen: argparse.Namespace) -> int:
+    """The commands that are about one lesson."""
+    lesson = find_lesson(chosen.number)
+    if chosen.command == "start":
+        work = exercise.start(lesson, chosen.force)
+        names = ", ".join(region.task for region in exercise.tasks(lesson))
+        print(f"read    {shown(lesson.path / 'lesson.md')}\nfill in {shown(work)} (tasks: {names})")
+        print(f"then    python -m lessons check {lesson.number}")
+    elif chosen.command == "check":
+        from lessons.check import check  # needs pytest, which reading and hints do not
+
+        return check(lesson)
+    elif chosen.command == "hint":
+        print(exercise.hint(lesson, chosen.level))
+    elif chosen.command == "diff":
+        print(exercise.diff(lesson))
+    elif chosen.command == "solution":
+        print(exercise.solution(lesson))
+    elif chosen.command == "run":
+        if chosen.world < 1:
+            raise LessonError(f"--world needs at least one rank, not {chosen.world}")
+        importlib.import_module(f"lessons.{lesson.folder}.experiment").main(chosen.world)
+    return 0
+
+
+def list_lessons() -> int:
+    """Every lesson with its page and the learner's progress."""
+    from lessons.check import progress
+
+    rows = [("", "lesson", "read", "your work")]
+    rows += [(str(x.number), x.title, shown(x.path / "lesson.md"), progress(x)) for x in LESSONS]
+    print_table(rows)
+    return 0
+
+
+def demo() -> int:
+    """Bytes a parameter on each rank, measured with four thread-ranks, beside the formula."""
+    from lessons.bill import measure, table
+
+    bills = [measure(row) for row in ROWS]
+    print_table([*table(bills)])
+    exact = all(bill.exact() for bill in bills)
+    print(f"bytes per parameter on each of 4 ranks; {bills[0].numel:,} parameters; sent = per step and rank")
+    print("measured and formula agree as integers" if exact else "measured and formula DISAGREE")
+    return 0 if exact else 1
+
+
+def print_table(rows: list[tuple[str, ...]] | list[list[str]]) -> None:
+    """A table whose first row is the header."""
+    drawn = Table(*rows[0])
+    for row in rows[1:]:
+        drawn.add_row(*row)
+    Console(width=None if sys.stdout.isatty() else 110).print(drawn)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,192 @@
+"""Step 0, measured: what three optimizers remember, and a bill that more ranks do not lower.
+
+Run it with `python -m lessons.step0_adam.experiment`. The other steps' experiments borrow the helpers
+at the top of this file.
+"""
+
+import io
+import re
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from functools import cache
+from pathlib import Path
+
+import torch
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+
+from lessons.bill import KINDS, Bill, measure
+from lessons.registry import LESSONS, ROOT, ROWS
+from zero_min import Adam, AdamW, WorldError
+
+BLUE, ORANGE, GREEN, PINK = "#0072B2", "#E69F00", "#009E73", "#CC79A7"  # told apart by every eye
+
+
+def columns(rows: Sequence[Sequence[object]]) -> str:
+    """Rows as aligned text: the first column to the left, the others to the right."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+    lines = []
+    for first, *others in cells:
+        padded = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        lines.append("  ".join([first.ljust(widths[0]), *padded]).rstrip())
+    return "\n".join(lines)
+
+
+def run_cell(step: int, section: str) -> str:
+    """Run the python cell of the lesson's section and return what its reader sees.
+
+    Left out is what changes from run to run: which rank noticed an error first, and line numbers.
+    """
+    text = (LESSONS[step].path / "lesson.md").read_text(encoding="utf-8")
+    text = re.sub(r"<!-- weave:.*?<!-- /weave -->", "", text, flags=re.DOTALL)
+    after = text[re.search(rf"^## {re.escape(section)}", text, re.MULTILINE).end() :]  # type: ignore[union-attr]
+    code = after.split("```python\n", 1)[1].split("```", 1)[0]
+    printed = io.StringIO()
+    try:
+        with redirect_stdout(printed):
+            exec(compile(code, "cell", "exec"), {"__name__": "cell"})
+    except WorldError as error:
+        message = re.sub(r"^rank \d+ of", "rank ? of", str(error))
+        printed.write("WorldError: " + re.sub(r" at \S+:\d+", "", message))
+    return printed.getvalue().rstrip()
+
+
+def new_figure(plots: int) -> tuple[Figure, list[Axes]]:
+    """An empty figure with some plots beside each other, drawn without a screen."""
+    figure = Figure(figsize=(4.8 * plots, 3.8), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, list(figure.subplots(1, plots, squeeze=False)[0])
+
+
+def label(plot: Axes, title: str, x: str, y: str) -> None:
+    """Name a plot and its axes; bytes start at zero."""
+    plot.set(title=title, xlabel=x, ylabel=y)
+    plot.set_ylim(bottom=0)
+    plot.legend(fontsize="small")
+
+
+def save(figure: Figure, step: int) -> Path:
+    """Write the figure where build products go, and say where that is."""
+    path = ROOT / "build" / "lessons" / f"step{step}.png"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    print(f"plot saved to {path.relative_to(ROOT)}")
+    return path
+
+
+def run_it() -> str:
+    """The output of the lesson's cell."""
+    return run_cell(0, "Run it")
+
+
+def broken() -> str:
+    """The error of the lesson's broken cell."""
+    return run_cell(0, "Break it")
+
+
+def _torch_optimizers() -> list[tuple[str, nn.Linear, torch.optim.Optimizer]]:
+    """Three optimizers after one step on a linear layer of 3 x 5 weights."""
+    made: list[tuple[str, nn.Linear, torch.optim.Optimizer]] = []
+    for name in ("SGD", "SGD, momentum 0.9", "Adam"):
+        layer = nn.Linear(5, 3, bias=False)
+        optimizer: torch.optim.Optimizer
+        if name == "Adam":
+            optimizer = torch.optim.Adam(layer.parameters(), lr=0.1)
+        else:
+            optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9 * ("momentum" in name))
+        layer(torch.ones(1, 5)).sum().backward()
+        optimizer.step()
+        made.append((name, layer, optimizer))
+    return made
+
+
+def _remembered(layer: nn.Linear, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The optimizer's tensors that are as large as the weight."""
+    state = optimizer.state[layer.weight]
+    return {k: v for k, v in state.items() if isinstance(v, Tensor) and v.shape == layer.weight.shape}
+
+
+def optimizer_states() -> str:
+    """What torch's own optimizers keep for one small weight, side by side."""
+    rows: list[list[object]] = [["optimizer", "keeps for the weight", "numbers", "with the weight"]]
+    for name, layer, optimizer in _torch_optimizers():
+        state = _remembered(layer, optimizer)
+        kept = ", ".join(f"{k} {list(v.shape)}" for k, v in state.items()) or "nothing"
+        numbers, weight = sum(v.numel() for v in state.values()), layer.weight.numel()
+        rows.append([name, kept, numbers, f"{weight + numbers} = {1 + numbers // weight} x {weight}"])
+    return columns(rows)
+
+
+def bias_correction() -> str:
+    """Adam's first average under a gradient that is always 1, before and after its correction."""
+    p = torch.zeros(1)
+    adam = Adam([{"params": [p]}])
+    rows: list[list[object]] = [["step", "m", "1 - 0.9^t", "m corrected"]]
+    for t in (1, 2, 3, 10, 30):
+        while adam.steps < t:
+            p.grad = torch.ones(1)
+            adam.step()
+        m = float(adam.m[p])
+        rows.append([t, f"{m:.3f}", f"{1 - 0.9**t:.3f}", f"{m / (1 - 0.9**t):.3f}"])
+    return columns(rows)
+
+
+def decays() -> str:
+    """One step from weight 1 with gradient 0 and decay: Adam's pull is rescaled, AdamW's is not."""
+    rows: list[list[object]] = [["weight_decay", "Adam", "AdamW"]]
+    for decay in (0.001, 0.01, 0.1):
+        moved: list[object] = []
+        for optimizer in (Adam, AdamW):
+            p = torch.ones(1)
+            p.grad = torch.zeros(1)
+            optimizer([{"params": [p]}], lr=0.1, weight_decay=decay).step()
+            moved.append(f"{float(p):.4f}")
+        rows.append([decay, *moved])
+    return columns(rows)
+
+
+@cache
+def _bills(world: int) -> dict[int, Bill]:
+    return {n: measure(ROWS[0], n) for n in (1, 2, 4, 8) if n <= world}
+
+
+def more_ranks(world: int = 4) -> str:
+    """Stage 0's bytes a parameter on 1, 2, ... `world` ranks."""
+    rows: list[list[object]] = [["ranks", *KINDS, "held", "formula", "sent", "formula"]]
+    for n, bill in _bills(world).items():
+        numbers = [bill.ranks[0].held[kind] for kind in KINDS]
+        numbers += [bill.held, sum(bill.formula_held.values())]
+        cells = [number / bill.numel for number in numbers]
+        cells += [bill.sent / n / bill.numel, 8 * (n - 1) / n]
+        rows.append([n, *(f"{cell:.2f}" for cell in cells)])
+    return columns(rows)
+
+
+def main(world: int = 4) -> None:
+    """Measure three optimizers' states, and stage 0 on 1, 2, ... `world` ranks; print and plot both."""
+    print(optimizer_states(), "\n")
+    print(more_ranks(world))
+    figure, (left, right) = new_figure(2)
+    names, sizes = [], []
+    for name, layer, optimizer in _torch_optimizers():
+        names.append(name.replace(", ", ",\n"))
+        sizes.append(sum(t.nbytes for t in _remembered(layer, optimizer).values()) / layer.weight.numel())
+    left.bar(names, sizes, color=[GREEN, ORANGE, BLUE], label="optimizer state")
+    left.axhline(8, linestyle="--", color="black", label="two fp32 averages: 8")
+    label(left, "What an optimizer remembers", "optimizer", "bytes a parameter")
+    bills = _bills(world)
+    below = [0.0] * len(bills)
+    for kind, colour in zip(KINDS, (BLUE, ORANGE, GREEN), strict=True):
+        heights = [bill.ranks[0].held[kind] / bill.numel for bill in bills.values()]
+        right.bar([str(n) for n in bills], heights, bottom=below, color=colour, label=kind)
+        below = [a + b for a, b in zip(below, heights, strict=True)]
+    right.axhline(16, linestyle="--", color="black", label="formula: 16")
+    label(right, "Stage 0: more ranks, the same bill", "ranks", "bytes a parameter on each rank")
+    save(figure, 0)
+
+
+if __name__ == "__main__":
+    main()

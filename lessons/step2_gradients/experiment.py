@@ -1,0 +1,102 @@
+"""Step 2, measured: when gradients disappear, what a bucket costs, and what micro-batches cost.
+
+Run it with `python -m lessons.step2_gradients.experiment`.
+"""
+
+from dataclasses import replace
+from functools import cache, partial
+
+from lessons.bill import SMALL, Bill, compare, measure_rank, timeline
+from lessons.registry import ROWS
+from lessons.step0_adam.experiment import BLUE, GREEN, ORANGE, columns, label, new_figure, run_cell, save
+from zero_min import run_world
+
+BUCKETS = (1024, 4096, 16384, 65536)
+MICRO_BATCHES = (1, 2, 3, 4)
+
+
+def run_it() -> str:
+    """The output of the lesson's cell."""
+    return run_cell(2, "Run it")
+
+
+def broken() -> str:
+    """The error of the lesson's broken cell."""
+    return run_cell(2, "Break it")
+
+
+@cache
+def _bill(stage: int, world: int, bucket_size: int = 4096, micro_batches: int = 1) -> Bill:
+    row = ROWS[stage]
+    if stage == 2:
+        row = replace(row, trainer=partial(row.trainer, bucket_size=bucket_size))
+    measure_it = partial(measure_rank, micro_batches=micro_batches)
+    return compare(row, run_world(measure_it, world, row, SMALL))
+
+
+def small_buckets() -> str:
+    """The diary of rank 0 when the buckets are much smaller than the model."""
+    return timeline(_bill(2, 4)).split("rank 1")[0].rstrip()
+
+
+def stage1_diary() -> str:
+    """The diary of rank 0 in stage 1."""
+    return timeline(_bill(1, 4)).split("rank 1")[0].rstrip()
+
+
+def bucket_sizes(world: int = 4) -> str:
+    """How large buckets may be against the peak of live bytes and against what is sent."""
+    stage1 = _bill(1, world)
+    rows: list[list[object]] = [["", "collectives", "sent", "peak", "held after"]]
+    for name, bill in [
+        ("stage 1", stage1),
+        *((f"stage 2, bucket_size={size}", _bill(2, world, size)) for size in BUCKETS),
+    ]:
+        n, rank = bill.numel, bill.ranks[0]
+        collectives = sum(event.what == "reduce_scatter" for event in rank.events)
+        numbers = [rank.sent / n, rank.peak / n, bill.held / n]
+        rows.append([name, collectives, *(f"{number:.2f}" for number in numbers)])
+    return columns(rows)
+
+
+def micro_batches(world: int = 4) -> str:
+    """What each rank sends in a step of 1 to 4 micro-batches, beside the formula."""
+    rows: list[list[object]] = [["micro-batches", "stage 1", "stage 2", "4 (m+1)(N-1)/N"]]
+    for m in MICRO_BATCHES:
+        sent = [_bill(stage, world, micro_batches=m) for stage in (1, 2)]
+        measured = [f"{bill.sent / world / bill.numel:.2f}" for bill in sent]
+        rows.append([m, *measured, f"{4 * (m + 1) * (world - 1) / world:.2f}"])
+    return columns(rows)
+
+
+def main(world: int = 4) -> None:
+    """Print and plot live bytes during a step, the price of bucket sizes, and of micro-batches."""
+    print(f"bytes a parameter, {world} ranks\n{bucket_sizes(world)}\n\n{micro_batches(world)}")
+    figure, (first, second, third) = new_figure(3)
+    stages = {stage: _bill(stage, world) for stage in (1, 2)}
+    for (stage, bill), colour in zip(stages.items(), (ORANGE, BLUE), strict=True):
+        live = [event.live / bill.numel for event in bill.ranks[0].events]
+        where = [i / (len(live) - 1) for i in range(len(live))]
+        first.plot(where, live, "o-", color=colour, markersize=3, label=f"stage {stage}")
+        between = sum(bill.formula_held.values()) / bill.numel
+        first.axhline(between, linestyle="--", color=colour, label=f"formula at the end: {between:.0f}")
+    label(first, "One step of rank 0", "events, from backward (0) to done (1)", "live bytes a parameter")
+    peaks = [_bill(2, world, size).ranks[0].peak / stages[2].numel for size in BUCKETS]
+    second.plot(BUCKETS, peaks, "o-", color=BLUE, label="stage 2")
+    stage1_peak = stages[1].ranks[0].peak / stages[1].numel
+    second.axhline(stage1_peak, linestyle="--", color=ORANGE, label="stage 1")
+    second.set_xscale("log", base=2)
+    label(second, "Large buckets cost memory", "bucket_size in elements", "peak live bytes a parameter")
+    for stage, colour in ((1, ORANGE), (2, BLUE)):
+        bills = [_bill(stage, world, micro_batches=m) for m in MICRO_BATCHES]
+        sent = [bill.sent / world / bill.numel for bill in bills]
+        third.plot(MICRO_BATCHES, sent, "o", color=colour, label=f"stage {stage}, measured")
+    formula = [4 * (m + 1) * (world - 1) / world for m in MICRO_BATCHES]
+    third.plot(MICRO_BATCHES, formula, "--", color=GREEN, label="formula: 4 (m+1)(N-1)/N")
+    third.set_xticks(MICRO_BATCHES)
+    label(third, "Micro-batches cost traffic", "micro-batches m", "bytes a parameter from each rank")
+    save(figure, 2)
+
+
+if __name__ == "__main__":
+    main()

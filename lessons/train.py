@@ -1,0 +1,98 @@
+"""`make demo`: a small GPT trained at every stage on real processes; its bill as a table and a picture.
+
+Started by torchrun: every process is one rank, rank 0 talks. The rows come from `lessons.registry`.
+"""
+
+import argparse
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+
+from lessons import bill, plots
+from lessons.bill import Bill
+from lessons.registry import ROOT, ROWS, Row
+from zero_min.comm import Comm
+from zero_min.dist_comm import DistComm
+from zero_min.gpt import GPT, GPTConfig, batch, load_text
+
+CONFIG = GPTConfig()
+BATCH = 8
+
+
+def train(comm: Comm, row: Row, steps: int, progress: Progress | None) -> float:
+    """Train one row for some steps; returns the last loss averaged over ranks."""
+    text = load_text()
+    generator = torch.Generator().manual_seed(comm.rank)
+    model = GPT(CONFIG)
+    trainer = row.trainer(bill.ZERO_MIN, model, comm, lr=3e-3)
+    task = progress.add_task(row.name, total=steps, loss="", speed="") if progress else None
+    begin, last = time.perf_counter(), torch.zeros(())
+    for step in range(steps):
+        trainer.zero_grad()
+        loss = model(*batch(text, BATCH, CONFIG.context, generator))
+        trainer.backward(loss)
+        trainer.step()
+        last = loss.detach().clone()
+        if progress is not None and task is not None:
+            tokens = comm.world_size * BATCH * CONFIG.context * (step + 1)
+            speed = tokens / (time.perf_counter() - begin)
+            progress.update(task, advance=1, loss=f"loss {last:.4f}", speed=f"{speed:,.0f} tokens/s")
+    return float(comm.all_reduce(last) / comm.world_size)
+
+
+def gather_bill(comm: Comm, row: Row) -> Bill:
+    """Measure this rank's bytes, and collect every rank's measurement."""
+    ranks: list[Any] = [None] * comm.world_size
+    dist.all_gather_object(ranks, bill.measure_rank(comm, row, CONFIG))
+    return bill.compare(row, ranks)
+
+
+def show(console: Console, bills: Sequence[Bill], losses: Sequence[float]) -> None:
+    """The table: loss, bytes held and sent against the formula."""
+    ranks, numel = len(bills[0].ranks), bills[0].numel
+    drawn = Table(title=f"GPT with {numel:,} parameters on {ranks} ranks, bytes per parameter")
+    for column in ("", "final loss", "held", "formula", "sent a step", "formula", "as integers"):
+        drawn.add_column(column, justify="left" if column == "" else "right")
+    for each, loss in zip(bills, losses, strict=True):
+        held, sent = (each.held, sum(each.formula_held.values())), (each.sent, each.formula_sent)
+        cells = [f"{n / numel:.3f}" for n in held] + [f"{n / ranks / numel:.3f}" for n in sent]
+        drawn.add_row(each.row.name, f"{loss:.4f}", *cells, "equal" if each.exact() else "DIFFERENT")
+    console.print(drawn)
+    console.print(
+        "held, sent: by one rank. The formula is the paper's, with padding; see zero_min/formula.py"
+    )
+
+
+def main() -> None:
+    """Measure, train and report every row."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "demo.png")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    comm = DistComm.from_env()
+    console = Console()
+    columns = [TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn()]
+    columns += [TextColumn("{task.fields[loss]}"), TextColumn("{task.fields[speed]}")]
+    losses, bills = [], []
+    with Progress(*columns, console=console, disable=comm.rank != 0) as progress:
+        for row in ROWS:
+            bills.append(gather_bill(comm, row))
+            losses.append(train(comm, row, options.steps, progress if comm.rank == 0 else None))
+    if comm.rank == 0:
+        show(console, bills, losses)
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        plots.save_bills(bills, options.out)
+        console.print(f"picture: {options.out}")
+    comm.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""The contract: implementations x cases x world sizes. The claims themselves are in `claims.py`."""
+
+import pytest
+import torch
+
+from tests.cases import Case, train
+from tests.conformance import claims
+from tests.trainers import Subject
+from tests.worlds import run_in
+
+CASES = [
+    Case(),
+    Case(dtype=torch.float32),
+    Case("small"),
+    Case("scalar"),
+    Case("tied"),
+    Case("frozen"),
+    Case("unused"),
+    Case("unused", weight_decay=0.1),
+    Case("empty"),
+    Case("twice"),
+    Case("uneven"),
+    Case("transposed"),
+    Case("checkpoint"),
+    Case("reentrant"),
+    Case(two_groups=True),
+    Case("tied", two_groups=True, decoupled=True, weight_decay=0.1),
+    Case(weight_decay=0.1),
+    Case(micro_batches=3),
+    Case("uneven", micro_batches=2),
+    Case(max_grad_norm=0.1),
+    Case("frozen", max_grad_norm=0.1, micro_batches=2),
+]
+PROCESS_CASES = [Case(), Case("tied", two_groups=True, micro_batches=2, max_grad_norm=0.1), Case("uneven")]
+BYTES = [
+    Case(dtype=torch.float32),
+    Case("small", dtype=torch.float32),
+    Case("empty", dtype=torch.float32),
+    Case("frozen", dtype=torch.float32),
+    Case("tied", dtype=torch.float32, two_groups=True),
+    Case(dtype=torch.float32, micro_batches=3),
+]
+WORLDS = [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_ends_where_plain_adam_ends(subject: Subject, case: Case, world_size: int) -> None:
+    claims.parity(subject, case, world_size)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("case", BYTES, ids=str)
+def test_holds_exactly_the_formula(subject: Subject, case: Case, world_size: int) -> None:
+    claims.memory(subject, case, world_size)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("case", [*BYTES, Case("unused", dtype=torch.float32)], ids=str)
+def test_sends_exactly_the_formula(subject: Subject, case: Case, world_size: int) -> None:
+    claims.traffic(subject, case, world_size)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("case", [Case(), Case("tied", two_groups=True, micro_batches=2)], ids=str)
+def test_resumes_bit_for_bit(subject: Subject, case: Case, world_size: int) -> None:
+    claims.resume(subject, case, world_size)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("case", PROCESS_CASES, ids=str)
+def test_real_processes_end_where_plain_adam_ends(subject: Subject, case: Case, world_size: int) -> None:
+    claims.parity(subject, case, world_size, "processes")
+
+
+def test_real_processes_hold_and_send_exactly_the_formula(subject: Subject) -> None:
+    case = Case(dtype=torch.float32, micro_batches=2)
+    claims.memory(subject, case, 3, "processes")
+    claims.traffic(subject, case, 3, "processes")
+
+
+@pytest.mark.parametrize("bucket_size", [1, 13, 1000])
+def test_the_bucket_size_changes_no_bit(subject: Subject, bucket_size: int) -> None:
+    usual = run_in("threads", train, 3, subject, Case(micro_batches=2))
+    other = run_in("threads", train, 3, subject, Case(micro_batches=2, bucket_size=bucket_size))
+    for name, want in usual[0].parameters.items():
+        assert torch.equal(other[0].parameters[name], want), name
+
+
+def test_the_stage_changes_no_bit(subject: Subject) -> None:
+    unsharded = run_in("threads", train, 3, Subject("min", 0), Case("tied", two_groups=True))
+    sharded = run_in("threads", train, 3, subject, Case("tied", two_groups=True))
+    for name, want in unsharded[0].parameters.items():
+        assert torch.equal(sharded[0].parameters[name], want), name
+
+
+def test_a_run_repeats_bit_for_bit(subject: Subject) -> None:
+    first, second = (run_in("threads", train, 4, subject, Case(micro_batches=2)) for _ in range(2))
+    for name, want in first[0].parameters.items():
+        assert torch.equal(second[0].parameters[name], want), name
+
+
+def test_the_reported_norm_is_the_norm_before_clipping(subject: Subject) -> None:
+    case = Case(max_grad_norm=0.1, steps=1)
+    runs = run_in("threads", train, 3, subject, case)
+    model = case.model()
+    sum(model(case.data(0, 0, rank)) / 3 for rank in range(3)).backward()
+    want = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    for run in runs:
+        assert run.reports[0].grad_norm == pytest.approx(float(want), rel=1e-12)
+        assert run.reports[0].grad_norm > case.max_grad_norm  # it was clipped, so the case says something
+
+
+def test_every_rank_trains_on_its_own_data(subject: Subject) -> None:
+    losses = [run.losses for run in run_in("threads", train, 4, subject, Case())]
+    assert len({tuple(loss) for loss in losses}) == 4

@@ -1,0 +1,125 @@
+"""Cheats that the contract must catch. A suite that passes these is not a suite."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero_min
+from tests.cases import Case
+from tests.conformance import claims
+from tests.trainers import MinTrainer, Subject, Trainer
+from zero_min import Stage0, Stage1, Stage2
+from zero_min.comm import Comm
+from zero_min.stage1 import flatten_dense_tensors_aligned
+
+CASE = Case(dtype=torch.float32, micro_batches=2)
+
+
+class KeepsForeignState(Stage1):
+    """Shards on paper, but also keeps averages for everyone else's slices, and does not say so."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.hidden = [torch.zeros_like(f.flat) for f in self.flats]
+
+
+class KeepsForeignGradients(Stage2):
+    """Reduces to the owner but remembers the whole gradients, and admits it."""
+
+    def _reduce(self, bucket: Any) -> None:
+        kept = [window.param.grad for window in bucket.windows]
+        super()._reduce(bucket)
+        self.kept = [*getattr(self, "kept", []), *kept]
+
+    def zero_grad(self) -> None:
+        self.kept: list[Tensor | None] = []
+        super().zero_grad()
+
+    def holdings(self) -> dict[str, list[Tensor | None]]:
+        holdings = super().holdings()
+        holdings["gradients"] += self.kept
+        return holdings
+
+
+class SkipsAveraging(Stage1):
+    """Steps on its own gradients only."""
+
+    def reduce_gradients(self) -> None:
+        for f in self.flats:
+            flat = flatten_dense_tensors_aligned([p.grad for p in f.params], self.comm.world_size)
+            f.shard.grad = flat.chunk(self.comm.world_size)[self.comm.rank].clone()
+
+
+class SumsInsteadOfAveraging(Stage1):
+    """Forgets to divide by the world size."""
+
+    def reduce_gradients(self) -> None:
+        super().reduce_gradients()
+        for f in self.flats:
+            f.shard.grad *= self.comm.world_size
+
+
+CHEATS: dict[str, type] = {
+    "unsharded": Stage0,
+    "foreign_state": KeepsForeignState,
+    "foreign_gradients": KeepsForeignGradients,
+    "skips_averaging": SkipsAveraging,
+    "sums": SumsInsteadOfAveraging,
+}
+
+
+@dataclass(frozen=True)
+class Cheat(Subject):
+    """A cheat that claims to be a stage."""
+
+    name: str = ""
+
+    def build(
+        self, model: nn.Module, comm: Comm, groups: Sequence[Any] | None = None, **options: Any
+    ) -> Trainer:
+        """The cheat behind the usual protocol."""
+        if not issubclass(CHEATS[self.name], Stage2):
+            options.pop("bucket_size", None)
+        options["optimizer"] = getattr(zero_min, options["optimizer"])
+        return MinTrainer(CHEATS[self.name](model, comm, groups, **options), comm)
+
+
+def cheat(name: str, stage: int) -> Cheat:
+    return Cheat("cheat", stage, None, name)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_plain_adam_on_every_rank_is_not_a_sharded_stage(stage: int) -> None:
+    claims.parity(cheat("unsharded", stage), CASE, 3)  # its numbers are right: parity alone proves nothing
+    with pytest.raises(AssertionError, match="the formula says"):
+        claims.memory(cheat("unsharded", stage), CASE, 3)
+
+
+def test_plain_adam_on_every_rank_sends_other_bytes_than_stage_2() -> None:
+    with pytest.raises(AssertionError, match="the formula says"):
+        claims.traffic(cheat("unsharded", 2), CASE, 3)
+
+
+def test_hidden_state_of_other_ranks_is_found() -> None:
+    with pytest.raises(AssertionError, match="live bytes but admits to"):
+        claims.memory(cheat("foreign_state", 1), CASE, 3)
+
+
+def test_gradients_of_other_ranks_are_found() -> None:
+    with pytest.raises(AssertionError, match="the formula says"):
+        claims.memory(cheat("foreign_gradients", 2), CASE, 3)
+
+
+@pytest.mark.parametrize("name", ["skips_averaging", "sums"])
+def test_gradients_that_are_not_averaged_are_found(name: str) -> None:
+    with pytest.raises(AssertionError, match="off by"):
+        claims.parity(cheat(name, 1), Case(max_grad_norm=0.1), 3)
+
+
+def test_skipping_the_average_is_also_missing_traffic() -> None:
+    with pytest.raises(AssertionError, match="the formula says"):
+        claims.traffic(cheat("skips_averaging", 1), CASE, 3)

@@ -1,0 +1,118 @@
+"""Where the ranks of a test live: threads (fast) or real gloo processes (a pool that stays up).
+
+The pool starts once. Every job gets a fresh process group over one TCP store whose port the system
+chose; a job that overruns its limit is killed with all its ranks and the pool starts anew.
+"""
+
+import atexit
+import itertools
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zero_min.dist_comm import DistComm
+from zero_min.thread_comm import run_world
+
+SIZE = 4
+
+
+class RankError(RuntimeError):
+    """A rank of a process world failed or did not answer."""
+
+
+def _serve(pipe: Connection, port: int) -> None:
+    """A worker's life: take a job, be one rank of it, answer. The end of the pipe is the end of life."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    while True:
+        try:
+            job, rank, world_size, limit, fn, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            store = dist.TCPStore("127.0.0.1", port, is_master=False)
+            seconds = timedelta(seconds=limit)
+            store = dist.PrefixStore(f"job{job}", store)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=seconds)
+            answer = (True, fn(DistComm(), *args))
+        except BaseException as error:
+            answer = (False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        pipe.send(answer)
+
+
+class Pool:
+    """Up to four ranks as processes."""
+
+    def __init__(self) -> None:
+        self.store: Any = None
+        self.workers: list[tuple[Any, Connection]] = []
+        self.jobs = itertools.count()
+
+    def _start(self) -> None:
+        if self.workers:
+            return
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        context = multiprocessing.get_context("spawn")
+        for _ in range(SIZE):
+            mine, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, self.store.port), daemon=True)
+            process.start()
+            theirs.close()
+            self.workers.append((process, mine))
+
+    def stop(self) -> None:
+        """Kill every rank."""
+        for process, pipe in self.workers:
+            process.kill()
+            process.join()
+            pipe.close()
+        self.workers = []
+
+    def run(
+        self, fn: Callable[..., Any], world_size: int, *args: Any, limit: float = 60, collective: float = 20
+    ) -> list[Any]:
+        """Call `fn(comm, *args)` on `world_size` processes; `collective` limits each wait for a peer."""
+        self._start()
+        job = next(self.jobs)
+        team = self.workers[:world_size]
+        for rank, (_, pipe) in enumerate(team):
+            pipe.send((job, rank, world_size, collective, fn, args))
+        answers: dict[int, Any] = {}
+        deadline = time.monotonic() + limit
+        while len(answers) < world_size and time.monotonic() < deadline:
+            pipes = {pipe: rank for rank, (_, pipe) in enumerate(team) if rank not in answers}
+            for pipe in wait(list(pipes), timeout=max(0.0, deadline - time.monotonic())):
+                rank = pipes[pipe]  # type: ignore[index]
+                try:
+                    answers[rank] = pipe.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    answers[rank] = (False, "the process died")
+        silent = [rank for rank in range(world_size) if rank not in answers]
+        failed = {rank: text for rank, (fine, text) in answers.items() if not fine}
+        if silent or "the process died" in failed.values():
+            self.stop()
+        if silent:
+            raise RankError(f"ranks {silent} did not answer within {limit} s; others: {failed}")
+        if failed:
+            raise RankError("\n".join(f"rank {rank}: {text}" for rank, text in sorted(failed.items())))
+        return [answers[rank][1] for rank in range(world_size)]
+
+
+POOL = Pool()
+atexit.register(POOL.stop)
+
+
+def run_in(place: str, fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+    """Run `fn(comm, *args)` on every rank, as "threads" or as "processes"."""
+    return run_world(fn, world_size, *args) if place == "threads" else POOL.run(fn, world_size, *args)
