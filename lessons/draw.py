@@ -1,7 +1,6 @@
 """Drawings of ranks as SVG, made by code so that the text and the picture cannot drift apart."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 RANKS = 4
 COLOURS = {"parameters": "#0072B2", "gradients": "#E69F00", "optimizer": "#009E73"}
@@ -14,46 +13,50 @@ text { font: 14px system-ui, sans-serif; fill: #333 }
 </style>"""
 
 
-@dataclass(frozen=True)
-class Strip:
-    """One row of the drawing: what it is, and whether each rank holds all of it or its quarter."""
-
-    kind: str
-    sharded: bool
-    label: str = ""
+SHARDED_SINCE = {"parameters": 3, "gradients": 2, "optimizer": 1}  # the first stage that cuts it
 
 
-def ranks(strips: Sequence[Strip], title: str) -> str:
-    """Four ranks side by side; a filled quarter is held, an outlined one is another rank's."""
-    width, height = LEFT + RANKS * (CELL + GAP), TOP + ROW * len(strips) + 6
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
-        f'height="{height}" role="img" aria-label="{title}">',
-        STYLE,
-    ]
-    for rank in range(RANKS):
-        x = LEFT + rank * (CELL + GAP)
-        parts.append(f'<text x="{x + CELL // 2}" y="26" text-anchor="middle">rank {rank}</text>')
-    for line, strip in enumerate(strips):
+def _quarters(x: int, y: int, kind: str, rank: int, sharded: bool) -> list[str]:
+    """Four boxes: filled where `rank` holds that quarter, outlined where another rank does."""
+    boxes = []
+    for quarter in range(RANKS):
+        mine = not sharded or quarter == rank
+        fill = f'fill="{COLOURS[kind]}"' if mine else 'class="empty"'
+        left = x + quarter * (CELL // RANKS) + 1
+        boxes.append(f'<rect x="{left}" y="{y}" width="{CELL // RANKS - 3}" height="28" rx="3" {fill}/>')
+    return boxes
+
+
+def _drawing(columns: Sequence[str], title: str, quarters: Callable[[int, str], tuple[int, bool]]) -> str:
+    """A table of quarters; `quarters(column, kind)` says whose rank it is and whether the kind is cut."""
+    width, height = LEFT + len(columns) * (CELL + GAP), TOP + ROW * len(SHARDED_SINCE) + 6
+    size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{title}">', STYLE]
+    for column, name in enumerate(columns):
+        middle = LEFT + column * (CELL + GAP) + CELL // 2
+        parts.append(f'<text x="{middle}" y="26" text-anchor="middle">{name}</text>')
+    for line, kind in enumerate(SHARDED_SINCE):
         y = TOP + line * ROW
-        parts.append(
-            f'<text x="{LEFT - 12}" y="{y + 19}" text-anchor="end">{strip.label or strip.kind}</text>'
-        )
-        for rank in range(RANKS):
-            for quarter in range(RANKS):
-                x = LEFT + rank * (CELL + GAP) + quarter * (CELL // RANKS)
-                box = f'x="{x + 1}" y="{y}" width="{CELL // RANKS - 3}" height="28" rx="3"'
-                mine = not strip.sharded or quarter == rank
-                fill = f'fill="{COLOURS[strip.kind]}"' if mine else 'class="empty"'
-                parts.append(f"<rect {box} {fill}/>")
+        parts.append(f'<text x="{LEFT - 12}" y="{y + 19}" text-anchor="end">{kind}</text>')
+        for column in range(len(columns)):
+            rank, sharded = quarters(column, kind)
+            parts += _quarters(LEFT + column * (CELL + GAP), y, kind, rank, sharded)
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
 def stage(number: int) -> str:
-    """Who holds what between two steps of this ZeRO stage."""
-    strips = [
-        Strip("parameters", number >= 3),
-        Strip("gradients", number >= 2),
-        Strip("optimizer", number >= 1),
-    ]
-    return ranks(strips, f"What each of four ranks holds at ZeRO stage {number}")
+    """Who of four ranks holds what between two steps of this ZeRO stage."""
+    return _drawing(
+        [f"rank {rank}" for rank in range(RANKS)],
+        f"What each of four ranks holds at ZeRO stage {number}",
+        lambda rank, kind: (rank, number >= SHARDED_SINCE[kind]),
+    )
+
+
+def staircase(stages: Sequence[int]) -> str:
+    """What rank 0 of four holds at each stage: the whole project in one picture."""
+    return _drawing(
+        [f"stage {number}" for number in stages],
+        "What rank 0 of four ranks holds at each ZeRO stage",
+        lambda column, kind: (0, stages[column] >= SHARDED_SINCE[kind]),
+    )

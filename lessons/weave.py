@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
+import zero_min
 from lessons import bill, draw
 from lessons.exercise import LessonError, region_lines
 from lessons.registry import LESSONS, ROOT, ROWS, Lesson
@@ -84,10 +85,15 @@ def woven(lesson: Lesson) -> dict[Path, str]:
     return {text: weave(text.read_text()), lesson.path / "ranks.svg": draw.stage(lesson.stage)}
 
 
+def picture() -> dict[Path, str]:
+    """The README's drawing: every stage there is."""
+    return {ROOT / "lessons" / "staircase.svg": draw.staircase(list(zero_min.STAGES))}
+
+
 def main() -> int:
-    """Refresh all lessons; say what changed."""
-    for lesson in LESSONS:
-        for path, content in woven(lesson).items():
+    """Refresh all lessons and drawings; say what changed."""
+    for made in [picture(), *(woven(lesson) for lesson in LESSONS)]:
+        for path, content in made.items():
             if not path.exists() or path.read_text() != content:
                 path.write_text(content)
                 print(f"refreshed {path.relative_to(ROOT)}")

@@ -4,7 +4,7 @@
 process over the whole batch with PyTorch's own Adam. Each rank and micro-batch has its own data.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,8 @@ class Toy(nn.Module):
             self.back.weight = nn.Parameter(self.first.weight.detach().t().contiguous())
             self.again = nn.Linear(5, WIDTH, bias=False)
             self.again.weight = self.back.weight
+        if kind in ("twice", "checkpoint", "reentrant"):
+            self.middle = nn.Linear(5, 5)
         if kind == "frozen":
             self.first.weight.requires_grad_(False)
         if kind == "unused":
@@ -54,7 +56,7 @@ class Toy(nn.Module):
         if self.kind == "tied":
             h = self.first(self.again(torch.tanh(h)) + self.back(h))
         if self.kind == "twice":
-            h = h + self.second.weight.sum() * h
+            h = self.middle(torch.tanh(self.middle(h)))
         if self.kind in ("reentrant", "checkpoint"):
             h = self._recompute(h)
         if self.kind == "scalar":
@@ -65,9 +67,9 @@ class Toy(nn.Module):
 
     def _recompute(self, h: Tensor) -> Tensor:
         def part(h: Tensor) -> Tensor:
-            return torch.tanh(h @ self.first.weight @ self.first.weight.t())
+            return torch.tanh(self.middle(h))
 
-        for _ in range(2):  # the same weight in two recomputed parts
+        for _ in range(2):  # the same weights in two recomputed parts
             h = checkpoint(part, h, use_reentrant=self.kind == "reentrant")
         return h
 
@@ -195,16 +197,15 @@ def reference(case: Case, world_size: int) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def group_sizes(case: Case) -> list[int]:
-    """Trainable elements of each parameter group, for the formulas."""
+def sizes(case: Case, stage: int) -> list[int]:
+    """The pieces that this stage cuts, for the formulas: groups of trainable parameters, or single ones."""
     model = case.model()
+    if stage == 3:
+        return [p.numel() for p in model.parameters() if p.requires_grad]
     groups = case.groups(model) or [{"params": list(model.parameters())}]
     return [sum(p.numel() for p in g["params"] if p.requires_grad) for g in groups]
 
 
-def frozen_bytes(case: Case) -> int:
-    """Bytes of the parameters that nobody trains."""
-    return sum(p.nbytes for p in case.model().parameters() if not p.requires_grad)
-
-
-Program = Callable[..., Run]
+def frozen_sizes(case: Case) -> list[int]:
+    """The parameters that nobody trains."""
+    return [p.numel() for p in case.model().parameters() if not p.requires_grad]

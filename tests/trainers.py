@@ -7,6 +7,7 @@ package depends on the other; each implementation gets a thin adapter.
 import importlib.util
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -56,7 +57,8 @@ class MinTrainer:
         self.stage.zero_grad()
 
     def full_parameters(self) -> dict[str, Tensor]:
-        return {name: p.detach().clone() for name, p in self.stage.model.named_parameters()}
+        with getattr(self.stage, "gathered", nullcontext)():
+            return {name: p.detach().clone() for name, p in self.stage.model.named_parameters()}
 
     def state_dict(self) -> dict[str, Any]:
         return self.stage.state_dict()
@@ -90,7 +92,7 @@ class Subject:
         self, model: nn.Module, comm: Comm, groups: Sequence[Mapping[str, Any]] | None = None, **options: Any
     ) -> Trainer:
         """Put the model under this stage's care."""
-        if self.stage < 2:
+        if self.stage != 2:
             options.pop("bucket_size", None)
         parts = self.parts()
         options["optimizer"] = getattr(parts, options.pop("optimizer"))

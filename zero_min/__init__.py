@@ -7,12 +7,14 @@ from zero_min.adam import Adam, AdamW
 from zero_min.comm import Comm, WorldError
 from zero_min.dist_comm import DistComm
 from zero_min.ledger import Ledger
+from zero_min.prefetch import Stage3Prefetch
 from zero_min.stage0 import Stage0
 from zero_min.stage1 import Stage1
 from zero_min.stage2 import Stage2
+from zero_min.stage3 import Stage3
 from zero_min.thread_comm import ThreadComm, run_world
 
-STAGES = {0: Stage0, 1: Stage1, 2: Stage2}
+STAGES = {0: Stage0, 1: Stage1, 2: Stage2, 3: Stage3}
 
 __all__ = [
     "STAGES",
@@ -24,6 +26,8 @@ __all__ = [
     "Stage0",
     "Stage1",
     "Stage2",
+    "Stage3",
+    "Stage3Prefetch",
     "ThreadComm",
     "WorldError",
     "run_world",

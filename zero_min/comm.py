@@ -21,7 +21,6 @@ from torch import Tensor
 
 from zero_min.ledger import Ledger
 
-
 OUR_FILES = [str(Path(__file__).with_name(f"{kind}comm.py")) for kind in ("", "thread_", "dist_")]
 
 
@@ -45,19 +44,22 @@ class Comm(ABC):
         self.ledger.charge("all_reduce", sent * tensor.element_size())
         return self._all_reduce(tensor)
 
-    def reduce_scatter(self, parts: Sequence[Tensor]) -> Tensor:
-        """Sum part j over all ranks and give it to rank j alone. Sends (N-1)/N n."""
+    def reduce_scatter(self, parts: Sequence[Tensor], label: str = "") -> Tensor:
+        """Sum part j over all ranks and give it to rank j alone. Sends (N-1)/N n.
+
+        Ranks that meet with different labels are told so, even if the sizes happen to agree.
+        """
         others = [part for rank, part in enumerate(parts) if rank != self.rank]
         self.ledger.charge("reduce_scatter", sum(part.nbytes for part in others))
-        return torch.stack(self._all_to_all("reduce_scatter", parts)).sum(0)  # in rank order, always
+        return self._reduce_scatter(describe("reduce_scatter", *parts, label=label), parts)
 
     def all_to_all(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """Send part j to rank j; receive one part from each rank. Sends (N-1)/N n."""
         others = [part for rank, part in enumerate(parts) if rank != self.rank]
         self.ledger.charge("all_to_all", sum(part.nbytes for part in others))
-        return self._all_to_all("all_to_all", parts)
+        return self._all_to_all(describe("all_to_all", *parts), parts)
 
-    def all_gather(self, whole: Tensor, mine: Tensor) -> Tensor:
+    def all_gather(self, whole: Tensor, mine: Tensor, label: str = "") -> Tensor:
         """Fill `whole` with every rank's `mine`, in rank order. Sends (N-1)/N n."""
         _must_be_contiguous("all_gather", whole)
         if whole.numel() != mine.numel() * self.world_size:
@@ -66,7 +68,7 @@ class Comm(ABC):
                 f"fill {whole.numel()}; pad the tensor to a multiple of the world size first"
             )
         self.ledger.charge("all_gather", mine.nbytes * (self.world_size - 1))
-        return self._all_gather(whole, mine)
+        return self._all_gather(describe("all_gather", mine, label=label), whole, mine)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Copy `source`'s tensor to every rank, in place. The source sends (N-1) n."""
@@ -78,16 +80,28 @@ class Comm(ABC):
         """Wait until every rank is here. Sends nothing worth counting."""
         self._barrier()
 
+    def _reduce_scatter(self, call: str, parts: Sequence[Tensor]) -> Tensor:
+        return add_up(self._all_to_all(call, parts))
+
     @abstractmethod
     def _all_reduce(self, tensor: Tensor) -> Tensor: ...
     @abstractmethod
-    def _all_to_all(self, name: str, parts: Sequence[Tensor]) -> list[Tensor]: ...
+    def _all_to_all(self, call: str, parts: Sequence[Tensor]) -> list[Tensor]: ...
     @abstractmethod
-    def _all_gather(self, whole: Tensor, mine: Tensor) -> Tensor: ...
+    def _all_gather(self, call: str, whole: Tensor, mine: Tensor) -> Tensor: ...
     @abstractmethod
     def _broadcast(self, tensor: Tensor, source: int) -> Tensor: ...
     @abstractmethod
     def _barrier(self) -> None: ...
+
+
+def add_up(tensors: Sequence[Tensor]) -> Tensor:
+    """The sum in rank order, so that it has the same bits on every rank; 16-bit sums are rounded once."""
+    wide = torch.promote_types(tensors[0].dtype, torch.float32)
+    total = tensors[0].to(wide, copy=True)
+    for tensor in tensors[1:]:
+        total += tensor
+    return total.to(tensors[0].dtype)
 
 
 def _must_be_contiguous(name: str, tensor: Tensor) -> None:
@@ -95,10 +109,11 @@ def _must_be_contiguous(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name} needs contiguous memory, got strides {tensor.stride()}: use .contiguous()")
 
 
-def describe(name: str, *tensors: Tensor) -> str:
+def describe(name: str, *tensors: Tensor, label: str = "") -> str:
     """A collective call in words; two ranks that meet must say the same words."""
     shapes = ", ".join(str(list(t.shape)) for t in tensors)
-    return f"{name}({shapes} {str(tensors[0].dtype).removeprefix('torch.')})" if tensors else f"{name}()"
+    dtype = f" {tensors[0].dtype}".replace("torch.", "") if tensors else ""
+    return f"{name}({shapes}{dtype})" + (f" of {label}" if label else "")
 
 
 def caller() -> str:

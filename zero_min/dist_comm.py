@@ -7,6 +7,7 @@ times out, every rank writes down where it stands and reads what the others wrot
 
 import os
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TypeVar
@@ -25,13 +26,15 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 class DistComm(Comm):
     """This process's rank in the default process group of torch.distributed."""
 
-    def __init__(self, patience: float = 2.0) -> None:
+    def __init__(self, check: bool = False, patience: float = 2.0) -> None:
         super().__init__(dist.get_rank(), dist.get_world_size())
+        self.check = check  # compare the calls of all ranks before each collective; slow, but names culprits
         self.patience = patience  # seconds to wait for the others' last words after a failure
         self.calls = 0
+        self.device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
 
     @classmethod
-    def from_env(cls, timeout: float = 60.0) -> "DistComm":
+    def from_env(cls, timeout: float = 60.0, check: bool = False) -> "DistComm":
         """Join the world that torchrun describes in the environment."""
         missing = [k for k in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if k not in os.environ]
         if missing:
@@ -47,7 +50,7 @@ class DistComm(Comm):
                 f"rank {os.environ['RANK']} cannot use {where}: {error}\nIf another job holds that port, "
                 "choose another (torchrun --master-port) or let torchrun find one (--standalone)."
             ) from error
-        return cls()
+        return cls(check)
 
     @staticmethod
     def close() -> None:
@@ -57,9 +60,19 @@ class DistComm(Comm):
     def _guard(self, call: str, collective: Callable[[], T]) -> T:
         self.calls += 1
         try:
+            if self.check:
+                self._compare(call)
             return collective()
         except RuntimeError as error:
             raise WorldError(self._post_mortem(f"call {self.calls}, {call} at {caller()}", error)) from error
+
+    def _compare(self, call: str) -> None:
+        """Tell every rank a number that stands for my call; raise if theirs differ."""
+        mine = torch.tensor([zlib.crc32(call.encode())], device=self.device)
+        theirs = torch.empty(self.world_size, dtype=mine.dtype, device=self.device)
+        _all_gather_single(theirs, mine)
+        if len(theirs.unique()) > 1:
+            raise RuntimeError("the ranks made different calls")
 
     def _post_mortem(self, mine: str, error: RuntimeError) -> str:
         """Tell the others where I stand, wait a moment, and read where they stand."""
@@ -80,18 +93,17 @@ class DistComm(Comm):
         self._guard(describe("all_reduce", tensor), lambda: dist.all_reduce(tensor))
         return tensor
 
-    def _all_to_all(self, name: str, parts: Sequence[Tensor]) -> list[Tensor]:
+    def _all_to_all(self, call: str, parts: Sequence[Tensor]) -> list[Tensor]:
         # gloo's own reduce-scatter puts all-reduce bytes on the wire; an exchange and a local sum does not.
         mine = parts[self.rank]
         received = mine.new_empty(self.world_size * mine.numel())
         sizes = [part.numel() for part in parts]
         get = [mine.numel()] * self.world_size
         sent = torch.cat([part.reshape(-1) for part in parts])
-        self._guard(describe(name, *parts), lambda: dist.all_to_all_single(received, sent, get, sizes))
+        self._guard(call, lambda: dist.all_to_all_single(received, sent, get, sizes))
         return [part.view_as(mine) for part in received.chunk(self.world_size)]
 
-    def _all_gather(self, whole: Tensor, mine: Tensor) -> Tensor:
-        call = describe("all_gather", mine)
+    def _all_gather(self, call: str, whole: Tensor, mine: Tensor) -> Tensor:
         self._guard(call, lambda: _all_gather_single(whole.view(-1), mine.contiguous().view(-1)))
         return whole
 

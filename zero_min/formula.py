@@ -1,8 +1,9 @@
 """What the papers say a rank holds and sends, as exact integers.
 
 N ranks share P parameters. Whatever is cut is padded first to a multiple of N, because slices must be
-equal: stage 1 and 2 cut each parameter group, so `sizes` is the number of trainable parameters of each
-group. The ledger measures, these formulas predict, the tests ask both for the same integer.
+equal. `sizes` are the element counts of what is cut: stages 1 and 2 cut each parameter group as one
+piece, stage 3 cuts every parameter by itself. The ledger measures, these formulas predict, and the tests
+ask both for the same integer.
 """
 
 from collections.abc import Sequence
@@ -32,9 +33,9 @@ def held(stage: int, sizes: Sequence[int], world_size: int, each: Bytes = FP32) 
     numel, flat = sum(sizes), padded(sizes, world_size)
     own = flat // world_size
     return {
-        "parameters": each.parameter * [numel, flat, flat][stage],
-        "gradients": each.gradient * [numel, numel, own][stage],
-        "optimizer": each.state * [numel, own, own][stage],
+        "parameters": each.parameter * [numel, flat, flat, own][stage],
+        "gradients": each.gradient * [numel, numel, own, own][stage],
+        "optimizer": each.state * [numel, own, own, own][stage],
     }
 
 
@@ -48,5 +49,6 @@ def sent(stage: int, sizes: Sequence[int], world_size: int, micro_batches: int =
         numel + numel,  # all-reduce: both halves on gradients
         flat + flat,  # reduce-scatter of gradients at the boundary, all-gather of parameters
         micro_batches * numel + flat,  # reduce-scatter of every micro-batch, all-gather of parameters
+        micro_batches * 3 * flat,  # two all-gathers and one reduce-scatter in every micro-batch
     ]
     return element * (world_size - 1) * tensors[stage]

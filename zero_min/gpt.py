@@ -82,7 +82,8 @@ class GPT(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """tokens, targets: (B, T). The mean loss over all of them."""
-        x = self.characters(tokens) + self.positions.weight[: tokens.shape[1]]  # (B, T, C)
+        where = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.characters(tokens) + self.positions(where)  # (B, T, C)
         for block in self.blocks:
             x = block(x)
         logits = self.head(self.norm(x))  # (B, T, V)

@@ -37,8 +37,20 @@ def trainable_groups(model: nn.Module, groups: Groups | None) -> list[dict[str, 
     return result
 
 
+def master_of(slice_: Tensor) -> Tensor:
+    """What Adam steps: the parameters themselves in fp32, an fp32 copy (the master) of 16-bit ones."""
+    return slice_ if slice_.dtype in (torch.float32, torch.float64) else slice_.detach().float()
+
+
+def gradient_or_zeros(p: Tensor) -> Tensor:
+    """The gradient; zeros where there is none, because the parameter may be used on another rank."""
+    return torch.zeros_like(p, dtype=p.grad_dtype) if p.grad is None else p.grad
+
+
 class Stage0:
     """Nothing is sharded: every rank holds parameters, gradients and Adam's state in full."""
+
+    norm_comm: Comm | None = None  # every rank has every gradient, so it knows the norm by itself
 
     def __init__(
         self,
@@ -54,7 +66,9 @@ class Stage0:
         self.params: list[Tensor] = [p for group in param_groups for p in group["params"]]
         for p in self.params:
             p.data = comm.broadcast(p.data.contiguous())  # everyone starts from rank 0's values
-        self.optimizer = optimizer(param_groups, **options)
+        self.shards = {p: master_of(p) for p in self.params}
+        shards = [{**group, "params": [self.shards[p] for p in group["params"]]} for group in param_groups]
+        self.optimizer = optimizer(shards, **options)
 
     def backward(self, loss: Tensor) -> None:
         """Add this micro-batch's gradients; nothing travels yet."""
@@ -64,18 +78,34 @@ class Stage0:
     @torch.no_grad()
     def step(self) -> float | None:
         """Average the gradients, then make the same Adam step on every rank. Returns the clipped norm."""
-        for p in self.params:
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad  # unused here, perhaps used elsewhere
-            self.comm.all_reduce(p.grad).div_(self.comm.world_size)  # 2(N-1)/N n
+        self.reduce_gradients()
         norm = None
         if self.max_grad_norm is not None:
-            norm = clip_by_global_norm(
-                [p.grad for p in self.params if p.grad is not None], self.max_grad_norm
-            )
-        self.optimizer.step()
+            norm = clip_by_global_norm(self.own_gradients(), self.max_grad_norm, self.norm_comm)
+        self.update()
         return norm
 
+    def reduce_gradients(self) -> None:
+        """Give everyone the averaged gradient of everything."""
+        for p, shard in self.shards.items():
+            p.grad = gradient_or_zeros(p)
+            self.comm.all_reduce(p.grad).div_(self.comm.world_size)  # 2(N-1)/N n
+            if shard is not p:
+                shard.grad = p.grad.to(shard.dtype)
+
+    def update(self) -> None:
+        """Everyone steps everything, and so ends with the same values."""
+        self.optimizer.step()
+        for p, shard in self.shards.items():
+            if shard is not p:
+                p.copy_(shard)
+                shard.grad = None
+
     # --8<-- [end:stage0_step]
+
+    def own_gradients(self) -> list[Tensor]:
+        """What Adam is about to use: here, on every rank, everything."""
+        return [shard.grad for shard in self.shards.values() if shard.grad is not None]
 
     def zero_grad(self) -> None:
         """Let go of the gradients."""
@@ -87,17 +117,20 @@ class Stage0:
         return {
             "parameters": list(self.model.parameters()),
             "gradients": [p.grad for p in self.params],
-            "optimizer": list(self.optimizer.state()),
+            "optimizer": [*(s for p, s in self.shards.items() if s is not p), *self.optimizer.state()],
         }
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of a checkpoint."""
-        return {
-            "model": {k: t.clone() for k, t in self.model.state_dict().items()},
-            "adam": self.optimizer.state_dict(),
-        }
+        model = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        masters = [shard.clone() for p, shard in self.shards.items() if shard is not p]
+        return {"model": model, "masters": masters, "adam": self.optimizer.state_dict()}
 
+    @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from this rank's part."""
         self.model.load_state_dict(state["model"])
+        masters = [shard for p, shard in self.shards.items() if shard is not p]
+        for master, saved in zip(masters, state["masters"], strict=True):
+            master.copy_(saved)
         self.optimizer.load_state_dict(state["adam"])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from zero_min.adam import Adam, Groups, clip_by_global_norm
 from zero_min.comm import Comm
-from zero_min.stage0 import trainable_groups
+from zero_min.stage0 import gradient_or_zeros, master_of, trainable_groups
 
 
 def round_robin_reorder(tensors: Sequence[Tensor], num_partitions: int) -> tuple[list[Tensor], list[int]]:
@@ -65,9 +65,9 @@ class FlatGroup:
             self.starts.append(start)
             start += p.numel()
         own = get_data_parallel_partitions(self.flat, comm.world_size)[comm.rank]
-        # Adam steps this slice. In fp32 it *is* the window into flat; a 16-bit group gets an fp32 copy.
-        self.shard = own if own.dtype in (torch.float32, torch.float64) else own.float()
         self.own = own
+        self.shard = master_of(own)  # Adam steps this: in fp32 the window itself
+        self.grad: Tensor | None = None  # the own slice's gradient, for stages that keep it between steps
 
 
 class Stage1:
@@ -84,8 +84,9 @@ class Stage1:
     ) -> None:
         self.model, self.comm, self.max_grad_norm = model, comm, max_grad_norm
         param_groups = [group for group in trainable_groups(model, groups) if group["params"]]
-        self.flats = [FlatGroup(group["params"], comm) for group in param_groups]
+        self.flats: Sequence[Any] = [FlatGroup(group["params"], comm) for group in param_groups]
         shards = [{**group, "params": [f.shard]} for group, f in zip(param_groups, self.flats, strict=True)]
+        self.norm_comm = comm  # a norm of slices is nobody's to know alone
         self.optimizer = optimizer(shards, **options)  # two averages, but only for this rank's slices
 
     def backward(self, loss: Tensor) -> None:
@@ -99,19 +100,26 @@ class Stage1:
         self.reduce_gradients()
         norm = None
         if self.max_grad_norm is not None:
-            own_grads = [f.shard.grad for f in self.flats if f.shard.grad is not None]
-            norm = clip_by_global_norm(own_grads, self.max_grad_norm, self.comm)
-        self.optimizer.step()
-        self.gather_parameters()
+            norm = clip_by_global_norm(self.own_gradients(), self.max_grad_norm, self.norm_comm)
+        self.update()
         return norm
 
+    def update(self) -> None:
+        """Everyone steps their own slices, then all slices are exchanged."""
+        self.optimizer.step()
+        self.gather_parameters()
+
     # --8<-- [end:stage1_step]
+
+    def own_gradients(self) -> list[Tensor]:
+        """What Adam is about to use: the own slices'."""
+        return [f.shard.grad for f in self.flats if f.shard.grad is not None]
 
     def reduce_gradients(self) -> None:
         """Give each rank the averaged gradient of its own slice, and of nothing else."""
         for f in self.flats:
             # --8<-- [start:ex_reduce]
-            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in f.params]
+            grads = [gradient_or_zeros(p) for p in f.params]
             flat_grad = flatten_dense_tensors_aligned(grads, self.comm.world_size)
             parts = get_data_parallel_partitions(flat_grad, self.comm.world_size)
             own_grad = self.comm.reduce_scatter(parts)  # (N-1)/N n
@@ -124,13 +132,13 @@ class Stage1:
             # --8<-- [start:ex_gather]
             f.own.copy_(f.shard)
             self.comm.all_gather(f.flat, f.own)  # (N-1)/N n
-            f.shard.grad = None  # the whole gradients are still in p.grad
+            f.shard.grad = None  # used up
             # --8<-- [end:ex_gather]
 
     def zero_grad(self) -> None:
         """Let go of the gradients."""
         for f in self.flats:
-            f.shard.grad = None
+            f.grad = None
             for p in f.params:
                 p.grad = None
 
@@ -139,7 +147,7 @@ class Stage1:
         masters = [f.shard for f in self.flats if f.shard is not f.own]
         return {
             "parameters": [*(f.flat for f in self.flats), *self.model.parameters()],
-            "gradients": [t.grad for f in self.flats for t in (f.shard, *f.params)],
+            "gradients": [g for f in self.flats for g in (f.grad, f.shard.grad, *(p.grad for p in f.params))],
             "optimizer": [*masters, *self.optimizer.state()],
         }
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_min.comm import Comm
+from zero_min.stage0 import gradient_or_zeros
 from zero_min.stage1 import FlatGroup, Stage1
 
 
@@ -48,7 +49,7 @@ class Bucket:
     reduced: bool = False
 
 
-def make_buckets(flats: list[FlatGroup], order: Sequence[Tensor], bucket_size: int) -> list[Bucket]:
+def make_buckets(flats: Sequence[FlatGroup], order: Sequence[Tensor], bucket_size: int) -> list[Bucket]:
     """Deal the parameters into buckets of at most `bucket_size` elements (one tensor may exceed it)."""
     where = {p: Window(p, f, start) for f in flats for p, start in zip(f.params, f.starts, strict=True)}
     buckets: list[Bucket] = []
@@ -112,10 +113,7 @@ class Stage2(Stage1):
     def _reduce(self, bucket: Bucket) -> None:
         """One collective: every rank receives the sum of the pieces it owns, then the bucket is freed."""
         # --8<-- [start:ex_bucket]
-        grads = {w.param: w.param.new_zeros(w.param.numel()) for w in bucket.windows}
-        for w in bucket.windows:
-            if w.param.grad is not None:
-                grads[w.param] = w.param.grad.reshape(-1)
+        grads = {w.param: gradient_or_zeros(w.param).reshape(-1) for w in bucket.windows}
         parts = [
             torch.cat([grads[w.param][w.part_of(rank)] for w in bucket.windows])
             for rank in range(self.comm.world_size)
@@ -131,19 +129,15 @@ class Stage2(Stage1):
         # --8<-- [end:ex_bucket]
 
     def _add_to_own_gradient(self, window: Window, part: slice, piece: Tensor) -> None:
-        shard, first = window.flat.shard, self.comm.rank * window.flat.own.numel()
-        if shard.grad is None:
-            shard.grad = torch.zeros_like(shard)
+        f, first = window.flat, self.comm.rank * window.flat.own.numel()
+        if f.grad is None:
+            f.grad = torch.zeros_like(f.own, dtype=piece.dtype)
         own = slice(window.start + part.start - first, window.start + part.stop - first)
-        shard.grad[own] += piece.to(shard.dtype) / self.comm.world_size
+        f.grad[own] += piece / self.comm.world_size
 
     def reduce_gradients(self) -> None:
-        """Nothing is left to do, unless backward was called without us: then the last buckets wait."""
+        """Each owner has had its averaged gradient since backward; hand it to Adam."""
         if any(bucket.missing < len(bucket.windows) for bucket in self.buckets):
-            self._reduce_leftovers()
-
-    def gather_parameters(self) -> None:
-        """As in stage 1, but the own gradient stays: it is the only one there is."""
+            self._reduce_leftovers()  # backward was called without us, and its last buckets wait
         for f in self.flats:
-            f.own.copy_(f.shard)
-            self.comm.all_gather(f.flat, f.own)  # (N-1)/N n
+            f.shard.grad = torch.zeros_like(f.shard) if f.grad is None else f.grad.to(f.shard.dtype)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from zero_min.comm import Comm, WorldError, caller, describe
+from zero_min.comm import Comm, WorldError, add_up, caller, describe
 
 T = TypeVar("T")
 
@@ -95,15 +95,17 @@ class ThreadComm(Comm):
         return result
 
     def _all_reduce(self, tensor: Tensor) -> Tensor:
-        total = self._meet(describe("all_reduce", tensor), tensor, lambda all_: torch.stack(all_).sum(0))
+        total = self._meet(describe("all_reduce", tensor), tensor, add_up)
         return tensor.copy_(total)
 
-    def _all_to_all(self, name: str, parts: Sequence[Tensor]) -> list[Tensor]:
-        call = describe(name, *parts)
+    def _all_to_all(self, call: str, parts: Sequence[Tensor]) -> list[Tensor]:
         return self._meet(call, parts, lambda all_: [sent[self.rank].clone() for sent in all_])
 
-    def _all_gather(self, whole: Tensor, mine: Tensor) -> Tensor:
-        joined = self._meet(describe("all_gather", mine), mine, torch.cat)
+    def _reduce_scatter(self, call: str, parts: Sequence[Tensor]) -> Tensor:
+        return self._meet(call, parts, lambda all_: add_up([sent[self.rank] for sent in all_]))
+
+    def _all_gather(self, call: str, whole: Tensor, mine: Tensor) -> Tensor:
+        joined = self._meet(call, mine, torch.cat)
         return whole.copy_(joined.view_as(whole))
 
     def _broadcast(self, tensor: Tensor, source: int) -> Tensor:

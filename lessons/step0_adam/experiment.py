@@ -62,9 +62,9 @@ def new_figure(plots: int) -> tuple[Figure, list[Axes]]:
 
 
 def label(plot: Axes, title: str, x: str, y: str) -> None:
-    """Name a plot and its axes; bytes start at zero."""
+    """Name a plot and its axes; bytes start at zero, and the legend has room above them."""
     plot.set(title=title, xlabel=x, ylabel=y)
-    plot.set_ylim(bottom=0)
+    plot.set_ylim(0, 1.3 * plot.get_ylim()[1])
     plot.legend(fontsize="small")
 
 
@@ -174,7 +174,7 @@ def main(world: int = 4) -> None:
     for name, layer, optimizer in _torch_optimizers():
         names.append(name.replace(", ", ",\n"))
         sizes.append(sum(t.nbytes for t in _remembered(layer, optimizer).values()) / layer.weight.numel())
-    left.bar(names, sizes, color=[GREEN, ORANGE, BLUE], label="optimizer state")
+    left.bar(names, sizes, color=GREEN, label="optimizer state")
     left.axhline(8, linestyle="--", color="black", label="two fp32 averages: 8")
     label(left, "What an optimizer remembers", "optimizer", "bytes a parameter")
     bills = _bills(world)

@@ -10,8 +10,10 @@ from lessons.bill import SMALL, Bill, compare, measure_rank, timeline
 from lessons.registry import ROWS
 from lessons.step0_adam.experiment import BLUE, GREEN, ORANGE, columns, label, new_figure, run_cell, save
 from zero_min import run_world
+from zero_min.gpt import GPTConfig
 
-BUCKETS = (1024, 4096, 16384, 65536)
+BUCKETS = (1024, 4096, 16384, 65536, 262144)
+DEEP = GPTConfig(context=16, layers=8, width=32)  # each tensor is a small part of this model
 MICRO_BATCHES = (1, 2, 3, 4)
 
 
@@ -26,12 +28,14 @@ def broken() -> str:
 
 
 @cache
-def _bill(stage: int, world: int, bucket_size: int = 4096, micro_batches: int = 1) -> Bill:
+def _bill(
+    stage: int, world: int, bucket_size: int = 4096, micro_batches: int = 1, config: GPTConfig = SMALL
+) -> Bill:
     row = ROWS[stage]
     if stage == 2:
         row = replace(row, trainer=partial(row.trainer, bucket_size=bucket_size))
     measure_it = partial(measure_rank, micro_batches=micro_batches)
-    return compare(row, run_world(measure_it, world, row, SMALL))
+    return compare(row, run_world(measure_it, world, row, config))
 
 
 def small_buckets() -> str:
@@ -39,24 +43,21 @@ def small_buckets() -> str:
     return timeline(_bill(2, 4)).split("rank 1")[0].rstrip()
 
 
-def stage1_diary() -> str:
-    """The diary of rank 0 in stage 1."""
-    return timeline(_bill(1, 4)).split("rank 1")[0].rstrip()
-
-
 def bucket_sizes(world: int = 4) -> str:
-    """How large buckets may be against the peak of live bytes and against what is sent."""
-    stage1 = _bill(1, world)
-    rows: list[list[object]] = [["", "collectives", "sent", "peak", "held after"]]
-    for name, bill in [
-        ("stage 1", stage1),
-        *((f"stage 2, bucket_size={size}", _bill(2, world, size)) for size in BUCKETS),
-    ]:
-        n, rank = bill.numel, bill.ranks[0]
-        collectives = sum(event.what == "reduce_scatter" for event in rank.events)
-        numbers = [rank.sent / n, rank.peak / n, bill.held / n]
-        rows.append([name, collectives, *(f"{number:.2f}" for number in numbers)])
+    """How large buckets may be, against live bytes at the peak, on the emptiest and the fullest rank."""
+    rows: list[list[object]] = [["", "collectives", "sent", "lowest peak", "highest peak", "held after"]]
+    bills = {"stage 1": _bill(1, world, config=DEEP)}
+    bills |= {f"stage 2, bucket_size={size}": _bill(2, world, size, config=DEEP) for size in BUCKETS}
+    for name, bill in bills.items():
+        collectives = sum(event.what == "reduce_scatter" for event in bill.ranks[0].events)
+        numbers = [bill.sent / world, *_peaks(bill), bill.held]
+        rows.append([name, collectives, *(f"{number / bill.numel:.2f}" for number in numbers)])
     return columns(rows)
+
+
+def _peaks(bill: Bill) -> tuple[int, int]:
+    peaks = [rank.peak for rank in bill.ranks]
+    return min(peaks), max(peaks)
 
 
 def micro_batches(world: int = 4) -> str:
@@ -81,9 +82,12 @@ def main(world: int = 4) -> None:
         between = sum(bill.formula_held.values()) / bill.numel
         first.axhline(between, linestyle="--", color=colour, label=f"formula at the end: {between:.0f}")
     label(first, "One step of rank 0", "events, from backward (0) to done (1)", "live bytes a parameter")
-    peaks = [_bill(2, world, size).ranks[0].peak / stages[2].numel for size in BUCKETS]
-    second.plot(BUCKETS, peaks, "o-", color=BLUE, label="stage 2")
-    stage1_peak = stages[1].ranks[0].peak / stages[1].numel
+    bills = [_bill(2, world, size, config=DEEP) for size in BUCKETS]
+    for i, (name, marker) in enumerate((("lowest", "v-"), ("highest", "^-"))):
+        peaks = [_peaks(bill)[i] / bill.numel for bill in bills]
+        second.plot(BUCKETS, peaks, marker, color=BLUE, label=f"stage 2, {name} rank")
+    deep = _bill(1, world, config=DEEP)
+    stage1_peak = _peaks(deep)[1] / deep.numel
     second.axhline(stage1_peak, linestyle="--", color=ORANGE, label="stage 1")
     second.set_xscale("log", base=2)
     label(second, "Large buckets cost memory", "bucket_size in elements", "peak live bytes a parameter")

@@ -2,7 +2,7 @@
 
 import torch
 
-from tests.cases import Case, Run, frozen_bytes, group_sizes, reference, train
+from tests.cases import Case, Run, frozen_sizes, reference, sizes, train
 from tests.trainers import Subject
 from tests.worlds import run_in
 from zero_min import formula
@@ -26,10 +26,16 @@ def parity(subject: Subject, case: Case, world_size: int, place: str = "threads"
     return runs
 
 
+def frozen_bytes(case: Case, stage: int, world_size: int) -> int:
+    """What a rank holds of parameters that nobody trains: all, or a slice at stage 3."""
+    frozen = frozen_sizes(case)
+    return 4 * (formula.padded(frozen, world_size) // world_size if stage == 3 else sum(frozen))
+
+
 def memory(subject: Subject, case: Case, world_size: int, place: str = "threads") -> None:
     """Between steps a rank holds exactly what the formula says, and nothing that nobody admits to."""
-    expected = formula.held(subject.stage, group_sizes(case), world_size)
-    expected["parameters"] += frozen_bytes(case)
+    expected = formula.held(subject.stage, sizes(case, subject.stage), world_size)
+    expected["parameters"] += frozen_bytes(case, subject.stage, world_size)
     for rank, run in enumerate(run_in(place, train, world_size, subject, case)):
         assert run.held == expected, f"rank {rank} holds {run.held} bytes, the formula says {expected}"
         assert run.live == sum(expected.values()), (
@@ -40,7 +46,9 @@ def memory(subject: Subject, case: Case, world_size: int, place: str = "threads"
 def traffic(subject: Subject, case: Case, world_size: int, place: str = "threads") -> None:
     """All ranks together send exactly what the formula says in one step."""
     runs = run_in(place, train, world_size, subject, case)
-    expected = formula.sent(subject.stage, group_sizes(case), world_size, case.micro_batches)
+    expected = formula.sent(subject.stage, sizes(case, subject.stage), world_size, case.micro_batches)
+    if subject.stage == 3:  # frozen parameters are gathered twice, too
+        expected += 2 * case.micro_batches * (world_size - 1) * world_size * frozen_bytes(case, 3, world_size)
     got = sum(run.sent for run in runs)
     by_rank = [run.sent_by for run in runs]
     assert got == expected, f"the ranks sent {got} bytes, the formula says {expected}: {by_rank}"

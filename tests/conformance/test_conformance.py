@@ -43,9 +43,15 @@ BYTES = [
 WORLDS = [1, 2, 3, 4]
 
 
+def skip_if_ranks_differ(subject: Subject, case: Case) -> None:
+    if subject.stage == 3 and case.kind == "uneven":
+        pytest.skip("at stage 3 a module that one rank skips is an error: see test_stage3.py")
+
+
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_ends_where_plain_adam_ends(subject: Subject, case: Case, world_size: int) -> None:
+    skip_if_ranks_differ(subject, case)
     claims.parity(subject, case, world_size)
 
 
@@ -58,6 +64,8 @@ def test_holds_exactly_the_formula(subject: Subject, case: Case, world_size: int
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("case", [*BYTES, Case("unused", dtype=torch.float32)], ids=str)
 def test_sends_exactly_the_formula(subject: Subject, case: Case, world_size: int) -> None:
+    if subject.stage == 3 and case.kind in ("small", "tied", "unused"):
+        pytest.skip("stage 3 sends what the modules use: see test_stage3.py for these models")
     claims.traffic(subject, case, world_size)
 
 
@@ -70,6 +78,7 @@ def test_resumes_bit_for_bit(subject: Subject, case: Case, world_size: int) -> N
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("case", PROCESS_CASES, ids=str)
 def test_real_processes_end_where_plain_adam_ends(subject: Subject, case: Case, world_size: int) -> None:
+    skip_if_ranks_differ(subject, case)
     claims.parity(subject, case, world_size, "processes")
 
 

@@ -1,0 +1,44 @@
+"""`make demo` with few steps: the table, the picture, and that every stage ends at the same loss."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lessons.registry import LESSONS, ROOT, ROWS
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_demo_trains_every_row_to_the_same_loss(world_size: int, tmp_path: Path) -> None:
+    picture = tmp_path / "demo.png"
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
+    run = subprocess.run(
+        [sys.executable, *torchrun, "-m", "lessons.train", "--steps", "3", "--out", str(picture)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    lines = [line for line in run.stdout.splitlines() if line.startswith("│")]
+    assert len(lines) == len(ROWS)
+    assert all("equal" in line for line in lines), run.stdout
+    stages = [line for line in lines if re.match(r"│ stage \d ", line)]
+    assert len({line.split("│")[2].strip() for line in stages}) == 1, run.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert picture.stat().st_size > 20_000
+
+
+@pytest.mark.parametrize("lesson", LESSONS, ids=[lesson.folder for lesson in LESSONS])
+def test_a_lesson_s_experiment_measures_and_draws(lesson) -> None:
+    picture = ROOT / "build" / "lessons" / f"step{lesson.number}.png"
+    picture.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "lessons", "run", str(lesson.number), "--world", "2"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert len(run.stdout.splitlines()) >= 5  # it says what it measured
