@@ -1,18 +1,23 @@
 """ZeRO in short files, one idea each: the answer key of the lessons.
 
-Read them in this order: `comm`, `ledger`, `adam` and `stage0` (step 0), `stage1`, `stage2`.
+Read them in this order: `comm`, `ledger`, `adam` and `stage0` (step 0), `stage1`, `stage2`, `stage3` and
+`prefetch`, `precision`, `offload`, then `compression`, `one_bit_adam` and `zero_one_adam` (step 6).
 """
 
 from zero_min.adam import Adam, AdamW
 from zero_min.comm import Comm, WorldError
 from zero_min.dist_comm import DistComm
 from zero_min.ledger import Ledger
+from zero_min.offload import Stage2Disk, Stage2Offload
+from zero_min.one_bit_adam import OneBitAdam
+from zero_min.precision import DynamicScale, MixedPrecision, StaticScale
 from zero_min.prefetch import Stage3Prefetch
 from zero_min.stage0 import Stage0
 from zero_min.stage1 import Stage1
 from zero_min.stage2 import Stage2
 from zero_min.stage3 import Stage3
 from zero_min.thread_comm import ThreadComm, run_world
+from zero_min.zero_one_adam import ZeroOneAdam
 
 STAGES = {0: Stage0, 1: Stage1, 2: Stage2, 3: Stage3}
 
@@ -22,13 +27,20 @@ __all__ = [
     "AdamW",
     "Comm",
     "DistComm",
+    "DynamicScale",
     "Ledger",
+    "MixedPrecision",
+    "OneBitAdam",
     "Stage0",
     "Stage1",
     "Stage2",
+    "Stage2Disk",
+    "Stage2Offload",
     "Stage3",
     "Stage3Prefetch",
+    "StaticScale",
     "ThreadComm",
     "WorldError",
+    "ZeroOneAdam",
     "run_world",
 ]

@@ -49,16 +49,16 @@ class Adam:
         for group in self.groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    self._update(p, p.grad, group)
+                    self.update_one(p, p.grad, self.m[p], self.v[p], group)
 
-    def _update(self, p: Tensor, g: Tensor, group: Mapping[str, Any]) -> None:
+    def update_one(self, p: Tensor, g: Tensor, m: Tensor, v: Tensor, group: Mapping[str, Any]) -> None:
+        """Adam's formula, in place: p moves, m and v remember."""
         # --8<-- [start:ex_adam]
         lr, (beta1, beta2), eps, decay = group["lr"], group["betas"], group["eps"], group["weight_decay"]
         if self.decoupled:
             p.mul_(1 - lr * decay)  # AdamW: shrink the weight itself
         elif decay:
             g = g + decay * p  # Adam: a pull towards zero, mixed into the gradient
-        m, v = self.m[p], self.v[p]
         m.mul_(beta1).add_(g, alpha=1 - beta1)  # average gradient
         v.mul_(beta2).addcmul_(g, g, value=1 - beta2)  # average squared gradient
         m_hat_scale = 1 / (1 - beta1**self.steps)  # both start at zero: correct for it

@@ -39,16 +39,31 @@ def held(stage: int, sizes: Sequence[int], world_size: int, each: Bytes = FP32) 
     }
 
 
-def sent(stage: int, sizes: Sequence[int], world_size: int, micro_batches: int = 1, element: int = 4) -> int:
+def sent(
+    stage: int, sizes: Sequence[int], world_size: int, micro_batches: int = 1, each: Bytes = FP32
+) -> int:
     """Bytes *all ranks together* send in one step; divide by N for the mean of a rank.
 
     To reduce-scatter or to gather a tensor each rank sends (N-1)/N of it, so N ranks send it N-1 times.
     """
-    numel, flat = sum(sizes), padded(sizes, world_size)
-    tensors = [
-        numel + numel,  # all-reduce: both halves on gradients
-        flat + flat,  # reduce-scatter of gradients at the boundary, all-gather of parameters
-        micro_batches * numel + flat,  # reduce-scatter of every micro-batch, all-gather of parameters
-        micro_batches * 3 * flat,  # two all-gathers and one reduce-scatter in every micro-batch
-    ]
-    return element * (world_size - 1) * tensors[stage]
+    numel, flat, m = sum(sizes), padded(sizes, world_size), micro_batches
+    reduced, gathered = [
+        (2 * numel, 0),  # all-reduce: both halves on gradients
+        (flat, flat),  # reduce-scatter at the boundary, then gather the parameters
+        (m * numel, flat),  # reduce-scatter in every micro-batch
+        (m * flat, m * 2 * flat),  # and gather for every forward and every backward
+    ][stage]
+    return (world_size - 1) * (each.gradient * reduced + each.parameter * gathered)
+
+
+def moved(
+    sizes: Sequence[int], world_size: int, micro_batches: int = 1, each: Bytes = MIXED
+) -> tuple[int, int]:
+    """Bytes all ranks together copy (down to the host, up to the device) in one step of offloading."""
+    return micro_batches * each.gradient * sum(sizes), each.parameter * padded(sizes, world_size)
+
+
+def compressed_round(numel: int, world_size: int) -> int:
+    """Bytes all ranks together send to average `numel` values, one bit each and a scale, there and back."""
+    chunk = -(-numel // (8 * world_size))  # bytes of signs that each rank serves
+    return 0 if world_size == 1 else 2 * world_size * (world_size - 1) * (chunk + 4)

@@ -31,7 +31,7 @@ def held(tensors: Iterable[Tensor | None]) -> int:
 
 @dataclass(frozen=True)
 class Event:
-    """One line of a rank's diary: what happened, how many bytes it sent, what was live then."""
+    """One line of a rank's diary: what happened, how many bytes it sent or moved, what was live then."""
 
     what: str
     sent: int
@@ -39,11 +39,15 @@ class Event:
 
 
 class Ledger:
-    """One rank's bytes: `sent` by collective, `live` and `peak` in memory, `events` in order."""
+    """One rank's bytes: `sent` by collective, `moved` between its own memories, `live` and `peak`.
+
+    `events` is the diary of all that, in order.
+    """
 
     def __init__(self) -> None:
         self.sent: Counter[str] = Counter()
         self.events: list[Event] = []
+        self.moved: Counter[str] = Counter()
         self.peak = 0
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
@@ -65,9 +69,15 @@ class Ledger:
         self.sent[collective] += nbytes
         self.note(collective, nbytes)
 
+    def move(self, where: str, nbytes: int) -> None:
+        """Add bytes copied between two memories of this rank, say "device to host"."""
+        self.moved[where] += nbytes
+        self.note(where, nbytes)
+
     def clear_traffic(self) -> None:
         """Forget what was sent so far, so that the next numbers are one step's."""
         self.sent.clear()
+        self.moved.clear()
         self.events.clear()
 
     @contextmanager
@@ -102,6 +112,8 @@ class _Watch(TorchDispatchMode):
         came_in = {id(t.untyped_storage()) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         if func is torch.ops.aten.lift_fresh.default:  # torch.tensor([...]) is born here
             came_in = set()
+        if func is torch.ops.aten.from_file.default:  # a mapped file is not memory
+            return result
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and id(tensor.untyped_storage()) not in came_in:
                 self.ledger._saw(tensor)

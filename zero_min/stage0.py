@@ -109,8 +109,8 @@ class Stage0:
 
     def zero_grad(self) -> None:
         """Let go of the gradients."""
-        for p in self.params:
-            p.grad = None
+        for p, shard in self.shards.items():
+            p.grad = shard.grad = None
 
     def holdings(self) -> dict[str, list[Tensor | None]]:
         """What this rank keeps, by kind."""

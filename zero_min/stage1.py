@@ -6,7 +6,7 @@ may be split between two ranks). Then a step is: give every slice its averaged g
 step it, and collect the new slices.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,7 +54,7 @@ def get_data_parallel_partitions(flat: Tensor, num_partitions: int) -> list[Tens
 class FlatGroup:
     """One parameter group as one flat tensor; the parameters become windows into it."""
 
-    def __init__(self, params: Sequence[Tensor], comm: Comm) -> None:
+    def __init__(self, params: Sequence[Tensor], comm: Comm, place: Callable[[Tensor], Tensor]) -> None:
         self.params, _ = round_robin_reorder(params, comm.world_size)
         self.flat = flatten_dense_tensors_aligned([p.data for p in self.params], comm.world_size)
         comm.broadcast(self.flat)  # everyone starts from rank 0's values
@@ -66,7 +66,7 @@ class FlatGroup:
             start += p.numel()
         own = get_data_parallel_partitions(self.flat, comm.world_size)[comm.rank]
         self.own = own
-        self.shard = master_of(own)  # Adam steps this: in fp32 the window itself
+        self.shard = place(own)  # what Adam steps
         self.grad: Tensor | None = None  # the own slice's gradient, for stages that keep it between steps
 
 
@@ -84,10 +84,14 @@ class Stage1:
     ) -> None:
         self.model, self.comm, self.max_grad_norm = model, comm, max_grad_norm
         param_groups = [group for group in trainable_groups(model, groups) if group["params"]]
-        self.flats: Sequence[Any] = [FlatGroup(group["params"], comm) for group in param_groups]
+        self.flats: Sequence[Any] = [FlatGroup(group["params"], comm, self.place) for group in param_groups]
         shards = [{**group, "params": [f.shard]} for group, f in zip(param_groups, self.flats, strict=True)]
         self.norm_comm = comm  # a norm of slices is nobody's to know alone
         self.optimizer = optimizer(shards, **options)  # two averages, but only for this rank's slices
+
+    def place(self, own: Tensor) -> Tensor:
+        """What Adam steps, and where it lives: the own slice itself, or its fp32 master."""
+        return master_of(own)
 
     def backward(self, loss: Tensor) -> None:
         """Add this micro-batch's gradients; nothing travels yet."""
@@ -122,8 +126,8 @@ class Stage1:
             grads = [gradient_or_zeros(p) for p in f.params]
             flat_grad = flatten_dense_tensors_aligned(grads, self.comm.world_size)
             parts = get_data_parallel_partitions(flat_grad, self.comm.world_size)
-            own_grad = self.comm.reduce_scatter(parts)  # (N-1)/N n
-            f.shard.grad = own_grad.to(f.shard.dtype) / self.comm.world_size
+            own_grad = self.comm.reduce_scatter(parts).div_(self.comm.world_size)  # (N-1)/N n
+            f.shard.grad = own_grad.to(f.shard.dtype)
             # --8<-- [end:ex_reduce]
 
     def gather_parameters(self) -> None:
@@ -138,7 +142,7 @@ class Stage1:
     def zero_grad(self) -> None:
         """Let go of the gradients."""
         for f in self.flats:
-            f.grad = None
+            f.grad = f.shard.grad = None
             for p in f.params:
                 p.grad = None
 

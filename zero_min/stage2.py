@@ -118,7 +118,7 @@ class Stage2(Stage1):
             torch.cat([grads[w.param][w.part_of(rank)] for w in bucket.windows])
             for rank in range(self.comm.world_size)
         ]
-        mine = self.comm.reduce_scatter(parts)  # (N-1)/N n
+        mine = self.comm.reduce_scatter(parts).div_(self.comm.world_size)  # (N-1)/N n
         for w in bucket.windows:
             part = w.part_of(self.comm.rank)
             size = part.stop - part.start
@@ -133,7 +133,7 @@ class Stage2(Stage1):
         if f.grad is None:
             f.grad = torch.zeros_like(f.own, dtype=piece.dtype)
         own = slice(window.start + part.start - first, window.start + part.stop - first)
-        f.grad[own] += piece / self.comm.world_size
+        f.grad[own] += piece
 
     def reduce_gradients(self) -> None:
         """Each owner has had its averaged gradient since backward; hand it to Adam."""

@@ -155,8 +155,8 @@ class Stage3(Stage1):
 
     def zero_grad(self) -> None:
         """Let go of the gradients."""
-        for s in self.sliced.values():
-            s.grad = s.param.grad = None
+        for s in self.flats:
+            s.grad = s.shard.grad = s.param.grad = None
 
     def release_all(self) -> None:
         """Release whatever is still whole."""

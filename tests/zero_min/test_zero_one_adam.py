@@ -1,0 +1,333 @@
+"""One bit a value: what is sent, what is remembered, when ranks meet, and that nothing is lost."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from tests.worlds import POOL, run_in
+from zero_min import OneBitAdam, ZeroOneAdam, run_world
+from zero_min.comm import Comm, WorldError
+from zero_min.compression import CompressedMean, compress, pack_signs, unpack_signs
+from zero_min.formula import compressed_round
+from zero_min.zero_one_adam import Interval
+
+
+def noise(n: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+@given(st.integers(0, 6), st.integers(0, 1000))
+def test_packing_signs_and_back(k: int, seed: int) -> None:
+    x = noise(8 * k, seed)
+    x[::3] = 0.0
+    packed = pack_signs(x)
+    assert packed.numel() == k
+    assert torch.equal(unpack_signs(packed, x.dtype), torch.where(x >= 0, 1.0, -1.0).to(x.dtype))
+
+
+def test_zero_counts_as_plus_and_bits_are_little_endian() -> None:
+    x = torch.tensor([0.0, -0.0, -1, -1, -1, -1, -1, 1])
+    assert pack_signs(x).tolist() == [1 + 2 + 128]
+
+
+@given(st.integers(1, 40), st.integers(0, 1000), st.booleans())
+def test_what_is_sent_and_what_is_remembered_add_up(real: int, seed: int, l1: bool) -> None:
+    size = -(-real // 8) * 8
+    x, error = torch.zeros(size, dtype=torch.float64), torch.zeros(size, dtype=torch.float64)
+    x[:real], error[:real] = noise(real, seed), noise(real, seed + 1)
+    wanted = x + error
+    packed, scale = compress(x, error, real, l1)
+    said = scale * unpack_signs(packed, x.dtype)
+    torch.testing.assert_close((said + error)[:real], wanted[:real], rtol=1e-12, atol=1e-12)
+    assert not error[real:].any()  # padding owes nothing
+
+
+def test_the_two_scales() -> None:
+    x = torch.tensor([3.0, -4, 0, 0, 0, 0, 0, 0])
+    assert compress(x, torch.zeros(8), 8)[1] == pytest.approx(5 / 8**0.5)
+    assert compress(x, torch.zeros(8), 8, l1=True)[1] == pytest.approx(7 / 8)
+    assert compress(x, torch.zeros(8), 2)[1] == pytest.approx(5 / 2**0.5)  # padding does not dilute it
+
+
+def mean_of(comm: Comm, numel: int, rounds: int, l1: bool) -> dict[str, Any]:
+    compressed = CompressedMean(comm, numel, torch.zeros(1, dtype=torch.float64), l1)
+    inputs, outputs = torch.zeros(numel, dtype=torch.float64), torch.zeros(numel, dtype=torch.float64)
+    for step in range(rounds):
+        x = noise(numel, 10 * step + comm.rank) + 1
+        inputs += x
+        before = x.clone()
+        outputs += compressed(x)
+        assert torch.equal(x, before)  # the input is left alone
+    server = torch.zeros(compressed.worker_error.numel(), dtype=torch.float64)
+    server[comm.rank * compressed.chunk : (comm.rank + 1) * compressed.chunk] = compressed.server_error
+    worker = compressed.worker_error[:numel]
+    return {
+        "in": inputs,
+        "out": outputs,
+        "errors": (worker, server[:numel]),
+        "sent": comm.ledger.total_sent(),
+    }
+
+
+@pytest.mark.parametrize("place", ["threads", "processes"])
+@pytest.mark.parametrize("N", [1, 2, 3, 4])
+@pytest.mark.parametrize("numel", [1, 37, 64])
+def test_nothing_is_lost_only_late(place: str, N: int, numel: int) -> None:
+    """Sum of means = sum of what was said + what every rank still remembers, divided fairly."""
+    for l1 in (False, True):
+        answers = run_in(place, mean_of, N, numel, 5, l1)
+        mean_in = sum(a["in"] for a in answers) / N
+        remembered = sum(a["errors"][0] for a in answers) / N + sum(a["errors"][1] for a in answers)
+        for answer in answers:
+            torch.testing.assert_close(answer["out"] + remembered, mean_in, rtol=0, atol=1e-5)
+            assert torch.equal(answer["out"], answers[0]["out"])  # every rank hears the same
+        assert sum(a["sent"] for a in answers) == 5 * compressed_round(numel, N)
+
+
+def test_one_bit_twice_is_a_thirty_second_of_fp32() -> None:
+    numel, N = 2**20, 4
+    all_reduce = 2 * (N - 1) * numel * 4
+    assert all_reduce / compressed_round(numel, N) == pytest.approx(32, rel=1e-3)
+
+
+class Line(nn.Module):
+    """A small regression; `spare` never gets a gradient."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 3, dtype=dtype)
+        self.spare = nn.Parameter(torch.ones(4, dtype=dtype))
+        with torch.no_grad():
+            self.layer.weight.copy_(noise(15, 1).view(3, 5))
+            self.layer.bias.zero_()
+
+    def forward(self, step: int, rank: int) -> Tensor:
+        x = noise(20, 100 * step + rank).view(4, 5).to(self.layer.weight.dtype)
+        return (self.layer(x) - x[:, :3]).square().mean()
+
+
+FAST = {"lr": 0.02, "betas": (0.9, 0.99), "kappa": 2, "freeze_step": 9, "local_kappa": 4, "local_clip": 4}
+
+
+def walk(comm: Comm, optimizer_class: type, steps: int, options: dict[str, Any]) -> list[dict[str, Any]]:
+    model = Line()
+    optimizer = optimizer_class(model, comm, **options)
+    log = []
+    for step in range(steps):
+        comm.ledger.clear_traffic()
+        optimizer.zero_grad()
+        optimizer.backward(model(step, comm.rank))
+        optimizer.step()
+        flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+        log.append({"x": flat.clone(), "m": optimizer.m.clone(), "sent": comm.ledger.total_sent()})
+    return log
+
+
+def plain_zero_one_adam(steps: int, options: dict[str, Any]) -> list[Tensor]:
+    """The algorithm for one rank, written down straight: no compression, so no errors."""
+    o = {"weight_decay": 0.0, "eps": 1e-8, **options}
+    lr, (b1, b2) = o["lr"], o["betas"]
+    model = Line()
+    params = [p.detach() for p in model.parameters()]
+    x = torch.cat([p.reshape(-1) for p in params])
+    m, v, u, L = torch.zeros_like(x), torch.zeros_like(x), torch.zeros_like(x), 0.0
+    k_v, c_v, k_l, c_l, path, anchor, shrunk = 1, 0, 1, 0, [], x.clone(), 1.0
+    for t in range(1, steps + 1):
+        with torch.no_grad():
+            for p, piece in zip(model.parameters(), x.split([p.numel() for p in params]), strict=True):
+                p.copy_(piece.view_as(p))
+        model.zero_grad()
+        model(t - 1, 0).backward()
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+        g = torch.cat([grad.reshape(-1) for grad in grads])
+        m = b1 * m + (1 - b1) * g
+        if t <= o["freeze_step"]:
+            if t % k_v == 0:
+                v = b2 * v + (1 - b2) * g * g
+                c_v += 1
+                if c_v == o["kappa"]:
+                    c_v, k_v = 0, 2 * k_v
+            x = x * (1 - lr * o["weight_decay"]) - lr * m / (v.sqrt() + o["eps"])
+            anchor = x.clone()
+        else:
+            x = x * (1 - lr * o["weight_decay"]) - lr * m / (v.sqrt() + o["eps"])
+            u, L, shrunk = u + lr * m, L + lr, shrunk * (1 - lr * o["weight_decay"])
+            if t % k_l == 0:
+                x = anchor * shrunk - u / (v.sqrt() + o["eps"])
+                m, u, L, anchor, shrunk = u / L, torch.zeros_like(u), 0.0, x.clone(), 1.0
+            c_l += 1
+            if c_l == o["local_kappa"]:
+                c_l, k_l = 0, min(o["local_clip"], 2 * k_l)
+        path.append(x.clone())
+    return path
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_one_rank_is_the_uncompressed_algorithm(decay: float) -> None:
+    options = {**FAST, "weight_decay": decay}
+    (got,) = run_world(walk, 1, ZeroOneAdam, 40, options)
+    for step, want in enumerate(plain_zero_one_adam(40, options)):
+        torch.testing.assert_close(got[step]["x"], want, rtol=1e-10, atol=1e-12)
+    assert all(entry["sent"] == 0 for entry in got)
+
+
+def test_one_rank_remembers_every_gradient() -> None:
+    """Between exact rounds the momentum must go on moving, also with nobody to talk to."""
+    (log,) = run_world(walk, 1, ZeroOneAdam, 9, {**FAST, "kappa": 1})
+    for before, after in itertools.pairwise(log):
+        assert not torch.equal(before["m"], after["m"])
+    model = Line()
+    assert not torch.equal(log[0]["x"], torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
+
+
+@pytest.mark.parametrize("N", [2, 3])
+@pytest.mark.parametrize("optimizer_class", [OneBitAdam, ZeroOneAdam])
+def test_before_anything_is_compressed_it_is_adam_without_bias_correction(
+    optimizer_class: type, N: int
+) -> None:
+    options = {"lr": 0.02, "betas": (0.9, 0.99), "freeze_step": 100}
+    if optimizer_class is ZeroOneAdam:
+        options["kappa"] = 1000
+    logs = run_world(walk, N, optimizer_class, 6, options)
+    model = Line()
+    m = {p: torch.zeros_like(p) for p in model.parameters()}
+    v = {p: torch.zeros_like(p) for p in model.parameters()}
+    for step in range(6):
+        model.zero_grad()
+        sum(model(step, rank) / N for rank in range(N)).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                if p.grad is not None:
+                    m[p] = 0.9 * m[p] + 0.1 * p.grad
+                    v[p] = 0.99 * v[p] + 0.01 * p.grad**2
+                    p -= 0.02 * m[p] / (v[p].sqrt() + 1e-8)
+        want = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+        for log in logs:
+            torch.testing.assert_close(log[step]["x"], want, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("place", ["threads", "processes"])
+@pytest.mark.parametrize("N", [2, 3, 4])
+def test_ranks_are_bitwise_equal_whenever_they_meet(place: str, N: int) -> None:
+    steps = 40
+    logs = run_in(place, walk, N, ZeroOneAdam, steps, {**FAST, "weight_decay": 0.1})
+    equal = [all(torch.equal(log[step]["x"], logs[0][step]["x"]) for log in logs) for step in range(steps)]
+    sent = [logs[0][step]["sent"] > 0 for step in range(steps)]
+    assert equal == sent  # before the freeze always; afterwards exactly when they talked
+    assert not all(equal)
+
+
+@pytest.mark.parametrize("N", [2, 4])
+def test_a_parameter_without_gradient_stays_although_one_bit_cannot_say_zero(N: int) -> None:
+    for optimizer_class, options in ((ZeroOneAdam, FAST), (OneBitAdam, {"freeze_step": 3, "lr": 0.02})):
+        for log in run_world(walk, N, optimizer_class, 40, options):
+            assert torch.equal(log[-1]["x"][:4], torch.ones(4, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(("steps", "exact"), [(1000, 96), (10_000, 148), (100_000, 201)])
+def test_exact_rounds_grow_with_the_logarithm(steps: int, exact: int) -> None:
+    interval, count = Interval(16), 0
+    for step in range(1, steps + 1):
+        if interval.due(step):
+            count += 1
+            interval.count()
+    assert count == exact
+
+
+def test_an_interval_stops_growing_at_its_longest() -> None:
+    interval = Interval(patience=3, longest=4)
+    lengths = []
+    for _ in range(12):
+        interval.count()
+        lengths.append(interval.length)
+    assert lengths == [1, 1, 2, 2, 2, 4, 4, 4, 4, 4, 4, 4]
+
+
+@pytest.mark.parametrize("N", [2, 3])
+def test_volume_is_the_number_of_rounds_times_their_size(N: int) -> None:
+    def body(comm: Comm) -> tuple[int, dict[str, int], int]:
+        model = Line(torch.float32)
+        optimizer = ZeroOneAdam(model, comm, **FAST)
+        comm.ledger.clear_traffic()
+        for step in range(40):
+            optimizer.zero_grad()
+            optimizer.backward(model(step, comm.rank))
+            optimizer.step()
+        return comm.ledger.total_sent(), optimizer.rounds, optimizer.x.numel()
+
+    answers = run_world(body, N)
+    rounds, numel = answers[0][1], answers[0][2]
+    assert sum(rounds.values()) == 40 and all(rounds.values())
+    exact = 2 * (N - 1) * numel * 4
+    expected = rounds["exact"] * exact + rounds["one bit"] * compressed_round(numel, N)
+    assert sum(sent for sent, *_ in answers) == expected
+
+
+@pytest.mark.parametrize("optimizer_class", [OneBitAdam, ZeroOneAdam])
+def test_a_non_finite_gradient_names_its_rank(optimizer_class: type) -> None:
+    def body(comm: Comm) -> None:
+        model = Line(torch.float32)
+        optimizer = optimizer_class(model, comm, freeze_step=1)
+        for step in range(4):
+            optimizer.zero_grad()
+            loss = model(step, comm.rank)
+            optimizer.backward(loss * float("nan") if step == 3 and comm.rank == 1 else loss)
+            optimizer.step()
+
+    with pytest.raises(WorldError, match="rank 1 sent a scale of nan"):
+        run_world(body, 2)
+
+
+def resumed(comm: Comm, at: int, optimizer_class: type, options: dict[str, Any]) -> bool:
+    def run(model: nn.Module, optimizer: Any, steps: range) -> None:
+        for step in steps:
+            optimizer.zero_grad()
+            optimizer.backward(model(step, comm.rank))
+            optimizer.step()
+
+    whole = Line()
+    straight = optimizer_class(whole, comm, **options)
+    run(whole, straight, range(at))
+    saved = straight.state_dict()
+    run(whole, straight, range(at, 44))
+    model = Line()
+    fresh = optimizer_class(model, comm, **options)
+    fresh.load_state_dict(saved)
+    run(model, fresh, range(at, 44))
+    same = [torch.equal(p, q) for p, q in zip(whole.parameters(), model.parameters(), strict=True)]
+    return all(same) and fresh.rounds == straight.rounds if optimizer_class is ZeroOneAdam else all(same)
+
+
+@pytest.mark.parametrize("at", [1, 3, 8, 9, 10, 15, 30, 31, 33])
+def test_resuming_in_any_phase_continues_bit_for_bit(at: int) -> None:
+    assert all(run_world(resumed, 3, at, ZeroOneAdam, {**FAST, "weight_decay": 0.1}))
+
+
+@pytest.mark.parametrize("at", [2, 9, 20])
+def test_one_bit_adam_resumes_too(at: int) -> None:
+    assert all(run_world(resumed, 2, at, OneBitAdam, {"freeze_step": 9, "lr": 0.02}))
+
+
+def test_resuming_on_real_processes() -> None:
+    assert all(POOL.run(resumed, 3, 31, ZeroOneAdam, FAST))
+
+
+def test_meeting_by_hand_makes_ranks_equal_for_saving() -> None:
+    def body(comm: Comm) -> list[float]:
+        model = Line()
+        optimizer = ZeroOneAdam(model, comm, **FAST)
+        for step in range(31):
+            optimizer.zero_grad()
+            optimizer.backward(model(step, comm.rank))
+            optimizer.step()
+        optimizer.meet()
+        optimizer.meet()  # again is harmless
+        return model.layer.weight.detach().flatten().tolist()
+
+    answers = run_world(body, 3)
+    assert answers[0] == answers[1] == answers[2]

@@ -1,0 +1,153 @@
+"""Step 5. Let Adam's state wait in a cheaper memory.
+
+The master and both averages, 12 of the 16 bytes, are touched once a step. So they can live on the host:
+each reduced gradient is copied down as it arrives, Adam runs where its state is, and only the new
+parameters are copied up. In 16-bit training that is 2 bytes down and 2 up for each parameter and step.
+Without a GPU, "device" and "host" are two names for the same memory; the copies, the ledger and the
+order of events are the real ones. `Stage2Disk` goes one step further down.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero_min.comm import Comm
+from zero_min.ledger import Ledger
+from zero_min.stage2 import Stage2, Window
+
+
+class Host:
+    """The memory below the device. Every copy down or up is written into the ledger."""
+
+    def __init__(self, device: torch.device, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def room(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Zeros on the host; pinned if there is a GPU, so that a copy can run beside the computation."""
+        return torch.zeros(numel, dtype=dtype, pin_memory=self.stream is not None)
+
+    def down(self, tensor: Tensor) -> Tensor:
+        """Start a copy to the host; `wait` before reading it, and keep `tensor` until then."""
+        self.ledger.move("device to host", tensor.nbytes)
+        landing = self.room(tensor.numel(), tensor.dtype)
+        if self.stream is None:
+            return landing.copy_(tensor)
+        self.stream.wait_stream(torch.cuda.current_stream())  # the gradient must be complete first
+        with torch.cuda.stream(self.stream):
+            return landing.copy_(tensor, non_blocking=True)
+
+    def up(self, source: Tensor, into: Tensor) -> None:
+        """Copy to the device; rounded to the device's type first, so that fewer bytes travel."""
+        self.ledger.move("host to device", into.nbytes)
+        into.copy_(self.room(source.numel(), into.dtype).copy_(source))
+
+    def wait(self) -> None:
+        """Until every copy down has landed."""
+        if self.stream is not None:
+            self.stream.synchronize()
+
+
+class Stage2Offload(Stage2):
+    """Stage 2 whose own gradients, masters and averages wait on the host."""
+
+    def __init__(self, model: nn.Module, comm: Comm, *args: Any, **kwargs: Any) -> None:
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self.host = Host(device, comm.ledger)
+        self.flying: list[tuple[Window, slice, Tensor, Tensor]] = []
+        super().__init__(model, comm, *args, **kwargs)
+
+    def place(self, own: Tensor) -> Tensor:
+        """An fp32 master on the host. Adam makes its averages like it, hence beside it."""
+        # --8<-- [start:ex_place]
+        master = self.host.room(own.numel(), torch.promote_types(own.dtype, torch.float32))
+        return master.copy_(own)
+        # --8<-- [end:ex_place]
+
+    # --8<-- [start:offload_down]
+    def _add_to_own_gradient(self, window: Window, part: slice, piece: Tensor) -> None:
+        """Send the reduced piece down while backward goes on above."""
+        # --8<-- [start:ex_down]
+        landing = self.host.down(piece)
+        self.flying.append((window, part, piece, landing))
+        # --8<-- [end:ex_down]
+
+    def _reduce_leftovers(self) -> None:
+        super()._reduce_leftovers()
+        self.host.wait()
+        for window, part, _, landed in self.flying:
+            super()._add_to_own_gradient(window, part, landed)
+        self.flying.clear()
+
+    # --8<-- [end:offload_down]
+
+    def gather_parameters(self) -> None:
+        """Copy the new own slices up, then exchange slices as ever."""
+        for f in self.flats:
+            # --8<-- [start:ex_up]
+            self.host.up(f.shard, f.own)
+            self.comm.all_gather(f.flat, f.own)  # (N-1)/N n
+            f.shard.grad = None
+            # --8<-- [end:ex_up]
+
+    def holdings(self) -> dict[str, list[Tensor | None]]:
+        """What this rank keeps, by kind. Only parameters, and gradients on their way, are on the device."""
+        state = [*(f.shard for f in self.flats), *self.optimizer.state()]
+        return {
+            "parameters": super().holdings()["parameters"],
+            "gradients": [p.grad for f in self.flats for p in f.params],
+            "host gradients": [g for f in self.flats for g in (f.grad, f.shard.grad)],
+            "host optimizer": [*state],
+        }
+
+
+class Stage2Disk(Stage2Offload):
+    """Stage 2 whose masters and averages are files. A chunk at a time visits the host to be stepped."""
+
+    def __init__(self, *args: Any, folder: Path, chunk: int = 2**16, **kwargs: Any) -> None:
+        self.folder, self.chunk, self.files = Path(folder), chunk, 0
+        self.folder.mkdir(parents=True, exist_ok=True)
+        super().__init__(*args, **kwargs)
+        for averages in (self.optimizer.m, self.optimizer.v):
+            for shard in averages:
+                averages[shard] = self.file(averages[shard])
+
+    def file(self, tensor: Tensor) -> Tensor:
+        """A tensor whose memory is a file of its own."""
+        name = self.folder / f"rank{self.comm.rank}_{self.files}.bin"
+        self.files += 1
+        if tensor.numel() == 0:
+            return tensor  # no file can be mapped to nothing
+        mapped = torch.from_file(str(name), shared=True, size=tensor.numel(), dtype=tensor.dtype)
+        return mapped.copy_(tensor)
+
+    def place(self, own: Tensor) -> Tensor:
+        """An fp32 master in a file."""
+        return self.file(super().place(own))
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Adam, chunk by chunk: 12 bytes a parameter are read, and 12 written back."""
+        adam, ledger = self.optimizer, self.comm.ledger
+        adam.steps += 1
+        for f, group in zip(self.flats, adam.groups, strict=True):
+            on_disk = (f.shard, adam.m[f.shard], adam.v[f.shard])
+            for start in range(0, f.shard.numel(), self.chunk):
+                here = slice(start, start + self.chunk)
+                p, m, v = (tensor[here].clone() for tensor in on_disk)
+                ledger.move("disk to host", p.nbytes + m.nbytes + v.nbytes)
+                adam.update_one(p, f.shard.grad[here], m, v, group)
+                for tensor, new in zip(on_disk, (p, m, v), strict=True):
+                    tensor[here] = new
+                ledger.move("host to disk", p.nbytes + m.nbytes + v.nbytes)
+                self.host.up(p, f.own[here])
+            self.comm.all_gather(f.flat, f.own)  # (N-1)/N n
+            f.shard.grad = None
+
+    def holdings(self) -> dict[str, list[Tensor | None]]:
+        """As above; the optimizer's kind is on disk."""
+        holdings = super().holdings()
+        holdings["disk optimizer"] = holdings.pop("host optimizer")
+        return holdings
