@@ -1,14 +1,17 @@
 """Step 6, first half. One bit a value, and an error that is not forgotten.
 
-`CompressedMean` averages a tensor over all ranks and sends only signs, eight to a byte, and one scale:
-1/16 of what fp16 sends, 1/32 of fp32. What the signs got wrong is kept and added the next time, so errors
-do not pile up, they only arrive late.
+`CompressedMean` averages a tensor over all ranks and sends only signs, eight to a byte, and a scale for
+each parameter: about 1/16 of what fp16 sends, 1/32 of fp32. What the signs got wrong is kept and added
+the next time, so errors do not pile up, they only arrive late.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from zero_min.comm import Comm, WorldError
+from zero_min.stage2 import overlap
 
 WEIGHTS = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8)
 
@@ -29,57 +32,77 @@ def unpack_signs(packed: Tensor, dtype: torch.dtype) -> Tensor:
     # --8<-- [end:ex_unpack]
 
 
-def compress(x: Tensor, error: Tensor, real: int, l1: bool = False) -> tuple[Tensor, Tensor]:
-    """Signs and one scale for x plus the remembered error, which becomes what they get wrong now.
+def spread_out(scales: Tensor, sizes: Sequence[int], length: int) -> Tensor:
+    """Every element's scale: piece i has sizes[i] elements, padding up to `length` has scale zero."""
+    each = scales.repeat_interleave(torch.tensor(sizes, device=scales.device))
+    return torch.cat([each, each.new_zeros(length - each.numel())])
 
-    Only the first `real` elements count, the rest is padding. The scale is the root mean square, or with
-    `l1` the mean absolute value, which is the best single number in the sense of least squares.
+
+def compress(x: Tensor, error: Tensor, sizes: Sequence[int], l1: bool = False) -> tuple[Tensor, Tensor]:
+    """Signs, and one scale a piece, for x plus the remembered error, which becomes what they get wrong.
+
+    The scale is the root mean square, or with `l1` the mean absolute value, which is the best single
+    number in the sense of least squares. What lies behind the pieces is padding and owes nothing.
     """
     # --8<-- [start:ex_compress]
     wanted = x + error
-    size = max(real, 1)
-    scale = wanted[:real].abs().sum() / size if l1 else wanted[:real].norm() / size**0.5
-    scale = scale.float().to(x.dtype)  # it travels as fp32, so the error is counted with what arrives
+    pieces = wanted[: sum(sizes)].split(list(sizes))
+    if l1:
+        scales = torch.stack([piece.abs().sum() / max(piece.numel(), 1) for piece in pieces])
+    else:
+        scales = torch.stack([piece.norm() / max(piece.numel(), 1) ** 0.5 for piece in pieces])
+    scales = scales.float()  # this is what travels, so the error is counted with it
     packed = pack_signs(wanted)
-    error.copy_(wanted - scale * unpack_signs(packed, x.dtype))
-    error[real:] = 0
-    return packed, scale
+    error.copy_(wanted - spread_out(scales.to(x.dtype), sizes, len(x)) * unpack_signs(packed, x.dtype))
+    return packed, scales
     # --8<-- [end:ex_compress]
 
 
 class CompressedMean:
-    """The mean over ranks of a tensor of fixed length, with errors remembered on both ends."""
+    """The mean over ranks of tensors that lie one behind the other, with errors remembered on both ends."""
 
-    def __init__(self, comm: Comm, numel: int, like: Tensor, l1: bool = False) -> None:
-        self.comm, self.numel, self.l1 = comm, numel, l1
+    def __init__(self, comm: Comm, sizes: Sequence[int], like: Tensor, l1: bool = False) -> None:
+        self.comm, self.sizes, self.l1 = comm, list(sizes), l1
         N = comm.world_size
-        self.chunk = -(-numel // (8 * N)) * 8  # each rank serves one chunk, a whole number of bytes
+        self.chunk = -(-sum(sizes) // (8 * N)) * 8  # each rank serves one chunk, a whole number of bytes
+        ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+        cuts = [
+            [overlap(e - n, e, r, self.chunk) for e, n in zip(ends, sizes, strict=True)] for r in range(N)
+        ]
+        self.lengths = [[high - low for low, high in cut] for cut in cuts]  # of every piece in every chunk
         self.worker_error = like.new_zeros(N * self.chunk)
         self.server_error = like.new_zeros(self.chunk)
-        self.real_here = min(max(numel - comm.rank * self.chunk, 0), self.chunk)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Sends 2(N-1) times chunk/8 + 4 bytes. With one rank there is nothing to send or to lose."""
-        if self.comm.world_size == 1:
+        """Sends 2(N-1) times chunk/8 bytes and the scales. One rank has nothing to send or to lose."""
+        N, rank = self.comm.world_size, self.comm.rank
+        if N == 1:
             return x.clone()
-        padded = x.new_zeros(self.worker_error.numel())
-        padded[: self.numel] = x
-        packed, scale = compress(padded, self.worker_error, self.numel, self.l1)
-        parts = [_with_scale(signs, scale) for signs in packed.chunk(self.comm.world_size)]
+        # --8<-- [start:ex_mean]
+        real = sum(self.sizes)
+        padded = torch.zeros_like(self.worker_error)
+        padded[:real] = x[:real]
+        packed, scales = compress(padded, self.worker_error, self.sizes, self.l1)
+        parts = [_join(signs, scales) for signs in packed.chunk(N)]
         received = self.comm.all_to_all(parts)  # everyone's signs of the chunk that I serve
-        mean = sum((self._open(part, x.dtype, r) for r, part in enumerate(received)), x.new_zeros(self.chunk))
-        packed, scale = compress(mean / self.comm.world_size, self.server_error, self.real_here, self.l1)
-        mine = _with_scale(packed, scale)
-        answers = mine.new_empty(self.comm.world_size * mine.numel())
+        mean = torch.zeros_like(self.server_error)
+        for sender, part in enumerate(received):
+            mean += self._open(part, self.lengths[rank], sender) / N
+        mine = _join(*compress(mean, self.server_error, self.lengths[rank], self.l1))
+        answers = mine.new_empty(N * mine.numel())
         self.comm.all_gather(answers, mine)
-        parts = list(answers.chunk(self.comm.world_size))
-        return torch.cat([self._open(part, x.dtype, r) for r, part in enumerate(parts)])[: self.numel]
+        chunks = [self._open(part, self.lengths[r], r) for r, part in enumerate(answers.chunk(N))]
+        # --8<-- [end:ex_mean]
+        result = torch.zeros_like(x)
+        result[:real] = torch.cat(chunks)[:real]
+        return result
 
-    def _open(self, part: Tensor, dtype: torch.dtype, rank: int) -> Tensor:
-        scale = part[-4:].clone().view(torch.float32).to(dtype)
-        if not scale.isfinite():
-            raise WorldError(f"rank {rank} sent a scale of {scale.item()}: its gradients contain inf or NaN")
-        return scale * unpack_signs(part[:-4], dtype)
+    def _open(self, part: Tensor, lengths: list[int], sender: int) -> Tensor:
+        signs, scales = part[: self.chunk // 8], part[self.chunk // 8 :].clone().view(torch.float32)
+        if not scales.isfinite().all():
+            raise WorldError(f"rank {sender} sent a scale that is not finite: look for inf or NaN there")
+        dtype = self.worker_error.dtype
+        return spread_out(scales.to(dtype), lengths, self.chunk) * unpack_signs(signs, dtype)
 
     def forget(self) -> None:
         """Errors of one quantity must not be added to another."""
@@ -87,5 +110,5 @@ class CompressedMean:
         self.server_error.zero_()
 
 
-def _with_scale(packed: Tensor, scale: Tensor) -> Tensor:
-    return torch.cat([packed, scale.float().view(1).view(torch.uint8)])
+def _join(packed: Tensor, scales: Tensor) -> Tensor:
+    return torch.cat([packed, scales.view(torch.uint8)])

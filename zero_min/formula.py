@@ -63,7 +63,7 @@ def moved(
     return micro_batches * each.gradient * sum(sizes), each.parameter * padded(sizes, world_size)
 
 
-def compressed_round(numel: int, world_size: int) -> int:
-    """Bytes all ranks together send to average `numel` values, one bit each and a scale, there and back."""
-    chunk = -(-numel // (8 * world_size))  # bytes of signs that each rank serves
-    return 0 if world_size == 1 else 2 * world_size * (world_size - 1) * (chunk + 4)
+def compressed_round(sizes: Sequence[int], world_size: int) -> int:
+    """Bytes all ranks together send to average tensors, a bit a value and a scale each, there and back."""
+    chunk = -(-sum(sizes) // (8 * world_size))  # bytes of signs that each rank serves
+    return 0 if world_size == 1 else 2 * world_size * (world_size - 1) * (chunk + 4 * len(sizes))

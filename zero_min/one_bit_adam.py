@@ -18,9 +18,9 @@ from zero_min.stage1 import FlatGroup, flatten_dense_tensors_aligned
 
 
 class OneBitAdam:
-    """Adam without bias correction whose momentum travels compressed after `freeze_step` steps."""
+    """Adam whose momentum travels compressed after `freeze_step` steps."""
 
-    saved: tuple[str, ...] = ("steps",)  # plain numbers that a checkpoint needs
+    saved: tuple[str, ...] = ("steps", "variances")  # plain numbers that a checkpoint needs
 
     def __init__(
         self,
@@ -39,8 +39,8 @@ class OneBitAdam:
         self.flat = FlatGroup(group["params"], comm, lambda own: own)
         self.x = self.flat.flat  # all parameters; the model's are windows into it
         self.m, self.v = torch.zeros_like(self.x), torch.zeros_like(self.x)
-        self.compressed = CompressedMean(comm, self.x.numel(), self.x, l1)
-        self.steps = 0
+        self.compressed = CompressedMean(comm, [p.numel() for p in self.flat.params], self.x, l1)
+        self.steps, self.variances = 0, 0  # v has its own count: it is not updated in every step
 
     def backward(self, loss: Tensor) -> None:
         """Add this micro-batch's gradients; nothing travels yet."""
@@ -66,6 +66,7 @@ class OneBitAdam:
 
     def learn_variance(self, g: Tensor) -> None:
         """An ordinary Adam step's averages, of the gradient averaged in full precision."""
+        self.variances += 1
         self.comm.all_reduce(g).div_(self.comm.world_size)  # 2(N-1)/N n
         self.v.mul_(self.betas[1]).addcmul_(g, g, value=1 - self.betas[1])
         self.remember(g)
@@ -74,10 +75,17 @@ class OneBitAdam:
         """The momentum's share of this gradient."""
         self.m.mul_(self.betas[0]).add_(g, alpha=1 - self.betas[0])
 
+    def rate(self) -> float:
+        """The learning rate, corrected for a momentum that started at zero."""
+        return self.lr / (1 - self.betas[0] ** self.steps)
+
+    def spread(self) -> Tensor:
+        """The root of the variance, corrected for the updates that v has really had."""
+        return (self.v / (1 - self.betas[1] ** self.variances)).sqrt_().add_(self.eps)
+
     def move(self) -> None:
-        """x steps along m over the root of v, and shrinks by the decay."""
-        self.x.mul_(1 - self.lr * self.weight_decay)
-        self.x.addcdiv_(self.m, self.v.sqrt().add_(self.eps), value=-self.lr)
+        """x steps along m over the spread, and shrinks by the decay."""
+        self.x.mul_(1 - self.lr * self.weight_decay).addcdiv_(self.m, self.spread(), value=-self.rate())
 
     def quiet(self, m: Tensor) -> Tensor:
         """One bit cannot say zero: where v is zero no gradient was ever seen, so let nothing move."""

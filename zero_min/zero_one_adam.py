@@ -43,7 +43,7 @@ class ZeroOneAdam(OneBitAdam):
     the same bits after each meeting.
     """
 
-    saved = ("steps", "walked", "shrunk")
+    saved = ("steps", "variances", "walked", "shrunk")
 
     def __init__(
         self,
@@ -58,9 +58,9 @@ class ZeroOneAdam(OneBitAdam):
         super().__init__(model, comm, freeze_step=freeze_step, **options)
         self.variance = Interval(kappa)
         self.meeting = Interval(local_kappa, local_clip)
-        self.u = torch.zeros_like(self.x)  # where this rank went since the last meeting: the sum of lr m
+        self.u = torch.zeros_like(self.x)  # where this rank went since the last meeting: the sum of rate x m
         self.anchor = self.x.clone()
-        self.walked, self.shrunk = 0.0, 1.0  # the sum of lr, and the product of decays, since then
+        self.walked, self.shrunk = 0.0, 1.0  # the sum of rates, and the product of decays, since then
         self.rounds: dict[str, int] = {"exact": 0, "one bit": 0, "silent": 0}
 
     # --8<-- [start:zero_one_step]
@@ -93,8 +93,8 @@ class ZeroOneAdam(OneBitAdam):
         # --8<-- [start:ex_local]
         self.remember(g)
         self.move()
-        self.u.add_(self.m, alpha=self.lr)
-        self.walked += self.lr
+        self.u.add_(self.m, alpha=self.rate())
+        self.walked += self.rate()
         self.shrunk *= 1 - self.lr * self.weight_decay
         # --8<-- [end:ex_local]
         if self.meeting.due(self.steps):
@@ -113,7 +113,7 @@ class ZeroOneAdam(OneBitAdam):
             return
         # --8<-- [start:ex_meet]
         mean = self.quiet(self.compressed(self.u))
-        self.x.copy_(self.anchor).mul_(self.shrunk).addcdiv_(mean, self.v.sqrt().add_(self.eps), value=-1)
+        self.x.copy_(self.anchor).mul_(self.shrunk).addcdiv_(mean, self.spread(), value=-1)
         self.m.copy_(mean / self.walked)
         self.anchor.copy_(self.x)
         self.u.zero_()
