@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lessons import exercise
+from lessons.check import check, progress
 from lessons.exercise import LessonError, find_lesson, shown
 from lessons.registry import LESSONS, ROWS
 
@@ -48,13 +49,11 @@ def one_lesson(chosen: argparse.Namespace) -> int:
     """The commands that are about one lesson."""
     lesson = find_lesson(chosen.number)
     if chosen.command == "start":
-        work = exercise.start(lesson, chosen.force)
-        names = ", ".join(region.task for region in exercise.tasks(lesson))
-        print(f"read    {shown(lesson.path / 'lesson.md')}\nfill in {shown(work)} (tasks: {names})")
+        works = ", ".join(shown(work) for work in exercise.start(lesson, chosen.force))
+        names = ", ".join(exercise.tasks(lesson))
+        print(f"read    {shown(lesson.path / 'lesson.md')}\nfill in {works} (tasks: {names})")
         print(f"then    python -m lessons check {lesson.number}")
     elif chosen.command == "check":
-        from lessons.check import check  # needs pytest, which reading and hints do not
-
         return check(lesson)
     elif chosen.command == "hint":
         print(exercise.hint(lesson, chosen.level))
@@ -71,8 +70,6 @@ def one_lesson(chosen: argparse.Namespace) -> int:
 
 def list_lessons() -> int:
     """Every lesson with its page and the learner's progress."""
-    from lessons.check import progress
-
     rows = [("", "lesson", "read", "your work")]
     rows += [(str(x.number), x.title, shown(x.path / "lesson.md"), progress(x)) for x in LESSONS]
     print_table(rows)

@@ -1,32 +1,29 @@
 """The bill of one training step, measured: what each rank holds, what it sends, what it did when."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from lessons.registry import Parts, Row
+from lessons.registry import Row
 from zero_min.comm import Comm
 from zero_min.gpt import GPT, GPTConfig, batch, load_text
 from zero_min.ledger import Event, held
 from zero_min.thread_comm import run_world
 
 KINDS = ("parameters", "gradients", "optimizer")
-ZERO_MIN = Parts()
 SMALL = GPTConfig(context=32, layers=2, width=32)
-STEPS = 2
 
 
 @dataclass(frozen=True)
 class RankBill:
     """What one rank's ledger says after a step, before the gradients are let go."""
 
-    numel: int  # parameters of the whole model
+    sizes: tuple[int, ...]  # elements of every parameter of the model
     held: dict[str, int]
     live: int  # everything still allocated, whoever owns it
     peak: int
-    sent: int  # in the last step
+    sent: int  # in all steps
     events: tuple[Event, ...]  # of the last step
 
 
@@ -37,40 +34,50 @@ class Bill:
     row: Row
     ranks: Sequence[RankBill]
     formula_held: dict[str, int]
-    formula_sent: int
+    formula_sent: int  # in all steps
 
     @property
     def numel(self) -> int:
         """Parameters of the whole model."""
-        return self.ranks[0].numel
+        return sum(self.ranks[0].sizes)
 
     @property
     def held(self) -> int:
-        """Bytes the fullest rank holds."""
-        return max(sum(rank.held.values()) for rank in self.ranks)
+        """Bytes the fullest rank holds on its device."""
+        return max(on_device(rank.held) for rank in self.ranks)
 
     @property
-    def sent(self) -> int:
-        """Bytes all ranks together sent."""
+    def sent_in_all(self) -> int:
+        """Bytes all ranks together sent in `row.steps` steps."""
         return sum(rank.sent for rank in self.ranks)
+
+    @property
+    def sent(self) -> float:
+        """Bytes all ranks together send in a step, on average."""
+        return self.sent_in_all / self.row.steps
 
     def exact(self) -> bool:
         """Whether every measured number is the formula's, as an integer."""
-        return self.sent == self.formula_sent and all(
+        return self.sent_in_all == self.formula_sent and all(
             rank.held == self.formula_held and rank.live == sum(rank.held.values()) for rank in self.ranks
         )
 
 
-def measure_rank(
-    comm: Comm, row: Row, config: GPTConfig, parts: Any = ZERO_MIN, micro_batches: int = 1
-) -> RankBill:
-    """Train this rank for two steps under the ledger's eyes and read the ledger."""
+def on_device(held: Mapping[str, int]) -> int:
+    """The bytes that are not on the host or on disk."""
+    return sum(held.get(kind, 0) for kind in KINDS)
+
+
+def measure_rank(comm: Comm, row: Row, config: GPTConfig, micro_batches: int = 1) -> RankBill:
+    """Train this rank for a few steps under the ledger's eyes and read the ledger."""
     text = load_text()
     generator = torch.Generator().manual_seed(comm.rank)
     with comm.ledger.watch():
         model = GPT(config)
-        trainer = row.trainer(parts, model, comm, lr=1e-3)
-        for _ in range(STEPS):
+        trainer = row.trainer(model, comm, lr=1e-3)
+        sizes = tuple(p.numel() for p in model.parameters())
+        sent = 0
+        for _ in range(row.steps):
             comm.ledger.clear_traffic()
             trainer.zero_grad()
             for _ in range(micro_batches):
@@ -81,32 +88,34 @@ def measure_rank(
             comm.ledger.note("step")
             trainer.step()
             comm.ledger.note("done")
-        numel = sum(p.numel() for p in model.parameters())
+            sent += comm.ledger.total_sent()
         kinds = {kind: held(tensors) for kind, tensors in trainer.holdings().items()}
         ledger = comm.ledger
-        return RankBill(numel, kinds, ledger.live(), ledger.peak, ledger.total_sent(), tuple(ledger.events))
+        return RankBill(sizes, kinds, ledger.live(), ledger.peak, sent, tuple(ledger.events))
 
 
 def compare(row: Row, ranks: Sequence[RankBill]) -> Bill:
     """Put the formula beside what the ranks measured."""
-    numel, world_size = ranks[0].numel, len(ranks)
-    return Bill(row, ranks, row.held([numel], world_size), row.sent([numel], world_size))
+    sizes, world_size = ranks[0].sizes, len(ranks)
+    return Bill(row, ranks, row.held(sizes, world_size), row.sent(sizes, world_size, row.steps))
 
 
-def measure(row: Row, world_size: int = 4, config: GPTConfig = SMALL, parts: Any = ZERO_MIN) -> Bill:
+def measure(row: Row, world_size: int = 4, config: GPTConfig = SMALL) -> Bill:
     """The bill of one row, with threads as ranks."""
-    return compare(row, run_world(measure_rank, world_size, row, config, parts))
+    return compare(row, run_world(measure_rank, world_size, row, config))
 
 
 def table(bills: Sequence[Bill]) -> list[list[str]]:
-    """Bytes a parameter, row by row: the header first."""
-    lines = [["", *KINDS, "held", "formula", "sent", "formula"]]
+    """Bytes a parameter, row by row, the header first. A column for the host only if somebody uses it."""
+    away = any(len(bill.formula_held) > len(KINDS) for bill in bills)
+    lines = [["", *KINDS, "held", "formula", *(["host"] if away else []), "sent", "formula"]]
     for bill in bills:
-        n, ranks = bill.numel, len(bill.ranks)
-        fullest = max(bill.ranks, key=lambda rank: sum(rank.held.values()))
-        cells = [fullest.held[kind] / n for kind in KINDS]
-        cells += [bill.held / n, sum(bill.formula_held.values()) / n]
-        cells += [bill.sent / ranks / n, bill.formula_sent / ranks / n]
+        n, ranks, steps = bill.numel, len(bill.ranks), bill.row.steps
+        fullest = max(bill.ranks, key=lambda rank: on_device(rank.held)).held
+        cells = [fullest.get(kind, 0) / n for kind in KINDS]
+        cells += [bill.held / n, on_device(bill.formula_held) / n]
+        cells += [(sum(fullest.values()) - on_device(fullest)) / n] if away else []
+        cells += [bill.sent / ranks / n, bill.formula_sent / ranks / steps / n]
         lines.append([bill.row.name, *(f"{cell:.2f}" for cell in cells)])
     return lines
 

@@ -58,30 +58,35 @@ def region_lines(path: Path, name: str) -> list[str]:
     raise LessonError(f"{path} has no region {name!r}")
 
 
-def tasks(lesson: Lesson) -> list[Region]:
-    """The regions that are exercises."""
-    return [region for region in regions(lesson.answer.read_text()) if region.name.startswith(TASK)]
+def tasks(lesson: Lesson) -> list[str]:
+    """The names of the exercises, in order."""
+    return [region.task for answer, _ in lesson.files for region in task_regions(answer)]
 
 
-def blank(lesson: Lesson) -> str:
+def task_regions(answer: Path) -> list[Region]:
+    """The regions of one file that are exercises."""
+    return [region for region in regions(answer.read_text()) if region.name.startswith(TASK)]
+
+
+def blank(answer: Path, number: int) -> str:
     """The answer key with every task's lines replaced by an error that says where help is."""
-    lines = lesson.answer.read_text().splitlines()
-    for region in reversed(tasks(lesson)):
+    lines = answer.read_text().splitlines()
+    for region in reversed(task_regions(answer)):
         body = [line for line in lines[region.first : region.last] if line.strip()]
         margin = body[0][: len(body[0]) - len(body[0].lstrip())]
-        message = f"lesson {lesson.number}, task {region.task}: python -m lessons hint {lesson.number}"
+        message = f"lesson {number}, task {region.task}: python -m lessons hint {number}"
         lines[region.first : region.last] = [f'{margin}raise NotImplementedError("{message}")']
     return "\n".join(lines) + "\n"
 
 
-def fill(lesson: Lesson, work: str) -> str:
-    """A work file with every task's lines taken from the answer key."""
-    answer, lines = lesson.answer.read_text().splitlines(), work.splitlines()
-    wanted = {region.name: region for region in tasks(lesson)}
+def fill(answer: Path, work: str, leave: str = "") -> str:
+    """A work file with every task's lines taken from the answer key, except the task to `leave`."""
+    right, lines = answer.read_text().splitlines(), work.splitlines()
+    wanted = {region.name: region for region in task_regions(answer) if region.task != leave}
     for region in reversed(regions(work)):
         if region.name in wanted:
             answered = wanted[region.name]
-            lines[region.first : region.last] = answer[answered.first : answered.last]
+            lines[region.first : region.last] = right[answered.first : answered.last]
     return "\n".join(lines) + "\n"
 
 
@@ -94,50 +99,58 @@ def find_lesson(number: str) -> Lesson:
     raise LessonError(f"there is no lesson {number!r}; the lessons are {known} (python -m lessons list)")
 
 
-def start(lesson: Lesson, force: bool = False) -> Path:
+def start(lesson: Lesson, force: bool = False) -> list[Path]:
     """Write the exercise into work/; an existing answer is kept unless `force`."""
-    if lesson.work.exists() and not force:
-        raise LessonError(
-            f"{shown(lesson.work)} exists already and may hold your answer. To begin again and lose it: "
-            f"python -m lessons start {lesson.number} --force"
-        )
-    lesson.work.parent.mkdir(exist_ok=True)
-    lesson.work.write_text(blank(lesson))
-    return lesson.work
+    works = [work for _, work in lesson.files]
+    for work in works:
+        if work.exists() and not force:
+            raise LessonError(
+                f"{shown(work)} exists already and may hold your answer. To begin again and lose it: "
+                f"python -m lessons start {lesson.number} --force"
+            )
+    for answer, work in lesson.files:
+        work.parent.mkdir(exist_ok=True)
+        work.write_text(blank(answer, lesson.number))
+    return works
 
 
-def read_work(lesson: Lesson) -> str:
-    """The learner's file, checked to be readable Python."""
-    if not lesson.work.exists():
-        raise LessonError(f"{shown(lesson.work)} does not exist yet: python -m lessons start {lesson.number}")
-    source = lesson.work.read_text()
-    try:
-        ast.parse(source, filename=str(lesson.work))
-    except SyntaxError as error:
-        place = f"{shown(lesson.work)}, line {error.lineno}"
-        raise LessonError(f"{place}: {error.msg}\n    {(error.text or '').rstrip()}") from error
-    return source
+def read_work(lesson: Lesson) -> list[str]:
+    """The learner's files, checked to be readable Python."""
+    sources = []
+    for _, work in lesson.files:
+        if not work.exists():
+            raise LessonError(f"{shown(work)} does not exist yet: python -m lessons start {lesson.number}")
+        sources.append(work.read_text())
+        try:
+            ast.parse(sources[-1], filename=str(work))
+        except SyntaxError as error:
+            place = f"{shown(work)}, line {error.lineno}"
+            raise LessonError(f"{place}: {error.msg}\n    {(error.text or '').rstrip()}") from error
+    return sources
 
 
 def unanswered(lesson: Lesson) -> list[str]:
-    """Tasks whose blank still stands in the work file."""
-    work = read_work(lesson)
-    return [region.task for region in tasks(lesson) if f"task {region.task}: python -m lessons hint" in work]
+    """Tasks whose blank still stands in a work file."""
+    work = "\n".join(read_work(lesson))
+    return [task for task in tasks(lesson) if f"task {task}: python -m lessons hint" in work]
 
 
 def diff(lesson: Lesson) -> str:
-    """The learner's file against the answer key."""
-    mine, answer = read_work(lesson).splitlines(), lesson.answer.read_text().splitlines()
-    lines = difflib.unified_diff(mine, answer, shown(lesson.work), lesson.source, lineterm="")
-    return "\n".join(lines) or "your file is the answer key, letter for letter"
+    """The learner's files against the answer key."""
+    lines: list[str] = []
+    for (answer, work), mine in zip(lesson.files, read_work(lesson), strict=True):
+        right = answer.read_text().splitlines()
+        lines += difflib.unified_diff(mine.splitlines(), right, shown(work), shown(answer), lineterm="")
+    return "\n".join(lines) or "your answer is the answer key, letter for letter"
 
 
 def solution(lesson: Lesson) -> str:
     """The answer key's lines for every task."""
     blocks = []
-    for region in tasks(lesson):
-        lines = "\n".join(f"    {line}" for line in region_lines(lesson.answer, region.name))
-        blocks.append(f"task {region.task}\n{lines}")
+    for answer, _ in lesson.files:
+        for region in task_regions(answer):
+            lines = "\n".join(f"    {line}" for line in region_lines(answer, region.name))
+            blocks.append(f"task {region.task}\n{lines}")
     return "\n\n".join(blocks)
 
 

@@ -5,10 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 import zero_min
 from zero_min import formula
+from zero_min.comm import Comm
 
 ROOT = Path(__file__).parent.parent
+WORK = ROOT / "work"
 
 
 @dataclass(frozen=True)
@@ -18,8 +23,9 @@ class Lesson:
     number: int
     folder: str
     title: str
-    source: str  # the file of zero_min whose marked regions are the exercise
-    stage: int  # what the shared suite is run with when the exercise is checked
+    sources: tuple[str, ...]  # the files of zero_min whose marked regions are the exercise
+    stage: int  # whose drawing it shows
+    tests: tuple[str, ...] = ()  # what `check` runs after the lesson's own task tests
 
     @property
     def path(self) -> Path:
@@ -27,23 +33,75 @@ class Lesson:
         return ROOT / "lessons" / self.folder
 
     @property
-    def answer(self) -> Path:
-        """The file the exercise is derived from."""
-        return ROOT / self.source
+    def files(self) -> list[tuple[Path, Path]]:
+        """(answer, learner's file) for every source."""
+        return [(ROOT / source, WORK / Path(source).name) for source in self.sources]
 
-    @property
-    def work(self) -> Path:
-        """The learner's file."""
-        return ROOT / "work" / self.answer.name
+
+def _conformance(stage: int) -> tuple[str, ...]:
+    return ("tests/conformance/test_conformance.py", "--stage", str(stage))
 
 
 LESSONS = [
-    Lesson(0, "step0_adam", "Adam, and where sixteen bytes a parameter go", "zero_min/adam.py", 0),
-    Lesson(1, "step1_optimizer_state", "Stage 1: shard the optimizer's state", "zero_min/stage1.py", 1),
     Lesson(
-        2, "step2_gradients", "Stage 2: shard the gradients, while backward runs", "zero_min/stage2.py", 2
+        0,
+        "step0_adam",
+        "Adam, and where sixteen bytes a parameter go",
+        ("zero_min/adam.py",),
+        0,
+        ("tests/zero_min/test_adam.py", *_conformance(0)),
+    ),
+    Lesson(
+        1,
+        "step1_optimizer_state",
+        "Stage 1: shard the optimizer's state",
+        ("zero_min/stage1.py",),
+        1,
+        ("tests/zero_min/test_partition.py", *_conformance(1)),
+    ),
+    Lesson(
+        2,
+        "step2_gradients",
+        "Stage 2: shard the gradients, while backward runs",
+        ("zero_min/stage2.py",),
+        2,
+        _conformance(2),
+    ),
+    Lesson(
+        3,
+        "step3_parameters",
+        "Stage 3: shard the parameters",
+        ("zero_min/stage3.py",),
+        3,
+        ("tests/zero_min/test_stage3.py", *_conformance(3)),
+    ),
+    Lesson(
+        4,
+        "step4_precision",
+        "Precision: 16 bits, a master and a loss scale",
+        ("zero_min/precision.py",),
+        2,
+        ("tests/zero_min/test_precision.py",),
+    ),
+    Lesson(
+        5,
+        "step5_offload",
+        "Offload: let the state wait elsewhere",
+        ("zero_min/offload.py",),
+        2,
+        ("tests/zero_min/test_offload.py",),
+    ),
+    Lesson(
+        6,
+        "step6_zero_one_adam",
+        "0/1 Adam: one bit a value",
+        ("zero_min/compression.py", "zero_min/zero_one_adam.py"),
+        0,
+        ("tests/zero_min/test_zero_one_adam.py",),
     ),
 ]
+
+Sizes = Sequence[int]  # elements of every parameter
 
 
 @dataclass(frozen=True)
@@ -52,32 +110,67 @@ class Row:
 
     name: str
     lesson: int
-    trainer: Callable[..., Any]  # called as trainer(parts, model, comm, lr=...), parts as in `Parts`
-    held: Callable[[Sequence[int], int], dict[str, int]]  # (sizes, world size) -> bytes a rank by kind
-    sent: Callable[[Sequence[int], int], int]  # (sizes, world size) -> bytes all ranks send in a step
-
-
-class Parts:
-    """zero_min's classes by name, some of them perhaps replaced by a learner's."""
-
-    def __init__(self, mine: Any = None) -> None:
-        self.mine = mine
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.mine, name, None) or getattr(zero_min, name)
+    trainer: Callable[..., Any]  # called as trainer(model, comm, lr=...)
+    held: Callable[[Sizes, int], dict[str, int]]  # (sizes, world size) -> bytes on a rank, by kind
+    sent: Callable[[Sizes, int, int], int]  # (sizes, world size, steps) -> bytes that all ranks send
+    steps: int = 2  # how many steps show what it does
 
 
 def _stage(number: int) -> Row:
-    def trainer(parts: Any, model: Any, comm: Any, **options: Any) -> Any:
-        return getattr(parts, f"Stage{number}")(model, comm, optimizer=parts.Adam, **options)
+    def pieces(sizes: Sizes) -> Sizes:
+        return sizes if number == 3 else [sum(sizes)]
 
     return Row(
         f"stage {number}",
         number,
-        trainer,
-        lambda sizes, world_size: formula.held(number, sizes, world_size),
-        lambda sizes, world_size: formula.sent(number, sizes, world_size),
+        zero_min.STAGES[number],
+        lambda sizes, N: formula.held(number, pieces(sizes), N),
+        lambda sizes, N, steps: steps * formula.sent(number, pieces(sizes), N),
     )
 
 
-ROWS = [_stage(number) for number in zero_min.STAGES]
+def _bf16(model: nn.Module, comm: Comm, lr: float) -> Any:
+    return zero_min.MixedPrecision(zero_min.Stage2(model.bfloat16(), comm, lr=lr), accumulate=torch.float32)
+
+
+def _offload(model: nn.Module, comm: Comm, lr: float) -> Any:
+    return zero_min.MixedPrecision(zero_min.Stage2Offload(model.bfloat16(), comm, lr=lr))
+
+
+def _mixed_sent(sizes: Sizes, N: int, steps: int, each: formula.Bytes) -> int:
+    return steps * (formula.sent(2, [sum(sizes)], N, each=each) + formula.flag(N))
+
+
+def _offload_held(sizes: Sizes, N: int) -> dict[str, int]:
+    usual = formula.held(2, [sum(sizes)], N, formula.MIXED)
+    away = {"host gradients": usual["gradients"], "host optimizer": usual["optimizer"]}
+    return {"parameters": usual["parameters"], "gradients": 0, **away}
+
+
+ZERO_ONE = {"kappa": 4, "freeze_step": 60, "local_kappa": 15, "local_clip": 4}
+
+ROWS = [
+    *(_stage(number) for number in zero_min.STAGES),
+    Row(
+        "stage 2, bf16",
+        4,
+        _bf16,
+        lambda sizes, N: formula.held(2, [sum(sizes)], N, formula.BF16),
+        lambda sizes, N, steps: _mixed_sent(sizes, N, steps, formula.BF16),
+    ),
+    Row(
+        "stage 2, offload",
+        5,
+        _offload,
+        _offload_held,
+        lambda sizes, N, steps: _mixed_sent(sizes, N, steps, formula.MIXED),
+    ),
+    Row(
+        "0/1 Adam",
+        6,
+        lambda model, comm, lr: zero_min.ZeroOneAdam(model, comm, lr=lr, **ZERO_ONE),
+        formula.zero_one_held,
+        lambda sizes, N, steps: formula.zero_one_sent(sizes, N, steps, **ZERO_ONE),
+        steps=16,
+    ),
+]

@@ -6,6 +6,7 @@ Started by torchrun: every process is one rank, rank 0 talks. The rows come from
 import argparse
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,15 @@ CONFIG = GPTConfig()
 BATCH = 8
 
 
-def train(comm: Comm, row: Row, steps: int, progress: Progress | None) -> float:
-    """Train one row for some steps; returns the last loss averaged over ranks."""
+def train(comm: Comm, row: Row, steps: int, progress: Progress | None) -> tuple[float, int]:
+    """Train one row; returns the last loss averaged over ranks, and the bytes this rank sent."""
     text = load_text()
     generator = torch.Generator().manual_seed(comm.rank)
     model = GPT(CONFIG)
-    trainer = row.trainer(bill.ZERO_MIN, model, comm, lr=3e-3)
+    trainer = row.trainer(model, comm, lr=3e-3)
     task = progress.add_task(row.name, total=steps, loss="", speed="") if progress else None
     begin, last = time.perf_counter(), torch.zeros(())
+    comm.ledger.clear_traffic()
     for step in range(steps):
         trainer.zero_grad()
         loss = model(*batch(text, BATCH, CONFIG.context, generator))
@@ -44,14 +46,17 @@ def train(comm: Comm, row: Row, steps: int, progress: Progress | None) -> float:
             tokens = comm.world_size * BATCH * CONFIG.context * (step + 1)
             speed = tokens / (time.perf_counter() - begin)
             progress.update(task, advance=1, loss=f"loss {last:.4f}", speed=f"{speed:,.0f} tokens/s")
-    return float(comm.all_reduce(last) / comm.world_size)
+    sent = comm.ledger.total_sent()
+    return float(comm.all_reduce(last) / comm.world_size), sent
 
 
-def gather_bill(comm: Comm, row: Row) -> Bill:
-    """Measure this rank's bytes, and collect every rank's measurement."""
+def run_row(comm: Comm, row: Row, steps: int, progress: Progress | None) -> tuple[Bill, float]:
+    """Measure what every rank holds in a few steps, then train, and measure what every rank sends."""
+    mine = bill.measure_rank(comm, row, CONFIG)
+    loss, sent = train(comm, row, steps, progress)
     ranks: list[Any] = [None] * comm.world_size
-    dist.all_gather_object(ranks, bill.measure_rank(comm, row, CONFIG))
-    return bill.compare(row, ranks)
+    dist.all_gather_object(ranks, replace(mine, sent=sent))
+    return bill.compare(replace(row, steps=steps), ranks), loss
 
 
 def show(console: Console, bills: Sequence[Bill], losses: Sequence[float]) -> None:
@@ -61,7 +66,8 @@ def show(console: Console, bills: Sequence[Bill], losses: Sequence[float]) -> No
     for column in ("", "final loss", "held", "formula", "sent a step", "formula", "as integers"):
         drawn.add_column(column, justify="left" if column == "" else "right")
     for each, loss in zip(bills, losses, strict=True):
-        held, sent = (each.held, sum(each.formula_held.values())), (each.sent, each.formula_sent)
+        held = (each.held, bill.on_device(each.formula_held))
+        sent = (each.sent, each.formula_sent / each.row.steps)
         cells = [f"{n / numel:.3f}" for n in held] + [f"{n / ranks / numel:.3f}" for n in sent]
         drawn.add_row(each.row.name, f"{loss:.4f}", *cells, "equal" if each.exact() else "DIFFERENT")
     console.print(drawn)
@@ -84,8 +90,9 @@ def main() -> None:
     losses, bills = [], []
     with Progress(*columns, console=console, disable=comm.rank != 0) as progress:
         for row in ROWS:
-            bills.append(gather_bill(comm, row))
-            losses.append(train(comm, row, options.steps, progress if comm.rank == 0 else None))
+            each, loss = run_row(comm, row, options.steps, progress if comm.rank == 0 else None)
+            bills.append(each)
+            losses.append(loss)
     if comm.rank == 0:
         show(console, bills, losses)
         options.out.parent.mkdir(parents=True, exist_ok=True)

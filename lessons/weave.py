@@ -46,8 +46,8 @@ def _measured(name: str) -> bill.Bill:
 
 
 def bills(names: str) -> str:
-    """`bill ROW,ROW`: the measured table of bytes a parameter, four ranks."""
-    lines = bill.table([_measured(name.strip()) for name in names.split(",")])
+    """`bill ROW; ROW`: the measured table of bytes a parameter, four ranks."""
+    lines = bill.table([_measured(name.strip()) for name in names.split(";")])
     rule = ["---", *["---:"] * (len(lines[0]) - 1)]
     return "\n".join("| " + " | ".join(line) + " |" for line in [lines[0], rule, *lines[1:]])
 

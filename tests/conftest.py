@@ -1,6 +1,15 @@
-"""`pytest --impl min|full|mine`: who is put through the conformance suite."""
+"""`pytest --impl min|full|mine`: who is put through the suite.
 
-from pathlib import Path
+`mine` is zero_min with a learner's file in the place of one of its modules; `lessons/replace.py` says how
+to name the file, and `python -m lessons check N` does it all.
+"""
+
+# ruff: noqa: E402  a learner's file must be in place before zero_min is imported
+from lessons import replace
+
+REPLACED = "zero_min" not in __import__("sys").modules and replace.install()
+
+import os
 
 import pytest
 
@@ -10,25 +19,19 @@ from zero_min import STAGES
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--impl", choices=["min", "full", "mine"], default="min", help="who is tested")
-    parser.addoption("--stage", type=int, help="only this stage")
-    parser.addoption("--file", help="with --impl mine: the file with the answer")
+    parser.addoption("--stage", type=int, choices=list(STAGES), help="only this stage")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--impl") == "full":
         raise pytest.UsageError("--impl full: zero_full has no trainer yet")
-    file = config.getoption("--file")
-    if config.getoption("--impl") == "mine" and (file is None or not Path(file).exists()):
-        raise pytest.UsageError("--impl mine needs --file work/stageN.py and --stage N")
-
-
-def subjects(config: pytest.Config) -> list[Subject]:
-    """The implementations and stages that this run is about."""
-    stage = config.getoption("--stage")
-    stages = [stage] if stage is not None else list(STAGES)
-    return [Subject(config.getoption("--impl"), stage, config.getoption("--file")) for stage in stages]
+    if config.getoption("--impl") == "mine" and not os.environ.get(replace.VARIABLE):
+        raise pytest.UsageError(f"--impl mine: set {replace.VARIABLE}=zero_min.stage1=work/stage1.py")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "subject" in metafunc.fixturenames:
-        metafunc.parametrize("subject", subjects(metafunc.config), ids=str)
+        stage = metafunc.config.getoption("--stage")
+        stages = list(STAGES) if stage is None else [stage]
+        subjects = [Subject(metafunc.config.getoption("--impl"), number) for number in stages]
+        metafunc.parametrize("subject", subjects, ids=str)

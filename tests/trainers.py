@@ -4,19 +4,15 @@ The exercises, zero_min and zero_full are tested through `Trainer`. It lives her
 package depends on the other; each implementation gets a thin adapter.
 """
 
-import importlib.util
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
-from types import ModuleType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from lessons.registry import Parts
+import zero_min
 from zero_min.comm import Comm
 from zero_min.ledger import Ledger, held
 
@@ -42,7 +38,7 @@ class Trainer(Protocol):
 
 
 class MinTrainer:
-    """A `Stage0`, `Stage1`, ... of zero_min, or of a learner's file in the same shape."""
+    """A `Stage0`, `Stage1`, ... of zero_min, with a learner's file in it or without."""
 
     def __init__(self, stage: Any, comm: Comm) -> None:
         self.stage, self.comm = stage, comm
@@ -79,14 +75,9 @@ class Subject:
 
     impl: str
     stage: int
-    file: str | None = None  # where a learner's answer lies
 
     def __str__(self) -> str:
         return f"{self.impl}-stage{self.stage}"
-
-    def parts(self) -> Parts:
-        """zero_min's classes, or the learner's where their file has them."""
-        return Parts(load_file(self.file) if self.file else None)
 
     def build(
         self, model: nn.Module, comm: Comm, groups: Sequence[Mapping[str, Any]] | None = None, **options: Any
@@ -94,21 +85,8 @@ class Subject:
         """Put the model under this stage's care."""
         if self.stage != 2:
             options.pop("bucket_size", None)
-        parts = self.parts()
-        options["optimizer"] = getattr(parts, options.pop("optimizer"))
-        return MinTrainer(getattr(parts, f"Stage{self.stage}")(model, comm, groups, **options), comm)
-
-
-def load_file(path: str) -> ModuleType:
-    """Import a Python file that is not on the path, once."""
-    name = f"work_{Path(path).stem}"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None and spec.loader is not None, path
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        spec.loader.exec_module(module)
-    return sys.modules[name]
+        options["optimizer"] = getattr(zero_min, options["optimizer"])
+        return MinTrainer(zero_min.STAGES[self.stage](model, comm, groups, **options), comm)
 
 
 def torch_adam(groups: Any, decoupled: bool, **options: Any) -> torch.optim.Optimizer:

@@ -21,6 +21,7 @@ class Bytes:
 
 FP32 = Bytes(parameter=4, gradient=4, state=8)
 MIXED = Bytes(parameter=2, gradient=2, state=12)  # the ZeRO paper's 16: 2 + 2 + (4 + 4 + 4)
+BF16 = Bytes(parameter=2, gradient=4, state=12)  # gradients add up in fp32: 18
 
 
 def padded(sizes: Sequence[int], world_size: int) -> int:
@@ -67,3 +68,40 @@ def compressed_round(sizes: Sequence[int], world_size: int) -> int:
     """Bytes all ranks together send to average tensors, a bit a value and a scale each, there and back."""
     chunk = -(-sum(sizes) // (8 * world_size))  # bytes of signs that each rank serves
     return 0 if world_size == 1 else 2 * world_size * (world_size - 1) * (chunk + 4 * len(sizes))
+
+
+def flag(world_size: int) -> int:
+    """Bytes all ranks together send to agree on one fp32 number: did anyone overflow?"""
+    return 2 * (world_size - 1) * 4
+
+
+def zero_one_held(sizes: Sequence[int], world_size: int) -> dict[str, int]:
+    """What 0/1 Adam holds: nothing is cut, and there are m, v, u, the anchor and two errors."""
+    flat = padded([sum(sizes)], world_size)
+    chunk = 8 * -(-sum(sizes) // (8 * world_size))
+    return {
+        "parameters": 4 * flat,
+        "gradients": 4 * sum(sizes),
+        "optimizer": 4 * (4 * flat + world_size * chunk + chunk),
+    }
+
+
+def zero_one_rounds(
+    steps: int, kappa: int, freeze_step: int, local_kappa: int, local_clip: int
+) -> dict[str, int]:
+    """How many of the steps average exact gradients, one bit, or nothing."""
+    rounds = {"exact": 0, "one bit": 0, "silent": 0}
+    for step in range(1, min(steps, freeze_step) + 1):
+        gap = 2 ** (rounds["exact"] // kappa)
+        rounds["exact" if step % gap == 0 else "one bit"] += 1
+    for step in range(freeze_step + 1, steps + 1):
+        gap = min(2 ** ((step - freeze_step - 1) // local_kappa), local_clip)
+        rounds["one bit" if step % gap == 0 else "silent"] += 1
+    return rounds
+
+
+def zero_one_sent(sizes: Sequence[int], world_size: int, steps: int, **schedule: int) -> int:
+    """Bytes all ranks together send in so many steps of 0/1 Adam."""
+    rounds = zero_one_rounds(steps, **schedule)
+    exact = 2 * (world_size - 1) * 4 * padded([sum(sizes)], world_size)
+    return rounds["exact"] * exact + rounds["one bit"] * compressed_round(sizes, world_size)

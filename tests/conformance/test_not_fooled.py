@@ -89,7 +89,7 @@ class Cheat(Subject):
 
 
 def cheat(name: str, stage: int) -> Cheat:
-    return Cheat("cheat", stage, None, name)
+    return Cheat("cheat", stage, name)
 
 
 @pytest.mark.parametrize("stage", [1, 2])

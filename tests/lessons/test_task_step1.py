@@ -1,29 +1,20 @@
-"""Lesson 1's tasks, one claim at a time; run on zero_min or on a learner's file."""
+"""Lesson 1's tasks, one claim at a time. A learner's file takes the place of zero_min's."""
 
 import pytest
 import torch
 from torch import nn
 
-from tests.trainers import Subject
-from zero_min import run_world
+from zero_min import run_world, stage1
 from zero_min.comm import Comm
-
-
-def parts_of(subject: Subject, name: str):
-    """A function of the file under test."""
-    from tests.trainers import load_file
-    from zero_min import stage1
-
-    return getattr(load_file(subject.file) if subject.file else stage1, name)
 
 
 def sized(*sizes: int) -> list[torch.Tensor]:
     return list(torch.arange(sum(sizes), dtype=torch.float32).split(list(sizes)))
 
 
-def test_reorder_deals_like_cards(subject: Subject) -> None:
+def test_reorder_deals_like_cards() -> None:
     tensors = sized(1, 1, 1, 1, 1)
-    reordered, position = parts_of(subject, "round_robin_reorder")(tensors, 2)
+    reordered, position = stage1.round_robin_reorder(tensors, 2)
     got = [int(t.item()) for t in reordered]
     assert got == [0, 2, 4, 1, 3], f"5 tensors, 2 ranks: expected order [0, 2, 4, 1, 3], got {got}"
     assert list(position) == [0, 3, 1, 4, 2], (
@@ -31,8 +22,8 @@ def test_reorder_deals_like_cards(subject: Subject) -> None:
     )
 
 
-def test_flatten_pads_with_as_few_zeros_as_possible(subject: Subject) -> None:
-    flatten = parts_of(subject, "flatten_dense_tensors_aligned")
+def test_flatten_pads_with_as_few_zeros_as_possible() -> None:
+    flatten = stage1.flatten_dense_tensors_aligned
     for sizes, alignment, expected in [((2, 3), 4, 8), ((2, 2), 4, 4), ((0, 1), 3, 3)]:
         got = flatten(sized(*sizes), alignment)
         assert got.numel() == expected, (
@@ -45,19 +36,19 @@ def test_flatten_pads_with_as_few_zeros_as_possible(subject: Subject) -> None:
 @pytest.mark.parametrize(
     ("numel", "world", "expected"), [(8, 4, [2] * 4), (10, 4, [3, 3, 2, 2]), (1, 3, [1, 0, 0])]
 )
-def test_partition_cuts_near_equally(subject: Subject, numel: int, world: int, expected: list[int]) -> None:
+def test_partition_cuts_near_equally(numel: int, world: int, expected: list[int]) -> None:
     flat = torch.arange(numel, dtype=torch.float32)
-    parts = parts_of(subject, "get_data_parallel_partitions")(flat, world)
+    parts = stage1.get_data_parallel_partitions(flat, world)
     got = [part.numel() for part in parts]
     assert got == expected, f"{numel} elements, {world} ranks: expected {expected}, got {got}"
     assert torch.equal(torch.cat(list(parts)), flat), "the parts should give the flat tensor back"
     assert parts[0].data_ptr() == flat.data_ptr(), "the parts should be views (narrow), not copies"
 
 
-def one_step(subject: Subject, comm: Comm) -> tuple[list[float], list[float]]:
+def one_step(comm: Comm) -> tuple[list[float], list[float]]:
     model = nn.Linear(3, 1, bias=False)
     nn.init.ones_(model.weight)
-    stage = parts_of(subject, "Stage1")(model, comm, lr=0.25)
+    stage = stage1.Stage1(model, comm, lr=0.25)
     model(torch.full((1, 3), float(comm.rank + 1))).sum().backward()
     stage.reduce_gradients()
     own = stage.flats[0].shard.grad.tolist()
@@ -66,13 +57,13 @@ def one_step(subject: Subject, comm: Comm) -> tuple[list[float], list[float]]:
     return own, model.weight.detach().flatten().tolist()
 
 
-def test_reduce_gives_each_rank_the_average_of_its_slice(subject: Subject) -> None:
-    got = [own for own, _ in run_world(lambda comm: one_step(subject, comm), 2)]
+def test_reduce_gives_each_rank_the_average_of_its_slice() -> None:
+    got = [own for own, _ in run_world(one_step, 2)]
     expected = [[1.5, 1.5], [1.5, 0.0]]  # gradients 1 and 2; rank 1's slice ends with padding
     assert got == expected, f"own gradients of 2 ranks: expected {expected}, got {got}"
 
 
-def test_gather_gives_everyone_all_new_parameters(subject: Subject) -> None:
-    got = [weight for _, weight in run_world(lambda comm: one_step(subject, comm), 2)]
+def test_gather_gives_everyone_all_new_parameters() -> None:
+    got = [weight for _, weight in run_world(one_step, 2)]
     for rank, weight in enumerate(got):
         assert weight == pytest.approx([0.75] * 3), f"rank {rank}: expected [0.75, 0.75, 0.75], got {weight}"

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tests.worlds import POOL
 from zero_min import STAGES, DynamicScale, MixedPrecision, StaticScale, run_world
 from zero_min.comm import Comm, WorldError
-from zero_min.formula import FP32, MIXED, Bytes, held, sent
+from zero_min.formula import BF16, FP32, MIXED, Bytes, flag, held, sent
 from zero_min.gpt import GPT, GPTConfig, batch, load_text
 from zero_min.ledger import held as bytes_of
 
@@ -150,9 +150,6 @@ def test_all_stages_walk_the_same_way_in_16_bits(stage: int, dtype: torch.dtype)
             assert torch.equal(p, q)
 
 
-BF16 = Bytes(parameter=2, gradient=4, state=12)  # the gradients add up in fp32: 18 bytes
-
-
 @pytest.mark.parametrize("N", [1, 3])
 @pytest.mark.parametrize(
     ("dtype", "accumulate", "each"),
@@ -180,8 +177,7 @@ def test_bytes_are_the_paper_s(stage: int, dtype: torch.dtype, accumulate: Any, 
     for kinds, live, _ in answers:
         assert kinds == expected
         assert live == sum(expected.values())
-    flag = 2 * (N - 1) * 4  # "did anyone overflow" is one fp32 number, all-reduced
-    assert sum(s for *_, s in answers) == sent(stage, sizes, N, each=each) + flag
+    assert sum(s for *_, s in answers) == sent(stage, sizes, N, each=each) + flag(N)
 
 
 def test_bf16_accumulation_loses_what_fp32_keeps() -> None:
