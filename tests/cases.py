@@ -79,7 +79,7 @@ class Case:
     """One training run, by name."""
 
     kind: str = "plain"
-    steps: int = 4
+    steps: int = 3
     micro_batches: int = 1
     max_grad_norm: float | None = None
     weight_decay: float = 0.0

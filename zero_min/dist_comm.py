@@ -34,17 +34,16 @@ class DistComm(Comm):
         self.device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
 
     @classmethod
-    def from_env(cls, timeout: float = 60.0, check: bool = False) -> "DistComm":
-        """Join the world that torchrun describes in the environment."""
+    def from_env(cls, backend: str = "gloo", timeout: float = 60.0, check: bool = False) -> "DistComm":
+        """Join the world that torchrun describes: on the CPU with gloo, on one GPU a rank with "nccl"."""
         missing = [k for k in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if k not in os.environ]
         if missing:
             raise WorldError(f"{', '.join(missing)} not set: start this with torchrun --standalone")
-        use_gpu = torch.cuda.is_available()
-        if use_gpu:
+        if backend == "nccl":
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         try:
-            dist.init_process_group("nccl" if use_gpu else "gloo", timeout=timedelta(seconds=timeout))
-        except dist.DistNetworkError as error:
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+        except (dist.DistNetworkError, dist.DistStoreError) as error:
             where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             raise WorldError(
                 f"rank {os.environ['RANK']} cannot use {where}: {error}\nIf another job holds that port, "

@@ -61,7 +61,7 @@ class _World:
             if rank not in away:
                 lines.append(f"  rank {rank}: waits in {self.last[rank]}")
             else:
-                end = "returned" if rank in self.finished else "did not come"
+                end = "returned" if rank in self.finished else "had not come yet"
                 lines.append(f"  rank {rank}: {end}; its last call: {self.last[rank]}")
         return WorldError("\n".join([f"rank {absent} never arrived (limit {self.timeout} s):", *lines]))
 
@@ -139,11 +139,14 @@ def run_world(fn: Callable[..., T], world_size: int, *args: Any, timeout: float 
 
     threads_before = torch.get_num_threads()
     ranks = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world_size)]
-    for thread in ranks:
-        thread.start()
-    for thread in ranks:
-        thread.join()
-    torch.set_num_threads(threads_before)
+    try:
+        for thread in ranks:
+            thread.start()
+        for thread in ranks:
+            thread.join()
+    finally:  # an interrupt, say from a notebook's stop button, must not leave ranks waiting for each other
+        world.abort()
+        torch.set_num_threads(threads_before)
     if world.failure is not None:
         what = f"{type(world.failure).__name__}: {world.failure}"
         raise WorldError(f"rank {world.failed_rank} of {world_size}: {what}") from world.failure

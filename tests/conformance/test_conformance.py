@@ -70,7 +70,9 @@ def test_sends_exactly_the_formula(subject: Subject, case: Case, world_size: int
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("case", [Case(), Case("tied", two_groups=True, micro_batches=2)], ids=str)
+@pytest.mark.parametrize(
+    "case", [Case(steps=4), Case("tied", steps=4, two_groups=True, micro_batches=2)], ids=str
+)
 def test_resumes_bit_for_bit(subject: Subject, case: Case, world_size: int) -> None:
     claims.resume(subject, case, world_size)
 

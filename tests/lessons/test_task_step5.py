@@ -1,0 +1,139 @@
+"""Lesson 5's tasks, one claim at a time; run on zero_min or on a learner's file in its place."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from zero_min import offload, run_world
+from zero_min.comm import Comm
+
+
+def layer(dtype: torch.dtype) -> nn.Linear:
+    model = nn.Linear(3, 1, bias=False)
+    nn.init.ones_(model.weight)
+    return model.to(dtype)
+
+
+def made(comm: Comm, dtype: torch.dtype) -> tuple[torch.dtype, list[float], int, int]:
+    """The master right after the start, and where it and the own slice lie."""
+    (f,) = offload.Stage2Offload(layer(dtype), comm).flats
+    return f.shard.dtype, f.shard.tolist(), f.shard.data_ptr(), f.own.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ],
+    ids=str,
+)
+def test_place_makes_a_master_wide_enough_for_adam(dtype: torch.dtype, expected: torch.dtype) -> None:
+    got = [answer[0] for answer in run_world(made, 2, dtype)]
+    assert got == [expected] * 2, f"masters of {dtype} slices: expected {expected}, got {got}"
+
+
+def test_place_copies_the_values_of_the_own_slice() -> None:
+    got = [answer[1] for answer in run_world(made, 2, torch.bfloat16)]
+    expected = [[1.0, 1.0], [1.0, 0.0]]  # rank 1's slice ends with padding
+    assert got == expected, f"masters of 2 ranks: expected {expected}, got {got}"
+
+
+def test_place_answers_another_memory_than_the_slice_s() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        for rank, (_, _, master, own) in enumerate(run_world(made, 2, dtype)):
+            assert master != own, f"{dtype}, rank {rank}: expected memory of its own, got the slice's memory"
+
+
+class Late(offload.Host):
+    """A host on which nothing has landed before somebody waits."""
+
+    def down(self, tensor: Tensor) -> Tensor:
+        self.ledger.move("device to host", tensor.nbytes)
+        self.started = [*getattr(self, "started", []), (torch.zeros_like(tensor), tensor)]
+        return self.started[-1][0]
+
+    def wait(self) -> None:
+        for landing, tensor in getattr(self, "started", []):
+            landing.copy_(tensor)
+        self.started = []
+
+
+def backward(comm: Comm, late: bool = False) -> tuple[list[float], int, int]:
+    """The own gradient after two micro-batches, bytes sent down, and copies still flying."""
+    model = layer(torch.bfloat16)
+    trainer = offload.Stage2Offload(model, comm)
+    if late:
+        trainer.host = Late(torch.device("cpu"), comm.ledger)
+    for _ in range(2):
+        trainer.backward(model(torch.full((1, 3), comm.rank + 1.0, dtype=torch.bfloat16)).sum())
+    grad = trainer.flats[0].grad
+    values = grad.tolist() if grad is not None else []
+    return values, comm.ledger.moved["device to host"], len(trainer.flying)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
+def test_down_delivers_every_piece_to_the_own_gradient(late: bool) -> None:
+    got = [answer[0] for answer in run_world(backward, 2, late)]
+    expected = [[3.0, 3.0], [3.0, 0.0]]  # averages of 1 and 2, twice
+    assert got == expected, f"own gradients of 2 ranks: expected {expected}, got {got}"
+
+
+def test_down_writes_its_bytes_into_the_ledger() -> None:
+    got = [answer[1] for answer in run_world(backward, 2)]
+    expected = [2 * 2 * 2, 2 * 1 * 2]  # two micro-batches of 2 and 1 elements of 2 bytes
+    assert got == expected, f"bytes down on rank 0 and 1: expected {expected}, got {got}"
+
+
+def flying(comm: Comm) -> tuple[int, bool]:
+    """After one piece has started: how many fly, and whether the piece itself is kept."""
+    trainer = offload.Stage2Offload(layer(torch.bfloat16), comm)
+    window = trainer.buckets[0].windows[0]
+    part = window.part_of(comm.rank)
+    piece = torch.ones(part.stop - part.start, dtype=torch.bfloat16)
+    trainer._add_to_own_gradient(window, part, piece)
+    return len(trainer.flying), any(kept is piece for flight in trainer.flying for kept in flight)
+
+
+def test_down_keeps_the_piece_until_it_has_landed() -> None:
+    for rank, (count, kept) in enumerate(run_world(flying, 2)):
+        assert count == 1, f"rank {rank}: expected 1 copy in flight, got {count}"
+        assert kept, f"rank {rank}: expected the piece to be kept while it flies, got a list without it"
+
+
+def up(comm: Comm) -> tuple[list[float], int, int, bool]:
+    """New masters, then the way up: the weights, bytes moved up and sent, and whether a gradient is left."""
+    model = layer(torch.bfloat16)
+    trainer = offload.Stage2Offload(model, comm)
+    (f,) = trainer.flats
+    f.shard.fill_(comm.rank + 2.0)
+    f.shard.grad = torch.ones_like(f.shard)
+    comm.ledger.clear_traffic()
+    with torch.no_grad():
+        trainer.gather_parameters()
+    sent = comm.ledger.sent["all_gather"]
+    return (
+        model.weight.flatten().tolist(),
+        comm.ledger.moved["host to device"],
+        sent,
+        f.shard.grad is not None,
+    )
+
+
+def test_up_brings_everybody_s_new_slice_to_every_model() -> None:
+    for rank, (got, *_) in enumerate(run_world(up, 2)):
+        expected = [2.0, 2.0, 3.0]
+        assert got == expected, f"weights on rank {rank}: expected {expected}, got {got}"
+
+
+def test_up_rounds_first_so_that_two_bytes_travel() -> None:
+    got = [(moved, sent) for _, moved, sent, _ in run_world(up, 2)]
+    expected = [(4, 4), (4, 4)]  # slices of 2 elements of 2 bytes, up and to the other rank
+    assert got == expected, f"(bytes up, bytes gathered) of 2 ranks: expected {expected}, got {got}"
+
+
+def test_up_lets_the_gradient_go() -> None:
+    got = [left for *_, left in run_world(up, 2)]
+    assert got == [False, False], f"a gradient left on ranks 0 and 1: expected none, got {got}"
