@@ -8,11 +8,11 @@ import torch
 from lessons.registry import Row
 from zero_min.comm import Comm
 from zero_min.gpt import GPT, GPTConfig, batch, load_text
-from zero_min.ledger import Event, held
+from zero_min.ledger import Event, Ledger, held
 from zero_min.thread_comm import run_world
 
 KINDS = ("parameters", "gradients", "optimizer")
-SMALL = GPTConfig(context=32, layers=2, width=32)
+SMALL = GPTConfig(context=16, layers=1, width=32)
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,10 @@ def measure_rank(comm: Comm, row: Row, config: GPTConfig, micro_batches: int = 1
     """Train this rank for a few steps under the ledger's eyes and read the ledger."""
     text = load_text()
     generator = torch.Generator().manual_seed(comm.rank)
+    comm.ledger = Ledger()  # what an earlier row left behind is not on this bill
     with comm.ledger.watch():
         model = GPT(config)
-        trainer = row.trainer(model, comm, lr=1e-3)
+        trainer = row.trainer(model, comm, 1e-3, row.steps)
         sizes = tuple(p.numel() for p in model.parameters())
         sent = 0
         for _ in range(row.steps):

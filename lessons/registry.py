@@ -110,7 +110,7 @@ class Row:
 
     name: str
     lesson: int
-    trainer: Callable[..., Any]  # called as trainer(model, comm, lr=...)
+    trainer: Callable[[nn.Module, Comm, float, int], Any]  # (model, comm, learning rate, steps to come)
     held: Callable[[Sizes, int], dict[str, int]]  # (sizes, world size) -> bytes on a rank, by kind
     sent: Callable[[Sizes, int, int], int]  # (sizes, world size, steps) -> bytes that all ranks send
     steps: int = 2  # how many steps show what it does
@@ -123,17 +123,17 @@ def _stage(number: int) -> Row:
     return Row(
         f"stage {number}",
         number,
-        zero_min.STAGES[number],
+        lambda model, comm, lr, steps: zero_min.STAGES[number](model, comm, lr=lr),
         lambda sizes, N: formula.held(number, pieces(sizes), N),
         lambda sizes, N, steps: steps * formula.sent(number, pieces(sizes), N),
     )
 
 
-def _bf16(model: nn.Module, comm: Comm, lr: float) -> Any:
+def _bf16(model: nn.Module, comm: Comm, lr: float, steps: int) -> Any:
     return zero_min.MixedPrecision(zero_min.Stage2(model.bfloat16(), comm, lr=lr), accumulate=torch.float32)
 
 
-def _offload(model: nn.Module, comm: Comm, lr: float) -> Any:
+def _offload(model: nn.Module, comm: Comm, lr: float, steps: int) -> Any:
     return zero_min.MixedPrecision(zero_min.Stage2Offload(model.bfloat16(), comm, lr=lr))
 
 
@@ -147,7 +147,15 @@ def _offload_held(sizes: Sizes, N: int) -> dict[str, int]:
     return {"parameters": usual["parameters"], "gradients": 0, **away}
 
 
-ZERO_ONE = {"kappa": 4, "freeze_step": 60, "local_kappa": 15, "local_clip": 4}
+def _schedule(steps: int) -> dict[str, int]:
+    """0/1 Adam's phases squeezed into a short run, so that each of them is seen."""
+    return {
+        "kappa": max(2, steps // 6),
+        "freeze_step": 7 * steps // 10,
+        "local_kappa": max(1, steps // 10),
+        "local_clip": 2,
+    }
+
 
 ROWS = [
     *(_stage(number) for number in zero_min.STAGES),
@@ -168,9 +176,9 @@ ROWS = [
     Row(
         "0/1 Adam",
         6,
-        lambda model, comm, lr: zero_min.ZeroOneAdam(model, comm, lr=lr, **ZERO_ONE),
+        lambda model, comm, lr, steps: zero_min.ZeroOneAdam(model, comm, lr=lr, **_schedule(steps)),
         formula.zero_one_held,
-        lambda sizes, N, steps: formula.zero_one_sent(sizes, N, steps, **ZERO_ONE),
-        steps=16,
+        lambda sizes, N, steps: formula.zero_one_sent(sizes, N, steps, **_schedule(steps)),
+        steps=8,
     ),
 ]

@@ -99,6 +99,10 @@ class Ledger:
 class _Watch(TorchDispatchMode):
     """Dispatch modes belong to a thread, so each rank of a `run_world` has its own."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and importing the compiler takes longer than a lesson's cell
+
     def __init__(self, ledger: Ledger) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = ledger

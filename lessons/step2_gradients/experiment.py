@@ -9,7 +9,7 @@ from functools import cache, partial
 from lessons.bill import SMALL, Bill, compare, measure_rank, timeline
 from lessons.registry import ROWS
 from lessons.step0_adam.experiment import BLUE, GREEN, ORANGE, columns, label, new_figure, run_cell, save
-from zero_min import run_world
+from zero_min import Stage2, run_world
 from zero_min.gpt import GPTConfig
 
 BUCKETS = (1024, 4096, 16384, 65536, 262144)
@@ -33,7 +33,9 @@ def _bill(
 ) -> Bill:
     row = ROWS[stage]
     if stage == 2:
-        row = replace(row, trainer=partial(row.trainer, bucket_size=bucket_size))
+        row = replace(
+            row, trainer=lambda model, comm, lr, _: Stage2(model, comm, lr=lr, bucket_size=bucket_size)
+        )
     measure_it = partial(measure_rank, micro_batches=micro_batches)
     return compare(row, run_world(measure_it, world, row, config))
 

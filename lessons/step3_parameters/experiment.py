@@ -31,7 +31,7 @@ from zero_min.gpt import GPT, GPTConfig
 from zero_min.ledger import held
 from zero_min.stage3 import Sliced
 
-LAYERS, WIDTH, ROWS = 12, 48, 8
+LAYERS, WIDTH, ROWS = 10, 56, 8
 MICRO_BATCHES = (1, 2, 4)
 
 
@@ -43,7 +43,7 @@ class KeepWhole(Stage3):
 
 
 TRAINERS: dict[str, Callable[..., Stage2 | Stage3]] = {
-    "stage 2": partial(Stage2, bucket_size=WIDTH * (WIDTH + 1)),
+    "stage 2": partial(Stage2, bucket_size=WIDTH * WIDTH),
     "stage 3": Stage3,
     "stage 3, prefetch": Stage3Prefetch,
     "stage 3, kept whole": KeepWhole,
@@ -76,9 +76,9 @@ def skipped() -> str:
     return run_cell(3, "Break it again")
 
 
-def _chain(layers: int = LAYERS, width: int = WIDTH) -> nn.Sequential:
+def _chain(layers: int = LAYERS, width: int = WIDTH, bias: bool = False) -> nn.Sequential:
     """Equal layers, each a small part of the model, with the same values on every rank."""
-    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+    model = nn.Sequential(*(nn.Linear(width, width, bias=bias) for _ in range(layers)))
     generator = torch.Generator().manual_seed(0)
     for p in model.parameters():
         nn.init.normal_(p, std=0.1, generator=generator)
@@ -86,12 +86,12 @@ def _chain(layers: int = LAYERS, width: int = WIDTH) -> nn.Sequential:
 
 
 def _train(comm: Comm, name: str, micro_batches: int) -> Seen:
-    """Two steps on the chain of layers; the second one is reported."""
+    """One step on the chain of layers; prefetch needs one before that, to write the order down."""
     ledger = comm.ledger
     with ledger.watch():
         model = _chain()
         trainer = TRAINERS[name](model, comm, lr=1e-3)
-        for _ in range(2):
+        for _ in range(1 + (name == "stage 3, prefetch")):
             ledger.clear_traffic()
             trainer.zero_grad()
             ledger.peak = ledger.live()
@@ -127,10 +127,10 @@ def padding() -> str:
     return columns(rows)
 
 
-def _lifecycle(comm: Comm, prefetch: bool) -> list[str]:
-    """Three steps of two layers; what the last one did to their parameters, in order."""
-    model = _chain(2, 4)
-    trainer = (Stage3Prefetch if prefetch else Stage3)(model, comm)
+def _lifecycle(comm: Comm, trainer_class: type[Stage3], layers: int, bias: bool) -> list[str]:
+    """Three steps of a chain of layers; what the last one did to their parameters, in order."""
+    model = _chain(layers, 4, bias)
+    trainer = trainer_class(model, comm)
     said: list[tuple[str, str]] = []
 
     def overhear(s: Sliced, verb: str, method: Callable[[], None], only_if: bool | None) -> None:
@@ -173,13 +173,18 @@ def _sentences(said: list[tuple[str, str]]) -> list[str]:
 
 def lifecycle() -> str:
     """One step of two layers on two ranks, as rank 0 lives it."""
-    return "\n".join(run_world(_lifecycle, 2, False)[0])
+    return "\n".join(run_world(_lifecycle, 2, Stage3, 2, True)[0])
 
 
 def ahead() -> str:
-    """The forward of the same step with prefetch."""
-    lines = run_world(_lifecycle, 2, True)[0]
-    return "\n".join(lines[: lines.index("backward") + 1])
+    """The forward of three layers, without and with prefetch, side by side."""
+    sides = []
+    for trainer_class in (Stage3, Stage3Prefetch):
+        lines = run_world(_lifecycle, 2, trainer_class, 3, False)[0]
+        sides.append([trainer_class.__name__, *lines[: lines.index("backward")]])
+    left, right = sides
+    right += [""] * (len(left) - len(right))
+    return "\n".join(f"{a:<22}{b}".rstrip() for a, b in zip(left, right, strict=True))
 
 
 def refilled() -> str:

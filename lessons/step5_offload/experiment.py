@@ -191,6 +191,7 @@ def main(world: int = 4) -> None:
     left.axhline(2 + 14 / world, linestyle="--", color="black", label=f"formula: 2 + 14/{world}")
     left.axhline(2, linestyle=":", color="black", label="formula on the device: 2")
     label(left, f"Who waits where, {world} ranks", "stage 2, 16 bits", "bytes a parameter and rank")
+    left.set_ylim(0, 1.75 * (2 + 14 / world))  # the legend has five lines
     for what, colour, marker in ((DOWN, ORANGE, "v"), (UP, BLUE, "^")):
         copied = [_each(_ranks("offload", world, m), what) for m in MICRO_BATCHES]
         middle.plot(MICRO_BATCHES, copied, marker, color=colour, label=what)

@@ -1,0 +1,248 @@
+"""Lesson 6's tasks, one claim at a time; run on zero_min or on a learner's files in its place."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from zero_min import compression, run_world, zero_one_adam
+from zero_min.comm import Comm
+from zero_min.formula import compressed_round
+
+
+def test_pack_sets_a_bit_where_a_value_is_not_negative() -> None:
+    x = torch.tensor([1.0, -1, -1, -1, -1, -1, -1, 1, -1, 1, 1, -1, -1, -1, -1, -1])
+    got = compression.pack_signs(x).tolist()
+    assert got == [1 + 128, 2 + 4], f"bytes of 16 signs: expected [129, 6], got {got}"
+
+
+def test_pack_counts_zero_as_plus() -> None:
+    got = compression.pack_signs(torch.tensor([0.0, -0.0, -1, -1, -1, -1, -1, -1])).tolist()
+    assert got == [3], f"0, -0 and six times -1: expected [3], got {got}"
+
+
+def test_pack_makes_bytes() -> None:
+    got = compression.pack_signs(torch.ones(8))
+    assert got.dtype == torch.uint8, f"type of packed signs: expected torch.uint8, got {got.dtype}"
+    assert got.tolist() == [255], f"eight times plus: expected [255], got {got.tolist()}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_unpack_gives_signs_in_the_order_they_were_packed(dtype: torch.dtype) -> None:
+    got = compression.unpack_signs(torch.tensor([129, 6], dtype=torch.uint8), dtype)
+    expected = [1, -1, -1, -1, -1, -1, -1, 1, -1, 1, 1, -1, -1, -1, -1, -1]
+    assert got.tolist() == expected, f"signs of bytes 129 and 6: expected {expected}, got {got.tolist()}"
+    assert got.dtype == dtype, f"type of the signs: expected {dtype}, got {got.dtype}"
+
+
+def said(packed: Tensor, scales: Tensor, sizes: list[int], length: int) -> Tensor:
+    """What a listener hears."""
+    signs = compression.unpack_signs(packed, torch.float64)
+    return compression.spread_out(scales.to(torch.float64), sizes, length) * signs
+
+
+@pytest.mark.parametrize(
+    ("sizes", "l1", "expected"),
+    [
+        ([8], False, [5 / 8**0.5]),
+        ([8], True, [7 / 8]),
+        ([2], False, [5 / 2**0.5]),  # what lies behind is padding and must not dilute
+        ([2], True, [7 / 2]),
+        ([1, 1], False, [3.0, 4.0]),  # each piece has its own
+        ([1, 0, 1], True, [3.0, 0.0, 4.0]),
+    ],
+    ids=str,
+)
+def test_compress_makes_one_scale_a_piece(sizes: list[int], l1: bool, expected: list[float]) -> None:
+    x = torch.tensor([3.0, -4, 0, 0, 0, 0, 0, 0])
+    scales = compression.compress(x, torch.zeros(8), sizes, l1)[1]
+    got = scales.tolist()
+    assert got == pytest.approx(expected), f"scales of {sizes}, l1={l1}: expected {expected}, got {got}"
+    assert scales.dtype == torch.float32, f"type of the scales: expected float32, got {scales.dtype}"
+
+
+@pytest.mark.parametrize("l1", [False, True])
+def test_compress_remembers_what_it_got_wrong(l1: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    sizes, length = [7, 0, 5], 16
+    x, error = torch.zeros(length, dtype=torch.float64), torch.zeros(length, dtype=torch.float64)
+    for step in range(3):
+        x[:12] = torch.randn(12, generator=generator, dtype=torch.float64)
+        wanted = x + error
+        packed, scales = compression.compress(x, error, sizes, l1)
+        off = float((said(packed, scales, sizes, length) + error - wanted)[:12].abs().max())
+        assert off < 1e-12, f"round {step}: expected said + error = wanted, got a difference of {off:.3g}"
+        assert not error[12:].any(), f"padding owes nothing: expected zeros, got {error[12:].tolist()}"
+
+
+def test_compress_says_the_signs_of_what_is_wanted() -> None:
+    error = torch.full((8,), -2.0)
+    got = compression.compress(torch.ones(8), error, [8])[0].tolist()
+    assert got == [0], f"1 with an error of -2 is -1, all minus: expected [0], got {got}"
+
+
+def test_compress_leaves_x_alone() -> None:
+    x = torch.arange(8.0)
+    compression.compress(x, torch.ones(8), [8])
+    assert x.tolist() == list(range(8)), f"x after compress: expected 0 to 7, got {x.tolist()}"
+
+
+Heard = dict[str, Tensor]
+
+
+def listen(comm: Comm, sizes: list[int], rounds: int) -> tuple[Heard, int]:
+    numel = sum(sizes)
+    mean = compression.CompressedMean(comm, sizes, torch.zeros(1, dtype=torch.float64))
+    said_in, heard = torch.zeros(numel, dtype=torch.float64), torch.zeros(numel, dtype=torch.float64)
+    for step in range(rounds):
+        generator = torch.Generator().manual_seed(10 * step + comm.rank)
+        x = torch.randn(numel, generator=generator, dtype=torch.float64)
+        said_in += x
+        heard += mean(x)
+    server = torch.zeros_like(mean.worker_error)
+    server[comm.rank * mean.chunk : (comm.rank + 1) * mean.chunk] = mean.server_error
+    tensors = {"in": said_in, "heard": heard, "worker": mean.worker_error[:numel], "server": server[:numel]}
+    return tensors, comm.ledger.total_sent()
+
+
+def constant(comm: Comm) -> list[float]:
+    mean = compression.CompressedMean(comm, [8, 16], torch.zeros(1))
+    return mean(torch.cat([torch.full((8,), comm.rank + 1.0), torch.full((16,), -4.0 * comm.rank)])).tolist()
+
+
+def test_mean_is_exact_where_all_values_are_equal() -> None:
+    for rank, got in enumerate(run_world(constant, 2)):
+        expected = [1.5] * 8 + [-2.0] * 16
+        assert got == pytest.approx(expected), f"rank {rank}: expected eight 1.5 and sixteen -2, got {got}"
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("sizes", [[5], [30, 0, 7], [64]], ids=str)
+def test_mean_loses_nothing(world: int, sizes: list[int]) -> None:
+    answers = [tensors for tensors, _ in run_world(listen, world, sizes, 4)]
+    truth = sum(a["in"] for a in answers) / world
+    owed = sum(a["worker"] for a in answers) / world + sum(a["server"] for a in answers)
+    for rank, a in enumerate(answers):
+        off = float((a["heard"] + owed - truth).abs().max())
+        assert off < 1e-5, f"rank {rank}: expected heard + remembered = mean, got a difference of {off:.3g}"
+        assert torch.equal(a["heard"], answers[0]["heard"]), (
+            f"rank {rank}: expected rank 0's bits, got others"
+        )
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_mean_sends_bits_and_scales_only(world: int) -> None:
+    sizes = [30, 0, 7]
+    got = sum(sent for _, sent in run_world(listen, world, sizes, 4))
+    expected = 4 * compressed_round(sizes, world)
+    assert got == expected, f"bytes all {world} ranks send in 4 rounds: expected {expected}, got {got}"
+
+
+def test_interval_doubles_after_every_patience_counts() -> None:
+    interval, got = zero_one_adam.Interval(patience=3), []
+    for _ in range(9):
+        interval.count()
+        got.append(interval.length)
+    expected = [1, 1, 2, 2, 2, 4, 4, 4, 8]
+    assert got == expected, f"lengths after 1 to 9 counts: expected {expected}, got {got}"
+    assert isinstance(interval.length, int), f"length: expected an int, got {interval.length!r}"
+
+
+def test_interval_stops_at_the_longest() -> None:
+    interval, got = zero_one_adam.Interval(patience=1, longest=6), []
+    for _ in range(4):
+        interval.count()
+        got.append(interval.length)
+    assert got == [2, 4, 6, 6], f"lengths up to 6: expected [2, 4, 6, 6], got {got}"
+
+
+LR, DECAY, BETA = 0.1, 0.5, 0.9
+
+
+def frozen(comm: Comm) -> tuple[nn.Linear, zero_one_adam.ZeroOneAdam]:
+    """Eight weights of 1, v frozen at 1 after the first step, and no meeting for a long time."""
+    model = nn.Linear(4, 2, bias=False)
+    nn.init.ones_(model.weight)
+    optimizer = zero_one_adam.ZeroOneAdam(model, comm, lr=LR, freeze_step=1, weight_decay=DECAY)
+    optimizer.steps = optimizer.variances = 1
+    optimizer.v.fill_(1 - optimizer.betas[1])  # corrected for one update: 1
+    optimizer.meeting.length = 1000
+    return model, optimizer
+
+
+def wander(comm: Comm) -> dict[str, float]:
+    _, optimizer = frozen(comm)
+    with torch.no_grad():
+        for g in (1.0, 3.0):
+            optimizer.steps += 1
+            optimizer.local_step(torch.full_like(optimizer.x, g))
+    numbers = {name: float(getattr(optimizer, name)[0]) for name in ("m", "u", "x")}
+    return {**numbers, "walked": optimizer.walked, "shrunk": optimizer.shrunk}
+
+
+def test_local_writes_down_where_the_rank_went() -> None:
+    m, u, x, walked, shrunk = 0.0, 0.0, 1.0, 0.0, 1.0
+    for step, g in ((2, 1.0), (3, 3.0)):
+        rate = LR / (1 - BETA**step)
+        m = BETA * m + (1 - BETA) * g
+        x = x * (1 - LR * DECAY) - rate * m
+        u, walked, shrunk = u + rate * m, walked + rate, shrunk * (1 - LR * DECAY)
+    (got,) = run_world(wander, 1)
+    for name, expected in {"m": m, "x": x, "u": u, "walked": walked, "shrunk": shrunk}.items():
+        answer = got[name]
+        assert answer == pytest.approx(expected, rel=1e-5), (
+            f"{name} after two local steps: expected {expected:.6f}, got {answer:.6f}"
+        )
+
+
+def test_local_sends_nothing() -> None:
+    def body(comm: Comm) -> int:
+        _, optimizer = frozen(comm)
+        comm.ledger.clear_traffic()
+        with torch.no_grad():
+            optimizer.steps += 1
+            optimizer.local_step(torch.full_like(optimizer.x, comm.rank + 1.0))
+        return comm.ledger.total_sent()
+
+    got = run_world(body, 2)
+    assert got == [0, 0], f"bytes sent in a silent step: expected [0, 0], got {got}"
+
+
+def meeting(comm: Comm) -> dict[str, list[float]]:
+    """Two ranks that have gone to different places meet; the first weight has never had a gradient."""
+    model, optimizer = frozen(comm)
+    optimizer.v[0] = 0.0
+    with torch.no_grad():
+        optimizer.x.fill_(10.0 * comm.rank)
+        optimizer.m.fill_(7.0 * comm.rank)
+        optimizer.anchor.fill_(5.0)
+        optimizer.u.fill_(1.0 + 2.0 * comm.rank)
+        optimizer.walked, optimizer.shrunk = 4.0, 0.5
+        optimizer.meet()
+    tensors = {name: getattr(optimizer, name).tolist() for name in ("x", "m", "u", "anchor")}
+    weights = model.weight.flatten().tolist()
+    return {**tensors, "weights": weights, "numbers": [optimizer.walked, optimizer.shrunk]}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("x", [2.5] + [0.5] * 7),  # 5 x 0.5 minus the mean walk of 2; the first weight is quiet
+        ("weights", [2.5] + [0.5] * 7),  # the model's parameters are windows of x
+        ("m", [0.0] + [0.5] * 7),  # 2 over the sum of rates, 4
+        ("anchor", [2.5] + [0.5] * 7),
+        ("u", [0.0] * 8),
+        ("numbers", [0.0, 1.0]),
+    ],
+)
+def test_meet_starts_from_the_anchor_and_takes_the_mean_walk(name: str, expected: list[float]) -> None:
+    for rank, answer in enumerate(run_world(meeting, 2)):
+        got = answer[name]
+        assert got == pytest.approx(expected, abs=1e-5), (
+            f"{name} on rank {rank} after the meeting: expected {expected}, got {got}"
+        )
+
+
+def test_meet_leaves_the_same_bits_on_all_ranks() -> None:
+    first, second = run_world(meeting, 2)
+    for name in ("x", "m", "anchor"):
+        assert first[name] == second[name], f"{name}: expected rank 0's bits on rank 1, got {second[name]}"
