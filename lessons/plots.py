@@ -3,13 +3,15 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from lessons.bill import KINDS, Bill, on_device
+from lessons.registry import ROOT
 
-COLOURS = {"parameters": "#0072B2", "gradients": "#E69F00", "optimizer": "#009E73"}
+BLUE, ORANGE, GREEN, PINK = "#0072B2", "#E69F00", "#009E73", "#CC79A7"
+COLOURS = {"parameters": BLUE, "gradients": ORANGE, "optimizer": GREEN}
 AWAY = "#999999"  # what waits on the host
-SENT = "#CC79A7"
 
 
 def save_bills(bills: Sequence[Bill], path: Path) -> None:
@@ -31,7 +33,7 @@ def save_bills(bills: Sequence[Bill], path: Path) -> None:
         left.hlines(formula, x - 0.46, x + 0.46, "black", "dashed", label=_once(labelled, "formula"))
         left.text(x, top + 1.0, f"{bill.held / numel:.2f}", ha="center", fontweight="bold")
         sent = bill.sent / world / numel
-        right.bar(x, sent, 0.6, color=SENT)
+        right.bar(x, sent, 0.6, color=PINK)
         right.hlines(bill.formula_sent / bill.row.steps / world / numel, x - 0.4, x + 0.4, "black", "dashed")
         right.text(x, sent, f"{sent:.2f}", ha="center", va="bottom")
     names = [bill.row.name.replace(", ", "\n") for bill in bills]
@@ -51,3 +53,25 @@ def _once(labelled: set[str], label: str) -> str | None:
         return None
     labelled.add(label)
     return label
+
+
+def new_figure(plots: int) -> tuple[Figure, list[Axes]]:
+    """An empty figure with some plots beside each other, drawn without a screen."""
+    figure = Figure(figsize=(4.8 * plots, 3.8), layout="constrained")
+    return figure, list(figure.subplots(1, plots, squeeze=False)[0])
+
+
+def label(plot: Axes, title: str, x: str, y: str) -> None:
+    """Name a plot and its axes; bytes start at zero, and the legend has room above them."""
+    plot.set(title=title, xlabel=x, ylabel=y)
+    plot.set_ylim(0, 1.3 * plot.get_ylim()[1])
+    plot.legend(fontsize="small")
+
+
+def save(figure: Figure, step: int) -> Path:
+    """Write the figure where build products go, and say where that is."""
+    path = ROOT / "build" / "lessons" / f"step{step}.png"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    print(f"plot saved to {path.relative_to(ROOT)}")
+    return path

@@ -150,7 +150,7 @@ def _offload_held(sizes: Sizes, N: int) -> dict[str, int]:
 def _schedule(steps: int) -> dict[str, int]:
     """0/1 Adam's phases squeezed into a short run, so that each of them is seen."""
     return {
-        "kappa": max(2, steps // 6),
+        "kappa": max(2, steps // 3),
         "freeze_step": 7 * steps // 10,
         "local_kappa": max(1, steps // 10),
         "local_clip": 2,

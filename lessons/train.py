@@ -33,7 +33,7 @@ def train(comm: Comm, row: Row, steps: int, progress: Progress | None) -> tuple[
     text = load_text()
     generator = torch.Generator().manual_seed(comm.rank)
     model = GPT(CONFIG)
-    trainer = row.trainer(model, comm, 3e-3, steps)
+    trainer = row.trainer(model, comm, 1.5e-3, steps)
     task = progress.add_task(row.name, total=steps, loss="", speed="") if progress else None
     begin, last = time.perf_counter(), torch.zeros(())
     comm.ledger.clear_traffic()

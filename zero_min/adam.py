@@ -97,10 +97,9 @@ def clip_by_global_norm(grads: Iterable[Tensor], max_norm: float, comm: Comm | N
     Give `comm` when each rank holds only its own slices: then nobody can know the norm alone.
     """
     grads = list(grads)
-    device = grads[0].device if grads else None
-    square = torch.zeros((), dtype=torch.float64, device=device)
+    square = torch.zeros((), dtype=torch.float64, device=comm.device if comm else None)
     for g in grads:
-        square += g.double().square().sum()
+        square += g.double().square().sum().to(square.device)
     if comm is not None:
         comm.all_reduce(square)  # one number, but a global one
     norm = float(square.sqrt())

@@ -31,6 +31,8 @@ class WorldError(RuntimeError):
 class Comm(ABC):
     """This rank's telephone. Every rank must make the same calls in the same order."""
 
+    device = torch.device("cpu")  # where the tensors that travel must live
+
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
         self.ledger = Ledger()

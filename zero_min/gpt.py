@@ -5,6 +5,7 @@ chapters of "Moby-Dick" (1851, public domain; see `data/README.md`).
 """
 
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -90,8 +91,9 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
+@cache
 def load_text() -> Tensor:
-    """The whole text as numbers, one a character."""
+    """The whole text as numbers, one a character. Everybody gets the same tensor: only read it."""
     codes = torch.frombuffer(bytearray(TEXT.read_bytes()), dtype=torch.uint8)
     return torch.searchsorted(codes.unique(), codes)
 

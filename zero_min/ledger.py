@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 
 def held(tensors: Iterable[Tensor | None]) -> int:
@@ -96,6 +95,14 @@ class Ledger:
         self._storages.pop(key, None)
 
 
+def _tensors(items: Iterable[Any]) -> Iterator[Tensor]:
+    for item in items:
+        if isinstance(item, Tensor):
+            yield item
+        elif isinstance(item, (list, tuple)):
+            yield from _tensors(item)
+
+
 class _Watch(TorchDispatchMode):
     """Dispatch modes belong to a thread, so each rank of a `run_world` has its own."""
 
@@ -113,13 +120,13 @@ class _Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         # A storage that came in is somebody's already, perhaps another rank's: never charge the reader.
-        came_in = {id(t.untyped_storage()) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        came_in = {id(t.untyped_storage()) for t in _tensors((*args, *kwargs.values()))}
         if func is torch.ops.aten.lift_fresh.default:  # torch.tensor([...]) is born here
             came_in = set()
         if func is torch.ops.aten.from_file.default:  # a mapped file is not memory
             return result
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and id(tensor.untyped_storage()) not in came_in:
+        for tensor in _tensors((result,)):
+            if id(tensor.untyped_storage()) not in came_in:
                 self.ledger._saw(tensor)
         self.ledger.peak = max(self.ledger.peak, self.ledger.live())
         return result

@@ -133,10 +133,9 @@ class MixedPrecision:
     def anyone_overflowed(self, grads: list[Tensor]) -> bool:
         """Whether any rank found inf or NaN in its slices. One number, one all-reduce, the same answer."""
         # --8<-- [start:ex_overflow]
-        device = grads[0].device if grads else None
-        bad = torch.zeros((), device=device)
+        bad = torch.zeros((), device=self.comm.device)
         for g in grads:
-            bad += (~g.isfinite()).any()
+            bad += (~g.isfinite()).any().to(bad.device)
         return bool(self.comm.all_reduce(bad) > 0)
         # --8<-- [end:ex_overflow]
 

@@ -1,80 +1,18 @@
 """Step 0, measured: what three optimizers remember, and a bill that more ranks do not lower.
 
-Run it with `python -m lessons.step0_adam.experiment`. The other steps' experiments borrow the helpers
-at the top of this file.
+Run it with `python -m lessons run 0`.
 """
 
-import io
-import re
-from collections.abc import Sequence
-from contextlib import redirect_stdout
 from functools import cache
-from pathlib import Path
 
 import torch
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from lessons.bill import KINDS, Bill, measure
-from lessons.registry import LESSONS, ROOT, ROWS
-from zero_min import Adam, AdamW, WorldError
-
-BLUE, ORANGE, GREEN, PINK = "#0072B2", "#E69F00", "#009E73", "#CC79A7"  # told apart by every eye
-
-
-def columns(rows: Sequence[Sequence[object]]) -> str:
-    """Rows as aligned text: the first column to the left, the others to the right."""
-    cells = [[str(cell) for cell in row] for row in rows]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
-    lines = []
-    for first, *others in cells:
-        padded = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
-        lines.append("  ".join([first.ljust(widths[0]), *padded]).rstrip())
-    return "\n".join(lines)
-
-
-def run_cell(step: int, section: str) -> str:
-    """Run the python cell of the lesson's section and return what its reader sees.
-
-    Left out is what changes from run to run: which rank noticed an error first, and line numbers.
-    """
-    text = (LESSONS[step].path / "lesson.md").read_text(encoding="utf-8")
-    text = re.sub(r"<!-- weave:.*?<!-- /weave -->", "", text, flags=re.DOTALL)
-    after = text[re.search(rf"^## {re.escape(section)}", text, re.MULTILINE).end() :]  # type: ignore[union-attr]
-    code = after.split("```python\n", 1)[1].split("```", 1)[0]
-    printed = io.StringIO()
-    try:
-        with redirect_stdout(printed):
-            exec(compile(code, "cell", "exec"), {"__name__": "cell"})
-    except WorldError as error:
-        message = re.sub(r"^rank \d+ of", "rank ? of", str(error))
-        printed.write("WorldError: " + re.sub(r" at \S+:\d+", "", message))
-    return printed.getvalue().rstrip()
-
-
-def new_figure(plots: int) -> tuple[Figure, list[Axes]]:
-    """An empty figure with some plots beside each other, drawn without a screen."""
-    figure = Figure(figsize=(4.8 * plots, 3.8), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure, list(figure.subplots(1, plots, squeeze=False)[0])
-
-
-def label(plot: Axes, title: str, x: str, y: str) -> None:
-    """Name a plot and its axes; bytes start at zero, and the legend has room above them."""
-    plot.set(title=title, xlabel=x, ylabel=y)
-    plot.set_ylim(0, 1.3 * plot.get_ylim()[1])
-    plot.legend(fontsize="small")
-
-
-def save(figure: Figure, step: int) -> Path:
-    """Write the figure where build products go, and say where that is."""
-    path = ROOT / "build" / "lessons" / f"step{step}.png"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    print(f"plot saved to {path.relative_to(ROOT)}")
-    return path
+from lessons.cells import columns, run_cell
+from lessons.plots import BLUE, GREEN, ORANGE, label, new_figure, save
+from lessons.registry import ROWS
+from zero_min import Adam, AdamW
 
 
 def run_it() -> str:

@@ -1,6 +1,6 @@
 """Step 1, measured: Adam's state shrinks with the ranks, and the traffic stays what it was.
 
-Run it with `python -m lessons.step1_optimizer_state.experiment`.
+Run it with `python -m lessons run 1`.
 """
 
 from functools import cache
@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from lessons.bill import Bill, measure
+from lessons.cells import columns, run_cell
+from lessons.plots import BLUE, GREEN, ORANGE, label, new_figure, save
 from lessons.registry import ROWS
-from lessons.step0_adam.experiment import BLUE, GREEN, ORANGE, columns, label, new_figure, run_cell, save
 from zero_min import Stage0, Stage1, run_world
 from zero_min.comm import Comm
 from zero_min.stage1 import flatten_dense_tensors_aligned, get_data_parallel_partitions, round_robin_reorder

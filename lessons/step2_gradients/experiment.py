@@ -1,14 +1,15 @@
 """Step 2, measured: when gradients disappear, what a bucket costs, and what micro-batches cost.
 
-Run it with `python -m lessons.step2_gradients.experiment`.
+Run it with `python -m lessons run 2`.
 """
 
 from dataclasses import replace
 from functools import cache, partial
 
 from lessons.bill import SMALL, Bill, compare, measure_rank, timeline
+from lessons.cells import columns, run_cell
+from lessons.plots import BLUE, GREEN, ORANGE, label, new_figure, save
 from lessons.registry import ROWS
-from lessons.step0_adam.experiment import BLUE, GREEN, ORANGE, columns, label, new_figure, run_cell, save
 from zero_min import Stage2, run_world
 from zero_min.gpt import GPTConfig
 

@@ -1,6 +1,6 @@
 """Step 3, measured: parameters that come and go, what they cost to fetch, and what is alive meanwhile.
 
-Run it with `python -m lessons.step3_parameters.experiment`.
+Run it with `python -m lessons run 3`.
 """
 
 from collections.abc import Callable
@@ -13,17 +13,8 @@ from matplotlib.axes import Axes
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lessons.step0_adam.experiment import (
-    BLUE,
-    GREEN,
-    ORANGE,
-    PINK,
-    columns,
-    label,
-    new_figure,
-    run_cell,
-    save,
-)
+from lessons.cells import columns, run_cell
+from lessons.plots import BLUE, GREEN, ORANGE, PINK, label, new_figure, save
 from zero_min import Stage2, Stage3, Stage3Prefetch, run_world
 from zero_min.comm import Comm
 from zero_min.formula import padded

@@ -1,6 +1,6 @@
 """Step 4, measured: what 16 bits cannot hold, and what a master, a scale and fp32 sums do about it.
 
-Run it with `python -m lessons.step4_precision.experiment`.
+Run it with `python -m lessons run 4`.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,17 +12,8 @@ from matplotlib.axes import Axes
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lessons.step0_adam.experiment import (
-    BLUE,
-    GREEN,
-    ORANGE,
-    PINK,
-    columns,
-    label,
-    new_figure,
-    run_cell,
-    save,
-)
+from lessons.cells import columns, run_cell
+from lessons.plots import BLUE, GREEN, ORANGE, PINK, label, new_figure, save
 from zero_min import (
     AdamW,
     DynamicScale,

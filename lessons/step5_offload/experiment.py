@@ -1,6 +1,6 @@
 """Step 5, measured: what waits on the device, on the host and on disk, and the copies that costs.
 
-Run it with `python -m lessons.step5_offload.experiment`.
+Run it with `python -m lessons run 5`.
 """
 
 import itertools
@@ -14,17 +14,8 @@ from typing import Any
 
 import torch
 
-from lessons.step0_adam.experiment import (
-    BLUE,
-    GREEN,
-    ORANGE,
-    PINK,
-    columns,
-    label,
-    new_figure,
-    run_cell,
-    save,
-)
+from lessons.cells import columns, run_cell
+from lessons.plots import BLUE, GREEN, ORANGE, PINK, label, new_figure, save
 from zero_min import Stage2, Stage2Disk, Stage2Offload, run_world
 from zero_min.comm import Comm
 from zero_min.gpt import GPT, GPTConfig, batch, load_text

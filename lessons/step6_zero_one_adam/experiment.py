@@ -1,6 +1,6 @@
 """Step 6, measured: what one bit loses, what an error remembers, when ranks talk, and what that saves.
 
-Run it with `python -m lessons.step6_zero_one_adam.experiment`. The training runs take most of a minute.
+Run it with `python -m lessons run 6`. The training runs take most of a minute.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lessons.step0_adam.experiment import BLUE, GREEN, ORANGE, columns, label, new_figure, run_cell, save
+from lessons.cells import columns, run_cell
+from lessons.plots import BLUE, GREEN, ORANGE, label, new_figure, save
 from zero_min import OneBitAdam, Stage1, WorldError, ZeroOneAdam, run_world
 from zero_min.comm import Comm
 from zero_min.compression import CompressedMean, compress, spread_out, unpack_signs
