@@ -53,6 +53,8 @@ def region_lines(path: Path, name: str) -> list[str]:
     for region in regions(source):
         if region.name == name:
             lines = [line for line in source.splitlines()[region.first : region.last] if not MARK.match(line)]
+            while not lines[-1].strip():
+                lines.pop()
             margin = min(len(line) - len(line.lstrip()) for line in lines if line.strip())
             return [line[margin:] for line in lines]
     raise LessonError(f"{path} has no region {name!r}")
