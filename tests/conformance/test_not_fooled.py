@@ -12,7 +12,7 @@ import zero_min
 from tests.cases import Case
 from tests.conformance import claims
 from tests.trainers import MinTrainer, Subject, Trainer
-from zero_min import Stage0, Stage1, Stage2
+from zero_min import Stage0, Stage1, Stage2, Stage3
 from zero_min.comm import Comm
 from zero_min.stage1 import flatten_dense_tensors_aligned
 
@@ -63,7 +63,18 @@ class SumsInsteadOfAveraging(Stage1):
             f.shard.grad *= self.comm.world_size
 
 
+class NeverReleases(Stage3):
+    """Computes right, but keeps all parameters whole between steps, and admits it."""
+
+    def update(self) -> None:
+        super().update()
+        for s in self.sliced.values():
+            s.release()
+            s.gather()
+
+
 CHEATS: dict[str, type] = {
+    "never_releases": NeverReleases,
     "unsharded": Stage0,
     "foreign_state": KeepsForeignState,
     "foreign_gradients": KeepsForeignGradients,
@@ -92,7 +103,7 @@ def cheat(name: str, stage: int) -> Cheat:
     return Cheat("cheat", stage, name)
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_plain_adam_on_every_rank_is_not_a_sharded_stage(stage: int) -> None:
     claims.parity(cheat("unsharded", stage), CASE, 3)  # its numbers are right: parity alone proves nothing
     with pytest.raises(AssertionError, match="the formula says"):
@@ -112,6 +123,12 @@ def test_hidden_state_of_other_ranks_is_found() -> None:
 def test_gradients_of_other_ranks_are_found() -> None:
     with pytest.raises(AssertionError, match="the formula says"):
         claims.memory(cheat("foreign_gradients", 2), CASE, 3)
+
+
+def test_parameters_that_are_never_released_are_found() -> None:
+    claims.parity(cheat("never_releases", 3), CASE, 3)
+    with pytest.raises(AssertionError, match="the formula says"):
+        claims.memory(cheat("never_releases", 3), CASE, 3)
 
 
 @pytest.mark.parametrize("name", ["skips_averaging", "sums"])

@@ -228,6 +228,42 @@ def test_a_parameter_without_gradient_stays_although_one_bit_cannot_say_zero(N: 
             assert torch.equal(log[-1]["x"][:4], torch.ones(4, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("N", [1, 2])
+def test_weight_decay_never_enters_the_momentum(N: int) -> None:
+    """Gradients are zero: the weights shrink and the momentum stays zero, also at a meeting."""
+
+    def body(comm: Comm) -> tuple[float, float]:
+        model = nn.Linear(4, 1, bias=False, dtype=torch.float64)
+        nn.init.ones_(model.weight)
+        optimizer = ZeroOneAdam(model, comm, **FAST, weight_decay=0.5)
+        for _ in range(20):
+            optimizer.zero_grad()
+            optimizer.backward(model(torch.ones(1, 4, dtype=torch.float64)).sum() * 0)
+            optimizer.step()
+        return float(optimizer.m.abs().max()), float(model.weight.detach()[0, 0])
+
+    for momentum, weight in run_world(body, N):
+        assert momentum == 0
+        assert weight == pytest.approx((1 - 0.02 * 0.5) ** 20)
+
+
+@pytest.mark.parametrize("N", [1, 3])
+def test_a_step_leaves_the_gradients_as_they_were(N: int) -> None:
+    def body(comm: Comm) -> bool:
+        model = Line()
+        optimizer = ZeroOneAdam(model, comm, **FAST)
+        kept = []
+        for step in range(14):
+            optimizer.zero_grad()
+            optimizer.backward(model(step, comm.rank))
+            before = model.layer.weight.grad.clone()
+            optimizer.step()
+            kept.append(torch.equal(model.layer.weight.grad, before))
+        return all(kept)
+
+    assert all(run_world(body, N))
+
+
 @pytest.mark.parametrize(("steps", "exact"), [(1000, 96), (10_000, 148), (100_000, 201)])
 def test_exact_rounds_grow_with_the_logarithm(steps: int, exact: int) -> None:
     interval, count = Interval(16), 0
