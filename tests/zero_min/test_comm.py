@@ -152,6 +152,7 @@ def test_a_rank_that_never_arrives_is_named_after_the_timeout() -> None:
 
 
 def test_an_interrupt_wakes_ranks_that_wait_for_each_other() -> None:
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     free = threading.Event()
     woken: list[str] = []
 
@@ -165,9 +166,12 @@ def test_an_interrupt_wakes_ranks_that_wait_for_each_other() -> None:
             woken.append("rank")
             raise
 
-    with pytest.raises(KeyboardInterrupt):
-        run_world(body, 2)
-    free.set()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_world(body, 2)
+    finally:
+        signal.signal(signal.SIGINT, usual)
+        free.set()
     for _ in range(100):
         if woken:
             break
