@@ -12,9 +12,13 @@ REPLACED = "zero_min" not in __import__("sys").modules and replace.install()
 import os
 
 import pytest
+from hypothesis import settings
 
 from tests.trainers import Subject
 from zero_min import STAGES
+
+settings.register_profile("here", deadline=None, max_examples=100)  # time says nothing on a shared machine
+settings.load_profile("here")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -15,6 +15,7 @@ from zero_min.formula import MIXED, held, moved, padded
 from zero_min.gpt import GPT, GPTConfig, batch, load_text
 from zero_min.ledger import held as bytes_of
 
+TEXT = load_text()
 CONFIG = GPTConfig(context=8, layers=1, heads=2, width=8)
 CASES = [
     Case(),
@@ -78,7 +79,7 @@ def bill(comm: Comm, stage_class: type, extra: dict[str, Any], micro_batches: in
             comm.ledger.clear_traffic()
             trainer.zero_grad()
             for _ in range(micro_batches):
-                trainer.backward(trainer.model(*batch(load_text(), 2, CONFIG.context, generator)))
+                trainer.backward(trainer.model(*batch(TEXT, 2, CONFIG.context, generator)))
             trainer.step()
         kinds = {kind: bytes_of(tensors) for kind, tensors in trainer.holdings().items()}
         return {"held": kinds, "live": comm.ledger.live(), "moved": dict(comm.ledger.moved)}

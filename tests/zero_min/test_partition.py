@@ -1,7 +1,7 @@
 """The partition arithmetic under any sizes and any world."""
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from zero_min.stage1 import (
@@ -13,8 +13,6 @@ from zero_min.stage2 import overlap
 
 SIZES = st.lists(st.integers(0, 20), min_size=1, max_size=12)
 WORLD = st.integers(1, 9)
-settings.register_profile("ours", deadline=None, max_examples=200)
-settings.load_profile("ours")
 
 
 def tensors(sizes: list[int]) -> list[torch.Tensor]:
