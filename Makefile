@@ -16,13 +16,13 @@ help:  ## this list
 demo: .venv/ready  ## train a small GPT at every stage on 2 processes; table and build/demo.png
 	@$(TORCHRUN) --nproc-per-node 2 -m lessons.train
 
-test: .venv/ready  ## everything CI runs: lint, types, tests
+test: .venv/ready  ## what CI runs: lint, types, all tests but the slow ones
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q --durations=20 -m "not slow and not gpu"
 
-test-all: .venv/ready  ## the same with the slow tests
+test-all: .venv/ready  ## all tests, the slow ones too
 	$(BIN)/python -m pytest -q --durations=20 -m "not gpu"
 
 lab: .venv/ready  ## JupyterLab in notebooks/
@@ -33,7 +33,7 @@ weave: .venv/ready  ## refresh the code, numbers and drawings inside the lessons
 
 # Targets whose feature has not landed: they did nothing, so they fail.
 test-gpu:  ## tests that need a GPU
-	@echo "test-gpu: no GPU code has landed yet, nothing was tested"; exit 1
+	@echo "test-gpu: no test that needs a GPU has landed yet, nothing was tested"; exit 1
 bench:  ## benchmarks
 	@echo "bench: no benchmark has landed yet, nothing was measured"; exit 1
 bench-gpu:  ## benchmarks that need a GPU

@@ -8,6 +8,8 @@ from lessons import replace
 from lessons.exercise import LessonError, read_work, shown, tasks, unanswered
 from lessons.registry import ROOT, Lesson
 
+LIMIT = 600  # seconds
+
 
 def check(lesson: Lesson) -> int:
     """Judge the work files in a process of their own, where they take zero_min's place."""
@@ -18,7 +20,12 @@ def check(lesson: Lesson) -> int:
         raise LessonError("the tests are not here: run this from a checkout of the repository")
     places = {f"zero_min.{answer.stem}": str(work) for answer, work in lesson.files}
     command = [sys.executable, "-m", "lessons.judge", str(lesson.number), *unanswered(lesson)]
-    return subprocess.run(command, cwd=ROOT, env={**os.environ, **replace.environment(places)}).returncode
+    env = {**os.environ, **replace.environment(places)}
+    try:
+        return subprocess.run(command, cwd=ROOT, env=env, timeout=LIMIT).returncode
+    except subprocess.TimeoutExpired:
+        print(f"stopped after {LIMIT} s: is there a loop that never ends?")
+        return 1
 
 
 def progress(lesson: Lesson) -> str:

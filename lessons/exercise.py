@@ -168,7 +168,7 @@ def hints(lesson: Lesson) -> dict[str, list[str]]:
 
 
 def hint(lesson: Lesson, level: int) -> str:
-    """Hint `level` of every task that is still blank, or of all tasks when none is."""
+    """Hint `level` of the next task that is still blank, or of the first when none is."""
     graded = hints(lesson)
     if not 1 <= level <= 3:
         raise LessonError(f"hints have levels 1, 2 and 3, not {level}")

@@ -4,12 +4,13 @@
 to name the file, and `python -m lessons check N` does it all.
 """
 
-# ruff: noqa: E402  a learner's file must be in place before zero_min is imported
+import os
+import sys
+
 from lessons import replace
 
-REPLACED = "zero_min" not in __import__("sys").modules and replace.install()
-
-import os
+if "zero_min" not in sys.modules:  # `judge` has done it already
+    replace.install()
 
 import pytest
 from hypothesis import settings

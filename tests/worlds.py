@@ -8,6 +8,7 @@ import atexit
 import itertools
 import multiprocessing
 import os
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -17,6 +18,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from lessons import replace
+
+if "zero_min" not in sys.modules:  # in a worker: the same files as in the parent
+    replace.install()
 
 from zero_min.dist_comm import DistComm
 from zero_min.thread_comm import run_world

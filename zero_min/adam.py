@@ -71,7 +71,7 @@ class Adam:
         return [*self.m.values(), *self.v.values()]
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything needed to go on later: the step count and copies of both averages."""
+        """What Adam has learned: the step count and both averages. Options such as lr are the caller's."""
         averages = [[(self.m[p].clone(), self.v[p].clone()) for p in g["params"]] for g in self.groups]
         return {"steps": self.steps, "averages": averages}
 

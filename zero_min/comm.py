@@ -51,13 +51,13 @@ class Comm(ABC):
 
         Ranks that meet with different labels are told so, even if the sizes happen to agree.
         """
-        others = [part for rank, part in enumerate(parts) if rank != self.rank]
+        others = self._others(parts)
         self.ledger.charge("reduce_scatter", sum(part.nbytes for part in others))
         return self._reduce_scatter(describe("reduce_scatter", *parts, label=label), parts)
 
     def all_to_all(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """Send part j to rank j; receive one part from each rank. Sends (N-1)/N n."""
-        others = [part for rank, part in enumerate(parts) if rank != self.rank]
+        others = self._others(parts)
         self.ledger.charge("all_to_all", sum(part.nbytes for part in others))
         return self._all_to_all(describe("all_to_all", *parts), parts)
 
@@ -81,6 +81,13 @@ class Comm(ABC):
     def barrier(self) -> None:
         """Wait until every rank is here. Sends nothing worth counting."""
         self._barrier()
+
+    def _others(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        if len(parts) != self.world_size:
+            raise ValueError(
+                f"{len(parts)} parts for {self.world_size} ranks: give every rank one, empty or not"
+            )
+        return [part for rank, part in enumerate(parts) if rank != self.rank]
 
     def _reduce_scatter(self, call: str, parts: Sequence[Tensor]) -> Tensor:
         return add_up(self._all_to_all(call, parts))

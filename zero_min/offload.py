@@ -83,6 +83,12 @@ class Stage2Offload(Stage2):
 
     # --8<-- [end:offload_down]
 
+    def zero_grad(self) -> None:
+        """Let go of the gradients, also of those on their way."""
+        self.host.wait()
+        self.flying.clear()
+        super().zero_grad()
+
     def gather_parameters(self) -> None:
         """Copy the new own slices up, then exchange slices as ever."""
         for f in self.flats:
@@ -116,11 +122,14 @@ class Stage2Disk(Stage2Offload):
 
     def file(self, tensor: Tensor) -> Tensor:
         """A tensor whose memory is a file of its own."""
-        name = self.folder / f"rank{self.comm.rank}_{self.files}.bin"
+        name = f"rank{self.comm.rank}_{self.files}.bin"
         self.files += 1
         if tensor.numel() == 0:
             return tensor  # no file can be mapped to nothing
-        mapped = torch.from_file(str(name), shared=True, size=tensor.numel(), dtype=tensor.dtype)
+        (self.folder / name).unlink(missing_ok=True)  # an older run may still have it open: leave it alone
+        mapped = torch.from_file(
+            str(self.folder / name), shared=True, size=tensor.numel(), dtype=tensor.dtype
+        )
         return mapped.copy_(tensor)
 
     def place(self, own: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero_min.comm import Comm
+from zero_min.comm import Comm, WorldError
 from zero_min.compression import CompressedMean
 from zero_min.stage0 import gradient_or_zeros, trainable_groups
 from zero_min.stage1 import FlatGroup, flatten_dense_tensors_aligned
@@ -33,9 +33,13 @@ class OneBitAdam:
         freeze_step: int = 100,
         l1: bool = False,
     ) -> None:
+        if freeze_step < 1:
+            raise ValueError(f"freeze_step must be at least 1, not {freeze_step}: without a variance no step")
         self.model, self.comm, self.lr, self.betas = model, comm, lr, betas
         self.eps, self.weight_decay, self.freeze_step = eps, weight_decay, freeze_step
         (group,) = trainable_groups(model, None)
+        if any(p.dtype not in (torch.float32, torch.float64) for p in group["params"]):
+            raise ValueError("1-bit and 0/1 Adam step the parameters themselves: keep the model in fp32")
         self.flat = FlatGroup(group["params"], comm, lambda own: own)
         self.x = self.flat.flat  # all parameters; the model's are windows into it
         self.m, self.v = torch.zeros_like(self.x), torch.zeros_like(self.x)
@@ -49,7 +53,10 @@ class OneBitAdam:
     def gradient(self) -> Tensor:
         """This rank's whole gradient as one flat tensor."""
         grads = [gradient_or_zeros(p) for p in self.flat.params]
-        return flatten_dense_tensors_aligned(grads, self.comm.world_size)
+        flat = flatten_dense_tensors_aligned(grads, self.comm.world_size)
+        if not flat.isfinite().all():  # found before it spreads to everybody
+            raise WorldError(f"rank {self.comm.rank}: its gradient contains inf or NaN")
+        return flat
 
     # --8<-- [start:one_bit_step]
     @torch.no_grad()

@@ -105,7 +105,7 @@ class MixedPrecision:
         self.skipped = 0
 
     def backward(self, loss: Tensor) -> None:
-        """Backward of the scaled loss, so that small gradients survive 16 bits."""
+        """Backward of the scaled loss. Compute the loss in fp32: in fp16 a scale of 2**16 is infinite."""
         self.stage.backward(loss * self.scaler.scale)
 
     # --8<-- [start:mixed_step]

@@ -6,6 +6,8 @@ comes next. Here the collectives still block, so only the order changes; with a 
 gather would travel while this module computes. The price: two modules are whole at a time.
 """
 
+import torch
+
 from zero_min.stage3 import Sliced, Stage3
 
 
@@ -17,6 +19,8 @@ class Stage3Prefetch(Stage3):
 
     # --8<-- [start:prefetch]
     def _before(self, slices: list[Sliced]) -> None:
+        if not (torch.is_grad_enabled() or self.in_backward):
+            return super()._before(slices)  # evaluation is not part of the step's order
         self.current += (tuple(slices),)
         super()._before(slices)
         ahead = self._next()

@@ -5,12 +5,15 @@ This is the bill that ZeRO cuts: 16 bytes a parameter on every rank, however man
 
 from collections.abc import Mapping
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
 from zero_min.adam import Adam, Groups, clip_by_global_norm
 from zero_min.comm import Comm
+
+OWNED: WeakSet[nn.Module] = WeakSet()  # models with hooks of ours
 
 
 def trainable_groups(model: nn.Module, groups: Groups | None) -> list[dict[str, Any]]:
@@ -40,6 +43,15 @@ def trainable_groups(model: nn.Module, groups: Groups | None) -> list[dict[str, 
 def master_of(slice_: Tensor) -> Tensor:
     """What Adam steps: the parameters themselves in fp32, an fp32 copy (the master) of 16-bit ones."""
     return slice_ if slice_.dtype in (torch.float32, torch.float64) else slice_.detach().float()
+
+
+def claim(model: nn.Module) -> None:
+    """A model whose backward calls our hooks can have one trainer only; refuse a second."""
+    if model in OWNED:
+        raise ValueError(
+            f"this {type(model).__name__} has a trainer already: make a new model for a new trainer"
+        )
+    OWNED.add(model)
 
 
 def gradient_or_zeros(p: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_min.comm import Comm
-from zero_min.stage0 import gradient_or_zeros
+from zero_min.stage0 import claim, gradient_or_zeros
 from zero_min.stage1 import FlatGroup, Stage1
 
 
@@ -70,6 +70,7 @@ class Stage2(Stage1):
     def __init__(
         self, model: nn.Module, comm: Comm, *args: Any, bucket_size: int = 2**16, **kwargs: Any
     ) -> None:
+        claim(model)
         super().__init__(model, comm, *args, **kwargs)
         trained = {p for f in self.flats for p in f.params}
         last_first = [p for p in reversed(list(model.parameters())) if p in trained]
@@ -109,6 +110,11 @@ class Stage2(Stage1):
                 self._reduce(bucket)
         self._expect_gradients()
 
+    def zero_grad(self) -> None:
+        """Let go of the gradients, also of what a failed backward has left half done."""
+        super().zero_grad()
+        self._expect_gradients()
+
     @torch.no_grad()
     def _reduce(self, bucket: Bucket) -> None:
         """One collective: every rank receives the sum of the pieces it owns, then the bucket is freed."""
@@ -131,7 +137,7 @@ class Stage2(Stage1):
     def _add_to_own_gradient(self, window: Window, part: slice, piece: Tensor) -> None:
         f, first = window.flat, self.comm.rank * window.flat.own.numel()
         if f.grad is None:
-            f.grad = torch.zeros_like(f.own, dtype=piece.dtype)
+            f.grad = torch.zeros_like(f.own, dtype=piece.dtype, device=piece.device)
         own = slice(window.start + part.start - first, window.start + part.stop - first)
         f.grad[own] += piece
 

@@ -1,9 +1,8 @@
 """Step 3. ZeRO stage 3: the parameters, too, live in slices.
 
-Each tensor is cut into N aligned slices and every rank keeps one. A module's parameters are gathered
-just before the module runs, released right after, gathered again for its backward, and released for
-good once the gradient has been reduced to its owners. In between a parameter keeps its shape, but
-reads NaN: whoever uses it outside its module sees that at once.
+Each tensor is cut into N slices and every rank keeps one. A module's parameters are gathered just before
+it runs, released right after, gathered again for its backward, and released when the gradient has gone to
+its owners. In between a parameter keeps its shape but reads NaN, so that misuse is seen at once.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,11 +15,10 @@ from torch.utils._pytree import tree_leaves
 
 from zero_min.adam import Adam, Groups
 from zero_min.comm import Comm
-from zero_min.stage0 import master_of, trainable_groups
+from zero_min.stage0 import claim, gradient_or_zeros, master_of, trainable_groups
 from zero_min.stage1 import Stage1, flatten_dense_tensors_aligned, get_data_parallel_partitions
 
-FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-NAN = {dtype: torch.tensor(torch.nan, dtype=dtype) for dtype in FLOATS}
+NAN = {t: torch.tensor(torch.nan, dtype=t) for t in (torch.float, torch.double, torch.half, torch.bfloat16)}
 
 
 class Sliced:
@@ -34,16 +32,18 @@ class Sliced:
         comm.broadcast(self.whole)  # everyone starts from rank 0's values
         self.own = get_data_parallel_partitions(self.whole, comm.world_size)[comm.rank].clone()
         # --8<-- [end:ex_slice]
-        self.shard = master_of(self.own)  # Adam steps this: in fp32 the slice itself
+        self.shard = master_of(self.own) if param.requires_grad else self.own  # what Adam steps
         self.grad: Tensor | None = None
-        self.bytes = self.whole.untyped_storage().nbytes()
-        self.is_whole = True
+        self.bytes, self.is_whole = self.whole.untyped_storage().nbytes(), True
         self.release()
 
     def gather(self) -> None:
         """Fill the whole from everybody's slice. The storage stays the same one for life."""
         if self.is_whole:
             return
+        if not NAN[self.own.dtype].isnan():
+            NAN[self.own.dtype].fill_(torch.nan)
+            raise RuntimeError(f"a released parameter was written to; gather first ({self.name} was next)")
         # --8<-- [start:ex_gather]
         self.whole.untyped_storage().resize_(self.bytes)  # views that autograd saved see it refilled
         self.comm.all_gather(self.whole, self.own, label=self.name)  # (N-1)/N n
@@ -63,10 +63,8 @@ class Sliced:
     @torch.no_grad()
     def reduce_gradient(self) -> None:
         """The whole gradient becomes every owner's averaged slice, and is gone."""
-        if self.param.grad is None:
-            return
         # --8<-- [start:ex_reduce]
-        flat = flatten_dense_tensors_aligned([self.param.grad], self.comm.world_size)
+        flat = flatten_dense_tensors_aligned([gradient_or_zeros(self.param)], self.comm.world_size)
         parts = get_data_parallel_partitions(flat, self.comm.world_size)
         mine = self.comm.reduce_scatter(parts, label=self.name) / self.comm.world_size  # (N-1)/N n
         self.grad = mine if self.grad is None else self.grad + mine
@@ -86,14 +84,14 @@ class Stage3(Stage1):
         max_grad_norm: float | None = None,
         **options: Any,
     ) -> None:
+        claim(model)
         self.model, self.comm, self.max_grad_norm = model, comm, max_grad_norm
         param_groups = trainable_groups(model, groups)
         self.sliced: dict[Tensor, Sliced] = {p: Sliced(n, p, comm) for n, p in model.named_parameters()}
         self.flats = [self.sliced[p] for group in param_groups for p in group["params"]]
         shards = [{**g, "params": [self.sliced[p].shard for p in g["params"]]} for g in param_groups]
         self.optimizer = optimizer(shards, **options)
-        self.norm_comm = comm
-        self.in_backward = False
+        self.norm_comm, self.in_backward = comm, False
         self._watch_modules()
 
     def _watch_modules(self) -> None:
@@ -116,12 +114,18 @@ class Stage3(Stage1):
             s.gather()
 
     def _after_forward(self, slices: list[Sliced], output: Any) -> None:
-        for tensor in tree_leaves(output):  # its gradient is the first thing the module's backward needs
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
+        for tensor in (leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)):
+            self._refuse_window(tensor, slices)
+            if tensor.requires_grad:  # its gradient is the first thing the module's backward needs
                 tensor.register_hook(lambda grad: self._before(slices))
         if not self.in_backward:  # activation checkpointing runs forward inside backward: keep it then
             for s in slices:
                 s.release()
+
+    def _refuse_window(self, output: Tensor, slices: list[Sliced]) -> None:
+        for s in slices:
+            if s.bytes and output.untyped_storage().data_ptr() == s.whole.untyped_storage().data_ptr():
+                raise ValueError(f"a module returns {s.name} itself or a view of it: return a clone")
 
     def _gradient_arrived(self, param: Tensor) -> None:
         s = self.sliced[param]
@@ -149,8 +153,7 @@ class Stage3(Stage1):
         """Step the own slices; a 16-bit slice is rounded from its master."""
         self.optimizer.step()
         for s in self.flats:
-            if s.shard is not s.own:
-                s.own.copy_(s.shard)
+            s.own.copy_(s.shard)
             s.shard.grad = None
 
     def zero_grad(self) -> None:
@@ -166,8 +169,7 @@ class Stage3(Stage1):
     @contextmanager
     def gathered(self) -> Iterator[nn.Module]:
         """Inside the `with`, all parameters are whole, for reading on every rank."""
-        for s in self.sliced.values():
-            s.gather()
+        self._before(list(self.sliced.values()))
         try:
             yield self.model
         finally:
@@ -176,11 +178,9 @@ class Stage3(Stage1):
     def holdings(self) -> dict[str, list[Tensor | None]]:
         """What this rank keeps, by kind."""
         masters = [s.shard for s in self.flats if s.shard is not s.own]
-        return {
-            "parameters": [t for s in self.sliced.values() for t in (s.own, s.whole)],
-            "gradients": [g for s in self.flats for g in (s.grad, s.shard.grad, s.param.grad)],
-            "optimizer": [*masters, *self.optimizer.state()],
-        }
+        grads = [g for s in self.flats for g in (s.grad, s.shard.grad, s.param.grad)]
+        params = [t for s in self.sliced.values() for t in (s.own, s.whole)]
+        return {"parameters": params, "gradients": grads, "optimizer": [*masters, *self.optimizer.state()]}
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of a checkpoint: slices, so nothing has to be gathered."""
@@ -191,6 +191,7 @@ class Stage3(Stage1):
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from this rank's part."""
+        self.release_all()
         for name, b in self.model.named_buffers():
             b.copy_(state["buffers"][name])
         for s in self.sliced.values():

@@ -5,6 +5,7 @@ every module-level variable. Give each rank its own `torch.Generator`, and keep 
 """
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from zero_min.comm import Comm, WorldError, add_up, caller, describe
 
 T = TypeVar("T")
+GRACE = 1.0  # seconds that the other ranks have to end after one has failed
 
 
 class _World:
@@ -25,7 +27,7 @@ class _World:
         self.slots: list[tuple[str, Any] | None] = [None] * size
         self.last = ["has made no collective call yet"] * size
         self.failure: BaseException | None = None
-        self.failed_rank = -1
+        self.failed_rank, self.failed_at = -1, 0.0
         self.finished: set[int] = set()
         self.arrive = threading.Barrier(size)
         self.leave = threading.Barrier(size, action=self._clear)
@@ -37,10 +39,15 @@ class _World:
         self.arrive.abort()
         self.leave.abort()
 
+    def given_up(self) -> bool:
+        """Whether a rank failed so long ago that one still busy elsewhere is no longer waited for."""
+        return self.failure is not None and time.monotonic() - self.failed_at > GRACE
+
     def fail(self, rank: int, error: BaseException) -> None:
         with self.lock:
             if self.failure is None:
                 self.failure, self.failed_rank = error, rank
+                self.failed_at = time.monotonic()
         self.abort()
 
     def finish(self, rank: int) -> None:
@@ -143,7 +150,8 @@ def run_world(fn: Callable[..., T], world_size: int, *args: Any, timeout: float 
         for thread in ranks:
             thread.start()
         for thread in ranks:
-            thread.join()
+            while thread.is_alive() and not world.given_up():
+                thread.join(0.05)
     finally:  # an interrupt, say from a notebook's stop button, must not leave ranks waiting for each other
         world.abort()
         torch.set_num_threads(threads_before)

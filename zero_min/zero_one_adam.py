@@ -55,6 +55,10 @@ class ZeroOneAdam(OneBitAdam):
         local_clip: int = 16,
         **options: Any,
     ) -> None:
+        if min(kappa, local_kappa, local_clip) < 1:
+            raise ValueError(
+                f"kappa, local_kappa and local_clip must be at least 1: {kappa, local_kappa, local_clip}"
+            )
         super().__init__(model, comm, freeze_step=freeze_step, **options)
         self.variance = Interval(kappa)
         self.meeting = Interval(local_kappa, local_clip)

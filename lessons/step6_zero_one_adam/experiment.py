@@ -308,8 +308,8 @@ def _report(steps: int, chosen: tuple[int, ...], world: int) -> str:
     return columns(rows)
 
 
-def main(world: int = 4, steps: int = 400, chosen: tuple[int, ...] = (0, 2)) -> None:
-    """Train a small GPT with three optimizers; print and plot. Two seeds; `chosen=(0, 1, 2)` takes longer."""
+def main(world: int = 4, steps: int = 400, chosen: tuple[int, ...] = (0, 1, 2)) -> None:
+    """Train a small GPT with three optimizers from three seeds; print and plot."""
     print(f"{volume()}\n\n{schedule()}\n")
     print(f"{steps} steps on {world} ranks: validation loss; bytes a parameter that rank 0 sends in a step")
     print(_report(steps, chosen, world))

@@ -59,5 +59,7 @@ def resume(subject: Subject, case: Case, world_size: int, place: str = "threads"
     whole = run_in(place, train, world_size, subject, case)
     saved = {"half": [run.state for run in whole]}
     continued = run_in(place, train, world_size, subject, case, saved)
-    for name, want in whole[0].parameters.items():
-        assert torch.equal(continued[0].parameters[name], want), f"{name} differs after resuming"
+    for rank in range(world_size):
+        for name, want in whole[rank].parameters.items():
+            got = continued[rank].parameters[name]
+            assert torch.equal(got, want), f"rank {rank}: {name} differs after resuming"

@@ -92,6 +92,8 @@ def test_real_processes_hold_and_send_exactly_the_formula(subject: Subject) -> N
 
 @pytest.mark.parametrize("bucket_size", [1, 13, 1000])
 def test_the_bucket_size_changes_no_bit(subject: Subject, bucket_size: int) -> None:
+    if subject.stage != 2:
+        pytest.skip("only stage 2 has buckets")
     usual = run_in("threads", train, 3, subject, Case(micro_batches=2))
     other = run_in("threads", train, 3, subject, Case(micro_batches=2, bucket_size=bucket_size))
     for name, want in usual[0].parameters.items():

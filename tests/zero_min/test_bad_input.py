@@ -66,6 +66,17 @@ def test_a_parameter_listed_twice_is_named(stage: int) -> None:
         run_world(body, 2)
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_second_trainer_for_the_same_model_is_refused(stage: int) -> None:
+    def body(comm: Comm) -> None:
+        model = Two()
+        STAGES[stage](model, comm)
+        STAGES[stage](model, comm)
+
+    with pytest.raises(WorldError, match="this Two has a trainer already: make a new model"):
+        run_world(body, 2)
+
+
 def test_a_parameter_of_another_model_is_refused() -> None:
     def body(comm: Comm) -> None:
         Stage1(Two(), comm, [{"params": [nn.Parameter(torch.zeros(9, 9))]}])

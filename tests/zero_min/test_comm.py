@@ -88,6 +88,11 @@ def test_unequal_parts_and_strided_tensors_are_refused_with_the_remedy() -> None
         run_world(lambda comm: comm.all_reduce(torch.zeros(2, 3).t()), 2)
 
 
+def test_every_rank_needs_a_part() -> None:
+    with pytest.raises(WorldError, match="1 parts for 2 ranks: give every rank one"):
+        run_world(lambda comm: comm.reduce_scatter([torch.zeros(1)]), 2)
+
+
 def test_an_exception_in_one_rank_ends_the_world_and_names_it() -> None:
     def body(comm: Comm) -> None:
         if comm.rank == 2:
@@ -143,11 +148,14 @@ def test_a_rank_that_never_arrives_is_named_after_the_timeout() -> None:
 
     def body(comm: Comm) -> None:
         if comm.rank == 1:
-            free.wait(3)
+            free.wait(30)
         comm.all_reduce(torch.zeros(1))
 
+    start = time.monotonic()
     with pytest.raises(WorldError, match=r"rank \[1\] never arrived \(limit 0.3 s\)") as caught:
         run_world(body, 3, timeout=0.3)
+    free.set()
+    assert time.monotonic() - start < 5  # the busy rank is not waited for
     assert "rank 1: had not come yet; its last call: has made no collective call yet" in str(caught.value)
 
 

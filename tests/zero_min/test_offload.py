@@ -46,7 +46,7 @@ def walk(comm: Comm, case: Case, stage_class: type, extra: dict[str, Any]) -> li
     return [p.detach().clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("N", [1, 3])
+@pytest.mark.parametrize("N", [1, 2, 3, 4])
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("where", ["host", "disk", "disk in chunks of 7"])
 def test_where_the_state_waits_changes_no_bit(case: Case, where: str, N: int, tmp_path: Path) -> None:
@@ -69,6 +69,49 @@ def test_real_processes_agree_too(tmp_path: Path) -> None:
         POOL.run(walk, 2, case, Stage2Disk, {"folder": tmp_path}),
     ):
         assert all(torch.equal(p, q) for p, q in zip(usual[0], other[0], strict=True))
+
+
+def after_a_failure(comm: Comm, stage_class: type) -> list[Tensor]:
+    """One good step after a backward that failed in the middle."""
+    model = Case().model()
+    trainer = stage_class(model, comm, bucket_size=8)
+    loss = model(Case().data(0, 0, comm.rank))
+    handle = model.first.bias.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        trainer.backward(loss)
+    handle.remove()
+    trainer.zero_grad()
+    trainer.backward(model(Case().data(1, 0, comm.rank)))
+    assert comm.ledger.sent["reduce_scatter"] > 0
+    trainer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("stage_class", [Stage2, Stage2Offload])
+def test_a_failed_backward_leaves_nothing_behind(stage_class: type) -> None:
+    def clean(comm: Comm) -> list[Tensor]:
+        model = Case().model()
+        trainer = Stage2(model, comm, bucket_size=8)
+        trainer.backward(model(Case().data(1, 0, comm.rank)))
+        trainer.step()
+        return [p.detach().clone() for p in model.parameters()]
+
+    for got, want in zip(run_world(after_a_failure, 2, stage_class), run_world(clean, 2), strict=True):
+        assert all(torch.equal(p, q) for p, q in zip(got, want, strict=True))
+
+
+def test_the_own_gradient_lives_where_its_pieces_land() -> None:
+    def body(comm: Comm) -> str:
+        model = Case(dtype=torch.float32).model()
+        trainer = Stage2Offload(model, comm)
+        f = trainer.flats[0]
+        f.own = f.own.to("meta")  # stands for a GPU
+        window = trainer.buckets[0].windows[0]
+        part = window.part_of(0)
+        Stage2._add_to_own_gradient(trainer, window, part, torch.ones(part.stop - part.start))
+        return f.grad.device.type
+
+    assert run_world(body, 1) == ["cpu"]
 
 
 def bill(comm: Comm, stage_class: type, extra: dict[str, Any], micro_batches: int) -> dict[str, Any]:

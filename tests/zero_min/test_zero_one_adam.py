@@ -303,18 +303,19 @@ def test_volume_is_the_number_of_rounds_times_their_size(N: int) -> None:
     assert sum(sent for sent, *_ in answers) == expected
 
 
+@pytest.mark.parametrize("freeze_step", [1, 10])
 @pytest.mark.parametrize("optimizer_class", [OneBitAdam, ZeroOneAdam])
-def test_a_non_finite_gradient_names_its_rank(optimizer_class: type) -> None:
+def test_a_non_finite_gradient_names_its_rank(optimizer_class: type, freeze_step: int) -> None:
     def body(comm: Comm) -> None:
         model = Line(torch.float32)
-        optimizer = optimizer_class(model, comm, freeze_step=1)
+        optimizer = optimizer_class(model, comm, freeze_step=freeze_step)
         for step in range(4):
             optimizer.zero_grad()
             loss = model(step, comm.rank)
             optimizer.backward(loss * float("nan") if step == 3 and comm.rank == 1 else loss)
             optimizer.step()
 
-    with pytest.raises(WorldError, match="rank 1 sent a scale that is not finite"):
+    with pytest.raises(WorldError, match="rank 1: its gradient contains inf or NaN"):
         run_world(body, 2)
 
 
@@ -350,6 +351,17 @@ def test_one_bit_adam_resumes_too(at: int) -> None:
 
 def test_resuming_on_real_processes() -> None:
     assert all(POOL.run(resumed, 3, 31, ZeroOneAdam, FAST))
+
+
+@pytest.mark.parametrize("wrong", [{"freeze_step": 0}, {"local_clip": 0}, {"kappa": 0}], ids=str)
+def test_schedules_that_cannot_be_are_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(WorldError, match="must be at least 1"):
+        run_world(lambda comm: ZeroOneAdam(Line(), comm, **wrong), 1)
+
+
+def test_a_16_bit_model_is_refused() -> None:
+    with pytest.raises(WorldError, match="keep the model in fp32"):
+        run_world(lambda comm: OneBitAdam(Line().half(), comm), 1)
 
 
 def test_meeting_by_hand_makes_ranks_equal_for_saving() -> None:
