@@ -92,6 +92,7 @@ def measure_rank(comm: Comm, row: Row, config: GPTConfig, micro_batches: int = 1
             sent += comm.ledger.total_sent()
         kinds = {kind: held(tensors) for kind, tensors in trainer.holdings().items()}
         ledger = comm.ledger
+        comm.settle()
         return RankBill(sizes, kinds, ledger.live(), ledger.peak, sent, tuple(ledger.events))
 
 

@@ -4,6 +4,7 @@ Started by torchrun: every process is one rank, rank 0 talks. The rows come from
 """
 
 import argparse
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -74,7 +75,8 @@ def show(console: Console, bills: Sequence[Bill], losses: Sequence[float]) -> bo
     console.print(drawn)
     console.print("held: on one rank's device between steps; sent: by one rank in a step, mean over the run.")
     console.print("The formulas, the papers' with all padding and scales, are in zero_min/formula.py.")
-    stages = {f"{loss:.4f}" for each, loss in zip(bills, losses, strict=True) if each.row.name[-1].isdigit()}
+    names = {row.name for row in ROWS if re.fullmatch(r"stage \d", row.name)}
+    stages = {f"{loss:.4f}" for each, loss in zip(bills, losses, strict=True) if each.row.name in names}
     fine = len(stages) == 1 and all(each.exact() for each in bills)
     console.print("All stages end at the same loss." if len(stages) == 1 else f"The stages DIFFER: {stages}")
     return fine

@@ -160,6 +160,7 @@ def train(comm: Comm, subject: Subject, case: Case, resume: Mapping[str, Any] | 
             reports.append(trainer.step())
         sent, sent_by = comm.ledger.total_sent(), dict(comm.ledger.sent)
         kept = [*tensors_in(state)]
+        comm.settle()
         live = comm.ledger.live() - sum(t.untyped_storage().nbytes() for t in kept)
         held = trainer.held()
         full = trainer.full_parameters()

@@ -82,6 +82,10 @@ class Comm(ABC):
         """Wait until every rank is here. Sends nothing worth counting."""
         self._barrier()
 
+    def settle(self) -> None:
+        """Wait until no rank and no transport holds a buffer of ours. Call it before reading live bytes."""
+        self.barrier()
+
     def _others(self, parts: Sequence[Tensor]) -> list[Tensor]:
         if len(parts) != self.world_size:
             raise ValueError(

@@ -19,6 +19,7 @@ from torch import Tensor
 from zero_min.comm import Comm, WorldError, caller, describe
 
 T = TypeVar("T")
+SETTLE = 0.2  # seconds
 # torch 2.13 renamed it; the old name is all that torch 2.11 knows.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -59,6 +60,11 @@ class DistComm(Comm):
     def close() -> None:
         """Leave the world."""
         dist.destroy_process_group()
+
+    def settle(self) -> None:
+        """gloo's own threads let go of a collective's buffers a moment after it has returned."""
+        super().settle()
+        time.sleep(SETTLE)
 
     def _guard(self, call: str, collective: Callable[[], T]) -> T:
         self.calls += 1
