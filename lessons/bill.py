@@ -1,9 +1,11 @@
 """The bill of one training step, measured: what each rank holds, what it sends, what it did when."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from lessons.registry import Row
 from zero_min.comm import Comm
@@ -68,6 +70,19 @@ def on_device(held: Mapping[str, int]) -> int:
     return sum(held.get(kind, 0) for kind in KINDS)
 
 
+def one_step(comm: Comm, trainer: Any, data: Callable[[], tuple[Tensor, Tensor]], micro_batches: int) -> None:
+    """One training step with its milestones written into the ledger's diary."""
+    trainer.zero_grad()
+    for _ in range(micro_batches):
+        loss = trainer.model(*data()) / micro_batches
+        comm.ledger.note("backward")
+        trainer.backward(loss)
+        del loss
+    comm.ledger.note("step")
+    trainer.step()
+    comm.ledger.note("done")
+
+
 def measure_rank(comm: Comm, row: Row, config: GPTConfig, micro_batches: int = 1) -> RankBill:
     """Train this rank for a few steps under the ledger's eyes and read the ledger."""
     text = load_text()
@@ -80,15 +95,7 @@ def measure_rank(comm: Comm, row: Row, config: GPTConfig, micro_batches: int = 1
         sent = 0
         for _ in range(row.steps):
             comm.ledger.clear_traffic()
-            trainer.zero_grad()
-            for _ in range(micro_batches):
-                loss = model(*batch(text, 2, config.context, generator)) / micro_batches
-                comm.ledger.note("backward")
-                trainer.backward(loss)
-                del loss
-            comm.ledger.note("step")
-            trainer.step()
-            comm.ledger.note("done")
+            one_step(comm, trainer, lambda: batch(text, 2, config.context, generator), micro_batches)
             sent += comm.ledger.total_sent()
         kinds = {kind: held(tensors) for kind, tensors in trainer.holdings().items()}
         ledger = comm.ledger

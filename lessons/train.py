@@ -75,8 +75,8 @@ def show(console: Console, bills: Sequence[Bill], losses: Sequence[float]) -> bo
     console.print(drawn)
     console.print("held: on one rank's device between steps; sent: by one rank in a step, mean over the run.")
     console.print("The formulas, the papers' with all padding and scales, are in zero_min/formula.py.")
-    names = {row.name for row in ROWS if re.fullmatch(r"stage \d", row.name)}
-    stages = {f"{loss:.4f}" for each, loss in zip(bills, losses, strict=True) if each.row.name in names}
+    rows = zip(bills, losses, strict=True)
+    stages = {f"{loss:.4f}" for each, loss in rows if re.fullmatch(r"stage \d", each.row.name)}
     fine = len(stages) == 1 and all(each.exact() for each in bills)
     console.print("All stages end at the same loss." if len(stages) == 1 else f"The stages DIFFER: {stages}")
     return fine

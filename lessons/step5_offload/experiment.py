@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from lessons.bill import one_step
 from lessons.cells import columns, run_cell
 from lessons.plots import BLUE, GREEN, ORANGE, PINK, label, new_figure, save
 from zero_min import Stage2, Stage2Disk, Stage2Offload, run_world
@@ -68,15 +69,7 @@ def _rank(
         for _ in range(STEPS):
             comm.ledger.clear_traffic()
             begin = time.perf_counter()
-            trainer.zero_grad()
-            for _ in range(micro_batches):
-                loss = model(*batch(text, 2, SMALL.context, generator)) / micro_batches
-                comm.ledger.note("backward")
-                trainer.backward(loss)
-                del loss
-            comm.ledger.note("step")
-            trainer.step()
-            comm.ledger.note("done")
+            one_step(comm, trainer, lambda: batch(text, 2, SMALL.context, generator), micro_batches)
         kept = dict.fromkeys(PLACES, 0)
         for kind, tensors in trainer.holdings().items():
             kept[_place(kind)] += held(tensors)
