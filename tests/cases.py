@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.trainers import StepReport, Subject, torch_adam
 from zero_min.comm import Comm
+from zero_min.ledger import held
 
 WIDTH = 7
 BATCH = 4
@@ -115,6 +116,7 @@ class Case:
             "optimizer": "AdamW" if self.decoupled else "Adam",
             "max_grad_norm": self.max_grad_norm,
             "bucket_size": self.bucket_size,
+            "micro_batches": self.micro_batches,
         }
 
     def data(self, step: int, micro: int, rank: int) -> Tensor:
@@ -150,7 +152,7 @@ def train(comm: Comm, subject: Subject, case: Case, resume: Mapping[str, Any] | 
         for step in range(first, case.steps):
             if step == case.steps // 2:
                 state = dict(trainer.state_dict())
-            comm.ledger.clear_traffic()
+            trainer.ledger().clear_traffic()
             trainer.zero_grad()
             for micro in range(case.micro_batches):
                 loss = model(case.data(step, micro, comm.rank), comm.rank) / case.micro_batches
@@ -158,13 +160,12 @@ def train(comm: Comm, subject: Subject, case: Case, resume: Mapping[str, Any] | 
                 trainer.backward(loss)
                 del loss
             reports.append(trainer.step())
-        sent, sent_by = comm.ledger.total_sent(), dict(comm.ledger.sent)
-        kept = [*tensors_in(state)]
-        comm.settle()
-        live = comm.ledger.live() - sum(t.untyped_storage().nbytes() for t in kept)
-        held = trainer.held()
+        sent, sent_by = trainer.ledger().total_sent(), dict(trainer.ledger().sent)
+        trainer.settle()
+        live = comm.ledger.live() - held(tensors_in(state))
+        kept = trainer.held()
         full = trainer.full_parameters()
-        return Run(full, reports, held, live, sent, sent_by, state, losses)
+        return Run(full, reports, kept, live, sent, sent_by, state, losses)
 
 
 def tensors_in(state: Any) -> list[Tensor]:

@@ -15,7 +15,7 @@ if "zero_min" not in sys.modules:  # `judge` has done it already
 import pytest
 from hypothesis import settings
 
-from tests.trainers import Subject
+from tests.trainers import STAGES_OF, Subject
 from zero_min import STAGES
 
 settings.register_profile("here", deadline=None, max_examples=100)  # time says nothing on a shared machine
@@ -23,20 +23,22 @@ settings.load_profile("here")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--impl", choices=["min", "full", "mine"], default="min", help="who is tested")
+    parser.addoption("--impl", choices=["min", "full", "mine"], help="who is tested; default: min and full")
     parser.addoption("--stage", type=int, choices=list(STAGES), help="only this stage")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--impl") == "full":
-        raise pytest.UsageError("--impl full: zero_full has no trainer yet")
     if config.getoption("--impl") == "mine" and not os.environ.get(replace.VARIABLE):
         raise pytest.UsageError(f"--impl mine: set {replace.VARIABLE}=zero_min.stage1=work/stage1.py")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "subject" in metafunc.fixturenames:
-        stage = metafunc.config.getoption("--stage")
-        stages = list(STAGES) if stage is None else [stage]
-        subjects = [Subject(metafunc.config.getoption("--impl"), number) for number in stages]
+        impl, stage = metafunc.config.getoption("--impl"), metafunc.config.getoption("--stage")
+        subjects = [
+            Subject(each, number)
+            for each in ([impl] if impl else ["min", "full"])
+            for number in STAGES_OF[each]
+            if stage in (None, number)
+        ]
         metafunc.parametrize("subject", subjects, ids=str)

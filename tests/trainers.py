@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+import zero_full
 import zero_min
 from zero_min.comm import Comm
 from zero_min.ledger import Ledger, held
@@ -33,8 +34,9 @@ class Trainer(Protocol):
     def full_parameters(self) -> dict[str, Tensor]: ...
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
-    def ledger(self) -> Ledger: ...
+    def ledger(self) -> Any: ...  # clear_traffic(), total_sent(), sent by kind of collective
     def held(self) -> dict[str, int]: ...
+    def settle(self) -> None: ...  # the transport lets go of what it holds for itself
 
 
 class MinTrainer:
@@ -68,6 +70,85 @@ class MinTrainer:
     def held(self) -> dict[str, int]:
         return {kind: held(tensors) for kind, tensors in self.stage.holdings().items()}
 
+    def settle(self) -> None:
+        self.comm.settle()
+
+
+class FullTrainer:
+    """An engine of zero_full, driven as a PyTorch loop drives it."""
+
+    def __init__(self, model: nn.Module, groups: Sequence[Mapping[str, Any]] | None, config: Any) -> None:
+        given = [dict(group) for group in groups] if groups is not None else None
+        self.engine, self.optimizer, _, _ = zero_full.initialize(
+            model=model, model_parameters=given, config=config
+        )
+        self.micro = 0
+
+    def backward(self, loss: Tensor) -> None:
+        self.micro += 1
+        boundary = self.micro % self.engine.gradient_accumulation_steps() == 0
+        self.engine.set_gradient_accumulation_boundary(boundary)
+        self.engine.backward(loss, scale_wrt_gas=False)
+
+    def step(self) -> StepReport:
+        self.optimizer.step()
+        last = self.optimizer.last
+        return StepReport(last.applied, last.grad_norm, last.scale)
+
+    def zero_grad(self) -> None:
+        self.engine.zero_grad(set_to_none=True)
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        return {name: p.detach().clone() for name, p in self.engine.module.named_parameters()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.engine.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.engine.load_state_dict(state)
+
+    def ledger(self) -> "FullLedger":
+        return FullLedger(self.optimizer.groups.traffic)
+
+    def held(self) -> dict[str, int]:
+        holdings = self.optimizer.holdings()
+        trained = {m.param for bucket in self.optimizer.buckets for m in bucket.members}
+        frozen = [p.detach() for p in self.engine.module.parameters() if p not in trained]
+        holdings["parameters"] = [*holdings["parameters"], *frozen]
+        return {kind: held(tensors) for kind, tensors in holdings.items()}
+
+    def settle(self) -> None:
+        self.optimizer.settle()
+
+
+class FullLedger:
+    """zero_full's traffic under the names that the suite uses."""
+
+    def __init__(self, traffic: Any) -> None:
+        self.clear_traffic, self.total_sent, self.sent = traffic.clear, traffic.total, traffic.sent
+
+
+def full_config(
+    stage: int,
+    bucket_size: int,
+    micro_batches: int,
+    optimizer: str,
+    max_grad_norm: float | None,
+    **params: Any,
+) -> dict[str, Any]:
+    """The suite's options as DeepSpeed writes them."""
+    params["adam_w_mode"] = optimizer == "AdamW"
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": micro_batches,
+        "optimizer": {"type": "Adam", "params": params},
+        "gradient_clipping": max_grad_norm or 0.0,
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": bucket_size},
+    }
+
+
+STAGES_OF = {"min": list(zero_min.STAGES), "full": [0, 1, 2], "mine": list(zero_min.STAGES)}
+
 
 @dataclass(frozen=True)
 class Subject:
@@ -79,10 +160,17 @@ class Subject:
     def __str__(self) -> str:
         return f"{self.impl}-stage{self.stage}"
 
+    def where(self, place: str) -> str:
+        """zero_full's ranks are always processes."""
+        return "processes" if self.impl == "full" else place
+
     def build(
         self, model: nn.Module, comm: Comm, groups: Sequence[Mapping[str, Any]] | None = None, **options: Any
     ) -> Trainer:
         """Put the model under this stage's care."""
+        micro_batches = options.pop("micro_batches", 1)
+        if self.impl == "full":
+            return FullTrainer(model, groups, full_config(self.stage, micro_batches=micro_batches, **options))
         if self.stage != 2:
             options.pop("bucket_size", None)
         options["optimizer"] = getattr(zero_min, options["optimizer"])

@@ -1,1 +1,86 @@
-"""The production package. Its first part has not landed yet, so there is nothing to import here."""
+"""ZeRO for real runs: DeepSpeed's keys, PyTorch's loop.
+
+    engine, optimizer, loader, schedule = zero_full.initialize(model=model, config="ds_config.json")
+    for inputs, targets in loader:
+        loss = loss_of(engine(inputs), targets)
+        engine.backward(loss)
+        engine.step()
+
+Names are imported when they are first used, so that `python -m zero_full doctor` can say what is missing.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zero_full.comm import CommunicationError, DesyncError, Topology
+    from zero_full.config import Config, ConfigError
+    from zero_full.engine import Engine
+    from zero_full.entry import add_config_arguments, init_distributed, initialize
+    from zero_full.precision import ScaleExhaustedError
+    from zero_full.shard import StepReport, ZeroOptimizer
+    from zero_full.shard.access import (
+        safe_get_full_fp32_param,
+        safe_get_full_grad,
+        safe_get_full_optimizer_state,
+        safe_get_local_fp32_param,
+        safe_get_local_grad,
+        safe_get_local_optimizer_state,
+        safe_set_full_fp32_param,
+        safe_set_full_grad,
+        safe_set_full_optimizer_state,
+        safe_set_local_fp32_param,
+        safe_set_local_grad,
+        safe_set_local_optimizer_state,
+    )
+
+__version__ = "0.1.0"
+_WHERE = {
+    "zero_full.comm": ("CommunicationError", "DesyncError", "Topology"),
+    "zero_full.config": ("Config", "ConfigError"),
+    "zero_full.engine": ("Engine",),
+    "zero_full.entry": ("add_config_arguments", "init_distributed", "initialize"),
+    "zero_full.precision": ("ScaleExhaustedError",),
+    "zero_full.shard": ("StepReport", "ZeroOptimizer"),
+    "zero_full.shard.access": tuple(
+        f"safe_{verb}_{extent}_{what}"
+        for verb in ("get", "set")
+        for extent in ("full", "local")
+        for what in ("fp32_param", "grad", "optimizer_state")
+    ),
+}
+_MODULE_OF = {name: module for module, names in _WHERE.items() for name in names}
+__all__ = [
+    "CommunicationError",
+    "Config",
+    "ConfigError",
+    "DesyncError",
+    "Engine",
+    "ScaleExhaustedError",
+    "StepReport",
+    "Topology",
+    "ZeroOptimizer",
+    "add_config_arguments",
+    "init_distributed",
+    "initialize",
+    "safe_get_full_fp32_param",
+    "safe_get_full_grad",
+    "safe_get_full_optimizer_state",
+    "safe_get_local_fp32_param",
+    "safe_get_local_grad",
+    "safe_get_local_optimizer_state",
+    "safe_set_full_fp32_param",
+    "safe_set_full_grad",
+    "safe_set_full_optimizer_state",
+    "safe_set_local_fp32_param",
+    "safe_set_local_grad",
+    "safe_set_local_optimizer_state",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'zero_full' has no attribute {name!r}")
+    value = getattr(import_module(_MODULE_OF[name]), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,339 @@
+"""How long a training step takes: every peer and every stage of ours, side by side on 2 gloo ranks.
+
+    python -m tests.bench.step_time --sizes 10M 50M --dtypes fp32 bf16 --rounds 8
+
+Each round visits every row, in an order that rotates; a visit warms up and then times a few steps. Two
+ranks with one thread each; the step of a round is over when its slower rank is. Identical weights, data
+and AdamW everywhere, and the losses are compared, so that a fast row that computes something else is seen.
+For bf16 the matrix products of a CPU hide everything else, so there the *added* time is compared: the
+step minus forward and backward of the same model without any engine.
+Bytes sent stand there twice: what the kernel saw on the loopback, headers included (anything else that
+talks over it during the run is in there, too), and what the row itself counts. Ranks of one host that hand
+each other data through shared memory leave the loopback empty.
+The last line is JSON. See `peers.py` for how to install DeepSpeed; what is missing is left out.
+"""
+
+import argparse
+import gc
+import multiprocessing
+import os
+import sys
+import threading
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.bench import interleave, peers
+from tests.bench.interleave import Ratio, Series
+from tests.bench.peers import ROWS, NotInstalled, Setup, Trainee
+from tests.worlds import Pool
+from zero_min.gpt import GPTConfig, batch, load_text
+
+WORLD = 2
+SIZES = {
+    "50k": GPTConfig(layers=4, heads=2, width=32),
+    "10M": GPTConfig(layers=6, heads=6, width=384),
+    "50M": GPTConfig(layers=10, heads=10, width=640),
+}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+TOKENS = {"fp32": 64, "bf16": 16}  # a batch is one sequence
+COMPARED = 8  # losses, from the first step on; later ones amplify rounding
+TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One run: one size in one precision."""
+
+    size: str
+    dtype: str
+    rows: tuple[str, ...]
+    rounds: int = 8
+    warmup: int = 2
+    steps: int = 3
+    bucket: int = 5_000_000
+    overlap: bool = True
+    keep: bool = True  # all rows alive at once; otherwise each visit builds and destroys its row
+
+
+@dataclass
+class Found:
+    """What one rank saw of one row. Times by round, in seconds; bytes of one rank."""
+
+    missing: str = ""
+    parameters: int = 0
+    step: Series = field(default_factory=list)
+    backward: Series = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    held: dict[str, dict[str, int]] = field(default_factory=dict)
+    loopback: list[int] = field(default_factory=list)  # a step and rank, by round
+    logical: int | None = None  # a step
+
+
+class Rank:
+    """One rank of a run: its rows, its data and its clock."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        rank, world = dist.get_rank(), dist.get_world_size()
+        alone = [dist.new_group([one]) for one in range(world)][rank]
+        dtype = DTYPES[plan.dtype]
+        self.setup = Setup(SIZES[plan.size], dtype, world, alone, plan.bucket, plan.overlap)
+        generator = torch.Generator().manual_seed(rank)
+        tokens = TOKENS[plan.dtype]
+        needed = plan.rounds * (plan.warmup + plan.steps)
+        self.data = [batch(load_text(), 1, tokens, generator) for _ in range(needed)]
+        self.alive: dict[str, Trainee] = {}
+        self.found = {name: Found() for name in plan.rows}
+        self.taken = dict.fromkeys(plan.rows, 0)
+
+    def run(self) -> dict[str, Found]:
+        """Every round visits every row."""
+        interleave.run(self.plan.rows, self.plan.rounds, self.visit)
+        return self.found
+
+    def visit(self, name: str, number: int) -> list[float]:
+        """Warm up, then time a few steps."""
+        found = self.found[name]
+        if dist.get_rank() == 0 and name == interleave.order(self.plan.rows, number)[0]:
+            print(f"{self.plan.size} {self.plan.dtype}: round {number + 1}", file=sys.stderr)
+        trainee = None if found.missing else self.alive.get(name) or self.build(name)
+        if trainee is None:
+            return []
+        for i in range(self.plan.warmup):
+            self.one_step(name, trainee, measure=number == 0 and i == self.plan.warmup - 1)
+        gc.collect()
+        gc.disable()
+        sent, said = self.quiet(trainee)
+        times = [self.one_step(name, trainee) for _ in range(self.plan.steps)]
+        sent_after, said_after = self.quiet(trainee)
+        gc.enable()
+        found.step.append([whole for _, whole in times])
+        found.backward.append([part for part, _ in times])
+        if sent is not None and sent_after is not None:
+            found.loopback.append((sent_after - sent) // self.plan.steps // self.setup.world)
+        if said is not None and said_after is not None:
+            found.logical = (said_after - said) // self.plan.steps
+        if not self.plan.keep:
+            trainee.close()
+            self.alive.clear()
+            del trainee
+            gc.collect()
+        return found.step[-1]
+
+    def build(self, name: str) -> Trainee | None:
+        """Make the row, or note why it cannot be made."""
+        try:
+            self.alive[name] = ROWS[name].build(self.setup)
+        except NotInstalled as reason:
+            self.found[name].missing = str(reason)
+            return None
+        self.taken[name] = 0
+        self.found[name].parameters = sum(p.numel() for p in self.alive[name].model.parameters())
+        return self.alive[name]
+
+    def one_step(self, name: str, trainee: Trainee, measure: bool = False) -> tuple[float, float]:
+        """The time of forward and backward, and of the whole step."""
+        found = self.found[name]
+        x, y = self.data[self.taken[name]]
+        self.taken[name] += 1
+        dist.barrier()
+        start = time.perf_counter()
+        loss = trainee.backward(x, y)
+        middle = time.perf_counter()
+        if measure:
+            found.held["after backward"] = peers.held(trainee)
+        trainee.update()
+        end = time.perf_counter()
+        if measure:
+            found.held["between steps"] = peers.held(trainee)
+        if len(found.losses) < COMPARED and len(found.losses) == self.taken[name] - 1:  # its first life
+            found.losses.append(loss.item())
+        return middle - start, end - start
+
+    def quiet(self, trainee: Trainee) -> tuple[int | None, int | None]:
+        """Bytes on the loopback and bytes the row says it sent, while nobody sends."""
+        dist.barrier()
+        said = sum(trainee.traffic().values()) if trainee.traffic else None
+        sent = interleave.loopback_bytes()
+        dist.barrier()
+        return sent, said
+
+
+def leave_with_parent() -> None:
+    """A rank does not outlive whoever started it, not even one that was killed."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def follow() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
+
+
+def rank_main(_: Any, plan: Plan) -> dict[str, Found]:
+    """The life of a rank."""
+    leave_with_parent()
+    return Rank(plan).run()
+
+
+def available_memory() -> float:
+    """Bytes; where the system does not say, enough."""
+    file = Path("/proc/meminfo")
+    for line in file.read_text().splitlines() if file.exists() else []:
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return float("inf")
+
+
+def fits(size: str, rows: int) -> bool:
+    """Can all rows stay alive at once? 16 bytes a parameter each, some scratch, half of it left free."""
+    config = SIZES[size]
+    return 12 * config.layers * config.width**2 * 20 * rows * WORLD < available_memory() * 0.9
+
+
+def measure(plan: Plan, limit: float) -> dict[str, Found]:
+    """Run one plan on ranks of its own; the results of all ranks as one."""
+    pool = Pool()
+    try:
+        ranks = pool.run(rank_main, WORLD, plan, limit=limit, collective=min(limit, 120))
+    finally:
+        pool.stop()
+    return {name: together([rank[name] for rank in ranks]) for name in plan.rows}
+
+
+def together(ranks: list[Found]) -> Found:
+    """The slower rank's times, the mean of the losses, the larger of the bytes."""
+    first = ranks[0]
+    both = Found(first.missing, first.parameters, loopback=first.loopback, logical=first.logical)
+    both.step = interleave.slowest([rank.step for rank in ranks])
+    both.backward = interleave.slowest([rank.backward for rank in ranks])
+    both.losses = [sum(step) / len(ranks) for step in zip(*[rank.losses for rank in ranks], strict=True)]
+    both.held = max(
+        (rank.held for rank in ranks), key=lambda held: sum(held.get("between steps", {}).values())
+    )
+    return both
+
+
+def added(found: dict[str, Found], name: str) -> Series:
+    """A row's step minus forward and backward without an engine."""
+    return interleave.minus(found[name].step, found["forward+backward"].step)
+
+
+def ratios(plan: Plan, found: dict[str, Found]) -> list[Ratio]:
+    """Ours over each peer's, with the targets."""
+    fp32 = plan.dtype == "fp32"
+    pairs: list[tuple[str, str, float | None]] = [("zero_full 2 alone", "loop", 1.03)]
+    for stage in (0, 1, 2):
+        ours = f"zero_full {stage}"
+        pairs.append((ours, f"DeepSpeed {stage}", (0.65 if fp32 else 0.5) if stage else None))
+        pairs.append((ours, "ZeroRedundancyOptimizer", 0.85 if stage else None))
+        pairs.append((ours, "DDP", (1.0 if fp32 else 0.7) if stage else None))
+    done = {name for name, row in found.items() if row.step}
+    result = []
+    for ours, theirs, target in pairs:
+        if not {ours, theirs} <= done:
+            continue
+        if fp32 or theirs == "loop":
+            one, other, what = found[ours].step, found[theirs].step, ""
+        elif "forward+backward" in done:
+            one, other, what = added(found, ours), added(found, theirs), "added time, "
+        else:
+            continue
+        name = f"{plan.size} {plan.dtype}: {what}{ours} / {theirs}"
+        result.append(interleave.ratio(name, one, other, target))
+    return result
+
+
+def loss_differences(found: dict[str, Found]) -> dict[str, float]:
+    """How far each row's losses are from those it must reproduce, at most."""
+    result = {}
+    for name, row in found.items():
+        other = found.get(ROWS[name].compared_with)
+        if row.losses and other is not None and other.losses:
+            pairs = zip(row.losses, other.losses, strict=True)
+            result[name] = max(abs(mine - theirs) for mine, theirs in pairs)
+    return result
+
+
+HEAD = ["row", "step, ms", "range", "/ DDP", "backward, ms", "added, ms", "losses differ by"]
+HEAD += ["held after backward, B/p", "between steps", "on the loopback", "it says"]
+
+
+def report(found: dict[str, Found]) -> str:
+    """The table of one run; bytes are those of one rank, per parameter."""
+    differences = loss_differences(found)
+    return interleave.table(HEAD, [_line(name, found, differences.get(name)) for name in found])
+
+
+def _line(name: str, found: dict[str, Found], difference: float | None) -> list[str]:
+    row = found[name]
+    if row.missing:
+        return [name, row.missing, *[""] * (len(HEAD) - 2)]
+    low, high = interleave.spread(row.step)
+    middle = interleave.middle(row.step)
+    reference, base = found.get("DDP"), found.get("forward+backward")
+    per = [sum(row.held.get(when, {}).values()) for when in ("after backward", "between steps")]
+    wire = [min(row.loopback) if row.loopback else None, row.logical]
+    wrong = "" if difference is None else f"{difference:.0e}" + (" DIFFERS" if difference > TOLERANCE else "")
+    return [
+        name,
+        f"{1e3 * middle:.1f}",
+        f"{1e3 * low:.1f}-{1e3 * high:.1f}",
+        f"{middle / interleave.middle(reference.step):.2f}" if reference else "",
+        f"{1e3 * interleave.middle(row.backward):.1f}",
+        f"{1e3 * interleave.middle(added(found, name)):.1f}" if base else "",
+        wrong,
+        *[f"{bytes_held / row.parameters:.2f}" for bytes_held in per],
+        *["" if sent is None else f"{sent / row.parameters:.2f}" for sent in wire],
+    ]
+
+
+def arguments() -> argparse.Namespace:
+    """Of the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["10M", "50M"])
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["fp32", "bf16"])
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=peers.DEFAULT_ROWS, metavar="ROW")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=3, help="timed steps a visit")
+    parser.add_argument("--warmup", type=int, default=2, help="steps before them")
+    parser.add_argument("--bucket", type=int, default=5_000_000, help="reduce_bucket_size, in elements")
+    parser.add_argument("--no-overlap", action="store_true", help="zero_full without overlap_comm")
+    parser.add_argument("--one-at-a-time", action="store_true", help="rebuild a row for each visit")
+    parser.add_argument("--limit", type=float, default=1200, help="seconds for one size in one precision")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure every size in every precision, print tables, end with one JSON line."""
+    asked = arguments()
+    all_ratios: list[Ratio] = []
+    losses: dict[str, dict[str, float]] = {}
+    for size in asked.sizes:
+        for dtype in asked.dtypes:
+            keep = not asked.one_at_a_time and fits(size, len(asked.rows))
+            plan = Plan(size, dtype, tuple(asked.rows), asked.rounds, asked.warmup, asked.steps)
+            plan = replace(plan, bucket=asked.bucket, overlap=not asked.no_overlap, keep=keep)
+            found = measure(plan, asked.limit)
+            here = ratios(plan, found)
+            life = "all rows alive at once" if keep else "one row alive at a time"
+            print(f"\n## {size} parameters, {dtype}, batch 1 x {TOKENS[dtype]}, {WORLD} ranks, {life}\n")
+            print(report(found))
+            if here:
+                print("\n" + interleave.table(interleave.RATIO_HEAD, [r.cells() for r in here]))
+            all_ratios += here
+            losses[f"{size} {dtype}"] = loss_differences(found)
+    about = {"versions": peers.versions(), "cpus": os.cpu_count(), "rounds": asked.rounds}
+    about |= {"steps": asked.steps, "ranks": WORLD, "bucket": asked.bucket, "losses differ by": losses}
+    print("\n" + interleave.json_line(all_ratios, **about))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""The bytes that each implementation must hold and send, from the formulas and its way of cutting."""
+
+from tests.cases import Case, frozen_sizes, sizes
+from tests.trainers import Subject
+from zero_min import formula
+
+ALIGNED = 8  # elements: zero_full starts every parameter and every slice at a multiple of it
+
+
+def rounded(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def buckets(case: Case) -> list[list[int]]:
+    """zero_full's buckets: trained parameters from the last to the first, up to a size."""
+    trained = [p.numel() for p in case.model().parameters() if p.requires_grad]
+    dealt: list[list[int]] = []
+    for numel in reversed(trained):
+        if not dealt or sum(dealt[-1]) + numel > case.bucket_size:
+            dealt.append([])
+        dealt[-1].append(numel)
+    return dealt
+
+
+def padded(bucket: list[int], world_size: int) -> int:
+    """A bucket's elements with everything at multiples."""
+    return rounded(sum(rounded(numel, ALIGNED) for numel in bucket), ALIGNED * world_size)
+
+
+def fragments(bucket: list[int], world_size: int, rank: int) -> list[int]:
+    """The elements of each parameter of a bucket that are this rank's, where there are any."""
+    shard = padded(bucket, world_size) // world_size
+    found, start = [], 0
+    for numel in bucket:
+        low, high = max(start, rank * shard), min(start + numel, (rank + 1) * shard)
+        found.append(max(0, high - low))
+        start += rounded(numel, ALIGNED)
+    return [numel for numel in found if numel]
+
+
+def frozen_bytes(case: Case, stage: int, world_size: int) -> int:
+    """What a rank holds of parameters that nobody trains: all, or a slice at stage 3."""
+    frozen = frozen_sizes(case)
+    return 4 * (formula.padded(frozen, world_size) // world_size if stage == 3 else sum(frozen))
+
+
+def held(subject: Subject, case: Case, world_size: int, rank: int) -> dict[str, int]:
+    """Bytes of one rank between steps, by kind."""
+    if subject.impl == "full":
+        expected = _held_by_full(subject.stage, case, world_size, rank)
+    else:
+        expected = formula.held(subject.stage, sizes(case, subject.stage), world_size)
+    expected["parameters"] += frozen_bytes(case, subject.stage, world_size)
+    return expected
+
+
+def _held_by_full(stage: int, case: Case, world_size: int, rank: int) -> dict[str, int]:
+    """The formula on padded buckets, but padding has no state, and a rank alone no flat gradients."""
+    dealt = buckets(case)
+    expected = formula.held(stage, [padded(bucket, world_size) for bucket in dealt], world_size)
+    if world_size == 1:
+        expected["gradients"] = 4 * sum(map(sum, dealt))
+    shards, place = (1, 0) if stage == 0 else (world_size, rank)
+    if stage == 0:  # nothing is cut, but all ranks share the work of averaging, so slices are as at stage 1
+        mine = [numel for bucket in dealt for numel in bucket if numel]
+    else:
+        mine = [numel for bucket in dealt for numel in fragments(bucket, shards, place)]
+    return {**expected, "optimizer": 8 * sum(mine), "counters": 4 * len(mine)}
+
+
+def sent(subject: Subject, case: Case, world_size: int) -> int:
+    """Bytes that all ranks together send in one step."""
+    if subject.impl == "full":
+        cut = [padded(bucket, world_size) for bucket in buckets(case)]
+        return formula.sent(subject.stage, cut, world_size, case.micro_batches)
+    expected = formula.sent(subject.stage, sizes(case, subject.stage), world_size, case.micro_batches)
+    if subject.stage == 3:  # frozen parameters are gathered twice, too
+        expected += 2 * case.micro_batches * (world_size - 1) * world_size * frozen_bytes(case, 3, world_size)
+    return expected

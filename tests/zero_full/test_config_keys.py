@@ -1,0 +1,162 @@
+"""Every key of DeepSpeed's JSON: known, with its default, and honest about what it does here."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.zero_full.test_config import error_of, nested, with_batch
+from zero_full.config import Config, resolve
+from zero_full.config.report import entries
+
+
+def in_full(top_level: str, zero: str) -> dict[str, Any]:
+    """Two JSON texts as one table of dotted keys; the second is about zero_optimization."""
+    return json.loads(top_level) | {f"zero_optimization.{k}": v for k, v in json.loads(zero).items()}
+
+
+DEFAULTS: dict[str, Any] = in_full(
+    """{
+  "managed_gradient_accumulation": true, "steps_per_print": null, "optimizer": null, "scheduler": null,
+  "gradient_clipping": 1.0, "prescale_gradients": false, "gradient_predivide_factor": 1.0,
+  "gradient_allreduce_op": "mean", "communication_data_type": null, "sparse_gradients": false,
+  "seq_parallel_communication_data_type": "fp32", "disable_allgather": false, "dump_state": false,
+  "wall_clock_breakdown": false, "memory_breakdown": false, "zero_allow_untested_optimizer": false,
+  "zero_force_ds_cpu_optimizer": true, "dataloader_drop_last": false, "graph_harvesting": false,
+  "log_level": null, "amp": {}, "compile": {}, "data_types.grad_accum_dtype": null,
+  "data_types.param_dtype": null, "data_types.buffer_dtype": null, "checkpoint.tag_validation": "Warn",
+  "checkpoint.load_universal": false, "checkpoint.use_node_local_storage": false,
+  "checkpoint.parallel_write.pipeline_stage": false, "torch_autocast.enabled": false,
+  "torch_autocast.dtype": null, "torch_autocast.lower_precision_safe_modules": null, "fp16.enabled": false,
+  "fp16.auto_cast": false, "fp16.loss_scale": 0, "fp16.initial_scale_power": 16,
+  "fp16.loss_scale_window": 1000, "fp16.hysteresis": 2, "fp16.consecutive_hysteresis": false,
+  "fp16.min_loss_scale": 1, "fp16.fp16_master_weights_and_grads": false, "bf16.enabled": false,
+  "bf16.immediate_grad_update": false, "bf16.check_grad_overflow": true,
+  "bf16.bf16_master_weights_and_grads": false, "bf16.bf16_optimizer_states": false,
+  "debug.check_collectives": false, "debug.timeout_s": 10.0
+}""",
+    """{
+  "stage": 0, "contiguous_gradients": true, "reduce_scatter": true, "reduce_bucket_size": 500000000,
+  "use_multi_rank_bucket_allreduce": true, "allgather_partitions": true,
+  "allgather_bucket_size": 500000000, "overlap_comm": null, "load_from_fp32_weights": true,
+  "elastic_checkpoint": false, "offload_param": null, "offload_optimizer": null, "zenflow": null,
+  "sub_group_size": 1000000000, "stage3_prefetch_bucket_size": 50000000,
+  "stage3_param_persistence_threshold": 100000, "stage3_model_persistence_threshold": 9223372036854775807,
+  "stage3_max_live_parameters": 1000000000, "stage3_max_reuse_distance": 1000000000,
+  "stage3_gather_16bit_weights_on_model_save": false, "stage3_module_granularity_threshold": 0,
+  "stage3_use_all_reduce_for_fetch_params": false, "stage3_allgather_sequential": false,
+  "ignore_unused_parameters": true, "legacy_stage1": false, "round_robin_gradients": false,
+  "zero_hpz_partition_size": 1, "zero_quantized_weights": false,
+  "zero_quantized_nontrainable_weights": false, "zero_quantized_gradients": false,
+  "zeropp_loco_param": null, "mics_shard_size": -1, "mics_hierarchical_params_gather": false,
+  "memory_efficient_linear": true, "pipeline_loading_checkpoint": false, "override_module_apply": true,
+  "log_trace_cache_warnings": false, "enable_sanity_checks": false,
+  "save_muon_momentum_buffer_in_memory": false, "leaf_module": {}, "cpu_offload": null,
+  "cpu_offload_param": null, "cpu_offload_use_pin_memory": null,
+  "stage3_gather_fp16_weights_on_model_save": false
+}""",
+)
+OFFLOAD_PARAM: dict[str, Any] = json.loads(
+    """{
+  "device": "none", "nvme_path": null, "buffer_count": 5, "buffer_size": 100000000,
+  "max_in_cpu": 1000000000, "pin_memory": true
+}"""
+)
+OFFLOAD_OPTIMIZER: dict[str, Any] = json.loads(
+    """{
+  "device": "none", "nvme_path": null, "buffer_count": 4, "pin_memory": true, "ratio": 1.0,
+  "pipeline_read": false, "pipeline_write": false, "fast_init": false, "super_offload": false,
+  "cpuadam_cores_perc": 0.8
+}"""
+)
+
+
+def test_every_key_of_deepspeed_is_known_with_its_default() -> None:
+    ours = {entry.key: entry.value for entry in entries(Config())}
+    assert {key: ours[key] for key in DEFAULTS} == DEFAULTS
+    offload = {"offload_param": {}, "offload_optimizer": {}}
+    zero = resolve(with_batch({"zero_optimization": offload}), 1).config.zero_optimization
+    assert zero.offload_param is not None and zero.offload_param.model_dump() == OFFLOAD_PARAM
+    assert zero.offload_optimizer is not None and zero.offload_optimizer.model_dump() == OFFLOAD_OPTIMIZER
+
+
+@pytest.mark.parametrize("key", DEFAULTS)
+def test_a_key_that_spells_out_its_default_is_quiet(key: str) -> None:
+    resolved = resolve(with_batch(nested(key, DEFAULTS[key])), 2)
+    assert resolved.warnings == ()
+    assert resolved.origins[key] == ("derived" if key == "zero_optimization.overlap_comm" else "user")
+
+
+IDLE: dict[str, Any] = in_full(  # set to this, a key costs one line of warning
+    """{
+  "disable_allgather": true, "zero_force_ds_cpu_optimizer": false, "graph_harvesting": true,
+  "memory_breakdown": true, "dump_state": true, "log_level": "info", "vocabulary_size": 50257,
+  "seq_parallel_communication_data_type": "bf16", "use_data_before_expert_parallelism": true,
+  "pipeline": {"stages": 2}, "activation_checkpointing": {"partition_activations": true},
+  "flops_profiler.enabled": true, "comms_logger.enabled": true, "tensorboard.enabled": true,
+  "wandb.enabled": true, "csv_monitor.enabled": true, "comet.enabled": true, "nebula.enabled": true,
+  "aio": {"thread_count": 1}, "datastates_ckpt": {"a": 1}, "weight_quantization": {"a": 1},
+  "timers": {"throughput": {}}, "bf16.immediate_grad_update": true, "checkpoint.load_universal": true,
+  "checkpoint.parallel_write.pipeline_stage": true, "checkpoint.writer": {"type": "fast"},
+  "checkpoint.checkpoint_serialization": false
+}""",
+    """{
+  "use_multi_rank_bucket_allreduce": false, "allgather_partitions": false,
+  "allgather_bucket_size": 50000000, "load_from_fp32_weights": false, "elastic_checkpoint": true,
+  "legacy_stage1": true, "zeropp_loco_param": {"err_beta": 0.8}, "enable_sanity_checks": true,
+  "sub_group_size": 1000000000000, "cpu_offload_use_pin_memory": true, "memory_efficient_linear": false,
+  "stage3_prefetch_bucket_size": 1, "stage3_param_persistence_threshold": 1,
+  "stage3_model_persistence_threshold": 1, "stage3_max_live_parameters": 1, "stage3_max_reuse_distance": 1,
+  "stage3_gather_16bit_weights_on_model_save": true, "stage3_module_granularity_threshold": 1,
+  "stage3_use_all_reduce_for_fetch_params": true, "stage3_allgather_sequential": true,
+  "stage3_partition_stream_chunk_size": 1, "mics_hierarchical_params_gather": true,
+  "pipeline_loading_checkpoint": true, "override_module_apply": false, "log_trace_cache_warnings": true,
+  "save_muon_momentum_buffer_in_memory": true, "leaf_module": {"names": ["moe"]},
+  "stage3_gather_fp16_weights_on_model_save": true
+}""",
+)
+MISSING: dict[str, Any] = in_full(  # set to this, a key is an error
+    """{
+  "managed_gradient_accumulation": false, "sparse_gradients": true, "sequence_parallel_size": 2,
+  "data_types.param_dtype": "bf16", "data_types.buffer_dtype": "fp32", "torch_autocast.enabled": true,
+  "amp.enabled": true, "compile.deepcompile": true, "checkpoint.use_node_local_storage": true,
+  "tensor_parallel.autotp_size": 2, "expert_parallel.enabled": true, "hybrid_engine.enabled": true,
+  "elasticity.enabled": true, "autotuning.enabled": true, "curriculum_learning.enabled": true,
+  "data_efficiency.enabled": true, "progressive_layer_drop.enabled": true, "eigenvalue.enabled": true,
+  "quantize_training.enabled": true, "compression_training": {"a": 1}, "sparse_attention": {"a": 1}
+}""",
+    """{
+  "stage": 3, "zenflow": {}, "zero_hpz_partition_size": 8, "zero_quantized_weights": true,
+  "zero_quantized_nontrainable_weights": true, "zero_quantized_gradients": true, "cpu_offload": true,
+  "cpu_offload_param": true, "offload_param.device": "cpu", "offload_optimizer.device": "nvme"
+}""",
+)
+
+
+@pytest.mark.parametrize("key", IDLE)
+def test_a_key_without_effect_costs_one_line_that_names_it(key: str) -> None:
+    (warning,) = resolve(with_batch(nested(key, IDLE[key])), 2).warnings
+    assert warning.startswith(f"{key} = ") and " has no effect: " in warning
+    assert "\n" not in warning
+
+
+@pytest.mark.parametrize("key", MISSING)
+def test_a_feature_that_would_be_missed_is_an_error_that_names_it(key: str) -> None:
+    error = error_of(with_batch(nested(key, MISSING[key])))
+    assert error.startswith(f"{key} = ") and " is not supported: " in error
+    if key.endswith(".enabled"):
+        assert resolve(with_batch(nested(key, False)), 2).warnings == ()
+
+
+def test_the_two_tables_above_have_every_remark_of_the_schema() -> None:
+    with_all = {
+        "optimizer": {"type": "Adam"},
+        "zero_optimization": {"offload_param": {}, "offload_optimizer": {}},
+    }
+    remarked: dict[bool, set[str]] = {True: set(), False: set()}
+    for entry in entries(resolve(with_batch(with_all), 1).config):
+        if entry.remark:
+            switch = f".{entry.remark.switch}" if entry.remark.switch else ""
+            remarked[entry.remark.refuses].add(entry.key + switch)
+    assert remarked[True] == set(MISSING)
+    assert remarked[False] == set(IDLE) | {"optimizer.legacy_fusion"}

@@ -1,0 +1,178 @@
+"""The doctor says what is there, and does not fall ill itself when something is not."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from zero_full import doctor
+from zero_full.__main__ import main
+
+LAUNCHER = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"]
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in LAUNCHER:
+        monkeypatch.delenv(name, raising=False)
+
+
+def hide(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """Make these imports fail."""
+    for name in names:
+        monkeypatch.setitem(sys.modules, name, None)
+
+
+def test_a_healthy_machine_gets_0_and_all_sections(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    for word in [
+        "zero_full",
+        torch.__version__,
+        "OMP_NUM_THREADS",
+        "memory",
+        "accelerators",
+        "gloo",
+        "not needed",
+    ]:
+        assert word in text
+    assert "none: the package runs on torch's own operators" in text
+    assert "torchrun --nproc-per-node" in text
+    assert "problem:" not in text
+
+
+def test_columns_are_aligned() -> None:
+    rows = [line for line in doctor.report().splitlines() if line.startswith("  ")]
+    starts = {len(line) - len(line[2:].split("  ", 1)[1].lstrip()) for line in rows}
+    assert len(starts) == 1
+
+
+def test_the_command_line_without_a_command_prints_usage_and_exits_with_2() -> None:
+    for arguments in ([], ["docter"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "zero_full", *arguments], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 2
+        assert "usage: python -m zero_full" in done.stderr and "doctor" in done.stderr
+
+
+@pytest.mark.parametrize("absent", [["torch"], ["pydantic"], ["numpy"], ["torch", "pydantic"]], ids=str)
+def test_nothing_that_is_absent_makes_it_crash(
+    absent: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hide(monkeypatch, *absent)
+    needed = [name for name in absent if name != "numpy"]
+    assert doctor.main() == (1 if needed else 0)
+    text = capsys.readouterr().out
+    problems = [line for line in text.splitlines() if line.startswith("problem: ")]
+    assert len(problems) == len(needed)
+    for name, line in zip(needed, problems, strict=True):
+        assert f"{name} cannot be imported" in line and "remedy: pip install" in line
+
+
+def test_a_torch_that_is_broken_is_a_problem_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str) -> Any:
+        raise OSError("libcudart.so.12: cannot open shared object file")
+
+    monkeypatch.setattr(doctor.importlib, "import_module", broken)
+    assert "libcudart.so.12" in doctor.problems()[0]
+    assert "libcudart.so.12" in doctor.report()
+
+
+@pytest.mark.parametrize(("version", "old"), [("2.10.1", True), ("1.13.0", True), ("2.11.0+cpu", False)])
+def test_an_old_torch_is_a_problem(version: str, old: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    assert doctor.problems() == (
+        [f"torch {version} is too old, remedy: pip install 'torch>=2.11'"] if old else []
+    )
+    assert ("OLDER than" in doctor.report()) is old
+
+
+def test_an_old_pydantic_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pydantic", SimpleNamespace(VERSION="1.10.2"))
+    assert "pydantic 1.10.2 is too old, remedy: pip install" in doctor.problems()[0]
+
+
+def test_a_torch_without_distributed_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
+    assert "no torch.distributed, remedy" in doctor.problems()[0]
+    assert doctor.collective_strategies() == []
+    assert doctor.report()
+
+
+def test_half_a_launcher_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    assert doctor.problems() == []
+    monkeypatch.setenv("RANK", "1")
+    assert "RANK is set but WORLD_SIZE, MASTER_PORT is not, remedy" in doctor.problems()[0]
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    assert "RANK=1 is not a rank of WORLD_SIZE=1" in doctor.problems()[0]
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert doctor.problems() == []
+    assert "rank 1 of 2" in doctor.report()
+
+
+def fake_torch(cuda: Any, built_for: str | None) -> Any:
+    return SimpleNamespace(cuda=cuda, version=SimpleNamespace(cuda=built_for, hip=None))
+
+
+def test_cuda_devices_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = SimpleNamespace(name="Some GPU", total_memory=16 * 2**30, major=9, minor=0)
+    cuda = SimpleNamespace(
+        is_available=lambda: True, device_count=lambda: 2, get_device_properties=lambda i: known
+    )
+    monkeypatch.setattr(doctor, "imported", lambda name: (fake_torch(cuda, "12.8"), ""))
+    line = "Some GPU, 16.0 GiB, compute capability 9.0"
+    assert doctor.accelerators() == [("cuda:0", line), ("cuda:1", line)]
+
+
+@pytest.mark.parametrize(
+    ("built_for", "hidden", "reason"),
+    [
+        (None, None, "built for CPU only"),
+        ("12.8", "", "CUDA_VISIBLE_DEVICES='' hides every device; unset it"),
+        ("12.8", None, "built for CUDA 12.8 but finds no device; see whether the driver"),
+    ],
+)
+def test_no_device_has_a_reason(
+    built_for: str | None, hidden: str | None, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if hidden is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    monkeypatch.setattr(
+        doctor,
+        "imported",
+        lambda name: (fake_torch(SimpleNamespace(is_available=lambda: False), built_for), ""),
+    )
+    [(name, value)] = doctor.accelerators()
+    assert name == "none" and reason in value
+
+
+def test_systems_without_proc_or_sysconf_are_fine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "text_of", lambda path: "")
+    assert "GiB" in doctor.memory() and "available" not in doctor.memory()
+    monkeypatch.delattr(doctor.os, "sysconf")
+    assert doctor.memory() == "unknown"
+    monkeypatch.delattr(doctor.os, "sched_getaffinity", raising=False)
+    assert doctor.usable_cpus() >= 1
+    assert doctor.report()
+
+
+def test_a_container_with_less_memory_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"/sys/fs/cgroup/memory.max": f"{2**29}\n"}
+    monkeypatch.setattr(doctor, "text_of", lambda path: files.get(path, ""))
+    assert "this container may use 0.5 GiB" in doctor.memory()
+
+
+def test_looking_imports_neither_the_configuration_nor_an_engine() -> None:
+    code = (
+        "import sys; from zero_full import doctor; doctor.report(); before = set(sys.modules); "
+        "print([m for m in before if m.startswith('zero_full.') and m != 'zero_full.doctor'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

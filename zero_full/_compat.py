@@ -1,0 +1,32 @@
+"""The private or renamed parts of torch that the package uses, and nothing else."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd import Variable
+
+# torch 2.13 renamed these two; torch 2.11 knows only the old names.
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def keys_under(prefix: str, store: Any) -> Any:
+    """The part of a store whose keys start with `prefix`."""
+    return torch._C._distributed_c10d.PrefixStore(prefix, store)
+
+
+def default_store() -> Any:
+    """The key-value store that the default process group was started with."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def current_backward() -> int:
+    """The number of the backward pass that runs in this thread, or -1. A recomputed part has its own."""
+    return torch._C._current_graph_task_id()
+
+
+def when_backward_ends(callback: Callable[[], None]) -> None:
+    """Run `callback` when the backward pass that calls this is complete."""
+    Variable._execution_engine.queue_callback(callback)

@@ -1,0 +1,126 @@
+"""Every collective the package makes goes through a `Communicator`: one process group, seen from one rank.
+
+It picks the transport, counts the bytes, compares the calls if asked to, and puts a name on what fails.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zero_full.comm.desync import CallCheck, DesyncError
+from zero_full.comm.ledger import Traffic
+from zero_full.comm.shared import SharedMemory, map_windows
+from zero_full.comm.transport import Exchange, Native, Transport, own_slice
+
+
+class CommunicationError(RuntimeError):
+    """A collective failed, which usually means that another rank has failed first."""
+
+
+def choose_transport(group: dist.ProcessGroup, device: torch.device) -> Transport:
+    """The fastest that works for this group: see `transport.py`."""
+    if device.type != "cpu" or "gloo" not in dist.get_backend(group):
+        return Native(group)
+    windows = map_windows(group)
+    return SharedMemory(group, windows) if windows is not None else Exchange(group)
+
+
+class Communicator:
+    """A process group. `None` stands for a rank that is alone, where every collective is a no-op."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        traffic: Traffic | None = None,
+        check_timeout_s: float | None = None,
+    ) -> None:
+        self.device, self.traffic = device, traffic or Traffic()
+        self.group = group if group is not None and group.size() > 1 else None
+        self.rank = 0 if self.group is None else self.group.rank()
+        self.size = 1 if self.group is None else self.group.size()
+        self.ranks = [0] if self.group is None else dist.get_process_group_ranks(self.group)
+        self.transport = None if self.group is None else choose_transport(self.group, device)
+        self.check = None
+        if check_timeout_s is not None and self.group is not None:
+            self.check = CallCheck(self.ranks, self.ranks[self.rank], check_timeout_s)
+
+    def own(self, whole: Tensor) -> Tensor:
+        """This rank's slice of a flat buffer."""
+        return own_slice(whole, self.rank, self.size)
+
+    def reduce_scatter(self, whole: Tensor, out: Tensor, divisor: float, what: str) -> None:
+        """`out` becomes the sum of everyone's slice for this rank over `divisor`. May destroy `whole`."""
+        if self.transport is None:
+            _copy_over(whole, out, divisor)
+            return
+        transport = self.transport
+        sent = (self.size - 1) * (whole.nbytes // self.size)
+        self._call("reduce_scatter", what, whole, sent, lambda: transport.reduce_scatter(whole, out, divisor))
+
+    def all_gather(self, whole: Tensor, what: str) -> None:
+        """Fill in the others' slices."""
+        if self.transport is None:
+            return
+        transport = self.transport
+        sent = (self.size - 1) * (whole.nbytes // self.size)
+        self._call("all_gather", what, whole, sent, lambda: transport.all_gather(whole))
+
+    def all_reduce(self, whole: Tensor, divisor: float, what: str) -> None:
+        """The sum of everyone's over `divisor`, in place; sizes are multiples of the group's size."""
+        if self.transport is None:
+            _copy_over(whole, whole, divisor)
+            return
+        transport = self.transport
+        sent = 2 * (self.size - 1) * (whole.nbytes // self.size)
+        self._call("all_reduce", what, whole, sent, lambda: transport.all_reduce(whole, divisor))
+
+    def sum_numbers(self, numbers: Tensor, what: str) -> Tensor:
+        """A few numbers, summed over the ranks. (Not counted as traffic.)"""
+        if self.group is not None:
+            self._call("sum", what, numbers, 0, lambda: dist.all_reduce(numbers, group=self.group))
+        return numbers
+
+    def broadcast(self, tensor: Tensor, what: str) -> None:
+        """The first rank's values become everyone's."""
+        if self.group is not None:
+            first = self.ranks[0]
+            self._call("broadcast", what, tensor, 0, lambda: dist.broadcast(tensor, first, self.group))
+
+    def gather_objects(self, mine: Any, what: str) -> list[Any]:
+        """Everyone's small Python object, by rank. Slow: for error reports and set-up."""
+        answers = [mine] * self.size
+        if self.group is not None:
+            self._call(
+                "gather_objects",
+                what,
+                torch.empty(0),
+                0,
+                lambda: dist.all_gather_object(answers, mine, group=self.group),
+            )
+        return answers
+
+    def _call(self, kind: str, what: str, tensor: Tensor, sent: int, collective: Callable[[], Any]) -> None:
+        try:
+            if self.check is not None:
+                self.check(f"{kind} of {what}: {tensor.numel()} x {str(tensor.dtype).removeprefix('torch.')}")
+            collective()
+        except DesyncError:
+            raise
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"rank {self.rank} of {self.size}: {kind} of {what} failed: {str(error).splitlines()[0]}\n"
+                "Usually another rank has failed first (look for the earliest error) or makes other calls "
+                '(set "debug": {"check_collectives": true} in the config to see which).'
+            ) from error
+        self.traffic.add(kind, sent)
+
+
+def _copy_over(source: Tensor, out: Tensor, divisor: float) -> None:
+    if out.data_ptr() != source.data_ptr() or out.dtype != source.dtype:
+        out.copy_(source)
+    if divisor != 1:
+        out.div_(divisor)

@@ -1,0 +1,120 @@
+"""Ranks of one host hand each other their slices through shared memory.
+
+[Note: windows] Each rank owns a window of memory that all others can read, in two halves. A collective
+goes through it piece by piece: everyone writes a piece into the current half of its window, all meet (a
+tiny all-reduce on gloo, which also notices when a rank has died), and everyone reads from the others'
+windows. The next piece uses the other half. When it is this half's turn again everybody has met once more
+in between, which nobody does before having read what was here. So one meeting a piece is enough.
+
+The memory has no name in the file system: it is gone when the last process that maps it is.
+"""
+
+import os
+import secrets
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zero_full.comm.transport import add_up, own_slice
+
+HALF = 4 * 2**20  # bytes
+WINDOW = 2 * HALF + 4
+
+
+class SharedMemory:
+    """For gloo ranks on one Linux host. See [Note: windows]."""
+
+    name = "shared memory"
+
+    def __init__(self, group: dist.ProcessGroup, windows: list[Tensor]) -> None:
+        self.group, self.rank, self.size = group, group.rank(), group.size()
+        self.windows = windows
+        self.turn = 0
+        self.token = windows[self.rank][2 * HALF :].view(torch.float32)  # what is summed when all meet
+
+    def _half(self, rank: int, dtype: torch.dtype) -> Tensor:
+        start = self.turn % 2 * HALF
+        return self.windows[rank][start : start + HALF].view(dtype)
+
+    def _meet(self) -> None:
+        self.token.zero_()
+        dist.all_reduce(self.token, group=self.group)
+
+    def reduce_scatter(self, whole: Tensor, out: Tensor, divisor: float) -> None:
+        """Everyone shows the others their slices; each sums its own."""
+        slices = [own_slice(whole, rank, self.size) for rank in range(self.size)]
+        room = HALF // whole.element_size() // self.size
+        for low in range(0, out.numel(), room):
+            pieces = [s[low : low + room] for s in slices]
+            numel = pieces[0].numel()
+            mine = self._half(self.rank, whole.dtype)
+            for rank, piece in enumerate(pieces):
+                if rank != self.rank:
+                    mine[rank * numel : (rank + 1) * numel].copy_(piece)
+            self._meet()
+            shown = [
+                self._half(rank, whole.dtype)[self.rank * numel : (self.rank + 1) * numel]
+                for rank in range(self.size)
+            ]
+            shown[self.rank] = pieces[self.rank]
+            add_up(shown, out[low : low + room], divisor)
+            self.turn += 1
+
+    def all_gather(self, whole: Tensor) -> None:
+        """Everyone shows its slice; each copies the others'."""
+        slices = [own_slice(whole, rank, self.size) for rank in range(self.size)]
+        room = HALF // whole.element_size()
+        for low in range(0, slices[0].numel(), room):
+            pieces = [s[low : low + room] for s in slices]
+            numel = pieces[0].numel()
+            self._half(self.rank, whole.dtype)[:numel].copy_(pieces[self.rank])
+            self._meet()
+            for rank, piece in enumerate(pieces):
+                if rank != self.rank:
+                    piece.copy_(self._half(rank, whole.dtype)[:numel])
+            self.turn += 1
+
+    def all_reduce(self, whole: Tensor, divisor: float) -> None:
+        """A reduce-scatter and an all-gather."""
+        self.reduce_scatter(whole, own_slice(whole, self.rank, self.size), divisor)
+        self.all_gather(whole)
+
+
+def map_windows(group: dist.ProcessGroup) -> list[Tensor] | None:
+    """Everyone's window, or None on every rank if any two ranks cannot see each other's memory."""
+    secret = secrets.token_bytes(16)
+    descriptor, path = _make_window(secret)
+    addresses: list[tuple[bytes, str]] = [(b"", "")] * group.size()
+    dist.all_gather_object(addresses, (secret, path), group=group)
+    windows = [_open_window(*address) for address in addresses]
+    seen = torch.tensor([float(all(window is not None for window in windows))])
+    dist.all_reduce(seen, dist.ReduceOp.MIN, group=group)  # also: nobody closes before all have opened
+    if descriptor is not None:
+        os.close(descriptor)
+    return [window for window in windows if window is not None] if seen.item() else None
+
+
+def _make_window(secret: bytes) -> tuple[int | None, str]:
+    """A window with the secret at its start, so that whoever opens it knows it is the right one."""
+    if not hasattr(os, "memfd_create"):  # not Linux
+        return None, ""
+    descriptor = os.memfd_create("zero_full")
+    os.ftruncate(descriptor, WINDOW)
+    os.pwrite(descriptor, secret, 0)
+    return descriptor, f"/proc/{os.getpid()}/fd/{descriptor}"
+
+
+def _open_window(secret: bytes, path: str) -> Tensor | None:
+    with suppress(OSError, RuntimeError):  # another host, another container, no permission
+        # Look before mapping: mapping would enlarge whatever file stands under that path elsewhere.
+        if path and _start_of(path, len(secret)) == secret:
+            return torch.from_file(path, shared=True, size=WINDOW, dtype=torch.uint8)
+    return None
+
+
+def _start_of(path: str, length: int) -> bytes:
+    with Path(path).open("rb") as file:
+        return file.read(length)

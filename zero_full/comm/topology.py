@@ -1,0 +1,110 @@
+"""Which ranks do what together: process groups as arguments, never as globals.
+
+data       ranks that train on different data; state is cut over them
+shard      a part of `data`: state is cut inside it and repeated in the others (HSDP, MiCS)
+replicate  the ranks that hold the same slice as this one, one from each `shard`
+model      ranks that split single layers (tensor parallelism)
+expert, expert_data   ranks that hold different experts, and those that hold the same ones
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import Parameter
+
+Predicate = Callable[[str, Parameter], bool]
+MESH_NAMES = {
+    "data": ("data", "dp", "data_parallel"),
+    "shard": ("shard", "fsdp", "dp_shard"),
+    "replicate": ("replicate", "dp_replicate"),
+    "model": ("model", "tp", "tensor", "tensor_parallel"),
+}
+
+
+def marked_as_expert(name: str, parameter: Parameter) -> bool:
+    """DeepSpeed's mark: `parameter.allreduce = False`."""
+    return getattr(parameter, "allreduce", True) is False
+
+
+def marked_as_split(name: str, parameter: Parameter) -> bool:
+    """Megatron's marks for a parameter that each tensor-parallel rank holds a different part of."""
+    return bool(
+        getattr(parameter, "model_parallel", False) or getattr(parameter, "tensor_model_parallel", False)
+    )
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The groups of this rank. Everything is optional: by default all ranks share everything."""
+
+    data: dist.ProcessGroup | None = None
+    shard: dist.ProcessGroup | None = None
+    replicate: dist.ProcessGroup | None = None
+    model: dist.ProcessGroup | None = None
+    expert: dist.ProcessGroup | None = None
+    expert_data: dist.ProcessGroup | None = None
+    is_expert: Predicate = marked_as_expert
+    is_split: Predicate = marked_as_split
+
+    def __post_init__(self) -> None:
+        if (self.shard is None) != (self.replicate is None):
+            raise ValueError("a topology needs both `shard` and `replicate` groups, or neither")
+        if (self.expert is None) != (self.expert_data is None):
+            raise ValueError("a topology needs both `expert` and `expert_data` groups, or neither")
+        if self.expert is not None and self.shard is not None:
+            raise ValueError(
+                "experts and replicated sharding together are not supported: drop `shard` and `replicate`, "
+                "or mark no parameter as an expert"
+            )
+
+    @classmethod
+    def from_mesh(cls, mesh: DeviceMesh) -> "Topology":
+        """From a named device mesh: ("data",), ("replicate", "shard"), ("data", "model"), ..."""
+        names = mesh.mesh_dim_names
+        if names is None:
+            if mesh.ndim == 1:
+                return cls(data=mesh.get_group())
+            raise ValueError(f"a mesh with {mesh.ndim} dimensions needs mesh_dim_names, such as {_known()}")
+        groups: dict[str, Any] = {}
+        for name in names:
+            role = next((role for role, known in MESH_NAMES.items() if name in known), None)
+            if role is None or role in groups:
+                raise ValueError(f"mesh dimension {name!r} is unknown or there twice; known: {_known()}")
+            groups[role] = mesh.get_group(name)
+        if "shard" in groups and "replicate" not in groups:
+            groups["data"] = groups.pop("shard")
+        elif "replicate" in groups and "shard" not in groups:
+            raise ValueError("a mesh with a 'replicate' dimension needs a 'shard' dimension, too")
+        return cls(**groups)
+
+    @classmethod
+    def from_mpu(cls, mpu: Any) -> "Topology":
+        """From a Megatron-style object with `get_data_parallel_group()` and its model-parallel twin."""
+        getters = ("get_tensor_model_parallel_group", "get_model_parallel_group")
+        model = next((getattr(mpu, name)() for name in getters if hasattr(mpu, name)), None)
+        return cls(data=mpu.get_data_parallel_group(), model=model)
+
+    def with_sub_groups(self, size: int) -> "Topology":
+        """The data group cut into shard groups of `size` neighbours (`mics_shard_size`)."""
+        if self.shard is not None or self.expert is not None:
+            raise ValueError("mics_shard_size needs a topology without `shard` and `expert` groups")
+        ranks = dist.get_process_group_ranks(self.data if self.data is not None else dist.group.WORLD)
+        if size < 1 or len(ranks) % size:
+            raise ValueError(f"mics_shard_size {size} does not divide the data-parallel world {len(ranks)}")
+        rows = [ranks[start : start + size] for start in range(0, len(ranks), size)]
+        columns = [list(column) for column in zip(*rows, strict=True)]
+        return replace(self, shard=_group_of_mine(rows), replicate=_group_of_mine(columns))
+
+
+def _group_of_mine(partition: list[list[int]]) -> dist.ProcessGroup:
+    """The group that this rank is in. Only its members need to call."""
+    mine = next(ranks for ranks in partition if dist.get_rank() in ranks)
+    group: dist.ProcessGroup = dist.new_group(mine, use_local_synchronization=True)
+    return group
+
+
+def _known() -> str:
+    return ", ".join(name for names in MESH_NAMES.values() for name in names)

@@ -1,0 +1,131 @@
+"""How bytes get from rank to rank: one strategy per backend, chosen once per process group.
+
+`tests/bench/collectives.py` has the measurements behind the choice. On NCCL and other backends the
+native collectives are the best there is. gloo's are not: its reduce-scatter puts the bytes of an
+all-reduce on the wire and its all-gather takes up to twice as long as the same bytes sent directly, so on
+gloo ranks send each other exactly the slices they need, and sum them in the order of the ranks: the same
+bits on every run. Ranks on one host need no wire at all, see `shared.py`.
+
+A flat buffer is `whole`; rank r's slice is the r-th of `size` equal parts. All calls block (on a GPU: the
+current stream).
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zero_full._compat import all_gather_single, reduce_scatter_single
+
+MESSAGE = 2**20  # elements sent at a time: large enough for speed, small enough that memory is reused
+CACHED = 2**16  # elements summed at a time, so that a sum and its division meet in the cache
+
+
+class Transport(Protocol):
+    """What a strategy can do."""
+
+    name: str
+
+    def reduce_scatter(self, whole: Tensor, out: Tensor, divisor: float) -> None:
+        """`out` becomes the sum of everyone's slice for this rank, divided; it may lie in `whole`."""
+
+    def all_gather(self, whole: Tensor) -> None:
+        """Everyone's own slice becomes everyone's; this rank's is already in place."""
+
+    def all_reduce(self, whole: Tensor, divisor: float) -> None:
+        """`whole` becomes the sum of everyone's, divided; all ranks get the same bits."""
+
+
+def own_slice(whole: Tensor, rank: int, size: int) -> Tensor:
+    """Rank `rank`'s part of a flat buffer."""
+    shard = whole.numel() // size
+    return whole[rank * shard : (rank + 1) * shard]
+
+
+def add_up(pieces: Sequence[Tensor], out: Tensor, divisor: float) -> None:
+    """The sum of `pieces`, first to last, over `divisor`; 16-bit numbers are summed in fp32."""
+    for low in range(0, out.numel(), CACHED):
+        part = [piece[low : low + CACHED] for piece in pieces]
+        if out.dtype.itemsize < 4 or part[0].dtype.itemsize < 4:
+            part = [piece.float() for piece in part]
+        total = torch.add(part[0], part[1])
+        for piece in part[2:]:
+            total.add_(piece)
+        out[low : low + CACHED].copy_(total.div_(divisor) if divisor != 1 else total)
+
+
+class Native:
+    """The backend's own collectives."""
+
+    name = "native"
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.rank, self.size = group, group.rank(), group.size()
+
+    def reduce_scatter(self, whole: Tensor, out: Tensor, divisor: float) -> None:
+        """One reduce-scatter. 16-bit sums could overflow, so they are divided first."""
+        if divisor != 1 and whole.dtype.itemsize < 4:
+            whole, divisor = whole.div_(divisor), 1
+        result = out if out.dtype == whole.dtype else whole.new_empty(out.numel())
+        reduce_scatter_single(result, whole, group=self.group)
+        if result is not out:
+            out.copy_(result)
+        if divisor != 1:
+            out.div_(divisor)
+
+    def all_gather(self, whole: Tensor) -> None:
+        """One all-gather, in place."""
+        all_gather_single(whole, own_slice(whole, self.rank, self.size), group=self.group)
+
+    def all_reduce(self, whole: Tensor, divisor: float) -> None:
+        """One all-reduce."""
+        if divisor != 1 and whole.dtype.itemsize < 4:
+            whole, divisor = whole.div_(divisor), 1
+        dist.all_reduce(whole, group=self.group)
+        if divisor != 1:
+            whole.div_(divisor)
+
+
+class Exchange:
+    """For gloo: every rank sends every other rank exactly what that one needs."""
+
+    name = "exchange"
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.rank, self.size = group, group.rank(), group.size()
+        self.others = [rank for rank in range(self.size) if rank != self.rank]
+        self.address = {rank: dist.get_global_rank(group, rank) for rank in self.others}
+
+    def _swap(self, send: dict[int, Tensor], receive: dict[int, Tensor]) -> None:
+        calls = [(dist.irecv, receive), (dist.isend, send)]
+        ops = [
+            dist.P2POp(call, tensors[rank], self.address[rank], self.group)
+            for call, tensors in calls
+            for rank in self.others
+        ]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+
+    def reduce_scatter(self, whole: Tensor, out: Tensor, divisor: float) -> None:
+        """Swap slices, sum locally."""
+        slices = [own_slice(whole, rank, self.size) for rank in range(self.size)]
+        for low in range(0, out.numel(), MESSAGE):
+            pieces = [s[low : low + MESSAGE] for s in slices]
+            received = {rank: torch.empty_like(pieces[self.rank]) for rank in self.others}
+            self._swap({rank: pieces[rank] for rank in self.others}, received)
+            received[self.rank] = pieces[self.rank]
+            add_up([received[rank] for rank in range(self.size)], out[low : low + MESSAGE], divisor)
+
+    def all_gather(self, whole: Tensor) -> None:
+        """Send my slice to everyone; receive theirs where they belong."""
+        mine = own_slice(whole, self.rank, self.size)
+        if mine.numel():
+            theirs = {rank: own_slice(whole, rank, self.size) for rank in self.others}
+            self._swap(dict.fromkeys(self.others, mine), theirs)
+
+    def all_reduce(self, whole: Tensor, divisor: float) -> None:
+        """A reduce-scatter and an all-gather, which is what an all-reduce is."""
+        self.reduce_scatter(whole, own_slice(whole, self.rank, self.size), divisor)
+        self.all_gather(whole)

@@ -1,0 +1,160 @@
+"""What the user reads about a configuration: its errors in plain words, and the table of all its values."""
+
+import difflib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from pydantic_core import ErrorDetails
+
+from .schema import Config, Remark, Strict
+
+Origin = Literal["user", "default", "derived"]
+Location = tuple[int | str, ...]
+
+KINDS = {  # pydantic's name for what is wrong -> what was expected
+    "bool_type": "true or false",
+    "string_type": "a string",
+    "dict_type": "an object",
+    "list_type": "a list",
+    "invalid_key": "a key that is a string",
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One key of a configuration that the schema does not divide further."""
+
+    key: str  # dotted, as in "zero_optimization.stage"
+    value: Any
+    default: Any
+    remark: Remark | None
+
+
+def entries(config: Strict, prefix: str = "") -> Iterator[Entry]:
+    """Every key of the configuration in the order of the schema."""
+    for name, field in type(config).model_fields.items():
+        value = getattr(config, name)
+        if isinstance(value, Strict):
+            yield from entries(value, f"{prefix}{name}.")
+        else:
+            remark = next((item for item in field.metadata if isinstance(item, Remark)), None)
+            yield Entry(prefix + name, value, field.default, remark)
+
+
+def inner_model(annotation: Any) -> type[Strict] | None:
+    """The model that a field of this type holds, if it holds one; `X | None` holds an X."""
+    for kind in (annotation, *get_args(annotation)):
+        if isinstance(kind, type) and issubclass(kind, Strict):
+            return kind
+    return None
+
+
+def known_keys(model: type[Strict] = Config, prefix: str = "") -> Iterator[str]:
+    """The dotted name of every key there is, sections included."""
+    for name, field in model.model_fields.items():
+        yield prefix + name
+        inner = inner_model(field.annotation)
+        if inner is not None:
+            yield from known_keys(inner, f"{prefix}{name}.")
+
+
+def shown(value: object) -> str:
+    """A value as JSON writes it, cut to what fits into a line."""
+    text = json.dumps(value, default=repr)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def dotted(path: Location) -> str:
+    """`("fp16", "enabled")` as "fp16.enabled"."""
+    return ".".join(map(str, path))
+
+
+def _model_at(path: Location) -> type[Strict] | None:
+    model: type[Strict] | None = Config
+    for name in path:
+        field = model.model_fields.get(str(name)) if model else None
+        model = inner_model(field.annotation) if field else None
+    return model
+
+
+def _unknown(path: Location) -> str:
+    name = str(path[-1])
+    model = _model_at(path[:-1]) or Config
+    here = list(model.model_fields)
+    elsewhere = [key for key in known_keys() if key.rpartition(".")[2] == name]
+    near = difflib.get_close_matches(name, here, n=1)
+    if elsewhere:
+        places = [key if "." in key else f"{key} at the top level" for key in elsewhere[:3]]
+        return f"unknown here; it belongs at {' or '.join(places)}"
+    if near:
+        return f"unknown key; did you mean {dotted((*path[:-1], near[0]))}?"
+    if "params" in here:
+        return f"unknown key; arguments of the {path[0]} belong in {dotted((*path[:-1], 'params'))}"
+    known = f"; the keys here are {', '.join(here)}" if len(here) <= 12 else ""
+    return f"unknown key, and none is spelled like it{known}; remove it"
+
+
+def _expectation(error: ErrorDetails) -> str:
+    if error["type"] == "model_type":
+        model = _model_at(error["loc"]) or Config
+        return f'an object such as {{"{next(iter(model.model_fields))}": ...}}'
+    if error["type"] == "literal_error":
+        return f"one of {error['ctx']['expected']}"
+    return KINDS.get(error["type"], error["msg"])
+
+
+def as_written(key: str, spelled: Mapping[str, str]) -> str:
+    """The key as the user wrote it; `spelled` maps our names to theirs where they used a second name."""
+    for ours, theirs in spelled.items():
+        if key == ours or key.startswith(f"{ours}."):
+            return theirs + key[len(ours) :]
+    return key
+
+
+def is_auto(value: object) -> bool:
+    """Whether the value is left to Hugging Face's Trainer."""
+    return isinstance(value, str) and value == "auto"
+
+
+def explain(error: ErrorDetails, spelled: Mapping[str, str]) -> str:
+    """One line for one of pydantic's errors, under the name that the user gave the key."""
+    key = as_written(dotted(error["loc"]), spelled)
+    if error["type"] == "extra_forbidden":
+        return f"{key}: {_unknown(error['loc'])}"
+    if error["type"] == "missing":
+        return f"{key}: missing; give its name, or remove {dotted(error['loc'][:-1])}"
+    if is_auto(error["input"]):
+        return unfilled(key, _expectation(error))
+    return f"{key}: got {shown(error['input'])}, expected {_expectation(error)}"
+
+
+def unfilled(key: str, expectation: str) -> str:
+    """The error of a value that is left to Hugging Face."""
+    return (
+        f'{key}: "auto" is filled in by Hugging Face\'s Trainer alone; a value is needed here: {expectation}'
+    )
+
+
+def _rows(config: Config, origins: Mapping[str, Origin]) -> Iterator[tuple[str, str, str]]:
+    """The rows worth reading: all that the user or `resolve` chose, and the defaults that have an effect."""
+    named = {key.rpartition(".")[0] for key, origin in origins.items() if origin != "default"}
+    for entry in entries(config):
+        section, _, name = entry.key.rpartition(".")
+        is_off = getattr(getattr(config, section, None), "enabled", True) is False
+        is_open = not section or section == "zero_optimization" or section in named
+        if is_off and name != "enabled":
+            continue
+        if isinstance(entry.value, dict) and entry.value:
+            for inner, value in entry.value.items():
+                yield f"{entry.key}.{inner}", shown(value), origins[f"{entry.key}.{inner}"]
+        elif origins[entry.key] != "default" or (is_open and not entry.remark and entry.value is not None):
+            yield entry.key, shown(entry.value), origins[entry.key]
+
+
+def table(config: Config, origins: Mapping[str, Origin], extra_rows: Sequence[tuple[str, str, str]]) -> str:
+    """Keys, values and origins as aligned plain text; `extra_rows` come last."""
+    rows = [("key", "value", "from"), *_rows(config, origins), *extra_rows]
+    wide = [max(len(row[column]) for row in rows) for column in range(2)]
+    return "\n".join(f"{key:<{wide[0]}}  {value:<{wide[1]}}  {origin}" for key, value, origin in rows)

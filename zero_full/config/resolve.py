@@ -1,0 +1,285 @@
+"""From what the user gave to a checked configuration in which every value is filled in.
+
+All mistakes are collected and reported together, so that a file is not mended one error a run.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from . import report
+from .report import Origin
+from .schema import Config, ConfigError, ZeroConfig
+
+TRAIN, MICRO, STEPS = BATCH = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+)
+ABSENT = object()  # null is a value that a user can give
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A configuration that can be run, where each value came from, and what the user should know.
+
+    `origins` has a dotted key for every value: "zero_optimization.stage", "optimizer.params.lr".
+    """
+
+    config: Config
+    origins: dict[str, Origin]
+    warnings: tuple[str, ...]
+
+    def table(self, extra_rows: Sequence[tuple[str, str, str]] = ()) -> str:
+        """Every value that matters with its origin, for a log; `extra_rows` are (key, value, origin)."""
+        return report.table(self.config, self.origins, extra_rows)
+
+
+class _Object(dict[str, Any]):
+    """A JSON object that remembers which of its keys were written more than once."""
+
+    repeated: tuple[str, ...] = ()
+
+
+def _as_object(pairs: list[tuple[str, Any]]) -> _Object:
+    made = _Object(pairs)
+    made.repeated = tuple(key for key, times in Counter(key for key, _ in pairs).items() if times > 1)
+    return made
+
+
+def _repeated(given: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    if isinstance(given, _Object):
+        yield from (f"{prefix}{key}: written twice in one object; keep one" for key in given.repeated)
+    for key, value in given.items():
+        if isinstance(value, Mapping):
+            yield from _repeated(value, f"{prefix}{key}.")
+
+
+def _read(path: Path) -> Any:
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError(f"there is no configuration file {path}; give a path, a dict or a Config") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the configuration file {path} cannot be read as text: {error}") from None
+    try:
+        return json.loads(text, object_pairs_hook=_as_object)
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"{path}, line {error.lineno}, column {error.colno}: this is not JSON: {error.msg} "
+            "(JSON writes true, false and null, has no comments and no comma after the last item)"
+        ) from None
+
+
+def _given(config: object) -> tuple[Mapping[str, Any], str]:
+    """What the user gave as a mapping, and what to call it."""
+    name = "the configuration"
+    if isinstance(config, Config):
+        return config.model_dump(exclude_unset=True), name
+    if isinstance(config, str | Path):
+        name = str(config)
+        config = _read(Path(config))
+    if not isinstance(config, Mapping):
+        raise ConfigError(
+            f'{name} must be an object of keys and values such as {{"train_batch_size": 8}}, '
+            f"a path to a JSON file of one or a Config; got {report.shown(config)}"
+        )
+    return config, name
+
+
+def _copied(given: Mapping[Any, Any]) -> dict[Any, Any]:
+    """A copy of the levels that are edited here, so that what the user owns stays as it is."""
+    return {key: _copied(value) if isinstance(value, Mapping) else value for key, value in given.items()}
+
+
+def _renamed(raw: dict[str, Any]) -> tuple[dict[str, str], list[str]]:
+    """Move values from DeepSpeed's second names to the first, in place; return the moves and the clashes."""
+    zero = raw.get("zero_optimization")
+    moves = [(raw, "bfloat16", "bf16", "")]
+    if isinstance(zero, dict):
+        fields = ZeroConfig.model_fields
+        short = [key for key in zero if key not in fields and f"stage3_{key}" in fields]
+        moves += [(zero, key, f"stage3_{key}", "zero_optimization.") for key in short]
+    spelled, problems = {}, []
+    for level, old, new, prefix in moves:
+        if old not in level:
+            continue
+        value = level.pop(old)
+        if new in level:
+            problems.append(f"{prefix}{old}: the same key as {prefix}{new}, and both are given; keep one")
+            continue
+        level[new] = value
+        spelled[prefix + new] = prefix + old
+    return spelled, problems
+
+
+def _without(raw: dict[Any, Any], path: Sequence[int | str]) -> None:
+    """Take the value at fault out, so that the rest can still be checked."""
+    holder, last, level = raw, path[0], raw
+    for name in path:
+        if not isinstance(level, dict) or name not in level:
+            break
+        holder, last, level = level, name, level[name]
+    holder.pop(last, None)
+
+
+def _validated(raw: dict[str, Any], spelled: Mapping[str, str]) -> tuple[Config, list[str], set[str]]:
+    """The configuration without its bad values, one line for each of those, and their keys."""
+    faults: list[ErrorDetails] = []
+    config = Config()
+    for _ in range(3):  # taking out a bad value can leave a hole that the next pass stumbles over
+        try:
+            config = Config.model_validate(raw)
+            break
+        except ValidationError as error:
+            faults = faults or error.errors()
+            for fault in error.errors():
+                _without(raw, fault["loc"])
+    bad = {report.dotted(fault["loc"]) for fault in faults}
+    return config, [report.explain(fault, spelled) for fault in faults], bad
+
+
+def _solved(config: Config, world_size: int) -> dict[str, int]:
+    """The three batch sizes from one or two of them, or the same three if they fit together."""
+    train, micro, steps = (getattr(config, name) for name in BATCH)
+    rule = f"{TRAIN} = {MICRO} * {STEPS} * world size"
+    if not train and not micro:
+        raise ConfigError(
+            f"give {TRAIN} or {MICRO}: a number is needed ({rule}, the world size is {world_size})"
+        )
+    if not train:
+        steps = steps or 1
+        train = micro * steps * world_size
+    elif not (micro and steps):
+        known, name = (micro, MICRO) if micro else (steps or 1, STEPS)
+        unit = known * world_size
+        if train % unit:
+            raise ConfigError(
+                f"{TRAIN} {train} cannot be divided by {name} {known} * world size {world_size} = {unit} "
+                f"({rule}); {_neighbours(train, unit)}"
+            )
+        micro, steps = (micro, train // unit) if micro else (train // unit, known)
+    if train != micro * steps * world_size:
+        raise ConfigError(
+            f"{TRAIN} {train} is not {MICRO} {micro} * {STEPS} {steps} * world size {world_size} "
+            f"= {micro * steps * world_size}; change one of them or leave one out"
+        )
+    return dict(zip(BATCH, (train, micro, steps), strict=True))
+
+
+def _neighbours(train: int, unit: int) -> str:
+    below = train // unit * unit
+    if not below:
+        return f"the smallest that can is {unit}"
+    return f"the nearest that can are {below} and {below + unit}"
+
+
+def _clashes(config: Config, world_size: int) -> Iterator[str]:
+    """Values that are fine by themselves and cannot be had together, or not inside this optimizer."""
+    if config.fp16.enabled and config.bf16.enabled:
+        yield "fp16.enabled and bf16.enabled: only one of them can be true"
+    if config.bf16.bf16_optimizer_states and not config.bf16.bf16_master_weights_and_grads:
+        yield "bf16.bf16_optimizer_states: needs bf16.bf16_master_weights_and_grads true as well"
+    mics = config.zero_optimization.mics_shard_size
+    if mics == 0 or (mics > 0 and world_size % mics):
+        yield (
+            f"zero_optimization.mics_shard_size: {mics} does not divide the world size {world_size}; "
+            "give a divisor of it, or -1 to shard over all ranks"
+        )
+    for section, part in (("optimizer", config.optimizer), ("scheduler", config.scheduler)):
+        for name, value in part.params.items() if part else ():
+            if report.is_auto(value):
+                yield report.unfilled(f"{section}.params.{name}", "a number")
+    if config.optimizer and "max_grad_norm" in config.optimizer.params:
+        yield "optimizer.params.max_grad_norm: the engine clips; give the number as gradient_clipping instead"
+
+
+def _idle_together(config: Config) -> Iterator[str]:
+    """Keys that another key makes void."""
+    if config.prescale_gradients and config.gradient_predivide_factor != 1.0:
+        yield (
+            f"gradient_predivide_factor = {config.gradient_predivide_factor} has no effect: "
+            "prescale_gradients divides by the world size before the reduction"
+        )
+    zero = config.zero_optimization
+    if zero.stage == 0 and zero.mics_shard_size > 0:
+        yield (
+            f"zero_optimization.mics_shard_size = {zero.mics_shard_size} has no effect: "
+            "nothing is sharded at stage 0"
+        )
+
+
+def _remarks(config: Config, spelled: Mapping[str, str], refuses: bool) -> Iterator[str]:
+    """One line for each value that the schema has a remark about."""
+    verdict = "is not supported" if refuses else "has no effect"
+    for entry in report.entries(config):
+        remark = entry.remark
+        if remark is None or remark.refuses != refuses or not remark.applies(entry.value, entry.default):
+            continue
+        key, value = report.as_written(entry.key, spelled), entry.value
+        if remark.switch:
+            key, value = f"{key}.{remark.switch}", value[remark.switch]
+        yield f"{key} = {report.shown(value)} {verdict}: {remark.text}"
+
+
+def _filled(config: Config, batch: Mapping[str, int]) -> tuple[Config, set[str]]:
+    """The configuration with what follows from the rest, and the keys that were not the user's choice."""
+    derived = {name for name in batch if name not in config.model_fields_set}
+    zero = config.zero_optimization
+    if zero.overlap_comm is None:
+        derived.add("zero_optimization.overlap_comm")
+        zero = zero.model_copy(update={"overlap_comm": zero.stage == 3})
+    return config.model_copy(update={**batch, "zero_optimization": zero}), derived
+
+
+def _origins(config: Config, raw: Mapping[str, Any], derived: set[str]) -> dict[str, Origin]:
+    origins: dict[str, Origin] = {}
+    for entry in report.entries(config):
+        level: Any = raw
+        for name in entry.key.split("."):
+            level = level.get(name, ABSENT) if isinstance(level, Mapping) else ABSENT
+        chosen: Origin = "default" if level is ABSENT else "user"
+        origins[entry.key] = "derived" if entry.key in derived else chosen
+        if isinstance(entry.value, dict):
+            origins.update({f"{entry.key}.{name}": chosen for name in entry.value})
+    return origins
+
+
+def resolve(config: dict[str, Any] | str | Path | Config, world_size: int) -> Resolved:
+    """Check a configuration for this many data-parallel ranks and fill in every value.
+
+    Takes a dict, the path of a JSON file or a Config. Raises ConfigError with all that is wrong.
+    """
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+        raise ConfigError(f"world_size: got {world_size!r}, expected a whole number of at least 1")
+    given, name = _given(config)
+    problems = list(_repeated(given))
+    raw = _copied(given)
+    for key in BATCH:
+        if raw.get(key, 0) is None:  # null is how a launcher leaves one out
+            del raw[key]
+    spelled, clashing = _renamed(raw)
+    checked, faults, bad = _validated(raw, spelled)
+    problems += [
+        *clashing,
+        *faults,
+        *_remarks(checked, spelled, refuses=True),
+        *_clashes(checked, world_size),
+    ]
+    batch: dict[str, int] = {}
+    if not bad & set(BATCH):
+        try:
+            batch = _solved(checked, world_size)
+        except ConfigError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError("\n  ".join([f"{name} cannot be used:", *problems]))
+    filled, derived = _filled(checked, batch)
+    warnings = (*_remarks(filled, spelled, refuses=False), *_idle_together(filled))
+    return Resolved(filled, _origins(filled, raw, derived), warnings)

@@ -1,0 +1,382 @@
+"""The engine: one training step out of micro-batches. It owns no numerics.
+
+    forward    the model's own
+    backward   scales the loss; gradients are averaged on the way (`shard/reducer.py`)
+    step       at the end of a step's last micro-batch: optimizer, schedule, counters; else nothing
+
+`engine.backward(loss)` divides by the number of micro-batches, as DeepSpeed's does. Plain
+`loss.backward()` works, too, and divides nothing, as in any PyTorch loop.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zero_full.config import Resolved
+from zero_full.data import RankLoader
+from zero_full.precision.scaler import DynamicScale
+from zero_full.shard.optimizer import ZeroOptimizer
+from zero_full.stopwatch import Stopwatch
+
+log = logging.getLogger("zero_full")
+NOT_LANDED = {
+    "save_checkpoint": "save engine.state_dict() of every rank with torch.save",
+    "load_checkpoint": "load each rank's part with engine.load_state_dict(...)",
+    "save_16bit_model": "torch.save(engine.module_state_dict(), path): at stages 0-2 parameters are whole",
+    "offload_states": "offload has not landed",
+    "reload_states": "offload has not landed",
+}
+
+
+class Engine:
+    """A model under care. What it does not know itself, it asks the module."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: ZeroOptimizer,
+        resolved: Resolved,
+        device: torch.device,
+        lr_scheduler: Any = None,
+        training_dataloader: RankLoader | None = None,
+        world_size: int = 1,
+    ) -> None:
+        self.module, self.optimizer, self.device = module, optimizer, device
+        self.lr_scheduler, self.training_dataloader = lr_scheduler, training_dataloader
+        self.resolved, self.config = resolved, resolved.config
+        self.world_size = world_size
+        self.micro_steps = self.global_steps = self.global_samples = self.skipped_steps = 0
+        self.stopwatch = Stopwatch(device, self.config.wall_clock_breakdown)
+        self._micro_batches = self.config.gradient_accumulation_steps
+        self._boundary: bool | None = None  # what the user says, if anything
+        self._scaled = False  # the loss of the coming backward is scaled already
+        self._stepped = False
+        if optimizer.settings.gather_beside_forward:
+            optimizer.hold_back(module)
+
+    # One micro-batch -----------------------------------------------------------------------------
+
+    def __call__(self, *inputs: Any, **named_inputs: Any) -> Any:
+        """The module's forward."""
+        return self.forward(*inputs, **named_inputs)
+
+    def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
+        """The module's forward, with hooks that notice a plain `loss.backward()`."""
+        if self.config.fp16.auto_cast:
+            inputs, named_inputs = self._cast(inputs), self._cast(named_inputs)
+        with self.stopwatch.measure("forward"):
+            outputs = self.module(*inputs, **named_inputs)
+        if torch.is_grad_enabled():
+            for tensor in _tensors(outputs):
+                if tensor.requires_grad:
+                    tensor.register_hook(partial(self._backward_reaches, tensor.detach()))
+        return outputs
+
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        """Backward of a scalar loss; returns it divided by the number of micro-batches."""
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss)
+            raise ValueError(f"backward needs a scalar loss, not {kind}: take its mean, for example")
+        if scale_wrt_gas and self._micro_batches > 1:
+            loss = loss / self._micro_batches
+        scaled = loss if self._scaled else self.scale(loss)
+        with self.stopwatch.measure("backward"):
+            self._begin_backward(loss.detach())
+            try:
+                scaled.backward(retain_graph=retain_graph)
+            except BaseException:
+                self.optimizer.reducer.abandon()
+                raise
+            finally:
+                self._scaled = False
+            self.optimizer.reducer.finish()
+        return loss
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss times the loss scale, for a `backward` of your own: `engine.scale(loss).backward()`."""
+        self._scaled = True
+        scale = self.optimizer.scaler.scale
+        # In fp16 the product would overflow before anything else does.
+        return loss if scale == 1 else loss.float() * scale
+
+    def _begin_backward(self, loss: Tensor | None) -> None:
+        self.optimizer.loss = loss
+        self.optimizer.reducer.boundary = self.is_gradient_accumulation_boundary()
+        self.optimizer.reducer.begin()
+
+    def _backward_reaches(self, output: Tensor, grad: Tensor) -> Tensor | None:
+        """Autograd has reached an output of the model: a backward pass has begun."""
+        reducer = self.optimizer.reducer
+        if not reducer.is_running():
+            self._begin_backward(output if output.dim() == 0 else None)
+        reducer.note_pass()
+        scale = self.optimizer.scaler.scale
+        if self._scaled or scale == 1:
+            return None
+        if output.dim():
+            raise RuntimeError(
+                "with a loss scale, gradients must be scaled before they reach the model's outputs, or small "
+                "ones are lost: use engine.backward(loss) or engine.scale(loss).backward(), or let the "
+                "model return its loss"
+            )
+        return grad * scale
+
+    # One step ------------------------------------------------------------------------------------
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """After every micro-batch. On a step's last one the optimizer moves, unless gradients overflow."""
+        if self.optimizer.reducer.muted:
+            raise RuntimeError("step inside no_sync: leave the block first, its gradients are not averaged")
+        self._stepped = self.is_gradient_accumulation_boundary()
+        self.micro_steps += 1
+        self._scaled = False
+        if self._stepped:
+            with self.stopwatch.measure("step"):
+                self._take_step(lr_kwargs or {})
+            self._report()
+
+    def _take_step(self, lr_kwargs: Mapping[str, Any]) -> None:
+        self.optimizer.last = None
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.global_steps += 1
+        self.global_samples += self.train_batch_size()
+        if self.was_step_applied():
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.step(**lr_kwargs)
+        else:
+            self.skipped_steps += 1
+
+    def _report(self) -> None:
+        every = self.config.steps_per_print
+        if every and self.global_steps % every == 0:
+            log.info(
+                "step %d: %d skipped, lr %s, gradient norm %s, loss scale %g",
+                self.global_steps,
+                self.skipped_steps,
+                self.get_lr(),
+                self.get_global_grad_norm(),
+                self.loss_scale(),
+            )
+        if self.stopwatch.on:
+            log.info("step %d: %s", self.global_steps, self.stopwatch.lap())
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Let go of the gradients. `step` has done it already."""
+        self._scaled = False
+        self.optimizer.zero_grad(set_to_none)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients of backward passes in this block stay on this rank, whole, until a later one.
+
+        At stage 2 that saves traffic and costs the memory which the stage saves.
+        """
+        reducer = self.optimizer.reducer
+        before, reducer.muted = reducer.muted, True
+        try:
+            yield
+        finally:
+            reducer.muted = before
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the current micro-batch is the step's last."""
+        return (self.micro_steps + 1) % self._micro_batches == 0 if self._boundary is None else self._boundary
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Say yourself whether the current micro-batch is the step's last; None: count again."""
+        self._boundary = is_boundary
+
+    def allreduce_gradients(self) -> None:
+        """Average the gradients now, instead of in `step`."""
+        self.optimizer.reducer.flush()
+
+    # What happened -------------------------------------------------------------------------------
+
+    def was_step_applied(self) -> bool:
+        """Whether the last call of `step` moved the parameters."""
+        return self._stepped and self.optimizer.last is not None and self.optimizer.last.applied
+
+    def get_global_grad_norm(self) -> float | None:
+        """The norm of the last step's averaged gradients, unscaled and before clipping."""
+        return None if self.optimizer.last is None else self.optimizer.last.grad_norm
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of every parameter group."""
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def get_mom(self) -> list[Any]:
+        """The momentum, or Adam's betas, of every parameter group."""
+        return [group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]
+
+    def loss_scale(self) -> float:
+        """The loss scale of the next backward."""
+        return self.optimizer.scaler.scale
+
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale adapts itself."""
+        return isinstance(self.optimizer.scaler, DynamicScale)
+
+    def traffic(self) -> dict[str, int]:
+        """Bytes this rank has sent so far, by kind of collective."""
+        return dict(self.optimizer.groups.traffic.sent)
+
+    @property
+    def global_rank(self) -> int:
+        """This process, among all."""
+        return dist.get_rank() if dist.is_initialized() else 0
+
+    @property
+    def local_rank(self) -> int:
+        """This process, among those on its host."""
+        return int(os.environ.get("LOCAL_RANK", "0"))
+
+    # What was configured -------------------------------------------------------------------------
+
+    def train_batch_size(self) -> int:
+        """Samples a step, over all ranks and micro-batches."""
+        return self.train_micro_batch_size_per_gpu() * self._micro_batches * self.world_size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples a rank and micro-batch."""
+        return self.config.train_micro_batch_size_per_gpu
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches a step."""
+        return self._micro_batches
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """(samples a step, samples a rank and micro-batch, micro-batches a step)."""
+        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self._micro_batches
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Another number of samples a step from now on, by another number of micro-batches."""
+        each = self.train_micro_batch_size_per_gpu() * self.world_size
+        if self.micro_steps % self._micro_batches:
+            raise RuntimeError("the batch size can change between steps, not inside one")
+        if train_batch_size < 1 or train_batch_size % each:
+            raise ValueError(
+                f"train_batch_size {train_batch_size} is not a multiple of {each}, micro-batch x ranks"
+            )
+        self._micro_batches, self.micro_steps = train_batch_size // each, 0
+
+    def zero_optimization_stage(self) -> int:
+        """0, 1 or 2."""
+        return self.optimizer.settings.stage
+
+    def zero_optimization(self) -> bool:
+        """Whether anything is sharded."""
+        return self.zero_optimization_stage() > 0
+
+    def fp16_enabled(self) -> bool:
+        """Whether parameters are fp16."""
+        return self.config.fp16.enabled
+
+    def bfloat16_enabled(self) -> bool:
+        """Whether parameters are bf16."""
+        return self.config.bf16.enabled
+
+    def gradient_clipping(self) -> float:
+        """The largest gradient norm; 0: any."""
+        return self.config.gradient_clipping
+
+    # The module ----------------------------------------------------------------------------------
+
+    def train(self, mode: bool = True) -> "Engine":
+        """The module's."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> "Engine":
+        """The module's."""
+        return self.train(False)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in NOT_LANDED:
+            raise AttributeError(
+                f"Engine.{name} has not landed in zero_full yet; meanwhile: {NOT_LANDED[name]}"
+            )
+        if name.startswith("__") or "module" not in vars(self):
+            raise AttributeError(name)
+        try:
+            return getattr(self.module, name)
+        except AttributeError:
+            raise AttributeError(
+                f"neither Engine nor {type(self.module).__name__} has an attribute {name!r}"
+            ) from None
+
+    def _cast(self, inputs: Any) -> Any:
+        def cast(value: Any) -> Any:
+            floating = isinstance(value, Tensor) and value.is_floating_point()
+            return value.to(torch.float16) if floating else value
+
+        return _mapped(cast, inputs)
+
+    # Saving --------------------------------------------------------------------------------------
+
+    def module_state_dict(self) -> dict[str, Any]:
+        """The module's; whole on every rank."""
+        self.optimizer.settle()
+        return self.module.state_dict()
+
+    def load_module_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """New parameters, and masters that follow them. Every rank must call this with the same values."""
+        self.optimizer.settle()
+        self.module.load_state_dict(state, strict=strict)
+        self.optimizer.refresh_masters()
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part of everything, to be saved between steps and loaded by the same rank."""
+        scheduler = self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None
+        return {
+            "module": {k: v.detach().clone() for k, v in self.module_state_dict().items()},
+            "optimizer": self.optimizer.state_dict(),
+            "lr_scheduler": scheduler,
+            "counters": {name: getattr(self, name) for name in COUNTERS},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue bit for bit where `state_dict` was taken. Every rank loads its own part."""
+        self.load_module_state_dict(state["module"])
+        if self.lr_scheduler is not None and state["lr_scheduler"] is not None:
+            self.lr_scheduler.load_state_dict(state["lr_scheduler"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        for name in COUNTERS:
+            setattr(self, name, state["counters"][name])
+
+    def destroy(self) -> None:
+        """Take the engine off the model, which keeps its parameters."""
+        self.optimizer.close()
+
+
+COUNTERS = ("micro_steps", "global_steps", "global_samples", "skipped_steps")
+
+
+def _mapped(function: Callable[[Any], Any], nest: Any) -> Any:
+    """The nest of tuples, lists and dicts with every leaf mapped."""
+    if isinstance(nest, Mapping):
+        return {key: _mapped(function, value) for key, value in nest.items()}
+    if isinstance(nest, (tuple, list)):
+        return type(nest)(_mapped(function, value) for value in nest)
+    return function(nest)
+
+
+def _tensors(nest: Any) -> Iterator[Tensor]:
+    """Every tensor in a nest of tuples, lists, dicts and dataclasses."""
+    if isinstance(nest, Tensor):
+        yield nest
+    elif isinstance(nest, Mapping):
+        for value in nest.values():
+            yield from _tensors(value)
+    elif isinstance(nest, (tuple, list)):
+        for value in nest:
+            yield from _tensors(value)
+    elif hasattr(nest, "__dataclass_fields__"):
+        yield from _tensors(vars(nest))

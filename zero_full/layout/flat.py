@@ -1,0 +1,85 @@
+"""Parameters laid end to end in one flat buffer that is cut evenly over the ranks of a group."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """The elements of one parameter that one rank owns. Ranges are (start, stop), in elements."""
+
+    index: int  # which of the layout's parameters
+    param_range: tuple[int, int]  # counted in the flattened parameter
+    flat_range: tuple[int, int]  # counted in the whole flat buffer
+
+    @property
+    def numel(self) -> int:
+        """How many elements."""
+        return self.flat_range[1] - self.flat_range[0]
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """Parameters of `numels` elements in a row, each starting at a multiple of `alignment`.
+
+    Every rank's slice is a multiple of `alignment * copies`, so that copies and kernels never start at an
+    odd address, and `copies` ranks that hold the same slice can share the work of averaging it. What lies
+    between is padding: zeros that are moved along and never looked at.
+    """
+
+    numels: tuple[int, ...]
+    world: int
+    alignment: int = 1
+    copies: int = 1
+
+    def __post_init__(self) -> None:
+        if min(self.world, self.alignment, self.copies) < 1 or any(n < 0 for n in self.numels):
+            raise ValueError(f"no layout: {self}")
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Where each parameter starts in the flat buffer."""
+        starts, position = [], 0
+        for numel in self.numels:
+            starts.append(position)
+            position = _rounded_up(position + numel, self.alignment)
+        return tuple(starts)
+
+    @cached_property
+    def shard(self) -> int:
+        """Elements in each rank's slice."""
+        end = _rounded_up(self.starts[-1] + self.numels[-1], self.alignment) if self.numels else 0
+        return _rounded_up(-(-end // self.world), self.alignment * self.copies)
+
+    @property
+    def total(self) -> int:
+        """Elements of the whole buffer, padding included."""
+        return self.shard * self.world
+
+    @property
+    def padding(self) -> int:
+        """Elements that belong to no parameter."""
+        return self.total - sum(self.numels)
+
+    def slice_of(self, rank: int) -> slice:
+        """The part of the flat buffer that belongs to `rank`."""
+        return slice(rank * self.shard, (rank + 1) * self.shard)
+
+    def window(self, index: int) -> slice:
+        """Where parameter `index` lies in the flat buffer."""
+        return slice(self.starts[index], self.starts[index] + self.numels[index])
+
+    def fragments(self, rank: int) -> list[Fragment]:
+        """What `rank` owns: at most one piece of each parameter, in order; empty pieces are left out."""
+        own = self.slice_of(rank)
+        fragments = []
+        for index, start in enumerate(self.starts):
+            low = max(start, own.start)
+            high = min(start + self.numels[index], own.stop)
+            if low < high:
+                fragments.append(Fragment(index, (low - start, high - start), (low, high)))
+        return fragments
+
+
+def _rounded_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

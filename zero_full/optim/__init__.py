@@ -1,0 +1,27 @@
+"""Optimizers and learning-rate schedules, by the names that a configuration gives them."""
+
+from zero_full.optim.build import build_optimizer
+from zero_full.optim.elementwise import check_elementwise
+from zero_full.optim.lion import Lion
+from zero_full.optim.schedules import (
+    LRRangeTest,
+    OneCycle,
+    Schedule,
+    WarmupCosineLR,
+    WarmupDecayLR,
+    WarmupLR,
+    build_scheduler,
+)
+
+__all__ = [
+    "LRRangeTest",
+    "Lion",
+    "OneCycle",
+    "Schedule",
+    "WarmupCosineLR",
+    "WarmupDecayLR",
+    "WarmupLR",
+    "build_optimizer",
+    "build_scheduler",
+    "check_elementwise",
+]

@@ -1,0 +1,66 @@
+"""Which optimizers may step on flat pieces of parameters.
+
+A rank holds a range of a flat buffer: pieces of tensors, cut anywhere, in one dimension. An update that
+looks at each element alone cannot tell. One that looks at rows, columns, norms or products would silently
+compute something else, so it is refused unless it says that it knows.
+"""
+
+import inspect
+
+import torch
+from torch.optim import Optimizer
+
+ELEMENTWISE: tuple[type[Optimizer], ...] = (
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adamax,
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+    torch.optim.ASGD,
+)
+NOT_ELEMENTWISE: dict[type[Optimizer], str] = {
+    torch.optim.LBFGS: "takes inner products over all parameters and calls a closure many times a step",
+    torch.optim.Adafactor: "keeps means of whole rows and columns and divides by the norm of each tensor",
+    torch.optim.Muon: "orthogonalises whole matrices",
+    torch.optim.SparseAdam: "works on sparse gradients, and a flat buffer of gradients is dense",
+}
+
+
+def check_elementwise(optimizer: Optimizer, allow_untested: bool = False) -> None:
+    """Raise TypeError, with the reason and the remedy, unless the optimizer may step on cut tensors."""
+    kind, name = type(optimizer), type(optimizer).__name__
+    if _declares(kind, "zero_full_elementwise") or _declares(kind, "zero_full_handles_cut_tensors"):
+        return
+    for refused, reason in NOT_ELEMENTWISE.items():
+        if isinstance(optimizer, refused):
+            raise TypeError(
+                f"{name} cannot step on pieces of parameters: it {reason}. Use an elementwise optimizer such "
+                "as AdamW, or stage 0, which cuts nothing"
+            )
+    if not allow_untested and not any(_same_step(kind, known) for known in ELEMENTWISE):
+        raise TypeError(
+            f"zero_full does not know whether {name} can step on parameters that are cut into flat pieces. "
+            "If its update of each element depends on that element alone, set the class attribute "
+            f"{name}.zero_full_elementwise = True. If it handles cut tensors itself, set "
+            f"{name}.zero_full_handles_cut_tensors = True. To try at your own risk, set "
+            '"zero_allow_untested_optimizer": true in the configuration'
+        )
+
+
+def _declares(kind: type[Optimizer], attribute: str) -> bool:
+    """A declaration is about the `step` of the class that makes it, not about one written later below it."""
+    for each in kind.__mro__:
+        if attribute in vars(each):
+            return bool(vars(each)[attribute]) and _same_step(kind, each)
+    return False
+
+
+def _same_step(one: type, other: type) -> bool:
+    """Inherited, and not overridden; torch wraps `step` on the class when the first instance is made."""
+    steps = [inspect.unwrap(each.step) if hasattr(each, "step") else None for each in (one, other)]
+    return steps[0] is steps[1]

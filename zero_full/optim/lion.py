@@ -1,0 +1,52 @@
+"""Lion: the sign of an interpolated momentum, and half of Adam's memory."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+
+class Lion(Optimizer):
+    """Moves every element by `lr`, in the direction of a momentum that leans towards the newest gradient.
+
+    The defaults are DeepSpeed's. An element whose momentum and gradient are zero stays where it is.
+    """
+
+    zero_full_elementwise = True
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+    ) -> None:
+        if lr < 0:
+            raise ValueError(f"lr must not be negative, but is {lr}")
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas must lie between 0 and 1, but are {betas}")
+        if weight_decay < 0:
+            raise ValueError(f"weight_decay must not be negative, but is {weight_decay}")
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Move every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+                momentum = state["exp_avg"]
+                p.mul_(1 - lr * group["weight_decay"])
+                p.add_(momentum.lerp(p.grad, 1 - beta1).sign_(), alpha=-lr)
+                momentum.lerp_(p.grad, 1 - beta2)
+        return loss

@@ -1,0 +1,369 @@
+"""Learning rates that change while training: DeepSpeed's five schedules, and torch's by their names.
+
+A schedule is stepped after an optimizer step that was applied, so iteration 0 is what the *second* optimizer
+step uses. The first one uses what the constructor writes, which is the value at iteration -1: the lower end
+of a warm-up, a cycle or a range test. A step skipped for overflow does not move the schedule.
+"""
+
+import inspect
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer, lr_scheduler
+
+from zero_full.optim.arguments import check_arguments, nearest
+
+Rates = float | Sequence[float]  # one for all parameter groups, or one for each
+BETA2_OF_ONE_CYCLE = 0.99
+
+
+def warmup_gain(it: int, steps: int, kind: str) -> float:
+    """From 0 to 1 during the first `steps` iterations, along a logarithm or a line; then 1."""
+    if it < 0:
+        return 0.0
+    if it >= steps:
+        return 1.0
+    return math.log(it + 1) / math.log(steps) if kind == "log" else it / steps
+
+
+def linear_decay(it: int, start: int, total: int) -> float:
+    """From 1 at iteration `start` to 0 at `total`, along a line."""
+    return max(0.0, (total - it) / max(1.0, total - start))
+
+
+def cosine_decay(it: int, start: int, total: int, floor: float) -> float:
+    """From 1 just before iteration `start` along half a cosine to `floor` just before `total`; then level."""
+    progress = min(1.0, (it - start + 1) / max(1, total - start))
+    return max(0.0, floor + (1 - floor) * (1 + math.cos(math.pi * progress)) / 2)
+
+
+def range_test_gain(it: int, size: int, rate: float, staircase: bool) -> float:
+    """1 at the start, and `rate` more after every `size` iterations, evenly or in stairs."""
+    intervals = (it + 1) / size
+    return 1 + rate * (math.floor(intervals) if staircase else intervals)
+
+
+def triangle(it: int, first: int, second: int, stairs: tuple[int, int]) -> float:
+    """Where a cycle is between its lower end, 0, and its upper, 1; a count of stairs makes that half jump."""
+    position = (it + 1) % (first + second)
+    rising = position <= first
+    done, size, count = (
+        (position, first, stairs[0]) if rising else (first + second - position, second, stairs[1])
+    )
+    return math.floor(done * count / size) / count if count else done / size
+
+
+class Schedule:
+    """Writes `lr_at(iteration)` into an optimizer's parameter groups, one step at a time."""
+
+    def __init__(self, optimizer: Optimizer, last_batch_iteration: int = -1) -> None:
+        self.optimizer = optimizer
+        self.last_batch_iteration = last_batch_iteration
+        self._last_lr: list[float] = []
+        self._write()
+
+    def lr_at(self, it: int) -> list[float]:
+        """The learning rate of each parameter group after `it` + 1 steps of the schedule."""
+        raise NotImplementedError
+
+    def get_lr(self) -> list[float]:
+        """What the schedule prescribes now, one number a parameter group."""
+        return self.lr_at(self.last_batch_iteration)
+
+    def get_last_lr(self) -> list[float]:
+        """What was last written, one number a parameter group."""
+        return list(self._last_lr)
+
+    def step(self, last_batch_iteration: int | None = None) -> None:
+        """Go to the next iteration, or to the given one."""
+        following = self.last_batch_iteration + 1
+        self.last_batch_iteration = following if last_batch_iteration is None else last_batch_iteration
+        self._write()
+
+    def state_dict(self) -> dict[str, int]:
+        """What to save: how far the schedule is. Its shape is the configuration's."""
+        return {"last_batch_iteration": self.last_batch_iteration}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict`'s answer; the learning rates are written at once."""
+        if "last_batch_iteration" not in state:
+            raise ValueError(
+                f"the saved state of a {type(self).__name__} has a last_batch_iteration, this one has "
+                f"{', '.join(state) or 'nothing'}: load it into the kind of schedule that saved it"
+            )
+        self.last_batch_iteration = int(state["last_batch_iteration"])
+        self._write()
+
+    def _write(self) -> None:
+        groups, rates = self.optimizer.param_groups, self.get_lr()
+        if len(groups) != len(rates):
+            raise ValueError(
+                f"{type(self).__name__} was made for {len(rates)} parameter groups and the optimizer has "
+                f"{len(groups)}: make the schedule after the last add_param_group"
+            )
+        for group, rate in zip(groups, rates, strict=True):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)  # compiled and captured steps hold on to this tensor
+            else:
+                group["lr"] = rate
+        self._last_lr = rates
+
+
+class LRRangeTest(Schedule):
+    """The learning rate grows for ever, to see where training breaks."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        lr_range_test_min_lr: Rates = 1e-3,
+        lr_range_test_step_size: int = 2000,
+        lr_range_test_step_rate: float = 1.0,
+        lr_range_test_staircase: bool = False,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        self.min_lrs = _per_group(optimizer, "lr_range_test_min_lr", lr_range_test_min_lr)
+        self.size = _whole("lr_range_test_step_size", lr_range_test_step_size, 1)
+        self.rate, self.staircase = lr_range_test_step_rate, lr_range_test_staircase
+        super().__init__(optimizer, last_batch_iteration)
+
+    def lr_at(self, it: int) -> list[float]:
+        """The lower end times a factor that grows."""
+        gain = range_test_gain(it, self.size, self.rate, self.staircase)
+        return [low * gain for low in self.min_lrs]
+
+
+class WarmupLR(Schedule):
+    """From `warmup_min_lr` up to `warmup_max_lr`, or to each group's own rate if that is None; then level."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        warmup_min_lr: Rates = 0.0,
+        warmup_max_lr: Rates | None = None,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        top: Rates = _own_rates(optimizer) if warmup_max_lr is None else warmup_max_lr
+        self.min_lrs = _per_group(optimizer, "warmup_min_lr", warmup_min_lr)
+        self.max_lrs = _per_group(optimizer, "warmup_max_lr", top)
+        self.warmup_steps, self.warmup_type = _warmup(warmup_num_steps, warmup_type)
+        super().__init__(optimizer, last_batch_iteration)
+
+    def gain(self, it: int) -> float:
+        """How far from the lower end, 0, to the upper end, 1."""
+        return warmup_gain(it, self.warmup_steps, self.warmup_type)
+
+    def lr_at(self, it: int) -> list[float]:
+        """Between the two ends, by `gain`."""
+        gain = self.gain(it)
+        return [low + (high - low) * gain for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
+
+
+class WarmupDecayLR(WarmupLR):
+    """A warm-up, then down along a line to `warmup_min_lr` at `total_num_steps`."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        total_num_steps: int,
+        warmup_min_lr: Rates = 0.0,
+        warmup_max_lr: Rates | None = 0.001,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        self.total_steps = _total(total_num_steps, warmup_num_steps)
+        super().__init__(
+            optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration
+        )
+
+    def gain(self, it: int) -> float:
+        """Up, then down."""
+        if it < self.warmup_steps:
+            return super().gain(it)
+        return linear_decay(it, self.warmup_steps, self.total_steps)
+
+
+class WarmupCosineLR(Schedule):
+    """Multiplies each group's own rate: up to 1 in a warm-up, then down a cosine to `cos_min_ratio`.
+
+    As in DeepSpeed, the very first optimizer step has a rate of 0, whatever `warmup_min_ratio` says.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        total_num_steps: int,
+        warmup_min_ratio: float = 0.0,
+        warmup_num_steps: int = 1000,
+        cos_min_ratio: float = 0.0001,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        self.base_lrs = _own_rates(optimizer)
+        self.total_steps = _total(total_num_steps, warmup_num_steps)
+        self.warmup_steps, self.warmup_type = _warmup(warmup_num_steps, warmup_type)
+        self.warmup_min_ratio, self.cos_min_ratio = warmup_min_ratio, cos_min_ratio
+        super().__init__(optimizer, last_batch_iteration)
+
+    def ratio(self, it: int) -> float:
+        """What each group's own rate is multiplied with."""
+        if it < 0:
+            return 0.0
+        if it >= self.warmup_steps:
+            return cosine_decay(it, self.warmup_steps, self.total_steps, self.cos_min_ratio)
+        gain = warmup_gain(it, self.warmup_steps, self.warmup_type)
+        return self.warmup_min_ratio + (1 - self.warmup_min_ratio) * gain
+
+    def lr_at(self, it: int) -> list[float]:
+        """Each group's own rate times `ratio`."""
+        ratio = self.ratio(it)
+        return [base * ratio for base in self.base_lrs]
+
+
+@dataclass(eq=False, repr=False)  # for its arguments: an __init__ with fourteen of them says nothing more
+class OneCycle(Schedule):
+    """Up to `cycle_max_lr` and back to `cycle_min_lr`, while beta1 goes down and back; then both decay.
+
+    As in DeepSpeed, beta2 is 0.99 all the while, and the very first optimizer step has `cycle_min_mom`.
+    Both are left alone if `cycle_momentum` is false or the optimizer has no betas. No `decay_step_size`
+    means no decay.
+    """
+
+    optimizer: Optimizer
+    cycle_min_lr: Rates
+    cycle_max_lr: Rates
+    decay_lr_rate: float = 0.0
+    cycle_first_step_size: int = 2000
+    cycle_second_step_size: int | None = None  # as long as the first
+    cycle_first_stair_count: int = 0  # no stairs
+    cycle_second_stair_count: int | None = None  # as many as in the first half
+    decay_step_size: int = 0
+    cycle_momentum: bool = True
+    cycle_min_mom: Rates = 0.8
+    cycle_max_mom: Rates = 0.9
+    decay_mom_rate: float = 0.0
+    last_batch_iteration: int = -1
+
+    def __post_init__(self) -> None:
+        second, stairs = self.cycle_second_step_size, self.cycle_second_stair_count
+        self.first = _whole("cycle_first_step_size", self.cycle_first_step_size, 1)
+        self.second = self.first if second is None else _whole("cycle_second_step_size", second, 0)
+        first_stairs = _whole("cycle_first_stair_count", self.cycle_first_stair_count, 0)
+        self.stairs = (
+            first_stairs,
+            first_stairs if stairs is None else _whole("cycle_second_stair_count", stairs, 0),
+        )
+        self.decay_every = _whole("decay_step_size", self.decay_step_size, 0)
+        self.lrs = self._pairs("cycle_min_lr", "cycle_max_lr")
+        self.moms = self._pairs("cycle_min_mom", "cycle_max_mom")
+        if self.cycle_momentum and not all("betas" in group for group in self.optimizer.param_groups):
+            warnings.warn(
+                f"OneCycle moves the learning rate only: {type(self.optimizer).__name__} has no betas; "
+                "say so with cycle_momentum: false",
+                stacklevel=3,
+            )
+            self.cycle_momentum = False
+        super().__init__(self.optimizer, self.last_batch_iteration)
+
+    def lr_at(self, it: int) -> list[float]:
+        """On the triangle during the cycle, then the lower end divided by what grows."""
+        if it < self.first + self.second:
+            height = triangle(it, self.first, self.second, self.stairs)
+            return [low + (high - low) * height for low, high in self.lrs]
+        return [low / self._decay(it, self.decay_lr_rate) for low, _ in self.lrs]
+
+    def mom_at(self, it: int) -> list[float]:
+        """Beta1 of each group: on the triangle upside down, then the upper end times what grows."""
+        if it < 0:
+            return [low for low, _ in self.moms]
+        if it < self.first + self.second:
+            height = triangle(it, self.first, self.second, self.stairs)
+            return [high - (high - low) * height for low, high in self.moms]
+        return [high * self._decay(it, self.decay_mom_rate) for _, high in self.moms]
+
+    def _decay(self, it: int, rate: float) -> float:
+        since = it - (self.first + self.second) + 1
+        return 1 + rate * since / self.decay_every if self.decay_every else 1.0
+
+    def _pairs(self, low: str, high: str) -> list[tuple[float, float]]:
+        ends = [_per_group(self.optimizer, key, getattr(self, key)) for key in (low, high)]
+        return list(zip(*ends, strict=True))
+
+    def _write(self) -> None:
+        super()._write()
+        if self.cycle_momentum:
+            moms = self.mom_at(self.last_batch_iteration)
+            for group, mom in zip(self.optimizer.param_groups, moms, strict=True):
+                group["betas"] = (mom, BETA2_OF_ONE_CYCLE)
+
+
+OURS: dict[str, type[Schedule]] = {
+    each.__name__: each for each in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
+}
+
+
+def build_scheduler(type: str, params: Mapping[str, Any], optimizer: Optimizer) -> Any:
+    """The schedule which a configuration's `scheduler` section names, DeepSpeed's or torch's."""
+    known = {**_schedules_of_torch(), **OURS}
+    if type not in known:
+        hint = nearest(type, known) or f"; there are {', '.join(OURS)} and those of torch.optim.lr_scheduler"
+        raise ValueError(f"scheduler.type: no schedule is named {type!r}{hint}")
+    check_arguments("scheduler.params", known[type], params)
+    return known[type](optimizer, **params)
+
+
+def _schedules_of_torch() -> dict[str, Any]:
+    found = {name: getattr(lr_scheduler, name) for name in dir(lr_scheduler)}
+    return {
+        name: each
+        for name, each in found.items()
+        if inspect.isclass(each)
+        and issubclass(each, lr_scheduler.LRScheduler)
+        and not name.endswith("LRScheduler")
+    }
+
+
+def _own_rates(optimizer: Optimizer) -> list[float]:
+    return [float(group["lr"]) for group in optimizer.param_groups]
+
+
+def _per_group(optimizer: Optimizer, key: str, value: Rates) -> list[float]:
+    groups = len(optimizer.param_groups)
+    try:
+        values = [float(each) for each in (value if isinstance(value, Sequence) else [value] * groups)]
+    except (TypeError, ValueError):
+        raise ValueError(f"{key} must be a number or a list of one for each group, not {value!r}") from None
+    if len(values) != groups:
+        raise ValueError(
+            f"{key} lists {len(values)} values for {groups} parameter groups: give one or {groups}"
+        )
+    return values
+
+
+def _whole(key: str, value: float, least: int) -> int:
+    """A JSON file may say 1e3, which is a float and still a whole number."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and value == value // 1 >= least:
+        return int(value)
+    raise ValueError(f"{key} must be a whole number of at least {least}, not {value!r}")
+
+
+def _warmup(steps: int, kind: str) -> tuple[int, str]:
+    if kind not in ("log", "linear"):
+        raise ValueError(f"warmup_type must be 'log' or 'linear', not {kind!r}")
+    # Of one step there is no logarithm to divide by.
+    return max(2, _whole("warmup_num_steps", steps, 0)), kind
+
+
+def _total(total: int, warmup: int) -> int:
+    if (whole := _whole("total_num_steps", total, 1)) < warmup:
+        warnings.warn(
+            f"total_num_steps {total} is less than warmup_num_steps {warmup}: the warm-up will not end",
+            stacklevel=3,
+        )
+    return whole

@@ -1,0 +1,43 @@
+"""One table of dtypes: every number of a training step has its place in it."""
+
+from dataclasses import dataclass
+
+import torch
+
+LOW = (torch.float16, torch.bfloat16)
+NAMES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """`parameter` None: as the model has them. `reduce` None: as the gradients are."""
+
+    parameter: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    accumulate: torch.dtype | None = None
+    low_master: bool = False  # master, gradients and optimizer state in the parameters' 16 bits
+
+    def of(self, model: torch.dtype) -> torch.dtype:
+        """The parameters' dtype during training, for a parameter that the model has as `model`."""
+        return self.parameter if self.parameter is not None and model.is_floating_point else model
+
+    def master_of(self, parameter: torch.dtype) -> torch.dtype:
+        """What the optimizer steps: fp32 for 16-bit parameters unless asked otherwise."""
+        return torch.float32 if parameter in LOW and not self.low_master else parameter
+
+    def accumulate_of(self, parameter: torch.dtype) -> torch.dtype:
+        """What reduced gradients, and gradients of several micro-batches, add up in."""
+        return self.accumulate or self.master_of(parameter)
+
+    def table(self, model: torch.dtype) -> dict[str, str]:
+        """For the log."""
+        parameter = self.of(model)
+        master = self.master_of(parameter)
+        rows = {
+            "parameter": parameter,
+            "reduce": self.reduce or "as the gradients are",
+            "accumulate": self.accumulate_of(parameter),
+            "master": "the parameters themselves" if master == parameter else master,
+            "optimizer state": master,
+        }
+        return {kind: str(dtype).removeprefix("torch.") for kind, dtype in rows.items()}

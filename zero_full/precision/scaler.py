@@ -1,0 +1,84 @@
+"""The loss scale: the factor that keeps small fp16 gradients from vanishing.
+
+There is one rule for every stage. The scale that backward used is the one to divide out; only then may
+`update` change it for the next step.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+
+class ScaleExhaustedError(RuntimeError):
+    """Gradients overflow although the loss scale is as small as it may be."""
+
+
+class StaticScale:
+    """The same scale for ever; 1 for everything but fp16."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        if not scale > 0:
+            raise ValueError(f"fp16.loss_scale must be positive, or 0 for a dynamic scale; got {scale}")
+        self.scale = float(scale)
+
+    def update(self, overflow: bool) -> None:
+        """Nothing to learn."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What to save: everything."""
+        return dict(vars(self))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict`'s answer."""
+        if state.keys() != vars(self).keys():
+            raise ValueError(
+                "the saved loss scale is of another kind (static or dynamic) than the one configured: "
+                f"it has {sorted(state)}, this one {sorted(vars(self))}. Make fp16.loss_scale agree"
+            )
+        vars(self).update(state)
+
+
+class DynamicScale(StaticScale):
+    """As large as goes: halved by overflows, doubled after `window` good steps.
+
+    The first `hysteresis - 1` overflows are forgiven. They are forgiven anew whenever the scale grows, or
+    after every good step if `consecutive_hysteresis`.
+    """
+
+    def __init__(
+        self,
+        scale: float = 2.0**16,
+        window: int = 1000,
+        minimum: float = 1.0,
+        hysteresis: int = 2,
+        consecutive_hysteresis: bool = False,
+    ) -> None:
+        super().__init__(scale)
+        self.window, self.minimum, self.hysteresis = window, minimum, hysteresis
+        self.consecutive_hysteresis = consecutive_hysteresis
+        self.lives = hysteresis
+        self.steps, self.last_overflow = 0, -1
+
+    def update(self, overflow: bool) -> None:
+        """Learn from one step, after its gradients have been unscaled."""
+        if overflow:
+            self._shrink()
+        else:
+            self._grow()
+        self.steps += 1
+
+    def _shrink(self) -> None:
+        self.last_overflow = self.steps
+        if self.lives > 1:
+            self.lives -= 1
+        elif self.scale <= self.minimum:
+            raise ScaleExhaustedError(f"gradients overflow at the smallest loss scale, {self.minimum:g}")
+        else:
+            self.scale = max(self.scale / 2, self.minimum)
+
+    def _grow(self) -> None:
+        good = self.steps - self.last_overflow - 1  # steps without overflow before this one
+        due = good > 0 and good % self.window == 0
+        if due or self.consecutive_hysteresis:
+            self.lives = self.hysteresis
+        if due:
+            self.scale *= 2

@@ -1,0 +1,212 @@
+"""Read and write what is behind a parameter: its fp32 value, its gradient, its optimizer state.
+
+The `full` functions deal in whole tensors: every rank of the parameter's group must call them, and every
+rank gets, or gives, the same. The `local` ones deal in this rank's fragment, a flat tensor with the elements
+that this rank owns (perhaps none), and concern nobody else.
+"""
+
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils.weak import WeakIdKeyDictionary
+
+from zero_full.shard.bucket import Bucket, Member, Owned
+
+if TYPE_CHECKING:
+    from zero_full.shard.optimizer import ZeroOptimizer
+
+# Parameter -> weak reference to its optimizer: nobody is kept alive by being known here.
+_owners = WeakIdKeyDictionary()
+
+
+class Place:
+    """Where a parameter's parts are."""
+
+    def __init__(self, optimizer: "ZeroOptimizer", bucket: Bucket, member: Member) -> None:
+        self.optimizer, self.bucket, self.member = optimizer, bucket, member
+
+    @property
+    def owned(self) -> Owned | None:
+        """This rank's fragment, if it owns any of the parameter."""
+        return next((o for o in self.bucket.owned if o.member is self.member), None)
+
+    def gradient(self) -> Tensor | None:
+        """This rank's averaged, unscaled gradient; None if there is none now."""
+        optimizer, bucket = self.optimizer, self.bucket
+        ready = bucket.own_is_valid or (bucket.direct and self.member.param.grad is not None)
+        if not ready or optimizer.reducer.owing:
+            return None
+        if self.owned is None:
+            return self.bucket.values.new_empty(0, dtype=bucket.accumulate)
+        gradient = bucket.gradient_of(self.owned)
+        if gradient is None:
+            return None
+        flat = gradient.detach().reshape(-1)
+        return flat.clone() if optimizer.unscaled else flat / optimizer.scaler.scale
+
+    def assemble(self, mine: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Everyone's fragments as one tensor."""
+        param = self.member.param
+        whole = torch.zeros(param.numel(), dtype=dtype, device=param.device)
+        if mine is not None and self.owned is not None:
+            start, stop = self.owned.fragment.param_range
+            whole[start:stop] = mine.reshape(-1)
+        return self.bucket.shard.sum_numbers(whole, f"fragments of {self.member.name}").view(param.shape)
+
+    def cut(self, value: Tensor) -> Tensor:
+        """This rank's elements of a whole tensor."""
+        if value.shape != self.member.param.shape:
+            raise ValueError(
+                f"{self.member.name} has shape {tuple(self.member.param.shape)}, got {tuple(value.shape)}"
+            )
+        if self.owned is None:
+            return value.reshape(-1)[:0]
+        start, stop = self.owned.fragment.param_range
+        return value.detach().reshape(-1)[start:stop]
+
+
+def register(optimizer: "ZeroOptimizer") -> None:
+    """Remember whose the optimizer's parameters are."""
+    mine = [(bucket, member) for bucket in optimizer.buckets for member in bucket.members]
+    for _, member in mine:
+        if _owner(member.param) is not None:
+            raise ValueError(
+                f"{member.name} already belongs to an engine. Call its destroy() before initializing another "
+                "one on the same model"
+            )
+    for _, member in mine:
+        _owners[member.param] = weakref.ref(optimizer)
+
+
+def unregister(optimizer: "ZeroOptimizer") -> None:
+    """Forget the optimizer's parameters."""
+    for bucket in optimizer.buckets:
+        for member in bucket.members:
+            _owners.pop(member.param, None)
+
+
+def _owner(param: Parameter) -> "ZeroOptimizer | None":
+    reference = _owners.get(param)
+    return None if reference is None else reference()
+
+
+def _place(param: Parameter) -> Place:
+    optimizer = _owner(param)
+    if optimizer is None:
+        raise ValueError(
+            "this parameter belongs to no zero_full optimizer (is it frozen, or not in the model?)"
+        )
+    optimizer.settle()
+    found = ((b, m) for b in optimizer.buckets for m in b.members if m.param is param)
+    return Place(optimizer, *next(found))
+
+
+def safe_get_full_fp32_param(param: Parameter) -> Tensor:
+    """The master copy of the whole parameter. Every rank must call this."""
+    place = _place(param)
+    mine = place.owned.master if place.owned is not None else None
+    return place.assemble(mine, place.bucket.master.dtype)
+
+
+def safe_get_full_grad(param: Parameter) -> Tensor | None:
+    """The averaged gradient between backward and `step`, unscaled; else None. Every rank must call this."""
+    place = _place(param)
+    mine = place.gradient()
+    return None if mine is None else place.assemble(mine, place.bucket.accumulate)
+
+
+def safe_get_full_optimizer_state(param: Parameter, key: str) -> Tensor | None:
+    """An entry of the optimizer's state, such as "exp_avg". Every rank must call this."""
+    place = _place(param)
+    mine = _state(place, key)
+    known = place.bucket.shard.gather_objects(_describe(mine), f"state {key} of {place.member.name}")
+    kinds = [kind for kind in known if kind is not None]
+    if not kinds:
+        return None
+    dims, dtype, value = kinds[0]
+    return torch.tensor(value) if dims == 0 else place.assemble(mine, dtype)
+
+
+def _describe(mine: Tensor | None) -> tuple[int, torch.dtype, float] | None:
+    """Enough for a rank that owns nothing to know what the others have."""
+    return None if mine is None else (mine.dim(), mine.dtype, 0.0 if mine.dim() else float(mine))
+
+
+def _state(place: Place, key: str) -> Tensor | None:
+    state = place.optimizer.state.get(place.owned.master, {}) if place.owned is not None else {}
+    value = state.get(key)
+    if state and value is None:
+        raise KeyError(f"the optimizer keeps no {key!r} for {place.member.name}, only {', '.join(state)}")
+    return value if value is None or isinstance(value, Tensor) else torch.tensor(float(value))
+
+
+def safe_set_full_fp32_param(param: Parameter, value: Tensor) -> None:
+    """Give the whole parameter new values. Every rank must call this with the same tensor."""
+    place = _place(param)
+    safe_set_local_fp32_param(param, place.cut(value))
+    with torch.no_grad():
+        param.copy_(value)
+
+
+def safe_set_full_grad(param: Parameter, value: Tensor) -> None:
+    """Replace the averaged gradient between backward and `step`. Every rank must call this."""
+    safe_set_local_grad(param, _place(param).cut(value))
+
+
+def safe_set_full_optimizer_state(param: Parameter, value: Tensor, key: str) -> None:
+    """Replace an entry of the optimizer's state. Every rank must call this with the same tensor."""
+    safe_set_local_optimizer_state(param, _place(param).cut(value), key)
+
+
+def safe_get_local_fp32_param(param: Parameter) -> Tensor:
+    """This rank's elements of the master copy."""
+    place = _place(param)
+    return place.bucket.master[:0] if place.owned is None else place.owned.master.detach().reshape(-1)
+
+
+def safe_get_local_grad(param: Parameter) -> Tensor | None:
+    """This rank's elements of the averaged gradient between backward and `step`, unscaled; else None."""
+    return _place(param).gradient()
+
+
+def safe_get_local_optimizer_state(param: Parameter, key: str) -> Tensor | None:
+    """This rank's elements of an entry of the optimizer's state."""
+    value = _state(_place(param), key)
+    return None if value is None else value.reshape(-1) if value.dim() else value
+
+
+def safe_set_local_fp32_param(param: Parameter, value: Tensor) -> None:
+    """New values for this rank's elements. The other ranks see them after the next step."""
+    place = _place(param)
+    if place.owned is not None:
+        place.owned.master.detach().reshape(-1).copy_(value.reshape(-1))
+        place.bucket.publish_own()
+
+
+def safe_set_local_grad(param: Parameter, value: Tensor) -> None:
+    """Replace this rank's elements of the averaged gradient between backward and `step`."""
+    place = _place(param)
+    if place.owned is None:
+        return
+    gradient = place.bucket.gradient_of(place.owned)
+    if gradient is None or place.optimizer.reducer.owing:
+        raise RuntimeError(
+            f"{place.member.name} has no averaged gradient now: set it after the last backward of a step "
+            "and before `step`"
+        )
+    scale = 1.0 if place.optimizer.unscaled else place.optimizer.scaler.scale
+    gradient.detach().copy_((value * scale).view(gradient.shape))
+
+
+def safe_set_local_optimizer_state(param: Parameter, value: Tensor, key: str) -> None:
+    """Replace this rank's elements of an entry of the optimizer's state."""
+    place = _place(param)
+    current = _state(place, key)
+    if place.owned is None:
+        return
+    if current is None:
+        raise KeyError(f"{place.member.name} has no optimizer state before the first step")
+    current.copy_(value.view(current.shape))

@@ -1,0 +1,269 @@
+"""A bucket: parameters that live in one flat buffer and whose gradients travel in one collective.
+
+[Note: a gradient's way] Autograd leaves a gradient in `param.grad`. `take` moves it into `whole`, the flat
+buffer of this rank's own gradients. `reduce` turns everyone's `whole` into `own`: the average, of which
+each rank keeps its slice. Stage 0 is the case where a slice is everything.
+
+    stages 0 and 1   `whole` stays; `own` is a window into it where the dtypes allow; reduced once a step
+    stage 2          `whole` is let go as soon as it is reduced; `own` adds up over the micro-batches
+
+A rank that is alone has nobody to send to: then `own` does not exist, the optimizer reads `param.grad`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from zero_full.comm.communicator import Communicator
+from zero_full.layout import FlatLayout, Fragment
+from zero_full.shard.settings import Settings
+
+ALIGNMENT = 8  # elements: 16 bytes of 16-bit numbers, which is what kernels like to start at
+
+
+@dataclass(frozen=True, eq=False)
+class Member:
+    """A parameter in a bucket."""
+
+    name: str
+    param: Parameter
+    group: int  # which of the optimizer's parameter groups
+    index: int  # which of the bucket's parameters
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the parameters of one bucket have in common."""
+
+    dtype: torch.dtype
+    device: torch.device
+    expert: bool = False
+    counts: bool = True  # False: another tensor-parallel rank counts the same values in the norm
+
+
+@dataclass(frozen=True, eq=False)
+class Owned:
+    """What this rank owns of a parameter: the tensor that the optimizer sees."""
+
+    member: Member
+    fragment: Fragment
+    master: Tensor
+
+
+class Bucket:
+    """See [Note: a gradient's way]."""
+
+    def __init__(
+        self,
+        members: list[Member],
+        kind: Kind,
+        shard: Communicator,
+        across: Communicator,
+        settings: Settings,
+        divisors: tuple[float, float],
+    ) -> None:
+        self.members, self.kind, self.shard, self.across = members, kind, shard, across
+        self.settings, self.divisors = settings, divisors
+        numels = tuple(m.param.numel() for m in members)
+        self.layout = FlatLayout(numels, shard.size, ALIGNMENT, copies=across.size)
+        self.accumulate = settings.dtypes.accumulate_of(settings.dtypes.of(kind.dtype))
+        self.name = members[0].name if len(members) == 1 else f"{members[0].name} ... {members[-1].name}"
+        self.values, self.master = self._move_in()
+        self.owned = [
+            Owned(members[fragment.index], fragment, self._view(self.master, fragment))
+            for fragment in self.layout.fragments(shard.rank)
+        ]
+        alone = shard.size == across.size == 1
+        self.direct = alone and self.values.dtype == self.master.dtype == self.accumulate
+        self.whole: Tensor | None = None
+        self.own: Tensor | None = None
+        self.own_is_valid = False
+        self.arrived: set[Member] = set()
+        self.suspicion: Tensor | None = None  # not finite if this rank's own gradients are not
+
+    # Parameters ----------------------------------------------------------------------------------
+
+    def _move_in(self) -> tuple[Tensor, Tensor]:
+        """Lay the parameters end to end, the first rank's values on every rank. Returns (values, master)."""
+        dtypes = self.settings.dtypes
+        values = torch.zeros(self.layout.total, dtype=self.kind.dtype, device=self.kind.device)
+        for member in self.members:
+            values[self.layout.window(member.index)].view(member.param.shape).copy_(member.param.detach())
+        self.shard.broadcast(values, f"parameters {self.name}")
+        self.across.broadcast(values, f"parameters {self.name}")
+        parameter = dtypes.of(self.kind.dtype)
+        original, values = values, values.to(parameter)
+        master = self.shard.own(values)
+        if master.dtype != dtypes.master_of(parameter):
+            # Cut from the original: what 16 bits round off is not lost.
+            master = self.shard.own(original).to(dtypes.master_of(parameter), copy=True)
+        for member in self.members:
+            member.param.data = values[self.layout.window(member.index)].view(member.param.shape)
+        return values, master
+
+    def _view(self, own: Tensor, fragment: Fragment) -> Tensor:
+        """A fragment's part of this rank's slice. In the parameter's own shape where nothing is cut."""
+        start = self.layout.slice_of(self.shard.rank).start
+        flat = own[fragment.flat_range[0] - start : fragment.flat_range[1] - start]
+        return flat.view(self.members[fragment.index].param.shape) if self.layout.world == 1 else flat
+
+    def publish_own(self) -> None:
+        """This rank's slice of the parameters becomes what its master says."""
+        mine = self.shard.own(self.values)
+        if mine.data_ptr() != self.master.data_ptr():
+            mine.copy_(self.master)
+
+    def gather(self) -> None:
+        """Everyone's slice of the parameters becomes everyone's."""
+        self.shard.all_gather(self.values, f"parameters {self.name}")
+
+    # Gradients -----------------------------------------------------------------------------------
+
+    def take(self, member: Member, final: bool) -> None:
+        """Move `param.grad` into the bucket. `final`: it will be reduced before anything is added."""
+        grad = member.param.grad
+        if grad is None:
+            return
+        if grad.layout != torch.strided:
+            raise TypeError(f"{member.name} has a sparse gradient; use nn.Embedding(sparse=False)")
+        whole = self._room_for(grad.dtype, member, final)
+        window = whole[self.layout.window(member.index)].view(grad.shape)
+        if member in self.arrived:
+            window.add_(grad)
+        else:
+            window.copy_(grad)
+            self.arrived.add(member)
+        member.param.grad = None
+
+    def _room_for(self, dtype: torch.dtype, member: Member, final: bool) -> Tensor:
+        if self.own_is_valid and self._own_is_a_window():  # a step's gradients were reduced, and more come
+            assert self.own is not None
+            self.own = self.own.clone()
+        if not self.arrived:
+            self._let_whole_be(dtype if final else self.accumulate)
+        elif self.whole is not None and member in self.arrived and self.whole.dtype != self.accumulate:
+            self.whole = self.whole.to(self.accumulate)  # it was to be final, and is not
+        assert self.whole is not None
+        return self.whole
+
+    def _let_whole_be(self, dtype: torch.dtype) -> None:
+        """A flat buffer whose padding is zero; the rest is written over as gradients arrive."""
+        if self.whole is None or self.whole.dtype != dtype:
+            if self._own_is_a_window():
+                self.own = None  # it would keep the old buffer alive
+            self.whole = torch.empty(self.layout.total, dtype=dtype, device=self.kind.device)
+            end = 0
+            for index, start in enumerate(self.layout.starts):
+                self.whole[end:start].zero_()
+                end = start + self.layout.numels[index]
+            self.whole[end:].zero_()
+
+    def _own_is_a_window(self) -> bool:
+        if self.own is None or self.whole is None:
+            return False
+        return self.own.untyped_storage().data_ptr() == self.whole.untyped_storage().data_ptr()
+
+    def reduce(self) -> None:
+        """Average everyone's gradients; keep this rank's slice of them."""
+        for member in self.members:
+            self.take(member, final=True)
+        if self.whole is None or not self.arrived:
+            self._let_whole_be(self.values.dtype)
+        assert self.whole is not None
+        for member in self.members:
+            if member not in self.arrived:  # not used: its gradient is zero
+                self.whole[self.layout.window(member.index)].zero_()
+        self._note_suspicion(self.whole)
+        self._average(self.whole)
+        self.arrived.clear()
+        if self.settings.stage == 2:
+            self.whole = None
+
+    def _average(self, whole: Tensor) -> None:
+        keep = self.settings.stage < 2 and not self.own_is_valid
+        flat = whole.to(self.settings.dtypes.reduce or whole.dtype)
+        in_place = keep and flat is whole and whole.dtype == self.accumulate
+        out = self.shard.own(whole) if in_place else self._slice_buffer()
+        self._sum(flat, out)
+        if self.own_is_valid:
+            assert self.own is not None
+            self.own.add_(out)
+        else:
+            self.own, self.own_is_valid = out, True
+
+    def _sum(self, flat: Tensor, out: Tensor) -> None:
+        before, after = self.divisors
+        if before != 1:
+            flat.div_(before)
+        what = f"gradients {self.name}"
+        last_here = self.across.size == 1
+        if self.settings.reduce_scatter:
+            self.shard.reduce_scatter(flat, out, after if last_here else 1, what)
+        else:
+            self.shard.all_reduce(flat, after if last_here else 1, what)
+            if self.shard.own(flat).data_ptr() != out.data_ptr():
+                out.copy_(self.shard.own(flat))
+        if not last_here:
+            self.across.all_reduce(out, after, what)
+
+    def _slice_buffer(self) -> Tensor:
+        """Memory for an averaged slice: last step's, if it is free."""
+        if self.own is not None and not self.own_is_valid and self.own.dtype == self.accumulate:
+            return self.own
+        return torch.empty(self.layout.shard, dtype=self.accumulate, device=self.kind.device)
+
+    def _note_suspicion(self, whole: Tensor) -> None:
+        """Remember, without waiting for it, whether this rank's own gradients are finite."""
+        total = whole.sum(dtype=torch.float32)
+        self.suspicion = total if self.suspicion is None else self.suspicion + total
+
+    def own_gradients(self) -> list[Tensor]:
+        """This rank's averaged gradients, as few tensors as possible."""
+        if not self.direct:
+            assert self.own is not None
+            return [self.own]
+        for member in self.members:
+            if member.param.grad is None:
+                member.param.grad = torch.zeros_like(member.param)
+        return [m.param.grad for m in self.members if m.param.grad is not None]
+
+    def hand_over(self) -> None:
+        """Give the optimizer's tensors their gradients."""
+        own = None if self.own is None else self.own.to(self.master.dtype)
+        for owned in self.owned:
+            grad = owned.member.param.grad if own is None else self._view(own, owned.fragment)
+            owned.master.grad = grad
+
+    def gradient_of(self, owned: Owned) -> Tensor | None:
+        """The averaged gradient of a fragment, if there is one now."""
+        if self.direct:
+            return owned.member.param.grad
+        return self._view(self.own, owned.fragment) if self.own is not None and self.own_is_valid else None
+
+    def forget(self, free: bool) -> None:
+        """Let go of the gradients; `free`: of their memory, too."""
+        for member in self.members:
+            member.param.grad = None
+        for owned in self.owned:
+            owned.master.grad = None
+        self.arrived.clear()
+        self.own_is_valid, self.suspicion = False, None
+        if free:
+            self.whole = self.own = None
+
+    def in_flight(self) -> list[Tensor]:
+        """What a reduction that starts now will read."""
+        return list(self.gradient_memory())
+
+    def gradient_memory(self) -> Iterator[Tensor]:
+        """Every tensor that holds gradients."""
+        yield from (t for t in (self.whole, self.own) if t is not None)
+        yield from (m.param.grad for m in self.members if m.param.grad is not None)
+
+    def describe(self) -> dict[str, Any]:
+        """For a log."""
+        return {"name": self.name, "parameters": len(self.members), "elements": self.layout.total}

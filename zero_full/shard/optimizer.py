@@ -1,0 +1,262 @@
+"""`ZeroOptimizer`: any elementwise optimizer, stepping only this rank's slices.
+
+It stands where the optimizer it wraps stood: same `param_groups` (so schedulers work), `step`,
+`zero_grad`, `state_dict`. Which stage it is, is a setting of its parts.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero_full.comm.lane import Lane, Pending
+from zero_full.precision.norms import Slices
+from zero_full.precision.scaler import ScaleExhaustedError, StaticScale
+from zero_full.shard import state as sharded_state
+from zero_full.shard.access import register, unregister
+from zero_full.shard.bucket import Bucket
+from zero_full.shard.build import Groups
+from zero_full.shard.reducer import GradientReducer
+from zero_full.shard.report import investigate
+from zero_full.shard.settings import Settings
+
+log = logging.getLogger("zero_full")
+EPSILON = 1e-6
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What a step did."""
+
+    applied: bool
+    grad_norm: float  # of the averaged gradients, unscaled, before clipping
+    scale: float  # the loss scale that backward used
+
+
+class ZeroOptimizer(torch.optim.Optimizer):
+    """See the module's docstring."""
+
+    def __init__(
+        self,
+        base: torch.optim.Optimizer,
+        buckets: Sequence[Bucket],
+        groups: Groups,
+        settings: Settings,
+        scaler: StaticScale,
+        lane: Lane,
+    ) -> None:
+        # torch's own constructor would copy the groups; here they stay the wrapped optimizer's.
+        self.base, self.buckets, self.groups = base, list(buckets), groups
+        self.settings, self.scaler, self.lane = settings, scaler, lane
+        self.loss: Tensor | None = None  # the last one, for error reports
+        self.last: StepReport | None = None
+        self.unscaled = False
+        self.arriving: dict[Bucket, Pending] = {}
+        self._replace_parameters()
+        self.reducer = GradientReducer(self.buckets, lane, every_backward=settings.stage == 2)
+        register(self)
+
+    def _replace_parameters(self) -> None:
+        """The wrapped optimizer gets this rank's fragments instead of parameters."""
+        whole = {m.name: m.param for bucket in self.buckets for m in bucket.members}
+        owned = [owned for bucket in self.buckets for owned in bucket.owned]
+        sharded_state.cut_state(self.base, whole, sharded_state.fragments(self.buckets))
+        for number, group in enumerate(self.base.param_groups):
+            group["params"] = [o.master for o in owned if o.member.group == number]
+
+    # What torch's optimizers have ----------------------------------------------------------------
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The wrapped optimizer's; their "params" are this rank's fragments."""
+        return self.base.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The wrapped optimizer's, by fragment."""
+        return self.base.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The wrapped optimizer's."""
+        return self.base.defaults
+
+    def __repr__(self) -> str:
+        return f"ZeroOptimizer(stage {self.settings.stage}, {len(self.buckets)} buckets, {self.base!r})"
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: the layout is made once."""
+        raise RuntimeError(
+            "parameter groups cannot be added after initialize, because slices are already dealt: pass all "
+            "of them to initialize (set lr to 0 for those that should wait)"
+        )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Average what is left, step this rank's slices, send them to everyone. `last` says what happened."""
+        if closure is not None:
+            raise ValueError("a closure is not supported: gradients are averaged while backward runs")
+        if not self.reducer.used and not self.reducer.open:
+            return  # like torch: no gradients, no step
+        self.reducer.flush()
+        if self.settings.refuse_unused:
+            self._refuse_unused()
+        scale = self.scaler.scale
+        norm = self._norm() / (1.0 if self.unscaled else scale)
+        finite = norm not in (float("inf"), float("-inf")) and norm == norm
+        apply = finite or not self.settings.check_overflow
+        if not finite:
+            self._tell(apply)
+        if apply:
+            self._scale_gradients(norm, 1.0 if self.unscaled else scale)
+            self._update()
+        self.last, self.loss = StepReport(apply, norm, scale), None
+        for bucket in self.buckets:
+            bucket.suspicion = None
+        self._learn_scale(overflow=not finite)
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Let go of the gradients.
+
+        By default their memory is freed on accelerators and kept on the CPU, where getting fresh pages
+        from the system would cost more than the step.
+        """
+        self.reducer.forget()
+        self.unscaled = False
+        for bucket in self.buckets:
+            on_cpu = bucket.kind.device.type == "cpu"
+            bucket.forget(free=not on_cpu if set_to_none is None else set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part: fragments by parameter name, the groups' options and the loss scale."""
+        self.settle()
+        options = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
+        return {
+            "format": 1,
+            "fragments": sharded_state.save(self.base, self.buckets),
+            "groups": options,
+            "scaler": self.scaler.state_dict(),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from this rank's part. Every rank must call this: parameters are gathered."""
+        if len(state_dict["groups"]) != len(self.param_groups):
+            raise ValueError(
+                f"{len(state_dict['groups'])} parameter groups were saved, but the optimizer has "
+                f"{len(self.param_groups)}"
+            )
+        sharded_state.load(self.base, self.buckets, state_dict["fragments"])
+        self.scaler.load_state_dict(state_dict["scaler"])
+        for group, options in zip(self.param_groups, state_dict["groups"], strict=True):
+            group.update(options)
+        self.zero_grad()
+        self._publish()
+        self.settle()
+
+    # The parts of a step -------------------------------------------------------------------------
+
+    def _norm(self) -> float:
+        slices = [Slices(b.own_gradients(), b.kind.counts, b.kind.expert) for b in self.buckets]
+        return self.groups.norm(slices)
+
+    def _scale_gradients(self, norm: float, scale: float) -> None:
+        """Unscale and clip in one pass, or in none."""
+        factor = 1.0 / scale
+        if self.settings.clip > 0:
+            factor *= min(1.0, self.settings.clip / (norm + EPSILON))
+        if factor != 1.0:
+            for bucket in self.buckets:
+                for gradient in bucket.own_gradients():
+                    gradient.mul_(factor)
+        self.unscaled = True
+
+    def _update(self) -> None:
+        for bucket in self.buckets:
+            bucket.hand_over()
+        self.base.step()
+        self._publish()
+        if not self.settings.gather_beside_forward:
+            self.settle()
+
+    def _publish(self) -> None:
+        """First things first: the next forward starts with what backward ended with."""
+        for bucket in reversed(self.buckets):
+            bucket.publish_own()
+            tensors = [bucket.values]
+            self.arriving[bucket] = self.lane.submit(bucket.gather, tensors, [self.lane.producer()])
+
+    def settle(self) -> None:
+        """Until all parameters have arrived."""
+        while self.arriving:
+            _, pending = self.arriving.popitem()
+            pending.wait()
+
+    def hold_back(self, model: nn.Module) -> None:
+        """With `gather_beside_forward`: each module waits for its own parameters, not for all."""
+        bucket_of = {m.param: bucket for bucket in self.buckets for m in bucket.members}
+        for module in model.modules():
+            needed = {bucket_of[p] for p in module.parameters(recurse=False) if p in bucket_of}
+            if needed:
+                module.register_forward_pre_hook(lambda *_, needed=needed: self._wait_for(needed))
+
+    def _wait_for(self, needed: set[Bucket]) -> None:
+        for bucket in needed:
+            if bucket in self.arriving:
+                self.arriving.pop(bucket).wait()
+
+    def _refuse_unused(self) -> None:
+        members = {member for bucket in self.buckets for member in bucket.members}
+        unused = {member.name for member in members - self.reducer.used}
+        for group in self.groups.everyone:  # so that every rank raises, or none
+            unused = set.union(*group.gather_objects(unused, "unused parameters"))
+        if unused:
+            raise ValueError(
+                f"no gradient for {', '.join(sorted(unused))} in this step, on some rank at least. Freeze "
+                "what is not trained, or set zero_optimization.ignore_unused_parameters to true"
+            )
+
+    # Overflow ------------------------------------------------------------------------------------
+
+    def _tell(self, apply: bool) -> None:
+        everyone = self.groups.everyone
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        self.finding = investigate(self.buckets, self.loss, everyone, rank)
+        log.warning("%s: %s", "step applied nevertheless" if apply else "step skipped", self.finding)
+
+    def _learn_scale(self, overflow: bool) -> None:
+        try:
+            self.scaler.update(overflow)
+        except ScaleExhaustedError as error:
+            raise ScaleExhaustedError(
+                f"{error}. {self.finding[0].upper()}{self.finding[1:]}. What helps: bf16, a smaller "
+                "learning rate, gradient clipping, or fixing what produces inf or NaN in fp32"
+            ) from None
+
+    def refresh_masters(self) -> None:
+        """Masters follow the parameters, after somebody has loaded new values into those."""
+        for bucket in self.buckets:
+            bucket.master.copy_(bucket.shard.own(bucket.values))
+
+    def close(self) -> None:
+        """Leave the model: its parameters stay as they are, without hooks."""
+        self.settle()
+        self.reducer.close()
+        self.zero_grad()
+        unregister(self)
+
+    # What this rank has --------------------------------------------------------------------------
+
+    def holdings(self) -> dict[str, list[Tensor]]:
+        """Every tensor that this rank keeps, by kind. Counters are the optimizer's step numbers."""
+        state = [v for s in self.state.values() for v in s.values() if isinstance(v, Tensor)]
+        masters = [b.master for b in self.buckets if b.master.dtype != b.values.dtype]
+        return {
+            "parameters": [b.values for b in self.buckets],
+            "gradients": [t for b in self.buckets for t in b.gradient_memory()],
+            "optimizer": masters + [t for t in state if t.dim()],
+            "counters": [t for t in state if not t.dim()],
+        }

@@ -1,0 +1,147 @@
+"""When gradients are reduced: hooks on the parameters, and the beginning and end of a backward pass.
+
+All ranks reduce the same buckets in the same order, whatever the order in which their gradients appear:
+a bucket leaves when it and all before it are complete, and what is left leaves at the end of backward.
+
+[Note: recomputed parts] Re-entrant activation checkpointing runs small backward passes inside the large
+one, so a parameter used in two of them gets its gradient in two helpings. Once such a part is seen, buckets
+wait for the end of the large pass.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from zero_full._compat import current_backward, when_backward_ends
+from zero_full.comm.lane import Lane, Pending
+from zero_full.shard.bucket import Bucket, Member
+
+IN_FLIGHT = 2  # reductions that may run beside backward: more would only hold more memory
+
+
+class GradientReducer:
+    """Watches the gradients of all buckets."""
+
+    def __init__(self, buckets: Sequence[Bucket], lane: Lane, every_backward: bool) -> None:
+        self.buckets = [bucket for bucket in buckets if not bucket.direct]
+        self.lane, self.every_backward = lane, every_backward
+        self.boundary = True  # the engine says whether this backward is the step's last
+        self.muted = False  # inside no_sync
+        self.open = False  # a backward pass is running
+        self.owing = False  # some gradients have not been reduced yet
+        self.outer: int | None = None
+        self.wait_for_end = False
+        self.launched = 0
+        self.missing: dict[Bucket, int] = {}
+        self.producers: dict[Bucket, list[object]] = {}
+        self.pending: list[Pending] = []
+        self.used: set[Member] = set()  # since the last step
+        self.hooks = [
+            member.param.register_post_accumulate_grad_hook(partial(self._arrived, bucket, member))
+            for bucket in buckets
+            for member in bucket.members
+        ]
+
+    @property
+    def syncing(self) -> bool:
+        """Whether this backward pass ends with reduced gradients."""
+        return not self.muted and (self.every_backward or self.boundary)
+
+    def is_running(self) -> bool:
+        """Whether the backward pass that calls this (not a recomputed part of one) is known already."""
+        return self.open and (self.outer is None or self.outer == current_backward())
+
+    def begin(self) -> None:
+        """A backward pass starts. Called by the engine, by a hook on the model's output, or by a gradient."""
+        now = current_backward()
+        self.outer = now if now >= 0 else None
+        self.open, self.launched, self.wait_for_end = True, 0, False
+        self.missing = {bucket: len(bucket.members) for bucket in self.buckets}
+        self.producers = {bucket: [] for bucket in self.buckets}
+        if now >= 0:  # nobody but autograd knows when this one ends
+            when_backward_ends(self.finish)
+
+    def note_pass(self) -> None:
+        """Remember the number of the large pass, which the engine cannot know before autograd has it."""
+        if self.outer is None:
+            self.outer = current_backward()
+
+    def _arrived(self, bucket: Bucket, member: Member, param: Tensor) -> None:
+        """Autograd has completed a gradient."""
+        if not self.open:
+            self.begin()
+        self.note_pass()
+        self.used.add(member)
+        if bucket.direct:
+            return
+        if current_backward() != self.outer:  # see [Note: recomputed parts]
+            self.wait_for_end = True
+        self.producers[bucket].append(self.lane.producer())
+        self.owing = True
+        if self.missing[bucket] <= 0:  # a second helping
+            self._drain(0)
+        if bucket.settings.copy_on_arrival:
+            bucket.take(member, final=self.syncing and not self.wait_for_end)
+        self.missing[bucket] -= 1
+        if self.syncing and not self.wait_for_end:
+            self._launch_complete()
+
+    def _launch_complete(self) -> None:
+        while self.launched < len(self.buckets) and self.missing[self.buckets[self.launched]] <= 0:
+            self._launch(self.buckets[self.launched])
+            self.launched += 1
+
+    def _launch(self, bucket: Bucket) -> None:
+        self._drain(IN_FLIGHT - 1)
+        producers = self.producers.get(bucket, [])
+        self.pending.append(self.lane.submit(bucket.reduce, bucket.in_flight(), producers))
+
+    def _drain(self, leave: int) -> None:
+        while len(self.pending) > leave:
+            self.pending.pop(0).wait()
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """The backward pass is over: what has not left leaves now."""
+        if not self.open:
+            return
+        self.open, self.outer = False, None
+        if self.syncing:
+            self._reduce_rest()
+
+    def abandon(self) -> None:
+        """The backward pass has failed. What it has done is forgotten by `zero_grad`, as in torch."""
+        self.open, self.outer = False, None
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Before a step: reduce whatever backward has left."""
+        self.open = False
+        if self.owing:
+            self.launched = 0
+            self._reduce_rest()
+
+    def _reduce_rest(self) -> None:
+        self._drain(0)
+        for number, bucket in enumerate(self.buckets):
+            second_helping = bucket.own_is_valid and bool(bucket.arrived)
+            if number >= self.launched or second_helping:
+                self._launch(bucket)
+        self._drain(0)
+        self.owing = False
+
+    def forget(self) -> None:
+        """After a step, or to start over: nothing is owed."""
+        while self.pending:
+            self.pending.pop().wait()
+        self.abandon()
+        self.owing = False
+        self.used.clear()
+
+    def close(self) -> None:
+        """Take the hooks off the parameters."""
+        self.forget()
+        for hook in self.hooks:
+            hook.remove()

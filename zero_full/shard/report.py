@@ -1,0 +1,72 @@
+"""What to say about gradients that are inf or NaN: which parameter, from which rank, and was it the loss?"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from zero_full.comm.communicator import Communicator
+from zero_full.shard.bucket import Bucket
+
+SHOWN = 3  # parameters
+
+
+@dataclass
+class Finding:
+    """What one rank knows, or several together."""
+
+    parameters: list[str] = field(default_factory=list)
+    sources: list[int] = field(default_factory=list)  # ranks whose own gradients were not finite
+    losses: list[int] = field(default_factory=list)  # ranks whose loss was not finite
+
+
+def investigate(
+    buckets: Sequence[Bucket], loss: Tensor | None, everyone: Sequence[Communicator], rank: int
+) -> str:
+    """One sentence, the same on every rank. Every rank must call this."""
+    finding = _look_here(buckets, loss, rank)
+    for group in everyone:
+        finding = _merge(group.gather_objects(finding, "report about non-finite gradients"))
+    order = {m.name: place for place, m in enumerate(m for b in reversed(buckets) for m in b.members[::-1])}
+    names = sorted(set(finding.parameters), key=lambda name: order.get(name, len(order)))
+    return _sentence(names, sorted(set(finding.sources)), sorted(set(finding.losses)))
+
+
+def _look_here(buckets: Sequence[Bucket], loss: Tensor | None, rank: int) -> Finding:
+    finding = Finding()
+    for bucket in buckets:
+        for owned in bucket.owned:
+            gradient = bucket.gradient_of(owned)
+            if gradient is not None and not bool(gradient.isfinite().all()):
+                finding.parameters.append(owned.member.name)
+                if bucket.direct:
+                    finding.sources.append(rank)
+        if bucket.suspicion is not None and not bool(bucket.suspicion.isfinite()):
+            finding.sources.append(rank)
+    if loss is not None and not bool(torch.isfinite(loss).all()):
+        finding.losses.append(rank)
+    return finding
+
+
+def _merge(findings: Sequence[Finding]) -> Finding:
+    return Finding(
+        [name for f in findings for name in f.parameters],
+        [rank for f in findings for rank in f.sources],
+        [rank for f in findings for rank in f.losses],
+    )
+
+
+def _sentence(names: Sequence[str], sources: Sequence[int], losses: Sequence[int]) -> str:
+    shown = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+    where = f"on {_ranks(sources)}" if sources else "only after they were summed (each rank's own are finite)"
+    loss = (
+        f"the loss itself is not finite on {_ranks(losses)}: scaling cannot help, look at inputs and weights"
+        if losses
+        else "the loss is finite on every rank that told us"
+    )
+    return f"gradients of {shown or 'some parameter'} are inf or NaN {where}; {loss}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

@@ -1,0 +1,31 @@
+"""What a run may choose about sharding, in one value."""
+
+from dataclasses import dataclass, field
+
+from zero_full.precision.dtypes import Dtypes
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Defaults are DeepSpeed's where it has the same choice."""
+
+    stage: int = 1
+    dtypes: Dtypes = field(default_factory=Dtypes)
+    bucket_numel: int = 500_000_000
+    overlap: bool = False  # reduce buckets beside backward
+    gather_beside_forward: bool = False  # leave the parameters' gather to the next forward
+    copy_on_arrival: bool = True  # contiguous_gradients: gradients move into their bucket as they appear
+    round_robin: bool = False
+    reduce_scatter: bool = True
+    prescale: bool = False
+    predivide: float = 1.0
+    average: bool = True
+    clip: float = 0.0
+    check_overflow: bool = True  # a step with inf or NaN in its gradients is skipped
+    refuse_unused: bool = False
+
+    def divisors(self, ranks: int) -> tuple[float, float]:
+        """What to divide gradients by before and after they are summed over so many ranks."""
+        whole = float(ranks) if self.average else 1.0
+        before = whole if self.prescale else self.predivide
+        return before, whole / before

@@ -1,0 +1,39 @@
+"""`wall_clock_breakdown`: where the time of a step goes."""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class Stopwatch:
+    """Seconds by name. Off, it costs nothing; on, it waits for the device at every reading."""
+
+    def __init__(self, device: torch.device, on: bool) -> None:
+        self.device, self.on = device, on
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    def _now(self) -> float:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+        return time.perf_counter()
+
+    @contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        """Add the time of the block to `name`."""
+        if not self.on:
+            yield
+            return
+        start = self._now()
+        try:
+            yield
+        finally:
+            self.seconds[name] += self._now() - start
+
+    def lap(self) -> str:
+        """What was measured since the last lap, as text."""
+        text = ", ".join(f"{name} {1000 * seconds:.1f} ms" for name, seconds in self.seconds.items())
+        self.seconds.clear()
+        return text
