@@ -155,10 +155,12 @@ class Engine:
             self.skipped_steps += 1
 
     def _report(self) -> None:
+        if self.global_rank != 0:
+            return
         every = self.config.steps_per_print
         if every and self.global_steps % every == 0:
             log.info(
-                "step %d: %d skipped, lr %s, gradient norm %s, loss scale %g",
+                "step %d: %d skipped, lr %s, gradient norm %.4g, loss scale %g",
                 self.global_steps,
                 self.skipped_steps,
                 self.get_lr(),

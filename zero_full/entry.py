@@ -64,7 +64,7 @@ def initialize(
     process_group: dist.ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
     topology: Topology | None = None,
-) -> tuple[Engine, ZeroOptimizer, RankLoader | None, Any]:
+) -> tuple[Engine, ZeroOptimizer, Any, Any]:
     """Put `model` under an engine's care. Returns (engine, optimizer, data loader, schedule).
 
     model             moved to this rank's device; every rank gets the first rank's values

@@ -5,27 +5,19 @@ rank gets, or gives, the same. The `local` ones deal in this rank's fragment, a 
 that this rank owns (perhaps none), and concern nobody else.
 """
 
-import weakref
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils.weak import WeakIdKeyDictionary
 
 from zero_full.shard.bucket import Bucket, Member, Owned
-
-if TYPE_CHECKING:
-    from zero_full.shard.optimizer import ZeroOptimizer
-
-# Parameter -> weak reference to its optimizer: nobody is kept alive by being known here.
-_owners = WeakIdKeyDictionary()
+from zero_full.shard.optimizer import ZeroOptimizer
+from zero_full.shard.owners import owner_of
 
 
 class Place:
     """Where a parameter's parts are."""
 
-    def __init__(self, optimizer: "ZeroOptimizer", bucket: Bucket, member: Member) -> None:
+    def __init__(self, optimizer: ZeroOptimizer, bucket: Bucket, member: Member) -> None:
         self.optimizer, self.bucket, self.member = optimizer, bucket, member
 
     @property
@@ -68,33 +60,8 @@ class Place:
         return value.detach().reshape(-1)[start:stop]
 
 
-def register(optimizer: "ZeroOptimizer") -> None:
-    """Remember whose the optimizer's parameters are."""
-    mine = [(bucket, member) for bucket in optimizer.buckets for member in bucket.members]
-    for _, member in mine:
-        if _owner(member.param) is not None:
-            raise ValueError(
-                f"{member.name} already belongs to an engine. Call its destroy() before initializing another "
-                "one on the same model"
-            )
-    for _, member in mine:
-        _owners[member.param] = weakref.ref(optimizer)
-
-
-def unregister(optimizer: "ZeroOptimizer") -> None:
-    """Forget the optimizer's parameters."""
-    for bucket in optimizer.buckets:
-        for member in bucket.members:
-            _owners.pop(member.param, None)
-
-
-def _owner(param: Parameter) -> "ZeroOptimizer | None":
-    reference = _owners.get(param)
-    return None if reference is None else reference()
-
-
 def _place(param: Parameter) -> Place:
-    optimizer = _owner(param)
+    optimizer: ZeroOptimizer | None = owner_of(param)
     if optimizer is None:
         raise ValueError(
             "this parameter belongs to no zero_full optimizer (is it frozen, or not in the model?)"

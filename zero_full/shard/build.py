@@ -15,6 +15,7 @@ from zero_full.comm.topology import Topology
 from zero_full.layout import backward_order, deal, round_robin
 from zero_full.precision.norms import GradientNorm
 from zero_full.shard.bucket import Bucket, Kind, Member
+from zero_full.shard.owners import refuse_owned
 from zero_full.shard.settings import Settings
 
 
@@ -99,6 +100,7 @@ def make_buckets(
     names = {p: name for name, p in model.named_parameters()}
     strangers = {p: f"parameter {i} (not in the model)" for i, p in enumerate(group_of) if p not in names}
     trained = [(name, p) for p, name in (names | strangers).items() if p in group_of and p.requires_grad]
+    refuse_owned(trained)
     _refuse_shared_memory(trained)
     kinds = [_kind(name, p, topology, groups) for name, p in trained]
     numels = [p.numel() for _, p in trained]

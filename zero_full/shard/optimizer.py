@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from zero_full.comm.lane import Lane, Pending
 from zero_full.precision.norms import Slices
-from zero_full.precision.scaler import ScaleExhaustedError, StaticScale
+from zero_full.precision.scaler import DynamicScale, ScaleExhaustedError, StaticScale
 from zero_full.shard import state as sharded_state
-from zero_full.shard.access import register, unregister
-from zero_full.shard.bucket import Bucket
+from zero_full.shard.bucket import Bucket, Member
 from zero_full.shard.build import Groups
+from zero_full.shard.owners import register, unregister
 from zero_full.shard.reducer import GradientReducer
 from zero_full.shard.report import investigate
 from zero_full.shard.settings import Settings
@@ -55,13 +55,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.last: StepReport | None = None
         self.unscaled = False
         self.arriving: dict[Bucket, Pending] = {}
+        register(self, (m.param for m in self._members()))
         self._replace_parameters()
         self.reducer = GradientReducer(self.buckets, lane, every_backward=settings.stage == 2)
-        register(self)
+
+    def _members(self) -> list[Member]:
+        return [member for bucket in self.buckets for member in bucket.members]
 
     def _replace_parameters(self) -> None:
         """The wrapped optimizer gets this rank's fragments instead of parameters."""
-        whole = {m.name: m.param for bucket in self.buckets for m in bucket.members}
+        whole = {m.name: m.param for m in self._members()}
         owned = [owned for bucket in self.buckets for owned in bucket.owned]
         sharded_state.cut_state(self.base, whole, sharded_state.fragments(self.buckets))
         for number, group in enumerate(self.base.param_groups):
@@ -209,8 +212,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 self.arriving.pop(bucket).wait()
 
     def _refuse_unused(self) -> None:
-        members = {member for bucket in self.buckets for member in bucket.members}
-        unused = {member.name for member in members - self.reducer.used}
+        unused = {member.name for member in self._members() if member not in self.reducer.used}
         for group in self.groups.everyone:  # so that every rank raises, or none
             unused = set.union(*group.gather_objects(unused, "unused parameters"))
         if unused:
@@ -222,10 +224,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
     # Overflow ------------------------------------------------------------------------------------
 
     def _tell(self, apply: bool) -> None:
-        everyone = self.groups.everyone
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-        self.finding = investigate(self.buckets, self.loss, everyone, rank)
-        log.warning("%s: %s", "step applied nevertheless" if apply else "step skipped", self.finding)
+        self.finding = investigate(self.buckets, self.loss, self.groups.everyone, rank)
+        if rank == 0:
+            # A dynamic scale finds its place by overflowing: that is no reason to worry anybody.
+            level = logging.INFO if isinstance(self.scaler, DynamicScale) else logging.WARNING
+            log.log(level, "step %s: %s", "applied nevertheless" if apply else "skipped", self.finding)
 
     def _learn_scale(self, overflow: bool) -> None:
         try:
@@ -246,7 +250,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.settle()
         self.reducer.close()
         self.zero_grad()
-        unregister(self)
+        unregister(m.param for m in self._members())
 
     # What this rank has --------------------------------------------------------------------------
 

@@ -1,0 +1,124 @@
+"""`safe_get_*` and `safe_set_*`: what is behind a parameter, whole or this rank's elements."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import zero_full
+from tests.worlds import run_in
+from tests.zero_full.runs import Net, assert_close, config, data, reference
+
+KEYS = [{}, {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "loss_scale": 128.0}}]
+
+
+def read_everything(comm: Any, stage: int, keys: dict[str, Any]) -> dict[str, Tensor | None]:
+    """Two steps, then what can be read between a third backward and its step."""
+    engine, _, _, _ = zero_full.initialize(model=Net(), config=config(stage, **keys))
+    weight = engine.layers[2].weight
+    found: dict[str, Tensor | None] = {
+        "state before": zero_full.safe_get_full_optimizer_state(weight, "exp_avg")
+    }
+    for step in range(3):
+        engine.backward(engine(data(step, 0, comm.rank, weight.dtype)))
+        if step == 2:
+            found["grad"] = zero_full.safe_get_full_grad(weight)
+            found["local grad"] = zero_full.safe_get_local_grad(weight)
+        engine.step()
+    found["grad after"] = zero_full.safe_get_full_grad(weight)
+    found["param"] = zero_full.safe_get_full_fp32_param(weight)
+    found["local param"] = zero_full.safe_get_local_fp32_param(weight).clone()
+    found["exp_avg"] = zero_full.safe_get_full_optimizer_state(weight, "exp_avg")
+    found["local exp_avg"] = zero_full.safe_get_local_optimizer_state(weight, "exp_avg")
+    found["step"] = zero_full.safe_get_full_optimizer_state(weight, "step")
+    found["value"] = weight.detach().clone()
+    return found
+
+
+def averaged_gradient(world_size: int) -> Tensor:
+    """What the third backward averages to, by plain PyTorch."""
+    model = Net()
+    model.load_state_dict(reference(world_size, steps=2))
+    for rank in range(world_size):
+        (model(data(2, 0, rank)) / world_size).backward()
+    assert model.layers[2].weight.grad is not None
+    return model.layers[2].weight.grad
+
+
+@pytest.mark.parametrize("keys", KEYS, ids=str)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_everything_can_be_read_whole_and_in_parts(world_size: int, stage: int, keys: dict[str, Any]) -> None:
+    outcomes = run_in("processes", read_everything, world_size, stage, keys)
+    low = bool(keys)
+    for found in outcomes:
+        assert found["state before"] is None and found["grad after"] is None
+        assert found["grad"] is not None and found["param"] is not None and found["exp_avg"] is not None
+        assert_close({"g": found["grad"]}, {"g": averaged_gradient(world_size)}, 0.02 if low else 1e-6)
+        assert found["param"].dtype == torch.float32 and found["param"].shape == (13, 13)
+        assert torch.equal(found["param"].to(found["value"].dtype), found["value"])  # type: ignore[union-attr]
+        assert found["step"] == 3
+    shared = 1 if stage == 0 else world_size
+    for whole, part in [("grad", "local grad"), ("param", "local param"), ("exp_avg", "local exp_avg")]:
+        together = torch.cat([found[part] for found in outcomes[:shared]])  # type: ignore[misc]
+        assert torch.equal(together, outcomes[0][whole].reshape(-1))  # type: ignore[union-attr]
+
+
+def write_everything(comm: Any, stage: int, keys: dict[str, Any]) -> dict[str, Tensor | None]:
+    """Set what is behind a parameter, read it back, and step with it."""
+    engine, _, _, _ = zero_full.initialize(
+        model=Net(),
+        optimizer=lambda params: torch.optim.SGD(params, lr=1.0, momentum=0.5),
+        config=config(stage, **keys),
+    )
+    weight = engine.layers[2].weight
+    engine.backward(engine(data(0, 0, comm.rank, weight.dtype)))
+    engine.step()
+    value, momentum, grad = (torch.arange(169.0).view(13, 13) / scale for scale in (64, 32, 128))
+    zero_full.safe_set_full_fp32_param(weight, value)
+    zero_full.safe_set_full_optimizer_state(weight, momentum, "momentum_buffer")
+    engine.backward(engine(data(1, 0, comm.rank, weight.dtype)))
+    zero_full.safe_set_full_grad(weight, grad)
+    read = {
+        "param": zero_full.safe_get_full_fp32_param(weight),
+        "grad": zero_full.safe_get_full_grad(weight),
+        "momentum": zero_full.safe_get_full_optimizer_state(weight, "momentum_buffer"),
+        "value": weight.detach().float().clone(),
+    }
+    engine.step()
+    want = value - (0.5 * momentum + grad)
+    return {**read, "off": (zero_full.safe_get_full_fp32_param(weight) - want).abs().max()}
+
+
+@pytest.mark.parametrize("keys", KEYS, ids=str)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_everything_can_be_written_and_is_used(world_size: int, stage: int, keys: dict[str, Any]) -> None:
+    numbers = torch.arange(169.0).view(13, 13)
+    for found in run_in("processes", write_everything, world_size, stage, keys):
+        for name, scale in [("param", 64), ("momentum", 32), ("grad", 128)]:
+            assert torch.equal(found[name], numbers / scale), name
+        assert (found["value"] - numbers / 64).abs().max() <= (0.01 if keys else 0)
+        assert found["off"] <= 1e-6
+
+
+def test_mistakes_name_the_parameter_and_the_remedy() -> None:
+    engine, _, _, _ = zero_full.initialize(model=Net(), config=config(1))
+    weight = engine.layers[2].weight
+    with pytest.raises(ValueError, match="belongs to no zero_full optimizer"):
+        zero_full.safe_get_full_fp32_param(torch.nn.Parameter(torch.ones(1)))
+    with pytest.raises(ValueError, match=r"layers.2.weight has shape \(13, 13\), got \(3,\)"):
+        zero_full.safe_set_full_fp32_param(weight, torch.ones(3))
+    with pytest.raises(
+        RuntimeError, match=r"layers.2.weight has no averaged gradient now.*after the last backward"
+    ):
+        zero_full.safe_set_full_grad(weight, torch.ones(13, 13))
+    with pytest.raises(KeyError, match="no optimizer state before the first step"):
+        zero_full.safe_set_full_optimizer_state(weight, torch.ones(13, 13), "exp_avg")
+    engine.backward(engine(data(0, 0, 0)))
+    engine.step()
+    with pytest.raises(
+        KeyError, match=r"keeps no 'momentum' for layers.2.weight, only step, exp_avg, exp_avg_sq"
+    ):
+        zero_full.safe_get_full_optimizer_state(weight, "momentum")

@@ -1,0 +1,33 @@
+"""Runs repeat themselves bit for bit, and repeat what is written down."""
+
+import json
+
+import pytest
+
+from tests.zero_full import golden
+
+WRITTEN = json.loads(golden.FILE.read_text())
+
+
+@pytest.mark.parametrize("name", golden.CONFIGS)
+def test_a_hundred_steps_repeat_and_are_those_written_down(name: str) -> None:
+    now = golden.run(name)
+    assert golden.run(name) == now, "the same run twice"
+    written = WRITTEN["losses"][name]
+    assert len(written) == len(now) >= golden.STEPS
+    if WRITTEN["machine"] == golden.machine():
+        assert now == written
+    else:  # other kernels, other rounding
+        assert now == pytest.approx(written, rel=0.02)
+    assert sum(now[-10:]) < sum(now[:10]) - 5, "nothing was learned"
+
+
+def test_every_configuration_is_written_down() -> None:
+    assert WRITTEN["losses"].keys() == golden.CONFIGS.keys()
+
+
+def test_stages_write_down_the_same_losses() -> None:
+    for precision in golden.PRECISIONS:
+        first, *others = (WRITTEN["losses"][f"stage {stage}, {precision}"] for stage in (0, 1, 2))
+        for other in others:
+            assert other == pytest.approx(first, rel=1e-3 if precision == "fp32" else 0.02)

@@ -1,0 +1,39 @@
+"""Which optimizer a parameter belongs to. Nothing is written on the parameter itself."""
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+from torch.nn import Parameter
+from torch.utils.weak import WeakIdKeyDictionary
+
+# Parameter -> weak reference to its optimizer: nobody is kept alive by being known here.
+_owners = WeakIdKeyDictionary()
+
+
+def refuse_owned(named: Iterable[tuple[str, Parameter]]) -> None:
+    """Parameters can be moved into one set of buckets at a time."""
+    for name, param in named:
+        if owner_of(param) is not None:
+            raise ValueError(
+                f"{name} already belongs to an engine. Call its destroy() before initializing another one "
+                "on the same model"
+            )
+
+
+def register(optimizer: Any, params: Iterable[Parameter]) -> None:
+    """Remember whose these parameters are."""
+    for param in params:
+        _owners[param] = weakref.ref(optimizer)
+
+
+def unregister(params: Iterable[Parameter]) -> None:
+    """These parameters are nobody's again."""
+    for param in params:
+        _owners.pop(param, None)
+
+
+def owner_of(param: Parameter) -> Any:
+    """The optimizer, or None."""
+    reference = _owners.get(param)
+    return None if reference is None else reference()
