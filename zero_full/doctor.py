@@ -163,7 +163,7 @@ def collective_strategies() -> list[tuple[str, str]]:
     if torch is None or not distributed_available(torch):
         return []
     answers = {
-        "gloo": "shared memory on one host, else all-to-all and a local sum",
+        "gloo": "shared memory on one Linux host, else slices sent directly and summed locally",
         "nccl": "the backend's own collectives",
         "mpi": "the backend's own collectives",
         "ucc": "the backend's own collectives",

@@ -160,7 +160,7 @@ class Engine:
         every = self.config.steps_per_print
         if every and self.global_steps % every == 0:
             log.info(
-                "step %d: %d skipped, lr %s, gradient norm %.4g, loss scale %g",
+                "step %d: %d skipped, lr %s, gradient norm %s, loss scale %g",
                 self.global_steps,
                 self.skipped_steps,
                 self.get_lr(),
@@ -207,7 +207,11 @@ class Engine:
         return self._stepped and self.optimizer.last is not None and self.optimizer.last.applied
 
     def get_global_grad_norm(self) -> float | None:
-        """The norm of the last step's averaged gradients, unscaled and before clipping."""
+        """The norm of the last step's averaged gradients, unscaled and before clipping.
+
+        None before the first step, and in fp32 without clipping: nothing needs it there, and it costs a
+        pass over the gradients. Set a large gradient_clipping to have it.
+        """
         return None if self.optimizer.last is None else self.optimizer.last.grad_norm
 
     def get_lr(self) -> list[float]:

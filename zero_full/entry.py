@@ -173,9 +173,16 @@ def _settings(config: Config) -> Settings:
         predivide=config.gradient_predivide_factor,
         average=config.gradient_allreduce_op == "mean",
         clip=config.gradient_clipping,
-        check_overflow=bf16.check_grad_overflow if bf16.enabled else True,
+        check_overflow=_checks_overflow(config),
         refuse_unused=not zero.ignore_unused_parameters,
     )
+
+
+def _checks_overflow(config: Config) -> bool:
+    """In fp32 the check comes with clipping, which has the norm anyway."""
+    if config.bf16.enabled:
+        return config.bf16.check_grad_overflow
+    return config.fp16.enabled or config.gradient_clipping > 0
 
 
 def _scaler(config: Config) -> StaticScale:

@@ -10,8 +10,8 @@ import pytest
 from zero_full.examples import from_deepspeed
 
 SPECIFIED = {
-    "train_batch_size", "steps_per_print", "optimizer", "scheduler", "gradient_clipping", "prescale_gradients",
-    "bf16", "fp16", "wall_clock_breakdown", "zero_optimization",
+    "train_batch_size", "steps_per_print", "optimizer", "scheduler", "gradient_clipping",
+    "prescale_gradients", "bf16", "fp16", "wall_clock_breakdown", "zero_optimization",
 }  # fmt: skip
 
 
@@ -23,7 +23,7 @@ def test_the_script_runs_and_learns(dtype: str, stage: int) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     right = [float(share) for share in re.findall(r"([\d.]+)% right", done.stdout)]
     assert len(right) == 2 and right[1] > 80 > right[0]
-    assert re.search(r"zero_optimization.stage +%d +user" % stage, done.stderr)
+    assert re.search(rf"zero_optimization.stage +{stage} +user", done.stderr)
     assert "Error" not in done.stderr
 
 

@@ -67,13 +67,13 @@ class DynamicScale(StaticScale):
         self.steps += 1
 
     def _shrink(self) -> None:
-        self.last_overflow = self.steps
         if self.lives > 1:
             self.lives -= 1
         elif self.scale <= self.minimum:
             raise ScaleExhaustedError(f"gradients overflow at the smallest loss scale, {self.minimum:g}")
         else:
             self.scale = max(self.scale / 2, self.minimum)
+        self.last_overflow = self.steps
 
     def _grow(self) -> None:
         good = self.steps - self.last_overflow - 1  # steps without overflow before this one

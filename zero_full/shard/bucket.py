@@ -7,6 +7,8 @@ each rank keeps its slice. Stage 0 is the case where a slice is everything.
     stages 0 and 1   `whole` stays; `own` is a window into it where the dtypes allow; reduced once a step
     stage 2          `whole` is let go as soon as it is reduced; `own` adds up over the micro-batches
 
+Where state is repeated (`across`), slices are averaged with the other copies, too: at stage 2 once a step.
+
 A rank that is alone has nobody to send to: then `own` does not exist, the optimizer reads `param.grad`.
 """
 
@@ -82,6 +84,7 @@ class Bucket:
         self.whole: Tensor | None = None
         self.own: Tensor | None = None
         self.own_is_valid = False
+        self.own_is_shared = False  # averaged over `across`, too
         self.arrived: set[Member] = set()
         self.suspicion: Tensor | None = None  # not finite if this rank's own gradients are not
 
@@ -188,27 +191,37 @@ class Bucket:
         flat = whole.to(self.settings.dtypes.reduce or whole.dtype)
         in_place = keep and flat is whole and whole.dtype == self.accumulate
         out = self.shard.own(whole) if in_place else self._slice_buffer()
-        self._sum(flat, out)
+        before, after = self.divisors
+        if before != 1:
+            flat.div_(before)
+        share_now = self.across.size > 1 and (self.settings.stage < 2 or self.own_is_shared)
+        self._sum(flat, out, 1 if share_now else after)
+        if share_now:
+            self._share(out, after)
         if self.own_is_valid:
             assert self.own is not None
             self.own.add_(out)
         else:
             self.own, self.own_is_valid = out, True
 
-    def _sum(self, flat: Tensor, out: Tensor) -> None:
-        before, after = self.divisors
-        if before != 1:
-            flat.div_(before)
+    def _sum(self, flat: Tensor, out: Tensor, divisor: float) -> None:
         what = f"gradients {self.name}"
-        last_here = self.across.size == 1
         if self.settings.reduce_scatter:
-            self.shard.reduce_scatter(flat, out, after if last_here else 1, what)
-        else:
-            self.shard.all_reduce(flat, after if last_here else 1, what)
-            if self.shard.own(flat).data_ptr() != out.data_ptr():
-                out.copy_(self.shard.own(flat))
-        if not last_here:
-            self.across.all_reduce(out, after, what)
+            self.shard.reduce_scatter(flat, out, divisor, what)
+            return
+        self.shard.all_reduce(flat, divisor, what)
+        if self.shard.own(flat).data_ptr() != out.data_ptr():
+            out.copy_(self.shard.own(flat))
+
+    def _share(self, slice_of_gradients: Tensor, divisor: float) -> None:
+        self.across.all_reduce(slice_of_gradients, divisor, f"gradients {self.name}")
+
+    def share_own(self) -> None:
+        """Average this rank's slice over the groups that hold the same one, once a step."""
+        if self.settings.stage == 2 and not self.own_is_shared:
+            assert self.own is not None
+            self._share(self.own, 1)
+            self.own_is_shared = True
 
     def _slice_buffer(self) -> Tensor:
         """Memory for an averaged slice: last step's, if it is free."""
@@ -251,7 +264,8 @@ class Bucket:
         for owned in self.owned:
             owned.master.grad = None
         self.arrived.clear()
-        self.own_is_valid, self.suspicion = False, None
+        self.own_is_valid = self.own_is_shared = False
+        self.suspicion = None
         if free:
             self.whole = self.own = None
 

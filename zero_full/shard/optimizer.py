@@ -7,6 +7,7 @@ It stands where the optimizer it wraps stood: same `param_groups` (so schedulers
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ class StepReport:
     """What a step did."""
 
     applied: bool
-    grad_norm: float  # of the averaged gradients, unscaled, before clipping
+    grad_norm: float | None  # of the averaged gradients, unscaled, before clipping; None: nobody needed it
     scale: float  # the loss scale that backward used
 
 
@@ -102,19 +103,20 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Average what is left, step this rank's slices, send them to everyone. `last` says what happened."""
         if closure is not None:
             raise ValueError("a closure is not supported: gradients are averaged while backward runs")
-        if not self.reducer.used and not self.reducer.open:
+        if not self.reducer.began:
             return  # like torch: no gradients, no step
         self.reducer.flush()
         if self.settings.refuse_unused:
             self._refuse_unused()
         scale = self.scaler.scale
-        norm = self._norm() / (1.0 if self.unscaled else scale)
-        finite = norm not in (float("inf"), float("-inf")) and norm == norm
+        remaining = 1.0 if self.unscaled else scale
+        norm = self._norm() / remaining if self.settings.needs_norm else None
+        finite = norm is None or isfinite(norm)
         apply = finite or not self.settings.check_overflow
         if not finite:
             self._tell(apply)
         if apply:
-            self._scale_gradients(norm, 1.0 if self.unscaled else scale)
+            self._scale_gradients(norm, remaining)
             self._update()
         self.last, self.loss = StepReport(apply, norm, scale), None
         for bucket in self.buckets:
@@ -166,10 +168,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         slices = [Slices(b.own_gradients(), b.kind.counts, b.kind.expert) for b in self.buckets]
         return self.groups.norm(slices)
 
-    def _scale_gradients(self, norm: float, scale: float) -> None:
+    def _scale_gradients(self, norm: float | None, scale: float) -> None:
         """Unscale and clip in one pass, or in none."""
         factor = 1.0 / scale
-        if self.settings.clip > 0:
+        if self.settings.clip > 0 and norm is not None:
             factor *= min(1.0, self.settings.clip / (norm + EPSILON))
         if factor != 1.0:
             for bucket in self.buckets:

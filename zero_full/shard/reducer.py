@@ -30,7 +30,8 @@ class GradientReducer:
         self.boundary = True  # the engine says whether this backward is the step's last
         self.muted = False  # inside no_sync
         self.open = False  # a backward pass is running
-        self.owing = False  # some gradients have not been reduced yet
+        self.owing = False  # a backward pass has left gradients that are not reduced
+        self.began = False  # there was a backward pass since the last step
         self.outer: int | None = None
         self.wait_for_end = False
         self.launched = 0
@@ -58,6 +59,7 @@ class GradientReducer:
         now = current_backward()
         self.outer = now if now >= 0 else None
         self.open, self.launched, self.wait_for_end = True, 0, False
+        self.began = self.owing = True
         self.missing = {bucket: len(bucket.members) for bucket in self.buckets}
         self.producers = {bucket: [] for bucket in self.buckets}
         if now >= 0:  # nobody but autograd knows when this one ends
@@ -79,7 +81,6 @@ class GradientReducer:
         if current_backward() != self.outer:  # see [Note: recomputed parts]
             self.wait_for_end = True
         self.producers[bucket].append(self.lane.producer())
-        self.owing = True
         if self.missing[bucket] <= 0:  # a second helping
             self._drain(0)
         if bucket.settings.copy_on_arrival:
@@ -110,6 +111,8 @@ class GradientReducer:
         self.open, self.outer = False, None
         if self.syncing:
             self._reduce_rest()
+            if self.boundary:
+                self._share()
 
     def abandon(self) -> None:
         """The backward pass has failed. What it has done is forgotten by `zero_grad`, as in torch."""
@@ -122,6 +125,11 @@ class GradientReducer:
         if self.owing:
             self.launched = 0
             self._reduce_rest()
+        self._share()
+
+    def _share(self) -> None:
+        for bucket in self.buckets:
+            bucket.share_own()
 
     def _reduce_rest(self) -> None:
         self._drain(0)
@@ -137,7 +145,7 @@ class GradientReducer:
         while self.pending:
             self.pending.pop().wait()
         self.abandon()
-        self.owing = False
+        self.owing = self.began = False
         self.used.clear()
 
     def close(self) -> None:

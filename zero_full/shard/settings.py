@@ -24,6 +24,11 @@ class Settings:
     check_overflow: bool = True  # a step with inf or NaN in its gradients is skipped
     refuse_unused: bool = False
 
+    @property
+    def needs_norm(self) -> bool:
+        """Whether a step asks for the gradients' norm, which costs a pass over them and a collective."""
+        return self.clip > 0 or self.check_overflow
+
     def divisors(self, ranks: int) -> tuple[float, float]:
         """What to divide gradients by before and after they are summed over so many ranks."""
         whole = float(ranks) if self.average else 1.0

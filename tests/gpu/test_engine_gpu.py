@@ -1,0 +1,74 @@
+"""zero_full on CUDA: one device for streams and precision, two for NCCL."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from torch import Tensor
+
+import zero_full
+from tests.zero_full.runs import Net, config, data, reference
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+STEPS = 4
+PRECISIONS: dict[str, tuple[dict[str, Any], float]] = {
+    "fp32": ({}, 1e-5),
+    "bf16": ({"bf16": {"enabled": True}}, 0.05),
+    "fp16": ({"fp16": {"enabled": True}}, 0.01),
+}
+
+
+def train_on(device: torch.device, rank: int, keys: dict[str, Any]) -> dict[str, Tensor]:
+    engine, _, _, _ = zero_full.initialize(model=Net().to(device), config=keys)
+    dtype = next(engine.parameters()).dtype
+    for step in range(STEPS):
+        for micro in range(engine.gradient_accumulation_steps()):
+            engine.backward(engine(data(step, micro, rank, dtype).to(device)))
+            engine.step()
+    state = engine.module_state_dict()
+    engine.destroy()
+    return {name: p.cpu().clone() for name, p in state.items()}
+
+
+def off_by(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
+    return max(float((got[name].float() - want[name]).abs().max()) for name in want)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_one_device_ends_where_plain_adam_ends(stage: int, precision: str, overlap: bool) -> None:
+    keys, tolerance = PRECISIONS[precision]
+    zero = {"overlap_comm": overlap}
+    got = train_on(torch.device("cuda:0"), 0, config(stage, zero_optimization=zero, **keys))
+    assert off_by(got, reference(1, STEPS)) <= tolerance
+
+
+def rank_of_nccl(rank: int, port: int, keys: dict[str, Any], answers: Any) -> None:
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    answers[rank] = train_on(torch.device("cuda", rank), rank, keys)
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a device for each rank")
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_two_devices_end_where_plain_adam_ends(stage: int, precision: str, overlap: bool) -> None:
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    keys, tolerance = PRECISIONS[precision]
+    keys = config(stage, zero_optimization={"overlap_comm": overlap}, gradient_accumulation_steps=2, **keys)
+    answers = multiprocessing.Manager().dict()
+    multiprocessing.spawn(rank_of_nccl, (port, keys, answers), nprocs=2)
+    for rank in range(2):
+        assert off_by(answers[rank], reference(2, STEPS, micro_batches=2)) <= tolerance

@@ -1,0 +1,349 @@
+"""Ranks that part ways, come late, fail or die: everyone ends, and says what it was waiting for."""
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zero_full
+from tests.worlds import POOL, RankError
+from tests.zero_full.runs import Net, Outcome, assert_same, config, data, run, train
+from zero_full.comm.communicator import CommunicationError, Communicator
+from zero_full.comm.desync import CallCheck, DesyncError
+
+CPU = torch.device("cpu")
+CHECK = {"check_collectives": True, "timeout_s": 2}
+
+
+def checked(timeout_s: float = 10) -> Communicator:
+    return Communicator(dist.group.WORLD, CPU, check_timeout_s=timeout_s)
+
+
+def said(body: Callable[[], Any]) -> str:
+    """The DesyncError that `body` raises, or what it returns."""
+    try:
+        return str(body())
+    except DesyncError as error:
+        return f"DesyncError: {error}"
+
+
+# Different calls ---------------------------------------------------------------------------------
+
+
+def usual(by: Communicator) -> None:
+    by.all_gather(torch.zeros(12), "layer a")
+
+
+def other_label(by: Communicator) -> None:
+    by.all_gather(torch.zeros(12), "layer b")
+
+
+def other_size(by: Communicator) -> None:
+    by.all_gather(torch.zeros(24), "layer a")
+
+
+def other_dtype(by: Communicator) -> None:
+    by.all_gather(torch.zeros(12, dtype=torch.bfloat16), "layer a")
+
+
+def other_kind(by: Communicator) -> None:
+    by.all_reduce(torch.zeros(12), 1, "layer a")
+
+
+def other_numbers(by: Communicator) -> None:
+    by.sum_numbers(torch.zeros(2), "norm")
+
+
+def part_ways(comm: Any, last_ranks: Callable[[Communicator], None]) -> str:
+    by = checked()
+    usual(by)
+    return said(lambda: (last_ranks if comm.rank == comm.world_size - 1 else usual)(by))
+
+
+@pytest.mark.parametrize(
+    ("other", "theirs"),
+    [
+        (other_label, "all_gather of layer b: 12 x float32"),
+        (other_size, "all_gather of layer a: 24 x float32"),
+        (other_dtype, "all_gather of layer a: 12 x bfloat16"),
+        (other_kind, "all_reduce of layer a: 12 x float32"),
+        (other_numbers, "sum of norm: 2 x float32"),
+    ],
+)
+@pytest.mark.parametrize("world", [2, 3])
+def test_every_rank_names_both_sides_of_a_difference(
+    world: int, other: Callable[[Communicator], None], theirs: str
+) -> None:
+    answers = POOL.run(part_ways, world, other, collective=5)
+    assert len(set(answers)) == 1
+    lines = answers[0].splitlines()
+    assert re.fullmatch(r"DesyncError: the ranks part ways at call \d+:", lines[0])
+    ours = [f"  rank {rank}: all_gather of layer a: 12 x float32" for rank in range(world - 1)]
+    assert lines[1:] == [*ours, f"  rank {world - 1}: {theirs}"]
+
+
+# Absent and late ---------------------------------------------------------------------------------
+
+
+def last_rank_comes(comm: Any, late: float | None, calls_before: int) -> tuple[str, float]:
+    """One rank comes after so many seconds, or never; the others wait half a second."""
+    by = checked(timeout_s=0.5)
+    for _ in range(calls_before):
+        usual(by)
+    start = time.monotonic()
+    if comm.rank == comm.world_size - 1:
+        if late is None:
+            return "never came", 0.0
+        time.sleep(late)
+    return said(lambda: other_label(by)), time.monotonic() - start
+
+
+def test_a_rank_that_never_comes_is_named_with_where_it_was_last_seen() -> None:
+    *others, (absent, _) = POOL.run(last_rank_comes, 3, None, 1)
+    assert absent == "never came"
+    for said_here, seconds in others:
+        assert "  rank 0: call 3, all_gather of layer b: 12 x float32" in said_here.splitlines()
+        last = "rank 2: did not come within 0.5 s; last seen at call 2, all_gather of layer a: 12 x float32"
+        assert said_here.splitlines()[-1].strip() == last
+        assert 0.5 <= seconds < 3
+
+
+def test_a_rank_that_comes_late_fails_with_the_same_words() -> None:
+    answers = POOL.run(last_rank_comes, 3, 1.5, 1, collective=5)
+    assert len({text for text, _ in answers}) == 1
+    assert "rank 2: did not come within 0.5 s" in answers[0][0]
+    assert answers[2][1] < 2.5
+
+
+def comes_while_the_other_gives_up(comm: Any) -> str:
+    by = checked(timeout_s=0.5)
+    usual(by)
+    slow = CallCheck._whereabouts
+
+    def write_slowly(self: CallCheck, rank: int, absent: list[int]) -> str:
+        time.sleep(0.4)
+        return slow(self, rank, absent)
+
+    if comm.rank == 1:
+        time.sleep(0.8)  # after the other's patience, before it has written its complaint
+    with mock.patch.object(CallCheck, "_whereabouts", write_slowly):
+        return said(lambda: usual(by))
+
+
+def test_a_rank_that_comes_in_the_last_moment_has_the_same_fate_as_the_others() -> None:
+    first, second = POOL.run(comes_while_the_other_gives_up, 2, collective=5)
+    assert first == second
+
+
+# Several groups, several engines -----------------------------------------------------------------
+
+
+def two_groups_of_the_same_ranks(comm: Any) -> str:
+    one, two = checked(timeout_s=2), checked(timeout_s=2)
+    for call in range(6):
+        usual(one)
+        if call % 3 == 0:
+            other_size(two)
+    return said(lambda: (usual if comm.rank == 0 else other_label)(checked(timeout_s=2)))
+
+
+def test_groups_of_the_same_ranks_are_compared_each_with_itself() -> None:
+    for answer in POOL.run(two_groups_of_the_same_ranks, 2):
+        assert answer.startswith("DesyncError: the ranks part ways at call 2:")
+
+
+def goes_on_after_a_difference(comm: Any) -> list[str]:
+    by = checked(timeout_s=2)
+    said(lambda: (usual if comm.rank == 0 else other_label)(by))
+    return [said(lambda: usual(each)) for each in (by, checked(timeout_s=2))]
+
+
+def test_a_difference_that_was_caught_does_not_poison_later_calls() -> None:
+    assert POOL.run(goes_on_after_a_difference, 2) == [["None", "None"]] * 2
+
+
+def keys_left(comm: Any, calls: int) -> int:
+    by = checked()
+    for _ in range(calls):
+        usual(by)
+    comm.barrier()
+    assert by.check is not None
+    return int(by.check.store.num_keys())
+
+
+def test_the_store_does_not_grow_with_the_number_of_calls() -> None:
+    few, many = POOL.run(keys_left, 2, 10), POOL.run(keys_left, 2, 60)
+    constant = POOL.run(keys_left, 2, 10)[0] - few[0]  # what a job of its own leaves
+    assert many[0] - few[0] <= constant
+
+
+# Through the engine ------------------------------------------------------------------------------
+
+
+class Wider(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.append(nn.Linear(3, 3))
+
+
+def differs(comm: Any, how: str) -> str:
+    keys: dict[str, Any] = {"debug": CHECK}
+    if how == "buckets" and comm.rank == 1:
+        keys["zero_optimization"] = {"reduce_bucket_size": 200}
+    model = Wider if how == "model" and comm.rank == 1 else Net
+    return said(lambda: train(comm, config(2, **keys), steps=1, model=model))
+
+
+@pytest.mark.parametrize("how", ["model", "buckets"])
+def test_ranks_with_different_models_or_buckets_fail_together_at_the_start(how: str) -> None:
+    for answer in POOL.run(differs, 3, how, collective=10):
+        assert answer.startswith("DesyncError: the ranks part ways at call")
+        places = re.findall(r"rank (\d): (broadcast of parameters [\w. ]+: \d+ x float32)", answer)
+        assert [rank for rank, _ in places] == ["0", "1", "2"]
+        assert places[0][1] == places[2][1] != places[1][1]
+
+
+class Skipping(Net):
+    """Rank 1 steps over its middle layer, so it makes the same calls: a lawful difference."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        layers = [self.layers[0], self.layers[4]] if dist.get_rank() == 1 else self.layers
+        for layer in layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_check_changes_no_bit_and_lets_lawful_runs_pass(stage: int, overlap: bool) -> None:
+    zero = {"overlap_comm": overlap}
+    plain = run(3, config(stage, zero_optimization=zero), model=Skipping)
+    check = run(3, config(stage, zero_optimization=zero, debug=CHECK), model=Skipping)
+    assert_same(check[0].parameters, plain[0].parameters)
+    assert check[1].norms == plain[1].norms and check[2].traffic == plain[2].traffic
+
+
+class Failing(Net):
+    """On rank 1, the second forward does what `how` says."""
+
+    how: Callable[[], Any]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if dist.get_rank() == 1 and self.calls == 2:
+            type(self).how()
+        return super().forward(x)
+
+
+def a_bug() -> None:
+    raise KeyError("a bug in the user's model")
+
+
+def a_long_pause() -> None:
+    time.sleep(3.5)
+    raise KeyError("only now")
+
+
+def death() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def one_fails(comm: Any, how: Callable[[], None], keys: dict[str, Any]) -> tuple[str, float]:
+    """How this rank ended, and after how many seconds."""
+    Failing.how = staticmethod(how)
+    engine, _, _, _ = zero_full.initialize(model=Failing(), config=config(2, **keys))
+    start = time.monotonic()
+    try:
+        for step in range(3):
+            engine.backward(engine(data(step, 0, comm.rank)))
+            engine.step()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - start
+    return "fine", time.monotonic() - start
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_bug_in_one_ranks_model_ends_the_others_with_what_they_waited_for(overlap: bool) -> None:
+    keys = {"zero_optimization": {"overlap_comm": overlap}}
+    answers = POOL.run(one_fails, 3, a_bug, keys, collective=20)
+    assert answers[1][0].startswith("KeyError")
+    for rank in (0, 2):
+        text, seconds = answers[rank]
+        assert text.startswith(f"CommunicationError: rank {rank} of 3: reduce_scatter of gradients layers.4")
+        assert "check_collectives" in text and "another rank has failed first" in text
+        assert seconds < 10
+
+
+def test_a_rank_that_hangs_ends_the_others_at_the_groups_timeout() -> None:
+    text, seconds = POOL.run(one_fails, 2, a_long_pause, {}, collective=2)[0]
+    assert text.startswith("CommunicationError: rank 0 of 2: reduce_scatter of gradients layers.4")
+    assert "imed out" in text and 2 <= seconds < 3.5
+
+
+def test_with_the_check_on_the_rank_with_the_bug_is_named() -> None:
+    answers = POOL.run(one_fails, 3, a_bug, {"debug": {**CHECK, "timeout_s": 1}}, collective=20)
+    for rank in (0, 2):
+        text, seconds = answers[rank]
+        assert text.startswith("DesyncError") and seconds < 10
+        assert "  rank 1: did not come within 1 s; last seen at call" in text
+        assert f"  rank {rank}: call" in text and "reduce_scatter of gradients layers.4" in text
+
+
+def absent_at_the_start(comm: Any, keys: dict[str, Any]) -> str:
+    if comm.rank == 1:
+        return "left"
+    try:
+        zero_full.initialize(model=Net(), config=config(1, **keys))
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "fine"
+
+
+@pytest.mark.parametrize("keys", [{}, {"debug": {**CHECK, "timeout_s": 1}}], ids=["plain", "checked"])
+def test_a_rank_that_never_calls_initialize_ends_the_others(keys: dict[str, Any]) -> None:
+    first, left, third = POOL.run(absent_at_the_start, 3, keys, collective=5)
+    assert left == "left"
+    for text in (first, third):
+        if keys:
+            assert "rank 1: did not come within 1 s; last seen at no call yet" in text
+        else:
+            assert re.match(r"CommunicationError: rank \d of 3: opening of ranks \[0, 1, 2\] failed", text)
+
+
+def test_a_rank_that_is_killed_ends_the_others_at_once() -> None:
+    start = time.monotonic()
+    with pytest.raises(RankError, match="rank 1: the process died") as caught:
+        POOL.run(raises_here, 3, death, {}, collective=30)
+    for rank in (0, 2):
+        wanted = rf"rank {rank}: CommunicationError: rank {rank} of 3: \w+ of gradients layers.4\S+ .*failed:"
+        assert re.search(wanted, str(caught.value))
+    assert time.monotonic() - start < 25
+
+
+def raises_here(comm: Any, how: Callable[[], None], keys: dict[str, Any]) -> None:
+    text, _ = one_fails(comm, how, keys)
+    raise RuntimeError(text)
+
+
+def test_an_error_without_words_is_reported_like_any_other() -> None:
+    def fail() -> None:
+        raise RuntimeError
+
+    with pytest.raises(CommunicationError, match="rank 0 of 1: sum of norm failed: RuntimeError"):
+        Communicator(None, CPU)._call("sum", "norm", torch.zeros(1), 0, fail)
+
+
+def test_outcomes_of_a_run_are_real() -> None:
+    assert isinstance(run(2, config(1, debug=CHECK), steps=1)[0], Outcome)

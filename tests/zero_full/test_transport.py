@@ -1,0 +1,331 @@
+"""How bytes get from rank to rank: every transport gives what torch.distributed gives, in the same bits."""
+
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.worlds import POOL
+from zero_full._compat import all_gather_single, reduce_scatter_single
+from zero_full.comm import shared, transport
+from zero_full.comm.communicator import Communicator, choose_transport
+from zero_full.comm.ledger import Traffic
+from zero_full.comm.shared import SharedMemory, map_windows
+from zero_full.comm.transport import Exchange, Native, Transport, add_up, own_slice
+
+WORLDS = [2, 3, 4]
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+CPU = torch.device("cpu")
+Case = tuple[torch.dtype, int, float]
+Results = dict[str, Tensor]
+SHARDS = [(0, 1), (1, 3.0), (33, 1), (33, 3.0)]  # elements a rank, divisor; 33 are several pieces
+CASES: list[Case] = [(dtype, *shard) for dtype in DTYPES for shard in SHARDS]
+
+
+def numbers(rank: int, numel: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    return torch.randn(numel, generator=generator).to(dtype)
+
+
+def in_rank_order(world: int, numel: int, dtype: torch.dtype, divisor: float, seed: int = 0) -> Tensor:
+    """The sum over the ranks, first to last, over the divisor; 16-bit numbers in fp32, not rounded yet."""
+    at_least = torch.promote_types(dtype, torch.float32)
+    total = numbers(0, numel, dtype, seed).to(at_least)
+    for rank in range(1, world):
+        total = total + numbers(rank, numel, dtype, seed).to(at_least)
+    return total / divisor
+
+
+@contextmanager
+def small_pieces() -> Iterator[None]:
+    """Windows, messages and what is summed at a time: a few elements."""
+    half = 64
+    with (
+        mock.patch.object(shared, "HALF", half),
+        mock.patch.object(shared, "WINDOW", 2 * half + 4),
+        mock.patch.object(transport, "MESSAGE", 7),
+        mock.patch.object(transport, "CACHED", 3),
+    ):
+        yield
+
+
+def everyone() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def both() -> dict[str, Transport]:
+    windows = map_windows(everyone())
+    assert windows is not None
+    return {"exchange": Exchange(everyone()), "shared memory": SharedMemory(everyone(), windows)}
+
+
+def every_call(by: Transport, rank: int, world: int, case: Case) -> Results:
+    """What a transport makes of fresh numbers."""
+    dtype, shard, divisor = case
+    fresh = partial(numbers, rank, world * shard, dtype)
+    apart = torch.full((shard,), 7.0, dtype=dtype)
+    by.reduce_scatter(fresh(), apart, divisor)
+    wide = torch.full((shard,), 7.0, dtype=torch.promote_types(dtype, torch.float32))
+    by.reduce_scatter(fresh(), wide, divisor)
+    flat = fresh()
+    by.reduce_scatter(flat, own_slice(flat, rank, world), divisor)
+    gathered = torch.full((world * shard,), 7.0, dtype=dtype)
+    own_slice(gathered, rank, world).copy_(own_slice(fresh(), rank, world))
+    by.all_gather(gathered)
+    reduced = fresh()
+    by.all_reduce(reduced, divisor)
+    inside = own_slice(flat, rank, world)
+    return {"apart": apart, "wide": wide, "inside": inside, "gathered": gathered, "reduced": reduced}
+
+
+def by_torch(rank: int, world: int, case: Case) -> Results:
+    """The same with torch.distributed's own collectives, in fp64."""
+    dtype, shard, divisor = case
+    whole = numbers(rank, world * shard, dtype).double()
+    scattered, gathered, reduced = whole.new_empty(shard), torch.empty_like(whole), whole.clone()
+    reduce_scatter_single(scattered, whole)
+    all_gather_single(gathered, own_slice(whole, rank, world).clone())
+    dist.all_reduce(reduced)
+    scattered, reduced = scattered / divisor, reduced / divisor
+    places = dict.fromkeys(["apart", "wide", "inside"], scattered)
+    return {**places, "gathered": gathered, "reduced": reduced}
+
+
+def table(comm: Any) -> dict[tuple[str, Case], Results]:
+    rank, world = comm.rank, comm.world_size
+    with small_pieces():
+        ways = both()
+        results = {
+            (name, case): every_call(way, rank, world, case) for case in CASES for name, way in ways.items()
+        }
+        again = {(name, CASES[-1]): every_call(way, rank, world, CASES[-1]) for name, way in ways.items()}
+    for case in CASES:
+        results["native", case] = every_call(Native(everyone()), rank, world, case)
+        results["torch", case] = by_torch(rank, world, case)
+    return results | {(f"{name} again", case): result for (name, case), result in again.items()}
+
+
+@cache
+def tables(world: int) -> list[dict[tuple[str, Case], Results]]:
+    return POOL.run(table, world)
+
+
+@pytest.mark.parametrize("way", ["exchange", "shared memory", "native"])
+@pytest.mark.parametrize("world", WORLDS)
+def test_results_are_torch_distributeds(world: int, way: str) -> None:
+    for results in tables(world):
+        for case in CASES:
+            for call, want in results["torch", case].items():
+                got = results[way, case][call]
+                # Native sums 16-bit numbers in 16 bits, and gathers are copies in any case.
+                finest = got.dtype if way != "native" else case[0]
+                tolerance = 0 if call == "gathered" else 4 * world * torch.finfo(finest).eps
+                torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("way", ["exchange", "shared memory", "exchange again", "shared memory again"])
+@pytest.mark.parametrize("world", WORLDS)
+def test_sums_are_in_the_order_of_the_ranks_and_rounded_once_so_all_have_the_same_bits(
+    world: int, way: str
+) -> None:
+    for rank, results in enumerate(tables(world)):
+        for dtype, shard, divisor in CASES if "again" not in way else CASES[-1:]:
+            got = results[way, (dtype, shard, divisor)]
+            total = in_rank_order(world, world * shard, dtype, divisor)
+            own = own_slice(total, rank, world)
+            assert got["wide"].dtype == own.dtype and torch.equal(got["wide"], own)
+            assert torch.equal(got["apart"], own.to(dtype))
+            assert torch.equal(got["inside"], own.to(dtype))
+            assert torch.equal(got["reduced"], total.to(dtype))
+
+
+# Many calls, ranks that come at any time ---------------------------------------------------------
+
+
+def many_calls(comm: Any, way: str, calls: int) -> int:
+    """Random calls, with pauses wherever another rank could overtake this one; how many were right."""
+    rank, world = comm.rank, comm.world_size
+    mine, common = random.Random(rank), random.Random(17)
+    meet, right = SharedMemory._meet, 0
+
+    def meet_and_dawdle(self: SharedMemory) -> None:
+        meet(self)
+        time.sleep(mine.choice([0, 0, 0.002]))
+
+    with small_pieces(), mock.patch.object(SharedMemory, "_meet", meet_and_dawdle):
+        by = both()[way]
+        for seed in range(calls):
+            time.sleep(mine.choice([0, 0, 0.002]))
+            call, shard = common.choice([_scatter, _gather, _reduce]), common.choice([1, 2, 9, 30])
+            right += call(by, rank, world, shard, seed)
+    return right
+
+
+def _scatter(by: Transport, rank: int, world: int, shard: int, seed: int) -> bool:
+    out = torch.empty(shard)
+    by.reduce_scatter(numbers(rank, world * shard, torch.float32, seed), out, 2.0)
+    return torch.equal(
+        out, own_slice(in_rank_order(world, world * shard, torch.float32, 2.0, seed), rank, world)
+    )
+
+
+def _gather(by: Transport, rank: int, world: int, shard: int, seed: int) -> bool:
+    whole = torch.empty(world * shard)
+    own_slice(whole, rank, world).copy_(numbers(rank, shard, torch.float32, seed))
+    by.all_gather(whole)
+    return torch.equal(whole, torch.cat([numbers(r, shard, torch.float32, seed) for r in range(world)]))
+
+
+def _reduce(by: Transport, rank: int, world: int, shard: int, seed: int) -> bool:
+    whole = numbers(rank, world * shard, torch.float32, seed)
+    by.all_reduce(whole, 1)
+    return torch.equal(whole, in_rank_order(world, world * shard, torch.float32, 1, seed))
+
+
+@pytest.mark.parametrize("way", ["exchange", "shared memory"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_that_dawdle_never_read_what_belongs_to_another_call(world: int, way: str) -> None:
+    assert POOL.run(many_calls, world, way, 60) == [60] * world
+
+
+# Where there is no shared memory -----------------------------------------------------------------
+
+
+def no_descriptor(secret: bytes) -> tuple[None, str]:
+    return None, ""
+
+
+def wrong_secret(path: str, length: int) -> bytes:
+    return bytes(length)
+
+
+def failing_memfd(name: str) -> int:
+    raise PermissionError(1, "Operation not permitted")
+
+
+OBSTACLES: dict[str, Callable[[], Any]] = {
+    "no window": lambda: mock.patch.object(shared, "_make_window", no_descriptor),
+    "another host": lambda: mock.patch.object(shared, "_start_of", wrong_secret),
+    "a container that forbids it": lambda: mock.patch.object(os, "memfd_create", failing_memfd),
+}
+
+
+def one_rank_cannot(comm: Any, obstacle: str | None) -> tuple[bool, str, list[float], int]:
+    def descriptors() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    whole, before = torch.full((4,), comm.rank + 1.0), descriptors()
+    with OBSTACLES[obstacle]() if comm.rank == 1 and obstacle else mock.MagicMock():
+        refused = map_windows(everyone()) is None
+        by = choose_transport(everyone(), CPU)
+        after = descriptors()
+    by.all_reduce(whole, 1)
+    return refused, by.name, whole.tolist(), after - before
+
+
+@pytest.mark.parametrize("obstacle", OBSTACLES)
+def test_if_one_rank_cannot_see_the_others_all_send_messages_instead(obstacle: str) -> None:
+    assert POOL.run(one_rank_cannot, 2, obstacle, collective=5) == [(True, "exchange", [3.0] * 4, 0)] * 2
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="windows are for Linux")
+def test_gloo_on_one_host_gets_shared_memory_and_keeps_no_descriptor_open() -> None:
+    assert POOL.run(one_rank_cannot, 4, None) == [(False, "shared memory", [10.0] * 4, 0)] * 4
+
+
+# What is counted ---------------------------------------------------------------------------------
+
+
+def counted(comm: Any) -> tuple[dict[str, int], int]:
+    """One call of each kind: fp32 to be scattered, bf16 gathered, fp64 reduced; and what costs nothing."""
+    traffic, world = Traffic(), comm.world_size
+    by = Communicator(everyone(), CPU, traffic)
+    by.reduce_scatter(torch.ones(10 * world), torch.empty(10), world, "a")
+    by.all_gather(torch.ones(6 * world, dtype=torch.bfloat16), "b")
+    by.all_reduce(torch.ones(3 * world, dtype=torch.float64), 1, "c")
+    by.all_gather(torch.ones(0), "nothing")
+    by.sum_numbers(torch.ones(2), "d")
+    by.broadcast(torch.ones(100), "e")
+    by.gather_objects("f", "f")
+    return dict(traffic.sent), traffic.total()
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_bytes_sent_are_the_formulas_integers(world: int) -> None:
+    whole = {"reduce_scatter": 40 * world, "all_gather": 12 * world, "all_reduce": 2 * 24 * world}
+    want = {kind: payload * (world - 1) // world for kind, payload in whole.items()}
+    assert POOL.run(counted, world) == [(want, sum(want.values()))] * world
+
+
+def test_traffic_starts_again_from_zero() -> None:
+    traffic = Traffic()
+    traffic.add("all_gather", 3)
+    traffic.clear()
+    traffic.add("all_reduce", 5)
+    assert (dict(traffic.sent), traffic.total()) == ({"all_reduce": 5}, 5)
+
+
+def test_a_rank_that_is_alone_divides_copies_and_sends_nothing() -> None:
+    alone, whole, out = Communicator(None, CPU), torch.arange(4.0), torch.empty(4, dtype=torch.bfloat16)
+    alone.reduce_scatter(whole, out, 2.0, "a")
+    assert out.tolist() == [0, 0.5, 1, 1.5] and whole.tolist() == [0, 1, 2, 3]
+    alone.reduce_scatter(whole, whole, 2.0, "a")
+    assert whole.tolist() == [0, 0.5, 1, 1.5]
+    alone.all_reduce(whole, 0.5, "b")
+    alone.all_gather(whole, "c")
+    assert alone.sum_numbers(whole, "d").tolist() == [0, 1, 2, 3]
+    assert alone.gather_objects("me", "e") == ["me"]
+    assert alone.own(whole).tolist() == whole.tolist() and (alone.rank, alone.size) == (0, 1)
+    assert alone.traffic.total() == 0
+
+
+# Sums --------------------------------------------------------------------------------------------
+
+
+def test_sixteen_bit_numbers_are_summed_in_fp32_and_rounded_once() -> None:
+    pieces = [torch.tensor([256.0], dtype=torch.bfloat16)] + [torch.ones(1, dtype=torch.bfloat16)] * 3
+    out = torch.empty(1, dtype=torch.bfloat16)
+    add_up(pieces, out, 1)
+    assert out.item() == torch.tensor(259.0).bfloat16().item() != 256  # bit by bit it would stay at 256
+    add_up([torch.tensor([60000.0], dtype=torch.float16)] * 2, half := torch.empty(1).half(), 2)
+    assert half.item() == 60000  # the sum alone does not fit
+
+
+def test_a_sum_starts_with_the_first_piece() -> None:
+    pieces = [torch.tensor([x]) for x in (1e8, 1.0, -1e8)]
+    forth, back = torch.empty(1), torch.empty(1)
+    add_up(pieces, forth, 1)
+    add_up(pieces[::-1], back, 1)
+    assert (forth.item(), back.item()) == (0.0, 0.0)
+    add_up([pieces[0], pieces[2], pieces[1]], forth, 1)
+    assert forth.item() == 1.0
+
+
+@pytest.mark.parametrize("numel", [0, 1, 2, 3, 4, 7])
+def test_a_sum_may_be_written_over_one_of_its_pieces_wherever_it_is_cut(numel: int) -> None:
+    with mock.patch.object(transport, "CACHED", 3):
+        pieces = [torch.arange(numel, dtype=torch.float32) * 10**i for i in range(3)]
+        add_up(pieces, pieces[1], 2.0)
+    assert pieces[1].tolist() == [i * 111 / 2 for i in range(numel)]
+    assert pieces[0].tolist() == list(range(numel))
+
+
+@pytest.mark.parametrize("out", [torch.float32, torch.float64])
+@pytest.mark.parametrize("given", DTYPES)
+def test_a_sum_takes_the_precision_of_its_place(given: torch.dtype, out: torch.dtype) -> None:
+    pieces = [numbers(rank, 9, given) for rank in range(3)]
+    total = torch.empty(9, dtype=out)
+    add_up(pieces, total, 3.0)
+    assert torch.equal(total, in_rank_order(3, 9, given, 3.0).to(out))
