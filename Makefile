@@ -31,11 +31,16 @@ lab: .venv/ready  ## JupyterLab in notebooks/
 weave: .venv/ready  ## refresh the code, numbers and drawings inside the lessons' texts
 	$(BIN)/python -m lessons.weave
 
+test-gpu: .venv/ready  ## tests that need a GPU (and a torch built for it)
+	@$(BIN)/python -c 'import torch; torch.cuda.is_available() or exit("test-gpu: no CUDA device, so nothing was tested")'
+	$(BIN)/python -m pytest -q -m gpu
+
+bench: .venv/ready  ## step times and collectives beside the peers that are installed (20 minutes, quiet machine)
+	@mkdir -p build/bench
+	$(BIN)/python -m tests.bench.collectives | tee build/bench/collectives.md
+	$(BIN)/python -W ignore -m tests.bench.step_time | tee build/bench/step_time.md
+
 # Targets whose feature has not landed: they did nothing, so they fail.
-test-gpu:  ## tests that need a GPU
-	@echo "test-gpu: no test that needs a GPU has landed yet, nothing was tested"; exit 1
-bench:  ## benchmarks
-	@echo "bench: no benchmark has landed yet, nothing was measured"; exit 1
 bench-gpu:  ## benchmarks that need a GPU
 	@echo "bench-gpu: no GPU code has landed yet, nothing was measured"; exit 1
 site:  ## the documentation site

@@ -1,6 +1,5 @@
 """Gradients that are inf, NaN, zero or merely huge: which step is skipped, and that it leaves no trace."""
 
-import logging
 from math import isnan
 from typing import Any, NamedTuple
 
@@ -41,7 +40,7 @@ def history(comm: Any, stage: int, keys: dict[str, Any], inputs: list[int | None
     seen = History([], [], [], [], [], 0, {})
     for number in inputs:
         x = data(number or 0, 0, comm.rank, next(engine.parameters()).dtype)
-        if number is None and comm.rank == comm.size - 1:
+        if number is None and comm.rank == comm.world_size - 1:
             x[0, 0] = float("inf")
         seen.rates.append(engine.get_lr()[0])
         seen.scales.append(engine.loss_scale())
