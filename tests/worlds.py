@@ -5,6 +5,7 @@ chose; a job that overruns its limit is killed with all its ranks and the pool s
 """
 
 import atexit
+import gc
 import itertools
 import multiprocessing
 import os
@@ -54,6 +55,8 @@ def _serve(pipe: Connection, port: int) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+            if job % 16 == 0:
+                gc.collect()  # process groups have threads: do not let those of a hundred jobs pile up
         pipe.send(answer)
 
 

@@ -1,6 +1,7 @@
 """The private or renamed parts of torch that the package uses, and nothing else."""
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -20,6 +21,17 @@ def keys_under(prefix: str, store: Any) -> Any:
 def default_store() -> Any:
     """The key-value store that the default process group was started with."""
     return dist.distributed_c10d._get_default_store()
+
+
+def backend_of(group: Any, device: torch.device) -> str:
+    """What moves this device's tensors. `dist.get_backend` gives what the user has asked for, if anything."""
+    return str(group._get_backend(device).name())
+
+
+def timeout_of(group: Any) -> timedelta | None:
+    """How long a call on this group waits for a peer; None: its backend does not tell."""
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)
+    return getattr(options, "_timeout", None)
 
 
 def current_backward() -> int:

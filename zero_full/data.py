@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 
@@ -14,13 +13,13 @@ class RankLoader:
         self,
         dataset: Dataset[Any],
         batch_size: int,
-        group: dist.ProcessGroup | None,
+        rank: int,
+        world: int,
         collate_fn: Callable[..., Any] | None,
         drop_last: bool,
     ) -> None:
         self.sampler: DistributedSampler[Any] | None = None
         if not isinstance(dataset, IterableDataset):
-            rank, world = (group.rank(), group.size()) if group is not None else (0, 1)
             self.sampler = DistributedSampler(dataset, world, rank, shuffle=True, drop_last=drop_last)
         self.loader: DataLoader[Any] = DataLoader(
             dataset, batch_size, sampler=self.sampler, collate_fn=collate_fn, drop_last=drop_last

@@ -10,7 +10,8 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -19,8 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zero_full._compat import current_backward
 from zero_full.config import Resolved
 from zero_full.data import RankLoader
+from zero_full.nest import mapped
 from zero_full.precision.scaler import DynamicScale
 from zero_full.shard.optimizer import ZeroOptimizer
 from zero_full.stopwatch import Stopwatch
@@ -56,7 +59,8 @@ class Engine:
         self.stopwatch = Stopwatch(device, self.config.wall_clock_breakdown)
         self._micro_batches = self.config.gradient_accumulation_steps
         self._boundary: bool | None = None  # what the user says, if anything
-        self._scaled = False  # the loss of the coming backward is scaled already
+        self._scaled_loss: weakref.ref[Tensor] | None = None  # the last one
+        self._scaled_pass: int | None = None  # the backward pass that began at a scaled loss
         self._stepped = False
         if optimizer.settings.gather_beside_forward:
             optimizer.hold_back(module)
@@ -73,20 +77,17 @@ class Engine:
             inputs, named_inputs = self._cast(inputs), self._cast(named_inputs)
         with self.stopwatch.measure("forward"):
             outputs = self.module(*inputs, **named_inputs)
-        if torch.is_grad_enabled():
-            for tensor in _tensors(outputs):
-                if tensor.requires_grad:
-                    tensor.register_hook(partial(self._backward_reaches, tensor.detach()))
-        return outputs
+        return mapped(self._watched, outputs) if torch.is_grad_enabled() else outputs
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Backward of a scalar loss; returns it divided by the number of micro-batches."""
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss)
             raise ValueError(f"backward needs a scalar loss, not {kind}: take its mean, for example")
+        is_scaled = self._scaled_loss is not None and self._scaled_loss() is loss
         if scale_wrt_gas and self._micro_batches > 1:
             loss = loss / self._micro_batches
-        scaled = loss if self._scaled else self.scale(loss)
+        scaled = loss if is_scaled else self.scale(loss)
         with self.stopwatch.measure("backward"):
             self._begin_backward(loss.detach())
             try:
@@ -94,32 +95,48 @@ class Engine:
             except BaseException:
                 self.optimizer.reducer.abandon()
                 raise
-            finally:
-                self._scaled = False
             self.optimizer.reducer.finish()
         return loss
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times the loss scale, for a `backward` of your own: `engine.scale(loss).backward()`."""
-        self._scaled = True
         scale = self.optimizer.scaler.scale
-        # In fp16 the product would overflow before anything else does.
-        return loss if scale == 1 else loss.float() * scale
+        if scale == 1:
+            return loss
+        scaled = loss.float() * scale  # in fp16 the product would overflow before anything else does
+        scaled.register_hook(self._note_scaled)
+        self._scaled_loss = weakref.ref(scaled)
+        return scaled
+
+    def _note_scaled(self, grad: Tensor) -> None:
+        self._scaled_pass = current_backward()
 
     def _begin_backward(self, loss: Tensor | None) -> None:
-        self.optimizer.loss = loss
+        if loss is not None:
+            self.optimizer.note_loss(loss)
         self.optimizer.reducer.boundary = self.is_gradient_accumulation_boundary()
         self.optimizer.reducer.begin()
 
-    def _backward_reaches(self, output: Tensor, grad: Tensor) -> Tensor | None:
+    def _watched(self, output: Any) -> Any:
+        """An output of the model that tells when a backward pass reaches it."""
+        if not isinstance(output, Tensor) or not output.requires_grad:
+            return output
+        if self.fp16_enabled():
+            # Not a hook: gradients that reach an output on their way from another one are scaled already.
+            watched: Tensor = _Gate.apply(output, self)  # type: ignore[no-untyped-call]
+            return watched
+        output.register_hook(partial(self._backward_reaches, output.detach()))
+        return output
+
+    def _backward_reaches(self, output: Tensor, grad: Tensor) -> Tensor:
         """Autograd has reached an output of the model: a backward pass has begun."""
         reducer = self.optimizer.reducer
         if not reducer.is_running():
             self._begin_backward(output if output.dim() == 0 else None)
         reducer.note_pass()
         scale = self.optimizer.scaler.scale
-        if self._scaled or scale == 1:
-            return None
+        if scale == 1 or self._scaled_pass == current_backward():
+            return grad
         if output.dim():
             raise RuntimeError(
                 "with a loss scale, gradients must be scaled before they reach the model's outputs, or small "
@@ -136,7 +153,6 @@ class Engine:
             raise RuntimeError("step inside no_sync: leave the block first, its gradients are not averaged")
         self._stepped = self.is_gradient_accumulation_boundary()
         self.micro_steps += 1
-        self._scaled = False
         if self._stepped:
             with self.stopwatch.measure("step"):
                 self._take_step(lr_kwargs or {})
@@ -172,7 +188,6 @@ class Engine:
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Let go of the gradients. `step` has done it already."""
-        self._scaled = False
         self.optimizer.zero_grad(set_to_none)
 
     @contextmanager
@@ -323,7 +338,7 @@ class Engine:
             floating = isinstance(value, Tensor) and value.is_floating_point()
             return value.to(torch.float16) if floating else value
 
-        return _mapped(cast, inputs)
+        return mapped(cast, inputs)
 
     # Saving --------------------------------------------------------------------------------------
 
@@ -365,24 +380,16 @@ class Engine:
 COUNTERS = ("micro_steps", "global_steps", "global_samples", "skipped_steps")
 
 
-def _mapped(function: Callable[[Any], Any], nest: Any) -> Any:
-    """The nest of tuples, lists and dicts with every leaf mapped."""
-    if isinstance(nest, Mapping):
-        return {key: _mapped(function, value) for key, value in nest.items()}
-    if isinstance(nest, (tuple, list)):
-        return type(nest)(_mapped(function, value) for value in nest)
-    return function(nest)
+class _Gate(torch.autograd.Function):
+    """The identity on the way forward; on the way back the engine may scale the gradient."""
 
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, engine: Engine) -> Tensor:
+        """The output as it is."""
+        ctx.engine, ctx.output = engine, output.detach()
+        return output.view_as(output)
 
-def _tensors(nest: Any) -> Iterator[Tensor]:
-    """Every tensor in a nest of tuples, lists, dicts and dataclasses."""
-    if isinstance(nest, Tensor):
-        yield nest
-    elif isinstance(nest, Mapping):
-        for value in nest.values():
-            yield from _tensors(value)
-    elif isinstance(nest, (tuple, list)):
-        for value in nest:
-            yield from _tensors(value)
-    elif hasattr(nest, "__dataclass_fields__"):
-        yield from _tensors(vars(nest))
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """The gradient, scaled if nobody has done it."""
+        return ctx.engine._backward_reaches(ctx.output, grads[0]), None

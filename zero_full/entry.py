@@ -21,7 +21,7 @@ from zero_full.engine import Engine
 from zero_full.optim import build_optimizer, build_scheduler, check_elementwise
 from zero_full.precision import Dtypes, DynamicScale, StaticScale
 from zero_full.precision.dtypes import NAMES
-from zero_full.shard import Connection, Settings, ZeroOptimizer, connect, make_buckets
+from zero_full.shard import Connection, Settings, ZeroOptimizer, connect, make_buckets, settle_the_rest
 
 log = logging.getLogger("zero_full")
 LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -81,7 +81,7 @@ def initialize(
     if dist_init_required is not False:
         init_distributed()
     topology = _topology(process_group, mesh, mpu, topology)
-    data_ranks = _data_ranks(topology)
+    data_rank, data_ranks = _place_among_data(topology)
     resolved = resolve(given, data_ranks)
     settings, scaler = _settings(resolved.config), _scaler(resolved.config)
     if resolved.config.zero_optimization.mics_shard_size > 0 and settings.stage > 0 and data_ranks > 1:
@@ -93,9 +93,8 @@ def initialize(
     wrapped = _shard(model, base, topology, resolved, settings, scaler, device)
     loader = None
     if training_data is not None:
-        everyone = topology.data if topology.data is not None else _world()
         batch, drop = resolved.config.train_micro_batch_size_per_gpu, resolved.config.dataloader_drop_last
-        loader = RankLoader(training_data, batch, everyone, collate_fn, drop)
+        loader = RankLoader(training_data, batch, data_rank, data_ranks, collate_fn, drop)
     engine = Engine(model, wrapped, resolved, device, schedule, loader, data_ranks)
     _announce(engine)
     return engine, wrapped, loader, schedule
@@ -130,11 +129,13 @@ def _world() -> dist.ProcessGroup | None:
     return dist.group.WORLD if dist.is_initialized() else None
 
 
-def _data_ranks(topology: Topology) -> int:
-    if topology.shard is not None and topology.replicate is not None:
-        return topology.shard.size() * topology.replicate.size()
+def _place_among_data(topology: Topology) -> tuple[int, int]:
+    """(this rank, how many) among the ranks that train on different data."""
+    shard, copies = topology.shard, topology.replicate
+    if shard is not None and copies is not None:
+        return copies.rank() * shard.size() + shard.rank(), copies.size() * shard.size()
     group = topology.data if topology.data is not None else _world()
-    return group.size() if group is not None else 1
+    return (group.rank(), group.size()) if group is not None else (0, 1)
 
 
 def _device(model: nn.Module) -> torch.device:
@@ -248,15 +249,8 @@ def _shard(
     if groups.dense.shard.size > 1 or (groups.expert is not None and groups.expert.shard.size > 1):
         check_elementwise(base, config.zero_allow_untested_optimizer)
     buckets = make_buckets(model, base.param_groups, topology, groups, settings)
-    _cast_the_rest(model, base, settings.dtypes)
+    settle_the_rest(model, base.param_groups, topology, groups, settings)
     return ZeroOptimizer(base, buckets, groups, settings, scaler, lane_for(device, settings.overlap))
-
-
-def _cast_the_rest(model: nn.Module, base: torch.optim.Optimizer, dtypes: Dtypes) -> None:
-    """Frozen parameters and buffers follow the trained parameters' dtype."""
-    trained = {p for group in base.param_groups for p in group["params"] if p.requires_grad}
-    for tensor in [*(p for p in model.parameters() if p not in trained), *model.buffers()]:
-        tensor.data = tensor.data.to(dtypes.of(tensor.dtype))
 
 
 def _announce(engine: Engine) -> None:

@@ -22,10 +22,11 @@ ROOMS = {  # and a room of zero_full only itself and these; what is not named ma
     "optim": set(),
     "data": set(),
     "stopwatch": set(),
+    "nest": set(),
     "comm": {"_compat"},
     "precision": {"comm"},
     "shard": {"_compat", "comm", "layout", "precision"},
-    "engine": {"config", "data", "precision", "shard", "stopwatch"},
+    "engine": {"_compat", "config", "data", "nest", "precision", "shard", "stopwatch"},
 }
 LONG_SIGNATURES = {"initialize"}  # DeepSpeed's, which scripts call by these names
 

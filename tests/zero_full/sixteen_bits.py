@@ -20,10 +20,16 @@ class Precise(NamedTuple):
     masters: Mapping[str, Any]
 
 
-def by_hand(dtype: torch.dtype, world_size: int, scales: Sequence[float], micro_batches: int = 1) -> Precise:
+def by_hand(
+    dtype: torch.dtype,
+    world_size: int,
+    scales: Sequence[float],
+    micro_batches: int = 1,
+    rounded: bool = False,
+) -> Precise:
     """16-bit parameters and gradients; sums over ranks and micro-batches, master and AdamW in fp32.
 
-    One loss scale for each step.
+    One loss scale for each step. `rounded`: the average, too, travels in 16 bits, as an all-reduce sends it.
     """
     model = Net()
     masters = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -39,7 +45,10 @@ def by_hand(dtype: torch.dtype, world_size: int, scales: Sequence[float], micro_
                 for name, p in model.named_parameters():
                     masters[name].grad += p.grad.float()
         for master in masters.values():
-            master.grad /= world_size * scale
+            master.grad /= world_size
+            if rounded:
+                master.grad = master.grad.to(dtype).float()
+            master.grad /= scale
         optimizer.step()
         for name, p in model.named_parameters():
             p.data.copy_(masters[name])

@@ -1,26 +1,30 @@
 """Ranks that part ways, come late, fail or die: everyone ends, and says what it was waiting for."""
 
+import gc
 import os
 import re
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # torch imports it late; its default arguments would keep a job's group alive
 from torch import Tensor, nn
 
 import zero_full
 from tests.worlds import POOL, RankError
-from tests.zero_full.runs import Net, Outcome, assert_same, config, data, run, train
+from tests.zero_full.runs import Net, assert_same, config, data, run, train
 from zero_full.comm.communicator import CommunicationError, Communicator
 from zero_full.comm.desync import CallCheck, DesyncError
 
 CPU = torch.device("cpu")
-CHECK = {"check_collectives": True, "timeout_s": 2}
+CHECK = {"check_collectives": True, "timeout_s": 10}
 
 
 def checked(timeout_s: float = 10) -> Communicator:
@@ -94,8 +98,8 @@ def test_every_rank_names_both_sides_of_a_difference(
 
 
 def last_rank_comes(comm: Any, late: float | None, calls_before: int) -> tuple[str, float]:
-    """One rank comes after so many seconds, or never; the others wait half a second."""
-    by = checked(timeout_s=0.5)
+    """One rank comes after so many seconds, or never; the others wait a second."""
+    by = checked(timeout_s=1)
     for _ in range(calls_before):
         usual(by)
     start = time.monotonic()
@@ -111,20 +115,20 @@ def test_a_rank_that_never_comes_is_named_with_where_it_was_last_seen() -> None:
     assert absent == "never came"
     for said_here, seconds in others:
         assert "  rank 0: call 3, all_gather of layer b: 12 x float32" in said_here.splitlines()
-        last = "rank 2: did not come within 0.5 s; last seen at call 2, all_gather of layer a: 12 x float32"
+        last = "rank 2: did not come within 1 s; last seen at call 2, all_gather of layer a: 12 x float32"
         assert said_here.splitlines()[-1].strip() == last
-        assert 0.5 <= seconds < 3
+        assert 1 <= seconds < 5
 
 
 def test_a_rank_that_comes_late_fails_with_the_same_words() -> None:
-    answers = POOL.run(last_rank_comes, 3, 1.5, 1, collective=5)
+    answers = POOL.run(last_rank_comes, 3, 2.0, 1, collective=5)
     assert len({text for text, _ in answers}) == 1
-    assert "rank 2: did not come within 0.5 s" in answers[0][0]
-    assert answers[2][1] < 2.5
+    assert "rank 2: did not come within 1 s" in answers[0][0]
+    assert answers[2][1] < 5
 
 
 def comes_while_the_other_gives_up(comm: Any) -> str:
-    by = checked(timeout_s=0.5)
+    by = checked(timeout_s=1)
     usual(by)
     slow = CallCheck._whereabouts
 
@@ -133,7 +137,7 @@ def comes_while_the_other_gives_up(comm: Any) -> str:
         return slow(self, rank, absent)
 
     if comm.rank == 1:
-        time.sleep(0.8)  # after the other's patience, before it has written its complaint
+        time.sleep(1.3)  # after the other's patience, before it has written its complaint
     with mock.patch.object(CallCheck, "_whereabouts", write_slowly):
         return said(lambda: usual(by))
 
@@ -147,42 +151,44 @@ def test_a_rank_that_comes_in_the_last_moment_has_the_same_fate_as_the_others() 
 
 
 def two_groups_of_the_same_ranks(comm: Any) -> str:
-    one, two = checked(timeout_s=2), checked(timeout_s=2)
+    one, two = checked(), checked()
     for call in range(6):
         usual(one)
-        if call % 3 == 0:
+        if call:
             other_size(two)
-    return said(lambda: (usual if comm.rank == 0 else other_label)(checked(timeout_s=2)))
+    return said(lambda: (usual if comm.rank == 0 else other_label)(two))
 
 
 def test_groups_of_the_same_ranks_are_compared_each_with_itself() -> None:
     for answer in POOL.run(two_groups_of_the_same_ranks, 2):
-        assert answer.startswith("DesyncError: the ranks part ways at call 2:")
+        assert answer.startswith("DesyncError: the ranks part ways at call 7:")
 
 
 def goes_on_after_a_difference(comm: Any) -> list[str]:
-    by = checked(timeout_s=2)
+    by = checked()
     said(lambda: (usual if comm.rank == 0 else other_label)(by))
-    return [said(lambda: usual(each)) for each in (by, checked(timeout_s=2))]
+    return [said(partial(usual, each)) for each in (by, checked())]
 
 
 def test_a_difference_that_was_caught_does_not_poison_later_calls() -> None:
     assert POOL.run(goes_on_after_a_difference, 2) == [["None", "None"]] * 2
 
 
-def keys_left(comm: Any, calls: int) -> int:
-    by = checked()
-    for _ in range(calls):
-        usual(by)
-    comm.barrier()
+def keys_in_the_store(comm: Any) -> list[int]:
+    by, found = checked(), []
     assert by.check is not None
-    return int(by.check.store.num_keys())
+    for _ in range(3):
+        for _ in range(10):
+            usual(by)
+        comm.barrier()
+        found.append(int(by.check.store.num_keys()))
+        comm.barrier()
+    return found
 
 
 def test_the_store_does_not_grow_with_the_number_of_calls() -> None:
-    few, many = POOL.run(keys_left, 2, 10), POOL.run(keys_left, 2, 60)
-    constant = POOL.run(keys_left, 2, 10)[0] - few[0]  # what a job of its own leaves
-    assert many[0] - few[0] <= constant
+    first, *later = POOL.run(keys_in_the_store, 2)[0]
+    assert later == [first, first]
 
 
 # Through the engine ------------------------------------------------------------------------------
@@ -228,7 +234,7 @@ def test_a_check_changes_no_bit_and_lets_lawful_runs_pass(stage: int, overlap: b
     plain = run(3, config(stage, zero_optimization=zero), model=Skipping)
     check = run(3, config(stage, zero_optimization=zero, debug=CHECK), model=Skipping)
     assert_same(check[0].parameters, plain[0].parameters)
-    assert check[1].norms == plain[1].norms and check[2].traffic == plain[2].traffic
+    assert check[1].losses == plain[1].losses and check[2].traffic == plain[2].traffic
 
 
 class Failing(Net):
@@ -263,15 +269,24 @@ def death() -> None:
 def one_fails(comm: Any, how: Callable[[], None], keys: dict[str, Any]) -> tuple[str, float]:
     """How this rank ended, and after how many seconds."""
     Failing.how = staticmethod(how)
-    engine, _, _, _ = zero_full.initialize(model=Failing(), config=config(2, **keys))
     start = time.monotonic()
+    answer = how_it_ends(comm.rank, keys), time.monotonic() - start
+    gc.collect()  # the last reference to a group closes its connections, as the end of a process would
+    return answer
+
+
+def how_it_ends(rank: int, keys: dict[str, Any]) -> str:
+    engine, _, _, _ = zero_full.initialize(model=Failing(), config=config(2, **keys))
     try:
         for step in range(3):
-            engine.backward(engine(data(step, 0, comm.rank)))
+            engine.backward(engine(data(step, 0, rank)))
             engine.step()
     except Exception as error:
-        return f"{type(error).__name__}: {error}", time.monotonic() - start
-    return "fine", time.monotonic() - start
+        return f"{type(error).__name__}: {error}"
+    finally:
+        with suppress(CommunicationError):  # what is under way cannot end well
+            engine.destroy()
+    return "fine"
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -283,21 +298,27 @@ def test_a_bug_in_one_ranks_model_ends_the_others_with_what_they_waited_for(over
         text, seconds = answers[rank]
         assert text.startswith(f"CommunicationError: rank {rank} of 3: reduce_scatter of gradients layers.4")
         assert "check_collectives" in text and "another rank has failed first" in text
-        assert seconds < 10
+        assert seconds < 15
 
 
-def test_a_rank_that_hangs_ends_the_others_at_the_groups_timeout() -> None:
-    text, seconds = POOL.run(one_fails, 2, a_long_pause, {}, collective=2)[0]
+@pytest.mark.parametrize(
+    "zero",
+    [{}, {"mics_shard_size": 2}, {"overlap_comm": True}],
+    ids=["the user's group", "groups of MiCS", "groups for overlap"],
+)
+def test_a_rank_that_hangs_ends_the_others_at_the_users_timeout(zero: dict[str, Any]) -> None:
+    answers = POOL.run(one_fails, 2, a_long_pause, {"zero_optimization": zero}, collective=2, limit=15)
+    text, seconds = answers[0]
     assert text.startswith("CommunicationError: rank 0 of 2: reduce_scatter of gradients layers.4")
-    assert "imed out" in text and 2 <= seconds < 3.5
+    assert "imed out" in text and seconds >= 2
 
 
 def test_with_the_check_on_the_rank_with_the_bug_is_named() -> None:
-    answers = POOL.run(one_fails, 3, a_bug, {"debug": {**CHECK, "timeout_s": 1}}, collective=20)
+    answers = POOL.run(one_fails, 3, a_bug, {"debug": {**CHECK, "timeout_s": 2}}, collective=20)
     for rank in (0, 2):
         text, seconds = answers[rank]
-        assert text.startswith("DesyncError") and seconds < 10
-        assert "  rank 1: did not come within 1 s; last seen at call" in text
+        assert text.startswith("DesyncError") and seconds < 15
+        assert "  rank 1: did not come within 2 s; last seen at call" in text
         assert f"  rank {rank}: call" in text and "reduce_scatter of gradients layers.4" in text
 
 
@@ -311,30 +332,30 @@ def absent_at_the_start(comm: Any, keys: dict[str, Any]) -> str:
     return "fine"
 
 
-@pytest.mark.parametrize("keys", [{}, {"debug": {**CHECK, "timeout_s": 1}}], ids=["plain", "checked"])
+@pytest.mark.parametrize("keys", [{}, {"debug": {**CHECK, "timeout_s": 2}}], ids=["plain", "checked"])
 def test_a_rank_that_never_calls_initialize_ends_the_others(keys: dict[str, Any]) -> None:
     first, left, third = POOL.run(absent_at_the_start, 3, keys, collective=5)
     assert left == "left"
     for text in (first, third):
         if keys:
-            assert "rank 1: did not come within 1 s; last seen at no call yet" in text
+            assert "rank 1: did not come within 2 s; last seen at no call yet" in text
         else:
             assert re.match(r"CommunicationError: rank \d of 3: opening of ranks \[0, 1, 2\] failed", text)
+
+
+def one_is_killed(comm: Any) -> None:
+    Failing.how = staticmethod(death)
+    train(comm, config(2), model=Failing)
 
 
 def test_a_rank_that_is_killed_ends_the_others_at_once() -> None:
     start = time.monotonic()
     with pytest.raises(RankError, match="rank 1: the process died") as caught:
-        POOL.run(raises_here, 3, death, {}, collective=30)
+        POOL.run(one_is_killed, 3, collective=30)
     for rank in (0, 2):
-        wanted = rf"rank {rank}: CommunicationError: rank {rank} of 3: \w+ of gradients layers.4\S+ .*failed:"
-        assert re.search(wanted, str(caught.value))
+        wanted = rf"^rank {rank}: CommunicationError: rank {rank} of 3: reduce_scatter of gradients layers.4"
+        assert re.search(wanted, str(caught.value), re.MULTILINE)
     assert time.monotonic() - start < 25
-
-
-def raises_here(comm: Any, how: Callable[[], None], keys: dict[str, Any]) -> None:
-    text, _ = one_fails(comm, how, keys)
-    raise RuntimeError(text)
 
 
 def test_an_error_without_words_is_reported_like_any_other() -> None:
@@ -343,7 +364,3 @@ def test_an_error_without_words_is_reported_like_any_other() -> None:
 
     with pytest.raises(CommunicationError, match="rank 0 of 1: sum of norm failed: RuntimeError"):
         Communicator(None, CPU)._call("sum", "norm", torch.zeros(1), 0, fail)
-
-
-def test_outcomes_of_a_run_are_real() -> None:
-    assert isinstance(run(2, config(1, debug=CHECK), steps=1)[0], Outcome)

@@ -245,6 +245,15 @@ def test_gloo_on_one_host_gets_shared_memory_and_keeps_no_descriptor_open() -> N
     assert POOL.run(one_rank_cannot, 4, None) == [(False, "shared memory", [10.0] * 4, 0)] * 4
 
 
+def on_a_group_without_a_named_backend(comm: Any) -> tuple[str, str]:
+    group = dist.new_group(backend="undefined")  # what init_process_group() makes, if it is given no name
+    return dist.get_backend(group), choose_transport(group, CPU).name
+
+
+def test_gloo_is_known_by_what_moves_the_bytes_not_by_the_name_the_user_gave() -> None:
+    assert POOL.run(on_a_group_without_a_named_backend, 2) == [("undefined", "shared memory")] * 2
+
+
 # What is counted ---------------------------------------------------------------------------------
 
 
@@ -313,13 +322,20 @@ def test_a_sum_starts_with_the_first_piece() -> None:
     assert forth.item() == 1.0
 
 
-@pytest.mark.parametrize("numel", [0, 1, 2, 3, 4, 7])
-def test_a_sum_may_be_written_over_one_of_its_pieces_wherever_it_is_cut(numel: int) -> None:
-    with mock.patch.object(transport, "CACHED", 3):
-        pieces = [torch.arange(numel, dtype=torch.float32) * 10**i for i in range(3)]
-        add_up(pieces, pieces[1], 2.0)
-    assert pieces[1].tolist() == [i * 111 / 2 for i in range(numel)]
-    assert pieces[0].tolist() == list(range(numel))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("count", "place"), [(count, place) for count in (2, 3, 4) for place in range(count)]
+)
+def test_a_sum_may_be_written_over_any_of_its_pieces_wherever_it_is_cut(
+    count: int, place: int, dtype: torch.dtype
+) -> None:
+    for numel in (0, 1, 2, 3, 4, 7):
+        pieces = [numbers(rank, numel, dtype) for rank in range(count)]
+        with mock.patch.object(transport, "CACHED", 3):
+            add_up(pieces, pieces[place], 2.0)
+        assert torch.equal(pieces[place], in_rank_order(count, numel, dtype, 2.0).to(dtype))
+        others = [rank for rank in range(count) if rank != place]
+        assert all(torch.equal(pieces[rank], numbers(rank, numel, dtype)) for rank in others)
 
 
 @pytest.mark.parametrize("out", [torch.float32, torch.float64])
@@ -328,4 +344,5 @@ def test_a_sum_takes_the_precision_of_its_place(given: torch.dtype, out: torch.d
     pieces = [numbers(rank, 9, given) for rank in range(3)]
     total = torch.empty(9, dtype=out)
     add_up(pieces, total, 3.0)
-    assert torch.equal(total, in_rank_order(3, 9, given, 3.0).to(out))
+    first, second, third = (piece.to(torch.promote_types(given, out)) for piece in pieces)
+    assert torch.equal(total, ((first + second + third) / 3.0).to(out))

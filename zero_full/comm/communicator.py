@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zero_full._compat import backend_of
 from zero_full.comm.desync import CallCheck, DesyncError
 from zero_full.comm.ledger import Traffic
 from zero_full.comm.shared import SharedMemory, map_windows
@@ -22,7 +23,7 @@ class CommunicationError(RuntimeError):
 
 def choose_transport(group: dist.ProcessGroup, device: torch.device) -> Transport:
     """The fastest that works for this group: see `transport.py`."""
-    if device.type != "cpu" or "gloo" not in dist.get_backend(group):
+    if device.type != "cpu" or backend_of(group, device) != "gloo":
         return Native(group)
     windows = map_windows(group)
     return SharedMemory(group, windows) if windows is not None else Exchange(group)
@@ -43,10 +44,18 @@ class Communicator:
         self.rank = 0 if self.group is None else self.group.rank()
         self.size = 1 if self.group is None else self.group.size()
         self.ranks = [0] if self.group is None else dist.get_process_group_ranks(self.group)
-        self.transport = None if self.group is None else choose_transport(self.group, device)
-        self.check = None
-        if check_timeout_s is not None and self.group is not None:
+        self.check: CallCheck | None = None
+        self.transport: Transport | None = None
+        if self.group is not None:
+            self._open(self.group, check_timeout_s)
+
+    def _open(self, group: dist.ProcessGroup, check_timeout_s: float | None) -> None:
+        def choose() -> None:
+            self.transport = choose_transport(group, self.device)
+
+        if check_timeout_s is not None:
             self.check = CallCheck(self.ranks, self.ranks[self.rank], check_timeout_s)
+        self._call("opening", f"ranks {self.ranks}", torch.empty(0), 0, choose)
 
     def own(self, whole: Tensor) -> Tensor:
         """This rank's slice of a flat buffer."""
@@ -111,8 +120,9 @@ class Communicator:
         except DesyncError:
             raise
         except RuntimeError as error:
+            reason = str(error).partition("\n")[0] or type(error).__name__
             raise CommunicationError(
-                f"rank {self.rank} of {self.size}: {kind} of {what} failed: {str(error).splitlines()[0]}\n"
+                f"rank {self.rank} of {self.size}: {kind} of {what} failed: {reason}\n"
                 "Usually another rank has failed first (look for the earliest error) or makes other calls "
                 '(set "debug": {"check_collectives": true} in the config to see which).'
             ) from error

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from zero_full.comm.transport import add_up, own_slice
 
-HALF = 4 * 2**20  # bytes
+HALF = 2 * 2**20  # bytes
 WINDOW = 2 * HALF + 4
 
 
@@ -31,6 +31,7 @@ class SharedMemory:
 
     def __init__(self, group: dist.ProcessGroup, windows: list[Tensor]) -> None:
         self.group, self.rank, self.size = group, group.rank(), group.size()
+        self.others = [rank for rank in range(self.size) if rank != self.rank]
         self.windows = windows
         self.turn = 0
         self.token = windows[self.rank][2 * HALF :].view(torch.float32)  # what is summed when all meet
@@ -39,6 +40,11 @@ class SharedMemory:
         start = self.turn % 2 * HALF
         return self.windows[rank][start : start + HALF].view(dtype)
 
+    def _slot(self, owner: int, reader: int, like: Tensor) -> Tensor:
+        """The part of `owner`'s window that is for `reader`. Nobody shows anything to himself."""
+        place = reader - (reader > owner)
+        return self._half(owner, like.dtype)[place * like.numel() : (place + 1) * like.numel()]
+
     def _meet(self) -> None:
         self.token.zero_()
         dist.all_reduce(self.token, group=self.group)
@@ -46,21 +52,17 @@ class SharedMemory:
     def reduce_scatter(self, whole: Tensor, out: Tensor, divisor: float) -> None:
         """Everyone shows the others their slices; each sums its own."""
         slices = [own_slice(whole, rank, self.size) for rank in range(self.size)]
-        room = HALF // whole.element_size() // self.size
+        room = HALF // whole.element_size() // (self.size - 1)
         for low in range(0, out.numel(), room):
             pieces = [s[low : low + room] for s in slices]
-            numel = pieces[0].numel()
-            mine = self._half(self.rank, whole.dtype)
-            for rank, piece in enumerate(pieces):
-                if rank != self.rank:
-                    mine[rank * numel : (rank + 1) * numel].copy_(piece)
+            for reader in self.others:
+                self._slot(self.rank, reader, pieces[reader]).copy_(pieces[reader])
             self._meet()
-            shown = [
-                self._half(rank, whole.dtype)[self.rank * numel : (self.rank + 1) * numel]
-                for rank in range(self.size)
+            mine = pieces[self.rank]
+            pieces = [
+                mine if rank == self.rank else self._slot(rank, self.rank, mine) for rank in range(self.size)
             ]
-            shown[self.rank] = pieces[self.rank]
-            add_up(shown, out[low : low + room], divisor)
+            add_up(pieces, out[low : low + room], divisor)
             self.turn += 1
 
     def all_gather(self, whole: Tensor) -> None:
@@ -72,9 +74,8 @@ class SharedMemory:
             numel = pieces[0].numel()
             self._half(self.rank, whole.dtype)[:numel].copy_(pieces[self.rank])
             self._meet()
-            for rank, piece in enumerate(pieces):
-                if rank != self.rank:
-                    piece.copy_(self._half(rank, whole.dtype)[:numel])
+            for rank in self.others:
+                pieces[rank].copy_(self._half(rank, whole.dtype)[:numel])
             self.turn += 1
 
     def all_reduce(self, whole: Tensor, divisor: float) -> None:

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 
+from zero_full._compat import timeout_of
+
 Predicate = Callable[[str, Parameter], bool]
 MESH_NAMES = {
     "data": ("data", "dp", "data_parallel"),
@@ -50,6 +52,17 @@ class Topology:
     is_split: Predicate = marked_as_split
 
     def __post_init__(self) -> None:
+        for role in ("data", "shard", "replicate", "model", "expert", "expert_data"):
+            if getattr(self, role) == dist.GroupMember.NON_GROUP_MEMBER:
+                raise ValueError(
+                    f"rank {dist.get_rank()} is not in the `{role}` group that it was given: every rank must "
+                    "pass the group it is a member of (new_group gives all others a placeholder)"
+                )
+        if self.model is not None and self.data is None and self.shard is None:
+            raise ValueError(
+                "a topology with a `model` group needs a `data` group, too: the ranks that hold the same "
+                "parts of the layers (in a mesh, a dimension 'data', if only of size 1)"
+            )
         if (self.shard is None) != (self.replicate is None):
             raise ValueError("a topology needs both `shard` and `replicate` groups, or neither")
         if (self.expert is None) != (self.expert_data is None):
@@ -91,19 +104,30 @@ class Topology:
         """The data group cut into shard groups of `size` neighbours (`mics_shard_size`)."""
         if self.shard is not None or self.expert is not None:
             raise ValueError("mics_shard_size needs a topology without `shard` and `expert` groups")
-        ranks = dist.get_process_group_ranks(self.data if self.data is not None else dist.group.WORLD)
+        data = self.data if self.data is not None else dist.group.WORLD
+        assert data is not None
+        ranks = dist.get_process_group_ranks(data)
         if size < 1 or len(ranks) % size:
             raise ValueError(f"mics_shard_size {size} does not divide the data-parallel world {len(ranks)}")
         rows = [ranks[start : start + size] for start in range(0, len(ranks), size)]
         columns = [list(column) for column in zip(*rows, strict=True)]
-        return replace(self, shard=_group_of_mine(rows), replicate=_group_of_mine(columns))
+        return replace(self, shard=_group_of_mine(rows, data), replicate=_group_of_mine(columns, data))
 
 
-def _group_of_mine(partition: list[list[int]]) -> dist.ProcessGroup:
-    """The group that this rank is in. Only its members need to call."""
-    mine = next(ranks for ranks in partition if dist.get_rank() in ranks)
-    group: dist.ProcessGroup = dist.new_group(mine, use_local_synchronization=True)
+def new_group(ranks: list[int], like: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group of its own with the backend and the patience of `like`. Only its members need to call.
+
+    torch would give it the default backend, and half an hour to wait for a rank that has died.
+    """
+    group: dist.ProcessGroup = dist.new_group(
+        ranks, timeout_of(like), dist.get_backend(like), use_local_synchronization=True
+    )
     return group
+
+
+def _group_of_mine(partition: list[list[int]], like: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The group that this rank is in."""
+    return new_group(next(ranks for ranks in partition if dist.get_rank() in ranks), like)
 
 
 def _known() -> str:

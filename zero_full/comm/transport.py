@@ -20,7 +20,7 @@ from torch import Tensor
 from zero_full._compat import all_gather_single, reduce_scatter_single
 
 MESSAGE = 2**20  # elements sent at a time: large enough for speed, small enough that memory is reused
-CACHED = 2**16  # elements summed at a time, so that a sum and its division meet in the cache
+CACHED = 2**17  # elements summed at a time, so that a sum and its division meet in the cache
 
 
 class Transport(Protocol):
@@ -45,15 +45,27 @@ def own_slice(whole: Tensor, rank: int, size: int) -> Tensor:
 
 
 def add_up(pieces: Sequence[Tensor], out: Tensor, divisor: float) -> None:
-    """The sum of `pieces`, first to last, over `divisor`; 16-bit numbers are summed in fp32."""
+    """The sum of `pieces`, first to last, over `divisor`, in fp32 or the wider of the types given.
+
+    `out` may be one of the pieces. What it then still has to give must not be written over, so more than
+    two are summed beside it.
+    """
+    wide = torch.promote_types(torch.promote_types(pieces[0].dtype, out.dtype), torch.float32)
     for low in range(0, out.numel(), CACHED):
-        part = [piece[low : low + CACHED] for piece in pieces]
-        if out.dtype.itemsize < 4 or part[0].dtype.itemsize < 4:
-            part = [piece.float() for piece in part]
-        total = torch.add(part[0], part[1])
-        for piece in part[2:]:
+        first, second, *others = (piece[low : low + CACHED] for piece in pieces)
+        target = out[low : low + CACHED]
+        if out.dtype != wide:
+            total = first.to(wide, copy=True).add_(second)
+        elif first.dtype != out.dtype:
+            total = target.copy_(first).add_(second)
+        else:
+            total = torch.add(first, second, out=None if others else target)
+        for piece in others:
             total.add_(piece)
-        out[low : low + CACHED].copy_(total.div_(divisor) if divisor != 1 else total)
+        if divisor != 1:
+            total.div_(divisor)
+        if total.data_ptr() != target.data_ptr():
+            target.copy_(total)
 
 
 class Native:

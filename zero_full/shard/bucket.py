@@ -80,7 +80,8 @@ class Bucket:
             for fragment in self.layout.fragments(shard.rank)
         ]
         alone = shard.size == across.size == 1
-        self.direct = alone and self.values.dtype == self.master.dtype == self.accumulate
+        one_type = self.values.dtype == self.master.dtype == self.accumulate
+        self.direct = alone and one_type and divisors == (1, 1)
         self.whole: Tensor | None = None
         self.own: Tensor | None = None
         self.own_is_valid = False
@@ -197,7 +198,7 @@ class Bucket:
         share_now = self.across.size > 1 and (self.settings.stage < 2 or self.own_is_shared)
         self._sum(flat, out, 1 if share_now else after)
         if share_now:
-            self._share(out, after)
+            self._share(out, after, flat.dtype)
         if self.own_is_valid:
             assert self.own is not None
             self.own.add_(out)
@@ -213,14 +214,17 @@ class Bucket:
         if self.shard.own(flat).data_ptr() != out.data_ptr():
             out.copy_(self.shard.own(flat))
 
-    def _share(self, slice_of_gradients: Tensor, divisor: float) -> None:
-        self.across.all_reduce(slice_of_gradients, divisor, f"gradients {self.name}")
+    def _share(self, gradients: Tensor, divisor: float, wire: torch.dtype) -> None:
+        sent = gradients.to(wire)
+        self.across.all_reduce(sent, divisor, f"gradients {self.name}")
+        if sent is not gradients:
+            gradients.copy_(sent)
 
     def share_own(self) -> None:
         """Average this rank's slice over the groups that hold the same one, once a step."""
-        if self.settings.stage == 2 and not self.own_is_shared:
+        if self.settings.stage == 2 and self.across.size > 1 and not self.own_is_shared:
             assert self.own is not None
-            self._share(self.own, 1)
+            self._share(self.own, 1, self.settings.dtypes.reduce or self.own.dtype)
             self.own_is_shared = True
 
     def _slice_buffer(self) -> Tensor:
@@ -231,8 +235,10 @@ class Bucket:
 
     def _note_suspicion(self, whole: Tensor) -> None:
         """Remember, without waiting for it, whether this rank's own gradients are finite."""
-        total = whole.sum(dtype=torch.float32)
-        self.suspicion = total if self.suspicion is None else self.suspicion + total
+        if whole.numel():
+            low, high = torch.aminmax(whole)  # both pass NaN on; a sum would be slower, or overflow in fp16
+            span = 0 * high.float() + 0 * low.float()  # NaN if either is not finite, else 0
+            self.suspicion = span if self.suspicion is None else self.suspicion + span
 
     def own_gradients(self) -> list[Tensor]:
         """This rank's averaged gradients, as few tensors as possible."""

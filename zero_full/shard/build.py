@@ -6,12 +6,12 @@ from itertools import pairwise
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from zero_full.comm.communicator import Communicator
 from zero_full.comm.ledger import Traffic
-from zero_full.comm.topology import Topology
+from zero_full.comm.topology import Topology, new_group
 from zero_full.layout import backward_order, deal, round_robin
 from zero_full.precision.norms import GradientNorm
 from zero_full.shard.bucket import Bucket, Kind, Member
@@ -57,8 +57,7 @@ class Connection:
     def to(self, group: dist.ProcessGroup | None) -> Communicator:
         """A communicator for this group; None: a rank that is alone."""
         if group is not None and self.own_groups:
-            ranks = dist.get_process_group_ranks(group)
-            group = dist.new_group(ranks, use_local_synchronization=True)
+            group = new_group(dist.get_process_group_ranks(group), like=group)
         return Communicator(group, self.device, self.traffic, self.check_timeout_s)
 
     def pair(self, stage: int, shard: dist.ProcessGroup | None, across: dist.ProcessGroup | None) -> Pair:
@@ -116,6 +115,33 @@ def make_buckets(
         divisors = settings.divisors(groups.data_ranks)
         buckets.append(Bucket(members, kind, pair.shard, pair.across, settings, divisors))
     return buckets
+
+
+def settle_the_rest(
+    model: nn.Module,
+    param_groups: Sequence[Mapping[str, Iterable[Parameter]]],
+    topology: Topology,
+    groups: Groups,
+    settings: Settings,
+) -> None:
+    """Frozen parameters and buffers: the first rank's values, in the trained parameters' dtype."""
+    trained = {p for group in param_groups for p in group["params"] if p.requires_grad}
+    frozen = [(name, p) for name, p in model.named_parameters() if p not in trained]
+    for name, tensor in [*frozen, *model.named_buffers()]:
+        expert = isinstance(tensor, Parameter) and topology.is_expert(name, tensor)
+        pair = groups.expert if expert and groups.expert is not None else groups.dense
+        _broadcast(tensor.data, pair, name)
+        tensor.data = tensor.data.to(settings.dtypes.of(tensor.dtype))
+
+
+def _broadcast(tensor: Tensor, pair: Pair, name: str) -> None:
+    sent = tensor.contiguous()
+    raw = sent.view(torch.uint8) if sent.dtype == torch.bool else sent  # gloo knows no bool
+    for group in (pair.shard, pair.across):
+        if raw.numel():
+            group.broadcast(raw, name)
+    if sent.data_ptr() != tensor.data_ptr():
+        tensor.copy_(sent)
 
 
 def _kind(name: str, param: Parameter, topology: Topology, groups: Groups) -> Kind:

@@ -52,7 +52,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         # torch's own constructor would copy the groups; here they stay the wrapped optimizer's.
         self.base, self.buckets, self.groups = base, list(buckets), groups
         self.settings, self.scaler, self.lane = settings, scaler, lane
-        self.loss: Tensor | None = None  # the last one, for error reports
+        self.loss: Tensor | None = None
         self.last: StepReport | None = None
         self.unscaled = False
         self.arriving: dict[Bucket, Pending] = {}
@@ -193,6 +193,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
             bucket.publish_own()
             tensors = [bucket.values]
             self.arriving[bucket] = self.lane.submit(bucket.gather, tensors, [self.lane.producer()])
+
+    def note_loss(self, loss: Tensor) -> None:
+        """Remember the losses of a step, for a report: one that is not finite spoils their sum."""
+        loss = loss.detach().float()
+        self.loss = loss if self.loss is None else self.loss + loss
 
     def settle(self) -> None:
         """Until all parameters have arrived."""

@@ -8,6 +8,7 @@ one, so a parameter used in two of them gets its gradient in two helpings. Once 
 wait for the end of the large pass.
 """
 
+import weakref
 from collections.abc import Sequence
 from functools import partial
 
@@ -19,6 +20,12 @@ from zero_full.comm.lane import Lane, Pending
 from zero_full.shard.bucket import Bucket, Member
 
 IN_FLIGHT = 2  # reductions that may run beside backward: more would only hold more memory
+
+
+def _arrived(reducer: "weakref.ref[GradientReducer]", param: Tensor) -> None:
+    alive = reducer()
+    if alive is not None:
+        alive.arrived(param)
 
 
 class GradientReducer:
@@ -39,11 +46,12 @@ class GradientReducer:
         self.producers: dict[Bucket, list[object]] = {}
         self.pending: list[Pending] = []
         self.used: set[Member] = set()  # since the last step
-        self.hooks = [
-            member.param.register_post_accumulate_grad_hook(partial(self._arrived, bucket, member))
-            for bucket in buckets
-            for member in bucket.members
-        ]
+        self.place: dict[Tensor, tuple[Bucket, Member]] = {
+            m.param: (bucket, m) for bucket in buckets for m in bucket.members
+        }
+        # The hooks know us weakly: Python cannot see through tensors to find a circle and free it.
+        hook = partial(_arrived, weakref.ref(self))
+        self.hooks = [param.register_post_accumulate_grad_hook(hook) for param in self.place]
 
     @property
     def syncing(self) -> bool:
@@ -70,8 +78,9 @@ class GradientReducer:
         if self.outer is None:
             self.outer = current_backward()
 
-    def _arrived(self, bucket: Bucket, member: Member, param: Tensor) -> None:
+    def arrived(self, param: Tensor) -> None:
         """Autograd has completed a gradient."""
+        bucket, member = self.place[param]
         if not self.open:
             self.begin()
         self.note_pass()
@@ -83,7 +92,7 @@ class GradientReducer:
         self.producers[bucket].append(self.lane.producer())
         if self.missing[bucket] <= 0:  # a second helping
             self._drain(0)
-        if bucket.settings.copy_on_arrival:
+        if bucket.settings.copy_on_arrival or not self.syncing:
             bucket.take(member, final=self.syncing and not self.wait_for_end)
         self.missing[bucket] -= 1
         if self.syncing and not self.wait_for_end:

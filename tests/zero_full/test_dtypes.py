@@ -1,0 +1,176 @@
+"""Dtypes that meet in one model and on the wire: mixed layers, frozen ones, buffers, bytes sent."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero_full
+from tests.worlds import run_in
+from tests.zero_full.runs import Net, assert_close, config, data
+from tests.zero_full.sixteen_bits import DTYPES, STAGES
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def bytes_sent(comm: Any, stage: int, keys: dict[str, Any]) -> tuple[dict[str, int], int]:
+    """What one step sends, and the elements of all buckets, padding included."""
+    engine, optimizer, _, _ = zero_full.initialize(model=Net(), config=config(stage, **keys))
+    for micro in range(engine.gradient_accumulation_steps()):
+        engine.backward(engine(data(0, micro, comm.rank, BF16)))
+        engine.step()
+    return engine.traffic(), sum(bucket.layout.total for bucket in optimizer.buckets)
+
+
+def wire_keys(wire: str | None, micro_batches: int) -> dict[str, Any]:
+    keys = {"bf16": {"enabled": True}, "gradient_accumulation_steps": micro_batches}
+    return {**keys, "communication_data_type": wire}
+
+
+@pytest.mark.parametrize("wire", [None, "bf16", "fp32"])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_bf16_models_gradients_travel_in_the_dtype_that_is_asked_for(
+    world_size: int, stage: int, micro_batches: int, wire: str | None
+) -> None:
+    added_up = stage == 1 and micro_batches > 1  # in fp32, and sent as they are unless told otherwise
+    size = 4 if wire == "fp32" or (wire is None and added_up) else 2
+    reductions = micro_batches if stage == 2 else 1
+    ranks = run_in("processes", bytes_sent, world_size, stage, wire_keys(wire, micro_batches))
+    for sent, elements in ranks:
+        part = elements * (world_size - 1) // world_size
+        assert sent == {"reduce_scatter": reductions * part * size, "all_gather": part * 2}
+
+
+@pytest.mark.parametrize("wire", [None, "bf16", "fp32"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_at_stage_0_too_gradients_travel_in_the_dtype_that_is_asked_for(
+    world_size: int, wire: str | None
+) -> None:
+    size = 4 if wire == "fp32" else 2
+    for sent, elements in run_in("processes", bytes_sent, world_size, 0, wire_keys(wire, 1)):
+        assert sent == {"all_reduce": 2 * elements * (world_size - 1) // world_size * size}
+
+
+class Mixed(nn.Module):
+    """A bf16 layer between two in fp32, whose gradients must not meet in one buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        plain = Net().layers
+        self.before, self.inside, self.after = plain[0], plain[2].to(BF16), plain[4]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The loss."""
+        h = torch.tanh(self.before(x))
+        h = torch.tanh(self.inside(h.to(BF16))).to(FP32)
+        return self.after(h).square().mean()
+
+
+def mixed_by_hand(world_size: int, steps: int) -> dict[str, Tensor]:
+    """Masters in fp32 for what is bf16, the parameters themselves for the rest."""
+    model = Mixed()
+    masters = {name: p.detach().clone().float() for name, p in model.named_parameters()}
+    optimizer = torch.optim.AdamW(masters.values(), lr=0.01, weight_decay=0.1)
+    for step in range(steps):
+        for master in masters.values():
+            master.grad = torch.zeros_like(master)
+        for rank in range(world_size):
+            model.zero_grad()
+            model(data(step, 0, rank)).backward()
+            for name, p in model.named_parameters():
+                masters[name].grad += p.grad.float()
+        for master in masters.values():
+            master.grad /= world_size
+        optimizer.step()
+        for name, p in model.named_parameters():
+            p.data.copy_(masters[name])
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def mixed(comm: Any, bucket: int) -> list[dict[str, Tensor]]:
+    """By stage: what a model of two dtypes becomes without a precision in the config."""
+    finals = []
+    for stage in STAGES:
+        keys = config(stage, zero_optimization={"reduce_bucket_size": bucket})
+        engine, _, _, _ = zero_full.initialize(model=Mixed(), config=keys)
+        for step in range(3):
+            engine.backward(engine(data(step, 0, comm.rank)))
+            engine.step()
+        finals.append({name: p.detach().clone() for name, p in engine.named_parameters()})
+        engine.destroy()
+    return finals
+
+
+@pytest.mark.parametrize("bucket", [1, 100, 10**6])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_model_of_two_dtypes_keeps_and_trains_both(world_size: int, bucket: int) -> None:
+    want = mixed_by_hand(world_size, 3)
+    for rank in run_in("processes", mixed, world_size, bucket):
+        for final in rank:
+            assert [p.dtype for p in final.values()] == [FP32, FP32, BF16, BF16, FP32, FP32]
+            for name, tensor in want.items():
+                assert_close({name: final[name]}, {name: tensor}, 1e-6 if tensor.dtype == FP32 else 0.004)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_with_a_precision_all_layers_have_it(stage: int, precision: str) -> None:
+    keys = config(stage, **{precision: {"enabled": True}})
+    engine, _, _, _ = zero_full.initialize(model=Mixed(), config=keys)
+    assert {p.dtype for p in engine.parameters()} == {DTYPES[precision]}
+
+
+class Frozen(nn.Module):
+    """Something to train, something frozen and buffers; random, so that ranks begin differently."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.trained, self.frozen = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        for tensor in self.state_dict().values():
+            tensor.copy_(torch.randn(tensor.shape, generator=generator) * 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The loss."""
+        return (self.frozen(self.trained(x)) + self.mean).float().square().mean()
+
+
+@pytest.mark.parametrize("precision", [None, "bf16", "fp16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_frozen_parameters_and_buffers_follow_the_dtype_and_integers_do_not(
+    stage: int, precision: str | None
+) -> None:
+    sections = {"fp16": {"fp16": {"enabled": True, "loss_scale": 8.0}}, "bf16": {"bf16": {"enabled": True}}}
+    keys = sections[precision] if precision else {}
+    engine, _, _, _ = zero_full.initialize(model=Frozen(0), config=config(stage, **keys))
+    floating = {p.dtype for p in engine.parameters()} | {engine.module.mean.dtype}
+    assert floating == {DTYPES[precision] if precision else FP32}
+    assert engine.module.count.dtype == torch.int64
+    before = engine.module.frozen.weight.clone()
+    engine.backward(engine(torch.ones(2, 4, dtype=before.dtype)))
+    engine.step()
+    assert engine.was_step_applied() and torch.equal(engine.module.frozen.weight, before)
+
+
+def started(comm: Any, stage: int, precision: str | None) -> dict[str, Tensor]:
+    keys = {precision: {"enabled": True}} if precision else {}
+    engine, _, _, _ = zero_full.initialize(model=Frozen(comm.rank), config=config(stage, **keys))
+    return {name: t.clone() for name, t in engine.module_state_dict().items()}
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_rank_starts_with_the_first_ranks_values_frozen_ones_and_buffers_too(
+    stage: int, precision: str | None
+) -> None:
+    first, second = run_in("processes", started, 2, stage, precision)
+    want = Frozen(0).state_dict()
+    if precision:
+        want = {name: t.to(BF16) if t.is_floating_point() else t for name, t in want.items()}
+    for rank in (first, second):
+        assert [name for name, tensor in want.items() if not torch.equal(rank[name], tensor)] == []

@@ -1,0 +1,161 @@
+"""Experts: each lives on some ranks only; its gradients come from all, and one norm is over everything."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zero_full
+from tests.worlds import POOL
+from tests.zero_full.runs import WIDTH, config, data
+from zero_full import Topology
+
+WORLD, STEPS = 4, 3
+CLIP = 0.05
+
+
+def weights(seed: int, numel: int) -> Tensor:
+    return torch.randn(WIDTH, numel, generator=torch.Generator().manual_seed(seed)) * 0.3
+
+
+def tokens_for(expert: int, experts: int, x: Tensor) -> Tensor:
+    """The router's choice: every `experts`-th token."""
+    return x[expert::experts]
+
+
+class Dense(nn.Module):
+    """What every rank has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Parameter(weights(0, 7))
+
+    def loss_of(self, x: Tensor) -> Tensor:
+        return (x @ self.dense).square().sum()
+
+
+class WithExpert(Dense):
+    """And one expert, which gets the tokens of all ranks of its expert group, as after an all-to-all."""
+
+    def __init__(self, expert: int, experts: int) -> None:
+        super().__init__()
+        self.expert = nn.Parameter(weights(1 + expert, 5))
+        self.expert.allreduce = False  # type: ignore[attr-defined]
+        self.number, self.experts = expert, experts
+
+    def forward(self, mine: Tensor, group: list[Tensor]) -> Tensor:
+        routed = [tokens_for(self.number, self.experts, x) for x in group]
+        return self.loss_of(mine) + sum((x @ self.expert).square().sum() for x in routed)
+
+
+class WithAllExperts(Dense):
+    """The same on one process."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.all_experts = nn.ParameterList([weights(1 + expert, 5) for expert in range(experts)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        routed = [tokens_for(e, len(self.all_experts), x) for e in range(len(self.all_experts))]
+        losses = [(tokens @ w).square().sum() for tokens, w in zip(routed, self.all_experts, strict=True)]
+        return self.loss_of(x) + sum(losses)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1.0, momentum=0.9)
+
+
+def on_one_process(experts: int) -> tuple[WithAllExperts, list[float]]:
+    """(the model after all steps, the norms)."""
+    model, norms = WithAllExperts(experts), []
+    optimizer = sgd(model.parameters())
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for rank in range(WORLD):
+            (model(data(step, 0, rank)) / WORLD).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+        optimizer.step()
+    return model, norms
+
+
+def topology_of(rank: int, experts: int) -> tuple[Topology, list[int]]:
+    """(the topology, the ranks of this rank's expert group): neighbours hold different experts."""
+    rows = [list(range(start, start + experts)) for start in range(0, WORLD, experts)]
+    columns = [list(range(expert, WORLD, experts)) for expert in range(experts)]
+    groups = {tuple(ranks): dist.new_group(ranks) for ranks in (*rows, *columns)}
+    row, column = rows[rank // experts], columns[rank % experts]
+    return Topology(expert=groups[tuple(row)], expert_data=groups[tuple(column)]), row
+
+
+def expert_run(
+    comm: Any, experts: int, keys: Mapping[str, Any], bad: tuple[int, str] | None = None
+) -> dict[str, Any]:
+    """`bad` (rank, parameter): in the second step that gradient is infinite in one place."""
+    topology, row = topology_of(comm.rank, experts)
+    model, step = WithExpert(comm.rank % experts, experts), 0
+
+    def spoil(grad: Tensor) -> Tensor:
+        place = torch.zeros_like(grad)
+        place[0, 0] = float("inf") if step == 1 else 0.0
+        return grad + place
+
+    if bad is not None and bad[0] == comm.rank:
+        dict(model.named_parameters())[bad[1]].register_hook(spoil)
+    engine, _, _, _ = zero_full.initialize(model=model, config=dict(keys), optimizer=sgd, topology=topology)
+    norms, applied = [], []
+    for step in range(STEPS):  # `spoil` reads it
+        x = [data(step, 0, rank) for rank in range(WORLD)]
+        engine.backward(engine(x[comm.rank], [x[rank] for rank in row]))
+        engine.step()
+        norms.append(engine.get_global_grad_norm())
+        applied.append(engine.was_step_applied())
+    parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
+    engine.destroy()
+    return {"parameters": parameters, "norms": norms, "applied": applied}
+
+
+def keys_of(stage: int, **keys: Any) -> dict[str, Any]:
+    return config(stage, gradient_clipping=CLIP, **keys)
+
+
+@pytest.mark.parametrize(("experts", "overlap"), [(1, False), (2, False), (2, True), (4, False)])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_norm_clipping_and_parameters_are_those_of_one_process(
+    experts: int, stage: int, overlap: bool
+) -> None:
+    whole, norms = on_one_process(experts)
+    assert min(norms) > 2 * CLIP
+    keys = keys_of(stage, zero_optimization={"overlap_comm": overlap})
+    for rank, got in enumerate(POOL.run(expert_run, WORLD, experts, keys)):
+        assert got["norms"] == pytest.approx(norms, rel=1e-5)
+        torch.testing.assert_close(got["parameters"]["dense"], whole.dense.detach())
+        torch.testing.assert_close(got["parameters"]["expert"], whole.all_experts[rank % experts].detach())
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_all_ranks_have_the_same_bits_of_the_norm_and_of_what_they_share(stage: int) -> None:
+    got = POOL.run(expert_run, WORLD, 2, keys_of(stage))
+    for rank in range(1, WORLD):
+        assert got[rank]["norms"] == got[0]["norms"]
+        assert torch.equal(got[rank]["parameters"]["dense"], got[0]["parameters"]["dense"])
+    for rank in (0, 1):
+        assert torch.equal(got[rank]["parameters"]["expert"], got[rank + 2]["parameters"]["expert"])
+    assert not torch.equal(got[0]["parameters"]["expert"], got[1]["parameters"]["expert"])
+
+
+@pytest.mark.parametrize("bad", [(3, "expert"), (0, "expert"), (2, "dense")], ids=str)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_an_overflow_in_one_expert_skips_the_step_everywhere(stage: int, bad: tuple[int, str]) -> None:
+    for got in POOL.run(expert_run, WORLD, 2, keys_of(stage), bad):
+        assert got["applied"] == [True, False, True]
+        assert got["norms"][1] == float("inf")
+        assert all(bool(p.isfinite().all()) for p in got["parameters"].values())
+
+
+def test_the_check_of_calls_tells_expert_groups_and_data_groups_of_the_same_ranks_apart() -> None:
+    keys = keys_of(2, debug={"check_collectives": True, "timeout_s": 5})
+    for got in POOL.run(expert_run, WORLD, 1, keys):
+        assert got["applied"] == [True] * STEPS

@@ -1,0 +1,49 @@
+"""What nobody holds any more is given back, with its buffers and its connections."""
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+from torch import nn
+
+import zero_full
+from tests.worlds import run_in
+from tests.zero_full.runs import Net, config, data
+
+
+def traces_of_a_step(model: nn.Module, stage: int, destroy: bool) -> list["weakref.ref[Any]"]:
+    """The optimizer, a bucket and a communicator of an engine that took a step and went out of sight."""
+    engine, optimizer, _, _ = zero_full.initialize(model=model, config=config(stage))
+    engine.backward(engine(data(0, 0, 0)))
+    engine.step()
+    if destroy:
+        engine.destroy()
+    return [weakref.ref(each) for each in (optimizer, optimizer.buckets[0], optimizer.groups.dense.shard)]
+
+
+@pytest.mark.parametrize("destroy", [True, False], ids=["destroyed", "dropped"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_an_engine_that_nobody_holds_is_freed_with_its_buckets(stage: int, destroy: bool) -> None:
+    traces = traces_of_a_step(Net(), stage, destroy)
+    gc.collect()
+    assert [trace() for trace in traces] == [None] * 3
+
+
+def test_a_model_that_outlives_its_destroyed_engine_does_not_keep_it_alive() -> None:
+    model = Net()
+    traces = traces_of_a_step(model, 1, destroy=True)
+    gc.collect()
+    assert [trace() for trace in traces] == [None] * 3
+    assert model(data(0, 0, 0)).isfinite()
+
+
+def trace_of_a_dropped_engine(comm: Any) -> list[bool]:
+    """With peers there are process groups behind an engine, and they have threads."""
+    traces = traces_of_a_step(Net(), 1, destroy=False)
+    gc.collect()
+    return [trace() is None for trace in traces]
+
+
+def test_an_engine_with_peers_is_freed_too_though_its_hooks_are_on_the_parameters() -> None:
+    assert run_in("processes", trace_of_a_dropped_engine, 2) == [[True] * 3] * 2

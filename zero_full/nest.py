@@ -1,0 +1,22 @@
+"""What models take and return: tensors in tuples, lists, dicts and dataclasses."""
+
+from collections.abc import Callable, Mapping
+from copy import copy
+from dataclasses import is_dataclass, replace
+from typing import Any
+
+
+def mapped(function: Callable[[Any], Any], nest: Any) -> Any:
+    """The nest of tuples, lists, dicts and dataclasses with every leaf mapped."""
+    if isinstance(nest, Mapping):
+        filled = copy(nest)
+        for key, value in nest.items():
+            filled[key] = mapped(function, value)  # type: ignore[index]
+        return filled
+    if isinstance(nest, tuple) and hasattr(nest, "_make"):
+        return nest._make(mapped(function, value) for value in nest)
+    if isinstance(nest, (tuple, list)):
+        return type(nest)(mapped(function, value) for value in nest)
+    if is_dataclass(nest) and not isinstance(nest, type):
+        return replace(nest, **{key: mapped(function, value) for key, value in vars(nest).items()})
+    return function(nest)
