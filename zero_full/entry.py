@@ -143,7 +143,7 @@ def _device(model: nn.Module) -> torch.device:
     here = next((p.device for p in model.parameters()), torch.device("cpu"))
     if here.type != "cpu" or not torch.accelerator.is_available():
         return here
-    if dist.is_initialized() and dist.get_backend() == "gloo":
+    if dist.is_initialized() and dist.get_backend() in ("gloo", "cpu:gloo"):
         return here
     kind = torch.accelerator.current_accelerator()
     assert kind is not None

@@ -26,8 +26,10 @@ def test_every_configuration_is_written_down() -> None:
     assert WRITTEN["losses"].keys() == golden.CONFIGS.keys()
 
 
-def test_stages_write_down_the_same_losses() -> None:
+def test_stages_write_down_the_same_losses_until_rounding_tells() -> None:
+    """Adam turns rounding into steps of full size wherever a gradient is nothing but rounding."""
     for precision in golden.PRECISIONS:
         first, *others = (WRITTEN["losses"][f"stage {stage}, {precision}"] for stage in (0, 1, 2))
-        for other in others:
-            assert other == pytest.approx(first, rel=1e-3 if precision == "fp32" else 0.02)
+        assert others[0] == others[1]
+        for step in range(20):
+            assert others[0][step] == pytest.approx(first[step], rel=1e-5 if precision == "fp32" else 0.01)

@@ -6,6 +6,7 @@ It stands where the optimizer it wraps stood: same `param_groups` (so schedulers
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zero_full.comm.communicator import CommunicationError
 from zero_full.comm.lane import Lane, Pending
 from zero_full.precision.norms import Slices
 from zero_full.precision.scaler import DynamicScale, ScaleExhaustedError, StaticScale
@@ -254,9 +256,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def close(self) -> None:
         """Leave the model: its parameters stay as they are, without hooks."""
-        self.settle()
-        self.reducer.close()
-        self.zero_grad()
+        for finish in (self.settle, self.reducer.close, self.zero_grad):
+            with suppress(CommunicationError):  # of calls that were under way: told already
+                finish()
         unregister(m.param for m in self._members())
 
     # What this rank has --------------------------------------------------------------------------

@@ -151,14 +151,15 @@ class GradientReducer:
 
     def forget(self) -> None:
         """After a step, or to start over: nothing is owed."""
-        while self.pending:
-            self.pending.pop().wait()
+        pending, self.pending = self.pending, []
+        for job in pending:
+            job.wait()
         self.abandon()
         self.owing = self.began = False
         self.used.clear()
 
     def close(self) -> None:
         """Take the hooks off the parameters."""
-        self.forget()
         for hook in self.hooks:
             hook.remove()
+        self.forget()
