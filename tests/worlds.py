@@ -39,15 +39,17 @@ def _serve(pipe: Connection, port: int) -> None:
     """A worker's life: take a job, be one rank of it, answer. The end of the pipe is the end of life."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    client: Any = None
     while True:
         try:
             job, rank, world_size, limit, fn, args = pipe.recv()
         except EOFError:
             return
         try:
-            store = dist.TCPStore("127.0.0.1", port, is_master=False)
+            # One connection for life: now and then a new one takes five seconds.
+            client = client or dist.TCPStore("127.0.0.1", port, is_master=False)
             seconds = timedelta(seconds=limit)
-            store = dist.PrefixStore(f"job{job}", store)
+            store = dist.PrefixStore(f"job{job}", client)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=seconds)
             answer = (True, fn(DistComm(), *args))
         except BaseException as error:
