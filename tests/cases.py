@@ -116,7 +116,6 @@ class Case:
             "optimizer": "AdamW" if self.decoupled else "Adam",
             "max_grad_norm": self.max_grad_norm,
             "bucket_size": self.bucket_size,
-            "micro_batches": self.micro_batches,
         }
 
     def data(self, step: int, micro: int, rank: int) -> Tensor:
@@ -143,7 +142,7 @@ def train(comm: Comm, subject: Subject, case: Case, resume: Mapping[str, Any] | 
     """Run the case on this rank. With `resume`, its first half is loaded instead of trained."""
     with comm.ledger.watch():
         model = case.model()
-        trainer = subject.build(model, comm, case.groups(model), **case.options())
+        trainer = subject.build(model, comm, case.groups(model), **subject.options(case))
         first = 0
         if resume is not None:
             trainer.load_state_dict(resume["half"][comm.rank])

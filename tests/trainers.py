@@ -160,6 +160,11 @@ class Subject:
     def __str__(self) -> str:
         return f"{self.impl}-stage{self.stage}"
 
+    def options(self, case: Any) -> dict[str, Any]:
+        """What `build` wants to know of a case."""
+        known = {"micro_batches": case.micro_batches} if self.impl == "full" else {}
+        return {**case.options(), **known}
+
     def where(self, place: str) -> str:
         """zero_full's ranks are always processes."""
         return "processes" if self.impl == "full" else place
@@ -168,9 +173,8 @@ class Subject:
         self, model: nn.Module, comm: Comm, groups: Sequence[Mapping[str, Any]] | None = None, **options: Any
     ) -> Trainer:
         """Put the model under this stage's care."""
-        micro_batches = options.pop("micro_batches", 1)
         if self.impl == "full":
-            return FullTrainer(model, groups, full_config(self.stage, micro_batches=micro_batches, **options))
+            return FullTrainer(model, groups, full_config(self.stage, **options))
         if self.stage != 2:
             options.pop("bucket_size", None)
         options["optimizer"] = getattr(zero_min, options["optimizer"])

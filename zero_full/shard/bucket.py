@@ -245,13 +245,13 @@ class Bucket:
         if not self.direct:
             assert self.own is not None
             return [self.own]
-        for member in self.members:
-            if member.param.grad is None:
-                member.param.grad = torch.zeros_like(member.param)
         return [m.param.grad for m in self.members if m.param.grad is not None]
 
     def hand_over(self) -> None:
-        """Give the optimizer's tensors their gradients."""
+        """Give the optimizer's tensors their gradients. No gradient anywhere means gradient zero."""
+        for member in self.members if self.direct else ():
+            if member.param.grad is None:
+                member.param.grad = torch.zeros_like(member.param)
         own = None if self.own is None else self.own.to(self.master.dtype)
         for owned in self.owned:
             grad = owned.member.param.grad if own is None else self._view(own, owned.fragment)
