@@ -14,7 +14,6 @@ A rank that is alone has nobody to send to: then `own` does not exist, the optim
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -275,15 +274,7 @@ class Bucket:
         if free:
             self.whole = self.own = None
 
-    def in_flight(self) -> list[Tensor]:
-        """What a reduction that starts now will read."""
-        return list(self.gradient_memory())
-
     def gradient_memory(self) -> Iterator[Tensor]:
         """Every tensor that holds gradients."""
         yield from (t for t in (self.whole, self.own) if t is not None)
         yield from (m.param.grad for m in self.members if m.param.grad is not None)
-
-    def describe(self) -> dict[str, Any]:
-        """For a log."""
-        return {"name": self.name, "parameters": len(self.members), "elements": self.layout.total}

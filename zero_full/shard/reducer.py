@@ -106,7 +106,8 @@ class GradientReducer:
     def _launch(self, bucket: Bucket) -> None:
         self._drain(IN_FLIGHT - 1)
         producers = self.producers.get(bucket, [])
-        self.pending.append(self.lane.submit(bucket.reduce, bucket.in_flight(), producers))
+        read = list(bucket.gradient_memory())  # now: the job lets go of some of it
+        self.pending.append(self.lane.submit(bucket.reduce, read, producers))
 
     def _drain(self, leave: int) -> None:
         while len(self.pending) > leave:
