@@ -1,9 +1,11 @@
 """`initialize`: a model, a config, and what to make of them."""
 
 import argparse
+import atexit
 import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -30,12 +32,22 @@ LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 def init_distributed(
     dist_backend: str | None = None, timeout: timedelta | None = None, init_method: str | None = None
 ) -> None:
-    """Join the world that torchrun describes, unless this process has. Alone, it does nothing."""
+    """Join the world that torchrun describes, unless this process has. Alone, it does nothing.
+
+    Who joins by this leaves at exit, too: a process group that is still open then may abort the process.
+    """
     if dist.is_initialized() or (init_method is None and not all(key in os.environ for key in LAUNCHER)):
         return
     if torch.accelerator.is_available():
         torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group(dist_backend, timeout=timeout, init_method=init_method)
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        with suppress(RuntimeError):  # the others may have gone
+            dist.destroy_process_group()
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

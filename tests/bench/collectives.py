@@ -26,7 +26,7 @@ from tests.bench.step_time import DTYPES, leave_with_parent
 from tests.worlds import Pool
 from zero_full._compat import all_gather_single, reduce_scatter_single
 from zero_full.comm.communicator import choose_transport
-from zero_full.comm.shared import SharedMemory, map_windows
+from zero_full.comm.shared import share_memory
 from zero_full.comm.transport import Exchange, Transport, own_slice
 
 COLLECTIVES = ("reduce-scatter", "all-gather", "all-reduce")
@@ -134,10 +134,10 @@ def candidates() -> dict[tuple[str, str], tuple[Primitive, bool]]:
     found["reduce-scatter", "all_to_all + sum"] = (all_to_all_and_sum, False)
     found["all-gather", "batched sends"] = (batched_sends, False)
     used = choose_transport(group, CPU).name
-    windows = map_windows(group)
+    shared_memory = share_memory(group)
     transports: list[Transport] = [Exchange(group)]
-    if windows is not None:
-        transports.append(SharedMemory(group, windows))
+    if shared_memory is not None:
+        transports.append(shared_memory)
     for transport in transports:
         for collective in COLLECTIVES:
             name = f"zero_full {transport.name}"

@@ -20,7 +20,7 @@ def test_the_script_runs_and_learns(dtype: str, stage: int) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "zero_full.examples.from_deepspeed", "--dtype", dtype, "--stage", str(stage)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.returncode == 0, done.stderr
     right = [float(share) for share in re.findall(r"([\d.]+)% right", done.stdout)]
     assert len(right) == 2 and right[1] > 80 > right[0]
     assert re.search(rf"zero_optimization.stage +{stage} +user", done.stderr)

@@ -2,6 +2,8 @@
 
 import os
 import random
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,10 +19,10 @@ from torch import Tensor
 
 from tests.worlds import POOL
 from zero_full._compat import all_gather_single, reduce_scatter_single
-from zero_full.comm import shared, transport
+from zero_full.comm import meeting, shared, transport
 from zero_full.comm.communicator import Communicator, choose_transport
 from zero_full.comm.ledger import Traffic
-from zero_full.comm.shared import SharedMemory, map_windows
+from zero_full.comm.shared import share_memory
 from zero_full.comm.transport import Exchange, Native, Transport, add_up, own_slice
 
 WORLDS = [2, 3, 4]
@@ -52,7 +54,7 @@ def small_pieces() -> Iterator[None]:
     half = 64
     with (
         mock.patch.object(shared, "HALF", half),
-        mock.patch.object(shared, "WINDOW", 2 * half + 4),
+        mock.patch.object(shared, "WINDOW", 2 * half + 8),
         mock.patch.object(transport, "MESSAGE", 7),
         mock.patch.object(transport, "CACHED", 3),
     ):
@@ -66,9 +68,9 @@ def everyone() -> dist.ProcessGroup:
 
 
 def both() -> dict[str, Transport]:
-    windows = map_windows(everyone())
-    assert windows is not None
-    return {"exchange": Exchange(everyone()), "shared memory": SharedMemory(everyone(), windows)}
+    shared_memory = share_memory(everyone())
+    assert shared_memory is not None
+    return {"exchange": Exchange(everyone()), "shared memory": shared_memory}
 
 
 def every_call(by: Transport, rank: int, world: int, case: Case) -> Results:
@@ -158,14 +160,17 @@ def many_calls(comm: Any, way: str, calls: int) -> int:
     """Random calls, with pauses wherever another rank could overtake this one; how many were right."""
     rank, world = comm.rank, comm.world_size
     mine, common = random.Random(rank), random.Random(17)
-    meet, right = SharedMemory._meet, 0
+    right = 0
+    with small_pieces():
+        by: Any = both()[way]
+        meet = getattr(by, "meet", None)
 
-    def meet_and_dawdle(self: SharedMemory) -> None:
-        meet(self)
-        time.sleep(mine.choice([0, 0, 0.002]))
+        def meet_and_dawdle() -> None:
+            assert meet is not None
+            meet()
+            time.sleep(mine.choice([0, 0, 0.002]))
 
-    with small_pieces(), mock.patch.object(SharedMemory, "_meet", meet_and_dawdle):
-        by = both()[way]
+        by.meet = meet_and_dawdle
         for seed in range(calls):
             time.sleep(mine.choice([0, 0, 0.002]))
             call, shard = common.choice([_scatter, _gather, _reduce]), common.choice([1, 2, 9, 30])
@@ -228,7 +233,7 @@ def one_rank_cannot(comm: Any, obstacle: str | None) -> tuple[bool, str, list[fl
 
     whole, before = torch.full((4,), comm.rank + 1.0), descriptors()
     with OBSTACLES[obstacle]() if comm.rank == 1 and obstacle else mock.MagicMock():
-        refused = map_windows(everyone()) is None
+        refused = share_memory(everyone()) is None
         by = choose_transport(everyone(), CPU)
         after = descriptors()
     by.all_reduce(whole, 1)
@@ -243,6 +248,45 @@ def test_if_one_rank_cannot_see_the_others_all_send_messages_instead(obstacle: s
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="windows are for Linux")
 def test_gloo_on_one_host_gets_shared_memory_and_keeps_no_descriptor_open() -> None:
     assert POOL.run(one_rank_cannot, 4, None) == [(False, "shared memory", [10.0] * 4, 0)] * 4
+
+
+def by_messages(comm: Any, refuses: int) -> tuple[bool, list[float]]:
+    whole = torch.full((4,), comm.rank + 1.0)
+    with mock.patch.object(meeting, "works_here", lambda: comm.rank != refuses):
+        by = share_memory(everyone())
+    assert by is not None
+    by.all_reduce(whole, 1)
+    return isinstance(by.meet, meeting.Meeting), whole.tolist()
+
+
+def test_if_one_rank_cannot_meet_at_numbers_all_meet_by_messages() -> None:
+    assert POOL.run(by_messages, 2, 1, collective=5) == [(False, [3.0] * 4)] * 2
+
+
+def one_never_comes(comm: Any) -> str:
+    by: Any = share_memory(everyone())
+    by.meet.timeout_s = 0.2
+    try:
+        if comm.rank == 0:
+            by.all_reduce(torch.zeros(4), 1)
+    except RuntimeError as error:
+        return str(error)
+    return "not there"
+
+
+@pytest.mark.skipif(not meeting.works_here(), reason="ranks meet by messages here")
+def test_a_rank_that_does_not_come_is_named() -> None:
+    assert POOL.run(one_never_comes, 2) == ["rank 1 has not come within 0.2 s", "not there"]
+
+
+def test_a_process_that_has_ended_is_noticed_before_anybody_collects_it() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "pass"])
+    deadline = time.monotonic() + 20
+    while not meeting._has_ended(child.pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert meeting._has_ended(child.pid)
+    child.wait()
+    assert meeting._has_ended(child.pid) and not meeting._has_ended(os.getpid())
 
 
 def on_a_group_without_a_named_backend(comm: Any) -> tuple[str, str]:

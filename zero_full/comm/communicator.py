@@ -13,7 +13,7 @@ from torch import Tensor
 from zero_full._compat import backend_of
 from zero_full.comm.desync import CallCheck, DesyncError
 from zero_full.comm.ledger import Traffic
-from zero_full.comm.shared import SharedMemory, map_windows
+from zero_full.comm.shared import share_memory
 from zero_full.comm.transport import Exchange, Native, Transport, own_slice
 
 
@@ -25,8 +25,7 @@ def choose_transport(group: dist.ProcessGroup, device: torch.device) -> Transpor
     """The fastest that works for this group: see `transport.py`."""
     if device.type != "cpu" or backend_of(group, device) != "gloo":
         return Native(group)
-    windows = map_windows(group)
-    return SharedMemory(group, windows) if windows is not None else Exchange(group)
+    return share_memory(group) or Exchange(group)
 
 
 class Communicator:

@@ -1,16 +1,17 @@
 """Ranks of one host hand each other their slices through shared memory.
 
 [Note: windows] Each rank owns a window of memory that all others can read, in two halves. A collective
-goes through it piece by piece: everyone writes a piece into the current half of its window, all meet (a
-tiny all-reduce on gloo, which also notices when a rank has died), and everyone reads from the others'
-windows. The next piece uses the other half. When it is this half's turn again everybody has met once more
-in between, which nobody does before having read what was here. So one meeting a piece is enough.
+goes through it piece by piece: everyone writes a piece into the current half of its window, all meet (see
+`meeting.py`; where that does not work, by a tiny all-reduce), and everyone reads from the others' windows.
+The next piece uses the other half. When it is this half's turn again everybody has met once more in
+between, which nobody does before having read what was here. So one meeting a piece is enough.
 
 The memory has no name in the file system: it is gone when the last process that maps it is.
 """
 
 import os
 import secrets
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,10 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zero_full._compat import timeout_of
+from zero_full.comm import meeting
 from zero_full.comm.transport import add_up, own_slice
 
 HALF = 2 * 2**20  # bytes
-WINDOW = 2 * HALF + 4
+WINDOW = 2 * HALF + 8  # and a number at which ranks meet
 
 
 class SharedMemory:
@@ -29,12 +32,15 @@ class SharedMemory:
 
     name = "shared memory"
 
-    def __init__(self, group: dist.ProcessGroup, windows: list[Tensor]) -> None:
+    def __init__(self, group: dist.ProcessGroup, windows: list[Tensor], pids: Sequence[int]) -> None:
         self.group, self.rank, self.size = group, group.rank(), group.size()
         self.others = [rank for rank in range(self.size) if rank != self.rank]
         self.windows = windows
         self.turn = 0
-        self.token = windows[self.rank][2 * HALF :].view(torch.float32)  # what is summed when all meet
+        numbers = [window[2 * HALF :] for window in windows]
+        self.meet: Callable[[], object] = self._meet_by_message
+        if all(pids):
+            self.meet = meeting.Meeting(numbers, self.rank, pids, timeout_of(group))
 
     def _half(self, rank: int, dtype: torch.dtype) -> Tensor:
         start = self.turn % 2 * HALF
@@ -45,9 +51,8 @@ class SharedMemory:
         place = reader - (reader > owner)
         return self._half(owner, like.dtype)[place * like.numel() : (place + 1) * like.numel()]
 
-    def _meet(self) -> None:
-        self.token.zero_()
-        dist.all_reduce(self.token, group=self.group)
+    def _meet_by_message(self) -> None:
+        dist.barrier(self.group)
 
     def reduce_scatter(self, whole: Tensor, out: Tensor, divisor: float) -> None:
         """Everyone shows the others their slices; each sums its own."""
@@ -57,7 +62,7 @@ class SharedMemory:
             pieces = [s[low : low + room] for s in slices]
             for reader in self.others:
                 self._slot(self.rank, reader, pieces[reader]).copy_(pieces[reader])
-            self._meet()
+            self.meet()
             mine = pieces[self.rank]
             pieces = [
                 mine if rank == self.rank else self._slot(rank, self.rank, mine) for rank in range(self.size)
@@ -73,7 +78,7 @@ class SharedMemory:
             pieces = [s[low : low + room] for s in slices]
             numel = pieces[0].numel()
             self._half(self.rank, whole.dtype)[:numel].copy_(pieces[self.rank])
-            self._meet()
+            self.meet()
             for rank in self.others:
                 pieces[rank].copy_(self._half(rank, whole.dtype)[:numel])
             self.turn += 1
@@ -84,18 +89,22 @@ class SharedMemory:
         self.all_gather(whole)
 
 
-def map_windows(group: dist.ProcessGroup) -> list[Tensor] | None:
-    """Everyone's window, or None on every rank if any two ranks cannot see each other's memory."""
+def share_memory(group: dist.ProcessGroup) -> SharedMemory | None:
+    """A transport; or None on every rank, if any two of them cannot see each other's memory."""
     secret = secrets.token_bytes(16)
     descriptor, path = _make_window(secret)
-    addresses: list[tuple[bytes, str]] = [(b"", "")] * group.size()
-    dist.all_gather_object(addresses, (secret, path), group=group)
-    windows = [_open_window(*address) for address in addresses]
+    addresses: list[tuple[bytes, str, int]] = [(b"", "", 0)] * group.size()
+    pid = os.getpid() if meeting.works_here() else 0
+    dist.all_gather_object(addresses, (secret, path, pid), group=group)
+    windows = [_open_window(secret, path) for secret, path, _ in addresses]
     seen = torch.tensor([float(all(window is not None for window in windows))])
     dist.all_reduce(seen, dist.ReduceOp.MIN, group=group)  # also: nobody closes before all have opened
     if descriptor is not None:
         os.close(descriptor)
-    return [window for window in windows if window is not None] if seen.item() else None
+    if not seen.item():
+        return None
+    mapped = [window for window in windows if window is not None]
+    return SharedMemory(group, mapped, [pid for _, _, pid in addresses])
 
 
 def _make_window(secret: bytes) -> tuple[int | None, str]:
