@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         safe_set_local_grad,
         safe_set_local_optimizer_state,
     )
+    from zero_full.shard.whole import GatheredParameters, register_external_parameter
 
 __version__ = "0.1.0"
 _WHERE = {
@@ -42,6 +43,7 @@ _WHERE = {
     "zero_full.entry": ("add_config_arguments", "init_distributed", "initialize"),
     "zero_full.precision": ("ScaleExhaustedError",),
     "zero_full.shard": ("StepReport", "ZeroOptimizer"),
+    "zero_full.shard.whole": ("GatheredParameters", "register_external_parameter"),
     "zero_full.shard.access": tuple(
         f"safe_{verb}_{extent}_{what}"
         for verb in ("get", "set")
@@ -56,6 +58,7 @@ __all__ = [
     "ConfigError",
     "DesyncError",
     "Engine",
+    "GatheredParameters",
     "ScaleExhaustedError",
     "StepReport",
     "Topology",
@@ -63,6 +66,7 @@ __all__ = [
     "add_config_arguments",
     "init_distributed",
     "initialize",
+    "register_external_parameter",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
     "safe_get_full_optimizer_state",

@@ -1,4 +1,4 @@
-"""The command line: `python -m zero_full doctor`."""
+"""The command line: `python -m zero_full doctor` and `python -m zero_full plan`."""
 
 import argparse
 import sys
@@ -12,8 +12,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m zero_full")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("doctor", help="what is installed, what is used and what is wrong with it")
-    parser.parse_args(arguments)
-    return doctor.main()
+    planning = commands.add_parser("plan", help="how many bytes a run will need on each rank")
+    _describe_plan(planning)
+    options = parser.parse_args(arguments)
+    return _plan(planning, options) if options.command == "plan" else doctor.main()
+
+
+def _describe_plan(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", required=True, metavar="MODULE:FUNCTION", help="called without arguments; makes the model"
+    )
+    parser.add_argument("--config", required=True, metavar="FILE", help="the configuration, a JSON file")
+    parser.add_argument("--world", required=True, type=int, metavar="N", help="data-parallel ranks")
+    parser.add_argument(
+        "--batch",
+        nargs="+",
+        default=[],
+        metavar="SHAPE:TYPE",
+        help="the model's inputs for one micro-batch, as in 2x1024:int64, to predict activations",
+    )
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="where the run will be")
+    parser.add_argument("--stages", action="store_true", help="compare all stages")
+    parser.add_argument("--json", action="store_true", help="one line of JSON for each stage")
+
+
+def _plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    from zero_full import plan  # not above: the doctor must work where torch does not
+    from zero_full.config import ConfigError
+
+    try:
+        return plan.main(options)
+    except (ConfigError, plan.PlanError) as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@
 import logging
 import os
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -26,6 +26,13 @@ from zero_full.data import RankLoader
 from zero_full.nest import mapped
 from zero_full.precision.scaler import DynamicScale
 from zero_full.shard.optimizer import ZeroOptimizer
+from zero_full.shard.whole import (
+    copy_on_cpu,
+    load_own_state_dict,
+    load_whole_state_dict,
+    own_state_dict,
+    whole_state_dict,
+)
 from zero_full.stopwatch import Stopwatch
 
 log = logging.getLogger("zero_full")
@@ -289,7 +296,7 @@ class Engine:
         self._micro_batches, self.micro_steps = train_batch_size // each, 0
 
     def zero_optimization_stage(self) -> int:
-        """0, 1 or 2."""
+        """0, 1, 2 or 3."""
         return self.optimizer.settings.stage
 
     def zero_optimization(self) -> bool:
@@ -342,22 +349,23 @@ class Engine:
 
     # Saving --------------------------------------------------------------------------------------
 
-    def module_state_dict(self) -> dict[str, Any]:
-        """The module's; whole on every rank."""
+    def module_state_dict(self, keep: Callable[[Tensor], Any] = copy_on_cpu) -> dict[str, Any]:
+        """The module's, with whole parameters, on every rank. Every rank must call this.
+
+        `keep` says what to keep of a tensor: a copy on the CPU, or what else you make of it.
+        """
         self.optimizer.settle()
-        return self.module.state_dict()
+        return whole_state_dict(self.module, self.optimizer, keep)
 
     def load_module_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """New parameters, and masters that follow them. Every rank must call this with the same values."""
-        self.optimizer.settle()
-        self.module.load_state_dict(state, strict=strict)
-        self.optimizer.refresh_masters()
+        load_whole_state_dict(self.module, self.optimizer, state, strict)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of everything, to be saved between steps and loaded by the same rank."""
         scheduler = self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None
         return {
-            "module": {k: v.detach().clone() for k, v in self.module_state_dict().items()},
+            "module": own_state_dict(self.module, self.optimizer),
             "optimizer": self.optimizer.state_dict(),
             "lr_scheduler": scheduler,
             "counters": {name: getattr(self, name) for name in COUNTERS},
@@ -365,7 +373,7 @@ class Engine:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue bit for bit where `state_dict` was taken. Every rank loads its own part."""
-        self.load_module_state_dict(state["module"])
+        load_own_state_dict(self.module, self.optimizer, state["module"])
         if self.lr_scheduler is not None and state["lr_scheduler"] is not None:
             self.lr_scheduler.load_state_dict(state["lr_scheduler"])
         self.optimizer.load_state_dict(state["optimizer"])

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,16 +15,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero_full.comm.lane import lane_for
 from zero_full.comm.ledger import Traffic
 from zero_full.comm.topology import Topology
-from zero_full.config import Config, Resolved, resolve
+from zero_full.config import Config, LeafModuleConfig, resolve
 from zero_full.data import RankLoader
 from zero_full.engine import Engine
 from zero_full.optim import build_optimizer, build_scheduler, check_elementwise
 from zero_full.precision import Dtypes, DynamicScale, StaticScale
 from zero_full.precision.dtypes import NAMES
-from zero_full.shard import Connection, Settings, ZeroOptimizer, connect, make_buckets, settle_the_rest
+from zero_full.shard import Connection, Dealer, Gathering, Settings, ZeroOptimizer, connect, settle_the_rest
+from zero_full.shard.whole import guard
 
 log = logging.getLogger("zero_full")
 LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -95,14 +96,14 @@ def initialize(
     topology = _topology(process_group, mesh, mpu, topology)
     data_rank, data_ranks = _place_among_data(topology)
     resolved = resolve(given, data_ranks)
-    settings, scaler = _settings(resolved.config), _scaler(resolved.config)
+    settings = _settings(resolved.config)
     if resolved.config.zero_optimization.mics_shard_size > 0 and settings.stage > 0 and data_ranks > 1:
         topology = topology.with_sub_groups(resolved.config.zero_optimization.mics_shard_size)
     device = _device(model)
     model.to(device)
     base = _optimizer(resolved.config, model, optimizer, model_parameters)
     schedule = _schedule(resolved.config, base, lr_scheduler)
-    wrapped = _shard(model, base, topology, resolved, settings, scaler, device)
+    wrapped = _shard(model, base, topology, resolved.config, settings, device)
     loader = None
     if training_data is not None:
         batch, drop = resolved.config.train_micro_batch_size_per_gpu, resolved.config.dataloader_drop_last
@@ -188,7 +189,24 @@ def _settings(config: Config) -> Settings:
         clip=config.gradient_clipping,
         check_overflow=_checks_overflow(config),
         refuse_unused=not zero.ignore_unused_parameters,
+        gathering=Gathering(
+            prefetch_numel=zero.stage3_prefetch_bucket_size,
+            max_live=zero.stage3_max_live_parameters,
+            max_reuse=zero.stage3_max_reuse_distance,
+            keep_numel=zero.stage3_param_persistence_threshold,
+            keep_total=zero.stage3_model_persistence_threshold,
+            wrap=partial(_is_leaf, zero.leaf_module),
+        ),
+        sub_group_numel=zero.sub_group_size,
     )
+
+
+def _is_leaf(leaf: LeafModuleConfig, name: str, module: nn.Module) -> bool:
+    """Whether the config makes this module a unit: by class, by name or by the end of the name."""
+    kinds = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(module).__mro__]
+    classes = {*kinds, *(kind.rpartition(".")[2] for kind in kinds)}
+    by_class = not classes.isdisjoint(leaf.classes)
+    return by_class or name in leaf.names or name.endswith(tuple(leaf.name_suffixes))
 
 
 def _checks_overflow(config: Config) -> bool:
@@ -249,20 +267,20 @@ def _shard(
     model: nn.Module,
     base: torch.optim.Optimizer,
     topology: Topology,
-    resolved: Resolved,
+    config: Config,
     settings: Settings,
-    scaler: StaticScale,
     device: torch.device,
 ) -> ZeroOptimizer:
-    config = resolved.config
     timeout = config.debug.timeout_s if config.debug.check_collectives else None
     separate = settings.overlap and device.type == "cpu"
-    groups = connect(topology, settings.stage, Connection(device, Traffic(), separate, timeout))
+    groups = connect(topology, settings, Connection(device, Traffic(), separate, timeout))
     if groups.dense.shard.size > 1 or (groups.expert is not None and groups.expert.shard.size > 1):
         check_elementwise(base, config.zero_allow_untested_optimizer)
-    buckets = make_buckets(model, base.param_groups, topology, groups, settings)
-    settle_the_rest(model, base.param_groups, topology, groups, settings)
-    return ZeroOptimizer(base, buckets, groups, settings, scaler, lane_for(device, settings.overlap))
+    parts = Dealer(base.param_groups, topology, groups, settings).deal(model)
+    settle_the_rest(model, parts, topology, groups, settings)
+    optimizer = ZeroOptimizer(base, model, parts, groups, settings, _scaler(config))
+    guard(model, optimizer)
+    return optimizer
 
 
 def _announce(engine: Engine) -> None:

@@ -1,9 +1,11 @@
 """What models take and return: tensors in tuples, lists, dicts and dataclasses."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import is_dataclass, replace
 from typing import Any
+
+from torch import Tensor
 
 
 def mapped(function: Callable[[Any], Any], nest: Any) -> Any:
@@ -20,3 +22,17 @@ def mapped(function: Callable[[Any], Any], nest: Any) -> Any:
     if is_dataclass(nest) and not isinstance(nest, type):
         return replace(nest, **{key: mapped(function, value) for key, value in vars(nest).items()})
     return function(nest)
+
+
+def tensors_in(nest: Any) -> Iterator[Tensor]:
+    """Every tensor in the nest, in order."""
+    if isinstance(nest, Tensor):
+        yield nest
+    elif isinstance(nest, Mapping):
+        for value in nest.values():
+            yield from tensors_in(value)
+    elif isinstance(nest, (tuple, list)):
+        for value in nest:
+            yield from tensors_in(value)
+    elif is_dataclass(nest) and not isinstance(nest, type):
+        yield from tensors_in(vars(nest))

@@ -2,6 +2,7 @@
 
 from tests.cases import Case, frozen_sizes, sizes
 from tests.trainers import Subject
+from zero_full.shard.units import choose_units, size_limit
 from zero_min import formula
 
 ALIGNED = 8  # elements: zero_full starts every parameter and every slice at a multiple of it
@@ -11,8 +12,18 @@ def rounded(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def buckets(case: Case) -> list[list[int]]:
-    """zero_full's buckets: trained parameters from the last to the first, up to a size."""
+def units(case: Case, trained: bool) -> list[list[int]]:
+    """zero_full's units at stage 3: those of their parameters that are trained, or those that are frozen."""
+    model = case.model()
+    chosen = choose_units(model, size_limit(model, 10**9))
+    found = [[p.numel() for _, p in unit.parameters if p.requires_grad == trained] for unit in chosen]
+    return [numels for numels in found if numels]
+
+
+def buckets(case: Case, stage: int, world_size: int) -> list[list[int]]:
+    """zero_full's buckets: trained parameters from the last to the first, up to a size; at stage 3, units."""
+    if stage == 3 and world_size > 1:
+        return units(case, trained=True)
     trained = [p.numel() for p in case.model().parameters() if p.requires_grad]
     dealt: list[list[int]] = []
     for numel in reversed(trained):
@@ -38,10 +49,14 @@ def fragments(bucket: list[int], world_size: int, rank: int) -> list[int]:
     return [numel for numel in found if numel]
 
 
-def frozen_bytes(case: Case, stage: int, world_size: int) -> int:
+def frozen_bytes(subject: Subject, case: Case, world_size: int) -> int:
     """What a rank holds of parameters that nobody trains: all, or a slice at stage 3."""
     frozen = frozen_sizes(case)
-    return 4 * (formula.padded(frozen, world_size) // world_size if stage == 3 else sum(frozen))
+    if subject.stage < 3 or (subject.impl == "full" and world_size == 1):
+        return 4 * sum(frozen)
+    if subject.impl == "full":
+        return 4 * sum(padded(unit, world_size) for unit in units(case, trained=False)) // world_size
+    return 4 * formula.padded(frozen, world_size) // world_size
 
 
 def held(subject: Subject, case: Case, world_size: int, rank: int) -> dict[str, int]:
@@ -50,13 +65,13 @@ def held(subject: Subject, case: Case, world_size: int, rank: int) -> dict[str, 
         expected = _held_by_full(subject.stage, case, world_size, rank)
     else:
         expected = formula.held(subject.stage, sizes(case, subject.stage), world_size)
-    expected["parameters"] += frozen_bytes(case, subject.stage, world_size)
+    expected["parameters"] += frozen_bytes(subject, case, world_size)
     return expected
 
 
 def _held_by_full(stage: int, case: Case, world_size: int, rank: int) -> dict[str, int]:
     """The formula on padded buckets, but padding has no state, and a rank alone no flat gradients."""
-    dealt = buckets(case)
+    dealt = buckets(case, stage, world_size)
     expected = formula.held(stage, [padded(bucket, world_size) for bucket in dealt], world_size)
     if world_size == 1:
         expected["gradients"] = 4 * sum(map(sum, dealt))
@@ -70,10 +85,11 @@ def _held_by_full(stage: int, case: Case, world_size: int, rank: int) -> dict[st
 
 def sent(subject: Subject, case: Case, world_size: int) -> int:
     """Bytes that all ranks together send in one step."""
+    cut = sizes(case, subject.stage)
     if subject.impl == "full":
-        cut = [padded(bucket, world_size) for bucket in buckets(case)]
-        return formula.sent(subject.stage, cut, world_size, case.micro_batches)
-    expected = formula.sent(subject.stage, sizes(case, subject.stage), world_size, case.micro_batches)
+        cut = [padded(bucket, world_size) for bucket in buckets(case, subject.stage, world_size)]
+    expected = formula.sent(subject.stage, cut, world_size, case.micro_batches)
     if subject.stage == 3:  # frozen parameters are gathered twice, too
-        expected += 2 * case.micro_batches * (world_size - 1) * world_size * frozen_bytes(case, 3, world_size)
+        frozen = frozen_bytes(subject, case, world_size)
+        expected += 2 * case.micro_batches * (world_size - 1) * world_size * frozen
     return expected

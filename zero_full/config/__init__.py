@@ -4,6 +4,6 @@ Nothing here imports torch, so a configuration can be checked on any machine.
 """
 
 from .resolve import Resolved, resolve
-from .schema import Config, ConfigError
+from .schema import Config, ConfigError, LeafModuleConfig
 
-__all__ = ["Config", "ConfigError", "Resolved", "resolve"]
+__all__ = ["Config", "ConfigError", "LeafModuleConfig", "Resolved", "resolve"]

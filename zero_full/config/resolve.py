@@ -222,6 +222,8 @@ def _remarks(config: Config, spelled: Mapping[str, str], refuses: bool) -> Itera
         remark = entry.remark
         if remark is None or remark.refuses != refuses or not remark.applies(entry.value, entry.default):
             continue
+        if config.zero_optimization.stage >= remark.below_stage:
+            continue
         key, value = report.as_written(entry.key, spelled), entry.value
         if remark.switch:
             key, value = f"{key}.{remark.switch}", value[remark.switch]

@@ -30,6 +30,7 @@ class Remark:
     refuses: bool
     switch: str = ""
     when: Callable[[Any], bool] | None = None
+    below_stage: int = 99  # a later stage has what this is about
 
     def applies(self, value: Any, default: Any) -> bool:
         """Whether this value asks for what the remark is about."""
@@ -110,7 +111,8 @@ Factor = Annotated[float, BeforeValidator(_positive)]
 Dtype = Annotated[Literal["fp16", "bf16", "fp32"], BeforeValidator(_short_dtype)]
 Section = dict[str, Any]  # read by nobody here, so only its switch is looked at, never the keys inside
 
-STAGE3 = idle("only stage 3 reads it")
+STAGE3 = Remark("only stage 3 reads it", refuses=False, below_stage=3)
+UNITS = idle("units are chosen by size; name others in leaf_module")
 OFFLOAD = "offloading has not landed in zero_full yet; everything stays on the device of the model"
 NO_OFFLOAD = idle("only offloading reads it, and that has not landed in zero_full yet")
 NO_MONITOR = idle("no metrics are written; log what the engine returns with a logger of yours", "enabled")
@@ -226,14 +228,23 @@ class OffloadOptimizerConfig(Strict):
     cpuadam_cores_perc: Amount = 0.8
 
 
+class LeafModuleConfig(Strict):
+    """Modules that stage 3 gathers as a whole: by class (with or without its module), name, end of name."""
+
+    # Ranks send their tokens to different experts, so these must not be gathered one expert at a time.
+    classes: Annotated[list[str], STAGE3] = [
+        "MixtralSparseMoeBlock",
+        "Qwen2MoeSparseMoeBlock",
+        "Qwen3MoeSparseMoeBlock",
+    ]
+    names: Annotated[list[str], STAGE3] = []
+    name_suffixes: Annotated[list[str], STAGE3] = []
+
+
 class ZeroConfig(Strict):
     """What is sharded and how gradients travel. `overlap_comm` is None until `resolve` decides it."""
 
-    stage: Annotated[
-        Literal[0, 1, 2, 3],
-        whole(0),
-        missing("stage 3 has not landed in zero_full yet; use 0, 1 or 2", when=lambda stage: stage == 3),
-    ] = 0
+    stage: Annotated[Literal[0, 1, 2, 3], whole(0)] = 0
     contiguous_gradients: bool = True
     reduce_scatter: bool = True
     reduce_bucket_size: Count = 500_000_000
@@ -254,11 +265,15 @@ class ZeroConfig(Strict):
     stage3_model_persistence_threshold: Annotated[Size, STAGE3] = sys.maxsize
     stage3_max_live_parameters: Annotated[Size, STAGE3] = 1_000_000_000
     stage3_max_reuse_distance: Annotated[Size, STAGE3] = 1_000_000_000
-    stage3_gather_16bit_weights_on_model_save: Annotated[bool, STAGE3] = False
-    stage3_module_granularity_threshold: Annotated[Size, STAGE3] = 0
-    stage3_use_all_reduce_for_fetch_params: Annotated[bool, STAGE3] = False
-    stage3_allgather_sequential: Annotated[bool, STAGE3] = False
-    stage3_partition_stream_chunk_size: Annotated[Size, STAGE3] = 0
+    stage3_gather_16bit_weights_on_model_save: Annotated[
+        bool, idle("save_16bit_model always gathers the weights")
+    ] = False
+    stage3_module_granularity_threshold: Annotated[Size, UNITS] = 0
+    stage3_use_all_reduce_for_fetch_params: Annotated[bool, idle("parameters are always all-gathered")] = (
+        False
+    )
+    stage3_allgather_sequential: Annotated[bool, idle("a unit is always one all-gather")] = False
+    stage3_partition_stream_chunk_size: Annotated[Size, idle("slices are cut where they lie")] = 0
     ignore_unused_parameters: bool = True
     legacy_stage1: Annotated[bool, idle("stage 1 has one implementation here")] = False
     round_robin_gradients: bool = False
@@ -274,19 +289,23 @@ class ZeroConfig(Strict):
     ] = False
     zeropp_loco_param: Annotated[Section | None, idle("only quantized gradients read it")] = None
     mics_shard_size: Annotated[int, whole(-1)] = -1
-    mics_hierarchical_params_gather: Annotated[bool, STAGE3] = False
-    memory_efficient_linear: Annotated[bool, STAGE3] = True
-    pipeline_loading_checkpoint: Annotated[bool, STAGE3] = False
-    override_module_apply: Annotated[bool, STAGE3] = True
-    log_trace_cache_warnings: Annotated[bool, STAGE3] = False
+    mics_hierarchical_params_gather: Annotated[
+        bool, idle("gathers never leave the shard group, where one hop is enough")
+    ] = False
+    memory_efficient_linear: Annotated[bool, idle("nn.Linear stays as it is")] = True
+    pipeline_loading_checkpoint: Annotated[bool, idle("each rank reads only its slices")] = False
+    override_module_apply: Annotated[bool, idle("Init records what apply does, too")] = True
+    log_trace_cache_warnings: Annotated[bool, idle("a changed order of modules is logged once")] = False
     enable_sanity_checks: Annotated[bool, idle("see debug.check_collectives for the check there is")] = False
-    save_muon_momentum_buffer_in_memory: Annotated[bool, STAGE3] = False
-    leaf_module: Annotated[Section, STAGE3] = {}
+    save_muon_momentum_buffer_in_memory: Annotated[bool, idle("there is no Muon here")] = False
+    leaf_module: LeafModuleConfig = LeafModuleConfig()
     # The old names. False asks for what happens anyway.
     cpu_offload: Annotated[bool | None, missing(f"deprecated, and {OFFLOAD}; use false", when=bool)] = None
     cpu_offload_param: Annotated[bool | None, missing(f"deprecated, and {OFFLOAD}", when=bool)] = None
     cpu_offload_use_pin_memory: Annotated[bool | None, NO_OFFLOAD] = None
-    stage3_gather_fp16_weights_on_model_save: Annotated[bool, STAGE3] = False
+    stage3_gather_fp16_weights_on_model_save: Annotated[
+        bool, idle("save_16bit_model always gathers the weights")
+    ] = False
 
 
 class DebugConfig(Strict):

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from zero_full.shard.bucket import Bucket, Member, Owned
+from zero_full.shard.bucket import Bucket, Owned
 from zero_full.shard.optimizer import ZeroOptimizer
 from zero_full.shard.owners import owner_of
+from zero_full.shard.values import Member
 
 
 class Place:
@@ -32,7 +33,7 @@ class Place:
         if not ready or optimizer.reducer.owing:
             return None
         if self.owned is None:
-            return self.bucket.values.new_empty(0, dtype=bucket.accumulate)
+            return bucket.master.new_empty(0, dtype=bucket.accumulate)
         gradient = bucket.gradient_of(self.owned)
         if gradient is None:
             return None
@@ -67,8 +68,13 @@ def _place(param: Parameter) -> Place:
             "this parameter belongs to no zero_full optimizer (is it frozen, or not in the model?)"
         )
     optimizer.settle()
-    found = ((b, m) for b in optimizer.buckets for m in b.members if m.param is param)
-    return Place(optimizer, *next(found))
+    for bucket in optimizer.buckets:
+        for member in bucket.members:
+            if member.param is param:
+                return Place(optimizer, bucket, member)
+    raise ValueError(
+        "this parameter is frozen: it has no fp32 copy, gradient or state. See GatheredParameters"
+    )
 
 
 def safe_get_full_fp32_param(param: Parameter) -> Tensor:
@@ -113,9 +119,9 @@ def _state(place: Place, key: str) -> Tensor | None:
 def safe_set_full_fp32_param(param: Parameter, value: Tensor) -> None:
     """Give the whole parameter new values. Every rank must call this with the same tensor."""
     place = _place(param)
-    safe_set_local_fp32_param(param, place.cut(value))
+    place.cut(value)  # checks its shape
     with torch.no_grad():
-        param.copy_(value)
+        place.bucket.fill(place.member, value)
 
 
 def safe_set_full_grad(param: Parameter, value: Tensor) -> None:

@@ -5,9 +5,10 @@ buffer of this rank's own gradients. `reduce` turns everyone's `whole` into `own
 each rank keeps its slice. Stage 0 is the case where a slice is everything.
 
     stages 0 and 1   `whole` stays; `own` is a window into it where the dtypes allow; reduced once a step
-    stage 2          `whole` is let go as soon as it is reduced; `own` adds up over the micro-batches
+    stages 2 and 3   `whole` is let go as soon as it is reduced; `own` adds up over the micro-batches
 
-Where state is repeated (`across`), slices are averaged with the other copies, too: at stage 2 once a step.
+Where state is repeated (`across`), slices are averaged with the other copies, too: from stage 2 on once a
+step.
 
 A rank that is alone has nobody to send to: then `own` does not exist, the optimizer reads `param.grad`.
 """
@@ -17,33 +18,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
-from zero_full.comm.communicator import Communicator
-from zero_full.layout import FlatLayout, Fragment
+from zero_full.layout import Fragment
 from zero_full.shard.settings import Settings
-
-ALIGNMENT = 8  # elements: 16 bytes of 16-bit numbers, which is what kernels like to start at
-
-
-@dataclass(frozen=True, eq=False)
-class Member:
-    """A parameter in a bucket."""
-
-    name: str
-    param: Parameter
-    group: int  # which of the optimizer's parameter groups
-    index: int  # which of the bucket's parameters
-
-
-@dataclass(frozen=True)
-class Kind:
-    """What the parameters of one bucket have in common."""
-
-    dtype: torch.dtype
-    device: torch.device
-    expert: bool = False
-    counts: bool = True  # False: another tensor-parallel rank counts the same values in the norm
+from zero_full.shard.values import Member, Values
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,28 +37,21 @@ class Bucket:
     """See [Note: a gradient's way]."""
 
     def __init__(
-        self,
-        members: list[Member],
-        kind: Kind,
-        shard: Communicator,
-        across: Communicator,
-        settings: Settings,
-        divisors: tuple[float, float],
+        self, values: Values, settings: Settings, divisors: tuple[float, float], deferred: bool = False
     ) -> None:
-        self.members, self.kind, self.shard, self.across = members, kind, shard, across
-        self.settings, self.divisors = settings, divisors
-        numels = tuple(m.param.numel() for m in members)
-        self.layout = FlatLayout(numels, shard.size, ALIGNMENT, copies=across.size)
-        self.accumulate = settings.dtypes.accumulate_of(settings.dtypes.of(kind.dtype))
-        self.name = members[0].name if len(members) == 1 else f"{members[0].name} ... {members[-1].name}"
-        self.values, self.master = self._move_in()
+        self.values, self.settings, self.divisors = values, settings, divisors
+        self.members, self.kind, self.layout = values.members, values.kind, values.layout
+        self.shard, self.across, self.name = values.shard, values.across, values.name
+        dtypes, original = settings.dtypes, values.move_in(deferred)
+        self.accumulate = dtypes.accumulate_of(values.dtype)
+        one_type = values.dtype == dtypes.master_of(values.dtype)
+        self.master = values.own if one_type else original.to(dtypes.master_of(values.dtype), copy=True)
         self.owned = [
-            Owned(members[fragment.index], fragment, self._view(self.master, fragment))
-            for fragment in self.layout.fragments(shard.rank)
+            Owned(self.members[fragment.index], fragment, self._view(self.master, fragment))
+            for fragment in values.fragments()
         ]
-        alone = shard.size == across.size == 1
-        one_type = self.values.dtype == self.master.dtype == self.accumulate
-        self.direct = alone and one_type and divisors == (1, 1)
+        alone = self.shard.size == self.across.size == 1
+        self.direct = alone and one_type and values.dtype == self.accumulate and divisors == (1, 1)
         self.whole: Tensor | None = None
         self.own: Tensor | None = None
         self.own_is_valid = False
@@ -90,39 +61,22 @@ class Bucket:
 
     # Parameters ----------------------------------------------------------------------------------
 
-    def _move_in(self) -> tuple[Tensor, Tensor]:
-        """Lay the parameters end to end, the first rank's values on every rank. Returns (values, master)."""
-        dtypes = self.settings.dtypes
-        values = torch.zeros(self.layout.total, dtype=self.kind.dtype, device=self.kind.device)
-        for member in self.members:
-            values[self.layout.window(member.index)].view(member.param.shape).copy_(member.param.detach())
-        self.shard.broadcast(values, f"parameters {self.name}")
-        self.across.broadcast(values, f"parameters {self.name}")
-        parameter = dtypes.of(self.kind.dtype)
-        original, values = values, values.to(parameter)
-        master = self.shard.own(values)
-        if master.dtype != dtypes.master_of(parameter):
-            # Cut from the original: what 16 bits round off is not lost.
-            master = self.shard.own(original).to(dtypes.master_of(parameter), copy=True)
-        for member in self.members:
-            member.param.data = values[self.layout.window(member.index)].view(member.param.shape)
-        return values, master
-
     def _view(self, own: Tensor, fragment: Fragment) -> Tensor:
         """A fragment's part of this rank's slice. In the parameter's own shape where nothing is cut."""
-        start = self.layout.slice_of(self.shard.rank).start
-        flat = own[fragment.flat_range[0] - start : fragment.flat_range[1] - start]
+        flat = self.values.cut(own, fragment)
         return flat.view(self.members[fragment.index].param.shape) if self.layout.world == 1 else flat
 
     def publish_own(self) -> None:
         """This rank's slice of the parameters becomes what its master says."""
-        mine = self.shard.own(self.values)
-        if mine.data_ptr() != self.master.data_ptr():
-            mine.copy_(self.master)
+        if self.master is not self.values.own:
+            self.values.own.copy_(self.master)
 
-    def gather(self) -> None:
-        """Everyone's slice of the parameters becomes everyone's."""
-        self.shard.all_gather(self.values, f"parameters {self.name}")
+    def fill(self, member: Member, value: Tensor) -> None:
+        """Give a parameter and its master new values. Every rank must do the same."""
+        self.values.fill(member, value)
+        for fragment in self.values.fragments_of(member):
+            start, stop = fragment.param_range
+            self.values.cut(self.master, fragment).copy_(value.reshape(-1)[start:stop])
 
     # Gradients -----------------------------------------------------------------------------------
 
@@ -183,7 +137,7 @@ class Bucket:
         self._note_suspicion(self.whole)
         self._average(self.whole)
         self.arrived.clear()
-        if self.settings.stage == 2:
+        if self.settings.stage >= 2:
             self.whole = None
 
     def _average(self, whole: Tensor) -> None:
@@ -221,7 +175,7 @@ class Bucket:
 
     def share_own(self) -> None:
         """Average this rank's slice over the groups that hold the same one, once a step."""
-        if self.settings.stage == 2 and self.across.size > 1 and not self.own_is_shared:
+        if self.settings.stage >= 2 and self.across.size > 1 and not self.own_is_shared:
             assert self.own is not None
             self._share(self.own, 1, self.settings.dtypes.reduce or self.own.dtype)
             self.own_is_shared = True
@@ -256,6 +210,11 @@ class Bucket:
             grad = owned.member.param.grad if own is None else self._view(own, owned.fragment)
             owned.master.grad = grad
 
+    def take_back(self) -> None:
+        """The optimizer's tensors have no gradients any more."""
+        for owned in self.owned:
+            owned.master.grad = None
+
     def gradient_of(self, owned: Owned) -> Tensor | None:
         """The averaged gradient of a fragment, if there is one now."""
         if self.direct:
@@ -266,8 +225,7 @@ class Bucket:
         """Let go of the gradients; `free`: of their memory, too."""
         for member in self.members:
             member.param.grad = None
-        for owned in self.owned:
-            owned.master.grad = None
+        self.take_back()
         self.arrived.clear()
         self.own_is_valid = self.own_is_shared = False
         self.suspicion = None

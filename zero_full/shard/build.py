@@ -1,8 +1,9 @@
 """From a topology, a model and an optimizer to communicators and buckets."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,9 +15,12 @@ from zero_full.comm.ledger import Traffic
 from zero_full.comm.topology import Topology, new_group
 from zero_full.layout import backward_order, deal, round_robin
 from zero_full.precision.norms import GradientNorm
-from zero_full.shard.bucket import Bucket, Kind, Member
+from zero_full.shard.bucket import Bucket
+from zero_full.shard.gatherer import Site
 from zero_full.shard.owners import refuse_owned
 from zero_full.shard.settings import Settings
+from zero_full.shard.units import Unit, choose_units, size_limit
+from zero_full.shard.values import FROZEN, Kind, Member, Values
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,7 @@ class Pair:
 
     shard: Communicator
     across: Communicator
+    gather: Communicator  # the ranks of `shard`, for parameters: these travel beside gradients
 
 
 @dataclass(frozen=True)
@@ -60,22 +65,27 @@ class Connection:
             group = new_group(dist.get_process_group_ranks(group), like=group)
         return Communicator(group, self.device, self.traffic, self.check_timeout_s)
 
-    def pair(self, stage: int, shard: dist.ProcessGroup | None, across: dist.ProcessGroup | None) -> Pair:
+    def pair(self, settings: Settings, shard: dist.ProcessGroup | None, across: Any) -> Pair:
         """Stage 0 cuts nothing: its shard is this rank alone."""
-        return Pair(self.to(None), self.to(shard)) if stage == 0 else Pair(self.to(shard), self.to(across))
+        if settings.stage == 0:
+            alone = self.to(None)
+            return Pair(alone, self.to(shard), alone)
+        cut = self.to(shard)
+        beside = settings.stage == 3 and settings.overlap and cut.group is not None
+        return Pair(cut, self.to(across), replace(self, own_groups=True).to(shard) if beside else cut)
 
 
-def connect(topology: Topology, stage: int, connection: Connection) -> Groups:
+def connect(topology: Topology, settings: Settings, connection: Connection) -> Groups:
     """Open a communicator for every group of the topology. Every rank must call this."""
     data = topology.data
     if data is None and dist.is_initialized():
         data = dist.group.WORLD
-    if topology.shard is not None and stage == 0:
-        raise ValueError("stage 0 shards nothing: use stage 1 or 2, or drop `shard` and `replicate`")
-    dense = connection.pair(stage, topology.shard or data, topology.replicate)
+    if topology.shard is not None and settings.stage == 0:
+        raise ValueError("stage 0 shards nothing: use stage 1, 2 or 3, or drop `shard` and `replicate`")
+    dense = connection.pair(settings, topology.shard or data, topology.replicate)
     expert = None
     if topology.expert_data is not None:
-        expert = connection.pair(stage, topology.expert_data, None)
+        expert = connection.pair(settings, topology.expert_data, None)
     model = connection.to(topology.model) if topology.model is not None else None
     norm = GradientNorm(
         dense.shard,
@@ -87,46 +97,121 @@ def connect(topology: Topology, stage: int, connection: Connection) -> Groups:
     return Groups(dense, expert, model, norm, ranks, connection.traffic)
 
 
-def make_buckets(
-    model: nn.Module,
-    param_groups: Sequence[Mapping[str, Iterable[Parameter]]],
-    topology: Topology,
-    groups: Groups,
-    settings: Settings,
-) -> list[Bucket]:
-    """Deal every trained parameter into a bucket, in the order in which buckets will leave."""
-    group_of = {p: number for number, group in enumerate(param_groups) for p in group["params"]}
-    names = {p: name for name, p in model.named_parameters()}
-    strangers = {p: f"parameter {i} (not in the model)" for i, p in enumerate(group_of) if p not in names}
-    trained = [(name, p) for p, name in (names | strangers).items() if p in group_of and p.requires_grad]
-    refuse_owned(trained)
-    _refuse_shared_memory(trained)
-    kinds = [_kind(name, p, topology, groups) for name, p in trained]
-    numels = [p.numel() for _, p in trained]
-    buckets = []
-    for indices in deal(backward_order(len(trained)), numels, kinds, settings.bucket_numel):
-        kind = kinds[indices[0]]
-        pair = groups.expert if kind.expert and groups.expert is not None else groups.dense
-        if settings.round_robin:
-            indices = round_robin(indices, pair.shard.size)
-        members = [
-            Member(*trained[index], group_of[trained[index][1]], place) for place, index in enumerate(indices)
-        ]
-        divisors = settings.divisors(groups.data_ranks)
-        buckets.append(Bucket(members, kind, pair.shard, pair.across, settings, divisors))
-    return buckets
+@dataclass(frozen=True)
+class Parts:
+    """A model's parameters, dealt."""
+
+    buckets: list[Bucket]  # in the order in which they leave
+    frozen: list[Values]  # of stage 3: what nobody trains is gathered like the rest
+    sites: list[Site]
+
+
+Named = tuple[str, Parameter]
+
+
+class Dealer:
+    """Deals parameters into flat buffers."""
+
+    def __init__(
+        self,
+        param_groups: Sequence[Mapping[str, Iterable[Parameter]]],
+        topology: Topology,
+        groups: Groups,
+        settings: Settings,
+        deferred: Container[Parameter] = (),
+    ) -> None:
+        self.topology, self.groups, self.settings, self.deferred = topology, groups, settings, deferred
+        listed = {p: number for number, group in enumerate(param_groups) for p in group["params"]}
+        self.group_of = {p: number for p, number in listed.items() if p.requires_grad}
+
+    def deal(self, model: nn.Module) -> Parts:
+        """Every trained parameter into a bucket, and at stage 3 every frozen one into a buffer, too."""
+        names = {p: name for name, p in model.named_parameters()}
+        strangers = [p for p in self.group_of if p not in names]
+        names |= {p: f"parameter {number} (not in the model)" for number, p in enumerate(strangers)}
+        everything = [(name, p) for p, name in names.items()]
+        refuse_owned(everything)
+        trained = [(name, p) for name, p in everything if p in self.group_of]
+        _refuse_shared_memory(trained)
+        units = self._units(model) if self.settings.stage == 3 else []
+        in_units = {p for unit in units for _, p in unit.parameters}
+        kept = [(name, p) for name, p in trained if p not in in_units]
+        made: dict[Unit, list[tuple[Values, Bucket | None]]] = {u: self._unit(u) for u in units}
+        of_units = [bucket for parts in made.values() for _, bucket in parts if bucket is not None]
+        place = {p: number for number, p in enumerate(names)}
+        buckets = [*self._buckets(kept), *of_units]
+        buckets.sort(key=lambda bucket: min(place[m.param] for m in bucket.members), reverse=True)
+        frozen = [values for parts in made.values() for values, bucket in parts if bucket is None]
+        sites = [Site(unit.name, unit.module, [v for v, _ in parts]) for unit, parts in made.items()]
+        return Parts(buckets, frozen, sites)
+
+    def _units(self, model: nn.Module) -> list[Unit]:
+        """What is gathered for use only; nothing, if there is nobody to gather it from."""
+        pairs = [self.groups.dense] + ([self.groups.expert] if self.groups.expert is not None else [])
+        if all(pair.shard.size == 1 for pair in pairs):
+            return []
+        limits = self.settings.gathering
+        kept, room = [], limits.keep_total
+        for param in model.parameters():
+            if param.numel() <= min(limits.keep_numel, room):
+                kept.append(param)
+                room -= param.numel()
+        return choose_units(model, size_limit(model, limits.max_live), limits.wrap, kept)
+
+    def _unit(self, unit: Unit) -> list[tuple[Values, Bucket | None]]:
+        kinds: dict[Kind, list[Named]] = {}
+        for name, param in unit.parameters:
+            kinds.setdefault(replace(self._kind(name, param), sheds=True), []).append((name, param))
+        return [self._part(named, kind) for kind, named in kinds.items()]
+
+    def _buckets(self, trained: Sequence[Named]) -> Iterator[Bucket]:
+        kinds = [self._kind(name, p) for name, p in trained]
+        numels = [p.numel() for _, p in trained]
+        order = backward_order(len(trained))
+        for indices in deal(order, numels, kinds, self.settings.bucket_numel):
+            kind = kinds[indices[0]]
+            if self.settings.round_robin:
+                indices = round_robin(indices, self._pair(kind).shard.size)
+            _, bucket = self._part([trained[index] for index in indices], kind)
+            assert bucket is not None
+            yield bucket
+
+    def _part(self, named: Sequence[Named], kind: Kind) -> tuple[Values, Bucket | None]:
+        members = [Member(*one, self.group_of.get(one[1], FROZEN), i) for i, one in enumerate(named)]
+        pair, settings = self._pair(kind), self.settings
+        values = Values(members, kind, pair.shard, pair.across, settings.dtypes)
+        values.gather_slices = pair.gather.all_gather
+        deferred = any(p in self.deferred for _, p in named)
+        if not kind.trained:
+            values.move_in(deferred)
+            return values, None
+        return values, Bucket(values, settings, settings.divisors(self.groups.data_ranks), deferred)
+
+    def _pair(self, kind: Kind) -> Pair:
+        return self.groups.expert if kind.expert and self.groups.expert is not None else self.groups.dense
+
+    def _kind(self, name: str, param: Parameter) -> Kind:
+        trained = param in self.group_of
+        if trained and not param.is_floating_point():
+            raise TypeError(f"{name} is {param.dtype}: only floating-point parameters can be trained here")
+        expert = self.topology.is_expert(name, param)
+        if expert and self.groups.expert is None:
+            raise ValueError(
+                f"{name} is marked as an expert, but there are no expert groups: "
+                "pass topology=Topology(expert=..., expert_data=...)"
+            )
+        model = self.groups.model
+        counts = model is None or model.rank == 0 or self.topology.is_split(name, param)
+        return Kind(param.dtype, param.device, expert, counts, trained)
 
 
 def settle_the_rest(
-    model: nn.Module,
-    param_groups: Sequence[Mapping[str, Iterable[Parameter]]],
-    topology: Topology,
-    groups: Groups,
-    settings: Settings,
+    model: nn.Module, parts: Parts, topology: Topology, groups: Groups, settings: Settings
 ) -> None:
-    """Frozen parameters and buffers: the first rank's values, in the trained parameters' dtype."""
-    trained = {p for group in param_groups for p in group["params"] if p.requires_grad}
-    frozen = [(name, p) for name, p in model.named_parameters() if p not in trained]
+    """Frozen parameters that stay whole, and buffers: the first rank's values, in the parameters' dtype."""
+    dealt = [bucket.values for bucket in parts.buckets] + parts.frozen
+    done = {m.param for values in dealt for m in values.members}
+    frozen = [(name, p) for name, p in model.named_parameters() if p not in done]
     for name, tensor in [*frozen, *model.named_buffers()]:
         expert = isinstance(tensor, Parameter) and topology.is_expert(name, tensor)
         pair = groups.expert if expert and groups.expert is not None else groups.dense
@@ -142,19 +227,6 @@ def _broadcast(tensor: Tensor, pair: Pair, name: str) -> None:
             group.broadcast(raw, name)
     if sent.data_ptr() != tensor.data_ptr():
         tensor.copy_(sent)
-
-
-def _kind(name: str, param: Parameter, topology: Topology, groups: Groups) -> Kind:
-    if not param.is_floating_point():
-        raise TypeError(f"{name} is {param.dtype}: only floating-point parameters can be trained here")
-    expert = topology.is_expert(name, param)
-    if expert and groups.expert is None:
-        raise ValueError(
-            f"{name} is marked as an expert, but there are no expert groups: "
-            "pass topology=Topology(expert=..., expert_data=...)"
-        )
-    counts = groups.model is None or groups.model.rank == 0 or topology.is_split(name, param)
-    return Kind(param.dtype, param.device, expert, counts)
 
 
 def _refuse_shared_memory(trained: Sequence[tuple[str, Parameter]]) -> None:

@@ -5,7 +5,7 @@ It stands where the optimizer it wraps stood: same `param_groups` (so schedulers
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from math import isfinite
@@ -15,16 +15,18 @@ import torch
 from torch import Tensor, nn
 
 from zero_full.comm.communicator import CommunicationError
-from zero_full.comm.lane import Lane, Pending
+from zero_full.comm.lane import Pending, lane_for
 from zero_full.precision.norms import Slices
 from zero_full.precision.scaler import DynamicScale, ScaleExhaustedError, StaticScale
 from zero_full.shard import state as sharded_state
-from zero_full.shard.bucket import Bucket, Member
-from zero_full.shard.build import Groups
+from zero_full.shard.bucket import Bucket
+from zero_full.shard.build import Groups, Parts
+from zero_full.shard.gatherer import ParameterGatherer
 from zero_full.shard.owners import register, unregister
 from zero_full.shard.reducer import GradientReducer
 from zero_full.shard.report import investigate
 from zero_full.shard.settings import Settings
+from zero_full.shard.values import Member, State, Values
 
 log = logging.getLogger("zero_full")
 EPSILON = 1e-6
@@ -45,22 +47,32 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         base: torch.optim.Optimizer,
-        buckets: Sequence[Bucket],
+        model: nn.Module,
+        parts: Parts,
         groups: Groups,
         settings: Settings,
         scaler: StaticScale,
-        lane: Lane,
     ) -> None:
         # torch's own constructor would copy the groups; here they stay the wrapped optimizer's.
-        self.base, self.buckets, self.groups = base, list(buckets), groups
-        self.settings, self.scaler, self.lane = settings, scaler, lane
+        self.base, self.buckets, self.frozen, self.groups = base, parts.buckets, parts.frozen, groups
+        self.settings, self.scaler = settings, scaler
+        self.lane = lane_for(groups.dense.shard.device, settings.overlap)
         self.loss: Tensor | None = None
         self.last: StepReport | None = None
         self.unscaled = False
         self.arriving: dict[Bucket, Pending] = {}
-        register(self, (m.param for m in self._members()))
+        register(self, (m.param for values in self.values() for m in values.members))
         self._replace_parameters()
-        self.reducer = GradientReducer(self.buckets, lane, every_backward=settings.stage == 2)
+        self.reducer = GradientReducer(self.buckets, self.lane, settings.stage)
+        self.gatherer: ParameterGatherer | None = None
+        if parts.sites:
+            beside = lane_for(groups.dense.shard.device, settings.overlap)
+            limits = settings.gathering
+            self.gatherer = ParameterGatherer(model, parts.sites, beside, limits, self.reducer)
+
+    def values(self) -> list[Values]:
+        """All flat buffers of parameters."""
+        return [bucket.values for bucket in self.buckets] + self.frozen
 
     def _members(self) -> list[Member]:
         return [member for bucket in self.buckets for member in bucket.members]
@@ -132,6 +144,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         from the system would cost more than the step.
         """
         self.reducer.forget()
+        if self.gatherer is not None:
+            self.gatherer.forget()
         self.unscaled = False
         for bucket in self.buckets:
             on_cpu = bucket.kind.device.type == "cpu"
@@ -182,19 +196,40 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.unscaled = True
 
     def _update(self) -> None:
-        for bucket in self.buckets:
-            bucket.hand_over()
-        self.base.step()
+        for buckets in self._sub_groups():
+            for bucket in buckets:
+                bucket.hand_over()
+            self.base.step()  # those that have no gradient now stay as they are
+            for bucket in buckets:
+                bucket.take_back()
         self._publish()
         if not self.settings.gather_beside_forward:
             self.settle()
 
+    def _sub_groups(self) -> list[list[Bucket]]:
+        """What is stepped at a time: at stage 3 so much that what the step makes for itself stays small."""
+        if self.settings.stage < 3:
+            return [self.buckets]
+        sub_groups: list[list[Bucket]] = []
+        room = 0
+        for bucket in self.buckets:
+            if not sub_groups or bucket.layout.shard > room:
+                sub_groups.append([])
+                room = self.settings.sub_group_numel
+            sub_groups[-1].append(bucket)
+            room -= bucket.layout.shard
+        return sub_groups
+
     def _publish(self) -> None:
         """First things first: the next forward starts with what backward ended with."""
+        if self.gatherer is not None:
+            self.gatherer.release_all()
         for bucket in reversed(self.buckets):
             bucket.publish_own()
-            tensors = [bucket.values]
-            self.arriving[bucket] = self.lane.submit(bucket.gather, tensors, [self.lane.producer()])
+            values = bucket.values
+            if values.state is State.WHOLE:
+                producers = [self.lane.producer()]
+                self.arriving[bucket] = self.lane.submit(values.collect, [values.whole], producers)
 
     def note_loss(self, loss: Tensor) -> None:
         """Remember the losses of a step, for a report: one that is not finite spoils their sum."""
@@ -249,17 +284,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "learning rate, gradient clipping, or fixing what produces inf or NaN in fp32"
             ) from None
 
-    def refresh_masters(self) -> None:
-        """Masters follow the parameters, after somebody has loaded new values into those."""
-        for bucket in self.buckets:
-            bucket.master.copy_(bucket.shard.own(bucket.values))
+    def fill(self, values: Values, member: Member, value: Tensor) -> None:
+        """Give a parameter new values. Every rank must do the same."""
+        bucket = next((b for b in self.buckets if b.values is values), None)
+        (bucket or values).fill(member, value)
 
     def close(self) -> None:
         """Leave the model: its parameters stay as they are, without hooks."""
         for finish in (self.settle, self.reducer.close, self.zero_grad):
             with suppress(CommunicationError):  # of calls that were under way: told already
                 finish()
-        unregister(m.param for m in self._members())
+        if self.gatherer is not None:
+            self.gatherer.close()
+        unregister(m.param for values in self.values() for m in values.members)
 
     # What this rank has --------------------------------------------------------------------------
 
@@ -267,8 +304,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Every tensor that this rank keeps, by kind. Counters are the optimizer's step numbers."""
         state = [v for s in self.state.values() for v in s.values() if isinstance(v, Tensor)]
         masters = [b.master for b in self.buckets if b.master.dtype != b.values.dtype]
+        whole = [v.whole for v in self.values() if v.state is not State.SHARDED]
         return {
-            "parameters": [b.values for b in self.buckets],
+            "parameters": whole + [v.own for v in self.values() if v.sheds],
             "gradients": [t for b in self.buckets for t in b.gradient_memory()],
             "optimizer": masters + [t for t in state if t.dim()],
             "counters": [t for t in state if not t.dim()],

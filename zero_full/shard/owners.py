@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
+from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -33,7 +34,7 @@ def unregister(params: Iterable[Parameter]) -> None:
         _owners.pop(param, None)
 
 
-def owner_of(param: Parameter) -> Any:
+def owner_of(param: Tensor) -> Any:
     """The optimizer, or None."""
     reference = _owners.get(param)
     return None if reference is None else reference()

@@ -3,13 +3,15 @@
 All ranks reduce the same buckets in the same order, whatever the order in which their gradients appear:
 a bucket leaves when it and all before it are complete, and what is left leaves at the end of backward.
 
+At stage 3 modules tell when their parameters' gradients are complete (see `gatherer.py`): `complete`.
+
 [Note: recomputed parts] Re-entrant activation checkpointing runs small backward passes inside the large
 one, so a parameter used in two of them gets its gradient in two helpings. Once such a part is seen, buckets
 wait for the end of the large pass.
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -17,7 +19,8 @@ from torch import Tensor
 
 from zero_full._compat import current_backward, when_backward_ends
 from zero_full.comm.lane import Lane, Pending
-from zero_full.shard.bucket import Bucket, Member
+from zero_full.shard.bucket import Bucket
+from zero_full.shard.values import Member, Values
 
 IN_FLIGHT = 2  # reductions that may run beside backward: more would only hold more memory
 
@@ -31,9 +34,11 @@ def _arrived(reducer: "weakref.ref[GradientReducer]", param: Tensor) -> None:
 class GradientReducer:
     """Watches the gradients of all buckets."""
 
-    def __init__(self, buckets: Sequence[Bucket], lane: Lane, every_backward: bool) -> None:
+    def __init__(self, buckets: Sequence[Bucket], lane: Lane, stage: int) -> None:
         self.buckets = [bucket for bucket in buckets if not bucket.direct]
-        self.lane, self.every_backward = lane, every_backward
+        self.lane, self.every_backward, self.told = lane, stage >= 2, stage == 3
+        self.bucket_of = {bucket.values: bucket for bucket in self.buckets}
+        self.at_end: list[Callable[[], None]] = []  # of a backward pass
         self.boundary = True  # the engine says whether this backward is the step's last
         self.muted = False  # inside no_sync
         self.open = False  # a backward pass is running
@@ -41,7 +46,7 @@ class GradientReducer:
         self.began = False  # there was a backward pass since the last step
         self.outer: int | None = None
         self.wait_for_end = False
-        self.launched = 0
+        self.launched: set[Bucket] = set()
         self.missing: dict[Bucket, int] = {}
         self.producers: dict[Bucket, list[object]] = {}
         self.pending: list[Pending] = []
@@ -66,7 +71,8 @@ class GradientReducer:
         """A backward pass starts. Called by the engine, by a hook on the model's output, or by a gradient."""
         now = current_backward()
         self.outer = now if now >= 0 else None
-        self.open, self.launched, self.wait_for_end = True, 0, False
+        self.open, self.wait_for_end = True, False
+        self.launched.clear()
         self.began = self.owing = True
         self.missing = {bucket: len(bucket.members) for bucket in self.buckets}
         self.producers = {bucket: [] for bucket in self.buckets}
@@ -87,24 +93,32 @@ class GradientReducer:
         self.used.add(member)
         if bucket.direct:
             return
-        if current_backward() != self.outer:  # see [Note: recomputed parts]
+        if current_backward() != self.outer and not self.told:  # see [Note: recomputed parts]
             self.wait_for_end = True
         self.producers[bucket].append(self.lane.producer())
-        if self.missing[bucket] <= 0:  # a second helping
+        if bucket in self.launched:  # a second helping
             self._drain(0)
         if bucket.settings.copy_on_arrival or not self.syncing:
             bucket.take(member, final=self.syncing and not self.wait_for_end)
         self.missing[bucket] -= 1
-        if self.syncing and not self.wait_for_end:
+        if self.syncing and not self.wait_for_end and not self.told:
             self._launch_complete()
 
     def _launch_complete(self) -> None:
-        while self.launched < len(self.buckets) and self.missing[self.buckets[self.launched]] <= 0:
-            self._launch(self.buckets[self.launched])
-            self.launched += 1
+        for bucket in self.buckets[len(self.launched) :]:
+            if self.missing[bucket] > 0:
+                return
+            self._launch(bucket)
+
+    def complete(self, values: Values) -> None:
+        """Stage 3: these parameters' gradients will not change any more, unless they are used elsewhere."""
+        bucket = self.bucket_of.get(values)
+        if bucket is not None and self.syncing:
+            self._launch(bucket)
 
     def _launch(self, bucket: Bucket) -> None:
         self._drain(IN_FLIGHT - 1)
+        self.launched.add(bucket)
         producers = self.producers.get(bucket, [])
         read = list(bucket.gradient_memory())  # now: the job lets go of some of it
         self.pending.append(self.lane.submit(bucket.reduce, read, producers))
@@ -118,22 +132,27 @@ class GradientReducer:
         """The backward pass is over: what has not left leaves now."""
         if not self.open:
             return
-        self.open, self.outer = False, None
+        self._close()
         if self.syncing:
             self._reduce_rest()
             if self.boundary:
                 self._share()
 
+    def _close(self) -> None:
+        self.open, self.outer = False, None
+        for tell in self.at_end:
+            tell()
+
     def abandon(self) -> None:
         """The backward pass has failed. What it has done is forgotten by `zero_grad`, as in torch."""
-        self.open, self.outer = False, None
+        self._close()
 
     @torch.no_grad()
     def flush(self) -> None:
         """Before a step: reduce whatever backward has left."""
         self.open = False
         if self.owing:
-            self.launched = 0
+            self.launched.clear()
             self._reduce_rest()
         self._share()
 
@@ -143,9 +162,9 @@ class GradientReducer:
 
     def _reduce_rest(self) -> None:
         self._drain(0)
-        for number, bucket in enumerate(self.buckets):
+        for bucket in self.buckets:
             second_helping = bucket.own_is_valid and bool(bucket.arrived)
-            if number >= self.launched or second_helping:
+            if bucket not in self.launched or second_helping:
                 self._launch(bucket)
         self._drain(0)
         self.owing = False

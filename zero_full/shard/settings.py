@@ -1,8 +1,24 @@
 """What a run may choose about sharding, in one value."""
 
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from torch import nn
+
 from zero_full.precision.dtypes import Dtypes
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """How long stage 3 keeps parameters gathered. All numbers are elements."""
+
+    prefetch_numel: int = 50_000_000  # the next unit is gathered early if it is not larger
+    max_live: int = 1_000_000_000
+    max_reuse: int = 1_000_000_000  # a unit that backward needs sooner stays after forward
+    keep_numel: int = 100_000  # smaller parameters are always whole
+    keep_total: int = sys.maxsize
+    wrap: Callable[[str, nn.Module], bool] | None = None  # which modules are units; None: by size
 
 
 @dataclass(frozen=True)
@@ -23,6 +39,8 @@ class Settings:
     clip: float = 0.0
     check_overflow: bool = True  # a step with inf or NaN in its gradients is skipped
     refuse_unused: bool = False
+    gathering: Gathering = field(default_factory=Gathering)
+    sub_group_numel: int = 1_000_000_000  # stage 3 steps so many elements of its own at a time
 
     @property
     def needs_norm(self) -> bool:

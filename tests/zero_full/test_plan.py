@@ -1,0 +1,398 @@
+"""A plan says what the ledgers will show, for models that fit and for those that do not."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import zero_full
+from tests.worlds import run_in
+from tests.zero_full.runs import config
+from zero_full.__main__ import main
+from zero_full.comm.shared import SharedMemory
+from zero_full.config import ConfigError
+from zero_full.plan import Plan, PlanError, human, input_of, plan, plan_stages
+from zero_min.ledger import Ledger, held
+
+GB = 1e9
+WIDTH = 16
+WIDE = (160, 160, 16, "cpu")
+
+
+class Odd(nn.Module):
+    """Sizes that no world divides, a frozen layer, a buffer and a layer of another type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, 13)
+        self.frozen = nn.Linear(13, 13).requires_grad_(False)
+        self.last = nn.Linear(13, 3)
+        self.scale = nn.Parameter(torch.ones(3, dtype=torch.float64))
+        self.register_buffer("offsets", torch.zeros(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The loss."""
+        y = self.last(self.frozen(self.first(x.to(self.first.weight.dtype)).tanh()).tanh())
+        return (y * self.scale).float().square().mean()
+
+
+BF16 = {"bf16": {"enabled": True}}
+STAGES = [0, 1, 2, 3]
+SMALL = {"stage3_param_persistence_threshold": 20}  # elements: biases stay whole
+
+
+def measured(comm: Any, given: dict[str, Any]) -> dict[str, int]:
+    """What this rank holds after two steps, before its gradients are let go, and sends in one."""
+    engine, optimizer, _, _ = zero_full.initialize(model=Odd(), config=dict(given))
+    for _ in range(2):
+        optimizer.groups.traffic.clear()
+        for micro in reversed(range(engine.gradient_accumulation_steps())):
+            engine.set_gradient_accumulation_boundary(micro == 0)
+            engine.backward(engine(torch.randn(5, WIDTH)))
+        optimizer.step()
+        found = {kind: held(tensors) for kind, tensors in optimizer.holdings().items()}
+        found["sent"] = optimizer.groups.traffic.total()
+        optimizer.zero_grad()
+    flat = {member.param for values in optimizer.values() for member in values.members}
+    found["parameters"] += held(p.detach() for p in engine.module.parameters() if p not in flat)
+    found["buffers"] = held(engine.module.buffers())
+    pair = optimizer.groups.dense
+    transports = {c.transport for c in (pair.shard, pair.across, pair.gather)}
+    shared = [transport for transport in transports if isinstance(transport, SharedMemory)]
+    found["communication"] = sum(transport.windows[0].nbytes for transport in shared)
+    engine.destroy()
+    return found
+
+
+def assert_as_planned(world: int, given: dict[str, Any]) -> None:
+    given["zero_optimization"] |= SMALL
+    ranks = run_in("processes", measured, world, given)
+    each = plan(Odd(), given, world, device="cpu")
+    most = {kind: max(rank[kind] for rank in ranks) for kind in ranks[0] if kind != "counters"}
+    kinds = ["parameters", "buffers", "gradients", "sent", "communication"]
+    predicted = {"optimizer": each.master + each.moments, **{kind: getattr(each, kind) for kind in kinds}}
+    if not most["communication"]:  # not on Linux
+        predicted["communication"] = 0
+    assert predicted == most
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        BF16,
+        {"gradient_accumulation_steps": 2},
+        {**BF16, "gradient_accumulation_steps": 2},
+        {**BF16, "data_types": {"grad_accum_dtype": "bf16"}},
+        {**BF16, "communication_data_type": "fp32", "gradient_accumulation_steps": 2},
+        {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+        {"fp16": {"enabled": True, "loss_scale": 1.0}, "communication_data_type": "fp32"},
+        {"zero_optimization": {"reduce_scatter": False, "round_robin_gradients": True}},
+        {"zero_optimization": {"reduce_bucket_size": 10_000, "overlap_comm": True}},
+        {"zero_optimization": {"contiguous_gradients": False}, "gradient_accumulation_steps": 2},
+        {"zero_optimization": {"stage3_max_reuse_distance": 0}, "gradient_accumulation_steps": 2},
+        {"zero_optimization": {"stage3_max_live_parameters": 300}},
+        {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}},
+        {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}},
+        {"optimizer": {"type": "Lion", "params": {"lr": 0.1}}},
+        {"optimizer": {"type": "Adam", "params": {"lr": 0.1, "amsgrad": True}}},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_ledger_shows_what_was_planned_to_the_byte(stage: int, keys: dict[str, Any]) -> None:
+    assert_as_planned(2, config(stage, **keys))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("keys", [{}, BF16, {"gradient_predivide_factor": 2.0}], ids=str)
+def test_so_it_does_for_a_rank_that_is_alone(stage: int, keys: dict[str, Any]) -> None:
+    assert_as_planned(1, config(stage, **keys))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_so_it_does_where_slices_are_repeated(stage: int) -> None:
+    assert_as_planned(4, config(stage, zero_optimization={"mics_shard_size": 2}, **BF16))
+
+
+def layers(rows: int, columns: int, count: int, device: str = "meta") -> nn.Sequential:
+    """A model that is nothing but matrices."""
+    with torch.device(device):
+        return nn.Sequential(*(nn.Linear(columns, rows, bias=False) for _ in range(count)))
+
+
+def peak(comm: Any, given: dict[str, Any]) -> int:
+    """The most that was alive at one time in the third step."""
+    with comm.ledger.watch():
+        engine, _, _, _ = zero_full.initialize(model=layers(*WIDE), config=dict(given))
+        for _ in range(3):
+            comm.ledger.peak = comm.ledger.live()
+            x = torch.ones(1, 160, dtype=next(engine.module.parameters()).dtype)
+            engine.backward(engine(x).float().square().mean())
+            engine.step()
+        found: int = comm.ledger.peak
+        engine.destroy()
+        return found
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("keys", [{}, BF16, {**BF16, "data_types": {"grad_accum_dtype": "bf16"}}], ids=str)
+@pytest.mark.parametrize("reuse", [0, 10**9])
+def test_the_peak_is_what_a_step_needs(stage: int, keys: dict[str, Any], reuse: int) -> None:
+    zero = {"reduce_bucket_size": 60_000, "overlap_comm": False, "stage3_max_reuse_distance": reuse}
+    given = config(stage, **keys, zero_optimization=zero | SMALL)
+    predicted = plan(layers(*WIDE), given, 2, inputs=[torch.ones(1, 160)])
+    assert max(run_in("processes", peak, 2, given)) == pytest.approx(predicted.peak, rel=0.02)
+
+
+def test_the_row_of_the_paper() -> None:
+    """ZeRO, figure 1: 7.5 billion parameters, 64 ranks, K = 12, gradients in 16 bits."""
+    given = {"fp16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp16"}}
+    plans = plan_stages(layers(7_500, 10_000, 100), {**given, "optimizer": {"type": "Adam"}}, 64)
+    assert [each.stage for each in plans] == [0, 1, 2, 3]
+    for each, published in zip(plans, [120, 31.4, 16.6, 1.88], strict=True):
+        assert each.between_steps / GB == pytest.approx(published, rel=0.02)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int, groups: int, inner: int) -> None:
+        super().__init__()
+        self.head, side = width // heads, width // heads * groups
+        sizes = {"q": width, "k": side, "v": side, "gate": inner, "up": inner}
+        self.into = nn.ModuleDict({name: nn.Linear(width, size, bias=False) for name, size in sizes.items()})
+        self.out, self.down = nn.Linear(width, width, bias=False), nn.Linear(inner, width, bias=False)
+        self.norm_1, self.norm_2 = nn.RMSNorm(width), nn.RMSNorm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Attention, then a gated layer."""
+        y = self.norm_1(x)
+        q, k, v = (self.into[m](y).unflatten(-1, (-1, self.head)).transpose(1, 2) for m in "qkv")
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        y = self.norm_2(x)
+        return x + self.down(F.silu(self.into["gate"](y)) * self.into["up"](y))
+
+
+class Llama(nn.Module):
+    def __init__(self, sizes: tuple[int, ...], layers: int, words: int, again: bool = False) -> None:
+        super().__init__()
+        width = sizes[0]
+        self.embedding, self.head = nn.Embedding(words, width), nn.Linear(width, words, bias=False)
+        self.blocks = nn.ModuleList(Block(*sizes) for _ in range(layers))
+        self.norm = nn.RMSNorm(width)
+        self.again = again  # whether backward computes the blocks again
+
+    def forward(self, words: Tensor) -> Tensor:
+        """Scores for every next word."""
+        x = self.embedding(words)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.again else block(x)
+        return self.head(self.norm(x))
+
+
+LLAMA_7B = ((4096, 32, 32, 11008), 32)
+LLAMA_70B = ((8192, 64, 8, 28672), 80)
+
+
+@pytest.mark.parametrize("sizes", [LLAMA_7B, LLAMA_70B], ids=["7B", "70B"])
+def test_large_models_take_seconds_and_no_memory(sizes: tuple[tuple[int, ...], int]) -> None:
+    start = time.monotonic()
+    with torch.device("meta"):
+        model = Llama(*sizes, words=32_000)
+    words = torch.empty(1, 4096, dtype=torch.int64, device="meta")
+    plans = plan_stages(model, {**BF16, "optimizer": {"type": "AdamW"}}, 64, inputs=[words])
+    assert time.monotonic() - start < 60
+    numel = sum(p.numel() for p in model.parameters())
+    for each, per_parameter in zip(plans, [18 + 2, 4 + 14 / 64, 2 + 16 / 64, 18 / 64], strict=True):
+        assert each.between_steps == pytest.approx(per_parameter * numel, rel=0.03)
+    assert all(each.peak > each.between_steps + (each.activations or 0) for each in plans)
+
+
+def at_stage_3(world: int = 4, **zero: Any) -> Plan:
+    """A model of 16 layers of 64 x 64 elements, none of which are small."""
+    model = layers(64, 64, 16)
+    keys = {"stage3_param_persistence_threshold": 0, **zero}
+    return plan_stages(model, config(0, zero_optimization=keys, **BF16), world)[3]
+
+
+LAYER = 64 * 64
+
+
+def test_stage_3_keeps_slices_and_gathers_two_units_at_least() -> None:
+    near = at_stage_3(stage3_max_reuse_distance=0)
+    assert near.parameters == 16 * 2 * LAYER // 4
+    assert near.master == near.gradients == near.moments // 2 == 16 * 4 * LAYER // 4
+    assert near.gathered == 2 * 2 * LAYER
+    assert near.sent == 3 * 3 * near.parameters  # two gathers and a reduction, to three others
+
+
+def test_stage_3_keeps_units_from_forward_to_backward_if_it_may() -> None:
+    assert at_stage_3().gathered == 16 * 2 * LAYER
+    assert at_stage_3().sent == 2 * 3 * (16 * 2 * LAYER // 4)
+    limited = at_stage_3(stage3_max_live_parameters=8 * LAYER)
+    assert limited.gathered == (8 + 1) * 2 * LAYER  # and one at work
+    assert limited.sent == (3 * 8 + 2 * 8) * 3 * (2 * LAYER // 4)
+    # Forward and backward through four layers are a distance of eight.
+    distant = at_stage_3(stage3_max_reuse_distance=8 * LAYER)
+    assert distant.sent == (3 * 12 + 2 * 4) * 3 * (2 * LAYER // 4)
+
+
+def test_stage_3_keeps_small_parameters_whole() -> None:
+    assert at_stage_3(stage3_param_persistence_threshold=LAYER).gathered == 0
+    assert at_stage_3(world=1).gathered == 0
+    few = {"stage3_param_persistence_threshold": LAYER, "stage3_model_persistence_threshold": 4 * LAYER}
+    assert at_stage_3(**few).parameters == 4 * 2 * LAYER + 12 * 2 * LAYER // 4
+
+
+def transformer(again: bool = False) -> nn.Module:
+    return Llama((64, 4, 2, 160), 2, 100, again)
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("keys", [{}, BF16], ids=str)
+def test_activations_are_what_a_real_forward_leaves(again: bool, keys: dict[str, Any]) -> None:
+    words = torch.zeros(3, 50, dtype=torch.int64)
+    model = transformer(again).to(torch.bfloat16 if keys else torch.float32)
+    predicted = plan(transformer(again), config(1, **keys), 2, inputs=[words]).activations
+    ledger = Ledger()
+    with ledger.watch():
+        outputs = model(words)
+    assert predicted == pytest.approx(ledger.live() + words.nbytes, rel=0.02)
+    assert outputs.nbytes < ledger.live()
+
+
+def test_a_model_that_looks_at_values_says_so() -> None:
+    class Looks(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            """A step that depends on the values."""
+            return super().forward(x) if x.sum().item() > 0 else x
+
+    with pytest.raises(PlanError, match=r"(?s)forward failed on 2x4:float32 with .*must not look at values"):
+        plan(Looks(4, 4), config(1), 2, inputs=[torch.ones(2, 4)])
+
+
+def test_a_plan_changes_nothing() -> None:
+    model = Odd()
+    before = {name: (p.data_ptr(), p.detach().clone()) for name, p in model.named_parameters()}
+    given: dict[str, Any] = {"optimizer": {"type": "AdamW"}}
+    with torch.device("meta"):
+        plan(model, given, 2, inputs=[torch.ones(5, WIDTH)])
+    assert given == {"optimizer": {"type": "AdamW"}}
+    for name, p in model.named_parameters():
+        assert p.data_ptr() == before[name][0] and torch.equal(p, before[name][1]) and p.grad is None
+
+
+def test_a_config_is_a_dict_a_path_or_a_config(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 2}}))
+    ways = (file, str(file), {"zero_optimization": {"stage": 2}}, zero_full.Config())
+    plans = [plan(Odd(), given, 3) for given in ways]
+    assert plans[0] == plans[1] == plans[2] and plans[0].stage == 2 and plans[3].stage == 0
+    with pytest.raises(ConfigError, match="there is no configuration file"):
+        plan(Odd(), "none.json", 3)
+    file.write_text("{")
+    with pytest.raises(ConfigError, match="this is not JSON"):
+        plan(Odd(), file, 3)
+    with pytest.raises(ConfigError, match="world_size"):
+        plan(Odd(), {}, 0)
+    with pytest.raises(ConfigError, match="cannot step on pieces"):
+        plan(Odd(), {"zero_optimization": {"stage": 1}, "optimizer": {"type": "Adafactor"}}, 2)
+
+
+def test_experts_are_refused() -> None:
+    model = Odd()
+    model.last.weight.allreduce = False  # type: ignore[attr-defined]
+    with pytest.raises(PlanError, match=r"last\.weight is marked as an expert"):
+        plan(model, {}, 2)
+
+
+def test_the_table_has_every_number() -> None:
+    each = plan(Odd(), config(1), 2, inputs=[torch.ones(5, WIDTH)], device="cpu")
+    text = each.table()
+    for number in (each.parameters, each.gradients, each.moments, each.between_steps, each.peak, each.sent):
+        assert f"{number:,}" in text
+    assert "unknown" in plan(Odd(), config(1), 2).table()
+
+
+def test_numbers_for_people_have_three_digits() -> None:
+    sizes = [0, 999, 1000, 999_600, 4_194_312, 31_400_000_000, 120 * 10**9, 2 * 10**12]
+    shown = "0 B, 999 B, 1.00 kB, 1.00 MB, 4.19 MB, 31.4 GB, 120 GB, 2.00 TB"
+    assert ", ".join(map(human, sizes)) == shown
+
+
+def test_inputs_are_shape_and_type() -> None:
+    assert input_of("2x1024:int64").shape == (2, 1024) and input_of("2x1024:int64").dtype == torch.int64
+    assert input_of("8:bf16").dtype == torch.bfloat16
+    for wrong in ("2x1024", "2x:int64", "2:int65", "2:nn", "x:int64"):
+        with pytest.raises(PlanError, match="such as"):
+            input_of(wrong)
+
+
+ME = "tests.zero_full.test_plan"
+A_MODEL = nn.Linear(4, 4)
+
+
+def asked(tmp_path: Path, *words: str, **options: str) -> int:
+    """Run the command for a small model, with a configuration of stage 2."""
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({**BF16, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 2}}))
+    given = {"model": f"{ME}:Odd", "config": str(file), "world": "4", **options}
+    return main(["plan", *(word for key, value in given.items() for word in (f"--{key}", value)), *words])
+
+
+def test_the_command_prints_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert asked(tmp_path) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("stage 2, 4 ranks, 448 parameters") and "between steps" in text
+    assert asked(tmp_path, "--stages", model=f"{ME}:transformer", batch="2x16:int64") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[2:]] == ["0", "1", "2", "3"]
+    assert len({len(line) for line in lines[1:]}) == 1
+
+
+def test_the_command_prints_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert asked(tmp_path, "--json", model=f"{ME}:A_MODEL", device="cpu") == 0
+    [line] = capsys.readouterr().out.splitlines()
+    each, answer = plan(A_MODEL, tmp_path / "ds.json", 4, device="cpu"), json.loads(line)
+    assert answer["peak"] == each.peak and answer["moments"] == each.moments and answer["activations"] is None
+    assert asked(tmp_path, "--json", "--stages") == 0
+    assert [json.loads(line)["stage"] for line in capsys.readouterr().out.splitlines()] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "answer"),
+    [
+        ({"model": "transformer"}, "give it as module:function"),
+        ({"model": "nowhere.models:gpt"}, "there is no module nowhere"),
+        ({"model": f"{ME}:gpt"}, f"{ME} has no gpt; it has "),
+        ({"model": "torch.nn:Linear"}, "cannot be called without arguments (missing a required arg"),
+        ({"model": "platform:system"}, ", not an nn.Module"),
+        ({"model": f"{ME}:GB"}, "cannot be called"),
+        ({"config": "none.json"}, "there is no configuration file"),
+        ({"world": "0"}, "expected a whole number of at least 1"),
+        ({"batch": "2y3"}, "give shape and type"),
+    ],
+)
+def test_mistakes_are_told_in_a_line(
+    wrong: dict[str, str], answer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        asked(tmp_path, **wrong)
+    assert stopped.value.code == 2
+    assert answer in capsys.readouterr().err
+
+
+def test_models_are_looked_for_where_the_command_is_run(tmp_path: Path) -> None:
+    (tmp_path / "my_models.py").write_text("from torch import nn\ndef tiny(): return nn.Linear(2, 2)\n")
+    (tmp_path / "ds.json").write_text("{}")
+    command = [sys.executable, "-m", "zero_full", "plan", "--model", "my_models:tiny", "--config", "ds.json"]
+    answer = subprocess.check_output([*command, "--world", "2"], cwd=tmp_path, text=True)
+    assert "stage 0, 2 ranks, 6 parameters" in answer

@@ -1,0 +1,329 @@
+"""When parameters are gathered and released: hooks on the modules that need them.
+
+    forward    before a module: gather, and begin to gather what comes next; after it: release
+    backward   before a module's outputs pass their gradients on: gather, and begin the next; when its
+               inputs have theirs: reduce its parameters' gradients, release
+
+[Note: exits] The inputs of a module pass through an `_Exit`, whose backward runs when the module's own
+backward is complete. All ranks reach the exits in the same order, whichever parameters they have used: that
+is where gradients leave. A module whose inputs need no gradients has no exit, and neither has one that is
+recomputed for a graph which has it already: theirs leave, and are released, when backward ends.
+
+[Note: prefetch] The order of the sites is recorded. From then on the next one is gathered while this one is
+at work, if there is a lane beside it. Where the order changes nothing is prefetched, and the new one is
+recorded; nothing else depends on it.
+"""
+
+import logging
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from zero_full._compat import current_backward
+from zero_full.comm.lane import Inline, Lane
+from zero_full.nest import mapped, tensors_in
+from zero_full.shard.reducer import GradientReducer
+from zero_full.shard.settings import Gathering
+from zero_full.shard.values import State, Values
+
+log = logging.getLogger("zero_full")
+
+
+class Site:
+    """A module and what it needs."""
+
+    def __init__(self, name: str, module: nn.Module, values: Sequence[Values]) -> None:
+        self.name, self.module, self.values = name, module, list(values)
+        self.home = list(values)  # whose gradients leave when this module's backward is complete
+        self.numel = sum(v.layout.total for v in values)
+        self.active: list[Call] = []  # whose forward is under way
+        self.exits = 0  # of calls whose backward is not complete
+        self.later: int | None = None  # elements that the rest of forward gathers; None: not known yet
+
+
+class Call:
+    """One call of a site: its parameters are needed in its backward, too."""
+
+    __slots__ = ("needed", "site")
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+        self.needed: list[Values] = []  # while its backward is under way
+
+
+class Order:
+    """In which order sites are reached in one kind of pass."""
+
+    def __init__(self) -> None:
+        self.known: list[Site] = []
+        self.seen: list[Site] = []
+
+    def begin(self) -> bool:
+        """A new pass. Returns whether the last one was other than known."""
+        changed = bool(self.known and self.seen) and self.seen != self.known
+        self.known, self.seen = self.seen or self.known, []
+        return changed
+
+    def reached(self, site: Site) -> Site | None:
+        """Remember it. Returns what comes next, if this is the place where it was last time."""
+        self.seen.append(site)
+        place = len(self.seen)
+        as_known = place < len(self.known) and self.known[place - 1] is site
+        return self.known[place] if as_known else None
+
+
+class ParameterGatherer:
+    """Watches all sites of a model."""
+
+    def __init__(
+        self, model: nn.Module, sites: Sequence[Site], lane: Lane, limits: Gathering, reducer: GradientReducer
+    ) -> None:
+        self.lane, self.limits, self.reducer = lane, limits, reducer
+        self.prefetches = not isinstance(lane, Inline)
+        self.training, self.inference, self.backward = Order(), Order(), Order()
+        self.order: Order | None = None  # None: between passes
+        self.reported = False
+        self.live = 0  # elements gathered
+        self.gathered: set[Values] = set()
+        self.calls: set[Call] = set()  # whose backward is under way
+        self.sites = {site.module: site for site in sites}
+        self.root = self.sites.setdefault(model, Site("", model, []))
+        self.hooks: list[RemovableHandle] = []
+        for site in self.sites.values():
+            self._install(site)
+        reducer.at_end.append(self.end_backward)
+
+    def _install(self, site: Site) -> None:
+        me = weakref.ref(self)  # Python cannot see through tensors to find a circle and free it
+        before = torch.compiler.disable(partial(_before_forward, me, site))
+        after = torch.compiler.disable(partial(_after_forward, me, site))
+        self.hooks.append(site.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+        self.hooks.append(site.module.register_forward_hook(after, always_call=True))
+
+    def add(self, module: nn.Module, values: Values) -> None:
+        """From now on `module` needs these, too."""
+        if module not in self.sites:
+            self.sites[module] = Site(type(module).__name__, module, [])
+            self._install(self.sites[module])
+        if values not in self.sites[module].values:
+            self.sites[module].values.append(values)
+
+    # Gather and release --------------------------------------------------------------------------
+
+    def gather(self, values: Values) -> None:
+        """Until they are whole."""
+        self._begin(values)
+        values.finish_gather(self.lane)
+
+    def _begin(self, values: Values) -> None:
+        if values.state is State.SHARDED:
+            self.live += values.layout.total
+            self.gathered.add(values)
+            values.begin_gather(self.lane)
+
+    def release(self, values: Values) -> None:
+        """Let go of them, unless somebody is at work with them."""
+        values.release()
+        if values.state is State.SHARDED and values in self.gathered:
+            self.gathered.remove(values)
+            self.live -= values.layout.total
+
+    def release_all(self) -> None:
+        """Whatever is gathered and not at work."""
+        for values in list(self.gathered):
+            self.release(values)
+
+    def _need(self, site: Site) -> None:
+        following = self.order.reached(site) if self.order is not None else None
+        for values in site.values:
+            self._begin(values)
+        if self.prefetches and following is not None:
+            self._prefetch(following)
+        for values in site.values:
+            values.finish_gather(self.lane)
+
+    def _prefetch(self, site: Site) -> None:
+        if site.numel <= min(self.limits.prefetch_numel, self.limits.max_live - self.live):
+            for values in site.values:
+                self._begin(values)
+
+    # Forward -------------------------------------------------------------------------------------
+
+    def before_forward(self, site: Site, args: Any, kwargs: Any) -> Any:
+        """Gather; send the inputs through an exit."""
+        recomputed = current_backward() >= 0
+        if site is self.root and not recomputed:
+            self._begin_pass(self.training if torch.is_grad_enabled() else self.inference)
+        if not recomputed:
+            self._need(site)
+        for values in site.values:
+            self.gather(values)
+            values.users += 1
+        site.active.append(Call(site))
+        if torch.is_grad_enabled() and not (recomputed and site.exits):
+            return self._through_exit(site.active[-1], args, kwargs)
+        return None
+
+    def _through_exit(self, call: Call, args: Any, kwargs: Any) -> Any:
+        """The inputs, with an exit behind all that need gradients. See [Note: exits]."""
+        inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
+        if not inputs:
+            return None
+        call.site.exits += 1
+        passed = dict(zip(map(id, inputs), _Exit.apply(weakref.ref(self), call, *inputs), strict=True))  # type: ignore[no-untyped-call]
+        return mapped(lambda leaf: passed.get(id(leaf), leaf), (args, kwargs))
+
+    def after_forward(self, site: Site, output: Any) -> None:
+        """Release, or keep for a backward that comes soon; notice when that begins."""
+        call = site.active.pop()
+        for values in site.values:
+            values.users -= 1
+        trains = torch.is_grad_enabled() and self._watch(call, output)
+        self._notice_escapes(site, output)
+        if current_backward() >= 0:  # recomputed: its backward follows
+            return
+        if site is self.root:
+            self._end_forward()
+        if not (trains and self._is_worth_keeping(site)):
+            for values in site.values:
+                self.release(values)
+
+    def _begin_pass(self, order: Order) -> None:
+        if order.begin() and not self.reported:
+            self.reported = True
+            log.info(
+                "modules are not reached in the same order every time: what comes next is not prefetched"
+            )
+        self.order = order
+
+    def _end_forward(self) -> None:
+        if self.order is self.training:
+            later = 0
+            for site in reversed(self.training.seen):
+                site.later = later
+                later += site.numel
+        self.order = None
+
+    def _is_worth_keeping(self, site: Site) -> bool:
+        """Whether backward needs it soon: what comes later is gathered, and gathered again, in between."""
+        soon = site.later is not None and 2 * site.later < self.limits.max_reuse
+        return soon and self.live <= self.limits.max_live
+
+    def _watch(self, call: Call, output: Any) -> bool:
+        """Notice when backward reaches an output. Returns whether it can."""
+        hook = partial(_before_backward, weakref.ref(self), call)
+        watched = [t for t in tensors_in(output) if t.requires_grad]
+        for tensor in watched:
+            tensor.register_hook(hook)
+        return bool(watched)
+
+    def _notice_escapes(self, site: Site, output: Any) -> None:
+        """An output that is a view of a parameter is used elsewhere: the model needs that one, too."""
+        storages = {_address(t) for t in tensors_in(output)}
+        for values in site.values:
+            if values.sheds and _address(values.whole) in storages and values not in self.root.values:
+                self.root.values.append(values)
+                if self.root.active:
+                    values.users += 1  # until the model is done
+
+    # Backward ------------------------------------------------------------------------------------
+
+    def before_backward(self, call: Call) -> None:
+        """Backward has reached the outputs of a call: gather."""
+        if call.needed:
+            return
+        if not self.reducer.open:
+            self.reducer.begin()
+        if self.order is not self.backward:
+            self.backward.known = self.backward.known or self.training.seen[::-1]
+            self._begin_pass(self.backward)
+        self._need(call.site)
+        call.needed = list(call.site.values)
+        self.calls.add(call)
+        for values in call.needed:
+            values.users += 1
+
+    def after_backward(self, call: Call) -> None:
+        """Backward has passed the exit of a call: gradients leave, parameters are released."""
+        site = call.site
+        site.exits = max(0, site.exits - 1)
+        self._leave(call)
+        if site.exits == 0:
+            for values in site.home:
+                self.reducer.complete(values)
+
+    def _leave(self, call: Call) -> None:
+        self.calls.discard(call)
+        needed, call.needed = call.needed, []
+        for values in needed:
+            values.users -= 1
+            self.release(values)
+
+    def end_backward(self) -> None:
+        """What had no exit is released now."""
+        for call in list(self.calls):
+            self._leave(call)
+        self.order = None
+        self.release_all()
+
+    def forget(self) -> None:
+        """After a step: of what had no backward, none will come."""
+        self.end_backward()
+        for site in self.sites.values():
+            site.exits = 0
+
+    def close(self) -> None:
+        """Take the hooks off the modules."""
+        for hook in self.hooks:
+            hook.remove()
+
+
+def _address(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _before_forward(
+    gatherer: "weakref.ref[ParameterGatherer]", site: Site, module: nn.Module, args: Any, kwargs: Any
+) -> Any:
+    alive = gatherer()
+    return alive.before_forward(site, args, kwargs) if alive is not None else None
+
+
+def _after_forward(
+    gatherer: "weakref.ref[ParameterGatherer]", site: Site, module: nn.Module, args: Any, output: Any
+) -> None:
+    alive = gatherer()
+    if alive is not None:
+        alive.after_forward(site, output)
+
+
+@torch.no_grad()
+def _before_backward(gatherer: "weakref.ref[ParameterGatherer]", call: Call, grad: Tensor) -> None:
+    alive = gatherer()
+    if alive is not None:
+        alive.before_backward(call)
+
+
+class _Exit(torch.autograd.Function):
+    """The identity on the way forward; on the way back it tells that a call's backward is complete."""
+
+    @staticmethod
+    def forward(ctx: Any, gatherer: "weakref.ref[ParameterGatherer]", call: Call, *inputs: Tensor) -> Any:
+        """The inputs as they are."""
+        ctx.gatherer, ctx.call = gatherer, call
+        ctx.set_materialize_grads(False)
+        return inputs
+
+    @staticmethod
+    @torch.no_grad()
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """The gradients as they are."""
+        alive = ctx.gatherer()
+        if alive is not None:
+            alive.after_backward(ctx.call)
+        return None, None, *grads

@@ -1,0 +1,258 @@
+"""Run recorded operations on the CPU, one parameter's at a time. `deferred` records them and says why."""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Generator, Tensor
+
+from zero_full.shard.draws import Draw, Stream, as_torchs_generator
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, eq=False)
+class Value:
+    """What a storage holds from one complete overwrite to the next."""
+
+    storage: torch.UntypedStorage  # kept alive, or else another could get its identity
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A tensor that replay makes: a window into a value."""
+
+    value: Value
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Held:
+    """A real tensor that an operation reads."""
+
+    tensor: Tensor
+    version: int
+
+
+@dataclass(frozen=True, eq=False)
+class Op:
+    """A recorded operation. In its arguments, tensors are `Ref` or `Held`, generators are `Stream`."""
+
+    func: Any
+    args: Any
+    kwargs: Any
+    outputs: list[Ref | None]  # None: not a new storage
+    reads: list[Value]
+    writes: list[Value]
+    default_dtype: torch.dtype
+    draw: Draw | None
+
+    @property
+    def touches(self) -> list[Value]:
+        """All values it needs in memory, each once."""
+        return list(dict.fromkeys(self.reads + self.writes))
+
+
+Wanted = Mapping[Value, list[Tensor]]
+
+
+def leaves(nested: Any) -> Iterator[Any]:
+    """What is in nested lists, tuples and dictionaries."""
+    if isinstance(nested, (list, tuple, dict)):
+        for item in nested.values() if isinstance(nested, dict) else nested:
+            yield from leaves(item)
+    else:
+        yield nested
+
+
+def swap(nested: Any, change: Callable[[Any], Any]) -> Any:
+    """The same nest with every leaf changed."""
+    if isinstance(nested, dict):
+        return {key: swap(item, change) for key, item in nested.items()}
+    if isinstance(nested, (list, tuple)):
+        return type(nested)([swap(item, change) for item in nested])
+    return change(nested)
+
+
+# In which order --------------------------------------------------------------------------------------
+
+
+def needed(ops: Iterable[Op], wanted: Wanted) -> list[Op]:
+    """What draws random numbers, or makes a part of what is wanted or read."""
+    live, kept = set(wanted), []
+    for op in reversed(list(ops)):
+        if op.draw or not live.isdisjoint(op.writes):
+            live.update(op.reads)
+            kept.append(op)
+    return kept[::-1]
+
+
+def schedule(ops: list[Op], wanted: Wanted) -> list[Op]:
+    """Draws in their order. After each, all that completes the wanted values which waited for no other."""
+    after = _dependencies(ops)
+    makers: dict[Value, list[Op]] = {value: [] for value in wanted}
+    draws = [op for op in ops if op.draw]
+    numbers = {op: number for number, op in enumerate(draws)}
+    step: dict[Op, int] = {}  # the last draw that must have run before
+    for op in ops:
+        step[op] = numbers[op] if op.draw else max((step[earlier] for earlier in after[op]), default=-1)
+        for value in op.writes:
+            if value in makers:
+                makers[value].append(op)
+    complete: dict[int, list[Op]] = defaultdict(list)
+    for made_by in makers.values():
+        complete[max((step[op] for op in made_by), default=-1)] += made_by
+    goals = complete[-1] + [op for number, draw in enumerate(draws) for op in [draw, *complete[number]]]
+    return _each_after_its_own(goals, after)
+
+
+def _dependencies(ops: list[Op]) -> dict[Op, list[Op]]:
+    """What must run before each operation: who wrote what it touches, and who still reads what it writes."""
+    writer: dict[Value, Op] = {}
+    readers: dict[Value, list[Op]] = defaultdict(list)
+    after: dict[Op, list[Op]] = {}
+    for op in ops:
+        after[op] = [writer[value] for value in op.touches if value in writer]
+        after[op] += [reader for value in op.writes for reader in readers.pop(value, [])]
+        writer.update(dict.fromkeys(op.writes, op))
+        for value in op.reads:
+            if value not in op.writes:
+                readers[value].append(op)
+    return after
+
+
+def _each_after_its_own(goals: list[Op], after: dict[Op, list[Op]]) -> list[Op]:
+    """The goals in order, each right after what it depends on."""
+    order: dict[Op, None] = {}
+    for goal in goals:
+        todo = [goal]
+        while todo:
+            missing = [op for op in reversed(after[todo[-1]]) if op not in order]
+            todo.extend(missing)
+            if not missing:
+                order[todo.pop()] = None
+    return list(order)
+
+
+# With real tensors -----------------------------------------------------------------------------------
+
+
+class Player:
+    """Runs operations; holds only what a later one needs."""
+
+    def __init__(
+        self, streams: Iterable[Stream], deliver: Callable[[Tensor, Tensor], None], wanted: Wanted
+    ) -> None:
+        self.deliver, self.wanted = deliver, wanted
+        self.real: dict[Value, torch.UntypedStorage] = {}
+        self.generators: dict[Stream, Generator] = {}  # its own: others may use theirs meanwhile
+        self.states: dict[int, Tensor] = {}  # those that are returned to, by mark
+        for stream in streams:
+            self.generators[stream] = Generator(CPU)
+            self.generators[stream].set_state(stream.before)
+            self.states[stream.first] = stream.before
+
+    def play(self, ops: list[Op]) -> None:
+        """Run all; deliver each wanted value after its last use."""
+        uses = Counter(value for op in ops for value in op.touches)
+        for value in self.wanted:
+            if value not in uses:  # never written: delivered as empty as it was made
+                self._hand_out(value)
+        for op in ops:
+            self._run(op)
+            uses.subtract(op.touches)
+            done = [value for value in op.touches if not uses[value]]
+            for value in done:
+                if value not in self.wanted:
+                    self.real.pop(value, None)
+            for value in done:
+                if value in self.wanted:
+                    self._hand_out(value)
+
+    def move_generators(self, main: Stream) -> Tensor:
+        """Take generators that nobody has used since to where construction ends. Returns the main state."""
+        for stream, generator in self.generators.items():
+            self._set(generator, stream.end)
+            if stream.is_own and torch.equal(stream.generator.get_state(), stream.left):
+                stream.generator.set_state(generator.get_state())
+        return self.generators[main].get_state()
+
+    def _hand_out(self, value: Value) -> None:
+        storage = self._storage(value)
+        del self.real[value]
+        for tensor in self.wanted[value]:
+            place = tensor.storage_offset(), tensor.size(), tensor.stride()
+            self.deliver(tensor, torch.empty(0, dtype=tensor.dtype, device=CPU).set_(storage, *place))
+
+    def _run(self, op: Op) -> None:
+        args, kwargs = swap(op.args, self._thaw), swap(op.kwargs, self._thaw)
+        with _default_dtype(op.default_dtype):
+            out = self._draw(op, op.draw, args, kwargs) if op.draw else op.func(*args, **kwargs)
+        for ref, result in zip(op.outputs, leaves(out), strict=True):
+            if ref:
+                self._keep(ref, result)
+
+    def _draw(self, op: Op, draw: Draw, args: Any, kwargs: Any) -> Any:
+        generator = self.generators[draw.stream]
+        self._set(generator, draw.start)
+        if kwargs.get("generator") is generator:
+            out = op.func(*args, **kwargs)
+        else:
+            with as_torchs_generator(generator):
+                out = op.func(*args, **kwargs)
+        if draw.mark in draw.stream.returned_to:
+            self.states[draw.mark] = generator.get_state()
+        return out
+
+    def _set(self, generator: Generator, start: Tensor | int | None) -> None:
+        if start is not None:
+            generator.set_state(start if isinstance(start, Tensor) else self.states[start])
+
+    def _thaw(self, leaf: Any) -> Any:
+        if isinstance(leaf, Ref):
+            return self._tensor(leaf)
+        if isinstance(leaf, Stream):
+            return self.generators[leaf]
+        if not isinstance(leaf, Held):
+            return leaf
+        if leaf.tensor._version != leaf.version:
+            shape = tuple(leaf.tensor.shape)
+            raise RuntimeError(f"the model was made from a tensor of shape {shape} that has changed since")
+        return leaf.tensor
+
+    def _tensor(self, ref: Ref) -> Tensor:
+        empty = torch.empty(0, dtype=ref.dtype, device=CPU)
+        return empty.set_(self._storage(ref.value), ref.offset, ref.size, ref.stride)
+
+    def _storage(self, value: Value) -> torch.UntypedStorage:
+        if value not in self.real:
+            room = torch.empty(value.storage.nbytes(), dtype=torch.uint8, device=CPU)
+            self.real[value] = room.untyped_storage()
+        return self.real[value]
+
+    def _keep(self, ref: Ref, result: Tensor) -> None:
+        place = result.storage_offset(), result.size(), result.stride()
+        assert result.dtype == ref.dtype
+        if place == (ref.offset, ref.size, ref.stride):
+            self.real[ref.value] = result.untyped_storage()
+        else:  # laid out otherwise than the meta device said
+            self._tensor(ref).copy_(result)
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    now = torch.get_default_dtype()
+    if dtype == now:
+        yield
+        return
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(now)

@@ -1,0 +1,189 @@
+"""Parameters in one flat buffer: whole on every rank, or gathered while they are needed.
+
+[Note: released parameters] A flat buffer that is released has one storage for life, which shrinks to nothing
+and is filled again: views that autograd has saved of it come back to life with it. Meanwhile its parameters
+show one NaN, expanded to their shape. So shapes and sizes are always right, and what is computed from a
+released parameter is NaN and not quietly wrong. `own`, this rank's slice, always stays.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from zero_full.comm.communicator import Communicator
+from zero_full.comm.lane import Lane, Pending
+from zero_full.layout import FlatLayout, Fragment
+from zero_full.precision.dtypes import NAMES, Dtypes
+
+ALIGNMENT = 8  # elements: 16 bytes of 16-bit numbers, which is what kernels like to start at
+
+
+@dataclass(frozen=True, eq=False)
+class Member:
+    """A parameter in a flat buffer."""
+
+    name: str
+    param: Parameter
+    group: int  # which of the optimizer's parameter groups; FROZEN if none
+    index: int  # which of the buffer's parameters
+
+
+FROZEN = -1
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the parameters of one flat buffer have in common."""
+
+    dtype: torch.dtype  # the model's
+    device: torch.device
+    expert: bool = False
+    counts: bool = True  # False: another tensor-parallel rank counts the same values in the norm
+    trained: bool = True
+    sheds: bool = False  # gathered for use only
+
+
+class State(Enum):
+    """Where a flat buffer is in its life."""
+
+    SHARDED = auto()
+    GATHERING = auto()
+    WHOLE = auto()
+
+
+@cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What a released parameter shows."""
+    lacking = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).min
+    return torch.full((), lacking, dtype=dtype, device=device)
+
+
+for _dtype in NAMES.values():  # made now: what a run has in memory is then all its own
+    _nothing(_dtype, torch.device("cpu"))
+
+
+class Values:
+    """See [Note: released parameters]."""
+
+    def __init__(
+        self, members: Sequence[Member], kind: Kind, shard: Communicator, across: Communicator, dtypes: Dtypes
+    ) -> None:
+        self.members, self.kind, self.shard, self.across = list(members), kind, shard, across
+        self.dtype = dtypes.of(kind.dtype)
+        numels = tuple(m.param.numel() for m in members)
+        self.layout = FlatLayout(numels, shard.size, ALIGNMENT, copies=across.size)
+        self.name = members[0].name if len(members) == 1 else f"{members[0].name} ... {members[-1].name}"
+        self.sheds = kind.sheds and shard.size > 1
+        self.gather_slices: Callable[[Tensor, str], None] = shard.all_gather
+        self.state, self.users = State.WHOLE, 0
+        self.pending: Pending | None = None
+
+    def move_in(self, deferred: bool = False) -> Tensor:
+        """Lay the parameters end to end, the first rank's values on every rank.
+
+        Returns this rank's slice as the model had it: what 16 bits round off is not lost. Parameters that
+        are `deferred` have no values yet: those come by `fill`.
+        """
+        make = torch.empty if deferred and self.sheds else torch.zeros
+        original = make(self.layout.total, dtype=self.kind.dtype, device=self.kind.device)
+        for member in () if deferred else self.members:
+            original[self.layout.window(member.index)].view(member.param.shape).copy_(member.param.detach())
+        for group in () if deferred else (self.shard, self.across):
+            group.broadcast(original, f"parameters {self.name}")
+        self.whole = torch.empty_like(original, dtype=self.dtype) if deferred else original.to(self.dtype)
+        self.own, mine = self.shard.own(self.whole), self.shard.own(original)
+        if self.sheds:
+            self.own = torch.zeros_like(self.own) if deferred else self.own.clone()
+            mine = torch.zeros_like(mine) if deferred else mine.clone()
+        elif deferred:
+            self.whole.zero_()
+        self._prepare_views()
+        self.show()
+        self.release()
+        return mine
+
+    def _prepare_views(self) -> None:
+        """What the parameters show when they are there and when they are not, made once."""
+        shapes = [member.param.shape for member in self.members]
+        self.windows = [self.whole[self.layout.window(i)].view(shape) for i, shape in enumerate(shapes)]
+        if self.sheds:
+            self.nothings = [_nothing(self.dtype, self.kind.device).expand(shape) for shape in shapes]
+
+    # Whole and sharded ---------------------------------------------------------------------------
+
+    def show(self) -> None:
+        """The parameters are windows into the buffer."""
+        for member, window in zip(self.members, self.windows, strict=True):
+            member.param.data = window
+
+    def collect(self) -> None:
+        """Everyone's slice becomes everyone's. Blocks; every rank must call this."""
+        if self.sheds:
+            self.shard.own(self.whole).copy_(self.own)
+        self.gather_slices(self.whole, f"parameters {self.name}")
+
+    def begin_gather(self, lane: Lane) -> None:
+        """Put the gathering on a lane, unless the values are here or on their way."""
+        if self.state is State.SHARDED:
+            self.whole.untyped_storage().resize_(self.whole.nbytes)
+            self.state = State.GATHERING
+            self.pending = lane.submit(self.collect, [], [lane.producer()])
+
+    def finish_gather(self, lane: Lane) -> None:
+        """Until the values are here."""
+        self.begin_gather(lane)
+        if self.state is State.GATHERING:
+            self._await()
+            self.show()
+            self.state = State.WHOLE
+
+    def _await(self) -> None:
+        pending, self.pending = self.pending, None
+        assert pending is not None
+        try:
+            pending.wait()
+        except BaseException:
+            self._let_go()
+            raise
+
+    def release(self) -> None:
+        """Let go of the others' slices, unless somebody is at work with them."""
+        if not self.sheds or self.users or self.state is State.SHARDED:
+            return
+        if self.state is State.GATHERING:
+            self._await()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        for member, nothing in zip(self.members, self.nothings, strict=True):
+            member.param.data = nothing
+        self.whole.untyped_storage().resize_(0)
+        self.state = State.SHARDED
+
+    # Single parameters ---------------------------------------------------------------------------
+
+    def fragments(self) -> list[Fragment]:
+        """What this rank owns."""
+        return self.layout.fragments(self.shard.rank)
+
+    def cut(self, flat: Tensor, fragment: Fragment) -> Tensor:
+        """A fragment's part of a flat tensor that is as long as this rank's slice."""
+        start = self.layout.slice_of(self.shard.rank).start
+        return flat[fragment.flat_range[0] - start : fragment.flat_range[1] - start]
+
+    def fill(self, member: Member, value: Tensor) -> None:
+        """Give a parameter new values, of which this rank keeps its part. Every rank must do the same."""
+        if self.state is State.WHOLE:
+            self.windows[member.index].copy_(value)
+        for fragment in self.fragments_of(member):
+            start, stop = fragment.param_range
+            self.cut(self.own, fragment).copy_(value.reshape(-1)[start:stop])
+
+    def fragments_of(self, member: Member) -> Iterator[Fragment]:
+        """What this rank owns of a parameter: one piece, or none."""
+        return (fragment for fragment in self.fragments() if fragment.index == member.index)

@@ -1,0 +1,286 @@
+"""Whole parameters of a model whose parameters are sharded: to read them, to write them, to save them."""
+
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from zero_full.shard.optimizer import ZeroOptimizer
+from zero_full.shard.owners import owner_of
+from zero_full.shard.values import Member, State, Values
+
+
+def whole_parameters(optimizer: ZeroOptimizer) -> Iterator[tuple[Member, Tensor]]:
+    """Every parameter in turn. Use it before asking for the next: it may be let go. A collective."""
+    optimizer.settle()
+    for values in optimizer.values():
+        with _gathered(optimizer, [values]):
+            yield from zip(values.members, values.windows, strict=True)
+
+
+@contextmanager
+def _gathered(optimizer: ZeroOptimizer, several: Iterable[Values]) -> Iterator[None]:
+    taken: list[Values] = []
+    gatherer = optimizer.gatherer
+    try:
+        for values in several:
+            if gatherer is not None:
+                gatherer.gather(values)
+            values.users += 1
+            taken.append(values)
+        yield
+    finally:
+        for values in taken:
+            values.users -= 1
+            if gatherer is not None:
+                gatherer.release(values)
+
+
+# The module's state dict -------------------------------------------------------------------------
+
+
+def copy_on_cpu(tensor: Tensor) -> Tensor:
+    """What a state dict keeps of a tensor that may be let go."""
+    return tensor.detach().to("cpu", copy=True)
+
+
+def whole_state_dict(
+    module: nn.Module, optimizer: ZeroOptimizer, keep: Callable[[Tensor], Tensor] = copy_on_cpu
+) -> dict[str, Any]:
+    """The module's state dict with whole parameters, gathered a unit at a time. Every rank must call this."""
+    state = _names_and_values(module)
+    names: dict[Any, list[str]] = {}
+    for name, value in state.items():
+        names.setdefault(value if isinstance(value, Tensor) else name, []).append(name)
+    made: dict[str, Any] = {}
+    for member, whole in whole_parameters(optimizer):
+        if member.param in names:
+            made.update(dict.fromkeys(names[member.param], keep(whole)))
+    for name, value in state.items():
+        if name not in made:
+            made[name] = keep(value) if isinstance(value, Tensor) else value
+    return {name: made[name] for name in state}
+
+
+def load_whole_state_dict(
+    module: nn.Module, optimizer: ZeroOptimizer, state: Mapping[str, Any], strict: bool
+) -> None:
+    """Each rank takes its slices out of a whole state dict. Every rank must have the same one."""
+    optimizer.settle()
+    mine = _names_and_values(module)
+    sharded = {m.param: (values, m) for values in optimizer.values() for m in values.members}
+    names = {name for name, value in mine.items() if _is_in(value, sharded)}
+    _check_names(mine, state, strict)
+    for name in names & state.keys():
+        values, member = sharded[mine[name]]
+        if state[name].shape != member.param.shape:
+            raise ValueError(
+                f"{name} has shape {tuple(member.param.shape)}, but {tuple(state[name].shape)} in the state dict"
+            )
+        optimizer.fill(values, member, state[name])
+    with _unguarded():
+        module.load_state_dict({k: v for k, v in state.items() if k in mine and k not in names}, strict=False)
+
+
+def own_state_dict(module: nn.Module, optimizer: ZeroOptimizer) -> dict[str, dict[str, Any]]:
+    """This rank's part of what the optimizer does not keep: frozen slices, and what is whole."""
+    sharded = {m.param for values in optimizer.values() for m in values.members}
+    rest = {k: v for k, v in _names_and_values(module).items() if not _is_in(v, sharded)}
+    return {
+        "whole": {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in rest.items()},
+        "slices": {values.name: values.own.clone() for values in optimizer.frozen},
+    }
+
+
+def load_own_state_dict(
+    module: nn.Module, optimizer: ZeroOptimizer, state: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Put back what `own_state_dict` of the same rank has returned."""
+    with _unguarded():
+        module.load_state_dict(state["whole"], strict=False)
+    for values in optimizer.frozen:
+        saved = state["slices"].get(values.name)
+        if saved is None or saved.shape != values.own.shape:
+            raise ValueError(
+                f"this rank's saved part has no slice of {values.name} like the one here. Load what the same "
+                "rank has saved, with the same world size and units"
+            )
+        values.own.copy_(saved)
+
+
+def _is_in(value: Any, params: Container[Any]) -> bool:
+    return isinstance(value, Tensor) and value in params
+
+
+def _names_and_values(module: nn.Module) -> dict[str, Any]:
+    """The state dict with the parameters themselves, which may be released."""
+    with _unguarded():
+        state: dict[str, Any] = module.state_dict(keep_vars=True)
+    return state
+
+
+def _check_names(mine: Mapping[str, Any], given: Mapping[str, Any], strict: bool) -> None:
+    missing, unexpected = sorted(mine.keys() - given.keys()), sorted(given.keys() - mine.keys())
+    if strict and (missing or unexpected):
+        raise ValueError(
+            f"the state dict lacks {missing or 'nothing'} and has {unexpected or 'nothing'} besides"
+        )
+
+
+_guarded = True
+
+
+@contextmanager
+def _unguarded() -> Iterator[None]:
+    global _guarded
+    before, _guarded = _guarded, False
+    try:
+        yield
+    finally:
+        _guarded = before
+
+
+def guard(module: nn.Module, optimizer: ZeroOptimizer) -> None:
+    """A plain `state_dict` or `load_state_dict` of a model with released parameters is an error, not NaN."""
+    values_of = {m.param: values for values in optimizer.values() if values.sheds for m in values.members}
+    for inner in module.modules():
+        held = {n: values_of[p] for n, p in inner.named_parameters(recurse=False) if p in values_of}
+        if held:
+            inner.register_state_dict_pre_hook(_Guard(held, "state_dict", "module_state_dict()"))
+            inner.register_load_state_dict_pre_hook(
+                _Guard(held, "load_state_dict", "load_module_state_dict(...)")
+            )
+
+
+class _Guard:
+    def __init__(self, held: Mapping[str, Values], call: str, remedy: str) -> None:
+        self.held, self.call, self.remedy = held, call, remedy
+
+    def __call__(self, module: nn.Module, *arguments: Any) -> None:
+        released = [name for name, values in self.held.items() if values.state is not State.WHOLE]
+        if _guarded and released:
+            raise RuntimeError(
+                f"{self.call} of a {type(module).__name__} whose {', '.join(released)} is or are sharded: "
+                f"call engine.{self.remedy} on every rank, or stay inside zero_full.GatheredParameters"
+            )
+
+
+# Single parameters -------------------------------------------------------------------------------
+
+
+class GatheredParameters:
+    """Inside this context the parameters are whole. Every rank must enter and leave it.
+
+    modifier_rank   the rank whose changes become everybody's; None: there must not be any
+
+    With None, changes that all ranks make alike are an error, too: nobody would know whose to keep.
+    """
+
+    def __init__(
+        self,
+        params: Parameter | Iterable[Parameter],
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        self.params: list[Tensor] = [params] if isinstance(params, Tensor) else list(params)
+        self.modifier_rank, self.enabled = modifier_rank, enabled
+        self.stack: list[tuple[ZeroOptimizer, list[tuple[Values, Member]], Any]] = []
+
+    def __enter__(self) -> None:
+        """Gather them."""
+        if not self.enabled:
+            return
+        for optimizer, chosen in _by_optimizer(self.params).items():
+            optimizer.settle()
+            context = _gathered(optimizer, dict.fromkeys(values for values, _ in chosen))
+            context.__enter__()
+            self.stack.append((optimizer, chosen, context))
+        self.before = self._fingerprints()
+
+    @torch.no_grad()
+    def __exit__(self, *failure: Any) -> None:
+        """Keep the changes of `modifier_rank`, or make sure that there are none; release."""
+        if not self.enabled:
+            return
+        problem = None
+        if failure[0] is None:
+            problem = self._refuse_changes() if self.modifier_rank is None else self._keep_changes()
+        while self.stack:
+            self.stack.pop()[2].__exit__(*failure)
+        if problem:
+            raise RuntimeError(problem)
+
+    def _keep_changes(self) -> str | None:
+        for optimizer, chosen, _ in self.stack:
+            if not self._is_known(optimizer):
+                return (
+                    f"modifier_rank {self.modifier_rank} is not among the ranks that share these parameters"
+                )
+            for values, member in chosen:
+                window = values.windows[member.index]
+                if _rank() != self.modifier_rank:
+                    window.zero_()
+                for group in (values.shard, values.across):
+                    group.sum_numbers(window, f"changes of {member.name}")
+                optimizer.fill(values, member, window)
+        return None
+
+    def _is_known(self, optimizer: ZeroOptimizer) -> bool:
+        """Whether exactly one rank is the one whose changes count."""
+        found = torch.tensor(
+            [float(_rank() == self.modifier_rank)], device=optimizer.groups.dense.shard.device
+        )
+        for group in (optimizer.groups.dense.shard, optimizer.groups.dense.across):
+            group.sum_numbers(found, "modifier_rank")
+        return bool(found.item() == 1)
+
+    def _fingerprints(self) -> dict[str, tuple[int, int]]:
+        """By name: how often a parameter was written, and a sum over its bits, for what goes round that."""
+        members = [place for _, chosen, _ in self.stack for place in chosen]
+        return {
+            member.name: (member.param._version, int(torch.hash_tensor(values.windows[member.index])))
+            for values, member in members
+        }
+
+    def _refuse_changes(self) -> str | None:
+        before, after = self.before, self._fingerprints()
+        changed = sorted(name for name in before if before[name] != after[name])
+        for optimizer, _, _ in self.stack:
+            for group in optimizer.groups.everyone:
+                changed = sorted(set().union(*group.gather_objects(changed, "changed parameters")))
+        if not changed:
+            return None
+        for _, chosen, _ in self.stack:
+            for values in dict.fromkeys(values for values, _ in chosen):
+                values.collect()  # undo
+        return (
+            f"{', '.join(changed)} changed inside GatheredParameters, and the change was undone: pass "
+            "modifier_rank, the rank whose values count"
+        )
+
+
+def _rank() -> int:
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+
+def _by_optimizer(params: Iterable[Tensor]) -> dict[ZeroOptimizer, list[tuple[Values, Member]]]:
+    """What can be gathered of these parameters, in the same order on every rank."""
+    wanted = set(params)
+    owners = dict.fromkeys(owner for p in params if (owner := owner_of(p)) is not None)
+    return {
+        owner: [(v, m) for v in owner.values() for m in v.members if m.param in wanted] for owner in owners
+    }
+
+
+def register_external_parameter(module: nn.Module, parameter: Parameter) -> None:
+    """`module` reads this parameter of another module: gather it for both."""
+    owner = owner_of(parameter)
+    if owner is None:
+        raise ValueError("this parameter belongs to no zero_full engine yet: call this after initialize")
+    found = _by_optimizer([parameter])[owner]
+    if owner.gatherer is not None and found and found[0][0].sheds:
+        owner.gatherer.add(module, found[0][0])
