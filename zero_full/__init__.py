@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from zero_full.comm import CommunicationError, DesyncError, Topology
     from zero_full.config import Config, ConfigError
+    from zero_full.data import synced
     from zero_full.engine import Engine
     from zero_full.entry import add_config_arguments, init_distributed, initialize
+    from zero_full.plan import Plan, PlanError, plan_stages
     from zero_full.precision import ScaleExhaustedError
     from zero_full.shard import StepReport, ZeroOptimizer
     from zero_full.shard.access import (
@@ -33,16 +35,20 @@ if TYPE_CHECKING:
         safe_set_local_grad,
         safe_set_local_optimizer_state,
     )
+    from zero_full.shard.init import Init
     from zero_full.shard.whole import GatheredParameters, register_external_parameter
 
 __version__ = "0.1.0"
 _WHERE = {
     "zero_full.comm": ("CommunicationError", "DesyncError", "Topology"),
     "zero_full.config": ("Config", "ConfigError"),
+    "zero_full.data": ("synced",),
     "zero_full.engine": ("Engine",),
     "zero_full.entry": ("add_config_arguments", "init_distributed", "initialize"),
+    "zero_full.plan": ("Plan", "PlanError", "plan_stages"),
     "zero_full.precision": ("ScaleExhaustedError",),
     "zero_full.shard": ("StepReport", "ZeroOptimizer"),
+    "zero_full.shard.init": ("Init",),
     "zero_full.shard.whole": ("GatheredParameters", "register_external_parameter"),
     "zero_full.shard.access": tuple(
         f"safe_{verb}_{extent}_{what}"
@@ -59,6 +65,9 @@ __all__ = [
     "DesyncError",
     "Engine",
     "GatheredParameters",
+    "Init",
+    "Plan",
+    "PlanError",
     "ScaleExhaustedError",
     "StepReport",
     "Topology",
@@ -66,6 +75,7 @@ __all__ = [
     "add_config_arguments",
     "init_distributed",
     "initialize",
+    "plan_stages",
     "register_external_parameter",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
@@ -79,6 +89,7 @@ __all__ = [
     "safe_set_local_fp32_param",
     "safe_set_local_grad",
     "safe_set_local_optimizer_state",
+    "synced",
 ]
 
 

@@ -1,8 +1,9 @@
-"""The data loader that `initialize` makes: each rank sees its own part of the data."""
+"""Data for ranks: the loader that `initialize` makes, and loops that end together."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 
@@ -34,3 +35,33 @@ class RankLoader:
 
     def __len__(self) -> int:
         return len(self.loader)
+
+
+NOTHING = object()
+
+
+def synced(batches: Iterable[Any], group: dist.ProcessGroup | None = None) -> Iterator[tuple[Any, bool]]:
+    """Batches until the last rank has no more: (batch, whether it counts).
+
+    At stage 3 every rank takes part in every forward. A rank that runs out of batches before the others gets
+    its last one again, which does not count.
+    """
+    iterator, batch = iter(batches), NOTHING
+    while True:
+        following = next(iterator, NOTHING)
+        answers = _everyones(following is not NOTHING, batch is NOTHING and following is NOTHING, group)
+        if not any(more for more, _ in answers):
+            return
+        empty = [rank for rank, (_, none) in enumerate(answers) if none]
+        if empty:
+            raise ValueError(f"rank {empty[0]} has no batch at all: give every rank at least one")
+        batch = batch if following is NOTHING else following
+        yield batch, following is not NOTHING
+
+
+def _everyones(more: bool, none: bool, group: dist.ProcessGroup | None) -> list[tuple[bool, bool]]:
+    if not dist.is_initialized():
+        return [(more, none)]
+    answers = [(more, none)] * dist.get_world_size(group)
+    dist.all_gather_object(answers, (more, none), group=group)
+    return answers

@@ -11,7 +11,7 @@
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -23,9 +23,11 @@ from torch import Tensor, nn
 from zero_full._compat import current_backward
 from zero_full.config import Resolved
 from zero_full.data import RankLoader
+from zero_full.facts import EngineFacts
 from zero_full.nest import mapped
 from zero_full.precision.scaler import DynamicScale
 from zero_full.shard.optimizer import ZeroOptimizer
+from zero_full.shard.parking import Parking
 from zero_full.shard.whole import (
     copy_on_cpu,
     load_own_state_dict,
@@ -39,13 +41,10 @@ log = logging.getLogger("zero_full")
 NOT_LANDED = {
     "save_checkpoint": "save engine.state_dict() of every rank with torch.save",
     "load_checkpoint": "load each rank's part with engine.load_state_dict(...)",
-    "save_16bit_model": "torch.save(engine.module_state_dict(), path): at stages 0-2 parameters are whole",
-    "offload_states": "offload has not landed",
-    "reload_states": "offload has not landed",
 }
 
 
-class Engine:
+class Engine(EngineFacts):
     """A model under care. What it does not know itself, it asks the module."""
 
     def __init__(
@@ -69,6 +68,7 @@ class Engine:
         self._scaled_loss: weakref.ref[Tensor] | None = None  # the last one
         self._scaled_pass: int | None = None  # the backward pass that began at a scaled loss
         self._stepped = False
+        self.parking = Parking(optimizer)
         if optimizer.settings.gather_beside_forward:
             optimizer.hold_back(module)
 
@@ -80,6 +80,7 @@ class Engine:
 
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
         """The module's forward, with hooks that notice a plain `loss.backward()`."""
+        self._refuse_parked("forward")
         if self.config.fp16.auto_cast:
             inputs, named_inputs = self._cast(inputs), self._cast(named_inputs)
         with self.stopwatch.measure("forward"):
@@ -117,6 +118,10 @@ class Engine:
 
     def _note_scaled(self, grad: Tensor) -> None:
         self._scaled_pass = current_backward()
+
+    def _refuse_parked(self, call: str) -> None:
+        if self.parking.parked:
+            raise RuntimeError(f"{call} while states are offloaded: call reload_states first")
 
     def _begin_backward(self, loss: Tensor | None) -> None:
         if loss is not None:
@@ -156,6 +161,7 @@ class Engine:
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """After every micro-batch. On a step's last one the optimizer moves, unless gradients overflow."""
+        self._refuse_parked("step")
         if self.optimizer.reducer.muted:
             raise RuntimeError("step inside no_sync: leave the block first, its gradients are not averaged")
         self._stepped = self.is_gradient_accumulation_boundary()
@@ -266,55 +272,6 @@ class Engine:
         """This process, among those on its host."""
         return int(os.environ.get("LOCAL_RANK", "0"))
 
-    # What was configured -------------------------------------------------------------------------
-
-    def train_batch_size(self) -> int:
-        """Samples a step, over all ranks and micro-batches."""
-        return self.train_micro_batch_size_per_gpu() * self._micro_batches * self.world_size
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples a rank and micro-batch."""
-        return self.config.train_micro_batch_size_per_gpu
-
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches a step."""
-        return self._micro_batches
-
-    def get_batch_info(self) -> tuple[int, int, int]:
-        """(samples a step, samples a rank and micro-batch, micro-batches a step)."""
-        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self._micro_batches
-
-    def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Another number of samples a step from now on, by another number of micro-batches."""
-        each = self.train_micro_batch_size_per_gpu() * self.world_size
-        if self.micro_steps % self._micro_batches:
-            raise RuntimeError("the batch size can change between steps, not inside one")
-        if train_batch_size < 1 or train_batch_size % each:
-            raise ValueError(
-                f"train_batch_size {train_batch_size} is not a multiple of {each}, micro-batch x ranks"
-            )
-        self._micro_batches, self.micro_steps = train_batch_size // each, 0
-
-    def zero_optimization_stage(self) -> int:
-        """0, 1, 2 or 3."""
-        return self.optimizer.settings.stage
-
-    def zero_optimization(self) -> bool:
-        """Whether anything is sharded."""
-        return self.zero_optimization_stage() > 0
-
-    def fp16_enabled(self) -> bool:
-        """Whether parameters are fp16."""
-        return self.config.fp16.enabled
-
-    def bfloat16_enabled(self) -> bool:
-        """Whether parameters are bf16."""
-        return self.config.bf16.enabled
-
-    def gradient_clipping(self) -> float:
-        """The largest gradient norm; 0: any."""
-        return self.config.gradient_clipping
-
     # The module ----------------------------------------------------------------------------------
 
     def train(self, mode: bool = True) -> "Engine":
@@ -380,8 +337,30 @@ class Engine:
         for name in COUNTERS:
             setattr(self, name, state["counters"][name])
 
+    def offload_states(
+        self,
+        include: Collection[str] | None = None,
+        device: str | torch.device = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Move state off the device until `reload_states`: all, or the kinds in `parking.KINDS`."""
+        self.parking.offload(include, torch.device(device), pin_memory)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Bring back what `offload_states` has moved."""
+        self.parking.reload()
+
+    def empty_partition_cache(self) -> None:
+        """Release what is gathered, and give the allocator's free memory back."""
+        if self.optimizer.gatherer is not None:
+            self.optimizer.gatherer.release_all()
+        if torch.accelerator.is_available():
+            torch.accelerator.empty_cache()
+
     def destroy(self) -> None:
-        """Take the engine off the model, which keeps its parameters."""
+        """Take the engine off the model, which keeps its parameters; at stage 3 they stay released."""
+        self.parking.reload()
         self.optimizer.close()
 
 

@@ -24,6 +24,7 @@ from zero_full.optim import build_optimizer, build_scheduler, check_elementwise
 from zero_full.precision import Dtypes, DynamicScale, StaticScale
 from zero_full.precision.dtypes import NAMES
 from zero_full.shard import Connection, Dealer, Gathering, Settings, ZeroOptimizer, connect, settle_the_rest
+from zero_full.shard.init import Deferred
 from zero_full.shard.whole import guard
 
 log = logging.getLogger("zero_full")
@@ -100,10 +101,11 @@ def initialize(
     if resolved.config.zero_optimization.mics_shard_size > 0 and settings.stage > 0 and data_ranks > 1:
         topology = topology.with_sub_groups(resolved.config.zero_optimization.mics_shard_size)
     device = _device(model)
+    deferred = Deferred(model, device)
     model.to(device)
     base = _optimizer(resolved.config, model, optimizer, model_parameters)
     schedule = _schedule(resolved.config, base, lr_scheduler)
-    wrapped = _shard(model, base, topology, resolved.config, settings, device)
+    wrapped = _shard(model, base, topology, resolved.config, settings, deferred)
     loader = None
     if training_data is not None:
         batch, drop = resolved.config.train_micro_batch_size_per_gpu, resolved.config.dataloader_drop_last
@@ -153,7 +155,8 @@ def _place_among_data(topology: Topology) -> tuple[int, int]:
 
 def _device(model: nn.Module) -> torch.device:
     """The model's, if it is on an accelerator already; else this rank's accelerator, if it can talk there."""
-    here = next((p.device for p in model.parameters()), torch.device("cpu"))
+    real = (p.device for p in model.parameters() if not p.is_meta)
+    here = next(real, torch.device("cpu"))
     if here.type != "cpu" or not torch.accelerator.is_available():
         return here
     if dist.is_initialized() and dist.get_backend() in ("gloo", "cpu:gloo"):
@@ -166,11 +169,11 @@ def _device(model: nn.Module) -> torch.device:
 def _settings(config: Config) -> Settings:
     zero, fp16, bf16 = config.zero_optimization, config.fp16, config.bf16
     parameter = torch.float16 if fp16.enabled else torch.bfloat16 if bf16.enabled else None
-    reduce, accumulate = config.communication_data_type, config.data_types.grad_accum_dtype
     dtypes = Dtypes(
         parameter,
-        reduce=None if reduce is None else NAMES[reduce],
-        accumulate=None if accumulate is None else NAMES[accumulate],
+        reduce=_dtype(config.communication_data_type),
+        accumulate=_dtype(config.data_types.grad_accum_dtype),
+        buffer=_dtype(config.data_types.buffer_dtype),
         low_master=fp16.fp16_master_weights_and_grads or bf16.bf16_master_weights_and_grads,
     )
     overlap = bool(zero.overlap_comm)
@@ -195,10 +198,17 @@ def _settings(config: Config) -> Settings:
             max_reuse=zero.stage3_max_reuse_distance,
             keep_numel=zero.stage3_param_persistence_threshold,
             keep_total=zero.stage3_model_persistence_threshold,
+            node_ranks=zero.zero_hpz_partition_size,
+            quantized_weights=zero.zero_quantized_weights,
+            quantized_gradients=zero.zero_quantized_gradients,
             wrap=partial(_is_leaf, zero.leaf_module),
         ),
         sub_group_numel=zero.sub_group_size,
     )
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else NAMES[name]
 
 
 def _is_leaf(leaf: LeafModuleConfig, name: str, module: nn.Module) -> bool:
@@ -269,14 +279,16 @@ def _shard(
     topology: Topology,
     config: Config,
     settings: Settings,
-    device: torch.device,
+    deferred: Deferred,
 ) -> ZeroOptimizer:
+    device = deferred.device
     timeout = config.debug.timeout_s if config.debug.check_collectives else None
     separate = settings.overlap and device.type == "cpu"
     groups = connect(topology, settings, Connection(device, Traffic(), separate, timeout))
     if groups.dense.shard.size > 1 or (groups.expert is not None and groups.expert.shard.size > 1):
         check_elementwise(base, config.zero_allow_untested_optimizer)
-    parts = Dealer(base.param_groups, topology, groups, settings).deal(model)
+    parts = Dealer(base.param_groups, topology, groups, settings, deferred.parameters).deal(model)
+    deferred.fill(groups, parts.fill)
     settle_the_rest(model, parts, topology, groups, settings)
     optimizer = ZeroOptimizer(base, model, parts, groups, settings, _scaler(config))
     guard(model, optimizer)

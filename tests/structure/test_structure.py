@@ -25,8 +25,10 @@ ROOMS = {  # and a room of zero_full only itself and these; what is not named ma
     "nest": set(),
     "comm": {"_compat"},
     "precision": {"comm"},
-    "shard": {"_compat", "comm", "layout", "precision"},
-    "engine": {"_compat", "config", "data", "nest", "precision", "shard", "stopwatch"},
+    "shard": {"_compat", "comm", "layout", "nest", "precision"},
+    "checkpoint": {"comm", "layout", "nest", "shard"},
+    "facts": {"config", "shard"},
+    "engine": {"_compat", "config", "data", "facts", "nest", "precision", "shard", "stopwatch"},
 }
 LONG_SIGNATURES = {"initialize"}  # DeepSpeed's, which scripts call by these names
 

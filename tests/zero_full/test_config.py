@@ -247,17 +247,17 @@ def test_all_errors_are_reported_together_and_what_is_bad_hides_nothing() -> Non
     config = {
         **{TRAIN: 9, "colour": 1, "gradient_clipping": -1, "amp": {"enabled": True}},
         **{"optimizer": {"type": 1, "params": {"lr": "auto"}}, "fp16": {"enabled": True}},
-        **{"bfloat16": {"enabled": True}, "zero_optimization": {"stage": 3, "mics_shard_size": 3}},
+        **{"bfloat16": {"enabled": True}, "zero_optimization": {"zenflow": {}, "mics_shard_size": 3}},
     }
     starts = [
         *("optimizer.type: got 1", "gradient_clipping: got -1", "colour: unknown key", "amp.enabled = true"),
-        *("zero_optimization.stage = 3", "fp16.enabled and bf16.enabled: only one"),
+        *("zero_optimization.zenflow = {}", "fp16.enabled and bf16.enabled: only one"),
         *("zero_optimization.mics_shard_size: 3 does not divide the world size 2", f"{TRAIN} 9 cannot be"),
     ]
     errors = errors_of(config)
     assert len(errors) == len(starts)
     assert all(error.startswith(start) for error, start in zip(errors, starts, strict=True))
-    assert "stage 3 has not landed in zero_full yet; use 0, 1 or 2" in errors[4]
+    assert "ZenFlow has not landed in zero_full; remove it" in errors[4]
 
 
 @pytest.mark.parametrize(

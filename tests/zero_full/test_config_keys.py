@@ -51,7 +51,9 @@ DEFAULTS: dict[str, Any] = in_full(
   "zeropp_loco_param": null, "mics_shard_size": -1, "mics_hierarchical_params_gather": false,
   "memory_efficient_linear": true, "pipeline_loading_checkpoint": false, "override_module_apply": true,
   "log_trace_cache_warnings": false, "enable_sanity_checks": false,
-  "save_muon_momentum_buffer_in_memory": false, "leaf_module": {}, "cpu_offload": null,
+  "save_muon_momentum_buffer_in_memory": false, "cpu_offload": null,
+  "leaf_module.classes": ["MixtralSparseMoeBlock", "Qwen2MoeSparseMoeBlock", "Qwen3MoeSparseMoeBlock"],
+  "leaf_module.names": [], "leaf_module.name_suffixes": [],
   "cpu_offload_param": null, "cpu_offload_use_pin_memory": null,
   "stage3_gather_fp16_weights_on_model_save": false
 }""",
@@ -111,14 +113,16 @@ IDLE: dict[str, Any] = in_full(  # set to this, a key costs one line of warning
   "stage3_use_all_reduce_for_fetch_params": true, "stage3_allgather_sequential": true,
   "stage3_partition_stream_chunk_size": 1, "mics_hierarchical_params_gather": true,
   "pipeline_loading_checkpoint": true, "override_module_apply": false, "log_trace_cache_warnings": true,
-  "save_muon_momentum_buffer_in_memory": true, "leaf_module": {"names": ["moe"]},
+  "save_muon_momentum_buffer_in_memory": true, "leaf_module.names": ["moe"],
+  "leaf_module.classes": [], "leaf_module.name_suffixes": ["moe"],
+  "zero_hpz_partition_size": 2, "zero_quantized_weights": true, "zero_quantized_gradients": true,
   "stage3_gather_fp16_weights_on_model_save": true
 }""",
 )
 MISSING: dict[str, Any] = in_full(  # set to this, a key is an error
     """{
   "managed_gradient_accumulation": false, "sparse_gradients": true, "sequence_parallel_size": 2,
-  "data_types.param_dtype": "bf16", "data_types.buffer_dtype": "fp32", "torch_autocast.enabled": true,
+  "data_types.param_dtype": "bf16", "torch_autocast.enabled": true,
   "amp.enabled": true, "compile.deepcompile": true, "checkpoint.use_node_local_storage": true,
   "tensor_parallel.autotp_size": 2, "expert_parallel.enabled": true, "hybrid_engine.enabled": true,
   "elasticity.enabled": true, "autotuning.enabled": true, "curriculum_learning.enabled": true,
@@ -126,8 +130,7 @@ MISSING: dict[str, Any] = in_full(  # set to this, a key is an error
   "quantize_training.enabled": true, "compression_training": {"a": 1}, "sparse_attention": {"a": 1}
 }""",
     """{
-  "stage": 3, "zenflow": {}, "zero_hpz_partition_size": 8, "zero_quantized_weights": true,
-  "zero_quantized_nontrainable_weights": true, "zero_quantized_gradients": true, "cpu_offload": true,
+  "zenflow": {}, "zero_quantized_nontrainable_weights": true, "cpu_offload": true,
   "cpu_offload_param": true, "offload_param.device": "cpu", "offload_optimizer.device": "nvme"
 }""",
 )
@@ -138,6 +141,17 @@ def test_a_key_without_effect_costs_one_line_that_names_it(key: str) -> None:
     (warning,) = resolve(with_batch(nested(key, IDLE[key])), 2).warnings
     assert warning.startswith(f"{key} = ") and " has no effect: " in warning
     assert "\n" not in warning
+
+
+def test_at_stage_3_what_only_stage_3_reads_is_quiet() -> None:
+    only = [
+        key for key in IDLE if "only stage 3" in resolve(with_batch(nested(key, IDLE[key])), 2).warnings[0]
+    ]
+    assert len(only) == 12
+    keys = {key.removeprefix("zero_optimization."): IDLE[key] for key in only}
+    leaf = {key.removeprefix("leaf_module."): keys.pop(key) for key in list(keys) if "leaf_module" in key}
+    zero = {"stage": 3, "leaf_module": leaf, **keys}
+    assert resolve(with_batch({"zero_optimization": zero}), 2).warnings == ()
 
 
 @pytest.mark.parametrize("key", MISSING)

@@ -384,7 +384,7 @@ def test_a_node_sends_a_quarter_of_what_sixteen_bits_take_and_the_scales() -> No
 def of_two_sizes(comm: Any) -> None:
     world = Communicator(dist.group.WORLD, CPU, check_timeout_s=10)
     sent = torch.zeros(2 * (1 + comm.rank), dtype=torch.uint8)
-    quantized.all_to_all(world, sent, torch.empty_like(sent), "gradients")
+    world.all_to_all(sent, torch.empty_like(sent), "gradients")
 
 
 def test_ranks_that_exchange_different_sizes_are_told_so() -> None:
@@ -394,5 +394,5 @@ def test_ranks_that_exchange_different_sizes_are_told_so() -> None:
 
 def test_a_rank_that_is_alone_exchanges_with_itself() -> None:
     sent, received = torch.arange(3), torch.zeros(3, dtype=torch.int64)
-    quantized.all_to_all(alone := Communicator(None, CPU), sent, received, "a")
+    (alone := Communicator(None, CPU)).all_to_all(sent, received, "a")
     assert received.tolist() == [0, 1, 2] and alone.traffic.total() == 0

@@ -244,7 +244,7 @@ def refused_by_initialize(comm: Any, stage: int, zero: dict[str, Any], names: tu
             None,
             "the configuration cannot be used:\n  zero_optimization.mics_shard",
         ),
-        (0, {}, ("replicate", "shard"), "stage 0 shards nothing: use stage 1 or 2, or drop `shard`"),
+        (0, {}, ("replicate", "shard"), "stage 0 shards nothing: use stage 1, 2 or 3, or drop `shard`"),
         (1, {"mics_shard_size": 2}, ("replicate", "shard"), "mics_shard_size needs a topology without"),
     ],
 )

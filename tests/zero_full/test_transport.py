@@ -263,7 +263,7 @@ def test_if_one_rank_cannot_meet_at_numbers_all_meet_by_messages() -> None:
     assert POOL.run(by_messages, 2, 1, collective=5) == [(False, [3.0] * 4)] * 2
 
 
-def one_never_comes(comm: Any) -> str:
+def one_never_comes(comm: Any, seconds_there: float) -> str:
     by: Any = share_memory(everyone())
     by.meet.timeout_s = 0.2
     try:
@@ -271,12 +271,17 @@ def one_never_comes(comm: Any) -> str:
             by.all_reduce(torch.zeros(4), 1)
     except RuntimeError as error:
         return str(error)
+    time.sleep(seconds_there)
     return "not there"
 
 
 @pytest.mark.skipif(not meeting.works_here(), reason="ranks meet by messages here")
-def test_a_rank_that_does_not_come_is_named() -> None:
-    assert POOL.run(one_never_comes, 2) == ["rank 1 has not come within 0.2 s", "not there"]
+@pytest.mark.parametrize(
+    ("seconds_there", "reason"),
+    [(1.0, "timed out: rank 1 has not come within 0.2 s"), (0, "rank 1 has left the group")],
+)
+def test_a_rank_that_does_not_come_is_named(seconds_there: float, reason: str) -> None:
+    assert POOL.run(one_never_comes, 2, seconds_there) == [reason, "not there"]
 
 
 def test_a_process_that_has_ended_is_noticed_before_anybody_collects_it() -> None:

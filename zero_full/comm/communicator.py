@@ -37,8 +37,9 @@ class Communicator:
         device: torch.device,
         traffic: Traffic | None = None,
         check_timeout_s: float | None = None,
+        label: str = "",  # what the ledger says behind the kind of a collective
     ) -> None:
-        self.device, self.traffic = device, traffic or Traffic()
+        self.device, self.traffic, self.label = device, traffic or Traffic(), label
         self.group = group if group is not None and group.size() > 1 else None
         self.rank = 0 if self.group is None else self.group.rank()
         self.size = 1 if self.group is None else self.group.size()
@@ -86,6 +87,16 @@ class Communicator:
         sent = 2 * (self.size - 1) * (whole.nbytes // self.size)
         self._call("all_reduce", what, whole, sent, lambda: transport.all_reduce(whole, divisor))
 
+    def all_to_all(self, sent: Tensor, received: Tensor, what: str) -> None:
+        """Rank r gets the r-th part of `sent`; the r-th part of `received` is what it had for this rank."""
+        if self.group is None:
+            received.copy_(sent)
+            return
+        group, wire = self.group, (self.size - 1) * (sent.nbytes // self.size)
+        self._call(
+            "all_to_all", what, sent, wire, lambda: dist.all_to_all_single(received, sent, group=group)
+        )
+
     def sum_numbers(self, numbers: Tensor, what: str) -> Tensor:
         """A few numbers, summed over the ranks. (Not counted as traffic.)"""
         if self.group is not None:
@@ -125,7 +136,7 @@ class Communicator:
                 "Usually another rank has failed first (look for the earliest error) or makes other calls "
                 '(set "debug": {"check_collectives": true} in the config to see which).'
             ) from error
-        self.traffic.add(kind, sent)
+        self.traffic.add(f"{kind} {self.label}".rstrip(), sent)
 
 
 def _copy_over(source: Tensor, out: Tensor, divisor: float) -> None:

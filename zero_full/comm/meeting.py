@@ -3,7 +3,8 @@
 [Note: meetings] Every rank has a number that all can read: how many meetings it has come to. To meet is to
 raise one's own and to wait until the others' are as high, which takes microseconds where a message takes a
 quarter of a millisecond. It needs stores that become visible in the order in which they are made: x86
-promises that, other machines do not. A rank that has died is noticed by its process.
+promises that, other machines do not. A rank that has died is noticed by its process; one
+that has left its group shows a number below zero.
 """
 
 import ctypes
@@ -11,6 +12,7 @@ import os
 import platform
 import select
 import time
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -43,6 +45,7 @@ class Meeting:
         self.memory = list(numbers)  # keeps the addresses valid
         counters = [ctypes.c_int64.from_address(number.data_ptr()) for number in numbers]
         self.mine = counters[rank]
+        weakref.finalize(self, _leave, self.mine, self.memory)
         self.others = {r: counter for r, counter in enumerate(counters) if r != rank}
         self.pids = list(pids)
         self.timeout_s = (timeout or NEVER).total_seconds()
@@ -56,12 +59,16 @@ class Meeting:
             if theirs.value < self.met:
                 self._wait_for(rank, theirs)
 
+    def _has_come(self, theirs: ctypes.c_int64) -> bool:
+        number = theirs.value
+        return max(number, -number - 1) >= self.met  # see `_leave`
+
     def _wait_for(self, rank: int, theirs: ctypes.c_int64) -> None:
         for _ in range(SPINS):
             if theirs.value >= self.met:
                 return
         started = time.monotonic()
-        while theirs.value < self.met:
+        while not self._has_come(theirs):
             waited = time.monotonic() - started
             if waited > PATIENCE_S:
                 self._look_after(rank, theirs, waited)
@@ -69,12 +76,19 @@ class Meeting:
 
     def _look_after(self, rank: int, theirs: ctypes.c_int64, waited: float) -> None:
         ended = _has_ended(self.pids[rank])
-        if theirs.value >= self.met:  # it came, and ended later
+        if self._has_come(theirs):  # and left later
             return
-        if ended:
-            raise RuntimeError(f"the process of rank {rank} has ended")
+        if ended or theirs.value < 0:
+            raise RuntimeError(
+                f"rank {rank} has left" if not ended else f"the process of rank {rank} has ended"
+            )
         if waited > self.timeout_s:
-            raise RuntimeError(f"rank {rank} has not come within {self.timeout_s:g} s")
+            raise RuntimeError(f"timed out: rank {rank} has not come within {self.timeout_s:g} s")
+
+
+def _leave(mine: ctypes.c_int64, memory: Sequence[Tensor]) -> None:
+    """Nobody need wait for this rank any more; how often it has come can still be read."""
+    mine.value = -mine.value - 1
 
 
 def _has_ended(pid: int) -> bool:

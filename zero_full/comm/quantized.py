@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from zero_full.comm.communicator import Communicator
@@ -146,16 +145,6 @@ def _unpack(packed: Tensor) -> Tensor:
     return torch.stack((packed << 4 >> 4, packed >> 4), dim=1).flatten()
 
 
-def all_to_all(comm: Communicator, sent: Tensor, received: Tensor, what: str) -> None:
-    """Rank r gets the r-th part of `sent`; the r-th part of `received` is what it had for this rank."""
-    if comm.group is None:
-        received.copy_(sent)
-        return
-    wire = (comm.size - 1) * (sent.nbytes // comm.size)
-    group = comm.group
-    comm._call("all_to_all", what, sent, wire, lambda: dist.all_to_all_single(received, sent, group=group))
-
-
 @dataclass(frozen=True)
 class Nodes:
     """The ranks as nodes of equal size: rank r is number r % inner.size of node r // inner.size.
@@ -240,7 +229,7 @@ class TwoHopReduce:
         others = [(rank, row) for rank in range(comm.size) if rank != comm.rank for row in range(rows)]
         for place in others:
             quantize(pieces[place], self.bits, self.block, sent[place])
-        all_to_all(comm, sent.view(-1), received.view(-1), what)
+        comm.all_to_all(sent.view(-1), received.view(-1), what)
         for rank, row in others:
             came = Quantized(received[rank, row], numel, self.bits, self.block)
             dequantize(came, total[row], add=True)

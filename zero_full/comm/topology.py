@@ -102,16 +102,21 @@ class Topology:
 
     def with_sub_groups(self, size: int) -> "Topology":
         """The data group cut into shard groups of `size` neighbours (`mics_shard_size`)."""
+        shard, replicate = self.sub_groups(size, "mics_shard_size")
+        return replace(self, shard=shard, replicate=replicate)
+
+    def sub_groups(self, size: int, key: str) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        """Of the data group: this rank and its `size - 1` neighbours; those that have its place elsewhere."""
         if self.shard is not None or self.expert is not None:
-            raise ValueError("mics_shard_size needs a topology without `shard` and `expert` groups")
+            raise ValueError(f"{key} needs a topology without `shard` and `expert` groups")
         data = self.data if self.data is not None else dist.group.WORLD
         assert data is not None
         ranks = dist.get_process_group_ranks(data)
         if size < 1 or len(ranks) % size:
-            raise ValueError(f"mics_shard_size {size} does not divide the data-parallel world {len(ranks)}")
+            raise ValueError(f"{key} {size} does not divide the data-parallel world {len(ranks)}")
         rows = [ranks[start : start + size] for start in range(0, len(ranks), size)]
         columns = [list(column) for column in zip(*rows, strict=True)]
-        return replace(self, shard=_group_of_mine(rows, data), replicate=_group_of_mine(columns, data))
+        return _group_of_mine(rows, data), _group_of_mine(columns, data)
 
 
 def new_group(ranks: list[int], like: dist.ProcessGroup) -> dist.ProcessGroup:

@@ -192,6 +192,13 @@ def _clashes(config: Config, world_size: int) -> Iterator[str]:
             f"zero_optimization.mics_shard_size: {mics} does not divide the world size {world_size}; "
             "give a divisor of it, or -1 to shard over all ranks"
         )
+    hpz, stage = config.zero_optimization.zero_hpz_partition_size, config.zero_optimization.stage
+    sharing = mics if mics > 0 else world_size
+    if stage == 3 and (hpz < 1 or sharing % hpz):
+        yield (
+            f"zero_optimization.zero_hpz_partition_size: {hpz} does not divide the {sharing} ranks that "
+            "share the parameters; give the number of ranks on a node, or 1 for no second partition"
+        )
     for section, part in (("optimizer", config.optimizer), ("scheduler", config.scheduler)):
         for name, value in part.params.items() if part else ():
             if report.is_auto(value):

@@ -144,9 +144,7 @@ class DataTypesConfig(Strict):
 
     grad_accum_dtype: Dtype | None = None
     param_dtype: Annotated[Dtype | None, missing('parameters follow "bf16" and "fp16"; remove it')] = None
-    buffer_dtype: Annotated[
-        Dtype | None, missing("remove it and cast the buffers of the model before it is given to the engine")
-    ] = None
+    buffer_dtype: Dtype | None = None
 
 
 class FP16Config(Strict):
@@ -277,17 +275,13 @@ class ZeroConfig(Strict):
     ignore_unused_parameters: bool = True
     legacy_stage1: Annotated[bool, idle("stage 1 has one implementation here")] = False
     round_robin_gradients: bool = False
-    zero_hpz_partition_size: Annotated[
-        Count, missing("a second partition of the parameters has not landed in zero_full yet; use 1")
-    ] = 1
-    zero_quantized_weights: Annotated[bool, missing("quantized weights have not landed; use false")] = False
+    zero_hpz_partition_size: Annotated[Count, STAGE3] = 1
+    zero_quantized_weights: Annotated[bool, STAGE3] = False
     zero_quantized_nontrainable_weights: Annotated[
-        bool, missing("quantized weights have not landed in zero_full yet; use false")
+        bool, missing("frozen weights stay in their dtype between steps; use false")
     ] = False
-    zero_quantized_gradients: Annotated[
-        bool, missing("quantized gradients have not landed in zero_full yet; use false")
-    ] = False
-    zeropp_loco_param: Annotated[Section | None, idle("only quantized gradients read it")] = None
+    zero_quantized_gradients: Annotated[bool, STAGE3] = False
+    zeropp_loco_param: Annotated[Section | None, idle("rounding errors are not kept")] = None
     mics_shard_size: Annotated[int, whole(-1)] = -1
     mics_hierarchical_params_gather: Annotated[
         bool, idle("gathers never leave the shard group, where one hop is enough")

@@ -15,11 +15,16 @@ class Dtypes:
     parameter: torch.dtype | None = None
     reduce: torch.dtype | None = None
     accumulate: torch.dtype | None = None
+    buffer: torch.dtype | None = None  # None: as parameters
     low_master: bool = False  # master, gradients and optimizer state in the parameters' 16 bits
 
     def of(self, model: torch.dtype) -> torch.dtype:
         """The parameters' dtype during training, for a parameter that the model has as `model`."""
         return self.parameter if self.parameter is not None and model.is_floating_point else model
+
+    def of_buffer(self, model: torch.dtype) -> torch.dtype:
+        """A buffer's dtype, which the model has as `model`."""
+        return self.buffer if self.buffer is not None and model.is_floating_point else self.of(model)
 
     def master_of(self, parameter: torch.dtype) -> torch.dtype:
         """What the optimizer steps: fp32 for 16-bit parameters unless asked otherwise."""

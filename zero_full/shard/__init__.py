@@ -1,6 +1,7 @@
 """The ZeRO runtime: buckets of parameters, when their gradients are averaged, and the sharded step."""
 
-from zero_full.shard.build import Connection, Dealer, Groups, Parts, connect, settle_the_rest
+from zero_full.shard.build import Dealer, Parts, settle_the_rest
+from zero_full.shard.groups import Connection, Groups, connect
 from zero_full.shard.optimizer import StepReport, ZeroOptimizer
 from zero_full.shard.settings import Gathering, Settings
 

@@ -68,13 +68,10 @@ def _place(param: Parameter) -> Place:
             "this parameter belongs to no zero_full optimizer (is it frozen, or not in the model?)"
         )
     optimizer.settle()
-    for bucket in optimizer.buckets:
-        for member in bucket.members:
-            if member.param is param:
-                return Place(optimizer, bucket, member)
-    raise ValueError(
-        "this parameter is frozen: it has no fp32 copy, gradient or state. See GatheredParameters"
-    )
+    bucket, member = optimizer.parts.places[param]
+    if not isinstance(bucket, Bucket):
+        raise ValueError("this parameter is frozen: nothing but its values exists, see GatheredParameters")
+    return Place(optimizer, bucket, member)
 
 
 def safe_get_full_fp32_param(param: Parameter) -> Tensor:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from zero_full.layout import Fragment
+from zero_full.shard.groups import Reduce
 from zero_full.shard.settings import Settings
 from zero_full.shard.values import Member, Values
 
@@ -37,9 +38,15 @@ class Bucket:
     """See [Note: a gradient's way]."""
 
     def __init__(
-        self, values: Values, settings: Settings, divisors: tuple[float, float], deferred: bool = False
+        self,
+        values: Values,
+        settings: Settings,
+        divisors: tuple[float, float],
+        reduce_slices: Reduce,
+        deferred: bool = False,
     ) -> None:
         self.values, self.settings, self.divisors = values, settings, divisors
+        self.reduce_slices = reduce_slices
         self.members, self.kind, self.layout = values.members, values.kind, values.layout
         self.shard, self.across, self.name = values.shard, values.across, values.name
         dtypes, original = settings.dtypes, values.move_in(deferred)
@@ -68,6 +75,7 @@ class Bucket:
 
     def publish_own(self) -> None:
         """This rank's slice of the parameters becomes what its master says."""
+        self.values.second = None
         if self.master is not self.values.own:
             self.values.own.copy_(self.master)
 
@@ -161,7 +169,7 @@ class Bucket:
     def _sum(self, flat: Tensor, out: Tensor, divisor: float) -> None:
         what = f"gradients {self.name}"
         if self.settings.reduce_scatter:
-            self.shard.reduce_scatter(flat, out, divisor, what)
+            self.reduce_slices(flat, out, divisor, what)
             return
         self.shard.all_reduce(flat, divisor, what)
         if self.shard.own(flat).data_ptr() != out.data_ptr():

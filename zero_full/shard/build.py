@@ -1,100 +1,23 @@
-"""From a topology, a model and an optimizer to communicators and buckets."""
+"""From a model and an optimizer to flat buffers, buckets and the modules that need them."""
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from zero_full.comm.communicator import Communicator
-from zero_full.comm.ledger import Traffic
-from zero_full.comm.topology import Topology, new_group
+from zero_full.comm.topology import Topology
 from zero_full.layout import backward_order, deal, round_robin
-from zero_full.precision.norms import GradientNorm
 from zero_full.shard.bucket import Bucket
 from zero_full.shard.gatherer import Site
+from zero_full.shard.groups import Groups, Pair
 from zero_full.shard.owners import refuse_owned
 from zero_full.shard.settings import Settings
 from zero_full.shard.units import Unit, choose_units, size_limit
 from zero_full.shard.values import FROZEN, Kind, Member, Values
-
-
-@dataclass(frozen=True)
-class Pair:
-    """State is cut over the ranks of `shard` and repeated over those of `across`."""
-
-    shard: Communicator
-    across: Communicator
-    gather: Communicator  # the ranks of `shard`, for parameters: these travel beside gradients
-
-
-@dataclass(frozen=True)
-class Groups:
-    """The topology as communicators, made once."""
-
-    dense: Pair
-    expert: Pair | None
-    model: Communicator | None
-    norm: GradientNorm
-    data_ranks: int  # ranks whose gradients are averaged
-    traffic: Traffic
-
-    @property
-    def everyone(self) -> list[Communicator]:
-        """Groups that together reach every rank whose gradients meet this rank's."""
-        groups = [self.dense.shard, self.dense.across]
-        return [*groups, self.model] if self.model is not None else groups
-
-
-@dataclass(frozen=True)
-class Connection:
-    """How to open communicators."""
-
-    device: torch.device
-    traffic: Traffic
-    own_groups: bool  # so that calls beside backward never mix with the user's on the same group
-    check_timeout_s: float | None
-
-    def to(self, group: dist.ProcessGroup | None) -> Communicator:
-        """A communicator for this group; None: a rank that is alone."""
-        if group is not None and self.own_groups:
-            group = new_group(dist.get_process_group_ranks(group), like=group)
-        return Communicator(group, self.device, self.traffic, self.check_timeout_s)
-
-    def pair(self, settings: Settings, shard: dist.ProcessGroup | None, across: Any) -> Pair:
-        """Stage 0 cuts nothing: its shard is this rank alone."""
-        if settings.stage == 0:
-            alone = self.to(None)
-            return Pair(alone, self.to(shard), alone)
-        cut = self.to(shard)
-        beside = settings.stage == 3 and settings.overlap and cut.group is not None
-        return Pair(cut, self.to(across), replace(self, own_groups=True).to(shard) if beside else cut)
-
-
-def connect(topology: Topology, settings: Settings, connection: Connection) -> Groups:
-    """Open a communicator for every group of the topology. Every rank must call this."""
-    data = topology.data
-    if data is None and dist.is_initialized():
-        data = dist.group.WORLD
-    if topology.shard is not None and settings.stage == 0:
-        raise ValueError("stage 0 shards nothing: use stage 1, 2 or 3, or drop `shard` and `replicate`")
-    dense = connection.pair(settings, topology.shard or data, topology.replicate)
-    expert = None
-    if topology.expert_data is not None:
-        expert = connection.pair(settings, topology.expert_data, None)
-    model = connection.to(topology.model) if topology.model is not None else None
-    norm = GradientNorm(
-        dense.shard,
-        expert.shard if expert is not None else None,
-        connection.to(topology.expert) if expert is not None else None,
-        model,
-    )
-    ranks = dense.shard.size * dense.across.size
-    return Groups(dense, expert, model, norm, ranks, connection.traffic)
 
 
 @dataclass(frozen=True)
@@ -104,6 +27,25 @@ class Parts:
     buckets: list[Bucket]  # in the order in which they leave
     frozen: list[Values]  # of stage 3: what nobody trains is gathered like the rest
     sites: list[Site]
+
+    @property
+    def values(self) -> list[Values]:
+        """All flat buffers of parameters."""
+        return [bucket.values for bucket in self.buckets] + self.frozen
+
+    @cached_property
+    def places(self) -> dict[Parameter, tuple[Bucket | Values, Member]]:
+        """Where each parameter is."""
+        parts: list[Bucket | Values] = [*self.buckets, *self.frozen]
+        return {member.param: (part, member) for part in parts for member in part.members}
+
+    def fill(self, param: Parameter, value: Tensor) -> None:
+        """Give a parameter new values. Every rank must do the same."""
+        if param in self.places:
+            part, member = self.places[param]
+            part.fill(member, value)
+        else:
+            param.data = value.to(param.device)
 
 
 Named = tuple[str, Parameter]
@@ -132,7 +74,7 @@ class Dealer:
         everything = [(name, p) for p, name in names.items()]
         refuse_owned(everything)
         trained = [(name, p) for name, p in everything if p in self.group_of]
-        _refuse_shared_memory(trained)
+        _refuse_shared_memory([(name, p) for name, p in trained if p not in self.deferred])
         units = self._units(model) if self.settings.stage == 3 else []
         in_units = {p for unit in units for _, p in unit.parameters}
         kept = [(name, p) for name, p in trained if p not in in_units]
@@ -180,12 +122,13 @@ class Dealer:
         members = [Member(*one, self.group_of.get(one[1], FROZEN), i) for i, one in enumerate(named)]
         pair, settings = self._pair(kind), self.settings
         values = Values(members, kind, pair.shard, pair.across, settings.dtypes)
-        values.gather_slices = pair.gather.all_gather
+        values.gather_slices, values.node = pair.gather, pair.node
         deferred = any(p in self.deferred for _, p in named)
         if not kind.trained:
             values.move_in(deferred)
             return values, None
-        return values, Bucket(values, settings, settings.divisors(self.groups.data_ranks), deferred)
+        divisors = settings.divisors(self.groups.data_ranks)
+        return values, Bucket(values, settings, divisors, pair.reduce, deferred)
 
     def _pair(self, kind: Kind) -> Pair:
         return self.groups.expert if kind.expert and self.groups.expert is not None else self.groups.dense
@@ -209,14 +152,15 @@ def settle_the_rest(
     model: nn.Module, parts: Parts, topology: Topology, groups: Groups, settings: Settings
 ) -> None:
     """Frozen parameters that stay whole, and buffers: the first rank's values, in the parameters' dtype."""
-    dealt = [bucket.values for bucket in parts.buckets] + parts.frozen
-    done = {m.param for values in dealt for m in values.members}
+    done = {m.param for values in parts.values for m in values.members}
     frozen = [(name, p) for name, p in model.named_parameters() if p not in done]
     for name, tensor in [*frozen, *model.named_buffers()]:
         expert = isinstance(tensor, Parameter) and topology.is_expert(name, tensor)
         pair = groups.expert if expert and groups.expert is not None else groups.dense
         _broadcast(tensor.data, pair, name)
-        tensor.data = tensor.data.to(settings.dtypes.of(tensor.dtype))
+        dtypes = settings.dtypes
+        frozen_here = isinstance(tensor, Parameter)
+        tensor.data = tensor.data.to((dtypes.of if frozen_here else dtypes.of_buffer)(tensor.dtype))
 
 
 def _broadcast(tensor: Tensor, pair: Pair, name: str) -> None:

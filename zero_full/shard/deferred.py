@@ -56,6 +56,10 @@ class Recording:
     def rng_state_before(self, state: Tensor) -> None:
         self.streams.main.start_from(state)
 
+    def knows(self, tensor: Tensor) -> bool:
+        """Whether this is a tensor of the recorded construction."""
+        return id(tensor.untyped_storage()) in self._values
+
     def replay(self, deliver: Callable[[Tensor, Tensor], None], wanted: Iterable[Tensor]) -> Tensor:
         """Call `deliver(tensor, real)` once for each wanted tensor, as soon as its values are there.
 

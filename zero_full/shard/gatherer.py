@@ -191,6 +191,8 @@ class ParameterGatherer:
             self._end_forward()
         if not (trains and self._is_worth_keeping(site)):
             for values in site.values:
+                if trains:
+                    values.keep_second()
                 self.release(values)
 
     def _begin_pass(self, order: Order) -> None:

@@ -20,8 +20,9 @@ from zero_full.precision.norms import Slices
 from zero_full.precision.scaler import DynamicScale, ScaleExhaustedError, StaticScale
 from zero_full.shard import state as sharded_state
 from zero_full.shard.bucket import Bucket
-from zero_full.shard.build import Groups, Parts
+from zero_full.shard.build import Parts
 from zero_full.shard.gatherer import ParameterGatherer
+from zero_full.shard.groups import Groups
 from zero_full.shard.owners import register, unregister
 from zero_full.shard.reducer import GradientReducer
 from zero_full.shard.report import investigate
@@ -54,7 +55,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         scaler: StaticScale,
     ) -> None:
         # torch's own constructor would copy the groups; here they stay the wrapped optimizer's.
-        self.base, self.buckets, self.frozen, self.groups = base, parts.buckets, parts.frozen, groups
+        self.base, self.parts, self.groups = base, parts, groups
+        self.buckets, self.frozen = parts.buckets, parts.frozen
         self.settings, self.scaler = settings, scaler
         self.lane = lane_for(groups.dense.shard.device, settings.overlap)
         self.loss: Tensor | None = None
@@ -72,7 +74,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def values(self) -> list[Values]:
         """All flat buffers of parameters."""
-        return [bucket.values for bucket in self.buckets] + self.frozen
+        return self.parts.values
 
     def _members(self) -> list[Member]:
         return [member for bucket in self.buckets for member in bucket.members]
@@ -284,11 +286,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "learning rate, gradient clipping, or fixing what produces inf or NaN in fp32"
             ) from None
 
-    def fill(self, values: Values, member: Member, value: Tensor) -> None:
-        """Give a parameter new values. Every rank must do the same."""
-        bucket = next((b for b in self.buckets if b.values is values), None)
-        (bucket or values).fill(member, value)
-
     def close(self) -> None:
         """Leave the model: its parameters stay as they are, without hooks."""
         for finish in (self.settle, self.reducer.close, self.zero_grad):
@@ -305,8 +302,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         state = [v for s in self.state.values() for v in s.values() if isinstance(v, Tensor)]
         masters = [b.master for b in self.buckets if b.master.dtype != b.values.dtype]
         whole = [v.whole for v in self.values() if v.state is not State.SHARDED]
+        second = [v.second for v in self.values() if v.second is not None]
         return {
-            "parameters": whole + [v.own for v in self.values() if v.sheds],
+            "parameters": whole + [v.own for v in self.values() if v.sheds] + second,
             "gradients": [t for b in self.buckets for t in b.gradient_memory()],
             "optimizer": masters + [t for t in state if t.dim()],
             "counters": [t for t in state if not t.dim()],

@@ -18,6 +18,9 @@ class Gathering:
     max_reuse: int = 1_000_000_000  # a unit that backward needs sooner stays after forward
     keep_numel: int = 100_000  # smaller parameters are always whole
     keep_total: int = sys.maxsize
+    node_ranks: int = 1  # neighbours that keep among them what forward has gathered, for backward
+    quantized_weights: bool = False
+    quantized_gradients: bool = False
     wrap: Callable[[str, nn.Module], bool] | None = None  # which modules are units; None: by size
 
 

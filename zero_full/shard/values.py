@@ -4,6 +4,9 @@
 and is filled again: views that autograd has saved of it come back to life with it. Meanwhile its parameters
 show one NaN, expanded to their shape. So shapes and sizes are always right, and what is computed from a
 released parameter is NaN and not quietly wrong. `own`, this rank's slice, always stays.
+
+[Note: second slices] Where a `node` is given, its ranks keep what forward has gathered, each its part, until
+the parameters change. Backward gathers from there, and nothing crosses between nodes.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -57,14 +60,14 @@ class State(Enum):
 
 
 @cache
-def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+def nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
     """What a released parameter shows."""
     lacking = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).min
     return torch.full((), lacking, dtype=dtype, device=device)
 
 
 for _dtype in NAMES.values():  # made now: what a run has in memory is then all its own
-    _nothing(_dtype, torch.device("cpu"))
+    nothing(_dtype, torch.device("cpu"))
 
 
 class Values:
@@ -82,6 +85,8 @@ class Values:
         self.gather_slices: Callable[[Tensor, str], None] = shard.all_gather
         self.state, self.users = State.WHOLE, 0
         self.pending: Pending | None = None
+        self.node: Communicator | None = None
+        self.second: Tensor | None = None  # see [Note: second slices]
 
     def move_in(self, deferred: bool = False) -> Tensor:
         """Lay the parameters end to end, the first rank's values on every rank.
@@ -102,17 +107,12 @@ class Values:
             mine = torch.zeros_like(mine) if deferred else mine.clone()
         elif deferred:
             self.whole.zero_()
-        self._prepare_views()
+        shapes = [member.param.shape for member in self.members]
+        self.windows = [self.whole[self.layout.window(i)].view(shape) for i, shape in enumerate(shapes)]
+        self.nothings = [nothing(self.dtype, self.kind.device).expand(shape) for shape in shapes]
         self.show()
         self.release()
         return mine
-
-    def _prepare_views(self) -> None:
-        """What the parameters show when they are there and when they are not, made once."""
-        shapes = [member.param.shape for member in self.members]
-        self.windows = [self.whole[self.layout.window(i)].view(shape) for i, shape in enumerate(shapes)]
-        if self.sheds:
-            self.nothings = [_nothing(self.dtype, self.kind.device).expand(shape) for shape in shapes]
 
     # Whole and sharded ---------------------------------------------------------------------------
 
@@ -121,11 +121,25 @@ class Values:
         for member, window in zip(self.members, self.windows, strict=True):
             member.param.data = window
 
+    def hide(self) -> None:
+        """The parameters show that they are not there."""
+        for member, absent in zip(self.members, self.nothings, strict=True):
+            member.param.data = absent
+
     def collect(self) -> None:
         """Everyone's slice becomes everyone's. Blocks; every rank must call this."""
+        if self.node is not None and self.second is not None:
+            self.node.own(self.whole).copy_(self.second)
+            self.node.all_gather(self.whole, f"parameters {self.name}")
+            return
         if self.sheds:
             self.shard.own(self.whole).copy_(self.own)
         self.gather_slices(self.whole, f"parameters {self.name}")
+
+    def keep_second(self) -> None:
+        """Before the release after forward: keep what this node needs for backward."""
+        if self.node is not None and self.state is State.WHOLE and self.second is None:
+            self.second = self.node.own(self.whole).clone()
 
     def begin_gather(self, lane: Lane) -> None:
         """Put the gathering on a lane, unless the values are here or on their way."""
@@ -160,8 +174,7 @@ class Values:
         self._let_go()
 
     def _let_go(self) -> None:
-        for member, nothing in zip(self.members, self.nothings, strict=True):
-            member.param.data = nothing
+        self.hide()
         self.whole.untyped_storage().resize_(0)
         self.state = State.SHARDED
 
@@ -178,6 +191,7 @@ class Values:
 
     def fill(self, member: Member, value: Tensor) -> None:
         """Give a parameter new values, of which this rank keeps its part. Every rank must do the same."""
+        self.second = None
         if self.state is State.WHOLE:
             self.windows[member.index].copy_(value)
         for fragment in self.fragments_of(member):

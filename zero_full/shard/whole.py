@@ -70,25 +70,21 @@ def load_whole_state_dict(
 ) -> None:
     """Each rank takes its slices out of a whole state dict. Every rank must have the same one."""
     optimizer.settle()
-    mine = _names_and_values(module)
-    sharded = {m.param: (values, m) for values in optimizer.values() for m in values.members}
-    names = {name for name, value in mine.items() if _is_in(value, sharded)}
+    mine, places = _names_and_values(module), optimizer.parts.places
+    names = {name for name, value in mine.items() if _is_in(value, places)}
     _check_names(mine, state, strict)
     for name in names & state.keys():
-        values, member = sharded[mine[name]]
-        if state[name].shape != member.param.shape:
-            raise ValueError(
-                f"{name} has shape {tuple(member.param.shape)}, but {tuple(state[name].shape)} in the state dict"
-            )
-        optimizer.fill(values, member, state[name])
+        if state[name].shape != mine[name].shape:
+            shapes = f"{tuple(mine[name].shape)}, but {tuple(state[name].shape)} in the state dict"
+            raise ValueError(f"{name} has shape {shapes}")
+        optimizer.parts.fill(mine[name], state[name])
     with _unguarded():
         module.load_state_dict({k: v for k, v in state.items() if k in mine and k not in names}, strict=False)
 
 
 def own_state_dict(module: nn.Module, optimizer: ZeroOptimizer) -> dict[str, dict[str, Any]]:
     """This rank's part of what the optimizer does not keep: frozen slices, and what is whole."""
-    sharded = {m.param for values in optimizer.values() for m in values.members}
-    rest = {k: v for k, v in _names_and_values(module).items() if not _is_in(v, sharded)}
+    rest = {k: v for k, v in _names_and_values(module).items() if not _is_in(v, optimizer.parts.places)}
     return {
         "whole": {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in rest.items()},
         "slices": {values.name: values.own.clone() for values in optimizer.frozen},
@@ -226,7 +222,7 @@ class GatheredParameters:
                     window.zero_()
                 for group in (values.shard, values.across):
                     group.sum_numbers(window, f"changes of {member.name}")
-                optimizer.fill(values, member, window)
+                optimizer.parts.fill(member.param, window)
         return None
 
     def _is_known(self, optimizer: ZeroOptimizer) -> bool:

@@ -1,0 +1,117 @@
+"""ZeRO++ at stage 3: quantised weights and gradients, second slices; what crosses between nodes."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero_full
+from tests.worlds import POOL
+from zero_full.comm.quantized import BLOCK
+
+WIDTH, LAYERS = 64, 8
+BLOCKS_OF_SCALES = 4  # bytes
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def config(**zero: Any) -> dict[str, Any]:
+    fixed = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
+        "bf16": {"enabled": True},
+        "gradient_clipping": 0.0,
+        "zero_optimization": {**fixed, **zero},
+    }
+
+
+def train(comm: Any, steps: int, zero: dict[str, Any]) -> tuple[list[float], dict[str, int], int]:
+    """Losses, the bytes sent in the last step, and the bytes of parameters held after it."""
+    torch.manual_seed(0)
+    engine, optimizer, _, _ = zero_full.initialize(model=Tower(), config=config(**zero))
+    losses, before = [], {}
+    for step in range(steps):
+        before = engine.traffic()
+        generator = torch.Generator().manual_seed(100 * step + comm.rank)
+        loss = engine(torch.randn(4, WIDTH, generator=generator).bfloat16())
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    sent = {kind: total - before.get(kind, 0) for kind, total in engine.traffic().items()}
+    held = sum(tensor.nbytes for tensor in optimizer.holdings()["parameters"])
+    engine.destroy()
+    return losses, sent, held
+
+
+NUMEL = LAYERS * WIDTH * WIDTH
+PLUS_PLUS = {"zero_hpz_partition_size": 2, "zero_quantized_weights": True, "zero_quantized_gradients": True}
+
+
+def scales(bits: int, parts: int) -> int:
+    """Bytes of scales when every unit's slice for one of `parts` ranks is quantised by itself."""
+    return LAYERS * BLOCKS_OF_SCALES * -(-WIDTH * WIDTH // parts // BLOCK)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_between_two_nodes_a_quarter_of_the_bytes_travels(overlap: bool) -> None:
+    answers = POOL.run(train, 4, 3, {**PLUS_PLUS, "overlap_comm": overlap})
+    between = [sum(n for kind, n in sent.items() if "between" in kind) for _, sent, _ in answers]
+    # Forward gathers one byte a weight, backward nothing, gradients half a byte: a rank sends its part.
+    weights = NUMEL // 4 + scales(8, 4)
+    gradients = NUMEL // 4 // 2 + scales(4, 4)
+    assert between == [weights + gradients] * 4
+
+
+def test_plain_stage_3_sends_four_times_that_between_nodes() -> None:
+    """The unit is what a 16-bit gather carries across: ZeRO counts 3 of them, ZeRO++ 0.75."""
+    _, sent, _ = POOL.run(train, 4, 3, {"overlap_comm": False})[0]
+    assert sent == {"all_gather": 2 * 3 * 2 * NUMEL // 4, "reduce_scatter": 3 * 2 * NUMEL // 4}
+    unit = 2 * NUMEL // 4  # bytes a rank sends to the other node: its slice, in 16 bits
+    zero, plus_plus = 3 * unit, NUMEL // 4 + NUMEL // 8
+    assert plus_plus / zero == 0.25
+
+
+@pytest.mark.parametrize(
+    "zero", [{}, *({key: value} for key, value in PLUS_PLUS.items()), PLUS_PLUS], ids=str
+)
+def test_training_goes_as_it_does_at_stage_2(zero: dict[str, Any]) -> None:
+    losses = [loss for loss, _, _ in POOL.run(train, 4, 20, zero)]
+    plain = [loss for loss, _, _ in POOL.run(train, 4, 20, {"stage": 2})]
+    exact = not any("quantized" in key for key in zero)
+    for mine, theirs in zip(losses, plain, strict=True):
+        assert mine == (theirs if exact else pytest.approx(theirs, rel=0.1))
+        assert mine[-1] < 0.8 * mine[0]
+
+
+def test_second_slices_are_half_of_the_parameters_and_gone_after_the_step() -> None:
+    (_, _, held), *_ = POOL.run(train, 4, 2, {"zero_hpz_partition_size": 2})
+    assert held == 2 * NUMEL // 4
+
+
+def second_slices_at_the_end_of_forward(comm: Any) -> list[int]:
+    torch.manual_seed(0)
+    engine, optimizer, _, _ = zero_full.initialize(model=Tower(), config=config(zero_hpz_partition_size=2))
+    engine(torch.randn(4, WIDTH).bfloat16())
+    kept = [values.second.numel() for values in optimizer.values() if values.second is not None]
+    engine.destroy()
+    return kept
+
+
+def test_a_node_keeps_what_forward_has_gathered() -> None:
+    assert POOL.run(second_slices_at_the_end_of_forward, 4) == [[WIDTH * WIDTH // 2] * LAYERS] * 4
+
+
+def test_a_node_size_that_does_not_divide_the_world_is_refused() -> None:
+    with pytest.raises(zero_full.ConfigError, match="zero_hpz_partition_size: 3 does not divide the 4 ranks"):
+        zero_full.config.resolve(config(zero_hpz_partition_size=3), 4)

@@ -1,0 +1,185 @@
+"""Whole weights from sharded parameters, for plain torch and everybody who reads safetensors.
+
+Every rank takes part in the gathering, a flat buffer at a time; the first writes what it sees at once. The
+files are the same, byte for byte, at every stage and world size.
+"""
+
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from zero_full.checkpoint.failure import Attempt
+from zero_full.checkpoint.files import Entry, WeightFiles, flush, part_of, show
+from zero_full.checkpoint.selection import Names, Selection, refuse_parts, select
+from zero_full.shard.optimizer import ZeroOptimizer
+from zero_full.shard.values import Member, Values
+
+Deliver = Callable[[str, Tensor], None]  # the tensor may be let go afterwards
+
+
+class Sink(Protocol):
+    """Where the first rank puts what it sees."""
+
+    def begin(self) -> None:
+        """Before the first tensor."""
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """A whole tensor, which may be let go afterwards."""
+
+    def finish(self) -> None:
+        """After the last tensor."""
+
+    def discard(self) -> None:
+        """If it is not complete: leave nothing."""
+
+
+@torch.no_grad()
+def save_weights(
+    module: nn.Module,
+    optimizer: ZeroOptimizer,
+    directory: str | PathLike[str],
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+    names: Names | None = None,
+    filename: str = "model.safetensors",
+) -> None:
+    """Write parameters and persistent buffers as safetensors. Every rank must call this.
+
+    dtype            None: as they are trained; else floating-point numbers are converted to it, from the
+                     fp32 masters where there are any
+    max_shard_bytes  what does not fit into one file becomes several and an index
+    names            a function from the module's names to the file's, the same on every rank; None as its
+                     answer leaves a tensor out
+
+    Tied parameters are stored once; the header tells their other names, as `safetensors.torch` does.
+    """
+    refuse_parts(optimizer)
+    selection = select(module, names)
+    if selection.others:
+        raise ValueError(
+            f"safetensors holds tensors only, and {', '.join(selection.others)} is or are none "
+            "(get_extra_state): leave it out with names=..., or save a .bin file"
+        )
+    if max_shard_bytes < 1 or (dtype is not None and not dtype.is_floating_point):
+        raise ValueError(
+            f"max_shard_bytes must be positive and dtype floating-point, not {max_shard_bytes}, {dtype}"
+        )
+    entries = [
+        Entry(name, dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype, tensor.shape)
+        for tensor, name in selection.first_names().items()
+    ]
+    files = WeightFiles(Path(directory) / filename, entries, max_shard_bytes, selection.aliases())
+    _export(optimizer, selection, files, exact=dtype is not None)
+
+
+@torch.no_grad()
+def save_16bit_model(
+    module: nn.Module,
+    optimizer: ZeroOptimizer,
+    save_dir: str | PathLike[str],
+    save_filename: str = "pytorch_model.bin",
+    exclude_frozen_parameters: bool = False,
+) -> bool:
+    """DeepSpeed's: one file with the parameters as they are trained. Every rank must call this.
+
+    A name that ends with .safetensors makes a safetensors file, any other one what `torch.load` reads: for
+    that, the first rank needs memory for the whole model. Returns True, or raises on every rank.
+    """
+    refuse_parts(optimizer)
+    frozen = {n for n, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    skipped = frozen if exclude_frozen_parameters else set()
+
+    def names(name: str) -> str | None:
+        return None if name in skipped else name
+
+    if save_filename.endswith(".safetensors"):
+        save_weights(
+            module, optimizer, save_dir, max_shard_bytes=sys.maxsize, names=names, filename=save_filename
+        )
+    else:
+        selection = select(module, names)
+        _export(optimizer, selection, _PickledFile(Path(save_dir) / save_filename, selection), exact=False)
+    return True
+
+
+def _export(optimizer: ZeroOptimizer, selection: Selection, sink: Sink, exact: bool) -> None:
+    """Pass everything to the first rank's sink."""
+    attempt = Attempt(optimizer)
+    writes = all(group.rank == 0 for group in optimizer.groups.everyone)
+    try:
+        if writes:
+            attempt(sink.begin)
+        attempt.agree()  # before anything is gathered
+        # Whatever happens, take part in the gathering to its end: the others are at it.
+        _pass_on(
+            optimizer, selection, exact, lambda *one: attempt(partial(sink.write, *one)) if writes else None
+        )
+        if writes:
+            attempt(sink.finish)
+        attempt.agree()
+    finally:
+        if writes:
+            with suppress(OSError):  # the reason has been told
+                sink.discard()
+
+
+def _pass_on(optimizer: ZeroOptimizer, selection: Selection, exact: bool, deliver: Deliver) -> None:
+    """Every selected tensor, whole, one flat buffer after the other. Every rank must call this."""
+    optimizer.settle()
+    names = selection.first_names()
+    masters = {bucket.values: bucket.master for bucket in optimizer.buckets} if exact else {}
+    for values in optimizer.values():
+        members = {names.pop(m.param): m for m in values.members if m.param in names}
+        if members:
+            _pass_on_members(values, masters.get(values, values.own), members, deliver)
+    for tensor, name in names.items():
+        deliver(name, tensor)
+
+
+def _pass_on_members(values: Values, mine: Tensor, members: Mapping[str, Member], deliver: Deliver) -> None:
+    whole = _whole(values, mine)
+    for name, member in members.items():
+        deliver(name, whole[values.layout.window(member.index)].view(member.param.shape))
+
+
+def _whole(values: Values, mine: Tensor) -> Tensor:
+    """Everyone's slices. Not by `gather`, which may round what it sends."""
+    if mine is values.own and not values.sheds:
+        return values.whole
+    whole = torch.empty(values.layout.total, dtype=mine.dtype, device=mine.device)
+    values.shard.own(whole).copy_(mine)
+    values.shard.all_gather(whole, f"parameters {values.name}")
+    return whole
+
+
+class _PickledFile:
+    """What `torch.load` reads: a state dict."""
+
+    def __init__(self, path: Path, selection: Selection) -> None:
+        self.path, self.selection = path, selection
+        self.kept: dict[str, Tensor] = {}
+
+    def begin(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        part_of(self.path).touch()
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        self.kept[name] = tensor.detach().to("cpu", copy=True)
+
+    def finish(self) -> None:
+        first = self.selection.first_names()
+        state: dict[str, Any] = {n: self.kept[first[t]] for n, t in self.selection.tensors.items()}
+        torch.save({**state, **self.selection.others}, part_of(self.path))
+        flush(self.path)
+        show(self.path)
+
+    def discard(self) -> None:
+        self.kept.clear()
+        part_of(self.path).unlink(missing_ok=True)

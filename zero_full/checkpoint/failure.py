@@ -1,0 +1,50 @@
+"""A failure of one rank is everybody's: nobody goes on alone, nobody waits for one that does not come."""
+
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from zero_full.shard.optimizer import ZeroOptimizer
+
+
+class CheckpointError(RuntimeError):
+    """Something could not be saved or loaded."""
+
+
+class Attempt:
+    """What this rank does on its own between collectives. A failure waits until all ranks hear of it."""
+
+    def __init__(self, optimizer: ZeroOptimizer) -> None:
+        self.optimizer = optimizer
+        self.error: Exception | None = None
+
+    def __call__(self, act: Callable[[], None]) -> None:
+        """Do it, unless something has failed before."""
+        if self.error is None:
+            try:
+                act()
+            except Exception as error:
+                self.error = error
+
+    def agree(self) -> None:
+        """Raise on every rank if any rank has failed. Every rank must call this."""
+        reports = {_rank(): None if self.error is None else str(self.error) or type(self.error).__name__}
+        for group in self.optimizer.groups.everyone:
+            for theirs in group.gather_objects(reports, "failures"):
+                reports = {**reports, **theirs}
+        if failed := {rank: text for rank, text in sorted(reports.items()) if text is not None}:
+            raise CheckpointError(_in_words(failed, len(reports))) from self.error
+
+
+def _in_words(failed: dict[int, str], ranks: int) -> str:
+    """What has failed; and where, if not everywhere alike."""
+    first: dict[str, int] = {}
+    for rank, text in failed.items():
+        first.setdefault(text, rank)
+    if len(first) == 1 and len(failed) == ranks:
+        return next(iter(first))
+    return "\n".join(f"rank {rank}: {text}" for text, rank in first.items())
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0

@@ -1,0 +1,187 @@
+"""safetensors files, written piece by piece in any order, and seen only when complete.
+
+[Note: complete or not there] Files are written as `NAME.part`, which no loader looks at, flushed to the disk
+and renamed. With several files the index comes last, and an older index has gone before the first of them is
+renamed: whoever finds `NAME` or an index finds all of it.
+
+[Note: the format] Eight bytes with the header's length, the header (JSON with each tensor's type, shape and
+place), then the numbers, without gaps. As everything is known before the first number arrives, the header
+is written first, and then no more than one tensor has to be in memory. Wider types come first, so that all
+are aligned.
+"""
+
+import ctypes
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor in a file."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.dtype not in CODES:
+            raise ValueError(f"{self.name} is {self.dtype}, which safetensors does not know: leave it out")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of numbers."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def deal_out(entries: Iterable[Entry], limit: int) -> list[list[Entry]]:
+    """In order, so many to a file as fit into `limit` bytes, but at least one."""
+    shards: list[list[Entry]] = [[]]
+    room = limit
+    for entry in entries:
+        if shards[-1] and entry.nbytes > room:
+            shards.append([])
+            room = limit
+        shards[-1].append(entry)
+        room -= entry.nbytes
+    return shards
+
+
+def header_of(entries: Iterable[Entry], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
+    """What a file begins with, and where in it each tensor's numbers go. See [Note: the format]."""
+    described: dict[str, object] = {"__metadata__": dict(metadata)}
+    begins, end = dict[str, int](), 0
+    for entry in sorted(entries, key=lambda entry: -entry.dtype.itemsize):
+        begins[entry.name], end = end, end + entry.nbytes
+        described[entry.name] = {
+            "dtype": CODES[entry.dtype],
+            "shape": entry.shape,
+            "data_offsets": [begins[entry.name], end],
+        }
+    text = json.dumps(described, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    return header, {name: len(header) + begin for name, begin in begins.items()}
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The numbers of a contiguous tensor on the CPU, without a copy; valid as long as the tensor is."""
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr() if tensor.nbytes else 1))
+
+
+def part_of(path: Path) -> Path:
+    """Where a file is written before it is complete."""
+    return path.with_name(f"{path.name}.part")
+
+
+def flush(path: Path) -> None:
+    """The complete part is on the disk."""
+    with part_of(path).open("rb") as part:
+        os.fsync(part.fileno())
+
+
+def show(path: Path) -> None:
+    """The complete part becomes the file."""
+    part_of(path).replace(path)
+
+
+class WeightFiles:
+    """An export while it is written. See [Note: complete or not there]."""
+
+    def __init__(
+        self, path: Path, entries: Sequence[Entry], limit: int, aliases: Mapping[str, str] | None = None
+    ) -> None:
+        self.single, self.index = path, path.with_name(f"{path.name}.index.json")
+        shards = deal_out(entries, limit)
+        self.paths = [self._shard(number, len(shards)) for number in range(1, len(shards) + 1)]
+        self.size = sum(entry.nbytes for entry in entries)
+        self.path_of = {e.name: p for p, shard in zip(self.paths, shards, strict=True) for e in shard}
+        self.entries = {entry.name: entry for entry in entries}
+        self.aliases = aliases or {}
+        self.places: dict[str, int] = {}
+        self.awaited = set(self.entries)
+        self.shards = dict(zip(self.paths, shards, strict=True))
+
+    def _shard(self, number: int, count: int) -> Path:
+        if count == 1:
+            return self.single
+        return self.single.with_name(f"{self.single.stem}-{number:05}-of-{count:05}{self.single.suffix}")
+
+    def begin(self) -> None:
+        """Make the folder and the files, with their headers."""
+        self.single.parent.mkdir(parents=True, exist_ok=True)
+        for path, entries in self.shards.items():
+            tied = {alias: name for alias, name in self.aliases.items() if self.path_of[name] == path}
+            header, places = header_of(entries, {**tied, "format": "pt"})
+            part_of(path).write_bytes(header)
+            self.places |= places
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """One tensor's numbers; the order does not matter."""
+        entry, path = self.entries[name], part_of(self.path_of[name])
+        assert tensor.shape == entry.shape, (entry, tensor.shape)
+        numbers = tensor.detach().to("cpu", entry.dtype).contiguous()
+        try:
+            with path.open("r+b") as part:
+                part.seek(self.places[name])
+                part.write(bytes_of(numbers))
+        except OSError as error:
+            raise OSError(error.errno, f"{error.strerror} while writing {name}", str(path)) from error
+        self.awaited.remove(name)
+
+    def finish(self) -> None:
+        """Everything is written: show it, and remove what an older export has left besides."""
+        assert not self.awaited, self.awaited
+        mine = list(self.paths)
+        if len(self.paths) > 1:
+            self._write_index()
+            mine.append(self.index)
+        for path in mine:
+            flush(path)
+        if len(self.paths) > 1:
+            self.index.unlink(missing_ok=True)
+        for path in mine:
+            show(path)
+        for path in {self.single, self.index, *self._all_shards()} - set(mine):
+            path.unlink(missing_ok=True)
+
+    def _write_index(self) -> None:
+        weight_map = {name: path.name for name, path in self.path_of.items()}
+        index = {"metadata": {"total_size": self.size}, "weight_map": weight_map}
+        part_of(self.index).write_text(json.dumps(index, indent=2) + "\n")
+
+    def _all_shards(self) -> Iterable[Path]:
+        stem, suffix = re.escape(self.single.stem), re.escape(self.single.suffix)
+        pattern = rf"{stem}-\d{{5}}-of-\d{{5}}{suffix}(\.part)?"
+        return [path for path in self.single.parent.iterdir() if re.fullmatch(pattern, path.name)]
+
+    def discard(self) -> None:
+        """Remove what is not complete."""
+        for path in (*self.paths, self.index):
+            part_of(path).unlink(missing_ok=True)

@@ -1,0 +1,57 @@
+"""Which of a module's parameters and buffers go into a file, and by which names."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from zero_full.shard.optimizer import ZeroOptimizer
+from zero_full.shard.whole import _names_and_values
+
+Names = Callable[[str], str | None]  # the name in the file; None: not in the file
+
+
+@dataclass
+class Selection:
+    """By their names in the file, in the module's order. What is sharded may be released."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)  # tied ones under every name
+    others: dict[str, Any] = field(default_factory=dict)  # `get_extra_state`
+
+    def first_names(self) -> dict[Tensor, str]:
+        """Every tensor once."""
+        first: dict[Tensor, str] = {}
+        for name, tensor in self.tensors.items():
+            first.setdefault(tensor, name)
+        return first
+
+    def aliases(self) -> dict[str, str]:
+        """The further names of tied tensors, each with the first one."""
+        first = self.first_names()
+        return {name: first[tensor] for name, tensor in self.tensors.items() if first[tensor] != name}
+
+
+def select(module: nn.Module, names: Names | None = None) -> Selection:
+    """What the module's state dict has, renamed."""
+    selection, origin = Selection(), dict[str, str]()
+    for name, value in _names_and_values(module).items():
+        renamed = name if names is None else names(name)
+        if renamed is None:
+            continue
+        if renamed in origin:
+            raise ValueError(f"names gives {origin[renamed]} and {name} the same name in the file, {renamed}")
+        origin[renamed] = name
+        place = selection.tensors if isinstance(value, Tensor) else selection.others
+        place[renamed] = value
+    return selection
+
+
+def refuse_parts(optimizer: ZeroOptimizer) -> None:
+    """Where ranks have different parameters of the same name, one file cannot hold them."""
+    groups = optimizer.groups
+    if groups.expert is not None or (groups.model is not None and groups.model.size > 1):
+        raise ValueError(
+            "with experts or tensor-parallel layers, parameters of the same name differ between ranks: use "
+            "engine.module_state_dict() and engine.load_module_state_dict(...), with a file for each part"
+        )

@@ -1,0 +1,237 @@
+"""safetensors into sharded parameters: each rank reads the rows of what it owns, and nothing else.
+
+First every header is read and compared with the model, on every rank; only if all of them are content,
+anything is changed.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from zero_full.checkpoint.failure import Attempt, CheckpointError
+from zero_full.checkpoint.files import CODES
+from zero_full.checkpoint.selection import Names, refuse_parts, select
+from zero_full.shard.optimizer import ZeroOptimizer
+from zero_full.shard.values import State
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+LISTED = 8  # names in an error message
+
+
+class Unmatched(NamedTuple):
+    """Names that only one side has."""
+
+    missing: list[str]  # only the module has them
+    unexpected: list[str]  # only the files have them
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file."""
+
+    file: Path
+    key: str
+    shape: tuple[int, ...]
+    code: str  # of its type
+
+
+def load_weights(
+    module: nn.Module,
+    optimizer: ZeroOptimizer,
+    path: str | PathLike[str],
+    strict: bool = True,
+    names: Names | None = None,
+) -> Unmatched:
+    """Read parameters and buffers, and masters that follow them. Every rank must call this.
+
+    path     a .safetensors file, an index, or a folder with model.safetensors or its index
+    strict   False: what is missing keeps its values, what is unexpected is left alone; both are returned
+    names    a function from the module's names to the file's; None as its answer: not to be loaded
+
+    The optimizer's state stays as it is.
+    """
+    refuse_parts(optimizer)
+    optimizer.settle()
+    mine, loading, attempt = select(module, names).tensors, _Loading(Path(path)), Attempt(optimizer)
+    attempt(lambda: loading.match(mine, strict))
+    attempt.agree()
+    attempt(lambda: loading.fill(optimizer))
+    attempt.agree()
+    _publish(optimizer)
+    return loading.unmatched
+
+
+class _Loading:
+    """What is to be read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.reader = path, _Reader()
+        self.found: dict[Tensor, Stored] = {}
+        self.unmatched = Unmatched([], [])
+
+    def match(self, mine: Mapping[str, Tensor], strict: bool) -> None:
+        """Find every tensor's place; raise if there is anything wrong with the files."""
+        stored = self.reader.catalogue(self.path)
+        wrong: list[str] = []
+        for name in mine.keys() & stored.keys():
+            wrong += _differences(name, mine[name], stored[name])
+        for name, tensor in mine.items():
+            if name in stored:
+                self.found.setdefault(tensor, stored[name])
+        missing = [name for name, tensor in mine.items() if tensor not in self.found]
+        self.unmatched = Unmatched(missing, [name for name in stored if name not in mine])
+        if strict and missing:
+            wrong.append(f"{self.path} lacks {_list(missing)}")
+        if strict and self.unmatched.unexpected:
+            wrong.append(f"{self.path} has {_list(self.unmatched.unexpected)}, which the model lacks")
+        if wrong:
+            raise CheckpointError("; ".join(sorted(wrong)) + ". Nothing was loaded")
+
+    @torch.no_grad()
+    def fill(self, optimizer: ZeroOptimizer) -> None:
+        """Masters and whole tensors. Parameters follow when all ranks are done."""
+        rest = dict(self.found)
+        masters = {bucket.values: bucket.master for bucket in optimizer.buckets}
+        for values in optimizer.values():
+            target = masters.get(values, values.own)
+            for fragment in values.fragments():
+                stored = self.found.get(values.members[fragment.index].param)
+                if stored is not None:
+                    values.cut(target, fragment).copy_(self.reader.read(stored, *fragment.param_range))
+            for member in values.members:
+                rest.pop(member.param, None)
+        for tensor, stored in rest.items():
+            tensor.detach().copy_(self.reader.read(stored, 0, prod(stored.shape)).view(stored.shape))
+
+
+@torch.no_grad()
+def _publish(optimizer: ZeroOptimizer) -> None:
+    """Parameters become what their masters say, wherever they are whole."""
+    if optimizer.gatherer is not None:
+        optimizer.gatherer.release_all()
+    for bucket in optimizer.buckets:
+        bucket.publish_own()
+    for values in optimizer.values():
+        values.second = None
+        if values.state is State.WHOLE:
+            values.collect()
+
+
+def _differences(name: str, tensor: Tensor, stored: Stored) -> Iterator[str]:
+    if tuple(tensor.shape) != stored.shape:
+        yield f"{name} has shape {tuple(tensor.shape)}, but {stored.shape} in {stored.file}"
+    if _family(CODES.get(tensor.dtype, "")) != _family(stored.code):
+        yield f"{name} is {tensor.dtype}, but {stored.code} in {stored.file}"
+
+
+def _family(code: str) -> str:
+    """Of numbers that can be converted into each other."""
+    return "floating" if code.startswith(("F", "BF")) else "complex" if code.startswith("C") else "whole"
+
+
+def _list(names: Sequence[str]) -> str:
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return ", ".join(names[:LISTED]) + more
+
+
+# Files -------------------------------------------------------------------------------------------
+
+
+class _Reader:
+    """Open safetensors files. They are mapped: memory and the disk see only what is asked for."""
+
+    def __init__(self) -> None:
+        self.files: dict[Path, Any] = {}
+
+    def catalogue(self, path: Path) -> dict[str, Stored]:
+        """Everything in there, by name; tied parameters under every name."""
+        if path.is_dir():
+            path = _in_folder(path)
+        if path.suffix != ".json":
+            return self._contents(path)
+        weight_map = _weight_map(path)
+        contents = {name: self._contents(path.with_name(name)) for name in dict.fromkeys(weight_map.values())}
+        for key, name in weight_map.items():
+            if key not in contents[name]:
+                raise CheckpointError(f"{path} says that {key} is in {name}, which lacks it")
+        return {key: stored for content in contents.values() for key, stored in content.items()}
+
+    def _contents(self, file: Path) -> dict[str, Stored]:
+        opened = self._open(file)
+        contents = {}
+        for key in opened.keys():  # noqa: SIM118 (it is no dict)
+            part = opened.get_slice(key)
+            contents[key] = Stored(file, key, tuple(part.get_shape()), part.get_dtype())
+        for alias, key in (opened.metadata() or {}).items():
+            if key in contents:
+                contents.setdefault(alias, contents[key])
+        return contents
+
+    def _open(self, file: Path) -> Any:
+        if file not in self.files:
+            try:
+                self.files[file] = safe_open(file, framework="pt")
+            except FileNotFoundError:
+                raise CheckpointError(f"{file} does not exist") from None
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(
+                    f"{file} is no complete safetensors file: {error}. If torch.load reads it, use "
+                    "engine.load_module_state_dict(torch.load(...))"
+                ) from error
+        return self.files[file]
+
+    def read(self, stored: Stored, start: int, stop: int) -> Tensor:
+        """Elements of the flattened tensor."""
+        opened = self._open(stored.file)
+        try:
+            if not stored.shape or start == stop:
+                flat: Tensor = opened.get_tensor(stored.key).reshape(-1)
+                return flat
+            box, skipped = enclosing_box(stored.shape, start, stop)
+            flat = opened.get_slice(stored.key)[box].reshape(-1)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                f"{stored.key} in {stored.file} cannot be read: {error}. Other parameters are changed already"
+            ) from error
+        return flat[skipped : skipped + stop - start]
+
+
+def enclosing_box(shape: Sequence[int], start: int, stop: int) -> tuple[tuple[slice, ...], int]:
+    """The smallest run of rows with these elements, and how many elements in it come before them.
+
+    Where they lie within one row, it is that row's rows, and so on.
+    """
+    box: list[slice] = []
+    for dim in range(len(shape)):
+        row = prod(shape[dim + 1 :])
+        first, last = start // row, -(-stop // row)
+        box.append(slice(first, last))
+        start, stop = start - first * row, stop - first * row
+        if last - first > 1:
+            break
+    return tuple(box), start
+
+
+def _in_folder(folder: Path) -> Path:
+    for name in (SINGLE, INDEX):
+        if (folder / name).exists():
+            return folder / name
+    raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}: pass the file itself")
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        return {str(key): str(name) for key, name in weight_map.items()}
+    except FileNotFoundError:
+        raise CheckpointError(f"{index} does not exist") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index} is no index of safetensors files: {error!r}") from error

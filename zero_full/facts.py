@@ -1,0 +1,61 @@
+"""What an engine is asked about its configuration."""
+
+from zero_full.config import Config
+from zero_full.shard.optimizer import ZeroOptimizer
+
+
+class EngineFacts:
+    """The questions that DeepSpeed's engine answers, with its names."""
+
+    config: Config
+    optimizer: ZeroOptimizer
+    world_size: int
+    micro_steps: int
+    _micro_batches: int
+
+    def train_batch_size(self) -> int:
+        """Samples a step, over all ranks and micro-batches."""
+        return self.train_micro_batch_size_per_gpu() * self._micro_batches * self.world_size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples a rank and micro-batch."""
+        return self.config.train_micro_batch_size_per_gpu
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches a step."""
+        return self._micro_batches
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """(samples a step, samples a rank and micro-batch, micro-batches a step)."""
+        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self._micro_batches
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Another number of samples a step from now on, by another number of micro-batches."""
+        each = self.train_micro_batch_size_per_gpu() * self.world_size
+        if self.micro_steps % self._micro_batches:
+            raise RuntimeError("the batch size can change between steps, not inside one")
+        if train_batch_size < 1 or train_batch_size % each:
+            raise ValueError(
+                f"train_batch_size {train_batch_size} is not a multiple of {each}, micro-batch x ranks"
+            )
+        self._micro_batches, self.micro_steps = train_batch_size // each, 0
+
+    def zero_optimization_stage(self) -> int:
+        """0, 1, 2 or 3."""
+        return self.optimizer.settings.stage
+
+    def zero_optimization(self) -> bool:
+        """Whether anything is sharded."""
+        return self.zero_optimization_stage() > 0
+
+    def fp16_enabled(self) -> bool:
+        """Whether parameters are fp16."""
+        return self.config.fp16.enabled
+
+    def bfloat16_enabled(self) -> bool:
+        """Whether parameters are bf16."""
+        return self.config.bf16.enabled
+
+    def gradient_clipping(self) -> float:
+        """The largest gradient norm; 0: any."""
+        return self.config.gradient_clipping

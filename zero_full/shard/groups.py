@@ -1,0 +1,110 @@
+"""From a topology to communicators: who shares state with this rank, and how slices travel among them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zero_full.comm.communicator import Communicator
+from zero_full.comm.ledger import Traffic
+from zero_full.comm.quantized import Nodes, QuantizedGather, TwoHopReduce
+from zero_full.comm.topology import Topology, new_group
+from zero_full.precision.norms import GradientNorm
+from zero_full.shard.settings import Settings
+
+Gather = Callable[[Tensor, str], None]  # fill in the others' slices
+Reduce = Callable[[Tensor, Tensor, float, str], None]  # to this rank's slice of the sum, divided
+Group = dist.ProcessGroup | None
+
+
+@dataclass(frozen=True)
+class Pair:
+    """State is cut over the ranks of `shard` and repeated over those of `across`."""
+
+    shard: Communicator
+    across: Communicator
+    gather: Gather
+    reduce: Reduce
+    node: Communicator | None = None  # the ranks of `shard` that keep what they have gathered among them
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The topology as communicators, made once."""
+
+    dense: Pair
+    expert: Pair | None
+    model: Communicator | None
+    norm: GradientNorm
+    data_ranks: int  # ranks whose gradients are averaged
+    traffic: Traffic
+
+    @property
+    def everyone(self) -> list[Communicator]:
+        """Groups that together reach every rank whose gradients meet this rank's."""
+        groups = [self.dense.shard, self.dense.across]
+        return [*groups, self.model] if self.model is not None else groups
+
+
+@dataclass(frozen=True)
+class Connection:
+    """How to open communicators."""
+
+    device: torch.device
+    traffic: Traffic
+    own_groups: bool  # so that calls beside backward never mix with the user's on the same group
+    check_timeout_s: float | None
+
+    def to(self, group: Group, label: str = "") -> Communicator:
+        """A communicator for this group; None: a rank that is alone."""
+        if group is not None and self.own_groups:
+            group = new_group(dist.get_process_group_ranks(group), like=group)
+        return Communicator(group, self.device, self.traffic, self.check_timeout_s, label)
+
+    def pair(self, settings: Settings, shard: Group, across: Group) -> Pair:
+        """Stage 0 cuts nothing: its shard is this rank alone."""
+        if settings.stage == 0:
+            shard, across = None, shard
+        cut, copies = self.to(shard), self.to(across)
+        if settings.stage < 3 or shard is None or cut.size == 1:
+            return Pair(cut, copies, cut.all_gather, cut.reduce_scatter)
+        # Parameters travel beside gradients.
+        beside = replace(self, own_groups=True) if settings.overlap else self
+        gathering, reduce = settings.gathering, cut.reduce_scatter
+        if gathering.quantized_gradients:
+            reduce = TwoHopReduce(self.nodes(gathering.node_ranks, shard)).reduce_scatter
+        node = None if gathering.node_ranks == 1 else beside.nodes(gathering.node_ranks, shard).inner
+        gather = (beside.to(shard) if settings.overlap else cut).all_gather
+        if gathering.quantized_weights:
+            gather = QuantizedGather(beside.nodes(gathering.node_ranks, shard)).all_gather
+        return Pair(cut, copies, gather, reduce, node)
+
+    def nodes(self, node_ranks: int, group: dist.ProcessGroup) -> Nodes:
+        """The group as nodes of so many neighbours."""
+        inner, outer = Topology(data=group).sub_groups(node_ranks, "zero_hpz_partition_size")
+        return Nodes(self.to(inner), self.to(outer, "between nodes"))
+
+
+def connect(topology: Topology, settings: Settings, connection: Connection) -> Groups:
+    """Open a communicator for every group of the topology. Every rank must call this."""
+    data = topology.data
+    if data is None and dist.is_initialized():
+        data = dist.group.WORLD
+    if topology.shard is not None and settings.stage == 0:
+        raise ValueError("stage 0 shards nothing: use stage 1, 2 or 3, or drop `shard` and `replicate`")
+    dense = connection.pair(settings, topology.shard or data, topology.replicate)
+    expert = None
+    if topology.expert_data is not None:
+        flat = replace(settings, gathering=replace(settings.gathering, node_ranks=1))
+        expert = connection.pair(flat, topology.expert_data, None)
+    model = connection.to(topology.model) if topology.model is not None else None
+    norm = GradientNorm(
+        dense.shard,
+        expert.shard if expert is not None else None,
+        connection.to(topology.expert) if expert is not None else None,
+        model,
+    )
+    ranks = dense.shard.size * dense.across.size
+    return Groups(dense, expert, model, norm, ranks, connection.traffic)
