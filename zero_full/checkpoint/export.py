@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from zero_full.checkpoint.failure import Attempt
 from zero_full.checkpoint.files import Entry, WeightFiles, flush, part_of, show
-from zero_full.checkpoint.selection import Names, Selection, refuse_parts, select
+from zero_full.checkpoint.selection import Names, Selection, refuse_parked, refuse_parts, select
 from zero_full.shard.optimizer import ZeroOptimizer
 from zero_full.shard.values import Member, Values
 
@@ -113,14 +113,17 @@ def _export(optimizer: ZeroOptimizer, selection: Selection, sink: Sink, exact: b
     """Pass everything to the first rank's sink."""
     attempt = Attempt(optimizer)
     writes = all(group.rank == 0 for group in optimizer.groups.everyone)
+
+    def deliver(name: str, tensor: Tensor) -> None:
+        if writes:  # a failure is kept: this rank takes part in the gathering to its end, like the others
+            attempt(partial(sink.write, name, tensor))
+
+    attempt(partial(refuse_parked, optimizer))
     try:
         if writes:
             attempt(sink.begin)
         attempt.agree()  # before anything is gathered
-        # Whatever happens, take part in the gathering to its end: the others are at it.
-        _pass_on(
-            optimizer, selection, exact, lambda *one: attempt(partial(sink.write, *one)) if writes else None
-        )
+        _pass_on(optimizer, selection, exact, deliver)
         if writes:
             attempt(sink.finish)
         attempt.agree()

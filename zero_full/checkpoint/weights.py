@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from zero_full.checkpoint.failure import Attempt, CheckpointError
 from zero_full.checkpoint.files import CODES
-from zero_full.checkpoint.selection import Names, refuse_parts, select
+from zero_full.checkpoint.selection import Names, refuse_parked, refuse_parts, select
 from zero_full.shard.optimizer import ZeroOptimizer
 from zero_full.shard.values import State
 
@@ -61,6 +61,7 @@ def load_weights(
     refuse_parts(optimizer)
     optimizer.settle()
     mine, loading, attempt = select(module, names).tensors, _Loading(Path(path)), Attempt(optimizer)
+    attempt(lambda: refuse_parked(optimizer))
     attempt(lambda: loading.match(mine, strict))
     attempt.agree()
     attempt(lambda: loading.fill(optimizer))

@@ -49,7 +49,7 @@ class Bucket:
         self.reduce_slices = reduce_slices
         self.members, self.kind, self.layout = values.members, values.kind, values.layout
         self.shard, self.across, self.name = values.shard, values.across, values.name
-        dtypes, original = settings.dtypes, values.move_in(deferred)
+        dtypes, original = settings.dtypes, values.reserve() if deferred else values.move_in()
         self.accumulate = dtypes.accumulate_of(values.dtype)
         one_type = values.dtype == dtypes.master_of(values.dtype)
         self.master = values.own if one_type else original.to(dtypes.master_of(values.dtype), copy=True)

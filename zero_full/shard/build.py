@@ -125,7 +125,7 @@ class Dealer:
         values.gather_slices, values.node = pair.gather, pair.node
         deferred = any(p in self.deferred for _, p in named)
         if not kind.trained:
-            values.move_in(deferred)
+            values.reserve() if deferred else values.move_in()
             return values, None
         divisors = settings.divisors(self.groups.data_ranks)
         return values, Bucket(values, settings, divisors, pair.reduce, deferred)

@@ -88,31 +88,40 @@ class Values:
         self.node: Communicator | None = None
         self.second: Tensor | None = None  # see [Note: second slices]
 
-    def move_in(self, deferred: bool = False) -> Tensor:
+    def move_in(self) -> Tensor:
         """Lay the parameters end to end, the first rank's values on every rank.
 
-        Returns this rank's slice as the model had it: what 16 bits round off is not lost. Parameters that
-        are `deferred` have no values yet: those come by `fill`.
+        Returns this rank's slice as the model had it: what 16 bits round off is not lost.
         """
-        make = torch.empty if deferred and self.sheds else torch.zeros
-        original = make(self.layout.total, dtype=self.kind.dtype, device=self.kind.device)
-        for member in () if deferred else self.members:
+        original = torch.zeros(self.layout.total, dtype=self.kind.dtype, device=self.kind.device)
+        for member in self.members:
             original[self.layout.window(member.index)].view(member.param.shape).copy_(member.param.detach())
-        for group in () if deferred else (self.shard, self.across):
+        for group in (self.shard, self.across):
             group.broadcast(original, f"parameters {self.name}")
-        self.whole = torch.empty_like(original, dtype=self.dtype) if deferred else original.to(self.dtype)
+        self.whole = original.to(self.dtype)
         self.own, mine = self.shard.own(self.whole), self.shard.own(original)
         if self.sheds:
-            self.own = torch.zeros_like(self.own) if deferred else self.own.clone()
-            mine = torch.zeros_like(mine) if deferred else mine.clone()
-        elif deferred:
-            self.whole.zero_()
+            self.own, mine = self.own.clone(), mine.clone()
+        self._lay_out()
+        return mine
+
+    def reserve(self) -> Tensor:
+        """Room for this rank's slice of parameters whose values come later, by `fill`; like `move_in`."""
+        make = torch.empty if self.sheds else torch.zeros
+        self.whole = make(self.layout.total, dtype=self.dtype, device=self.kind.device)
+        self.own = self.shard.own(self.whole)
+        if self.sheds:
+            self.own = torch.zeros_like(self.own)
+        self._lay_out()
+        return self.own if self.dtype == self.kind.dtype else self.own.to(self.kind.dtype)
+
+    def _lay_out(self) -> None:
+        """The parameters are windows into the flat buffer."""
         shapes = [member.param.shape for member in self.members]
         self.windows = [self.whole[self.layout.window(i)].view(shape) for i, shape in enumerate(shapes)]
         self.nothings = [nothing(self.dtype, self.kind.device).expand(shape) for shape in shapes]
         self.show()
         self.release()
-        return mine
 
     # Whole and sharded ---------------------------------------------------------------------------
 

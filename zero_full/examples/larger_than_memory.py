@@ -1,0 +1,102 @@
+"""Train a model that is larger than the memory of any of its processes.
+
+    torchrun --nproc-per-node 4 -m zero_full.examples.larger_than_memory
+
+Every process limits itself to less than the model takes in 32-bit numbers; building it as usual fails with
+an out-of-memory error (`--plain` shows that). Inside `zero_full.Init` nothing is allocated, and `initialize`
+lets every process keep its slices: parameters, gradients and SGD's momentum, 3/4 of the model's bytes at 4
+processes.
+"""
+
+import argparse
+import ctypes
+import resource
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zero_full
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "optimizer": {"type": "SGD", "params": {"lr": 1e-3, "momentum": 0.9}},
+    "gradient_clipping": 0.0,
+    "zero_optimization": {
+        "stage": 3,
+        "overlap_comm": False,
+        "stage3_max_reuse_distance": 0,
+        "stage3_param_persistence_threshold": 0,
+    },
+}
+
+
+class Tower(nn.Module):
+    """Equal layers, one after the other."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The mean square of what comes out."""
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def in_use() -> int:
+    """Bytes of data that this process has reserved, as the limit counts them."""
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmData")) * 1024
+
+
+def give_memory_back() -> None:
+    """Let the C library return every large block that is freed.
+
+    By default it keeps blocks of up to 32 MiB, which is faster; but glibc before 2.38 cannot use a hole again
+    for an aligned block of the same size, and gathering unit after unit would leave a hole for each.
+    """
+    m_mmap_threshold = -3
+    ctypes.CDLL(None).mallopt(m_mmap_threshold, 2**20)
+
+
+def limit_memory(room: int) -> None:
+    """This process may reserve so many bytes more. Windows of shared memory do not count."""
+    resource.setrlimit(resource.RLIMIT_DATA, (in_use() + room, resource.RLIM_INFINITY))
+
+
+def main() -> int:
+    """Limit the memory, build, train a few steps."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--width", type=int, default=2048)
+    parser.add_argument("--layers", type=int, default=48)
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--plain", action="store_true", help="build as usual, which must fail")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    give_memory_back()
+    zero_full.init_distributed("gloo")
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    model_mib = 4 * arguments.layers * (arguments.width + 1) * arguments.width // 2**20
+    room_mib = model_mib * 95 // 100
+    limit_memory(room_mib * 2**20)
+    if rank == 0:
+        print(f"the model has {model_mib} MiB, every process may take {room_mib} MiB more")
+    torch.manual_seed(0)
+    with zero_full.Init(enabled=not arguments.plain):
+        model = Tower(arguments.width, arguments.layers)
+    engine, _, _, _ = zero_full.initialize(model=model, config=CONFIG)
+    for step in range(arguments.steps):
+        loss = engine(torch.randn(4, arguments.width))
+        engine.backward(loss)
+        engine.step()
+        if rank == 0:
+            print(f"step {step}: loss {loss.item():.4f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
