@@ -235,6 +235,8 @@ def ratios(plan: Plan, found: dict[str, Found]) -> list[Ratio]:
         pairs.append((ours, f"DeepSpeed {stage}", (0.65 if fp32 else 0.5) if stage else None))
         pairs.append((ours, "ZeroRedundancyOptimizer", 0.85 if stage else None))
         pairs.append((ours, "DDP", (1.0 if fp32 else 0.7) if stage else None))
+    pairs.append(("zero_full 3", "DeepSpeed 3", 0.55 if fp32 else None))
+    pairs.append(("zero_full 3", "FSDP2", 0.8 if fp32 else 0.5))
     done = {name for name, row in found.items() if row.step}
     result = []
     for ours, theirs, target in pairs:
@@ -279,6 +281,7 @@ def _line(name: str, found: dict[str, Found], difference: float | None) -> list[
     low, high = interleave.spread(row.step)
     middle = interleave.middle(row.step)
     reference, base = found.get("DDP"), found.get("forward+backward")
+    parameters = max(other.parameters for other in found.values())  # DeepSpeed 3 shows empty ones
     per = [sum(row.held.get(when, {}).values()) for when in ("after backward", "between steps")]
     wire = [min(row.loopback) if row.loopback else None, row.logical]
     wrong = "" if difference is None else f"{difference:.0e}" + (" DIFFERS" if difference > TOLERANCE else "")
@@ -290,8 +293,8 @@ def _line(name: str, found: dict[str, Found], difference: float | None) -> list[
         f"{1e3 * interleave.middle(row.backward):.1f}",
         f"{1e3 * interleave.middle(added(found, name)):.1f}" if base else "",
         wrong,
-        *[f"{bytes_held / row.parameters:.2f}" for bytes_held in per],
-        *["" if sent is None else f"{sent / row.parameters:.2f}" for sent in wire],
+        *[f"{bytes_held / parameters:.2f}" for bytes_held in per],
+        *["" if sent is None else f"{sent / parameters:.2f}" for sent in wire],
     ]
 
 
@@ -300,7 +303,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["10M", "50M"])
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["fp32", "bf16"])
-    parser.add_argument("--rows", nargs="+", choices=ROWS, default=peers.DEFAULT_ROWS, metavar="ROW")
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=3, help="timed steps a visit")
     parser.add_argument("--warmup", type=int, default=2, help="steps before them")

@@ -308,12 +308,12 @@ def complete_export(folder: Path) -> dict[str, Tensor] | None:
 @pytest.mark.parametrize(
     ("before", "limit", "moments"),
     [
-        (None, 10**9, 20),
         (None, 1000, 24),
-        (10**9, 10**9, 20),
         (10**9, 1000, 24),
-        (1000, 10**9, 20),
         (1000, 1000, 24),
+        pytest.param(None, 10**9, 20, marks=pytest.mark.slow),
+        pytest.param(10**9, 10**9, 20, marks=pytest.mark.slow),
+        pytest.param(1000, 10**9, 20, marks=pytest.mark.slow),
     ],
 )
 def test_who_is_killed_leaves_all_of_an_export_or_none(

@@ -95,13 +95,20 @@ class Deferred:
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         named = [*model.named_parameters(), *model.named_buffers()]
         self.origins = {name: _origin(name, tensor) for name, tensor in named if tensor.is_meta}
-        self.model, self.device = model, device
-        self.sources = dict[Tensor, Parameter]()  # what was recorded -> what it is now
-        self.names = {tensor: name for name, tensor in model.named_buffers() if tensor.is_meta}
+        self.device = device
+        self.names: dict[Tensor, str] = {}  # of what was recorded
+        self.sources: dict[Tensor, Parameter] = {}  # what was recorded -> what it is now
+        self.buffers: dict[Tensor, Tensor] = {}
         for name, param in model.named_parameters():
             if param.is_meta:
                 source = _put_on(device, param)
                 self.sources[source], self.names[source] = param, name
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.is_meta:
+                    real = self.buffers.setdefault(buffer, torch.empty_like(buffer, device=device))
+                    setattr(module, name, real)
+        self.names |= {b: name for name, b in named if b in self.buffers}
         self.parameters = set(self.sources.values())
 
     def weights(self) -> list[Any]:
@@ -125,11 +132,8 @@ class Deferred:
     def _deliver(self, put: Callable[[Parameter, Tensor], None], source: Tensor, real: Tensor) -> None:
         if source in self.sources:
             put(self.sources[source], real)
-            return
-        for module in self.model.modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                if buffer is source:
-                    setattr(module, name, real.to(self.device))
+        else:
+            self.buffers[source].copy_(real)
 
 
 def _origin(name: str, tensor: Tensor) -> Init:
