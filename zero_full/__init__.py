@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from zero_full.checkpoint import CheckpointError, load_weights, save_weights
     from zero_full.comm import CommunicationError, DesyncError, Topology
     from zero_full.config import Config, ConfigError
     from zero_full.data import synced
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 _WHERE = {
+    "zero_full.checkpoint": ("CheckpointError", "load_weights", "save_weights"),
     "zero_full.comm": ("CommunicationError", "DesyncError", "Topology"),
     "zero_full.config": ("Config", "ConfigError"),
     "zero_full.data": ("synced",),
@@ -59,6 +61,7 @@ _WHERE = {
 }
 _MODULE_OF = {name: module for module, names in _WHERE.items() for name in names}
 __all__ = [
+    "CheckpointError",
     "CommunicationError",
     "Config",
     "ConfigError",
@@ -75,6 +78,7 @@ __all__ = [
     "add_config_arguments",
     "init_distributed",
     "initialize",
+    "load_weights",
     "plan_stages",
     "register_external_parameter",
     "safe_get_full_fp32_param",
@@ -89,6 +93,7 @@ __all__ = [
     "safe_set_local_fp32_param",
     "safe_set_local_grad",
     "safe_set_local_optimizer_state",
+    "save_weights",
     "synced",
 ]
 

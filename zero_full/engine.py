@@ -9,23 +9,22 @@
 """
 
 import logging
-import os
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from zero_full._compat import current_backward
+from zero_full.checkpoint import Unmatched, load_weights, save_16bit_model, save_weights
 from zero_full.config import Resolved
 from zero_full.data import RankLoader
 from zero_full.facts import EngineFacts
 from zero_full.nest import mapped
-from zero_full.precision.scaler import DynamicScale
 from zero_full.shard.optimizer import ZeroOptimizer
 from zero_full.shard.parking import Parking
 from zero_full.shard.whole import (
@@ -228,50 +227,6 @@ class Engine(EngineFacts):
         """Average the gradients now, instead of in `step`."""
         self.optimizer.reducer.flush()
 
-    # What happened -------------------------------------------------------------------------------
-
-    def was_step_applied(self) -> bool:
-        """Whether the last call of `step` moved the parameters."""
-        return self._stepped and self.optimizer.last is not None and self.optimizer.last.applied
-
-    def get_global_grad_norm(self) -> float | None:
-        """The norm of the last step's averaged gradients, unscaled and before clipping.
-
-        None before the first step, and in fp32 without clipping: nothing needs it there, and it costs a
-        pass over the gradients. Set a large gradient_clipping to have it.
-        """
-        return None if self.optimizer.last is None else self.optimizer.last.grad_norm
-
-    def get_lr(self) -> list[float]:
-        """The learning rate of every parameter group."""
-        return [group["lr"] for group in self.optimizer.param_groups]
-
-    def get_mom(self) -> list[Any]:
-        """The momentum, or Adam's betas, of every parameter group."""
-        return [group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]
-
-    def loss_scale(self) -> float:
-        """The loss scale of the next backward."""
-        return self.optimizer.scaler.scale
-
-    def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale adapts itself."""
-        return isinstance(self.optimizer.scaler, DynamicScale)
-
-    def traffic(self) -> dict[str, int]:
-        """Bytes this rank has sent so far, by kind of collective."""
-        return dict(self.optimizer.groups.traffic.sent)
-
-    @property
-    def global_rank(self) -> int:
-        """This process, among all."""
-        return dist.get_rank() if dist.is_initialized() else 0
-
-    @property
-    def local_rank(self) -> int:
-        """This process, among those on its host."""
-        return int(os.environ.get("LOCAL_RANK", "0"))
-
     # The module ----------------------------------------------------------------------------------
 
     def train(self, mode: bool = True) -> "Engine":
@@ -317,6 +272,25 @@ class Engine(EngineFacts):
     def load_module_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """New parameters, and masters that follow them. Every rank must call this with the same values."""
         load_whole_state_dict(self.module, self.optimizer, state, strict)
+
+    def save_weights(self, directory: str | Path, **options: Any) -> None:
+        """Whole weights as safetensors, see `checkpoint.save_weights`. Every rank must call this."""
+        save_weights(self.module, self.optimizer, directory, **options)
+
+    def load_weights(self, path: str | Path, **options: Any) -> Unmatched:
+        """Weights from safetensors, of which this rank reads its slices. Every rank must call this."""
+        return load_weights(self.module, self.optimizer, path, **options)
+
+    def save_16bit_model(
+        self,
+        save_dir: str | Path,
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """DeepSpeed's: the weights in one file, by torch.save or as safetensors. Every rank must call this."""
+        return save_16bit_model(
+            self.module, self.optimizer, save_dir, save_filename, exclude_frozen_parameters
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of everything, to be saved between steps and loaded by the same rank."""

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zero_full.checkpoint import load_weights
 from zero_full.comm.ledger import Traffic
 from zero_full.comm.topology import Topology
 from zero_full.config import Config, LeafModuleConfig, resolve
@@ -292,6 +293,8 @@ def _shard(
     settle_the_rest(model, parts, topology, groups, settings)
     optimizer = ZeroOptimizer(base, model, parts, groups, settings, _scaler(config))
     guard(model, optimizer)
+    for path in deferred.weights():
+        load_weights(model, optimizer, path)
     return optimizer
 
 

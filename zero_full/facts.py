@@ -1,6 +1,12 @@
-"""What an engine is asked about its configuration."""
+"""What an engine is asked about its run and its configuration."""
+
+import os
+from typing import Any
+
+import torch.distributed as dist
 
 from zero_full.config import Config
+from zero_full.precision.scaler import DynamicScale
 from zero_full.shard.optimizer import ZeroOptimizer
 
 
@@ -11,7 +17,50 @@ class EngineFacts:
     optimizer: ZeroOptimizer
     world_size: int
     micro_steps: int
+    _stepped: bool
     _micro_batches: int
+
+    def was_step_applied(self) -> bool:
+        """Whether the last call of `step` moved the parameters."""
+        return self._stepped and self.optimizer.last is not None and self.optimizer.last.applied
+
+    def get_global_grad_norm(self) -> float | None:
+        """The norm of the last step's averaged gradients, unscaled and before clipping.
+
+        None before the first step, and in fp32 without clipping: nothing needs it there, and it costs a
+        pass over the gradients. Set a large gradient_clipping to have it.
+        """
+        return None if self.optimizer.last is None else self.optimizer.last.grad_norm
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of every parameter group."""
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def get_mom(self) -> list[Any]:
+        """The momentum, or Adam's betas, of every parameter group."""
+        return [group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]
+
+    def loss_scale(self) -> float:
+        """The loss scale of the next backward."""
+        return self.optimizer.scaler.scale
+
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale adapts itself."""
+        return isinstance(self.optimizer.scaler, DynamicScale)
+
+    def traffic(self) -> dict[str, int]:
+        """Bytes this rank has sent so far, by kind of collective."""
+        return dict(self.optimizer.groups.traffic.sent)
+
+    @property
+    def global_rank(self) -> int:
+        """This process, among all."""
+        return dist.get_rank() if dist.is_initialized() else 0
+
+    @property
+    def local_rank(self) -> int:
+        """This process, among those on its host."""
+        return int(os.environ.get("LOCAL_RANK", "0"))
 
     def train_batch_size(self) -> int:
         """Samples a step, over all ranks and micro-batches."""

@@ -27,8 +27,8 @@ ROOMS = {  # and a room of zero_full only itself and these; what is not named ma
     "precision": {"comm"},
     "shard": {"_compat", "comm", "layout", "nest", "precision"},
     "checkpoint": {"comm", "layout", "nest", "shard"},
-    "facts": {"config", "shard"},
-    "engine": {"_compat", "config", "data", "facts", "nest", "precision", "shard", "stopwatch"},
+    "facts": {"config", "precision", "shard"},
+    "engine": {"_compat", "checkpoint", "config", "data", "facts", "nest", "precision", "shard", "stopwatch"},
 }
 LONG_SIGNATURES = {"initialize"}  # DeepSpeed's, which scripts call by these names
 

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,6 +99,25 @@ def test_parameters_stay_the_same_objects() -> None:
     assert POOL.run(an_optimizer_that_knew_the_parameters, 2) == [True, True]
 
 
+def from_weights(comm: Any, directory: str) -> bool:
+    torch.manual_seed(1)
+    engine, _, _, _ = zero_full.initialize(model=Model(), config=config(2))
+    engine.save_weights(directory)
+    saved = engine.module_state_dict()
+    engine.destroy()
+    torch.manual_seed(2)
+    with zero_full.Init(weights=directory):
+        model = Model()
+    engine, _, _, _ = zero_full.initialize(model=model, config=config(3))
+    loaded = engine.module_state_dict()
+    engine.destroy()
+    return all(torch.equal(loaded[name], saved[name]) for name in saved)
+
+
+def test_pretrained_weights_take_the_place_of_initial_ones(tmp_path: Path) -> None:
+    assert POOL.run(from_weights, 2, str(tmp_path)) == [True, True]
+
+
 def test_what_nobody_recorded_is_refused() -> None:
     with torch.device("meta"):
         model = nn.Linear(2, 2)
@@ -171,9 +191,7 @@ def on_the_device(optimizer: Any) -> int:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_offloaded_states_come_back_bit_for_bit(stage: int, include: list[str] | None) -> None:
     undisturbed = POOL.run(built, 2, False, stage, {"bf16": {"enabled": True}})
-    for (losses, held), (_, expected) in zip(
-        POOL.run(parked, 2, stage, include), undisturbed, strict=True
-    ):
+    for (losses, held), (_, expected) in zip(POOL.run(parked, 2, stage, include), undisturbed, strict=True):
         before, without, after = held
         assert losses[:3] == expected and before == after
         assert without == 0 if include is None else 0 < without < before

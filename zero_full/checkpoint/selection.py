@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from zero_full.shard.optimizer import ZeroOptimizer
-from zero_full.shard.whole import _names_and_values
+from zero_full.shard.whole import names_and_values
 
 Names = Callable[[str], str | None]  # the name in the file; None: not in the file
 
@@ -35,7 +35,7 @@ class Selection:
 def select(module: nn.Module, names: Names | None = None) -> Selection:
     """What the module's state dict has, renamed."""
     selection, origin = Selection(), dict[str, str]()
-    for name, value in _names_and_values(module).items():
+    for name, value in names_and_values(module).items():
         renamed = name if names is None else names(name)
         if renamed is None:
             continue

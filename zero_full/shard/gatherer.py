@@ -4,8 +4,8 @@
     backward   before a module's outputs pass their gradients on: gather, and begin the next; when its
                inputs have theirs: reduce its parameters' gradients, release
 
-[Note: exits] The inputs of a module pass through an `_Exit`, whose backward runs when the module's own
-backward is complete. All ranks reach the exits in the same order, whichever parameters they have used: that
+[Note: exits] The inputs of a module pass through an exit: an identity whose backward runs when the module's
+own backward is complete. All ranks reach the exits in the same order, whichever parameters they have used: that
 is where gradients leave. A module whose inputs need no gradients has no exit, and neither has one that is
 recomputed for a graph which has it already: theirs leave, and are released, when backward ends.
 
@@ -16,8 +16,9 @@ recorded; nothing else depends on it.
 
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -84,6 +85,9 @@ class ParameterGatherer:
         self, model: nn.Module, sites: Sequence[Site], lane: Lane, limits: Gathering, reducer: GradientReducer
     ) -> None:
         self.lane, self.limits, self.reducer = lane, limits, reducer
+        self.me = weakref.ref(
+            self
+        )  # for hooks: Python cannot see through tensors to find a circle and free it
         self.prefetches = not isinstance(lane, Inline)
         self.training, self.inference, self.backward = Order(), Order(), Order()
         self.order: Order | None = None  # None: between passes
@@ -99,9 +103,8 @@ class ParameterGatherer:
         reducer.at_end.append(self.end_backward)
 
     def _install(self, site: Site) -> None:
-        me = weakref.ref(self)  # Python cannot see through tensors to find a circle and free it
-        before = torch.compiler.disable(partial(_before_forward, me, site))
-        after = torch.compiler.disable(partial(_after_forward, me, site))
+        before = torch.compiler.disable(partial(_before_forward, self.me, site))
+        after = torch.compiler.disable(partial(_after_forward, self.me, site))
         self.hooks.append(site.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         self.hooks.append(site.module.register_forward_hook(after, always_call=True))
 
@@ -122,9 +125,9 @@ class ParameterGatherer:
 
     def _begin(self, values: Values) -> None:
         if values.state is State.SHARDED:
+            values.begin_gather(self.lane)
             self.live += values.layout.total
             self.gathered.add(values)
-            values.begin_gather(self.lane)
 
     def release(self, values: Values) -> None:
         """Let go of them, unless somebody is at work with them."""
@@ -175,11 +178,22 @@ class ParameterGatherer:
         if not inputs:
             return None
         call.site.exits += 1
-        passed = dict(zip(map(id, inputs), _Exit.apply(weakref.ref(self), call, *inputs), strict=True))  # type: ignore[no-untyped-call]
-        return mapped(lambda leaf: passed.get(id(leaf), leaf), (args, kwargs))
+        if len(inputs) == 1 and inputs[0].layout == torch.strided:
+            # Half as expensive as a function of our own, and the module may write to its input.
+            passed = inputs[0].view_as(inputs[0])
+            assert passed.grad_fn is not None
+            passed.grad_fn.register_hook(partial(_after_backward, self.me, call))
+            if len(args) == 1 and args[0] is inputs[0] and not kwargs:
+                return (passed,), kwargs
+            return mapped(lambda leaf: passed if leaf is inputs[0] else leaf, (args, kwargs))
+        outputs = _Exit.apply(self.me, call, *inputs)  # type: ignore[no-untyped-call]
+        behind = dict(zip(map(id, inputs), outputs, strict=True))
+        return mapped(lambda leaf: behind.get(id(leaf), leaf), (args, kwargs))
 
     def after_forward(self, site: Site, output: Any) -> None:
         """Release, or keep for a backward that comes soon; notice when that begins."""
+        if not site.active:
+            return  # its gathering has failed
         call = site.active.pop()
         for values in site.values:
             values.users -= 1
@@ -218,15 +232,18 @@ class ParameterGatherer:
 
     def _watch(self, call: Call, output: Any) -> bool:
         """Notice when backward reaches an output. Returns whether it can."""
-        hook = partial(_before_backward, weakref.ref(self), call)
-        watched = [t for t in tensors_in(output) if t.requires_grad]
+        hook = partial(_before_backward, self.me, call)
+        # A leaf is a parameter, which would keep its hooks for life: see `_notice_escapes` for those.
+        watched = [t for t in _carried(output) if t.requires_grad and not t.is_leaf]
         for tensor in watched:
             tensor.register_hook(hook)
         return bool(watched)
 
     def _notice_escapes(self, site: Site, output: Any) -> None:
         """An output that is a view of a parameter is used elsewhere: the model needs that one, too."""
-        storages = {_address(t) for t in tensors_in(output)}
+        if not any(values.sheds for values in site.values):
+            return
+        storages = {_address(t) for t in _carried(output)}
         for values in site.values:
             if values.sheds and _address(values.whole) in storages and values not in self.root.values:
                 self.root.values.append(values)
@@ -285,6 +302,19 @@ class ParameterGatherer:
             hook.remove()
 
 
+def _carried(output: Any, depth: int = 4) -> Iterator[Tensor]:
+    """The tensors in an output, those in distributions, caches and other objects, too."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        yield from _carried(list(output.values()), depth)
+    elif isinstance(output, (tuple, list)):
+        for value in output:
+            yield from _carried(value, depth)
+    elif depth and hasattr(output, "__dict__") and not isinstance(output, (type, nn.Module, ModuleType)):
+        yield from _carried(vars(output), depth - 1)
+
+
 def _address(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
@@ -293,22 +323,36 @@ def _before_forward(
     gatherer: "weakref.ref[ParameterGatherer]", site: Site, module: nn.Module, args: Any, kwargs: Any
 ) -> Any:
     alive = gatherer()
-    return alive.before_forward(site, args, kwargs) if alive is not None else None
+    if alive is None or module is not site.module:  # a copy of a module has its hooks, too
+        return None
+    return alive.before_forward(site, args, kwargs)
 
 
 def _after_forward(
     gatherer: "weakref.ref[ParameterGatherer]", site: Site, module: nn.Module, args: Any, output: Any
 ) -> None:
     alive = gatherer()
-    if alive is not None:
+    if alive is not None and module is site.module:
         alive.after_forward(site, output)
 
 
-@torch.no_grad()
 def _before_backward(gatherer: "weakref.ref[ParameterGatherer]", call: Call, grad: Tensor) -> None:
     alive = gatherer()
+    if alive is None:
+        return
+    if torch.is_grad_enabled() and any(values.users == 0 for values in call.site.values):
+        raise RuntimeError(
+            f"backward with create_graph=True needs the parameters of {call.site.name or 'the model'} again "
+            "when they are released: run forward and both backwards inside "
+            "zero_full.GatheredParameters(list(model.parameters()))"
+        )
+    alive.before_backward(call)
+
+
+def _after_backward(gatherer: "weakref.ref[ParameterGatherer]", call: Call, *grads: Any) -> None:
+    alive = gatherer()
     if alive is not None:
-        alive.before_backward(call)
+        alive.after_backward(call)
 
 
 class _Exit(torch.autograd.Function):
@@ -322,10 +366,7 @@ class _Exit(torch.autograd.Function):
         return inputs
 
     @staticmethod
-    @torch.no_grad()
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """The gradients as they are."""
-        alive = ctx.gatherer()
-        if alive is not None:
-            alive.after_backward(ctx.call)
+        _after_backward(ctx.gatherer, ctx.call)
         return None, None, *grads

@@ -110,6 +110,7 @@ class GradientReducer:
                 return
             self._launch(bucket)
 
+    @torch.no_grad()
     def complete(self, values: Values) -> None:
         """Stage 3: these parameters' gradients will not change any more, unless they are used elsewhere."""
         bucket = self.bucket_of.get(values)

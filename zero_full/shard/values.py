@@ -62,12 +62,33 @@ class State(Enum):
 @cache
 def nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
     """What a released parameter shows."""
-    lacking = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).min
-    return torch.full((), lacking, dtype=dtype, device=device)
+    return torch.full((), _lacking(dtype), dtype=dtype, device=device)
+
+
+def _lacking(dtype: torch.dtype) -> float:
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return 0 if dtype == torch.bool else torch.iinfo(dtype).min
+
+
+def _refuse_lost_writes(dtype: torch.dtype, device: torch.device) -> None:
+    """`fill_` and `zero_`, or anything on one element, writes where all released parameters look."""
+    shown, lacking = nothing(dtype, device), _lacking(dtype)
+    if not bool(shown == lacking if lacking == lacking else shown.isnan()):
+        shown.fill_(lacking)
+        raise RuntimeError(
+            f"a parameter ({dtype}) was written while it was sharded, so its new values are lost: write "
+            "inside zero_full.GatheredParameters(parameters, modifier_rank=0), or before initialize"
+        )
 
 
 for _dtype in NAMES.values():  # made now: what a run has in memory is then all its own
     nothing(_dtype, torch.device("cpu"))
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """What gloo can send of it: it knows no bool."""
+    return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
 
 
 class Values:
@@ -97,7 +118,7 @@ class Values:
         for member in self.members:
             original[self.layout.window(member.index)].view(member.param.shape).copy_(member.param.detach())
         for group in (self.shard, self.across):
-            group.broadcast(original, f"parameters {self.name}")
+            group.broadcast(_as_bytes(original), f"parameters {self.name}")
         self.whole = original.to(self.dtype)
         self.own, mine = self.shard.own(self.whole), self.shard.own(original)
         if self.sheds:
@@ -135,6 +156,7 @@ class Values:
         for member, absent in zip(self.members, self.nothings, strict=True):
             member.param.data = absent
 
+    @torch.no_grad()
     def collect(self) -> None:
         """Everyone's slice becomes everyone's. Blocks; every rank must call this."""
         if self.node is not None and self.second is not None:
@@ -143,7 +165,7 @@ class Values:
             return
         if self.sheds:
             self.shard.own(self.whole).copy_(self.own)
-        self.gather_slices(self.whole, f"parameters {self.name}")
+        self.gather_slices(_as_bytes(self.whole), f"parameters {self.name}")
 
     def keep_second(self) -> None:
         """Before the release after forward: keep what this node needs for backward."""
@@ -153,6 +175,8 @@ class Values:
     def begin_gather(self, lane: Lane) -> None:
         """Put the gathering on a lane, unless the values are here or on their way."""
         if self.state is State.SHARDED:
+            if self.kind.device.type == "cpu":  # elsewhere it would cost a wait for the device
+                _refuse_lost_writes(self.dtype, self.kind.device)
             self.whole.untyped_storage().resize_(self.whole.nbytes)
             self.state = State.GATHERING
             self.pending = lane.submit(self.collect, [], [lane.producer()])

@@ -51,7 +51,7 @@ def whole_state_dict(
     module: nn.Module, optimizer: ZeroOptimizer, keep: Callable[[Tensor], Tensor] = copy_on_cpu
 ) -> dict[str, Any]:
     """The module's state dict with whole parameters, gathered a unit at a time. Every rank must call this."""
-    state = _names_and_values(module)
+    state = names_and_values(module)
     names: dict[Any, list[str]] = {}
     for name, value in state.items():
         names.setdefault(value if isinstance(value, Tensor) else name, []).append(name)
@@ -70,7 +70,7 @@ def load_whole_state_dict(
 ) -> None:
     """Each rank takes its slices out of a whole state dict. Every rank must have the same one."""
     optimizer.settle()
-    mine, places = _names_and_values(module), optimizer.parts.places
+    mine, places = names_and_values(module), optimizer.parts.places
     names = {name for name, value in mine.items() if _is_in(value, places)}
     _check_names(mine, state, strict)
     for name in names & state.keys():
@@ -84,7 +84,7 @@ def load_whole_state_dict(
 
 def own_state_dict(module: nn.Module, optimizer: ZeroOptimizer) -> dict[str, dict[str, Any]]:
     """This rank's part of what the optimizer does not keep: frozen slices, and what is whole."""
-    rest = {k: v for k, v in _names_and_values(module).items() if not _is_in(v, optimizer.parts.places)}
+    rest = {k: v for k, v in names_and_values(module).items() if not _is_in(v, optimizer.parts.places)}
     return {
         "whole": {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in rest.items()},
         "slices": {values.name: values.own.clone() for values in optimizer.frozen},
@@ -111,7 +111,7 @@ def _is_in(value: Any, params: Container[Any]) -> bool:
     return isinstance(value, Tensor) and value in params
 
 
-def _names_and_values(module: nn.Module) -> dict[str, Any]:
+def names_and_values(module: nn.Module) -> dict[str, Any]:
     """The state dict with the parameters themselves, which may be released."""
     with _unguarded():
         state: dict[str, Any] = module.state_dict(keep_vars=True)

@@ -1,0 +1,118 @@
+"""What stage 3 costs a module in Python: forward and backward of many tiny layers.
+
+    python -m tests.bench.hooks
+
+One rank, so that nothing travels. A rank alone gets no hooks on its modules from `initialize`; in the last
+row they are put on by hand, as every unit has them where there are others. The last line is JSON.
+"""
+
+import time
+
+import torch
+from torch import Tensor, nn
+
+import zero_full
+from tests.bench import interleave
+from tests.bench.interleave import Series
+from zero_full.comm.lane import Inline
+from zero_full.shard.gatherer import ParameterGatherer, Site
+from zero_full.shard.settings import Gathering
+
+LAYERS, WIDTH, ROUNDS, PASSES = 200, 8, 15, 5
+TARGET_US = 25.0
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "optimizer": {"type": "SGD", "params": {"lr": 0.0}},
+    "zero_optimization": {"stage": 3, "reduce_bucket_size": 1},
+}
+
+
+class Tower(nn.Module):
+    """Tiny layers, so that time goes into what is around them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A loss."""
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+class Plain:
+    """The model without an engine."""
+
+    def __init__(self) -> None:
+        self.model = Tower()
+
+    def run(self, x: Tensor) -> None:
+        """Forward and backward, and no gradients afterwards."""
+        self.model(x).backward()
+        self.model.zero_grad()
+
+
+class Alone:
+    """An engine on one rank."""
+
+    def __init__(self) -> None:
+        self.model = Tower()
+        self.engine, self.optimizer, _, _ = zero_full.initialize(model=self.model, config=CONFIG)
+
+    def run(self, x: Tensor) -> None:
+        """Forward and backward, and no gradients afterwards."""
+        self.engine.backward(self.engine(x))
+        self.engine.zero_grad()
+
+
+class Hooked(Alone):
+    """With the hooks that its modules would have if there were others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        values_of = {m.param: values for values in self.optimizer.values() for m in values.members}
+        sites = [Site(str(n), layer, [values_of[layer.weight]]) for n, layer in enumerate(self.model.layers)]
+        reducer = self.optimizer.reducer
+        self.gatherer = ParameterGatherer(self.model, sites, Inline(), Gathering(), reducer)
+
+
+ROWS = {"no engine": Plain, "stage 3 alone": Alone, "with hooks on every layer": Hooked}
+
+
+def measure() -> dict[str, Series]:
+    """Seconds a pass, by round, for every row in turn."""
+    x = torch.randn(4, WIDTH, requires_grad=True)
+    towers = {name: make() for name, make in ROWS.items()}
+
+    def visit(name: str, number: int) -> list[float]:
+        times = []
+        for _ in range(PASSES + 1):
+            start = time.perf_counter()
+            towers[name].run(x)
+            times.append(time.perf_counter() - start)
+        return times[1:]
+
+    return interleave.run(list(towers), ROUNDS, visit)
+
+
+def main() -> None:
+    """Print microseconds a module and the JSON line."""
+    torch.set_num_threads(1)
+    found = measure()
+    ratios, rows = [], []
+    for name in list(ROWS)[1:]:
+        extra = interleave.minus(found[name], found["no engine"])
+        per_module = [[1e6 * seconds / LAYERS for seconds in times] for times in extra]
+        low, high = interleave.spread(per_module)
+        rows.append([name, f"{interleave.middle(per_module):.1f}", f"{low:.1f}-{high:.1f}"])
+        aim = TARGET_US if name == "stage 3 alone" else None
+        aims = [[TARGET_US] * len(times) for times in per_module]
+        ratios.append(interleave.ratio(f"{name} / {TARGET_US:.0f} us", per_module, aims, aim and 1.0))
+    print("\n" + interleave.table(["row", "us a module", "range"], rows))
+    print("\n" + interleave.table(interleave.RATIO_HEAD, [r.cells() for r in ratios]))
+    print("\n" + interleave.json_line(ratios, layers=LAYERS, rounds=ROUNDS))
+
+
+if __name__ == "__main__":
+    main()
