@@ -42,3 +42,8 @@ def current_backward() -> int:
 def when_backward_ends(callback: Callable[[], None]) -> None:
     """Run `callback` when the backward pass that calls this is complete."""
     Variable._execution_engine.queue_callback(callback)
+
+
+def identity_of(storage: torch.UntypedStorage) -> int:
+    """The same number for every view of a piece of memory, as long as it lives, also while it is empty."""
+    return int(storage._cdata)

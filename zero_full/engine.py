@@ -287,7 +287,7 @@ class Engine(EngineFacts):
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """DeepSpeed's: the weights in one file, by torch.save or as safetensors. Every rank must call this."""
+        """The weights in one file, by torch.save or as safetensors. Every rank must call this."""
         return save_16bit_model(
             self.module, self.optimizer, save_dir, save_filename, exclude_frozen_parameters
         )

@@ -98,7 +98,7 @@ def initialize(
     topology = _topology(process_group, mesh, mpu, topology)
     data_rank, data_ranks = _place_among_data(topology)
     resolved = resolve(given, data_ranks)
-    settings = _settings(resolved.config)
+    settings = settings_of(resolved.config)
     if resolved.config.zero_optimization.mics_shard_size > 0 and settings.stage > 0 and data_ranks > 1:
         topology = topology.with_sub_groups(resolved.config.zero_optimization.mics_shard_size)
     device = _device(model)
@@ -167,7 +167,8 @@ def _device(model: nn.Module) -> torch.device:
     return torch.device(kind.type, int(os.environ.get("LOCAL_RANK", "0")))
 
 
-def _settings(config: Config) -> Settings:
+def settings_of(config: Config) -> Settings:
+    """What the config says about sharding."""
     zero, fp16, bf16 = config.zero_optimization, config.fp16, config.bf16
     parameter = torch.float16 if fp16.enabled else torch.bfloat16 if bf16.enabled else None
     dtypes = Dtypes(

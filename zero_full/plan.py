@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from zero_full._compat import identity_of
 from zero_full.comm.shared import WINDOW
 from zero_full.comm.topology import marked_as_expert
 from zero_full.config import Config, Resolved, resolve
@@ -208,7 +209,7 @@ def activations(model: nn.Module, inputs: Sequence[Tensor], dtypes: Dtypes) -> i
     def note(into: dict[int, torch.UntypedStorage], value: Any) -> Any:
         if isinstance(value, Tensor):
             storage = value.untyped_storage()
-            into[storage._cdata] = storage  # kept, or another one might get its number
+            into[identity_of(storage)] = storage  # kept, or another one might get its number
         return value
 
     with FakeTensorMode(), torch.device("cpu"):

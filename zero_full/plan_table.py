@@ -19,7 +19,7 @@ from torch.nn import Parameter
 
 from zero_full.config import Config, ConfigError
 from zero_full.config.schema import OptimizerConfig
-from zero_full.entry import _settings
+from zero_full.entry import settings_of
 from zero_full.layout import FlatLayout, backward_order, deal, round_robin
 from zero_full.optim import build_optimizer, check_elementwise
 from zero_full.precision import Dtypes
@@ -120,7 +120,7 @@ class Laid:
 
 def run_of(config: Config, world: int) -> Run:
     """What a resolved configuration means for so many ranks."""
-    settings, mics = _settings(config), config.zero_optimization.mics_shard_size
+    settings, mics = settings_of(config), config.zero_optimization.mics_shard_size
     shards = mics if mics > 0 and world > 1 else world
     if settings.stage == 0:
         shards = 1

@@ -35,7 +35,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 }
 CONFIGS: dict[str, dict[str, Any]] = {
     f"stage {stage}, {name}": {**SHARED, **keys, "zero_optimization": {"stage": stage}}
-    for stage in (0, 1, 2)
+    for stage in (0, 1, 2, 3)
     for name, keys in PRECISIONS.items()
 } | {
     "stage 2, bf16, 3 micro-batches, small buckets, overlap": {

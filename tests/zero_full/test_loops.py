@@ -1,6 +1,8 @@
 """Whole runs, as users write them: PyTorch's loop, accumulation, no_sync, and a run that is continued."""
 
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch import Tensor
 import zero_full
 from tests.worlds import run_in
 from tests.zero_full.runs import Net, assert_close, assert_same, config, data, reference, run
+from zero_full import entry
 
 
 def pytorch_loop(comm: Any, stage: int, overlap: bool) -> dict[str, Tensor]:
@@ -36,6 +39,30 @@ def pytorch_loop(comm: Any, stage: int, overlap: bool) -> dict[str, Tensor]:
 def test_a_pytorch_loop_needs_one_call_more(world_size: int, stage: int, overlap: bool) -> None:
     for parameters in run_in("processes", pytorch_loop, world_size, stage, overlap):
         assert_close(parameters, reference(world_size))
+
+
+def gathering_beside_forward(comm: Any, stage: int) -> dict[str, Tensor]:
+    """What an accelerator does with overlap_comm, on the thread of a CPU: parameters come when needed."""
+    real = entry.settings_of
+    with mock.patch.object(entry, "settings_of", lambda c: replace(real(c), gather_beside_forward=True)):
+        zero = {"stage": stage, "overlap_comm": True}
+        engine, optimizer, _, _ = zero_full.initialize(
+            model=Net(), config=config(stage, zero_optimization=zero)
+        )
+    waited = 0
+    for step in range(4):
+        waited += len(optimizer.arriving)
+        engine.backward(engine(data(step, 0, comm.rank)))
+        assert not optimizer.arriving
+        engine.step()
+    assert waited  # so parameters were on their way when forward began
+    return engine.module_state_dict()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_parameters_that_arrive_during_the_next_forward_are_waited_for(stage: int) -> None:
+    for parameters in run_in("processes", gathering_beside_forward, 2, stage):
+        assert_close(parameters, reference(2))
 
 
 def plain_accumulation(comm: Any, stage: int) -> dict[str, Tensor]:

@@ -210,3 +210,14 @@ def test_without_auto_cast_inputs_arrive_as_they_are() -> None:
     with pytest.raises(RuntimeError, match="dtype"):
         engine([torch.ones(2, 4)])
     assert engine.module.seen == [torch.float32]
+
+
+def test_a_second_step_on_top_of_unscaled_gradients_is_refused() -> None:
+    engine = engine_of(Taker(), fp16={"enabled": True, "loss_scale": 2.0, "auto_cast": True})
+    optimizer = engine.optimizer
+    engine.backward(engine([torch.ones(2, 4)]))
+    optimizer.step()
+    optimizer.step()  # the same gradients again
+    engine.backward(engine([torch.ones(2, 4)]))
+    with pytest.raises(RuntimeError, match="call zero_grad after every step"):
+        optimizer.step()

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from zero_full._compat import current_backward
+from zero_full._compat import current_backward, identity_of
 from zero_full.comm.lane import Inline, Lane
 from zero_full.nest import mapped, tensors_in
 from zero_full.shard.reducer import GradientReducer
@@ -243,9 +243,13 @@ class ParameterGatherer:
         """An output that is a view of a parameter is used elsewhere: the model needs that one, too."""
         if not any(values.sheds for values in site.values):
             return
-        storages = {_address(t) for t in _carried(output)}
+        storages = {identity_of(t.untyped_storage()) for t in _carried(output)}
         for values in site.values:
-            if values.sheds and _address(values.whole) in storages and values not in self.root.values:
+            if (
+                values.sheds
+                and identity_of(values.whole.untyped_storage()) in storages
+                and values not in self.root.values
+            ):
                 self.root.values.append(values)
                 if self.root.active:
                     values.users += 1  # until the model is done
@@ -313,10 +317,6 @@ def _carried(output: Any, depth: int = 4) -> Iterator[Tensor]:
             yield from _carried(value, depth)
     elif depth and hasattr(output, "__dict__") and not isinstance(output, (type, nn.Module, ModuleType)):
         yield from _carried(vars(output), depth - 1)
-
-
-def _address(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _before_forward(

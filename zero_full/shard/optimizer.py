@@ -62,6 +62,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.loss: Tensor | None = None
         self.last: StepReport | None = None
         self.unscaled = False
+        self.passes = 0  # backward passes until the gradients were unscaled
         self.arriving: dict[Bucket, Pending] = {}
         register(self, (m.param for values in self.values() for m in values.members))
         self._replace_parameters()
@@ -125,6 +126,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self.settings.refuse_unused:
             self._refuse_unused()
         scale = self.scaler.scale
+        if self.unscaled and scale != 1 and self.passes != self.reducer.passes:
+            raise RuntimeError(
+                "a backward pass has added scaled gradients to those of the last step, which are unscaled: call "
+                "zero_grad after every step"
+            )
         remaining = 1.0 if self.unscaled else scale
         norm = self._norm() / remaining if self.settings.needs_norm else None
         finite = norm is None or isfinite(norm)
@@ -195,7 +201,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             for bucket in self.buckets:
                 for gradient in bucket.own_gradients():
                     gradient.mul_(factor)
-        self.unscaled = True
+        self.unscaled, self.passes = True, self.reducer.passes
 
     def _update(self) -> None:
         for buckets in self._sub_groups():

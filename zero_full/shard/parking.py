@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator
 import torch
 from torch import Tensor
 
+from zero_full._compat import identity_of
 from zero_full.shard.optimizer import ZeroOptimizer
 from zero_full.shard.values import State
 
@@ -34,12 +35,12 @@ class Parking:
         self.optimizer.settle()
         if self.optimizer.gatherer is not None:
             self.optimizer.gatherer.release_all()
-        done = {storage._cdata for storage, _ in self.parked}
+        done = {identity_of(storage) for storage, _ in self.parked}
         for kind in include or KINDS:
             for tensor in self._tensors(kind):
                 storage = tensor.untyped_storage()
-                if storage._cdata not in done and storage.nbytes():
-                    done.add(storage._cdata)
+                if identity_of(storage) not in done and storage.nbytes():
+                    done.add(identity_of(storage))
                     self._park(storage, device, pin_memory)
 
     def _park(self, storage: torch.UntypedStorage, device: torch.device, pin_memory: bool) -> None:

@@ -44,6 +44,7 @@ class GradientReducer:
         self.open = False  # a backward pass is running
         self.owing = False  # a backward pass has left gradients that are not reduced
         self.began = False  # there was a backward pass since the last step
+        self.passes = 0  # how many backward passes there were
         self.outer: int | None = None
         self.wait_for_end = False
         self.launched: set[Bucket] = set()
@@ -74,6 +75,7 @@ class GradientReducer:
         self.open, self.wait_for_end = True, False
         self.launched.clear()
         self.began = self.owing = True
+        self.passes += 1
         self.missing = {bucket: len(bucket.members) for bucket in self.buckets}
         self.producers = {bucket: [] for bucket in self.buckets}
         if now >= 0:  # nobody but autograd knows when this one ends
