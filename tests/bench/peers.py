@@ -5,7 +5,7 @@ package is missing says "not installed" and the run goes on. To have it on a CPU
 own (DeepSpeed needs torch in place before itself, a C++ compiler and ninja):
 
     python -m venv benchvenv
-    benchvenv/bin/pip install torch==2.13.0 numpy pydantic setuptools wheel ninja py-cpuinfo
+    benchvenv/bin/pip install torch==2.13.0 numpy pydantic safetensors setuptools wheel ninja py-cpuinfo
     DS_BUILD_OPS=0 DS_ACCELERATOR=cpu LOCAL_SIZE=2 benchvenv/bin/pip install --no-build-isolation deepspeed
     PYTHONPATH=. PATH=benchvenv/bin:$PATH benchvenv/bin/python -m tests.bench.step_time
 

@@ -22,6 +22,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "kept": KEPT,
     "defaults": {},
 }
+# Unlike Adam's, its steps grow with the gradients.
+SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1}}}
 Play = Callable[[zero_full.Engine, int, int], float]
 
 
@@ -106,6 +108,7 @@ def every_way(
     steps: int,
 ) -> dict[str, Played]:
     """At stage 2, then at stage 3 in these ways."""
+    keys = {**SGD, **keys}
     runs = {"stage 2": config(2, **keys)}
     for way in ways:
         zero = {**WAYS[way], **keys.get("zero_optimization", {})}

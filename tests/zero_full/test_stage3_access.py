@@ -114,9 +114,10 @@ def test_plain_state_dicts_of_sharded_models_name_the_remedy() -> None:
 # GatheredParameters ------------------------------------------------------------------------------
 
 
-def edits(comm: Any, modifier_rank: int, name: str) -> None:
+def edits(comm: Any, modifier_rank: int, name: str, bf16: bool) -> None:
     """One rank's values become everyone's, in the masters, too."""
-    engine = engine_of(LoRA)
+    keys = {**stage3(), "bf16": {"enabled": bf16}}
+    engine, _, _, _ = zero_full.initialize(model=seeded(LoRA), config=keys)
     before = engine.module_state_dict()
     param = engine.module.get_parameter(name)
     with zero_full.GatheredParameters([param], modifier_rank=modifier_rank), torch.no_grad():
@@ -128,14 +129,14 @@ def edits(comm: Any, modifier_rank: int, name: str) -> None:
     want = torch.full(param.shape, 10 + modifier_rank, dtype=before[name].dtype)
     assert_same(engine.module_state_dict(), {**before, name: want})
     if param.requires_grad:
-        assert torch.equal(zero_full.safe_get_full_fp32_param(param), want)
+        assert torch.equal(zero_full.safe_get_full_fp32_param(param), want.float())
     assert param.isnan().all() and engine.optimizer.gatherer.live == 0
 
 
 @pytest.mark.parametrize("name", ["blocks.5.up.weight", "blocks.3.base.bias"])
-@pytest.mark.parametrize("modifier_rank", [0, 1])
-def test_one_ranks_changes_become_everyones(modifier_rank: int, name: str) -> None:
-    POOL.run(edits, 2, modifier_rank, name)
+@pytest.mark.parametrize(("modifier_rank", "bf16"), [(0, False), (1, True)])
+def test_one_ranks_changes_become_everyones(modifier_rank: int, bf16: bool, name: str) -> None:
+    POOL.run(edits, 2, modifier_rank, name, bf16)
 
 
 def refused(comm: Any, modifier_rank: int | None) -> tuple[str, bool]:

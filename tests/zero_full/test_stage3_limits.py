@@ -20,11 +20,13 @@ from tests.zero_full.runs import assert_close, config, data
 from tests.zero_full.stage3_runs import (
     KEPT,
     RELEASED,
+    SGD,
     WIDTH,
     Block,
     Tower,
     assert_stage_3_is_stage_2,
     one_step,
+    played,
     seeded,
 )
 from tests.zero_full.test_experts import CLIP, STEPS, WORLD, WithExpert, sgd, topology_of
@@ -140,9 +142,9 @@ def test_fifty_steps_leave_nothing_behind(make: Callable[[], nn.Module], zero: d
 # Traffic -----------------------------------------------------------------------------------------
 
 
-def sent(comm: Any, zero: dict[str, Any], micro_batches: int) -> list[int]:
+def sent(comm: Any, zero: dict[str, Any], micro_batches: int, make: Any = Rooted) -> list[int]:
     """Bytes that this rank sends in each of three steps."""
-    engine, found = engine_of(Rooted, zero, gradient_accumulation_steps=micro_batches), []
+    engine, found = engine_of(make, zero, gradient_accumulation_steps=micro_batches), []
     for step in range(3):
         engine.optimizer.groups.traffic.clear()
         one_step(engine, step, comm.rank)
@@ -161,6 +163,14 @@ def test_a_step_sends_each_parameter_three_times_or_twice(
         assert found == [3 * micro_batches * once] * 3
     for found in POOL.run(sent, world_size, {**KEPT, "overlap_comm": overlap}, micro_batches):
         assert found[1:] == [2 * micro_batches * once] * 2
+
+
+@pytest.mark.parametrize("how", ["each", "pairs", "all"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_is_recomputed_is_not_gathered_once_more(reentrant: bool, how: str) -> None:
+    once = 4 * 8 * padded(BLOCK, 2) // 2
+    for found in POOL.run(sent, 2, RELEASED, 1, partial(Recomputed, how, reentrant)):
+        assert found == [3 * once] * 3
 
 
 # Time --------------------------------------------------------------------------------------------
@@ -218,6 +228,14 @@ def test_how_parameters_are_cut_changes_nothing(zero: dict[str, Any]) -> None:
 def test_shards_that_are_repeated(keys: dict[str, Any]) -> None:
     ways = ["released, overlapping", "kept"]
     assert_stage_3_is_stage_2(GPT, world_size=4, ways=ways, zero_optimization={"mics_shard_size": 2}, **keys)
+
+
+def test_shards_that_are_repeated_end_where_unsharded_ones_end() -> None:
+    want = POOL.run(played, 4, GPT, one_step, config(0, **SGD), 3)
+    keys = config(3, zero_optimization={**RELEASED, "mics_shard_size": 2}, **SGD)
+    for got, plain in zip(POOL.run(played, 4, GPT, one_step, keys, 3), want, strict=True):
+        assert got.losses == pytest.approx(plain.losses, rel=1e-6)
+        assert_close(got.parameters, plain.parameters, 1e-6)
 
 
 class ExpertTower(WithExpert):

@@ -12,7 +12,15 @@ from torch import Tensor, nn
 import zero_full
 from tests.worlds import POOL
 from tests.zero_full.runs import assert_same, config, data
-from tests.zero_full.stage3_runs import RELEASED, Tower, assert_stage_3_is_stage_2, one_step, seeded, stage3
+from tests.zero_full.stage3_runs import (
+    RELEASED,
+    Block,
+    Tower,
+    assert_stage_3_is_stage_2,
+    one_step,
+    seeded,
+    stage3,
+)
 from tests.zero_full.test_stage3_calls import GPT, Normalized
 from tests.zero_full.test_stage3_modules import LoRA
 
@@ -38,15 +46,29 @@ class FailsBackward(torch.autograd.Function):
         raise OnPurposeError
 
 
+class FailsInside(Block):
+    fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same shape, or an error."""
+        if self.fails:
+            raise OnPurposeError
+        return super().forward(x)
+
+
 class Fails(Tower):
     where = ""
+
+    def __init__(self) -> None:
+        super().__init__(8, FailsInside)
 
     def forward(self, x: Tensor) -> Tensor:
         """The loss, or an error half way."""
         for number, block in enumerate(self.blocks):
             if number == 4 and self.where == "forward":
                 raise OnPurposeError
-            x = block(FailsBackward.apply(x) if number == 4 and self.where else x)
+            block.fails = number == 4 and self.where == "unit"
+            x = block(FailsBackward.apply(x) if number == 4 and "backward" in self.where else x)
         return x.square().mean()
 
 
@@ -63,7 +85,7 @@ def fails_once(engine: zero_full.Engine, step: int, rank: int, where: str) -> fl
     return one_step(engine, step, rank)
 
 
-@pytest.mark.parametrize("where", ["forward", "backward", "plain backward"])
+@pytest.mark.parametrize("where", ["forward", "unit", "backward", "plain backward"])
 def test_the_step_after_one_that_has_failed(where: str) -> None:
     assert_stage_3_is_stage_2(Fails, partial(fails_once, where=where), units=8)
 
