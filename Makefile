@@ -38,6 +38,7 @@ test-gpu: .venv/ready  ## tests that need a GPU (and a torch built for it)
 bench: .venv/ready  ## step times and collectives beside the peers that are installed (20 minutes, quiet machine)
 	@mkdir -p build/bench
 	$(BIN)/python -m tests.bench.collectives | tee build/bench/collectives.md
+	$(BIN)/python -m tests.bench.hooks | tee build/bench/hooks.md
 	$(BIN)/python -W ignore -m tests.bench.step_time --no-overlap | tee build/bench/step_time.md
 
 # Targets whose feature has not landed: they did nothing, so they fail.

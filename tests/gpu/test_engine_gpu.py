@@ -16,6 +16,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 STEPS = 4
+RELEASES = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
 PRECISIONS: dict[str, tuple[dict[str, Any], float]] = {
     "fp32": ({}, 1e-5),
     "bf16": ({"bf16": {"enabled": True}}, 0.05),
@@ -41,10 +42,10 @@ def off_by(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_one_device_ends_where_plain_adam_ends(stage: int, precision: str, overlap: bool) -> None:
     keys, tolerance = PRECISIONS[precision]
-    zero = {"overlap_comm": overlap}
+    zero = {"overlap_comm": overlap, **RELEASES}
     got = train_on(torch.device("cuda:0"), 0, config(stage, zero_optimization=zero, **keys))
     assert off_by(got, reference(1, STEPS)) <= tolerance
 
@@ -59,7 +60,7 @@ def rank_of_nccl(rank: int, port: int, keys: dict[str, Any], answers: Any) -> No
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a device for each rank")
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_two_devices_end_where_plain_adam_ends(stage: int, precision: str, overlap: bool) -> None:
     import socket
 
@@ -67,7 +68,9 @@ def test_two_devices_end_where_plain_adam_ends(stage: int, precision: str, overl
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     keys, tolerance = PRECISIONS[precision]
-    keys = config(stage, zero_optimization={"overlap_comm": overlap}, gradient_accumulation_steps=2, **keys)
+    keys = config(
+        stage, zero_optimization={"overlap_comm": overlap, **RELEASES}, gradient_accumulation_steps=2, **keys
+    )
     answers = multiprocessing.Manager().dict()
     multiprocessing.spawn(rank_of_nccl, (port, keys, answers), nprocs=2)
     for rank in range(2):

@@ -330,7 +330,7 @@ def test_a_unit_may_add_to_a_list_that_it_is_given() -> None:
 
 
 def test_a_unit_may_change_its_only_input_in_place() -> None:
-    assert_stage_3_is_stage_2(InPlaceFirst, exact=False)
+    assert_stage_3_is_stage_2(InPlaceFirst, tolerance=1e-6)
 
 
 class TwoInPlace(Block):

@@ -102,6 +102,34 @@ def test_a_recomputed_part_is_gathered_as_a_whole_and_no_more() -> None:
         assert forward == padded(BLOCK, 2) and backward <= 2 * padded(BLOCK, 2)
 
 
+def gradients_at_a_time(comm: Any, make: Callable[[], nn.Module]) -> int:
+    """In how many units backward has whole gradients at a time."""
+    engine, most = engine_of(make, RELEASED), 0
+
+    def look(grad: Tensor) -> None:
+        nonlocal most
+        waiting = {b for b in engine.optimizer.buckets if b.whole is not None or b.arrived}
+        most = max(most, len(waiting))
+
+    def watch(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(look)
+
+    for block in engine.module.blocks:
+        block.register_forward_hook(watch)
+    one_step(engine, 0, comm.rank)
+    return most
+
+
+@pytest.mark.parametrize(
+    "make",
+    [Tower, partial(Recomputed, "each", False), partial(Recomputed, "each", True)],
+    ids=["plain", "recomputed", "re-entrant"],
+)
+def test_gradients_leave_as_soon_as_backward_has_passed_their_unit(make: Callable[[], nn.Module]) -> None:
+    assert max(POOL.run(gradients_at_a_time, 2, make)) <= 1
+
+
 def leaks(comm: Any, make: Callable[[], nn.Module], zero: dict[str, Any]) -> tuple[list[int], list[int], int]:
     """(tensors, bytes of their storages) after 10 and after 50 steps; bytes the process has grown by."""
     engine, tensors, sizes, resident = engine_of(make, zero), [], [], []

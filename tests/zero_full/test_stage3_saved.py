@@ -150,6 +150,23 @@ def test_a_saved_run_continues_bit_for_bit(make: Callable[[], nn.Module], keys: 
         assert_same(later, whole)
 
 
+def outputs_of_second_slices(comm: Any) -> None:
+    """What a node has kept of frozen parameters is forgotten when others are loaded."""
+    keys = stage3(zero_hpz_partition_size=2)
+    first = engine_of(LoRA, keys)
+    torch.manual_seed(99)
+    second, _, _, _ = zero_full.initialize(model=LoRA(), config=keys)
+    one_step(second, 0, comm.rank)
+    second.load_state_dict(first.state_dict())
+    x = data(1, 0, comm.rank)
+    assert torch.equal(first(x), second(x))
+
+
+@pytest.mark.xfail(strict=True, reason="load_own_state_dict leaves `second` of frozen parameters as it was")
+def test_loaded_frozen_parameters_replace_second_slices() -> None:
+    POOL.run(outputs_of_second_slices, 4)
+
+
 def round_trip(comm: Any, make: Callable[[], nn.Module], zero: dict[str, Any]) -> None:
     """A whole state dict has plain torch's keys and values, and another engine takes it."""
     plain = seeded(make).state_dict()
@@ -255,20 +272,21 @@ FP16 = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}
 def test_an_overflow_on_one_rank_is_skipped_by_all(keys: dict[str, Any]) -> None:
     for world_size in (2, 3):
         assert_stage_3_is_stage_2(
-            Tower, poisoned, world_size, ways=["released, overlapping", "kept"], exact=False, **keys
+            Tower, poisoned, world_size, ways=["released, overlapping", "kept"], tolerance=1e-6, **keys
         )
 
 
 SIXTEEN = [
-    {"bf16": {"enabled": True}, "communication_data_type": "fp32"},
-    {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
-    {"fp16": FP16, "gradient_accumulation_steps": 2},
+    ({"bf16": {"enabled": True}, "communication_data_type": "fp32"}, 0.0),
+    # torch rounds the last elements of a 16-bit tensor otherwise than those that fill a vector register.
+    ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, 0.02),
+    ({"fp16": FP16, "gradient_accumulation_steps": 2}, 0.0),
 ]
 
 
-@pytest.mark.parametrize("keys", SIXTEEN, ids=str)
-def test_sixteen_bits(keys: dict[str, Any]) -> None:
-    assert_stage_3_is_stage_2(Tower, **keys)
+@pytest.mark.parametrize(("keys", "tolerance"), SIXTEEN, ids=str)
+def test_sixteen_bits(keys: dict[str, Any], tolerance: float) -> None:
+    assert_stage_3_is_stage_2(Tower, tolerance=tolerance, **keys)
 
 
 def autocast_step(engine: zero_full.Engine, step: int, rank: int) -> float:

@@ -5,9 +5,9 @@
                inputs have theirs: reduce its parameters' gradients, release
 
 [Note: exits] The inputs of a module pass through an exit: an identity whose backward runs when the module's
-own backward is complete. All ranks reach the exits in the same order, whichever parameters they have used: that
-is where gradients leave. A module whose inputs need no gradients has no exit, and neither has one that is
-recomputed for a graph which has it already: theirs leave, and are released, when backward ends.
+own backward is complete. All ranks reach the exits in the same order, whichever parameters they have used:
+that is where gradients leave. A module whose inputs need no gradients has no exit, and neither has one that
+is recomputed for a graph which has it already: theirs leave, and are released, when backward ends.
 
 [Note: prefetch] The order of the sites is recorded. From then on the next one is gathered while this one is
 at work, if there is a lane beside it. Where the order changes nothing is prefetched, and the new one is
@@ -85,9 +85,7 @@ class ParameterGatherer:
         self, model: nn.Module, sites: Sequence[Site], lane: Lane, limits: Gathering, reducer: GradientReducer
     ) -> None:
         self.lane, self.limits, self.reducer = lane, limits, reducer
-        self.me = weakref.ref(
-            self
-        )  # for hooks: Python cannot see through tensors to find a circle and free it
+        self.me = weakref.ref(self)  # for hooks: Python finds no circle that goes through a tensor
         self.prefetches = not isinstance(lane, Inline)
         self.training, self.inference, self.backward = Order(), Order(), Order()
         self.order: Order | None = None  # None: between passes

@@ -128,8 +128,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         scale = self.scaler.scale
         if self.unscaled and scale != 1 and self.passes != self.reducer.passes:
             raise RuntimeError(
-                "a backward pass has added scaled gradients to those of the last step, which are unscaled: call "
-                "zero_grad after every step"
+                "a backward pass has added scaled gradients to those of the last step, which are unscaled: "
+                "call zero_grad after every step"
             )
         remaining = 1.0 if self.unscaled else scale
         norm = self._norm() / remaining if self.settings.needs_norm else None
