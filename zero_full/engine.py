@@ -332,10 +332,13 @@ class Engine(EngineFacts):
         if torch.accelerator.is_available():
             torch.accelerator.empty_cache()
 
-    def destroy(self) -> None:
-        """Take the engine off the model, which keeps its parameters; at stage 3 they stay released."""
+    def destroy(self, gather: bool = False) -> None:
+        """Take the engine off the model, which keeps its parameters.
+
+        At stage 3 they stay released. With `gather`, which every rank must ask for, they become whole again.
+        """
         self.parking.reload()
-        self.optimizer.close()
+        self.optimizer.close(gather)
 
 
 COUNTERS = ("micro_steps", "global_steps", "global_samples", "skipped_steps")

@@ -293,7 +293,7 @@ def _shard(
     deferred.fill(groups, parts.fill)
     settle_the_rest(model, parts, topology, groups, settings)
     optimizer = ZeroOptimizer(base, model, parts, groups, settings, _scaler(config))
-    guard(model, optimizer)
+    optimizer.guards = guard(model) if parts.sites else []
     for path in deferred.weights():
         load_weights(model, optimizer, path)
     return optimizer

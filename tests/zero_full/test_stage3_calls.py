@@ -322,9 +322,6 @@ def test_whatever_modules_take_and_give(make: Callable[[], nn.Module]) -> None:
     assert_stage_3_is_stage_2(make)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="nest.mapped makes new lists and dicts for a unit that is called with them"
-)
 def test_a_unit_may_add_to_a_list_that_it_is_given() -> None:
     assert_stage_3_is_stage_2(Collecting)
 

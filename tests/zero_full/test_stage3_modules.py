@@ -211,8 +211,5 @@ def test_a_unit_that_one_rank_skips_is_named_on_all_ranks() -> None:
         assert seconds < 5
 
 
-@pytest.mark.xfail(
-    reason="CallCheck: two lanes share one store connection, and one's wait blocks the other's set"
-)
 def test_the_check_of_calls_raises_no_false_alarm_beside_overlap() -> None:
     assert POOL.run(parts_ways, 2, True, "nothing") == [("", 0.0)] * 2

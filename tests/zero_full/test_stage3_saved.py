@@ -97,16 +97,29 @@ def again_on_the_same_model(comm: Any, stage: int, zero: dict[str, Any]) -> tupl
         engine, _, _, _ = zero_full.initialize(model=model, config=config(stage, zero_optimization=zero))
         losses += [one_step(engine, 2 * half + step, comm.rank) for step in range(2)]
         whole = engine.module_state_dict()
-        engine.destroy()
+        engine.destroy(gather=True)
         assert_same(model.state_dict(), whole)
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks")
     return losses, sum(len(getattr(module, kind)) for module in model.modules() for kind in kinds)
 
 
-@pytest.mark.xfail(strict=True, reason="destroy leaves NaN in the parameters, and the guards of state_dict")
 def test_a_destroyed_engine_leaves_a_whole_model_that_another_one_takes_over() -> None:
     want = POOL.run(again_on_the_same_model, 2, 2, {})
     assert POOL.run(again_on_the_same_model, 2, 3, RELEASED) == want
+
+
+def taken_over_released(comm: Any) -> None:
+    model = seeded(Tower)
+    engine, _, _, _ = zero_full.initialize(model=model, config=stage3())
+    engine.destroy()
+    with pytest.raises(RuntimeError, match="GatheredParameters"):
+        model.state_dict()
+    with pytest.raises(ValueError, match=r"was released by an engine that is gone.*destroy\(gather=True\)"):
+        zero_full.initialize(model=model, config=stage3())
+
+
+def test_released_parameters_are_not_taken_for_values() -> None:
+    POOL.run(taken_over_released, 2)
 
 
 def hooks_after_destroy(comm: Any) -> int:
@@ -162,7 +175,6 @@ def outputs_of_second_slices(comm: Any) -> None:
     assert torch.equal(first(x), second(x))
 
 
-@pytest.mark.xfail(strict=True, reason="load_own_state_dict leaves `second` of frozen parameters as it was")
 def test_loaded_frozen_parameters_replace_second_slices() -> None:
     POOL.run(outputs_of_second_slices, 4)
 
@@ -211,7 +223,6 @@ def copied(comm: Any) -> None:
     assert_same(twin.state_dict(), engine.module_state_dict())
 
 
-@pytest.mark.xfail(strict=True, reason="the guards of state_dict hold process groups, which cannot be copied")
 def test_a_gathered_model_can_be_copied() -> None:
     POOL.run(copied, 2)
 

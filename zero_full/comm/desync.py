@@ -6,10 +6,8 @@ with both sides: the first rank with an opinion on a call writes it down, and it
 costs a few round trips to the store per collective, so it is for finding a hang, not for training runs.
 """
 
+import time
 from collections.abc import Sequence
-from datetime import timedelta
-
-import torch.distributed as dist
 
 from zero_full._compat import default_store, keys_under
 
@@ -25,7 +23,7 @@ class CallCheck:
     """One communicator's record of calls."""
 
     def __init__(self, ranks: Sequence[int], rank: int, timeout_s: float) -> None:
-        self.ranks, self.rank, self.patience = list(ranks), rank, timedelta(seconds=timeout_s)
+        self.ranks, self.rank, self.patience_s = list(ranks), rank, timeout_s
         name = "zero_full/calls/" + "-".join(map(str, ranks))
         made = keys_under(name, default_store()).add(f"made/{rank}", 1)  # the same ranks may meet in several
         self.store = keys_under(f"{name}/{made}", default_store())
@@ -47,11 +45,12 @@ class CallCheck:
     def _opinion(self) -> str:
         """`GO`, or what is wrong with this call."""
         keys = {rank: f"{self.number}/{rank}" for rank in self.ranks}
-        absent: list[int] = []
-        try:
-            self.store.wait(list(keys.values()), self.patience)
-        except dist.DistStoreError:
-            absent = [rank for rank, key in keys.items() if not self.store.check([key])]
+        deadline = time.monotonic() + self.patience_s
+        # Not `store.wait`: it would keep the connection from calls that this rank makes beside this one.
+        while (absent := [rank for rank, key in keys.items() if not self.store.check([key])]) and (
+            time.monotonic() < deadline
+        ):
+            time.sleep(0.001)
         if absent:
             lines = [f"rank {rank}: {self._whereabouts(rank, absent)}" for rank in self.ranks]
         else:
@@ -64,5 +63,4 @@ class CallCheck:
     def _whereabouts(self, rank: int, absent: Sequence[int]) -> str:
         last = f"last/{rank}"
         known = self.store.get(last).decode() if self.store.check([last]) else "no call yet"
-        seconds = self.patience.total_seconds()
-        return f"did not come within {seconds:g} s; last seen at {known}" if rank in absent else known
+        return f"did not come within {self.patience_s:g} s; last seen at {known}" if rank in absent else known

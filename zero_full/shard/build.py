@@ -17,7 +17,7 @@ from zero_full.shard.groups import Groups, Pair
 from zero_full.shard.owners import refuse_owned
 from zero_full.shard.settings import Settings
 from zero_full.shard.units import Unit, choose_units, size_limit
-from zero_full.shard.values import FROZEN, Kind, Member, Values
+from zero_full.shard.values import FROZEN, Kind, Member, Values, is_released
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,7 @@ class Dealer:
         everything = [(name, p) for p, name in names.items()]
         refuse_owned(everything)
         trained = [(name, p) for name, p in everything if p in self.group_of]
+        _refuse_released([(name, p) for name, p in everything if p not in self.deferred])
         _refuse_shared_memory([(name, p) for name, p in trained if p not in self.deferred])
         units = self._units(model) if self.settings.stage == 3 else []
         in_units = {p for unit in units for _, p in unit.parameters}
@@ -165,12 +166,21 @@ def settle_the_rest(
 
 def _broadcast(tensor: Tensor, pair: Pair, name: str) -> None:
     sent = tensor.contiguous()
-    raw = sent.view(torch.uint8) if sent.dtype == torch.bool else sent  # gloo knows no bool
+    raw = sent.view(torch.uint8) if sent.dtype.itemsize == 1 else sent  # gloo knows neither bool nor float8
     for group in (pair.shard, pair.across):
         if raw.numel():
             group.broadcast(raw, name)
     if sent.data_ptr() != tensor.data_ptr():
         tensor.copy_(sent)
+
+
+def _refuse_released(named: Sequence[Named]) -> None:
+    for name, param in named:
+        if is_released(param):
+            raise ValueError(
+                f"{name} was released by an engine that is gone: end that one with destroy(gather=True), on "
+                "every rank, so that it leaves whole parameters"
+            )
 
 
 def _refuse_shared_memory(trained: Sequence[tuple[str, Parameter]]) -> None:

@@ -172,7 +172,9 @@ class ParameterGatherer:
 
     def _through_exit(self, call: Call, args: Any, kwargs: Any) -> Any:
         """The inputs, with an exit behind all that need gradients. See [Note: exits]."""
-        inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
+        # A list or dict that the module writes to must stay the caller's: look inside only if need be.
+        direct = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.requires_grad]
+        inputs = direct or [t for t in tensors_in((args, kwargs)) if t.requires_grad]
         if not inputs:
             return None
         call.site.exits += 1

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from zero_full.comm.communicator import CommunicationError
 from zero_full.comm.lane import Pending, lane_for
@@ -67,6 +68,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         register(self, (m.param for values in self.values() for m in values.members))
         self._replace_parameters()
         self.reducer = GradientReducer(self.buckets, self.lane, settings.stage)
+        self.guards: list[RemovableHandle] = []  # on the model's state_dict
         self.gatherer: ParameterGatherer | None = None
         if parts.sites:
             beside = lane_for(groups.dense.shard.device, settings.overlap)
@@ -292,13 +294,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "learning rate, gradient clipping, or fixing what produces inf or NaN in fp32"
             ) from None
 
-    def close(self) -> None:
-        """Leave the model: its parameters stay as they are, without hooks."""
+    def close(self, gather: bool) -> None:
+        """Leave the model without hooks, its parameters as they are or, if every rank asks for it, whole."""
         for finish in (self.settle, self.reducer.close, self.zero_grad):
             with suppress(CommunicationError):  # of calls that were under way: told already
                 finish()
         if self.gatherer is not None:
             self.gatherer.close()
+            if gather:
+                for values in self.values():
+                    self.gatherer.gather(values)
+        if all(values.state is State.WHOLE for values in self.values()):
+            for handle in self.guards:
+                handle.remove()
         unregister(m.param for values in self.values() for m in values.members)
 
     # What this rank has --------------------------------------------------------------------------

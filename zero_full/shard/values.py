@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from zero_full._compat import identity_of
 from zero_full.comm.communicator import Communicator
 from zero_full.comm.lane import Lane, Pending
 from zero_full.layout import FlatLayout, Fragment
@@ -89,6 +90,12 @@ for _dtype in NAMES.values():  # made now: what a run has in memory is then all 
 def _as_bytes(tensor: Tensor) -> Tensor:
     """What gloo can send of it: it knows no bool."""
     return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
+
+
+def is_released(param: Tensor) -> bool:
+    """Whether this parameter shows that it is not there."""
+    shown, absent = param.untyped_storage(), nothing(param.dtype, param.device).untyped_storage()
+    return identity_of(shown) == identity_of(absent)
 
 
 class Values:

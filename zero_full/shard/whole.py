@@ -2,15 +2,17 @@
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
 
 from zero_full.shard.optimizer import ZeroOptimizer
 from zero_full.shard.owners import owner_of
-from zero_full.shard.values import Member, State, Values
+from zero_full.shard.values import Member, Values, is_released
 
 
 def whole_parameters(optimizer: ZeroOptimizer) -> Iterator[tuple[Member, Tensor]]:
@@ -105,6 +107,7 @@ def load_own_state_dict(
                 "rank has saved, with the same world size and units"
             )
         values.own.copy_(saved)
+        values.second = None
 
 
 def _is_in(value: Any, params: Container[Any]) -> bool:
@@ -139,29 +142,24 @@ def _unguarded() -> Iterator[None]:
         _guarded = before
 
 
-def guard(module: nn.Module, optimizer: ZeroOptimizer) -> None:
+def guard(module: nn.Module) -> list[RemovableHandle]:
     """A plain `state_dict` or `load_state_dict` of a model with released parameters is an error, not NaN."""
-    values_of = {m.param: values for values in optimizer.values() if values.sheds for m in values.members}
+    handles = []
     for inner in module.modules():
-        held = {n: values_of[p] for n, p in inner.named_parameters(recurse=False) if p in values_of}
-        if held:
-            inner.register_state_dict_pre_hook(_Guard(held, "state_dict", "module_state_dict()"))
-            inner.register_load_state_dict_pre_hook(
-                _Guard(held, "load_state_dict", "load_module_state_dict(...)")
-            )
+        if next(inner.parameters(recurse=False), None) is not None:
+            handles.append(inner.register_state_dict_pre_hook(partial(_refuse, "state_dict()")))
+            handles.append(inner.register_load_state_dict_pre_hook(partial(_refuse, "load_state_dict(...)")))
+    return handles
 
 
-class _Guard:
-    def __init__(self, held: Mapping[str, Values], call: str, remedy: str) -> None:
-        self.held, self.call, self.remedy = held, call, remedy
-
-    def __call__(self, module: nn.Module, *arguments: Any) -> None:
-        released = [name for name, values in self.held.items() if values.state is not State.WHOLE]
-        if _guarded and released:
-            raise RuntimeError(
-                f"{self.call} of a {type(module).__name__} whose {', '.join(released)} is or are sharded: "
-                f"call engine.{self.remedy} on every rank, or stay inside zero_full.GatheredParameters"
-            )
+def _refuse(call: str, module: nn.Module, *arguments: Any) -> None:
+    released = [name for name, p in module.named_parameters(recurse=False) if is_released(p)]
+    if _guarded and released:
+        raise RuntimeError(
+            f"{call} of a {type(module).__name__} whose {', '.join(released)} is or are sharded: call "
+            f"engine.{call.replace('state_dict', 'module_state_dict')} on every rank, or stay inside "
+            "zero_full.GatheredParameters"
+        )
 
 
 # Single parameters -------------------------------------------------------------------------------
@@ -238,7 +236,7 @@ class GatheredParameters:
         """By name: how often a parameter was written, and a sum over its bits, for what goes round that."""
         members = [place for _, chosen, _ in self.stack for place in chosen]
         return {
-            member.name: (member.param._version, int(torch.hash_tensor(values.windows[member.index])))
+            member.name: (member.param._version, _sum_of_bits(values.windows[member.index]))
             for values, member in members
         }
 
@@ -257,6 +255,10 @@ class GatheredParameters:
             f"{', '.join(changed)} changed inside GatheredParameters, and the change was undone: pass "
             "modifier_rank, the rank whose values count"
         )
+
+
+def _sum_of_bits(tensor: Tensor) -> int:
+    return int(torch.hash_tensor(tensor).view(torch.int64)) if tensor.numel() else 0
 
 
 def _rank() -> int:
