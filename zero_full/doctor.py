@@ -49,7 +49,7 @@ def problems() -> list[str]:
             found.append(f"torch {torch.__version__} is too old, remedy: pip install 'torch>={least}'")
         if not distributed_available(torch):
             found.append("this torch has no torch.distributed, remedy: install a build from pytorch.org")
-    return found + pydantic_problems() + launcher_problems()
+    return found + pydantic_problems() + safetensors_problems() + launcher_problems()
 
 
 def main() -> int:
@@ -77,6 +77,7 @@ def package() -> Rows:
         ("Python", f"{platform.python_version()} ({sys.executable})"),
         ("torch", answer),
         ("pydantic", installed("pydantic") or "missing"),
+        ("safetensors", installed("safetensors") or "missing"),
     ]
 
 
@@ -209,6 +210,13 @@ def pydantic_problems() -> list[str]:
         return [f"pydantic cannot be imported ({reason}), {remedy}"]
     version = str(getattr(pydantic, "VERSION", "0"))
     return [f"pydantic {version} is too old, {remedy}"] if version_of(version) < PYDANTIC_AT_LEAST else []
+
+
+def safetensors_problems() -> list[str]:
+    """Weights are written and read with safetensors."""
+    safetensors, reason = imported("safetensors")
+    missing = f"safetensors cannot be imported ({reason}), remedy: pip install safetensors"
+    return [missing] if safetensors is None else []
 
 
 def optional_packages() -> Rows:

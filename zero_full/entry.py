@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -26,6 +27,7 @@ from zero_full.precision import Dtypes, DynamicScale, StaticScale
 from zero_full.precision.dtypes import NAMES
 from zero_full.shard import Connection, Dealer, Gathering, Settings, ZeroOptimizer, connect, settle_the_rest
 from zero_full.shard.init import Deferred
+from zero_full.shard.units import Wrap
 from zero_full.shard.whole import guard
 
 log = logging.getLogger("zero_full")
@@ -79,6 +81,7 @@ def initialize(
     process_group: dist.ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
     topology: Topology | None = None,
+    wrap: Wrap | None = None,
 ) -> tuple[Engine, ZeroOptimizer, Any, Any]:
     """Put `model` under an engine's care. Returns (engine, optimizer, data loader, schedule).
 
@@ -89,6 +92,7 @@ def initialize(
     lr_scheduler      an instance, or a function of the optimizer; None: the config's
     config            a dict, or the path of a JSON file, with DeepSpeed's keys (also: args.deepspeed_config)
     process_group     the ranks that share the state; or a named `mesh`, Megatron's `mpu`, a `topology`
+    wrap              stage 3: (name, module) -> whether it is gathered as a whole; None: the config's way
     """
     if model is None:
         raise ValueError("initialize needs a model")
@@ -99,6 +103,8 @@ def initialize(
     data_rank, data_ranks = _place_among_data(topology)
     resolved = resolve(given, data_ranks)
     settings = settings_of(resolved.config)
+    if wrap is not None:
+        settings = replace(settings, gathering=replace(settings.gathering, wrap=wrap))
     if resolved.config.zero_optimization.mics_shard_size > 0 and settings.stage > 0 and data_ranks > 1:
         topology = topology.with_sub_groups(resolved.config.zero_optimization.mics_shard_size)
     device = _device(model)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -225,3 +226,32 @@ def test_a_rank_without_any_batch_is_named_everywhere() -> None:
 
 def test_alone_every_batch_counts() -> None:
     assert list(synced("ab")) == [("a", True), ("b", True)]
+
+
+# Units -------------------------------------------------------------------------------------------
+
+
+def unit_names(comm: Any, **arguments: Any) -> list[str]:
+    halves = (nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(2))
+    engine, optimizer, _, _ = zero_full.initialize(
+        model=nn.Sequential(*halves), config=config(3), **arguments
+    )
+    names = sorted(site.name for site in optimizer.gatherer.sites.values() if site.values)
+    engine.destroy()
+    return names
+
+
+def named_in_three_ways(comm: Any) -> list[list[str]]:
+    by_function = unit_names(comm, wrap=lambda name, module: name == "1")
+    leaf = config(3)
+    leaf["zero_optimization"]["leaf_module"] = {"names": ["0"]}
+    with mock.patch(f"{__name__}.config", lambda stage: leaf):
+        by_config = unit_names(comm)
+    return [unit_names(comm), by_function, by_config]
+
+
+def test_units_are_chosen_by_size_unless_a_function_or_the_config_names_them() -> None:
+    by_size, by_function, by_config = POOL.run(named_in_three_ways, 2)[0]
+    assert by_size == ["0.0", "0.1", "1.0", "1.1"]
+    assert by_function == ["0.0", "0.1", "1"]
+    assert by_config == ["0", "1.0", "1.1"]
