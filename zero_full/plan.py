@@ -37,6 +37,7 @@ from zero_full.comm.shared import WINDOW
 from zero_full.comm.topology import marked_as_expert
 from zero_full.config import Config, Resolved, resolve
 from zero_full.config.resolve import MICRO, TRAIN
+from zero_full.config.schema import ZeroConfig
 from zero_full.nest import mapped
 from zero_full.plan_table import gathered, kept, lay_out, moments, on_their_way, run_of, sent, updating
 from zero_full.precision.dtypes import NAMES, Dtypes
@@ -163,6 +164,7 @@ def _at_stage(resolved: Resolved, stage: int) -> Config:
 
 def _plan(model: nn.Module, config: Config, world: int, device: str, left: int | None) -> Plan:
     _refuse_experts(model)
+    _refuse_plus_plus(config.zero_optimization)
     run = run_of(config, world)
     laid = lay_out(model, run)
     held = kept(laid, run)
@@ -171,7 +173,7 @@ def _plan(model: nn.Module, config: Config, world: int, device: str, left: int |
         world=world,
         numel=sum(p.numel() for p in model.parameters()),
         parameters=held["parameters"],
-        buffers=sum(b.numel() * run.dtypes.of(b.dtype).itemsize for b in model.buffers()),
+        buffers=sum(b.numel() * run.dtypes.of_buffer(b.dtype).itemsize for b in model.buffers()),
         gradients=held["gradients"],
         master=held["master"],
         moments=moments(laid, config, run),
@@ -182,6 +184,17 @@ def _plan(model: nn.Module, config: Config, world: int, device: str, left: int |
         update=updating(laid, run),
         sent=sent(laid, run),
     )
+
+
+def _refuse_plus_plus(zero: ZeroConfig) -> None:
+    uncounted = {
+        "zero_hpz_partition_size": zero.zero_hpz_partition_size > 1,
+        "zero_quantized_weights": zero.zero_quantized_weights,
+        "zero_quantized_gradients": zero.zero_quantized_gradients,
+    }
+    keys = ", ".join(f"zero_optimization.{key}" for key, used in uncounted.items() if used)
+    if keys and zero.stage == 3:
+        raise PlanError(f"a plan does not count {keys}: remove it to see the rest")
 
 
 def _refuse_experts(model: nn.Module) -> None:

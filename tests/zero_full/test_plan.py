@@ -22,9 +22,7 @@ from zero_full.config import ConfigError
 from zero_full.plan import Plan, PlanError, human, input_of, plan, plan_stages
 from zero_min.ledger import Ledger, held
 
-GB = 1e9
-WIDTH = 16
-WIDE = (160, 160, 16, "cpu")
+GB, WIDTH, WIDE = 1e9, 16, (160, 160, 16, "cpu")
 
 
 class Odd(nn.Module):
@@ -65,9 +63,8 @@ def measured(comm: Any, given: dict[str, Any]) -> dict[str, int]:
     found["parameters"] += held(p.detach() for p in engine.module.parameters() if p not in flat)
     found["buffers"] = held(engine.module.buffers())
     pair = optimizer.groups.dense
-    transports = {c.transport for c in (pair.shard, pair.across, pair.gather)}
-    shared = [transport for transport in transports if isinstance(transport, SharedMemory)]
-    found["communication"] = sum(transport.windows[0].nbytes for transport in shared)
+    by = {c.transport for c in (pair.shard, pair.across, pair.gather.__self__)}
+    found["communication"] = sum(t.windows[0].nbytes for t in by if isinstance(t, SharedMemory))
     engine.destroy()
     return found
 
@@ -393,6 +390,11 @@ def test_mistakes_are_told_in_a_line(
 def test_models_are_looked_for_where_the_command_is_run(tmp_path: Path) -> None:
     (tmp_path / "my_models.py").write_text("from torch import nn\ndef tiny(): return nn.Linear(2, 2)\n")
     (tmp_path / "ds.json").write_text("{}")
-    command = [sys.executable, "-m", "zero_full", "plan", "--model", "my_models:tiny", "--config", "ds.json"]
-    answer = subprocess.check_output([*command, "--world", "2"], cwd=tmp_path, text=True)
+    command = "-m zero_full plan --model my_models:tiny --config ds.json --world 2"
+    answer = subprocess.check_output([sys.executable, *command.split()], cwd=tmp_path, text=True)
     assert "stage 0, 2 ranks, 6 parameters" in answer
+
+
+def test_what_a_plan_does_not_count_is_refused() -> None:
+    with pytest.raises(PlanError, match="does not count .*zero_quantized_weights"):
+        plan(Odd(), {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, 4)

@@ -3,8 +3,8 @@
 [Note: meetings] Every rank has a number that all can read: how many meetings it has come to. To meet is to
 raise one's own and to wait until the others' are as high, which takes microseconds where a message takes a
 quarter of a millisecond. It needs stores that become visible in the order in which they are made: x86
-promises that, other machines do not. A rank that has died is noticed by its process; one
-that has left its group shows a number below zero.
+promises that, other machines do not. A rank that has died is noticed by its process; one that has left its
+group shows a number below zero.
 """
 
 import ctypes
@@ -78,10 +78,10 @@ class Meeting:
         ended = _has_ended(self.pids[rank])
         if self._has_come(theirs):  # and left later
             return
-        if ended or theirs.value < 0:
-            raise RuntimeError(
-                f"rank {rank} has left" if not ended else f"the process of rank {rank} has ended"
-            )
+        if ended:
+            raise RuntimeError(f"the process of rank {rank} has ended")
+        if theirs.value < 0:
+            raise RuntimeError(f"rank {rank} has left the group")
         if waited > self.timeout_s:
             raise RuntimeError(f"timed out: rank {rank} has not come within {self.timeout_s:g} s")
 
