@@ -396,5 +396,5 @@ def test_models_are_looked_for_where_the_command_is_run(tmp_path: Path) -> None:
 
 
 def test_what_a_plan_does_not_count_is_refused() -> None:
-    with pytest.raises(PlanError, match="does not count .*zero_quantized_weights"):
+    with pytest.raises(PlanError, match=r"does not count .*zero_quantized_weights"):
         plan(Odd(), {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, 4)
