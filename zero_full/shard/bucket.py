@@ -14,6 +14,7 @@ A rank that is alone has nobody to send to: then `own` does not exist, the optim
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -60,6 +61,9 @@ class Bucket:
         alone = self.shard.size == self.across.size == 1
         self.direct = alone and one_type and values.dtype == self.accumulate and divisors == (1, 1)
         self.whole: Tensor | None = None
+        # Buffers that buckets of one optimizer hand on during a backward pass: on a CPU new pages cost more
+        # than what is written to them. (On an accelerator the allocator does it, and it minds the streams.)
+        self.spares: list[Tensor] = []
         self.own: Tensor | None = None
         self.own_is_valid = False
         self.own_is_shared = False  # averaged over `across`, too
@@ -120,12 +124,20 @@ class Bucket:
         if self.whole is None or self.whole.dtype != dtype:
             if self._own_is_a_window():
                 self.own = None  # it would keep the old buffer alive
-            self.whole = torch.empty(self.layout.total, dtype=dtype, device=self.kind.device)
+            self.whole = self._room(dtype)
             end = 0
             for index, start in enumerate(self.layout.starts):
                 self.whole[end:start].zero_()
                 end = start + self.layout.numels[index]
             self.whole[end:].zero_()
+
+    def _room(self, dtype: torch.dtype) -> Tensor:
+        """Memory for all gradients: another bucket's, if it is done with it. See `spares`."""
+        with suppress(IndexError):  # a reduction on another thread may be faster
+            spare = self.spares.pop()
+            if spare.dtype == dtype and spare.numel() >= self.layout.total:
+                return spare[: self.layout.total]
+        return torch.empty(self.layout.total, dtype=dtype, device=self.kind.device)
 
     def _own_is_a_window(self) -> bool:
         if self.own is None or self.whole is None:
@@ -146,6 +158,8 @@ class Bucket:
         self._average(self.whole)
         self.arrived.clear()
         if self.settings.stage >= 2:
+            if self.kind.device.type == "cpu":
+                self.spares.append(self.whole)
             self.whole = None
 
     def _average(self, whole: Tensor) -> None:

@@ -38,6 +38,9 @@ class GradientReducer:
         self.buckets = [bucket for bucket in buckets if not bucket.direct]
         self.lane, self.every_backward, self.told = lane, stage >= 2, stage == 3
         self.bucket_of = {bucket.values: bucket for bucket in self.buckets}
+        self.spares: list[Tensor] = []
+        for bucket in self.buckets:
+            bucket.spares = self.spares
         self.at_end: list[Callable[[], None]] = []  # of a backward pass
         self.boundary = True  # the engine says whether this backward is the step's last
         self.muted = False  # inside no_sync
@@ -170,6 +173,7 @@ class GradientReducer:
             if bucket not in self.launched or second_helping:
                 self._launch(bucket)
         self._drain(0)
+        self.spares.clear()
         self.owing = False
 
     def forget(self) -> None:
