@@ -3,8 +3,7 @@
 import os
 from typing import Any
 
-import torch.distributed as dist
-
+from zero_full.comm.topology import this_rank
 from zero_full.config import Config
 from zero_full.precision.scaler import DynamicScale
 from zero_full.shard.optimizer import ZeroOptimizer
@@ -55,7 +54,7 @@ class EngineFacts:
     @property
     def global_rank(self) -> int:
         """This process, among all."""
-        return dist.get_rank() if dist.is_initialized() else 0
+        return this_rank()
 
     @property
     def local_rank(self) -> int:

@@ -25,7 +25,7 @@ from zero_full.optim import build_optimizer, check_elementwise
 from zero_full.precision import Dtypes
 from zero_full.shard.reducer import IN_FLIGHT
 from zero_full.shard.settings import Settings
-from zero_full.shard.units import Unit, choose_units, size_limit
+from zero_full.shard.units import Unit, choose_units, kept_whole, size_limit
 from zero_full.shard.values import ALIGNMENT
 
 NO_OPTIMIZER = OptimizerConfig(type="AdamW")  # where the config leaves it to the script
@@ -135,27 +135,18 @@ def lay_out(model: nn.Module, run: Run) -> Laid:
     stays = list(model.named_parameters())
     units: list[Unit] = []
     if run.settings.stage == 3 and run.shards > 1:
-        limits, stays = run.settings.gathering, _persistent(stays, run)
-        leave_out = [p for _, p in stays]
-        units = choose_units(model, size_limit(model, limits.max_live), limits.wrap, leave_out)
+        limits = run.settings.gathering
+        limit, small = size_limit(model, limits.max_live), kept_whole(model, limits)
+        units = choose_units(model, limit, limits.wrap, small)
+        in_units = {p for unit in units for _, p in unit.parameters}
+        stays = [(name, p) for name, p in stays if p not in in_units]
     buckets = _buckets([(name, p) for name, p in stays if p.requires_grad], run)
     unmoved = sum(p.numel() * run.dtypes.of(p.dtype).itemsize for _, p in stays if not p.requires_grad)
     return Laid(buckets, [_unit(unit, run) for unit in units], unmoved)
 
 
-def _persistent(named: Sequence[Named], run: Run) -> list[Named]:
-    """Parameters too small to be worth gathering, until there are too many of them."""
-    limits, found = run.settings.gathering, []
-    room = limits.keep_total
-    for name, p in named:
-        if p.numel() <= min(limits.keep_numel, room):
-            found.append((name, p))
-            room -= p.numel()
-    return found
-
-
 def _buckets(trained: Sequence[Named], run: Run) -> list[Flat]:
-    """As `make_buckets` deals them."""
+    """As `Dealer` deals them."""
     numels, kinds = [p.numel() for _, p in trained], [p.dtype for _, p in trained]
     flats = []
     for indices in deal(backward_order(len(trained)), numels, kinds, run.settings.bucket_numel):

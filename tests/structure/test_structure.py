@@ -27,7 +27,7 @@ ROOMS = {  # and a room of zero_full only itself and these; what is not named ma
     "precision": {"comm"},
     "shard": {"_compat", "comm", "layout", "nest", "precision"},
     "checkpoint": {"comm", "layout", "nest", "shard"},
-    "facts": {"config", "precision", "shard"},
+    "facts": {"comm", "config", "precision", "shard"},
     "engine": {"_compat", "checkpoint", "config", "data", "facts", "nest", "precision", "shard", "stopwatch"},
 }
 LONG_SIGNATURES = {"initialize"}  # DeepSpeed's, which scripts call by these names

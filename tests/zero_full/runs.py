@@ -51,6 +51,20 @@ def config(stage: int, **keys: Any) -> dict[str, Any]:
     return base
 
 
+def norms_on_one_process(
+    model: nn.Module, optimizer: torch.optim.Optimizer, ranks: int, steps: int, clip: float
+) -> list[float]:
+    """Train on everybody's data in plain PyTorch, as a referee; returns the gradients' norms."""
+    norms = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        for rank in range(ranks):
+            (model(data(step, 0, rank)) / ranks).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip)))
+        optimizer.step()
+    return norms
+
+
 @dataclass
 class Outcome:
     """What one rank has to show."""

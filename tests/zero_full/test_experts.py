@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import zero_full
 from tests.worlds import POOL
-from tests.zero_full.runs import WIDTH, config, data
+from tests.zero_full.runs import WIDTH, config, data, norms_on_one_process
 from zero_full import Topology
 
 WORLD, STEPS = 4, 3
@@ -70,15 +70,8 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 def on_one_process(experts: int) -> tuple[WithAllExperts, list[float]]:
     """(the model after all steps, the norms)."""
-    model, norms = WithAllExperts(experts), []
-    optimizer = sgd(model.parameters())
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for rank in range(WORLD):
-            (model(data(step, 0, rank)) / WORLD).backward()
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
-        optimizer.step()
-    return model, norms
+    model = WithAllExperts(experts)
+    return model, norms_on_one_process(model, sgd(model.parameters()), WORLD, STEPS, CLIP)
 
 
 def topology_of(rank: int, experts: int) -> tuple[Topology, list[int]]:

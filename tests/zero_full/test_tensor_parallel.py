@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zero_full
 from tests.worlds import POOL
-from tests.zero_full.runs import WIDTH, config, data
+from tests.zero_full.runs import WIDTH, config, data, norms_on_one_process
 
 DATA, MODEL = 2, 2  # ranks: data x model; neighbours split the layers
 STEPS = 3
@@ -53,15 +53,9 @@ class Whole(nn.Module):
 
 def on_one_process() -> tuple[Whole, list[float]]:
     """(the model after all steps, the norms)."""
-    model, norms = Whole(), []
+    model = Whole()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for rank in range(DATA):
-            (model(data(step, 0, rank)) / DATA).backward()
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
-        optimizer.step()
-    return model, norms
+    return model, norms_on_one_process(model, optimizer, DATA, STEPS, CLIP)
 
 
 def mesh_of_two(rank: int) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from zero_full.checkpoint.files import Entry, WeightFiles, flush, part_of, show
 from zero_full.checkpoint.selection import Names, Selection, refuse_parked, refuse_parts, select
 from zero_full.shard.optimizer import ZeroOptimizer
 from zero_full.shard.values import Member, Values
+from zero_full.shard.whole import copy_on_cpu
 
 Deliver = Callable[[str, Tensor], None]  # the tensor may be let go afterwards
 
@@ -174,7 +175,7 @@ class _PickledFile:
         part_of(self.path).touch()
 
     def write(self, name: str, tensor: Tensor) -> None:
-        self.kept[name] = tensor.detach().to("cpu", copy=True)
+        self.kept[name] = copy_on_cpu(tensor)
 
     def finish(self) -> None:
         first = self.selection.first_names()

@@ -2,8 +2,7 @@
 
 from collections.abc import Callable
 
-import torch.distributed as dist
-
+from zero_full.comm.topology import this_rank
 from zero_full.shard.optimizer import ZeroOptimizer
 
 
@@ -28,7 +27,7 @@ class Attempt:
 
     def agree(self) -> None:
         """Raise on every rank if any rank has failed. Every rank must call this."""
-        reports = {_rank(): None if self.error is None else str(self.error) or type(self.error).__name__}
+        reports = {this_rank(): None if self.error is None else str(self.error) or type(self.error).__name__}
         for group in self.optimizer.groups.everyone:
             for theirs in group.gather_objects(reports, "failures"):
                 reports = {**reports, **theirs}
@@ -44,7 +43,3 @@ def _in_words(failed: dict[int, str], ranks: int) -> str:
     if len(first) == 1 and len(failed) == ranks:
         return next(iter(first))
     return "\n".join(f"rank {rank}: {text}" for text, rank in first.items())
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0

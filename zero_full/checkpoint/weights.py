@@ -116,11 +116,9 @@ class _Loading:
 @torch.no_grad()
 def _publish(optimizer: ZeroOptimizer) -> None:
     """Parameters become what their masters say, wherever they are whole."""
-    if optimizer.gatherer is not None:
-        optimizer.gatherer.release_all()
-    for bucket in optimizer.buckets:
-        bucket.publish_own()
-    for values in optimizer.values():
+    optimizer.publish()
+    optimizer.settle()
+    for values in optimizer.frozen:
         values.second = None
         if values.state is State.WHOLE:
             values.collect()

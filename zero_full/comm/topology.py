@@ -119,6 +119,11 @@ class Topology:
         return _group_of_mine(rows, data), _group_of_mine(columns, data)
 
 
+def this_rank() -> int:
+    """This process, among all."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
 def new_group(ranks: list[int], like: dist.ProcessGroup) -> dist.ProcessGroup:
     """A group of its own with the backend and the patience of `like`. Only its members need to call.
 

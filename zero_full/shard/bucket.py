@@ -86,9 +86,8 @@ class Bucket:
     def fill(self, member: Member, value: Tensor) -> None:
         """Give a parameter and its master new values. Every rank must do the same."""
         self.values.fill(member, value)
-        for fragment in self.values.fragments_of(member):
-            start, stop = fragment.param_range
-            self.values.cut(self.master, fragment).copy_(value.reshape(-1)[start:stop])
+        if self.master is not self.values.own:
+            self.values.write(self.master, member, value)
 
     # Gradients -----------------------------------------------------------------------------------
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
-import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
@@ -16,8 +15,8 @@ from zero_full.shard.gatherer import Site
 from zero_full.shard.groups import Groups, Pair
 from zero_full.shard.owners import refuse_owned
 from zero_full.shard.settings import Settings
-from zero_full.shard.units import Unit, choose_units, size_limit
-from zero_full.shard.values import FROZEN, Kind, Member, Values, is_released
+from zero_full.shard.units import Unit, choose_units, kept_whole, size_limit
+from zero_full.shard.values import FROZEN, Kind, Member, Values, as_bytes, is_released
 
 
 @dataclass(frozen=True)
@@ -94,12 +93,8 @@ class Dealer:
         if all(pair.shard.size == 1 for pair in pairs):
             return []
         limits = self.settings.gathering
-        kept, room = [], limits.keep_total
-        for param in model.parameters():
-            if param.numel() <= min(limits.keep_numel, room):
-                kept.append(param)
-                room -= param.numel()
-        return choose_units(model, size_limit(model, limits.max_live), limits.wrap, kept)
+        limit = size_limit(model, limits.max_live)
+        return choose_units(model, limit, limits.wrap, kept_whole(model, limits))
 
     def _unit(self, unit: Unit) -> list[tuple[Values, Bucket | None]]:
         kinds: dict[Kind, list[Named]] = {}
@@ -160,13 +155,13 @@ def settle_the_rest(
         pair = groups.expert if expert and groups.expert is not None else groups.dense
         _broadcast(tensor.data, pair, name)
         dtypes = settings.dtypes
-        frozen_here = isinstance(tensor, Parameter)
-        tensor.data = tensor.data.to((dtypes.of if frozen_here else dtypes.of_buffer)(tensor.dtype))
+        dtype_of = dtypes.of if isinstance(tensor, Parameter) else dtypes.of_buffer
+        tensor.data = tensor.data.to(dtype_of(tensor.dtype))
 
 
 def _broadcast(tensor: Tensor, pair: Pair, name: str) -> None:
     sent = tensor.contiguous()
-    raw = sent.view(torch.uint8) if sent.dtype.itemsize == 1 else sent  # gloo knows neither bool nor float8
+    raw = as_bytes(sent)
     for group in (pair.shard, pair.across):
         if raw.numel():
             group.broadcast(raw, name)

@@ -160,10 +160,12 @@ class ParameterGatherer:
         recomputed = current_backward() >= 0
         if site is self.root and not recomputed:
             self._begin_pass(self.training if torch.is_grad_enabled() else self.inference)
-        if not recomputed:
+        if recomputed:
+            for values in site.values:
+                self.gather(values)
+        else:
             self._need(site)
         for values in site.values:
-            self.gather(values)
             values.users += 1
         site.active.append(Call(site))
         if torch.is_grad_enabled() and not (recomputed and site.exits):
@@ -295,8 +297,7 @@ class ParameterGatherer:
         self.release_all()
 
     def forget(self) -> None:
-        """After a step: of what had no backward, none will come."""
-        self.end_backward()
+        """After a step, and after `reducer.forget`: of what had no backward, none will come."""
         for site in self.sites.values():
             site.exits = 0
 

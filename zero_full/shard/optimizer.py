@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zero_full.comm.communicator import CommunicationError
 from zero_full.comm.lane import Pending, lane_for
+from zero_full.comm.topology import this_rank
 from zero_full.precision.norms import Slices
 from zero_full.precision.scaler import DynamicScale, ScaleExhaustedError, StaticScale
 from zero_full.shard import state as sharded_state
@@ -185,7 +186,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for group, options in zip(self.param_groups, state_dict["groups"], strict=True):
             group.update(options)
         self.zero_grad()
-        self._publish()
+        self.publish()
         self.settle()
 
     # The parts of a step -------------------------------------------------------------------------
@@ -212,7 +213,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.base.step()  # those that have no gradient now stay as they are
             for bucket in buckets:
                 bucket.take_back()
-        self._publish()
+        self.publish()
         if not self.settings.gather_beside_forward:
             self.settle()
 
@@ -230,8 +231,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             room -= bucket.layout.shard
         return sub_groups
 
-    def _publish(self) -> None:
-        """First things first: the next forward starts with what backward ended with."""
+    def publish(self) -> None:
+        """Parameters follow their masters, what forward needs first at first; `settle` waits for all."""
         if self.gatherer is not None:
             self.gatherer.release_all()
         for bucket in reversed(self.buckets):
@@ -278,7 +279,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     # Overflow ------------------------------------------------------------------------------------
 
     def _tell(self, apply: bool) -> None:
-        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        rank = this_rank()
         self.finding = investigate(self.buckets, self.loss, self.groups.everyone, rank)
         if rank == 0:
             # A dynamic scale finds its place by overflowing: that is no reason to worry anybody.

@@ -17,6 +17,8 @@ from itertools import takewhile
 from torch import nn
 from torch.nn import Parameter
 
+from zero_full.shard.settings import Gathering
+
 INDIVISIBLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 PARTS = 8  # no unit needs to be larger than this part of the model ...
 LIVE_PARTS = 4  # ... or this part of what may be live at a time
@@ -36,6 +38,16 @@ def size_limit(model: nn.Module, max_live: int) -> int:
     """How many elements a unit may have where the user does not say what the units are."""
     total = sum(p.numel() for p in model.parameters())
     return max(1, min(-(-total // PARTS), max_live // LIVE_PARTS))
+
+
+def kept_whole(model: nn.Module, limits: Gathering) -> list[Parameter]:
+    """Parameters too small to be worth gathering, until there are too many of them."""
+    kept, room = [], limits.keep_total
+    for param in model.parameters():
+        if param.numel() <= min(limits.keep_numel, room):
+            kept.append(param)
+            room -= param.numel()
+    return kept
 
 
 def choose_units(

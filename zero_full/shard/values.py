@@ -9,10 +9,10 @@ released parameter is NaN and not quietly wrong. `own`, this rank's slice, alway
 the parameters change. Backward gathers from there, and nothing crosses between nodes.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from functools import cache
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
@@ -87,9 +87,9 @@ for _dtype in NAMES.values():  # made now: what a run has in memory is then all 
     nothing(_dtype, torch.device("cpu"))
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """What gloo can send of it: it knows no bool."""
-    return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
+def as_bytes(tensor: Tensor) -> Tensor:
+    """What gloo can send of it: it knows neither bool nor float8."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
 def is_released(param: Tensor) -> bool:
@@ -125,7 +125,7 @@ class Values:
         for member in self.members:
             original[self.layout.window(member.index)].view(member.param.shape).copy_(member.param.detach())
         for group in (self.shard, self.across):
-            group.broadcast(_as_bytes(original), f"parameters {self.name}")
+            group.broadcast(as_bytes(original), f"parameters {self.name}")
         self.whole = original.to(self.dtype)
         self.own, mine = self.shard.own(self.whole), self.shard.own(original)
         if self.sheds:
@@ -172,7 +172,7 @@ class Values:
             return
         if self.sheds:
             self.shard.own(self.whole).copy_(self.own)
-        self.gather_slices(_as_bytes(self.whole), f"parameters {self.name}")
+        self.gather_slices(as_bytes(self.whole), f"parameters {self.name}")
 
     def keep_second(self) -> None:
         """Before the release after forward: keep what this node needs for backward."""
@@ -222,7 +222,12 @@ class Values:
 
     def fragments(self) -> list[Fragment]:
         """What this rank owns."""
-        return self.layout.fragments(self.shard.rank)
+        return list(self._fragment_of.values())
+
+    @cached_property
+    def _fragment_of(self) -> dict[int, Fragment]:
+        """By parameter: a rank owns at most one piece of each."""
+        return {fragment.index: fragment for fragment in self.layout.fragments(self.shard.rank)}
 
     def cut(self, flat: Tensor, fragment: Fragment) -> Tensor:
         """A fragment's part of a flat tensor that is as long as this rank's slice."""
@@ -234,10 +239,11 @@ class Values:
         self.second = None
         if self.state is State.WHOLE:
             self.windows[member.index].copy_(value)
-        for fragment in self.fragments_of(member):
-            start, stop = fragment.param_range
-            self.cut(self.own, fragment).copy_(value.reshape(-1)[start:stop])
+        self.write(self.own, member, value)
 
-    def fragments_of(self, member: Member) -> Iterator[Fragment]:
-        """What this rank owns of a parameter: one piece, or none."""
-        return (fragment for fragment in self.fragments() if fragment.index == member.index)
+    def write(self, flat: Tensor, member: Member, value: Tensor) -> None:
+        """Put this rank's part of a parameter into a flat tensor that is as long as its slice."""
+        fragment = self._fragment_of.get(member.index)
+        if fragment is not None:
+            start, stop = fragment.param_range
+            self.cut(flat, fragment).copy_(value.reshape(-1)[start:stop])

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
+from zero_full.comm.topology import this_rank
 from zero_full.shard.optimizer import ZeroOptimizer
 from zero_full.shard.owners import owner_of
 from zero_full.shard.values import Member, Values, is_released
@@ -216,7 +217,7 @@ class GatheredParameters:
                 )
             for values, member in chosen:
                 window = values.windows[member.index]
-                if _rank() != self.modifier_rank:
+                if this_rank() != self.modifier_rank:
                     window.zero_()
                 for group in (values.shard, values.across):
                     group.sum_numbers(window, f"changes of {member.name}")
@@ -226,7 +227,7 @@ class GatheredParameters:
     def _is_known(self, optimizer: ZeroOptimizer) -> bool:
         """Whether exactly one rank is the one whose changes count."""
         found = torch.tensor(
-            [float(_rank() == self.modifier_rank)], device=optimizer.groups.dense.shard.device
+            [float(this_rank() == self.modifier_rank)], device=optimizer.groups.dense.shard.device
         )
         for group in (optimizer.groups.dense.shard, optimizer.groups.dense.across):
             group.sum_numbers(found, "modifier_rank")
@@ -259,10 +260,6 @@ class GatheredParameters:
 
 def _sum_of_bits(tensor: Tensor) -> int:
     return int(torch.hash_tensor(tensor).view(torch.int64)) if tensor.numel() else 0
-
-
-def _rank() -> int:
-    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
 
 def _by_optimizer(params: Iterable[Tensor]) -> dict[ZeroOptimizer, list[tuple[Values, Member]]]:
