@@ -10,7 +10,8 @@ help:  ## this list
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[learn,dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[learn,dev]'  # compiles csrc/ for that torch
 	@touch $@
 
 demo: .venv/ready  ## train a small GPT at every stage on 2 processes; table and build/demo.png
@@ -31,19 +32,25 @@ lab: .venv/ready  ## JupyterLab in notebooks/
 weave: .venv/ready  ## refresh the code, numbers and drawings inside the lessons' texts
 	$(BIN)/python -m lessons.weave
 
+test-gpu: export ZERO_FULL_KERNELS = all
 test-gpu: .venv/ready  ## tests that need a GPU (and a torch built for it)
 	@$(BIN)/python -c 'import torch; torch.cuda.is_available() or exit("test-gpu: no CUDA device, so nothing was tested")'
 	$(BIN)/python -m pytest -q -m gpu
 
-bench: .venv/ready  ## step times and collectives beside the peers that are installed (20 minutes, quiet machine)
+bench: .venv/ready  ## kernels, step times, collectives beside peers that are installed (30 minutes, quiet machine)
 	@mkdir -p build/bench
+	$(BIN)/python -m tests.bench.kernels | tee build/bench/kernels.md
+	$(BIN)/python -m tests.bench.files | tee build/bench/files.md
 	$(BIN)/python -m tests.bench.collectives | tee build/bench/collectives.md
 	$(BIN)/python -m tests.bench.hooks | tee build/bench/hooks.md
 	$(BIN)/python -W ignore -m tests.bench.step_time --no-overlap | tee build/bench/step_time.md
 
+bench-gpu: export ZERO_FULL_KERNELS = all
+bench-gpu: .venv/ready  ## the GPU's kernels beside its copy bandwidth
+	@mkdir -p build/bench
+	$(BIN)/python -m tests.bench.kernels_gpu > build/bench/kernels_gpu.md; s=$$?; cat build/bench/kernels_gpu.md; exit $$s
+
 # Targets whose feature has not landed: they did nothing, so they fail.
-bench-gpu:  ## benchmarks that need a GPU
-	@echo "bench-gpu: no GPU code has landed yet, nothing was measured"; exit 1
 site:  ## the documentation site
 	@echo "site: the site has not landed yet, nothing was built; the lessons read well as lessons/*/lesson.md"; exit 1
 

@@ -1,4 +1,4 @@
-"""The command line: `python -m zero_full doctor` and `python -m zero_full plan`."""
+"""The command line: `python -m zero_full doctor`, `plan` and `build`."""
 
 import argparse
 import sys
@@ -12,10 +12,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m zero_full")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("doctor", help="what is installed, what is used and what is wrong with it")
+    commands.add_parser("build", help="compile the operators for this machine, again if that failed before")
     planning = commands.add_parser("plan", help="how many bytes a run will need on each rank")
     _describe_plan(planning)
     options = parser.parse_args(arguments)
-    return _plan(planning, options) if options.command == "plan" else doctor.main()
+    if options.command == "plan":
+        return _plan(planning, options)
+    return _build() if options.command == "build" else doctor.main()
+
+
+def _build() -> int:
+    from zero_full.kernels import build
+
+    failed = 0
+    for part in build.PARTS:
+        try:
+            print(f"{part}: {build.find(part) or build.build(part, build.cache(), again=True)}")
+        except build.BuildError as error:
+            failed += part == "cpu"
+            print(f"{part}: not built: {error}")
+    return failed
 
 
 def _describe_plan(parser: argparse.ArgumentParser) -> None:

@@ -1,7 +1,7 @@
 """What `python -m zero_full doctor` prints: what is here, what is used, and what is wrong with it.
 
 It looks, and starts nothing: no process group, no device memory. It has to work where the rest of the
-package cannot, so every import may fail and nothing else of ours is imported.
+package cannot, so every import may fail, that of anything else of ours, too.
 """
 
 import importlib
@@ -28,7 +28,7 @@ def report() -> str:
         "torch.distributed": distributed(),
         "launcher": launcher(),
         "optional packages": optional_packages(),
-        "compiled ops": [("built", "none: the package runs on torch's own operators")],
+        "compiled ops": compiled_ops(),
     }
     width = max(len(name) for rows in sections.values() for name, _ in rows)
     lines: list[str] = []
@@ -225,6 +225,12 @@ def optional_packages() -> Rows:
         ("numpy", installed("numpy") or "not installed"),
         ("deepspeed", f"{installed('deepspeed') or 'not installed'} (not needed)"),
     ]
+
+
+def compiled_ops() -> Rows:
+    """What each operator runs on, and why nothing better."""
+    load, reason = imported("zero_full.kernels.load")
+    return [("none", f"torch is not usable: {reason}")] if load is None else list(load.rows())
 
 
 def distributed_available(torch: Any) -> bool:

@@ -183,6 +183,7 @@ def settings_of(config: Config) -> Settings:
         accumulate=_dtype(config.data_types.grad_accum_dtype),
         buffer=_dtype(config.data_types.buffer_dtype),
         low_master=fp16.fp16_master_weights_and_grads or bf16.bf16_master_weights_and_grads,
+        low_state=bf16.bf16_optimizer_states,
     )
     overlap = bool(zero.overlap_comm)
     return Settings(

@@ -181,7 +181,7 @@ def _plan(model: nn.Module, config: Config, world: int, device: str, left: int |
         gathered=gathered(laid, run)[1],
         buckets=on_their_way(laid, run),
         activations=left,
-        update=updating(laid, run),
+        update=updating(laid, config, run, device),
         sent=sent(laid, run),
     )
 

@@ -20,11 +20,13 @@ from torch.nn import Parameter
 from zero_full.config import Config, ConfigError
 from zero_full.config.schema import OptimizerConfig
 from zero_full.entry import settings_of
+from zero_full.kernels.load import compiled_for
 from zero_full.layout import FlatLayout, backward_order, deal, round_robin
 from zero_full.optim import build_optimizer, check_elementwise
 from zero_full.precision import Dtypes
 from zero_full.shard.reducer import IN_FLIGHT
 from zero_full.shard.settings import Settings
+from zero_full.shard.sweep import is_plain_adam
 from zero_full.shard.units import Unit, choose_units, kept_whole, size_limit
 from zero_full.shard.values import ALIGNMENT
 
@@ -211,7 +213,7 @@ def _collected_in(flat: Flat, run: Run) -> torch.dtype:
 def moments(laid: Laid, config: Config, run: Run) -> int:
     """Bytes of the optimizer's state. Padding has none, so ranks differ: the most that one has."""
     masters = [run.dtypes.master_of(flat.dtype) for flat in laid.trained]
-    each = {dtype: _state_of_an_element(config, dtype, run.shards > 1) for dtype in set(masters)}
+    each = {dtype: _state_of_an_element(config, dtype, run) for dtype in set(masters)}
     ranks = [0] * run.shards
     for flat, master in zip(laid.trained, masters, strict=True):
         for rank in range(run.shards):
@@ -219,16 +221,25 @@ def moments(laid: Laid, config: Config, run: Run) -> int:
     return max(ranks)
 
 
-def _state_of_an_element(config: Config, dtype: torch.dtype, is_cut: bool) -> int:
-    """Bytes, as found in the config's own optimizer after it has moved a small parameter."""
-    param = torch.ones(ALIGNMENT, dtype=dtype, device="cpu", requires_grad=True)
+def _optimizer_of(config: Config, param: Tensor) -> torch.optim.Optimizer:
     chosen = config.optimizer or NO_OPTIMIZER
     try:
-        optimizer = build_optimizer(chosen.type, chosen.params, [{"params": [param]}])
-        if is_cut:
-            check_elementwise(optimizer, config.zero_allow_untested_optimizer)
+        return build_optimizer(chosen.type, chosen.params, [{"params": [param]}])
     except (TypeError, ValueError) as error:
         raise ConfigError(str(error)) from error
+
+
+def _state_of_an_element(config: Config, dtype: torch.dtype, run: Run) -> int:
+    """Bytes, as found in the config's own optimizer after it has moved a small parameter."""
+    param = torch.ones(ALIGNMENT, dtype=dtype, device="cpu", requires_grad=True)
+    optimizer = _optimizer_of(config, param)
+    if is_plain_adam(optimizer):
+        return 2 * run.dtypes.moments_of(dtype).itemsize
+    if run.shards > 1:
+        try:
+            check_elementwise(optimizer, config.zero_allow_untested_optimizer)
+        except TypeError as error:
+            raise ConfigError(str(error)) from error
     param.grad = torch.ones_like(param)
     optimizer.step()
     state = optimizer.state[param].values()
@@ -293,8 +304,13 @@ class Play:
             del self.live[self.units[place]]
 
 
-def updating(laid: Laid, run: Run) -> int:
-    """Bytes of gradients converted for the optimizer; stage 3 steps a part at a time."""
+def updating(laid: Laid, config: Config, run: Run, device: str) -> int:
+    """Bytes of gradients converted for the optimizer, unless it reads them as they are.
+
+    Stage 3 steps a part at a time.
+    """
+    if compiled_for(torch.device(device)) and is_plain_adam(_optimizer_of(config, torch.ones(1))):
+        return 0
     parts, room = [0], 0
     for flat in laid.trained:
         if run.settings.stage == 3 and flat.layout.shard > room:

@@ -1,5 +1,6 @@
 """The benchmarks measure what they say. (The numbers themselves are nobody's test.)"""
 
+import ctypes
 import json
 import math
 from pathlib import Path
@@ -8,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.bench import interleave, peers, step_time
+from tests.bench import interleave, kernel_rows, kernels, peers, step_time
 from tests.bench.interleave import Ratio
+from tests.bench.kernel_rows import Topic, Versus
 from tests.bench.peers import Row, Trainee
 from tests.bench.step_time import Found, Plan
 
@@ -134,3 +136,84 @@ def test_a_row_has_someone_to_be_compared_with() -> None:
     for name, row in peers.ROWS.items():
         assert isinstance(row, Row)
         assert row.compared_with in {"", *peers.ROWS}, name
+
+
+@pytest.mark.parametrize("topic", kernel_rows.TOPICS)
+def test_what_is_compared_with_an_operator_computes_the_same(topic: str) -> None:
+    kernels.check(topic)
+
+
+def test_a_row_that_computes_something_else_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def topic(numel: int) -> Topic:
+        right, wrong = torch.ones(numel), torch.ones(numel)
+        wrong[-1] = 1.001
+        rows = {
+            "ours": kernel_rows.Row(lambda: [right]),
+            "cheat": kernel_rows.Row(lambda: [wrong], like="ours"),
+        }
+        return Topic(rows, ())
+
+    monkeypatch.setitem(kernel_rows.TOPICS, "topic", topic)
+    with pytest.raises(ArithmeticError, match="topic: result 0 of cheat is not that of ours"):
+        kernels.check("topic")
+
+
+@pytest.mark.parametrize("places", [1, 4])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_ceiling_of_one_array_leaves_no_element_out(places: int, threads: int) -> None:
+    numel = 3 * 2**15 + 64  # grains, and a rest
+    x = torch.arange(numel, dtype=torch.float32)
+    size, before = ctypes.c_int64(numel), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        kernel_rows.stream("zf_scale_stream", [x], ctypes.c_float(2), size, ctypes.c_int(places))()
+        assert torch.equal(x, 2 * torch.arange(numel))
+        for place in (0, 2**15 + 5, 2**15 + 2**13 + 5, 2**16 - 1, numel - 1):
+            bits = torch.zeros(numel, dtype=torch.int32)
+            bits[place] = 8
+            address = ctypes.c_void_p(bits.data_ptr())
+            assert kernel_rows.streams().zf_read_stream(address, size, ctypes.c_int(places)) == 8
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_ceiling_of_adam_moves_all_its_arrays() -> None:
+    numel = 2**15 + 64
+    p, m, v = (torch.full((numel,), x) for x in (1.0, 2.0, 3.0))
+    grad, copy = torch.arange(numel, dtype=torch.int16), torch.zeros(numel, dtype=torch.int16)
+    numbers = ctypes.c_float(2), ctypes.c_int64(numel)
+    kernel_rows.stream("zf_adam_streams", [p, m, v, grad, copy], *numbers)()
+    for array, was in ((p, 1.0), (m, 2.0), (v, 3.0)):
+        assert array.eq(2 * was).all()
+    assert torch.equal(copy, grad)
+
+
+def test_the_faster_ceiling_counts_and_who_is_not_installed_does_not() -> None:
+    rows = {row: kernel_rows.Row(lambda: []) for row in ("ours", "in order", "4 places")}
+    versus = (Versus("ours", ("in order", "4 places"), 1.1), Versus("ours", ("DeepSpeed",), 0.25))
+    spent = {"ours": 6.0, "in order": 5.0, "4 places": 4.0}
+    found = {("x", 2, row): kernels.Times([[seconds]], [1.9]) for row, seconds in spent.items()}
+    (only,) = kernels.ratios({"x": Topic(rows, versus)}, [2], found)
+    assert (only.name, only.value, only.met) == ("x, 2 threads: ours / 4 places", 1.5, False)
+
+
+def test_a_small_run_of_kernels_visits_every_row_with_every_number_of_threads() -> None:
+    seen: list[tuple[str, int]] = []
+
+    def row(name: str) -> kernel_rows.Row:
+        return kernel_rows.Row(lambda: seen.append((name, torch.get_num_threads())) or [], bytes=8)
+
+    before = torch.get_num_threads()
+    topics = {"x": Topic({"a": row("a"), "b": row("b")}, ())}
+    found = kernels.measure(topics, [1, 2], rounds=2)
+    assert torch.get_num_threads() == before
+    calls = 1 + kernels.SAMPLES  # the first is not timed
+    assert {key: seen.count(key) for key in seen} == dict.fromkeys(
+        [("a", 1), ("a", 2), ("b", 1), ("b", 2)], 2 * calls
+    )
+    assert all([len(one) for one in times.seconds] == [kernels.SAMPLES] * 2 for times in found.values())
+    report = kernels.report(topics, 1000, found)
+    assert [line for line in report.splitlines() if line.startswith("##")] == [
+        "## x, 1 thread",
+        "## x, 2 threads",
+    ]

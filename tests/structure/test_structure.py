@@ -22,15 +22,19 @@ ROOMS = {  # and a room of zero_full only itself and these; what is not named ma
     "optim": set(),
     "data": set(),
     "stopwatch": set(),
+    "kernels": set(),
     "nest": set(),
-    "comm": {"_compat"},
-    "precision": {"comm"},
-    "shard": {"_compat", "comm", "layout", "nest", "precision"},
+    "comm": {"_compat", "kernels"},
+    "precision": {"comm", "kernels"},
+    "shard": {"_compat", "comm", "kernels", "layout", "nest", "precision"},
     "checkpoint": {"comm", "layout", "nest", "shard"},
     "facts": {"comm", "config", "precision", "shard"},
     "engine": {"_compat", "checkpoint", "config", "data", "facts", "nest", "precision", "shard", "stopwatch"},
 }
-LONG_SIGNATURES = {"initialize"}  # DeepSpeed's, which scripts call by these names
+LONG_SIGNATURES = {
+    "initialize",  # DeepSpeed's, which scripts call by these names
+    *("adam_step", "lamb_norms", "lamb_step"),  # operators take nothing but tensors and numbers
+}
 
 
 def name_of(path: Path) -> str:

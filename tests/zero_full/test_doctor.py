@@ -39,7 +39,7 @@ def test_a_healthy_machine_gets_0_and_all_sections(capsys: pytest.CaptureFixture
         "not needed",
     ]:
         assert word in text
-    assert "none: the package runs on torch's own operators" in text
+    assert "adam_step" in text and "cpu compiled" in text
     assert "torchrun --nproc-per-node" in text
     assert "problem:" not in text
 
@@ -172,7 +172,7 @@ def test_a_container_with_less_memory_says_so(monkeypatch: pytest.MonkeyPatch) -
 def test_looking_imports_neither_the_configuration_nor_an_engine() -> None:
     code = (
         "import sys; from zero_full import doctor; doctor.report(); before = set(sys.modules); "
-        "print([m for m in before if m.startswith('zero_full.') and m != 'zero_full.doctor'])"
+        "print([m for m in before if m.startswith(('zero_full.config', 'zero_full.engine'))])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -16,30 +16,36 @@ ADAM = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1, "torch_adam
 
 
 @pytest.mark.parametrize(
-    "dtypes, model, parameter, master, accumulate",
+    "dtypes, model, parameter, master, accumulate, moments",
     [
-        (Dtypes(), FP32, FP32, FP32, FP32),
-        (Dtypes(), BF16, BF16, FP32, FP32),  # a model that is bf16 by itself
-        (Dtypes(BF16), FP32, BF16, FP32, FP32),
-        (Dtypes(FP16), FP32, FP16, FP32, FP32),
-        (Dtypes(BF16, low_master=True), FP32, BF16, BF16, BF16),
-        (Dtypes(FP16, low_master=True), FP32, FP16, FP16, FP16),
-        (Dtypes(BF16, accumulate=BF16), FP32, BF16, FP32, BF16),
-        (Dtypes(FP16, accumulate=FP32, low_master=True), FP32, FP16, FP16, FP32),
-        (Dtypes(), torch.float64, torch.float64, torch.float64, torch.float64),
+        (Dtypes(), FP32, FP32, FP32, FP32, FP32),
+        (Dtypes(), BF16, BF16, FP32, FP32, FP32),  # a model that is bf16 by itself
+        (Dtypes(BF16), FP32, BF16, FP32, FP32, FP32),
+        (Dtypes(FP16), FP32, FP16, FP32, FP32, FP32),
+        (Dtypes(BF16, low_master=True), FP32, BF16, BF16, BF16, FP32),
+        (Dtypes(BF16, low_master=True, low_state=True), FP32, BF16, BF16, BF16, BF16),
+        (Dtypes(FP16, low_master=True), FP32, FP16, FP16, FP16, FP16),
+        (Dtypes(BF16, accumulate=BF16), FP32, BF16, FP32, BF16, FP32),
+        (Dtypes(FP16, accumulate=FP32, low_master=True), FP32, FP16, FP16, FP32, FP16),
+        (Dtypes(), torch.float64, torch.float64, torch.float64, torch.float64, torch.float64),
     ],
     ids=str,
 )
 def test_every_number_of_a_step_has_its_dtype(
-    dtypes: Dtypes, model: torch.dtype, parameter: torch.dtype, master: torch.dtype, accumulate: torch.dtype
+    dtypes: Dtypes,
+    model: torch.dtype,
+    parameter: torch.dtype,
+    master: torch.dtype,
+    accumulate: torch.dtype,
+    moments: torch.dtype,
 ) -> None:
     assert dtypes.of(model) == parameter
     assert dtypes.master_of(parameter) == master
     assert dtypes.accumulate_of(parameter) == accumulate
     rows = dtypes.table(model)
-    named = [str(dtype).removeprefix("torch.") for dtype in (parameter, accumulate, master)]
-    assert [rows["parameter"], rows["accumulate"], rows["optimizer state"]] == named
-    assert rows["master"] == ("the parameters themselves" if master == parameter else named[2])
+    named = [str(dtype).removeprefix("torch.") for dtype in (parameter, accumulate, moments, master)]
+    assert [rows["parameter"], rows["accumulate"], rows["Adam's moments"]] == named[:3]
+    assert rows["master"] == ("the parameters themselves" if master == parameter else named[3])
     assert rows["reduce"] == "as the gradients are"
 
 
@@ -175,7 +181,7 @@ def held(comm: Any, keys: dict[str, Any]) -> list[dict[str, set[torch.dtype]]]:
 
 
 LOW = {
-    "bf16": {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+    "bf16": {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
     "fp16": {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True, "initial_scale_power": 8}},
 }
 
@@ -186,6 +192,14 @@ def test_with_low_masters_nothing_is_held_in_fp32(world_size: int, precision: st
     low = {DTYPES[precision]}
     for rank in run_in("processes", held, world_size, LOW[precision]):
         assert rank == [{"parameters": low, "gradients": low, "optimizer": low}] * len(STAGES)
+
+
+def test_with_bf16_masters_the_moments_of_adam_stay_in_fp32_unless_asked_otherwise() -> None:
+    keys = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}
+    for rank in run_in("processes", held, 2, keys):
+        for kinds in rank:
+            assert kinds["parameters"] == kinds["gradients"] == {BF16}
+            assert kinds["optimizer"] == {FP32}  # the masters are the parameters
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

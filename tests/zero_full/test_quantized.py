@@ -10,119 +10,18 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.kernels.integers import SLACK, back, numbers, quantize, scale_of_each
 from tests.worlds import POOL, RankError
-from zero_full.comm import Communicator, Topology, quantized
-from zero_full.comm.quantized import Nodes, Quantized, QuantizedGather, TwoHopReduce, dequantize, quantize
+from zero_full.comm import Communicator, Topology
+from zero_full.comm.quantized import Nodes, QuantizedGather, TwoHopReduce
 from zero_full.comm.transport import Exchange, own_slice
+from zero_full.kernels import reference
 
 CPU = torch.device("cpu")
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
-SLACK = 1 + 1e-4  # what fp32 adds to half a scale
 NAN, INF = float("nan"), float("inf")
-BITS, DTYPES = st.sampled_from([4, 8]), st.sampled_from([FP32, FP16, BF16])
-
-
-def numbers(seed: int, numel: int, dtype: torch.dtype = FP32, spread: float = 0) -> Tensor:
-    """Normal numbers, times up to e**spread."""
-    generator = torch.Generator().manual_seed(seed)
-    sizes = torch.rand(numel, generator=generator).mul(spread).exp()
-    return (torch.randn(numel, generator=generator) * sizes).to(dtype)
-
-
-def back(whole: Quantized, dtype: torch.dtype = FP32) -> Tensor:
-    return dequantize(whole, torch.full((whole.numel,), 7.0, dtype=dtype))
-
-
-def scale_of_each(flat: Tensor, bits: int, block: int) -> Tensor:
-    """In fp64, one a number."""
-    reaches = [part.double().abs().max().expand(part.numel()) for part in flat.split(block) if part.numel()]
-    return torch.cat([*reaches, torch.empty(0)]).double() / (2 ** (bits - 1) - 1)
-
-
-# Rounding ----------------------------------------------------------------------------------------
-
-
-@given(st.integers(0, 150), BITS, st.integers(1, 70), DTYPES, st.floats(0, 8), st.integers(0, 10**6))
-def test_no_number_is_off_by_more_than_half_a_scale(
-    numel: int, bits: int, block: int, dtype: torch.dtype, spread: float, seed: int
-) -> None:
-    flat = numbers(seed, numel, dtype, spread)
-    whole = quantize(flat, bits, block)
-    scales = scale_of_each(flat, bits, block)
-    assert whole.payload.numel() == -(-numel * bits // 8) + 4 * -(-numel // block)
-    torch.testing.assert_close(whole.scales.double(), scales[::block], rtol=1e-6, atol=0)
-    assert bool(((back(whole) - flat).abs().double() <= scales / 2 * SLACK).all())
-    with mock.patch.dict(quantized.PIECE, cpu=20):
-        cut = quantize(flat, bits, block)
-        assert torch.equal(cut.payload, whole.payload) and torch.equal(back(cut), back(whole))
-
-
-@pytest.mark.parametrize("bits, want", [(8, [127, -127, 18, 9, 0]), (4, [7 | (-7 & 15) << 4, 1 | 1 << 4, 0])])
-def test_the_bytes_are_the_integers_and_then_the_scale(bits: int, want: list[int]) -> None:
-    whole = quantize(torch.tensor([7.0, -7.0, 1.0, 0.51, 0.0]), bits, 5)
-    assert whole.values.tolist() == [x - 256 if x > 127 else x for x in want]
-    assert whole.payload[-4:].clone().view(FP32).item() == torch.tensor(7 / (2 ** (bits - 1) - 1)).item()
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_every_integer_comes_back_from_its_byte(bits: int) -> None:
-    most = 2 ** (bits - 1) - 1
-    every = torch.cartesian_prod(*[torch.arange(-most, most + 1.0)] * 2).flatten()
-    assert torch.equal(back(quantize(every, bits, every.numel())), every)
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("bad", [NAN, INF, -INF])
-def test_a_block_with_a_number_that_is_not_finite_is_nan_and_no_other_is(bad: float, bits: int) -> None:
-    flat = numbers(0, 17)
-    flat[7] = bad
-    got, clean = back(quantize(flat, bits, 5)), back(quantize(flat.nan_to_num(0, 0, 0), bits, 5))
-    assert got.isnan().nonzero().flatten().tolist() == [5, 6, 7, 8, 9]
-    assert torch.equal(got[:5], clean[:5]) and torch.equal(got[10:], clean[10:])
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("dtype", [FP32, FP16, BF16])
-def test_the_largest_and_the_smallest_numbers_stay_finite_and_within_the_bound(
-    dtype: torch.dtype, bits: int
-) -> None:
-    info = torch.finfo(dtype)
-    edges = [info.max, -info.max, info.tiny, -info.tiny, info.tiny / 4, 190 * 2**-149, 0, 0]
-    flat = torch.tensor(edges, dtype=torch.float64).to(dtype)
-    for block in (1, 2, 8):
-        whole = quantize(flat, bits, block)
-        got = back(whole, dtype).double()
-        each = whole.scales.double().repeat_interleave(block)
-        assert bool(got.isfinite().all())
-        assert bool(((got - flat.double()).abs() <= each / 2 * SLACK + info.eps * flat.double().abs()).all())
-    zeros = quantize(flat[6:], bits, 2)
-    assert zeros.scales.tolist() == [0] and back(zeros).tolist() == [0, 0]
-
-
-def test_numbers_are_written_in_any_dtype_or_added() -> None:
-    whole = quantize(numbers(3, 11), 8, 4)
-    for dtype in (FP16, BF16):
-        assert torch.equal(back(whole, dtype), back(whole).to(dtype))
-    assert torch.equal(dequantize(whole, torch.ones(11), add=True), back(whole) + 1)
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_what_is_made_on_the_way_is_a_piece_at_most(bits: int) -> None:
-    flat, out = numbers(0, 10_000, BF16), torch.empty(10_000, dtype=BF16)
-    made = mock.Mock(wraps=quantized._in_rows)
-    with mock.patch.dict(quantized.PIECE, cpu=500), mock.patch.object(quantized, "_in_rows", made):
-        dequantize(quantize(flat, bits, 50), out)
-    assert [call.args[0].numel() for call in made.call_args_list] == [500] * 40
-
-
-@pytest.mark.parametrize("bits, block", [(3, 8), (8, 0)])
-def test_what_cannot_be_is_refused(bits: int, block: int) -> None:
-    with pytest.raises(ValueError, match="bits are 4 or 8, and a block has a number or more"):
-        quantize(torch.ones(3), bits, block)
 
 
 # Gathers -----------------------------------------------------------------------------------------
@@ -182,7 +81,9 @@ def test_all_get_the_same_bits_also_of_their_own_slice_for_the_bytes_of_a_payloa
     for results in gathers(world):
         for case, (whole, inside, across) in zip(ON_NODES, results, strict=False):
             exact = everyones(case, world)
-            rounded = [back(quantize(x, case.bits, case.block), case.dtype) for x in exact]
+            rounded = [
+                back(reference, quantize(reference, x, case.bits, case.block), case.dtype) for x in exact
+            ]
             assert torch.equal(whole, torch.cat(rounded if world > 1 else exact)), case
             payload, nodes = bytes_of(case), world // case.locals
             assert across == (nodes - 1) * payload  # flat: every rank is a node

@@ -115,3 +115,28 @@ def test_a_node_keeps_what_forward_has_gathered() -> None:
 def test_a_node_size_that_does_not_divide_the_world_is_refused() -> None:
     with pytest.raises(zero_full.ConfigError, match="zero_hpz_partition_size: 3 does not divide the 4 ranks"):
         zero_full.config.resolve(config(zero_hpz_partition_size=3), 4)
+
+
+class WithIntegers(Tower):
+    """A frozen int8 table, as quantised base models have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.arange(-127, 127, dtype=torch.int8), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = self.table.clone()
+        return super().forward(x)
+
+
+def table_in_forward(comm: Any) -> Tensor:
+    engine, _, _, _ = zero_full.initialize(model=WithIntegers(), config=config(**PLUS_PLUS))
+    engine(torch.ones(4, WIDTH).bfloat16())
+    seen = engine.module.seen
+    engine.destroy()
+    return seen
+
+
+def test_integers_are_never_rounded() -> None:
+    for seen in POOL.run(table_in_forward, 4):
+        assert seen.tolist() == list(range(-127, 127))

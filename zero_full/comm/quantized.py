@@ -12,137 +12,20 @@ which the paper calls M. So 16-bit ZeRO-3 costs 3 (two gathers, one reduction), 
 costs 0.5, a backward gather inside the node 0, the reduction 0.25; and 4 bytes more for each block.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from zero_full.comm.communicator import Communicator
 from zero_full.comm.transport import own_slice
+from zero_full.kernels.load import operators
+from zero_full.kernels.reference import payload_bytes
 
+Gather = Callable[[Tensor, str], None]
 BLOCK = 2048  # numbers that share a scale: its four bytes are 1/512 of eight bits each, 1/256 of four
-PIECE = {"cpu": 2**17}  # numbers in work at a time: few enough for the cache...
-PIECE_ELSEWHERE = 2**24  # ...or many enough that starting kernels costs little
-FINITE = torch.finfo(torch.float32)
-
-
-class Piece(NamedTuple):
-    """Where some numbers are that begin with a block and with a byte."""
-
-    numbers: slice
-    integers: slice
-    scales: slice
-
-
-class Quantized(NamedTuple):
-    """`numel` numbers in a flat buffer of bytes: the integers, then an fp32 scale for each block of them.
-
-    Four-bit integers are two to a byte, the first in the low half. A block with a number that is not finite
-    has the scale NaN: all of it comes out as NaN.
-    """
-
-    payload: Tensor
-    numel: int
-    bits: int
-    block: int
-
-    @property
-    def values(self) -> Tensor:
-        """The integers' bytes."""
-        return self.payload[: _value_bytes(self.numel, self.bits)].view(torch.int8)
-
-    @property
-    def scales(self) -> Tensor:
-        """A copy, because they may begin at any byte."""
-        return self.payload[_value_bytes(self.numel, self.bits) :].clone().view(torch.float32)
-
-    def pieces(self) -> Iterator[Piece]:
-        """All of it, a piece at a time."""
-        at_once = PIECE.get(self.payload.device.type, PIECE_ELSEWHERE)
-        step = max(1, at_once // (2 * self.block)) * 2 * self.block  # even, so that no byte is cut
-        for low in range(0, self.numel, step):
-            high = min(low + step, self.numel)
-            values = slice(low * self.bits // 8, _value_bytes(high, self.bits))
-            yield Piece(slice(low, high), values, slice(low // self.block, -(-high // self.block)))
-
-
-def payload_bytes(numel: int, bits: int, block: int) -> int:
-    """What so many numbers become."""
-    return _value_bytes(numel, bits) + 4 * -(-numel // block)
-
-
-def _value_bytes(numel: int, bits: int) -> int:
-    return -(-numel * bits // 8)
-
-
-def quantize(flat: Tensor, bits: int, block: int = BLOCK, payload: Tensor | None = None) -> Quantized:
-    """Round to the nearest of the 2**bits - 1 multiples of a scale that reach as far as the block does.
-
-    No number is off by more than half a scale. Written into `payload`, if given.
-    """
-    if bits not in (4, 8) or block < 1:
-        raise ValueError(
-            f"{bits} bits in blocks of {block}: bits are 4 or 8, and a block has a number or more"
-        )
-    if payload is None:
-        size = payload_bytes(flat.numel(), bits, block)
-        payload = torch.empty(size, dtype=torch.uint8, device=flat.device)
-    result = Quantized(payload, flat.numel(), bits, block)
-    scales = torch.empty(-(-flat.numel() // block), dtype=torch.float32, device=flat.device)
-    for piece in result.pieces():
-        rows = _in_rows(flat[piece.numbers], block)
-        scales[piece.scales] = fitting = _scales(rows, 2 ** (bits - 1) - 1)
-        rows.div_(fitting[:, None]).round_().nan_to_num_(0)  # 0 / 0 is NaN, too
-        integers = rows.to(torch.int8).flatten()[: flat[piece.numbers].numel()]
-        result.values[piece.integers] = integers if bits == 8 else _pack(integers)
-    payload[result.values.numel() :] = scales.view(torch.uint8)
-    return result
-
-
-def dequantize(quantized: Quantized, out: Tensor, add: bool = False) -> Tensor:
-    """Write the numbers to `out`, or add them to what is there."""
-    scales = quantized.scales
-    for piece in quantized.pieces():
-        target = out[piece.numbers]
-        integers = quantized.values[piece.integers]
-        integers = integers if quantized.bits == 8 else _unpack(integers)[: target.numel()]
-        rows = _in_rows(integers, quantized.block).mul_(scales[piece.scales, None])
-        numbers = rows.flatten()[: target.numel()]
-        if add:
-            target.add_(numbers)
-        else:
-            target.copy_(numbers)
-    return out
-
-
-def _in_rows(flat: Tensor, block: int) -> Tensor:
-    """An fp32 copy with a row for each block, the last one filled up with zeros."""
-    blocks = -(-flat.numel() // block)
-    rows = torch.empty(blocks * block, dtype=torch.float32, device=flat.device)
-    rows[: flat.numel()] = flat
-    rows[flat.numel() :] = 0
-    return rows.view(blocks, block)
-
-
-def _scales(rows: Tensor, largest: int) -> Tensor:
-    """What makes `largest` the largest integer of each row; 0 for zeros, NaN if a number is not finite."""
-    reach = rows.abs().amax(dim=1)
-    # Far from where numbers lose bits, and not so far that the largest integer comes back as inf.
-    scales = reach.div(largest).clamp_(FINITE.tiny, FINITE.max / largest * (1 - FINITE.eps))
-    return scales.masked_fill_(reach == 0, 0).masked_fill_(~reach.isfinite(), float("nan"))
-
-
-def _pack(integers: Tensor) -> Tensor:
-    packed, high = integers[0::2] & 15, integers[1::2]
-    packed[: high.numel()] |= high << 4
-    return packed
-
-
-def _unpack(packed: Tensor) -> Tensor:
-    """The right shift brings the sign."""
-    return torch.stack((packed << 4 >> 4, packed >> 4), dim=1).flatten()
+QUANTIZABLE = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -189,13 +72,21 @@ class QuantizedGather:
         size = payload_bytes(mine.numel(), self.bits, self.block)
         payload = torch.empty(nodes.size * size, dtype=torch.uint8, device=whole.device)
         column = nodes.inner.own(payload)  # by number on the node, then by node
-        quantize(mine, self.bits, self.block, nodes.outer.own(column))
+        operators().quantize_blocks(mine, nodes.outer.own(column), self.bits, self.block)
         nodes.outer.all_gather(column, what)
         nodes.inner.all_gather(payload, what)
         for place, came in enumerate(payload.view(nodes.size, size)):
             number, node = divmod(place, nodes.outer.size)
             target = own_slice(whole, node * nodes.inner.size + number, nodes.size)
-            dequantize(Quantized(came, mine.numel(), self.bits, self.block), target)
+            operators().dequantize_blocks(came, target, self.bits, self.block, False)
+
+    def or_exactly(self, exactly: Gather) -> Gather:
+        """This for numbers of 32 and 16 bits, the other for what must not be rounded, such as integers."""
+
+        def all_gather(whole: Tensor, what: str) -> None:
+            (self.all_gather if whole.dtype in QUANTIZABLE else exactly)(whole, what)
+
+        return all_gather
 
 
 class TwoHopReduce:
@@ -228,9 +119,9 @@ class TwoHopReduce:
         received = torch.empty_like(sent)
         others = [(rank, row) for rank in range(comm.size) if rank != comm.rank for row in range(rows)]
         for place in others:
-            quantize(pieces[place], self.bits, self.block, sent[place])
+            numbers = pieces[place] if pieces.dtype in QUANTIZABLE else pieces[place].float()
+            operators().quantize_blocks(numbers, sent[place], self.bits, self.block)
         comm.all_to_all(sent.view(-1), received.view(-1), what)
         for rank, row in others:
-            came = Quantized(received[rank, row], numel, self.bits, self.block)
-            dequantize(came, total[row], add=True)
+            operators().dequantize_blocks(received[rank, row], total[row], self.bits, self.block, True)
         return total

@@ -16,7 +16,8 @@ class Dtypes:
     reduce: torch.dtype | None = None
     accumulate: torch.dtype | None = None
     buffer: torch.dtype | None = None  # None: as parameters
-    low_master: bool = False  # master, gradients and optimizer state in the parameters' 16 bits
+    low_master: bool = False  # master and gradients in the parameters' 16 bits
+    low_state: bool = False  # with such masters: bf16 moments for Adam, too
 
     def of(self, model: torch.dtype) -> torch.dtype:
         """The parameters' dtype during training, for a parameter that the model has as `model`."""
@@ -29,6 +30,10 @@ class Dtypes:
     def master_of(self, parameter: torch.dtype) -> torch.dtype:
         """What the optimizer steps: fp32 for 16-bit parameters unless asked otherwise."""
         return torch.float32 if parameter in LOW and not self.low_master else parameter
+
+    def moments_of(self, master: torch.dtype) -> torch.dtype:
+        """What Adam's moments of such a master are kept in."""
+        return torch.float32 if master == torch.bfloat16 and not self.low_state else master
 
     def accumulate_of(self, parameter: torch.dtype) -> torch.dtype:
         """What reduced gradients, and gradients of several micro-batches, add up in."""
@@ -43,6 +48,6 @@ class Dtypes:
             "reduce": self.reduce or "as the gradients are",
             "accumulate": self.accumulate_of(parameter),
             "master": "the parameters themselves" if master == parameter else master,
-            "optimizer state": master,
+            "Adam's moments": self.moments_of(master),
         }
         return {kind: str(dtype).removeprefix("torch.") for kind, dtype in rows.items()}

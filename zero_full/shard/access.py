@@ -38,7 +38,7 @@ class Place:
         if gradient is None:
             return None
         flat = gradient.detach().reshape(-1)
-        return flat.clone() if optimizer.unscaled else flat / optimizer.scaler.scale
+        return flat / optimizer.gradient_scale
 
     def assemble(self, mine: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Everyone's fragments as one tensor."""
@@ -153,7 +153,7 @@ def safe_set_local_fp32_param(param: Parameter, value: Tensor) -> None:
     place = _place(param)
     if place.owned is not None:
         place.owned.master.detach().reshape(-1).copy_(value.reshape(-1))
-        place.bucket.publish_own()
+        place.bucket.copy_master()
 
 
 def safe_set_local_grad(param: Parameter, value: Tensor) -> None:
@@ -167,8 +167,7 @@ def safe_set_local_grad(param: Parameter, value: Tensor) -> None:
             f"{place.member.name} has no averaged gradient now: set it after the last backward of a step "
             "and before `step`"
         )
-    scale = 1.0 if place.optimizer.unscaled else place.optimizer.scaler.scale
-    gradient.detach().copy_((value * scale).view(gradient.shape))
+    gradient.detach().copy_((value * place.optimizer.gradient_scale).view(gradient.shape))
 
 
 def safe_set_local_optimizer_state(param: Parameter, value: Tensor, key: str) -> None:

@@ -13,7 +13,7 @@ step.
 A rank that is alone has nobody to send to: then `own` does not exist, the optimizer reads `param.grad`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from zero_full.layout import Fragment
+from zero_full.precision.norms import squared_norm
 from zero_full.shard.groups import Reduce
 from zero_full.shard.settings import Settings
 from zero_full.shard.values import Member, Values
@@ -77,11 +78,17 @@ class Bucket:
         flat = self.values.cut(own, fragment)
         return flat.view(self.members[fragment.index].param.shape) if self.layout.world == 1 else flat
 
-    def publish_own(self) -> None:
+    def copy_master(self) -> None:
         """This rank's slice of the parameters becomes what its master says."""
         self.values.second = None
         if self.master is not self.values.own:
             self.values.own.copy_(self.master)
+
+    def own_views(self, owned: Sequence[Owned]) -> list[Tensor]:
+        """These fragments of this rank's slice of the parameters; none where the masters are views of it."""
+        if self.master is self.values.own:
+            return []
+        return [self._view(self.values.own, each.fragment) for each in owned]
 
     def fill(self, member: Member, value: Tensor) -> None:
         """Give a parameter and its master new values. Every rank must do the same."""
@@ -209,10 +216,8 @@ class Bucket:
 
     def _note_suspicion(self, whole: Tensor) -> None:
         """Remember, without waiting for it, whether this rank's own gradients are finite."""
-        if whole.numel():
-            low, high = torch.aminmax(whole)  # both pass NaN on; a sum would be slower, or overflow in fp16
-            span = 0 * high.float() + 0 * low.float()  # NaN if either is not finite, else 0
-            self.suspicion = span if self.suspicion is None else self.suspicion + span
+        total = squared_norm([whole], whole.device)
+        self.suspicion = total if self.suspicion is None else self.suspicion + total
 
     def own_gradients(self) -> list[Tensor]:
         """This rank's averaged gradients, as few tensors as possible."""

@@ -76,9 +76,10 @@ class Connection:
         if gathering.quantized_gradients:
             reduce = TwoHopReduce(self.nodes(gathering.node_ranks, shard)).reduce_scatter
         node = None if gathering.node_ranks == 1 else beside.nodes(gathering.node_ranks, shard).inner
-        gather = (beside.to(shard) if settings.overlap else cut).all_gather
+        gather: Gather = (beside.to(shard) if settings.overlap else cut).all_gather
         if gathering.quantized_weights:
-            gather = QuantizedGather(beside.nodes(gathering.node_ranks, shard)).all_gather
+            rounded = QuantizedGather(beside.nodes(gathering.node_ranks, shard))
+            gather = rounded.or_exactly(gather)
         return Pair(cut, copies, gather, reduce, node)
 
     def nodes(self, node_ranks: int, group: dist.ProcessGroup) -> Nodes:

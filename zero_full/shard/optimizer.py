@@ -29,6 +29,7 @@ from zero_full.shard.owners import register, unregister
 from zero_full.shard.reducer import GradientReducer
 from zero_full.shard.report import investigate
 from zero_full.shard.settings import Settings
+from zero_full.shard.sweep import AdamSweep
 from zero_full.shard.values import Member, State, Values
 
 log = logging.getLogger("zero_full")
@@ -63,8 +64,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.lane = lane_for(groups.dense.shard.device, settings.overlap)
         self.loss: Tensor | None = None
         self.last: StepReport | None = None
-        self.unscaled = False
-        self.passes = 0  # backward passes until the gradients were unscaled
+        self.sweep = AdamSweep(base, settings.dtypes)
+        self.left_scale: float | None = None  # that the last step has left in the gradients
+        self.passes = 0  # backward passes until then
         self.arriving: dict[Bucket, Pending] = {}
         register(self, (m.param for values in self.values() for m in values.members))
         self._replace_parameters()
@@ -128,21 +130,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.reducer.flush()
         if self.settings.refuse_unused:
             self._refuse_unused()
-        scale = self.scaler.scale
-        if self.unscaled and scale != 1 and self.passes != self.reducer.passes:
+        scale, held = self.scaler.scale, self.gradient_scale
+        if held != scale and self.passes != self.reducer.passes:
             raise RuntimeError(
-                "a backward pass has added scaled gradients to those of the last step, which are unscaled: "
-                "call zero_grad after every step"
+                f"a backward pass has added gradients at the scale {scale:g} to those of the last step, "
+                f"whose scale is {held:g}: call zero_grad after every step"
             )
-        remaining = 1.0 if self.unscaled else scale
-        norm = self._norm() / remaining if self.settings.needs_norm else None
+        norm = self._norm() / held if self.settings.needs_norm else None
         finite = norm is None or isfinite(norm)
         apply = finite or not self.settings.check_overflow
         if not finite:
             self._tell(apply)
         if apply:
-            self._scale_gradients(norm, remaining)
-            self._update()
+            self._update(norm, held)
         self.last, self.loss = StepReport(apply, norm, scale), None
         for bucket in self.buckets:
             bucket.suspicion = None
@@ -157,7 +157,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.reducer.forget()
         if self.gatherer is not None:
             self.gatherer.forget()
-        self.unscaled = False
+        self.left_scale = None
         for bucket in self.buckets:
             on_cpu = bucket.kind.device.type == "cpu"
             bucket.forget(free=not on_cpu if set_to_none is None else set_to_none)
@@ -186,6 +186,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for group, options in zip(self.param_groups, state_dict["groups"], strict=True):
             group.update(options)
         self.zero_grad()
+        for bucket in self.buckets:
+            bucket.copy_master()
         self.publish()
         self.settle()
 
@@ -195,27 +197,39 @@ class ZeroOptimizer(torch.optim.Optimizer):
         slices = [Slices(b.own_gradients(), b.kind.counts, b.kind.expert) for b in self.buckets]
         return self.groups.norm(slices)
 
-    def _scale_gradients(self, norm: float | None, scale: float) -> None:
-        """Unscale and clip in one pass, or in none."""
+    @property
+    def gradient_scale(self) -> float:
+        """What averaged gradients are multiplied by now."""
+        return self.scaler.scale if self.left_scale is None else self.left_scale
+
+    def _update(self, norm: float | None, scale: float) -> None:
         factor = 1.0 / scale
         if self.settings.clip > 0 and norm is not None:
             factor *= min(1.0, self.settings.clip / (norm + EPSILON))
-        if factor != 1.0:
+        if self.sweep.takes(self.buckets):
             for bucket in self.buckets:
-                for gradient in bucket.own_gradients():
-                    gradient.mul_(factor)
-        self.unscaled, self.passes = True, self.reducer.passes
+                self.sweep.step(bucket, factor)
+            self.left_scale = scale
+        else:
+            self._step_in_passes(factor)
+            self.left_scale = 1.0
+        self.passes = self.reducer.passes
+        self.publish()
+        if not self.settings.gather_beside_forward:
+            self.settle()
 
-    def _update(self) -> None:
+    def _step_in_passes(self, factor: float) -> None:
+        """With any optimizer: unscale and clip, step, copy."""
+        for bucket in self.buckets:
+            for gradient in bucket.own_gradients() if factor != 1.0 else ():
+                gradient.mul_(factor)
         for buckets in self._sub_groups():
             for bucket in buckets:
                 bucket.hand_over()
             self.base.step()  # those that have no gradient now stay as they are
             for bucket in buckets:
                 bucket.take_back()
-        self.publish()
-        if not self.settings.gather_beside_forward:
-            self.settle()
+                bucket.copy_master()
 
     def _sub_groups(self) -> list[list[Bucket]]:
         """What is stepped at a time: at stage 3 so much that what the step makes for itself stays small."""
@@ -232,12 +246,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return sub_groups
 
     def publish(self) -> None:
-        """Parameters follow their masters, what forward needs first at first; `settle` waits for all."""
+        """Send every slice to everyone, what forward needs first at first; `settle` waits for all."""
         if self.gatherer is not None:
             self.gatherer.release_all()
         for bucket in reversed(self.buckets):
-            bucket.publish_own()
             values = bucket.values
+            values.second = None
             if values.state is State.WHOLE:
                 producers = [self.lane.producer()]
                 self.arriving[bucket] = self.lane.submit(values.collect, [values.whole], producers)

@@ -1,0 +1,47 @@
+// The CPU's operators, on torch's threads.
+#include "cpu/isa.h"
+
+namespace zf::cpu {
+struct Queue {
+  static constexpr bool memory_is_here = true;
+
+  explicit Queue(int) {}
+  operator Stream() const { return nullptr; }
+};
+}  // namespace zf::cpu
+
+#define ZF_SIDE cpu
+#include "bind.h"
+
+namespace zf::cpu {
+
+void parallel_ranges(int64_t n, int64_t grain, RangeBody body, void* context) {
+  const int64_t grains = (n + grain - 1) / grain;
+  if (grains <= 1 || torch::stable::get_num_threads() == 1) {
+    if (n > 0) body(context, 0, n);
+    return;
+  }
+  torch::stable::parallel_for(0, grains, 1, [&](int64_t first, int64_t last) {
+    body(context, first * grain, last * grain < n ? last * grain : n);
+  });
+}
+
+// For tests and the doctor: the instruction set in use, after asking for `wanted` unless that is 0.
+static int64_t isa_op(int64_t wanted) {
+  if (wanted != 0) {
+    STD_TORCH_CHECK(
+        use_isa(int(wanted)), "zero_full::cpu_isa: this machine has x86-64-v", best_isa(), " at most, not v", wanted);
+  }
+  return active_isa();
+}
+
+}  // namespace zf::cpu
+
+STABLE_TORCH_LIBRARY_IMPL(zero_full, CPU, m) {
+  using namespace zf::cpu;
+  ZF_IMPLEMENTATIONS(m)
+}
+
+STABLE_TORCH_LIBRARY_FRAGMENT(zero_full, m) { m.def("cpu_isa(int wanted) -> int"); }
+
+STABLE_TORCH_LIBRARY_IMPL(zero_full, CompositeExplicitAutograd, m) { m.impl("cpu_isa", TORCH_BOX(&zf::cpu::isa_op)); }

@@ -1,0 +1,35 @@
+// What zero_full/kernels/files.py calls through ctypes.
+//
+// These are not torch operators. A transfer outlives the call that starts it and changes memory behind torch's
+// back, which no schema can say: a dispatch mode, a fake tensor or a compiler may run an operator later, twice or
+// not at all. ctypes lets go of the interpreter's lock as well, and hands errno over as a number.
+#include <exception>
+
+#include "io/block_io.h"
+
+#define ZF_EXPORT extern "C" __attribute__((visibility("default")))
+
+using zf::io::Failure;
+using zf::io::Pool;
+using zf::io::Span;
+
+// Null if the system gives no more threads.
+ZF_EXPORT Pool* zf_io_open(int threads) {
+  try {
+    return new Pool(threads);
+  } catch (const std::exception&) {
+    return nullptr;
+  }
+}
+
+ZF_EXPORT int64_t zf_io_start(Pool* pool, const Span* spans, int count, int64_t block, int write) {
+  return pool->start(spans, count, block, write != 0);
+}
+
+ZF_EXPORT int zf_io_wait(Pool* pool, int64_t number, int milliseconds, Failure* first) {
+  return pool->wait(number, milliseconds, first);
+}
+
+// The closed pool, a few hundred bytes, is never freed: while the process ends, a daemon thread of Python may
+// still be waiting in it or start something.
+ZF_EXPORT void zf_io_close(Pool* pool) { pool->close(); }

@@ -1,0 +1,48 @@
+// What a kernel is told: raw pointers and numbers. `bind.h` has checked them already (types, sizes, one device),
+// so that kernels need not. Pointers may start at any element, sizes may be 0. `functions.h` says what is done.
+#pragma once
+
+#include "types.h"
+
+namespace zf {
+
+using Stream = void*;  // a cudaStream_t
+
+// One tensor of an optimizer's work.
+struct Slot {
+  void* master;
+  const void* grad;  // null where an operator needs none
+  void* exp_avg;
+  void* exp_avg_sq;
+  void* copy;         // null: nobody wants it
+  const float* step;  // the number of this step, from 1
+  int64_t numel;
+};
+
+struct SlotTypes {
+  Type master, grad, moments, copy;  // `none` where the pointers are null
+};
+
+struct AdamOptions {
+  double lr, beta1, beta2, eps, weight_decay;
+  double factor;   // gradients count times this
+  bool decoupled;  // AdamW's decay, else L2
+};
+
+struct LambOptions {
+  double lr, beta1, beta2, eps, weight_decay, factor, min_trust, max_trust;
+  bool bias_correction, eps_inside_sqrt;
+};
+
+struct Piece {
+  void* data;
+  int64_t numel;
+};
+
+// A flat tensor is cut into pieces that end at `ends`; what lies behind the last is padding.
+struct Cuts {
+  const int64_t* ends;
+  int64_t count;
+};
+
+}  // namespace zf

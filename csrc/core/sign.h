@@ -1,0 +1,30 @@
+// One bit a number with error feedback: the formulas for one element, and for a piece's scale.
+#pragma once
+
+#include <cmath>
+
+#include "types.h"
+
+namespace zf {
+
+// Zero counts as plus, also -0; NaN as minus.
+ZF_HD bool is_plus(float wanted) { return wanted >= 0; }
+
+// Scale times sign. What is wanted minus this is the new error, in the padding, too, where the scale is 0.
+ZF_HD float with_sign(float scale, bool plus) { return plus ? scale : -scale; }
+
+// What an element adds to its piece's total.
+ZF_HD double sign_weight(float wanted, bool l1) {
+  const double x = wanted;
+  return l1 ? fabs(x) : x * x;
+}
+
+// Of a piece of `numel` elements, 0 if there are none.
+ZF_HD float sign_scale(double total, int64_t numel, bool l1) {
+  const double mean = total / double(numel > 0 ? numel : 1);
+  return float(l1 ? mean : sqrt(mean));
+}
+
+ZF_HD bool bit_of(const uint8_t* packed, int64_t i) { return packed[i / 8] >> (i % 8) & 1; }
+
+}  // namespace zf

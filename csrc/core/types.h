@@ -1,0 +1,81 @@
+// What both sides share: number types, and how to move between them and fp32.
+//
+// Everything here is plain scalar code. The CPU's compiler makes vectors of it, nvcc makes threads of it, so a
+// formula is written once. Nothing may contract a multiplication and an addition into one rounding (the builder
+// passes -ffp-contract=off and -fmad=false): then every instruction set gives the same bits.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__CUDACC__)
+#define ZF_HD __host__ __device__ __forceinline__
+#else
+#define ZF_HD inline __attribute__((always_inline))
+#endif
+
+namespace zf {
+
+enum class Type : int { none, f32, bf16, f16 };
+
+struct bf16 {
+  uint16_t bits;
+};
+struct f16 {
+  uint16_t bits;
+};
+struct nothing {};  // in the place of an output that nobody wants
+
+ZF_HD uint32_t bits_of(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+
+ZF_HD float from_bits(uint32_t bits) {
+  float x;
+  memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+ZF_HD bool is_finite(float x) { return (bits_of(x) & 0x7f800000u) != 0x7f800000u; }
+
+ZF_HD float to_f32(float x) { return x; }
+
+ZF_HD float to_f32(bf16 x) { return from_bits(uint32_t(x.bits) << 16); }
+
+// To the nearest, ties to even; NaN stays NaN, whatever rounding makes of its bits.
+ZF_HD bf16 to_bf16(float x) {
+  const uint32_t bits = bits_of(x);
+  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  return {uint16_t(rounded | (x != x ? 0x7fc0u : 0u))};
+}
+
+// Without branches, so that it can be a vector: the exponent is corrected by a multiplication, which also
+// makes denormals right.
+ZF_HD float to_f32(f16 x) {
+  const uint32_t sign = uint32_t(x.bits & 0x8000u) << 16;
+  const uint32_t rest = uint32_t(x.bits & 0x7fffu) << 13;
+  const float scaled = from_bits(rest) * from_bits(0x77800000u);  // 2**112
+  const uint32_t special = rest >= 0x0f800000u ? 0x7f800000u : 0u;  // inf and NaN keep their exponent
+  return from_bits(bits_of(scaled) | special | sign);
+}
+
+// To the nearest, ties to even; too large becomes inf, NaN stays NaN, small becomes denormal.
+ZF_HD f16 to_f16(float x) {
+  const uint32_t bits = bits_of(x), sign = (bits >> 16) & 0x8000u, size = bits & 0x7fffffffu;
+  const uint32_t normal = (size + 0xc8000fffu + ((size >> 13) & 1u)) >> 13;
+  // Adding 0.5 puts a denormal's bits where they belong, rounded.
+  const uint32_t denormal = bits_of(from_bits(size) + 0.5f) - 0x3f000000u;
+  uint32_t result = size < 0x38800000u ? denormal : normal;
+  result = size >= 0x477ff000u ? 0x7c00u : result;
+  result = size > 0x7f800000u ? 0x7e00u : result;
+  return {uint16_t(sign | result)};
+}
+
+ZF_HD void put(float& to, float x) { to = x; }
+ZF_HD void put(bf16& to, float x) { to = to_bf16(x); }
+ZF_HD void put(f16& to, float x) { to = to_f16(x); }
+ZF_HD void put(nothing&, float) {}
+
+}  // namespace zf

@@ -1,0 +1,52 @@
+"""What pyproject.toml cannot say: compile csrc/ in an editable installation, and pack it into wheels.
+
+A wheel has no binaries, because it would then fit one machine only: they are built on first use.
+"""
+
+import importlib.util
+import os
+import shutil
+from pathlib import Path
+
+from setuptools import setup
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).resolve().parent
+
+
+def builder():
+    """The package's own, loaded without importing the package, which needs torch."""
+    spec = importlib.util.spec_from_file_location("builder", ROOT / "zero_full/kernels/build.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def compile_what_can_be() -> None:
+    """Nothing that goes wrong here is an error: the package runs without."""
+    build = builder()
+    for part in build.PARTS:
+        try:
+            print(f"zero_full: {build.build(part, build.BUILT, again=True)}")
+        except build.BuildError as error:
+            print(f"zero_full: no compiled operators for {part}: {error}")
+
+
+class BuildPy(build_py):
+    """See the module's docstring."""
+
+    def run(self) -> None:
+        """After what is usual."""
+        super().run()
+        if self.editable_mode:
+            compile_what_can_be()
+        else:
+            shutil.copytree(ROOT / "csrc", Path(self.build_lib) / "zero_full/csrc", dirs_exist_ok=True)
+
+    def get_source_files(self) -> list[str]:
+        """What a source distribution must have."""
+        sources = sorted((ROOT / "csrc").rglob("*.*"))
+        return [*super().get_source_files(), *(os.path.relpath(path, ROOT) for path in sources)]
+
+
+setup(cmdclass={"build_py": BuildPy})

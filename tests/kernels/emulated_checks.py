@@ -1,0 +1,181 @@
+"""What is demanded of the CUDA kernels in the emulator: the reference's numbers.
+
+Where no sum is involved, they give the very bits of the CPU's operators: the formulas are the same source.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tests.kernels.cases import BF16, FP16, FP32, INF, NAN, bits, normal, ops
+from tests.kernels.emulation import CHUNK, Emulated, poisoned
+from zero_full.kernels import reference
+
+SIZES = (0, 1, 7, 9, 1000, CHUNK - 1, CHUNK, CHUNK + 1)
+MANY = (3,) * 150  # tensors: too many for one launch
+ADAM: dict[str, Any] = {
+    "lr": 1e-2,
+    "beta1": 0.9,
+    "beta2": 0.95,
+    "eps": 1e-8,
+    "weight_decay": 0.1,
+    "factor": 0.5,
+}
+LAMB: dict[str, Any] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-6, "weight_decay": 0.1}
+MOVE: dict[str, Any] = {"lr": 1e-2, "bias_correction": True, "min_trust": 0.01, "max_trust": 10.0}
+
+
+def clone(tensor: Tensor) -> Tensor:
+    """As aligned as the tensor is."""
+    offset = tensor.storage_offset()
+    return poisoned(tensor.numel() + offset, dtype=tensor.dtype)[offset:].copy_(tensor)
+
+
+def special(tensor: Tensor) -> Tensor:
+    """With numbers that are not finite, or hardly."""
+    for place, number in enumerate((NAN, INF, -INF, 1e38, -0.0, 1e-42)):
+        tensor[5 * place : 5 * place + 1] = number
+    return tensor
+
+
+def assert_same(mine: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
+    for number, (one, other) in enumerate(zip(mine, theirs, strict=True)):
+        assert torch.equal(bits(one), bits(other)), f"result {number} differs"
+
+
+def assert_near(mine: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
+    for one, other in zip(mine, wanted, strict=True):
+        low = one.dtype in (BF16, FP16)
+        rtol, atol = (2**-7, 1e-3) if low else (3e-6, 1e-6)
+        torch.testing.assert_close(one, other, rtol=rtol, atol=atol, equal_nan=True)
+
+
+# Optimizers --------------------------------------------------------------------------------------
+
+
+class Lists(NamedTuple):
+    masters: list[Tensor]
+    grads: list[Tensor]
+    exp_avgs: list[Tensor]
+    exp_avg_sqs: list[Tensor]
+    steps: list[Tensor]
+    copies: list[Tensor]
+
+    def clone(self) -> "Lists":
+        return Lists(*([clone(t) for t in each] for each in self))
+
+    def written(self) -> list[Tensor]:
+        return [*self.masters, *self.exp_avgs, *self.exp_avg_sqs, *self.copies]
+
+
+def lists(
+    sizes: Sequence[int],
+    offsets: Sequence[int] = (0, 0, 0, 0, 0),
+    grad: torch.dtype = BF16,
+    master: torch.dtype = FP32,
+    moments: torch.dtype = FP32,
+    copy: torch.dtype | None = BF16,
+) -> Lists:
+    """In the middle of an optimization; copies are poisoned."""
+    dtypes = (master, grad, moments, moments, copy or FP32)
+    seeds = range(len(sizes))
+    masters, grads, exp_avgs, exp_avg_sqs, copies = (
+        [
+            normal(n, dtype, 5 * seed + k, offset, 0.1 if k in (2, 3) else 1)
+            for n, seed in zip(sizes, seeds, strict=True)
+        ]
+        for k, (dtype, offset) in enumerate(zip(dtypes, offsets, strict=True))
+    )
+    for tensor in exp_avg_sqs:
+        tensor.abs_()
+    for tensor in copies:
+        tensor.fill_(NAN)
+    steps = [torch.tensor(float(seed % 7 + 1)) for seed in seeds]
+    return Lists(masters, grads, exp_avgs, exp_avg_sqs, steps, copies if copy else [])
+
+
+def check_adam(cuda: Emulated, before: Lists, decoupled: bool = True) -> None:
+    mine, wanted, cpu = before.clone(), before.clone(), before.clone()
+    cuda.adam_step(*mine, **ADAM, decoupled=decoupled)
+    reference.adam_step(*wanted, **ADAM, decoupled=decoupled)
+    ops().adam_step(*cpu, **ADAM, decoupled=decoupled)
+    assert_near(mine.written(), wanted.written())
+    assert_same(mine.written(), cpu.written())
+
+
+def check_lamb(cuda: Emulated, before: Lists, eps_inside_sqrt: bool = False) -> None:
+    mine, wanted, cpu = before.clone(), before.clone(), before.clone()
+    options = {**LAMB, "eps_inside_sqrt": eps_inside_sqrt}
+    norms = cuda.lamb_norms(*mine[:4], **options, factor=0.5)
+    torch.testing.assert_close(
+        norms,
+        reference.lamb_norms(*wanted[:4], **options, factor=0.5),
+        # Moments of 16 bits may be rounded to the neighbour, and the update is made of them.
+        rtol=1e-6 if before.exp_avgs[0].dtype == FP32 else 1e-2,
+        atol=1e-30,
+        equal_nan=True,
+    )
+    ops().lamb_norms(*cpu[:4], **options, factor=0.5)
+    assert_near(mine.written(), wanted.written())
+    assert_same(mine.written(), cpu.written())
+    for run, each in ((cuda, mine), (reference, wanted), (ops(), cpu)):
+        run.lamb_step(each.masters, *each[2:], norms, **options, **MOVE)
+    assert_near(mine.written(), wanted.written())
+    assert_same(mine.written(), cpu.written())
+
+
+# Gradients ---------------------------------------------------------------------------------------
+
+
+def check_unscale(cuda: Emulated, before: Sequence[Tensor], factor: float) -> None:
+    mine, wanted = [clone(t) for t in before], [clone(t) for t in before]
+    total, first = cuda.unscale_norm_check(mine, factor)
+    wanted_total, wanted_first = reference.unscale_norm_check(wanted, factor)
+    assert_same([*mine, first], [*wanted, wanted_first])
+    torch.testing.assert_close(total, wanted_total, rtol=1e-6, atol=0, equal_nan=True)
+
+
+# One bit a number --------------------------------------------------------------------------------
+
+
+def check_sign_pack(cuda: Emulated, values: Tensor | None, error: Tensor, ends: Tensor, l1: bool) -> None:
+    mine, wanted = clone(error), clone(error)
+    packed, scales = cuda.sign_pack(values, mine, ends, l1)
+    wanted_packed, wanted_scales = reference.sign_pack(values, wanted, ends, l1)
+    assert_same([packed], [wanted_packed])
+    assert_near([scales, mine], [wanted_scales, wanted])
+
+
+def check_sign_mean(cuda: Emulated, rows: int, ends: Tensor, out: Tensor, add: bool) -> None:
+    packed = torch.randint(256, (rows, -(-out.numel() // 8)), dtype=torch.uint8)
+    scales = torch.rand(rows, ends.numel())
+    mine, wanted, cpu = clone(out), clone(out), clone(out)
+    for run, each in ((cuda, mine), (reference, wanted), (ops(), cpu)):
+        run.sign_unpack_mean(packed, scales, ends, each, add)
+    assert_near([mine], [wanted])
+    assert_same([mine], [cpu])
+
+
+def ends_of(numel: int) -> Tensor:
+    """Pieces of no, few and many elements, and padding."""
+    cuts = (0, 1, 3, 3, 70, 70, CHUNK - 1, CHUNK + 2, numel - numel // 8)
+    return torch.tensor(sorted(min(cut, numel) for cut in cuts))
+
+
+# Blocks of integers ------------------------------------------------------------------------------
+
+
+def check_blocks(cuda: Emulated, numbers: Tensor, width: int, block: int, offset: int = 0) -> None:
+    size = reference.payload_bytes(numbers.numel(), width, block)
+    mine, wanted = (poisoned(size + offset, dtype=torch.uint8)[offset:] for _ in range(2))
+    cuda.quantize_blocks(numbers, mine, width, block)
+    reference.quantize_blocks(numbers, wanted, width, block)
+    assert_same([mine], [wanted])
+    for add in (False, True):
+        out = normal(numbers.numel(), numbers.dtype, 7, numbers.storage_offset())
+        wanted_out = clone(out)
+        cuda.dequantize_blocks(mine, out, width, block, add)
+        reference.dequantize_blocks(mine, wanted_out, width, block, add)
+        assert_same([out], [wanted_out])

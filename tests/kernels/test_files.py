@@ -1,0 +1,219 @@
+"""Tensors go to files and come back, on compiled threads and on Python's."""
+
+import errno
+import os
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.kernels.file_io import MiB, content, noise
+from zero_full.kernels import files, load
+from zero_full.kernels.file_threads import CompiledThreads, Failure, PythonThreads, Span, Threads
+from zero_full.kernels.files import PAGE, BlockIO, aligned_empty, describe
+
+SIZES = [1, 511, PAGE - 1, PAGE, PAGE + 1, 3 * PAGE, 7 * PAGE + 77]
+OFFSETS = [0, 1, 512, PAGE, 2 * PAGE + 1000]
+
+
+@pytest.mark.parametrize("memory_offset", [0, 1, 64, 512])
+@pytest.mark.parametrize("threads", [1, 4])
+@pytest.mark.parametrize("direct", [True, False])
+def test_every_size_at_every_offset_comes_back_and_its_neighbours_stay(
+    tmp_path: Path, compiled: bool, threads: int, direct: bool, memory_offset: int
+) -> None:
+    found = describe(tmp_path)
+
+    def whole_pages(values: torch.Tensor, offset: int) -> int:
+        """Bytes, if the device can take them from this memory."""
+        pages = (offset + values.nbytes) // found.unit - -(-offset // found.unit)
+        fits = found.direct and (values.data_ptr() - offset) % found.memory_unit == 0
+        return max(0, pages) * found.unit * fits
+
+    with BlockIO(threads, block_bytes=2 * PAGE, direct=direct, compiled=compiled) as io:
+        for size in SIZES:
+            for offset in OFFSETS:
+                path, values = tmp_path / f"{size}-{offset}", noise(size, memory_offset)
+                before = content(noise(offset + size + 3000))
+                path.write_bytes(before)
+                transfer = io.write(path, values, offset)
+                transfer.wait()
+                assert transfer.direct_bytes == whole_pages(values, offset) * direct, (size, offset)
+                expected = before[:offset] + content(values) + before[offset + size :]
+                assert path.read_bytes() == expected, (size, offset)
+                back = noise(size, memory_offset).zero_()
+                io.read(path, back, offset).wait()
+                assert torch.equal(back, values), (size, offset)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.bool])
+@pytest.mark.parametrize("shape", [(), (0, 3), (5, 7), (1000, 11)])
+def test_every_dtype_and_shape_comes_back(
+    tmp_path: Path, io: BlockIO, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    values = torch.randn(shape).to(dtype)
+    io.write(tmp_path / "file", values).wait()
+    assert (tmp_path / "file").read_bytes() == content(values)
+    back = torch.empty(shape, dtype=dtype)
+    io.read(tmp_path / "file", back).wait()
+    assert torch.equal(back, values)
+
+
+def test_a_parameter_can_be_read_and_written(tmp_path: Path, io: BlockIO) -> None:
+    weight = torch.nn.Linear(30, 50).weight
+    before = weight.detach().clone()
+    io.write(tmp_path / "weight", weight).wait()
+    with torch.no_grad():
+        weight.zero_()
+    io.read(tmp_path / "weight", weight).wait()
+    assert torch.equal(weight, before)
+
+
+def test_pieces_of_one_file_that_share_pages_are_written_at_once(tmp_path: Path, io: BlockIO) -> None:
+    whole = noise(40 * PAGE)
+    path, piece = tmp_path / "file", 3 * PAGE + 1234
+    for begin in range(0, whole.numel(), piece):
+        part = noise(
+            min(piece, whole.numel() - begin), memory_offset=begin % PAGE
+        )  # so that pages go directly
+        part.copy_(whole[begin : begin + piece])
+        io.write(path, part, begin)
+    io.wait()
+    assert path.read_bytes() == content(whole)
+    io.read(path, whole.zero_()).wait()
+    assert path.read_bytes() == content(whole)
+
+
+def test_whole_pages_go_past_the_page_cache(tmp_path: Path, compiled: bool) -> None:
+    found = describe(tmp_path)
+    if not found.direct:
+        pytest.skip(str(found))
+
+    def from_disk(direct: bool) -> int:
+        """Bytes that reading the file brings from the disk, as the kernel counts them."""
+
+        def counted() -> int:
+            lines = Path("/proc/self/io").read_text().splitlines()
+            return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
+
+        before = counted()
+        with BlockIO(direct=direct, compiled=compiled) as io:
+            transfer = io.read(tmp_path / "file", values)
+            transfer.wait()
+        assert transfer.direct_bytes == (40 * found.unit if direct else 0)
+        return counted() - before
+
+    values = noise(40 * found.unit + 5)
+    with BlockIO(compiled=compiled) as io:
+        io.write(tmp_path / "file", values)
+        io.sync(tmp_path / "file")
+    with (tmp_path / "file").open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if from_disk(direct=False) < 40 * found.unit:
+        pytest.skip("files here are not on a disk")
+    assert from_disk(direct=False) < found.unit  # now they are in the cache,
+    assert from_disk(direct=True) >= 40 * found.unit  # and yet
+
+
+def test_memory_that_is_not_aligned_goes_through_the_page_cache(tmp_path: Path, io: BlockIO) -> None:
+    transfer = io.write(tmp_path / "file", noise(8 * PAGE, memory_offset=1))
+    transfer.wait()
+    assert transfer.direct_bytes == 0
+
+
+def threads_of(compiled: bool) -> Threads:
+    path = load.load()["cpu"].path
+    return CompiledThreads(path, 2) if compiled and path else PythonThreads(2)
+
+
+def test_a_block_that_direct_access_refuses_goes_through_the_page_cache(
+    tmp_path: Path, compiled: bool
+) -> None:
+    values, path = noise(2 * PAGE, memory_offset=1), tmp_path / "file"
+    threads = threads_of(compiled)
+    opened = files._open(str(path), write=True, direct=True)
+    assert opened.direct is not None
+    direct, buffered = opened.direct.fileno(), opened.buffered.fileno()
+
+    def write(fallback: int) -> Failure:
+        span = Span(direct, fallback, values.data_ptr(), values.nbytes, 0)
+        return threads.finish(threads.start([span], PAGE, True, values))
+
+    if write(direct).error != errno.EINVAL:
+        pytest.skip("this file system does not mind")
+    assert write(buffered) == Failure(0, 0)
+    assert path.read_bytes() == content(values)
+    opened.close()
+    threads.close()
+
+
+def test_where_direct_access_cannot_be_the_page_cache_is_used_and_the_reason_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = files._open("/dev/null", write=True, direct=True)
+    assert opened.direct is None
+    assert opened.why == "O_DIRECT is refused: Invalid argument"
+    opened.close()
+    monkeypatch.setattr(files, "_units", lambda _: (0, 0))
+    assert not describe(tmp_path).direct
+    assert "page cache: the file system says so" in str(describe(tmp_path))
+    monkeypatch.setattr(files, "O_DIRECT", 0)
+    assert "page cache: this system has no O_DIRECT" in str(describe(tmp_path))
+    with BlockIO() as io:
+        transfer = io.write(tmp_path / "file", noise(8 * PAGE))
+        transfer.wait()
+    assert transfer.direct_bytes == 0
+    assert (tmp_path / "file").read_bytes() == content(noise(8 * PAGE))
+
+
+def test_describe_speaks_of_a_directory_or_of_a_file_to_be_and_leaves_nothing(tmp_path: Path) -> None:
+    found = describe(tmp_path)
+    assert found == describe(tmp_path / "not there yet")
+    assert found.unit % PAGE == 0
+    assert ("O_DIRECT for" in str(found)) == found.direct
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_python_threads_go_on_after_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("preadv", "pwritev"):
+        whole = getattr(os, name)
+        monkeypatch.setattr(
+            os, name, lambda file, parts, at, whole=whole: whole(file, [memoryview(parts[0])[:1000]], at)
+        )
+    with BlockIO(compiled=False) as io:
+        io.write(tmp_path / "file", noise(5 * PAGE)).wait()
+        back = torch.empty(5 * PAGE, dtype=torch.uint8)
+        io.read(tmp_path / "file", back).wait()
+    assert torch.equal(back, noise(5 * PAGE))
+
+
+def test_sync_waits_and_flushes_the_file_and_its_name(
+    tmp_path: Path, io: BlockIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[tuple[str, str, int]] = []
+
+    def note(call: str, file: int) -> None:
+        path = Path(f"/proc/self/fd/{file}").readlink()
+        flushed.append((call, path.name, path.stat().st_size if path.is_file() else 0))
+
+    for call in ("fdatasync", "fsync"):
+        monkeypatch.setattr(os, call, partial(note, call))
+    io.write(tmp_path / "file", noise(3 * MiB))
+    io.sync(tmp_path / "file")
+    assert flushed == [("fdatasync", "file", 3 * MiB), ("fsync", tmp_path.name, 0)]
+
+
+@pytest.mark.parametrize("numel", [0, 1, 1000, 5 * PAGE])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float64])
+def test_aligned_memory_begins_at_a_page(numel: int, dtype: torch.dtype) -> None:
+    tensor = aligned_empty(numel, dtype)
+    assert tensor.data_ptr() % PAGE == 0
+    assert (tensor.shape, tensor.dtype, tensor.is_contiguous()) == ((numel,), dtype, True)
+    assert not tensor.is_pinned()
+
+
+def test_memory_is_pinned_only_where_there_is_cuda() -> None:
+    tensor = aligned_empty(10_000, torch.float32, pin=True)
+    assert tensor.is_pinned() == torch.cuda.is_available()
+    assert tensor.data_ptr() % PAGE == 0

@@ -1,0 +1,221 @@
+"""Adam in one sweep: what torch computes in passes, and torch's own step wherever somebody could tell."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero_full
+from tests.worlds import POOL
+from tests.zero_full.runs import Net, config, data
+from zero_full.shard.sweep import AdamSweep, is_plain_adam
+
+STAGES = (0, 1, 2, 3)
+BF16 = {"bf16": {"enabled": True}}
+KEYS: dict[str, dict[str, Any]] = {
+    "fp32, clipped": {"gradient_clipping": 0.1},
+    "bf16": BF16,
+    "bf16, clipped, bf16 gradients": {
+        **BF16,
+        "gradient_clipping": 0.1,
+        "data_types": {"grad_accum_dtype": "bf16"},
+    },
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}},
+    "bf16 masters": {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+}
+TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def trained(
+    comm: Any, stage: int, keys: dict[str, Any], swept: bool, kind: str = "AdamW", steps: int = 4
+) -> tuple[dict[str, Tensor], dict[str, Any], list[float]]:
+    """Parameters, this rank's state and the norms; counts that the sweep ran, or did not."""
+    optimizer = {"type": kind, "params": {"lr": 0.01, "weight_decay": 0.1, "adam_w_mode": kind == "AdamW"}}
+    calls: list[float] = []
+    step = AdamSweep.step
+
+    def counted(self: AdamSweep, bucket: Any, factor: float) -> None:
+        calls.append(factor)
+        step(self, bucket, factor)
+
+    AdamSweep.step = counted  # type: ignore[method-assign]
+    try:
+        engine, _, _, _ = zero_full.initialize(model=Net(), config=config(stage, optimizer=optimizer, **keys))
+        if not swept:
+            engine.optimizer.base.register_step_pre_hook(lambda *_: None)
+        dtype, norms = next(engine.parameters()).dtype, []
+        for number in range(steps):
+            engine.backward(engine(data(number, 0, comm.rank, dtype)))
+            engine.step()
+            norms.append(engine.get_global_grad_norm() or 0.0)
+    finally:
+        AdamSweep.step = step  # type: ignore[method-assign]
+    assert len(calls) == (steps * len(engine.optimizer.buckets) if swept else 0)
+    parameters = {name: p.clone() for name, p in engine.module_state_dict().items()}
+    state = engine.optimizer.state_dict()["fragments"]
+    engine.destroy()
+    return parameters, state, norms
+
+
+@pytest.mark.parametrize("keys", [k for k in KEYS if k != "bf16 masters"])
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_sweep_does_what_torch_does_in_passes(world_size: int, stage: int, keys: str) -> None:
+    once = POOL.run(trained, world_size, stage, KEYS[keys], True)
+    passes = POOL.run(trained, world_size, stage, KEYS[keys], False)
+    for (mine, state, norms), (theirs, wanted, their_norms) in zip(once, passes, strict=True):
+        low = next(iter(mine.values())).dtype != torch.float32
+        assert norms == pytest.approx(their_norms, rel=0.02 if low else 1e-5)
+        torch.testing.assert_close(mine, theirs, rtol=2**-7 if low else 1e-4, atol=1e-2 if low else 1e-5)
+        assert state.keys() == wanted.keys()
+        for name in state:
+            assert state[name]["state"].keys() == wanted[name]["state"].keys()
+            for key, value in state[name]["state"].items():
+                assert (value.shape, value.dtype) == (wanted[name]["state"][key].shape, torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["Adam", "AdamW"])
+def test_both_ways_of_weight_decay(kind: str) -> None:
+    (mine, _, _), (theirs, _, _) = (POOL.run(trained, 1, 1, {}, swept, kind)[0] for swept in (True, False))
+    torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("low_state", [False, True])
+def test_bf16_masters_keep_their_moments_in_what_is_asked_for(low_state: bool) -> None:
+    section = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": low_state}
+    for _, state, _ in POOL.run(trained, 2, 2, {"bf16": section}, True):
+        moments = {each["state"][key].dtype for each in state.values() for key in ("exp_avg", "exp_avg_sq")}
+        assert moments == {torch.bfloat16 if low_state else torch.float32}
+
+
+def copied(comm: Any, stage: int, precision: str) -> bool:
+    engine, _, _, _ = zero_full.initialize(
+        model=Net(), config=config(stage, **{precision: {"enabled": True}})
+    )
+    for number in range(3):
+        engine.backward(engine(data(number, 0, comm.rank, TYPES[precision])))
+        engine.step()
+    same = [torch.equal(b.values.own, b.master.to(b.values.dtype)) for b in engine.optimizer.buckets]
+    engine.destroy()
+    return all(same)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_parameters_are_their_masters_rounded_padding_too(stage: int, precision: str) -> None:
+    assert all(POOL.run(copied, 3, stage, precision))
+
+
+class Own(torch.optim.AdamW):
+    """Somebody's own."""
+
+
+def hooked(params: Any) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(params)
+    optimizer.register_step_post_hook(lambda *_: None)
+    return optimizer
+
+
+def patched(params: Any) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(params)
+    optimizer.step = lambda: None  # type: ignore[method-assign, assignment, misc]
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Own,
+        hooked,
+        patched,
+        torch.optim.SGD,
+        torch.optim.NAdam,
+        lambda params: torch.optim.AdamW(params, amsgrad=True),
+        lambda params: torch.optim.AdamW(params, maximize=True),
+        lambda params: torch.optim.AdamW(params, foreach=True),
+        lambda params: torch.optim.AdamW(params, fused=False),
+        lambda params: torch.optim.AdamW(params, lr=torch.tensor(0.1), capturable=True),
+    ],
+)
+def test_who_could_tell_the_difference_gets_torchs_own_step(make: Callable[[Any], Any]) -> None:
+    assert not is_plain_adam(make([nn.Parameter(torch.ones(3))]))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_torchs_own_are_swept(kind: type[torch.optim.Optimizer]) -> None:
+    assert is_plain_adam(kind([nn.Parameter(torch.ones(3))]))
+
+
+def engine_of(**keys: Any) -> Any:
+    return zero_full.initialize(model=Net(), config=config(2, **keys))[0]
+
+
+def test_a_scheduler_on_the_wrapped_optimizer_does_not_complain() -> None:
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    assert is_plain_adam(optimizer)
+    engine, _, _, _ = zero_full.initialize(
+        model=model, optimizer=optimizer, config={**config(1), "optimizer": None}
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.backward(engine(data(0, 0, 0)))
+        engine.step()
+        scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.05
+
+
+def test_gradients_can_be_read_unscaled_before_and_after_a_step() -> None:
+    engine = engine_of(fp16={"enabled": True, "initial_scale_power": 8, "loss_scale_window": 1})
+    weight = engine.module.layers[0].weight
+    for number in range(3):  # the scale grows on the way
+        engine.backward(engine(data(number, 0, 0, torch.float16)))
+        before = zero_full.safe_get_full_grad(weight)
+        engine.optimizer.step()
+        after = zero_full.safe_get_full_grad(weight)
+        assert before is not None and after is not None and 0 < float(before.abs().max()) < 10
+        torch.testing.assert_close(after, before)
+        engine.optimizer.zero_grad()
+
+
+def test_steps_on_the_same_gradients_repeat_though_the_scale_grows_in_between() -> None:
+    keys = {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 1}}
+    engine = engine_of(**keys)
+    engine.backward(engine(data(0, 0, 0, torch.float16)))
+    norms = []
+    for _ in range(4):
+        engine.optimizer.step()
+        norms.append(engine.optimizer.last.grad_norm)
+    assert engine.loss_scale() > 2**8 and norms == [norms[0]] * 4
+    engine.backward(engine(data(1, 0, 0, torch.float16)))
+    with pytest.raises(RuntimeError, match="call zero_grad after every step"):
+        engine.optimizer.step()
+
+
+def test_gradients_in_other_memory_formats_are_read_in_order() -> None:
+    """A rank alone reads `param.grad` itself, and autograd may leave that transposed."""
+
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.arange(6.0).view(2, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.weight * x).sum()
+
+    engine = zero_full.initialize(model=Turned(), config=config(1, gradient_clipping=1e9))[0]
+    weight = engine.module.weight
+    expected = torch.optim.AdamW([nn.Parameter(weight.detach().clone())], lr=0.01, weight_decay=0.1)
+    mine = expected.param_groups[0]["params"][0]
+    for number in range(3):
+        x = torch.arange(6.0).view(2, 3) * (-1) ** number + number
+        engine.backward(engine(x))
+        weight.grad = weight.grad.t().contiguous().t()
+        mine.grad = x
+        engine.step()
+        expected.step()
+    torch.testing.assert_close(weight.detach(), mine.detach())

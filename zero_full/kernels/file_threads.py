@@ -1,0 +1,162 @@
+"""The threads behind `files.BlockIO`: C++ ones (csrc/io), or Python's where nothing is compiled.
+
+They are not operators of torch: csrc/bind_io.cpp says why.
+"""
+
+import ctypes
+import errno
+import functools
+import os
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+END_OF_FILE = -1  # in the place of an errno
+POLL_MILLISECONDS = 100  # how long Ctrl-C may wait
+
+
+class Span(NamedTuple):
+    """A stretch of memory and of a file; where `file` cannot go on, `buffered` does."""
+
+    file: int
+    buffered: int
+    memory: int
+    bytes: int
+    offset: int
+
+
+class Failure(NamedTuple):
+    """An errno, 0 if there is none, and where in the file it happened."""
+
+    error: int
+    at: int
+
+
+class Threads(Protocol):
+    """What moves blocks. `close` finishes what was started and ends the threads."""
+
+    @property
+    def close(self) -> Callable[[], object]: ...  # noqa: D102
+
+    def start(self, spans: list[Span], block: int, write: bool, keep: object) -> Any:
+        """Returns at once. `keep`: what must not be freed before the end."""
+
+    def finish(self, started: Any) -> Failure:
+        """Wait for all blocks. Once for each transfer."""
+
+
+class PythonThreads:
+    """Without a compiler. System calls do not hold the interpreter's lock."""
+
+    def __init__(self, threads: int) -> None:
+        self._pool = ThreadPoolExecutor(threads, "zero_full_io")
+
+    def start(self, spans: list[Span], block: int, write: bool, keep: object) -> Any:
+        """Every block holds `keep`: a pool that is forgotten goes on without its owner."""
+        failures: list[Failure] = []
+
+        def work(span: Span, keep: object = keep) -> None:
+            if not failures:  # else the rest of it is not worth the time
+                failure = transfer_block(span, write)
+                failures.extend([failure] if failure.error else [])
+
+        jobs = [
+            self._pool.submit(
+                work,
+                span._replace(
+                    memory=span.memory + begin,
+                    bytes=min(block, span.bytes - begin),
+                    offset=span.offset + begin,
+                ),
+            )
+            for span in spans
+            for begin in range(0, span.bytes, block)
+        ]
+        return jobs, failures
+
+    def finish(self, started: tuple[list[Future[None]], list[Failure]]) -> Failure:
+        """The first failure."""
+        jobs, failures = started
+        for job in jobs:
+            job.result()
+        return failures[0] if failures else Failure(0, 0)
+
+    def close(self) -> None:
+        """Wait for everybody."""
+        self._pool.shutdown()
+
+
+def transfer_block(span: Span, write: bool) -> Failure:
+    """As in csrc/io/block_io.cpp; Python itself goes on after an interruption."""
+    file, buffered, memory, left, offset = span
+    while left:
+        part = (ctypes.c_char * left).from_address(memory)
+        try:
+            moved = os.pwritev(file, [part], offset) if write else os.preadv(file, [part], offset)
+            error = 0 if moved else (errno.EIO if write else END_OF_FILE)
+        except OSError as failed:
+            moved, error = 0, failed.errno or errno.EIO
+        if error and not (error == errno.EINVAL and file != buffered):
+            return Failure(error, offset)
+        file = buffered
+        memory, left, offset = memory + moved, left - moved, offset + moved
+    return Failure(0, 0)
+
+
+class _CSpan(ctypes.Structure):
+    _fields_ = (
+        ("file", ctypes.c_int),
+        ("buffered", ctypes.c_int),
+        ("memory", ctypes.c_void_p),
+        ("bytes", ctypes.c_int64),
+        ("offset", ctypes.c_int64),
+    )
+
+
+class _CFailure(ctypes.Structure):
+    _fields_ = (("error", ctypes.c_int), ("at", ctypes.c_int64))
+
+
+@functools.cache
+def _functions(library: Path) -> ctypes.CDLL:
+    found = ctypes.CDLL(str(library))
+    pool, number, integer = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    found.zf_io_open.argtypes, found.zf_io_open.restype = [integer], pool
+    found.zf_io_start.argtypes = [pool, ctypes.POINTER(_CSpan), integer, number, integer]
+    found.zf_io_start.restype = number
+    found.zf_io_wait.argtypes = [pool, number, integer, ctypes.POINTER(_CFailure)]
+    found.zf_io_close.argtypes, found.zf_io_close.restype = [pool], None
+    return found
+
+
+class CompiledThreads:
+    """The pool of csrc/io. One that is forgotten is closed before its tensors are freed, also at exit."""
+
+    def __init__(self, library: Path, threads: int) -> None:
+        self._functions = _functions(library)
+        self._pool = self._functions.zf_io_open(threads)
+        if not self._pool:
+            raise OSError(errno.EAGAIN, f"the system does not start {threads} threads")
+        self.close = weakref.finalize(self, _close, self._functions, self._pool, os.getpid())
+
+    def start(self, spans: list[Span], block: int, write: bool, keep: object) -> Any:
+        """The number of the transfer."""
+        array = (_CSpan * len(spans))(*(_CSpan(*span) for span in spans))
+        number = self._functions.zf_io_start(self._pool, array, len(spans), block, write)
+        if number < 0:
+            raise RuntimeError("no new transfers while the process ends")
+        return number
+
+    def finish(self, started: int) -> Failure:
+        """The first failure. Looks up now and then, for Ctrl-C."""
+        found = _CFailure()
+        while not self._functions.zf_io_wait(self._pool, started, POLL_MILLISECONDS, found):
+            pass
+        return Failure(found.error, found.at)
+
+
+def _close(functions: ctypes.CDLL, pool: int, process: int) -> None:
+    if os.getpid() == process:  # a forked child has no such threads
+        functions.zf_io_close(pool)

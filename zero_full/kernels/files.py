@@ -1,0 +1,354 @@
+"""Tensors in files, read and written by a few threads beside the computation.
+
+    with BlockIO() as io:
+        state = aligned_empty(numel, torch.float32)
+        reading = io.read("rank0.state", state)  # returns at once
+        ...                                      # `state` is nobody's business until
+        reading.wait()
+
+[Note: direct and buffered] The page cache costs a copy and memory, and a training state that is larger than
+memory only drives everything else out of it. So whole pages of the file go past it (O_DIRECT) where the file
+system allows that and the tensor's memory is aligned as the device wants; `aligned_empty` always is. What is
+left at the two ends goes through the cache. The border lies between two pages, so no page of a transfer is
+reached in both ways; between one transfer and the next the kernel itself keeps cache and disk the same.
+
+The threads are C++ (csrc/io), or Python's where nothing is compiled: what this module says holds for both.
+"""
+
+import contextlib
+import ctypes
+import errno
+import functools
+import mmap
+import os
+import struct
+import tempfile
+import threading
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from zero_full.kernels import load
+from zero_full.kernels.file_threads import (
+    END_OF_FILE,
+    CompiledThreads,
+    Failure,
+    PythonThreads,
+    Span,
+    Threads,
+    transfer_block,
+)
+
+PAGE = max(4096, mmap.PAGESIZE)
+O_DIRECT = getattr(os, "O_DIRECT", 0)  # Linux only
+MOST_IN_FLIGHT = 64  # transfers; each has two files open, and a process may often open only 1024
+
+AnyPath = str | os.PathLike[str]
+
+
+class Opened(NamedTuple):
+    """A file, open once or twice, and what O_DIRECT asks of offsets (and lengths) and of memory."""
+
+    buffered: FileIO
+    direct: FileIO | None
+    unit: int
+    memory_unit: int
+    why: str  # there is no `direct`
+
+    def close(self) -> None:
+        """Raises what the file system has kept back until now."""
+        try:
+            if self.direct is not None:
+                self.direct.close()
+        finally:
+            self.buffered.close()
+
+
+def _open(path: str, write: bool, direct: bool) -> Opened:
+    def opened(flags: int) -> FileIO:
+        return open(
+            path,
+            "wb" if write else "rb",
+            0,
+            opener=lambda name, _: os.open(name, flags | os.O_CLOEXEC, 0o666),
+        )
+
+    flags = os.O_WRONLY if write else os.O_RDONLY
+    buffered = opened(flags | (os.O_CREAT if write else 0))
+    if not direct or not O_DIRECT:
+        return Opened(buffered, None, PAGE, PAGE, "not wanted" if O_DIRECT else "this system has no O_DIRECT")
+    try:
+        second = opened(flags | O_DIRECT)
+    except OSError as refused:
+        return Opened(buffered, None, PAGE, PAGE, f"O_DIRECT is refused: {refused.strerror}")
+    memory_unit, unit = _units(second.fileno())
+    why = "the file system says so" if not unit else ""
+    if not os.path.samestat(os.fstat(buffered.fileno()), os.fstat(second.fileno())):
+        why = "another file has just taken its place"
+    if why:
+        second.close()
+        return Opened(buffered, None, PAGE, PAGE, why)
+    return Opened(buffered, second, max(PAGE, unit, memory_unit), memory_unit, "")
+
+
+def _units(file: int) -> tuple[int, int]:
+    """What O_DIRECT asks of memory and of offsets; 0 if it does not work, a page if nobody says."""
+    statx = getattr(_libc(), "statx", None)
+    at_empty_path, statx_dioalign, answer = 0x1000, 0x2000, ctypes.create_string_buffer(256)
+    if statx is None or statx(file, b"", at_empty_path, statx_dioalign, answer):
+        return PAGE, PAGE
+    (mask,), (memory, offset) = struct.unpack_from("I", answer, 0), struct.unpack_from("II", answer, 152)
+    return (memory, offset) if mask & statx_dioalign else (PAGE, PAGE)
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
+
+
+def _spans(memory: int, size: int, offset: int, opened: Opened) -> list[Span]:
+    """Head, whole units and tail; see [Note: direct and buffered]."""
+    end, unit, buffered = offset + size, opened.unit, opened.buffered.fileno()
+    begin, stop, direct = end, end, buffered
+    if opened.direct is not None and (memory - offset) % opened.memory_unit == 0:
+        begin = min(-(-offset // unit) * unit, end)
+        stop = max(begin, end // unit * unit)
+        direct = opened.direct.fileno()
+    cuts = [(offset, begin, buffered), (begin, stop, direct), (stop, end, buffered)]
+    return [Span(file, buffered, memory + a - offset, b - a, a) for a, b, file in cuts if a < b]
+
+
+class Transfer:
+    """A tensor on its way; it stays alive. Leave it, and its storage, alone until it has arrived."""
+
+    def __init__(self, io: "BlockIO", path: str, tensor: Tensor, offset: int, write: bool) -> None:
+        self.path, self.offset, self.bytes, self.write = path, offset, tensor.nbytes, write
+        self._io, self._tensor = io, tensor.detach()  # the memory, whatever becomes of `tensor.data`
+        self._opened = _open(path, write, io.direct)
+        self._spans = _spans(tensor.data_ptr(), self.bytes, offset, self._opened)
+        self._lock = threading.Lock()
+        self._failure: Failure | None = None
+        self._file_size = 0
+
+    @property
+    def direct_bytes(self) -> int:
+        """How much of it goes past the page cache."""
+        return sum(span.bytes for span in self._spans if span.file != span.buffered)
+
+    def _begin(self) -> None:
+        unit = self._opened.unit
+        block = -(-self._io.block_bytes // unit) * unit
+        self._started = self._io.threads.start(self._spans, block, self.write, (self._tensor, self._opened))
+
+    def wait(self) -> None:
+        """Until the tensor has arrived. Raises the first error; more than once, if asked more than once."""
+        if self._failure is None:
+            self._io._check_process()
+            self._finish()
+        if error := self._error():
+            self._io._seen(self)
+            raise error
+
+    def _finish(self) -> None:
+        """Wait, and let go of files and tensor."""
+        with self._lock:
+            if self._failure is not None:
+                return
+            failure = self._io.threads.finish(self._started)
+            self._file_size = os.fstat(self._opened.buffered.fileno()).st_size
+            try:
+                self._opened.close()
+            except OSError as error:  # a disk quota on a network, for example
+                failure = failure if failure.error else Failure(error.errno or errno.EIO, self.offset)
+            del self._tensor, self._started
+            self._io._arrived(self, failure)
+
+    def _error(self) -> OSError | None:
+        assert self._failure is not None
+        error, at = self._failure
+        if error == END_OF_FILE:
+            wanted = f"{self.bytes} bytes at offset {self.offset} are not there"
+            return OSError(f"{self.path} has {self._file_size} bytes: {wanted}")
+        verb = "writing" if self.write else "reading"
+        text = f"{os.strerror(error)} ({verb} {self.bytes} bytes at offset {self.offset}, failed at {at})"
+        return OSError(error, text, self.path) if error else None
+
+
+class BlockIO:
+    """Threads that read and write tensors in blocks. Close it, or use `with`.
+
+    Transfers that overlap in a file or in memory must be waited for in between. What was written is seen by
+    every reader, and survives a crash of the machine only after `sync`. Several Python threads may use it; a
+    forked child may not. Do not fork while something is read: open(2) says why, under O_DIRECT.
+    """
+
+    def __init__(
+        self,
+        threads: int = 4,
+        block_bytes: int = 2**20,
+        *,
+        direct: bool = True,
+        compiled: bool | None = None,
+    ) -> None:
+        if threads < 1 or block_bytes < 1:
+            raise ValueError(f"threads={threads}, block_bytes={block_bytes}: both must be at least 1")
+        self.block_bytes, self.direct = block_bytes, direct
+        found = load.Loaded(None) if compiled is False else load.load()["cpu"]
+        if compiled and found.path is None:
+            raise RuntimeError(f"block I/O is not compiled: {found.reason}")
+        self.threads: Threads = CompiledThreads(found.path, threads) if found.path else PythonThreads(threads)
+        self._process = os.getpid()
+        self._lock = threading.Lock()  # guards what follows
+        self._closed = False
+        self._in_flight: dict[Transfer, None] = {}  # the oldest first
+        self._failed: list[Transfer] = []  # and nobody knows yet
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the threads are C++."""
+        return isinstance(self.threads, CompiledThreads)
+
+    def write(self, path: AnyPath, tensor: Tensor, offset: int = 0) -> Transfer:
+        """Put the tensor's bytes at `offset` into the file, which is made if missing and never cut."""
+        return self._start(path, tensor, offset, write=True)
+
+    def read(self, path: AnyPath, tensor: Tensor, offset: int = 0) -> Transfer:
+        """Fill the tensor with the bytes at `offset` of the file."""
+        return self._start(path, tensor, offset, write=False)
+
+    def wait(self) -> None:
+        """Until everything has arrived. Raises the first error that no `Transfer.wait` has raised."""
+        self._check_process()
+        with self._lock:
+            transfers = list(self._in_flight)
+        for transfer in transfers:
+            transfer._finish()
+        with self._lock:
+            failed, self._failed = self._failed, []
+        if failed and (error := failed[0]._error()):
+            raise error
+
+    def sync(self, path: AnyPath) -> None:
+        """Wait for everything, then until the file (and that it exists) would survive a crash."""
+        self.wait()
+        directory = Path(path).resolve().parent
+        for name, flush in ((path, os.fdatasync), (directory, os.fsync)):
+            file = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                flush(file)
+            finally:
+                os.close(file)
+
+    def close(self) -> None:
+        """Finish everything and end the threads. Raises as `wait` does."""
+        self._check_process()
+        with self._lock:
+            self._closed = True
+        try:
+            self.wait()
+        finally:
+            self.threads.close()
+
+    def __enter__(self) -> "BlockIO":
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        # What went wrong first is not hidden behind what went wrong here.
+        with contextlib.suppress(OSError, RuntimeError) if error is not None else contextlib.nullcontext():
+            self.close()
+
+    def _start(self, path: AnyPath, tensor: Tensor, offset: int, write: bool) -> Transfer:
+        self._check_open(path)
+        _check_tensor(tensor)
+        if offset < 0:
+            raise ValueError(f"offset={offset} of {path}: a file begins at 0")
+        while oldest := self._one_too_many():
+            oldest._finish()
+        transfer = Transfer(self, os.fspath(path), tensor, offset, write)
+        with self._lock:
+            self._check_open(path)
+            transfer._begin()
+            self._in_flight[transfer] = None
+        return transfer
+
+    def _one_too_many(self) -> Transfer | None:
+        with self._lock:
+            full = len(self._in_flight) >= MOST_IN_FLIGHT
+            return next(iter(self._in_flight)) if full else None
+
+    def _arrived(self, transfer: Transfer, failure: Failure) -> None:
+        with self._lock:  # so that nobody sees one without the other
+            transfer._failure = failure
+            del self._in_flight[transfer]
+            self._failed += [transfer] if failure.error else []
+
+    def _seen(self, transfer: Transfer) -> None:
+        with self._lock, contextlib.suppress(ValueError):
+            self._failed.remove(transfer)
+
+    def _check_open(self, path: AnyPath) -> None:
+        self._check_process()
+        if self._closed:
+            raise ValueError(f"{path}: this BlockIO is closed")
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"this BlockIO belongs to process {self._process}: a forked child has none of its threads. "
+                "Make a new BlockIO in the child."
+            )
+
+
+def _check_tensor(tensor: Tensor) -> None:
+    if tensor.device.type != "cpu":
+        raise ValueError(f"a tensor on {tensor.device}: copy it to the CPU (a pinned `aligned_empty`) first")
+    if tensor.layout != torch.strided or not tensor.is_contiguous():
+        raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is not contiguous: use .contiguous()")
+
+
+def aligned_empty(numel: int, dtype: torch.dtype, pin: bool = False) -> Tensor:
+    """A flat tensor that begins at a page; pinned if wanted and there is CUDA."""
+    pin = pin and torch.cuda.is_available()
+    room = torch.empty(numel * dtype.itemsize + PAGE, dtype=torch.uint8, pin_memory=pin)
+    begin = -room.data_ptr() % PAGE
+    return room[begin : begin + numel * dtype.itemsize].view(dtype)
+
+
+@dataclass(frozen=True)
+class Description:
+    """How files of a directory are read and written."""
+
+    compiled: bool
+    direct: bool
+    unit: int  # whole units of this many bytes go past the page cache
+    memory_unit: int  # if the tensor's memory is a multiple of this
+    why: str  # not direct
+
+    def __str__(self) -> str:
+        threads = "compiled threads" if self.compiled else "Python threads"
+        if not self.direct:
+            return f"{threads}, through the page cache: {self.why}"
+        return f"{threads}, O_DIRECT for whole {self.unit} bytes from memory aligned to {self.memory_unit}"
+
+
+def describe(path: AnyPath) -> Description:
+    """Try it with a temporary file in that directory, or in that file's."""
+    place = Path(path).resolve()
+    directory = place if place.is_dir() else place.parent
+    with tempfile.NamedTemporaryFile(dir=directory, prefix=".zero_full_") as file:
+        opened = _open(file.name, write=True, direct=True)
+        try:
+            direct, why = opened.direct is not None, opened.why
+            if opened.direct is not None:
+                page = aligned_empty(opened.unit, torch.uint8)
+                span = Span(opened.direct.fileno(), opened.direct.fileno(), page.data_ptr(), page.nbytes, 0)
+                refused = transfer_block(span, write=True).error
+                direct, why = not refused, f"a block is refused: {os.strerror(refused)}" if refused else ""
+        finally:
+            opened.close()
+    compiled = load.look()["cpu"].path is not None
+    return Description(compiled, direct, opened.unit, opened.memory_unit, why)

@@ -1,0 +1,277 @@
+"""Each operator in plain torch: its meaning, the tests' oracle, and what runs where nothing is compiled.
+
+[Note: blocks of integers] A payload holds `numel` numbers as bytes: first integers of 8 or 4 bits, then an
+fp32 scale for each block of them. Four-bit integers are two to a byte, the first in the low half. A block
+with a number that is not finite has the scale NaN: all of it comes out as NaN.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+FINITE = torch.finfo(torch.float32)
+PIECE = {"cpu": 2**17}  # numbers in work at a time: few enough for the cache...
+PIECE_ELSEWHERE = 2**24  # ...or many enough that starting kernels costs little
+
+
+# Optimizers --------------------------------------------------------------------------------------
+
+
+def adam_step(
+    masters: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    copies: Sequence[Tensor],
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    decoupled: bool,
+    factor: float,
+) -> None:
+    """Adam on gradients times `factor`; masters are copied to `copies`, if there are any.
+
+    `decoupled` is AdamW's decay. `steps` are this step's numbers, from 1. All is computed in fp32.
+    """
+    for i, master in enumerate(masters):
+        step = float(steps[i])
+        p, m, v = (t.float() for t in (master, exp_avgs[i], exp_avg_sqs[i]))
+        g = grads[i].float() * factor
+        if not decoupled:
+            g = g + p * weight_decay
+        m = m + (1 - beta1) * (g - m)
+        v = v * beta2 + (1 - beta2) * g * g
+        root = v.sqrt() / (1 - beta2**step) ** 0.5 + eps
+        keep = 1 - lr * weight_decay if decoupled else 1.0
+        p = p * keep - lr / (1 - beta1**step) * m / root
+        for target, value in ((master, p), (exp_avgs[i], m), (exp_avg_sqs[i], v)):
+            target.copy_(value)
+        if copies:
+            copies[i].copy_(p)
+
+
+def lamb_norms(
+    masters: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    eps_inside_sqrt: bool,
+    factor: float,
+) -> Tensor:
+    """LAMB's first half: new moments, and for each tensor the sums of squares of it and of its update.
+
+    Who has a part of a tensor only adds up what all parts say before `lamb_step`.
+    """
+    norms = []
+    for p, g, m, v in zip(masters, grads, exp_avgs, exp_avg_sqs, strict=True):
+        scaled = g.float() * factor
+        m.copy_(m.float() + (1 - beta1) * (scaled - m.float()))
+        v.copy_(v.float() * beta2 + (1 - beta2) * scaled * scaled)
+        update = _lamb_update(p, m, v, eps, weight_decay, eps_inside_sqrt)
+        norms.append(torch.stack([p.double().square().sum(), update.double().square().sum()]))
+    return torch.stack(norms) if norms else torch.zeros(0, 2, dtype=torch.float64)
+
+
+def lamb_step(
+    masters: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    copies: Sequence[Tensor],
+    norms: Tensor,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    bias_correction: bool,
+    eps_inside_sqrt: bool,
+    min_trust: float,
+    max_trust: float,
+) -> None:
+    """LAMB's second half: each tensor moves by `lr` times its trust ratio, the norm of it over its update's.
+
+    The ratio is kept between the bounds, and is 1 if either norm is zero.
+    """
+    for i, p in enumerate(masters):
+        update = _lamb_update(p, exp_avgs[i], exp_avg_sqs[i], eps, weight_decay, eps_inside_sqrt)
+        weight, change = norms[i].sqrt().unbind()
+        trust = torch.where((weight > 0) & (change > 0), (weight / change).clamp(min_trust, max_trust), 1.0)
+        step = float(steps[i])
+        size = lr * (1 - beta2**step) ** 0.5 / (1 - beta1**step) if bias_correction else lr
+        p.copy_(p.float() - (size * trust).float() * update)
+        if copies:
+            copies[i].copy_(p)
+
+
+def _lamb_update(
+    p: Tensor, m: Tensor, v: Tensor, eps: float, weight_decay: float, eps_inside_sqrt: bool
+) -> Tensor:
+    root = (v.float() + eps).sqrt() if eps_inside_sqrt else v.float().sqrt() + eps
+    return m.float() / root + weight_decay * p.float()
+
+
+def unscale_norm_check(gradients: Sequence[Tensor], factor: float) -> tuple[Tensor, Tensor]:
+    """Multiply in place; the sum of squares in fp64, and where the first non-finite element is, or -1.
+
+    Elements are counted through all tensors.
+    """
+    device = gradients[0].device if gradients else None
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    first = torch.full((), -1, dtype=torch.int64, device=device)
+    before = 0
+    for gradient in gradients:
+        if factor != 1:
+            gradient.copy_(gradient.float() * factor)
+        total += gradient.double().square().sum()
+        bad = ~gradient.reshape(-1).isfinite()
+        if bad.numel():
+            here = torch.where(bad.any(), before + bad.to(torch.uint8).argmax(), -1)
+            first = torch.where(first < 0, here, first)
+        before += gradient.numel()
+    return total, first
+
+
+# One bit a number --------------------------------------------------------------------------------
+
+
+def sign_pack(values: Tensor | None, error: Tensor, ends: Tensor, l1: bool) -> tuple[Tensor, Tensor]:
+    """Signs of `values` plus what they got wrong before, eight to a byte, and a scale for each piece.
+
+    Pieces end at `ends`; what lies behind is padding and has the scale 0. A scale is the root mean square, or
+    with `l1` the mean size. `error` becomes what scale times sign gets wrong now. Zero counts as plus; the
+    last byte is filled up with zeros. `values` None: all that is wanted is in `error` already.
+    """
+    wanted = error if values is None else values.float() + error
+    starts = [0, *ends.tolist()]
+    scales = torch.stack([_scale(wanted[a:b], l1) for a, b in pairwise(starts)])
+    positive = wanted >= 0
+    signs = positive.float() * 2 - 1
+    bits = torch.nn.functional.pad(positive.to(torch.uint8), (0, -len(wanted) % 8)).view(-1, 8)
+    places = torch.arange(8, device=bits.device, dtype=torch.uint8)
+    packed = (bits << places).sum(1, dtype=torch.uint8)
+    error.copy_(wanted - _spread(scales, ends, len(wanted)) * signs)
+    return packed, scales
+
+
+def sign_unpack_mean(packed: Tensor, scales: Tensor, ends: Tensor, out: Tensor, add: bool) -> None:
+    """The mean of the rows, each its signs times its scales, becomes `out` or is added to it."""
+    places = torch.arange(8, device=packed.device, dtype=torch.uint8)
+    total = torch.zeros(len(out), dtype=torch.float32, device=out.device)
+    for row, scale in zip(packed, scales, strict=True):
+        bits = (row[:, None] >> places & 1).flatten()[: len(out)]
+        total += (bits.float() * 2 - 1) * _spread(scale, ends, len(out))
+    total /= len(packed)
+    out.copy_(out.float() + total if add else total)
+
+
+def _scale(piece: Tensor, l1: bool) -> Tensor:
+    size = max(piece.numel(), 1)
+    total = piece.double().abs().sum() / size if l1 else (piece.double().square().sum() / size).sqrt()
+    return total.float()
+
+
+def _spread(scales: Tensor, ends: Tensor, numel: int) -> Tensor:
+    """Every element's scale."""
+    sizes = ends.diff(prepend=ends.new_zeros(1))
+    return torch.nn.functional.pad(scales.repeat_interleave(sizes), (0, numel - int(ends[-1])))
+
+
+# Blocks of integers ------------------------------------------------------------------------------
+
+
+class Part(NamedTuple):
+    """Where some numbers are that begin with a block and with a byte."""
+
+    numbers: slice
+    integers: slice
+    scales: slice
+
+
+def payload_bytes(numel: int, bits: int, block: int) -> int:
+    """What so many numbers become. See [Note: blocks of integers]."""
+    return value_bytes(numel, bits) + 4 * -(-numel // block)
+
+
+def value_bytes(numel: int, bits: int) -> int:
+    """Of these, the integers."""
+    return -(-numel * bits // 8)
+
+
+def quantize_blocks(numbers: Tensor, payload: Tensor, bits: int, block: int) -> None:
+    """Round to the nearest of the 2**bits - 1 multiples of a scale that reach as far as the block does.
+
+    No number is off by more than half a scale.
+    """
+    values = payload[: value_bytes(numbers.numel(), bits)].view(torch.int8)
+    scales = torch.empty(-(-numbers.numel() // block), dtype=torch.float32, device=numbers.device)
+    for part in _parts(numbers, bits, block):
+        rows = _in_rows(numbers[part.numbers], block)
+        scales[part.scales] = fitting = _fitting(rows, 2 ** (bits - 1) - 1)
+        rows.div_(fitting[:, None]).round_().nan_to_num_(0)  # 0 / 0 is NaN, too
+        integers = rows.to(torch.int8).flatten()[: numbers[part.numbers].numel()]
+        values[part.integers] = integers if bits == 8 else _pack(integers)
+    payload[values.numel() :] = scales.view(torch.uint8)
+
+
+def dequantize_blocks(payload: Tensor, out: Tensor, bits: int, block: int, add: bool) -> None:
+    """Write the numbers to `out`, or add them to what is there."""
+    size = value_bytes(out.numel(), bits)
+    values, scales = payload[:size].view(torch.int8), payload[size:].clone().view(torch.float32)
+    for part in _parts(out, bits, block):
+        target = out[part.numbers]
+        integers = values[part.integers]
+        integers = integers if bits == 8 else _unpack(integers)[: target.numel()]
+        rows = _in_rows(integers, block).mul_(scales[part.scales, None])
+        numbers = rows.flatten()[: target.numel()]
+        if add:
+            target.add_(numbers)
+        else:
+            target.copy_(numbers)
+
+
+def _parts(numbers: Tensor, bits: int, block: int) -> Iterator[Part]:
+    at_once = PIECE.get(numbers.device.type, PIECE_ELSEWHERE)
+    step = max(1, at_once // (2 * block)) * 2 * block  # even, so that no byte is cut
+    for low in range(0, numbers.numel(), step):
+        high = min(low + step, numbers.numel())
+        integers = slice(low * bits // 8, value_bytes(high, bits))
+        yield Part(slice(low, high), integers, slice(low // block, -(-high // block)))
+
+
+def _in_rows(flat: Tensor, block: int) -> Tensor:
+    """An fp32 copy with a row for each block, the last one filled up with zeros."""
+    blocks = -(-flat.numel() // block)
+    rows = torch.empty(blocks * block, dtype=torch.float32, device=flat.device)
+    rows[: flat.numel()] = flat
+    rows[flat.numel() :] = 0
+    return rows.view(blocks, block)
+
+
+def _fitting(rows: Tensor, largest: int) -> Tensor:
+    """What makes `largest` the largest integer of each row; 0 for zeros, NaN if a number is not finite."""
+    reach = rows.abs().amax(dim=1)
+    # Far from where numbers lose bits, and not so far that the largest integer comes back as inf.
+    scales = reach.div(largest).clamp_(FINITE.tiny, FINITE.max / largest * (1 - FINITE.eps))
+    return scales.masked_fill_(reach == 0, 0).masked_fill_(~reach.isfinite(), float("nan"))
+
+
+def _pack(integers: Tensor) -> Tensor:
+    packed, high = integers[0::2] & 15, integers[1::2]
+    packed[: high.numel()] |= high << 4
+    return packed
+
+
+def _unpack(packed: Tensor) -> Tensor:
+    """The right shift brings the sign."""
+    return torch.stack((packed << 4 >> 4, packed >> 4), dim=1).flatten()
