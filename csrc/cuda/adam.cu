@@ -42,10 +42,10 @@ __global__ void __launch_bounds__(THREADS)
       } else {
         adam<false>(p, to_f32(gs.at[j]), m, v, numbers);
       }
-      put(ps.at[j], p);
-      put(ms.at[j], m);
-      put(vs.at[j], v);
-      put(copies.at[j], p);
+      put_at(ps, j, p);
+      put_at(ms, j, m);
+      put_at(vs, j, v);
+      put_at(copies, j, p);
     }
     store(master + i, ps);
     store(exp_avg + i, ms);

@@ -40,8 +40,8 @@ __global__ void __launch_bounds__(THREADS)
     for (int j = 0; j < N; ++j) {
       float m = to_f32(ms.at[j]), v = to_f32(vs.at[j]);
       lamb_moments(to_f32(gs.at[j]), m, v, numbers);
-      put(ms.at[j], m);
-      put(vs.at[j], v);
+      put_at(ms, j, m);
+      put_at(vs, j, v);
       weights[j] = to_f32(ps.at[j]);
       changes[j] = lamb_update(weights[j], to_f32(ms.at[j]), to_f32(vs.at[j]), numbers);
     }
@@ -100,8 +100,8 @@ __global__ void __launch_bounds__(THREADS) step_kernel(
     Pack<Copy, N> copies;
     for (int j = 0; j < N; ++j) {
       const float p = to_f32(ps.at[j]);
-      put(ps.at[j], p - size * lamb_update(p, to_f32(ms.at[j]), to_f32(vs.at[j]), numbers));
-      put(copies.at[j], to_f32(ps.at[j]));
+      put_at(ps, j, p - size * lamb_update(p, to_f32(ms.at[j]), to_f32(vs.at[j]), numbers));
+      put_at(copies, j, to_f32(ps.at[j]));
     }
     store(master + i, ps);
     store(copy + i, copies);

@@ -184,7 +184,7 @@ __global__ void __launch_bounds__(THREADS)
           Pack<T, N> pack{};
           if (add) pack = load<N>(out + low);
           for (int j = 0; j < N; ++j) {
-            put(pack.at[j], number_at(low + j, integer_at<bits>(bytes[u].at, j), to_f32(pack.at[j])));
+            put_at(pack, j, number_at(low + j, integer_at<bits>(bytes[u].at, j), to_f32(pack.at[j])));
           }
           store(out + low, pack);
         }

@@ -207,7 +207,7 @@ __device__ __forceinline__ void write_mean(Rows rows, const Place& place, int64_
     if (add) pack = load<N>(out + i + u * STEP);
     for (int j = 0; j < N; ++j) {
       const float mean = total[u][j] / float(rows.count);
-      put(pack.at[j], add ? to_f32(pack.at[j]) + mean : mean);
+      put_at(pack, j, add ? to_f32(pack.at[j]) + mean : mean);
     }
     store(out + i + u * STEP, pack);
   }

@@ -34,6 +34,20 @@ __device__ __forceinline__ void store(T* to, const Pack<T, N>& pack) {
 template <int N>
 __device__ __forceinline__ void store(nothing*, const Pack<nothing, N>&) {}
 
+// The compiler would keep 16-bit numbers in a register each until all are stored, which are too many registers.
+// The empty instruction wants two of them in one.
+template <class T, int N>
+__device__ __forceinline__ void put_at(Pack<T, N>& pack, int j, float x) {
+  put(pack.at[j], x);
+  if constexpr (sizeof(T) == 2 && N > 1) {
+    if (j % 2 == 0) return;
+    uint32_t pair;
+    memcpy(&pair, &pack.at[j - 1], sizeof pair);
+    asm("" : "+r"(pair));
+    memcpy(&pack.at[j - 1], &pair, sizeof pair);
+  }
+}
+
 constexpr size_t largest_of() { return 1; }
 
 template <class... Sizes>
@@ -81,6 +95,7 @@ __device__ __forceinline__ void sweep(Span span, int rank, const Body& body) {
 #pragma unroll 1
     for (; i + (U - 1) * N * threads < span.last; i += U * N * threads) body(Take<N, U, threads>{}, i);
   }
+#pragma unroll 1
   for (; i < span.last; i += N * threads) body(Take<N, 1, threads>{}, i);
   const int singles = span.first + span.size - span.last;
 #pragma unroll 1

@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(THREADS)
     for (int u = 0; u < U; ++u) {
       float x[N];
       for (int j = 0; j < N; ++j) {
-        if (scale) put(packs[u].at[j], to_f32(packs[u].at[j]) * factor);
+        if (scale) put_at(packs[u], j, to_f32(packs[u].at[j]) * factor);
         x[j] = to_f32(packs[u].at[j]);
       }
       if (scale) store(data + i + u * STEP, packs[u]);

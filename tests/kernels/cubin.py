@@ -65,7 +65,7 @@ SAID = "ptxas.txt"
 NVCC = """#!/bin/sh
 {nvcc} -Xptxas -v "$@" 2>"$0.$$.log"
 code=$?
-cat "$0.$$.log" >&2
+grep -v -e '^ptxas info' -e ' bytes stack frame' "$0.$$.log" >&2
 exit $code
 """
 

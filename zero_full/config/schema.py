@@ -191,7 +191,9 @@ class CheckpointConfig(Strict):
     """How checkpoints are saved and loaded."""
 
     tag_validation: Annotated[Literal["Ignore", "Warn", "Fail"], BeforeValidator(_capital)] = "Warn"
-    load_universal: Annotated[bool, idle("every checkpoint loads at every stage and world size")] = False
+    load_universal: Annotated[
+        bool, idle("checkpoints that load at another stage or world size have not landed")
+    ] = False
     use_node_local_storage: Annotated[
         bool, missing("checkpoints need one folder that every node sees; remove it")
     ] = False
@@ -253,7 +255,9 @@ class ZeroConfig(Strict):
     )
     overlap_comm: bool | None = None
     load_from_fp32_weights: Annotated[bool, idle("a load always takes the fp32 weights")] = True
-    elastic_checkpoint: Annotated[bool, idle("every checkpoint loads at every world size")] = False
+    elastic_checkpoint: Annotated[
+        bool, idle("checkpoints that load at another world size have not landed")
+    ] = False
     offload_param: OffloadParamConfig | None = None
     offload_optimizer: OffloadOptimizerConfig | None = None
     zenflow: Annotated[Section | None, missing("ZenFlow has not landed in zero_full; remove it")] = None

@@ -1,7 +1,6 @@
 """What Adam means here: which class of torch's, in which form, and when its fused kernel runs.
 
-The fused kernel reads and writes each number once, which is all that a plain Adam can be asked for, so there
-is no kernel of our own for it.
+Our own sweep (`shard/sweep.py`) stands in for torch's step, with these options and this state, where it can.
 """
 
 import warnings
