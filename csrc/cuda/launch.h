@@ -41,7 +41,7 @@ void launch(
   emulated::run(name, blocks, threads, [&] { kernel(arguments...); });
 #else
   kernel<<<unsigned(blocks), threads, 0, static_cast<cudaStream_t>(stream)>>>(arguments...);
-  const cudaError_t error = cudaPeekAtLastError();
+  const cudaError_t error = cudaGetLastError();
   if (error != cudaSuccess) {
     throw std::runtime_error(std::string("zero_full: kernel ") + name + ": " + cudaGetErrorString(error));
   }

@@ -115,28 +115,23 @@ class Usage(NamedTuple):
     spill_loads: int
 
 
-ENTRY = re.compile(
-    r"Compiling entry function '(\w+)' for '(sm_\w+)'.*?"
-    r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads.*?"
-    r"Used (\d+) registers([^\n]*)",
-    re.DOTALL,
-)
+ENTRY = re.compile(r"Compiling entry function '(\w+)' for '(sm_\w+)'")
+FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 
 
 def usages(said: str) -> list[Usage]:
-    """What ptxas said, by kernel and architecture."""
-    found = ENTRY.findall(said)
-    kernels = kernels_of(entry[0] for entry in found)
-    return [
-        Usage(
-            kernels[name],
-            architecture,
-            int(registers),
-            sum(map(int, re.findall(r"(\d+) bytes smem", rest))),
-            *map(int, (stack, stores, loads)),
-        )
-        for name, architecture, stack, stores, loads, registers, rest in found
-    ]
+    """What ptxas said, by kernel and architecture; a kernel has also what functions that it calls have."""
+    _, *parts = ENTRY.split(said)
+    kernels = kernels_of(parts[::3])
+    found = []
+    for name, architecture, about in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
+        used = re.search(r"Used (\d+) registers(.*)", about)
+        assert used, f"ptxas does not say how many registers {kernels[name]} has"
+        shared = sum(map(int, re.findall(r"(\d+) bytes smem", used[2])))
+        frames = [list(map(int, frame)) for frame in FRAME.findall(about)]
+        stack, stores, loads = map(sum, zip(*frames, strict=True))
+        found.append(Usage(kernels[name], architecture, int(used[1]), shared, stack, stores, loads))
+    return found
 
 
 def too_much(usages: Sequence[Usage], most_registers: Mapping[str, int]) -> list[str]:

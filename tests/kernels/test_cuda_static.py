@@ -180,6 +180,18 @@ def test_shared_memory_and_registers_are_read_right(tmp_path: Path) -> None:
     assert cubin.too_much([usage], {"f": 32}) == []
 
 
+def test_a_spill_of_a_function_that_a_kernel_calls_is_the_kernels() -> None:
+    frame = "    {} bytes stack frame, {} bytes spill stores, {} bytes spill loads\n"
+    said = "ptxas info    : Compiling entry function '_Z1fPi' for 'sm_90'\n" + frame.format(0, 0, 0)
+    said += "ptxas info    : Used 8 registers, 356 bytes cmem[0]\n" + frame.format(16, 8, 12)
+    other = said.replace("1fPi", "1gPi").replace("16 bytes", "0 bytes").replace("12 bytes", "0 bytes")
+    f, g = (Kernel("", name, ()) for name in "fg")
+    assert cubin.usages(said + other) == [
+        Usage(f, "sm_90", 8, 0, 16, 8, 12),
+        Usage(g, "sm_90", 8, 0, 0, 8, 0),
+    ]
+
+
 @disassembles
 @pytest.mark.parametrize(
     ("source", "complaints"),

@@ -25,6 +25,10 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 BUILT = HERE / "built"  # where an editable installation puts what it builds
 PARTS = ("cpu", "cuda")
+MADE_OF = {  # of csrc/
+    "cpu": ("core/*", "cpu/*", "io/*", "bind.h", "bind_cpu.cpp", "bind_io.cpp"),
+    "cuda": ("core/*", "cuda/*", "bind.h", "bind_cuda.cpp"),
+}
 ARCHITECTURES = "80;90;100+PTX"
 ABI = "0x020a000000000000"  # TORCH_TARGET_VERSION: torch 2.10's stable interface
 COMMON = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off"]
@@ -133,7 +137,7 @@ def architectures() -> list[str]:
 def key(part: str) -> str:
     """Changes whenever the library would: sources, flags, torch, machine, architectures."""
     digest = hashlib.sha256()
-    for path in sorted(sources().rglob("*.*")):
+    for path in sorted(path for each in MADE_OF[part] for path in sources().glob(each)):
         digest.update(path.relative_to(sources()).as_posix().encode() + path.read_bytes())
     version = torch_home() / "version.py"
     about = [part, platform.system(), platform.machine(), ABI, *COMMON, *KERNEL]
