@@ -186,8 +186,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for group, options in zip(self.param_groups, state_dict["groups"], strict=True):
             group.update(options)
         self.zero_grad()
-        for bucket in self.buckets:
-            bucket.copy_master()
         self.publish()
         self.settle()
 
@@ -206,7 +204,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         factor = 1.0 / scale
         if self.settings.clip > 0 and norm is not None:
             factor *= min(1.0, self.settings.clip / (norm + EPSILON))
-        if self.sweep.takes(self.buckets):
+        swept = self.sweep.takes(self.buckets)
+        if swept:
             for bucket in self.buckets:
                 self.sweep.step(bucket, factor)
             self.left_scale = scale
@@ -214,12 +213,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._step_in_passes(factor)
             self.left_scale = 1.0
         self.passes = self.reducer.passes
-        self.publish()
+        self.publish(copied=swept)
         if not self.settings.gather_beside_forward:
             self.settle()
 
     def _step_in_passes(self, factor: float) -> None:
-        """With any optimizer: unscale and clip, step, copy."""
+        """With any optimizer: unscale and clip, then step."""
         for bucket in self.buckets:
             for gradient in bucket.own_gradients() if factor != 1.0 else ():
                 gradient.mul_(factor)
@@ -229,7 +228,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.base.step()  # those that have no gradient now stay as they are
             for bucket in buckets:
                 bucket.take_back()
-                bucket.copy_master()
 
     def _sub_groups(self) -> list[list[Bucket]]:
         """What is stepped at a time: at stage 3 so much that what the step makes for itself stays small."""
@@ -245,13 +243,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
             room -= bucket.layout.shard
         return sub_groups
 
-    def publish(self) -> None:
-        """Send every slice to everyone, what forward needs first at first; `settle` waits for all."""
+    def publish(self, copied: bool = False) -> None:
+        """Parameters follow their masters, what forward needs first at first; `settle` waits for all.
+
+        `copied`: this rank's own slices do already.
+        """
         if self.gatherer is not None:
             self.gatherer.release_all()
         for bucket in reversed(self.buckets):
             values = bucket.values
             values.second = None
+            if not copied:
+                bucket.copy_master()
             if values.state is State.WHOLE:
                 producers = [self.lane.producer()]
                 self.arriving[bucket] = self.lane.submit(values.collect, [values.whole], producers)
