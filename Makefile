@@ -4,30 +4,31 @@ BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 TORCHRUN := $(BIN)/python -m torch.distributed.run --standalone
 
-.PHONY: help demo test test-all test-gpu bench bench-gpu lab site weave clean
+.PHONY: help demo test test-all test-gpu bench bench-gpu lab site weave browser clean
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[learn,dev]'  # compiles csrc/ for that torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[learn,site,dev]'  # compiles csrc/ for that torch
 	@touch $@
 
 demo: .venv/ready  ## train a small GPT at every stage on 2 processes; table and build/demo.png
 	@$(TORCHRUN) --nproc-per-node 2 -m lessons.train
 
-test: .venv/ready  ## what CI runs: lint, types, all tests but the slow ones
+PYTEST := $(BIN)/python -m pytest -q --durations=20
+test: .venv/ready browser  ## what CI runs: lint, types, all tests but the slow ones
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q --durations=20 -m "not slow and not gpu"
+	@command -v chromium > /dev/null || export ZERO_FULL_NO_BROWSER=1; $(PYTEST) -m "not slow and not gpu"
 
-test-all: .venv/ready  ## all tests, the slow ones too
-	$(BIN)/python -m pytest -q --durations=20 -m "not gpu"
+test-all: .venv/ready browser  ## all tests, the slow ones too
+	@command -v chromium > /dev/null || export ZERO_FULL_NO_BROWSER=1; $(PYTEST) -m "not gpu"
 
-lab: .venv/ready  ## JupyterLab in notebooks/
-	$(BIN)/jupyter lab --notebook-dir notebooks
+lab: .venv/ready  ## JupyterLab, opened at notebooks/
+	$(BIN)/jupyter lab --notebook-dir . --LabApp.default_url=/lab/tree/notebooks
 
 weave: .venv/ready  ## refresh the code, numbers and drawings inside the lessons' texts
 	$(BIN)/python -m lessons.weave
@@ -50,9 +51,13 @@ bench-gpu: .venv/ready  ## the GPU's kernels beside its copy bandwidth
 	@mkdir -p build/bench
 	$(BIN)/python -m tests.bench.kernels_gpu > build/bench/kernels_gpu.md; s=$$?; cat build/bench/kernels_gpu.md; exit $$s
 
-# Targets whose feature has not landed: they did nothing, so they fail.
-site:  ## the documentation site
-	@echo "site: the site has not landed yet, nothing was built; the lessons read well as lessons/*/lesson.md"; exit 1
+site: .venv/ready  ## the documentation site, in build/site (open index.html)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -f site/mkdocs.yml
+
+# Pages are tested in Debian's chromium. CI gets it here; whoever has none is told that those tests were skipped.
+browser:
+	@command -v chromium > /dev/null || [ -z "$$CI" ] || [ "$$(id -u)" != 0 ] || { apt-get -qq update && apt-get -qq install -y --no-install-recommends chromium; }
+	@command -v chromium > /dev/null || echo "no chromium, so no page is tested in a browser; on Debian: apt-get install chromium"
 
 clean:  ## remove what was built and installed (never your answers in work/)
 	rm -rf build .venv .pytest_cache .ruff_cache .mypy_cache .hypothesis *.egg-info

@@ -13,7 +13,7 @@ from lessons.exercise import LessonError, find_lesson, shown
 from lessons.registry import LESSONS, ROWS
 
 COMMANDS = """\
-list            the lessons and how far you are
+list            the lessons, where their pages are, and how far you are
 demo            bytes per parameter of every stage, 4 ranks, a few seconds
 start N         write the exercise of lesson N into work/
 check N         run the shared tests on your work file
@@ -51,7 +51,7 @@ def one_lesson(chosen: argparse.Namespace) -> int:
     if chosen.command == "start":
         works = ", ".join(shown(work) for work in exercise.start(lesson, chosen.force))
         names = ", ".join(exercise.tasks(lesson))
-        print(f"read    {shown(lesson.path / 'lesson.md')}\nfill in {works} (tasks: {names})")
+        print(f"read    {shown(lesson.page)}\nfill in {works} (tasks: {names})")
         print(f"then    python -m lessons check {lesson.number}")
     elif chosen.command == "check":
         return check(lesson)
@@ -70,9 +70,13 @@ def one_lesson(chosen: argparse.Namespace) -> int:
 
 def list_lessons() -> int:
     """Every lesson with its page and the learner's progress."""
-    rows = [("", "lesson", "read", "your work")]
-    rows += [(str(x.number), x.title, shown(x.path / "lesson.md"), progress(x)) for x in LESSONS]
+    rows = [("", "lesson, its page and its notebook", "your work")]
+    for x in LESSONS:
+        places = [shown(path) for path in (x.page, x.notebook) if path.exists()]
+        rows.append((str(x.number), "\n".join([x.title, *places]), progress(x)))
     print_table(rows)
+    if any(x.page.suffix == ".md" for x in LESSONS):
+        print("`make site` builds the pages for a browser into build/site; index.html is the first.")
     return 0
 
 
@@ -90,7 +94,7 @@ def demo() -> int:
 
 def print_table(rows: list[tuple[str, ...]] | list[list[str]]) -> None:
     """A table whose first row is the header."""
-    drawn = Table(*rows[0])
+    drawn = Table(*rows[0], show_lines=any("\n" in cell for row in rows for cell in row))
     for row in rows[1:]:
         drawn.add_row(*row)
     Console(width=None if sys.stdout.isatty() else 110).print(drawn)

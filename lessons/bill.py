@@ -134,13 +134,13 @@ def timeline(bill: Bill) -> str:
     lines = []
     for rank, measured in enumerate(bill.ranks):
         lines.append(f"rank {rank}")
-        for what, count, sent, live in _runs(measured.events):
+        for what, count, sent, live in runs(measured.events):
             times = f" x{count}" if count > 1 else ""
             lines.append(f"  {what + times:<22}{f'sent {sent:>9,}' if sent else '':<16}live {live:>10,}")
     return "\n".join(lines)
 
 
-def _runs(events: Sequence[Event]) -> list[tuple[str, int, int, int]]:
+def runs(events: Sequence[Event]) -> list[tuple[str, int, int, int]]:
     """Neighbouring events of one kind as one line: (what, how often, bytes sent, live at the end)."""
     runs: list[tuple[str, int, int, int]] = []
     for event in events:

@@ -1,11 +1,18 @@
-"""What a lesson's reader sees: the output of its cells, and numbers in columns."""
+"""What a reader sees and does in cells: output, columns, a guess, a changed line, real processes."""
 
 import io
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
 
-from lessons.registry import LESSONS
+from lessons import replace
+from lessons.exercise import LessonError
+from lessons.registry import LESSONS, ROOT
 from zero_min import WorldError
 
 
@@ -37,3 +44,76 @@ def run_cell(step: int, section: str) -> str:
         message = re.sub(r"^rank \d+ of", "rank ? of", str(error))
         printed.write("WorldError: " + re.sub(r" at \S+:\d+", "", message))
     return printed.getvalue().rstrip()
+
+
+def scripts() -> Path:
+    """The folder for what notebooks write: beside other build products, so git ignores it."""
+    folder = ROOT / "build" / "notebooks"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def guess(answer: object, truth: float, hint: str = "") -> None:
+    """Say how a learner's number compares with the measured one. Never raises, so `Run all` goes on."""
+    if answer is ...:
+        print("No guess yet. Put a number in the place of the three dots and run this cell again.")
+    elif isinstance(answer, bool) or not isinstance(answer, (int, float)):
+        print(f"{answer!r} is not a number.")
+    elif abs(answer - truth) < 0.005 * max(1.0, abs(truth)):
+        print(f"Right: measured is {truth:g}.")
+    else:
+        print(f"You say {answer:g}. Measured is {'more' if truth > answer else 'less'}. {hint}".rstrip())
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the shared tests of a step said about a changed line."""
+
+    passed: int
+    failed: int
+    text: str
+
+
+def change_line(step: int, right: str, mine: str, limit: float = 120) -> Verdict:
+    """Put `mine` in the place of a line of the step's answer key, and run the step's task tests on that.
+
+    The answer key itself stays as it is: the changed copy takes its place in another process only.
+    """
+    places = [source for source, _ in LESSONS[step].files if right in source.read_text(encoding="utf-8")]
+    if len(places) != 1 or places[0].read_text(encoding="utf-8").count(right) != 1:
+        files = ", ".join(LESSONS[step].sources)
+        raise LessonError(f"{right!r} must stand in {files} exactly once: copy the line from there")
+    changed = scripts() / "changed" / places[0].name  # not beside scripts, which could import it by its name
+    changed.parent.mkdir(exist_ok=True)
+    changed.write_text(places[0].read_text(encoding="utf-8").replace(right, mine), encoding="utf-8")
+    env = {**os.environ, **replace.environment({f"zero_min.{changed.stem}": str(changed)})}
+    env["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # these tests need no plugin, and start sooner without
+    command = [sys.executable, "-m", "lessons.judge", "--tasks", str(step)]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=limit)
+    counts = re.search(r"^passed: (\d+), failed: (\d+)$", done.stdout, re.MULTILINE)
+    if counts is None:  # not a verdict on the line but no tests, no pytest, ...
+        raise LessonError(f"the tests could not run:\n{done.stdout}{done.stderr}".rstrip())
+    return Verdict(int(counts[1]), int(counts[2]), done.stdout.rstrip())
+
+
+def torchrun(script: str, ranks: int = 2, limit: float = 120) -> str:
+    """Run a script with real processes; show and return what it prints. No process outlives the limit."""
+    options = ["--standalone", "--nproc-per-node", str(ranks), script]
+    print("$ torchrun", *options)
+    command = [sys.executable, "-m", "torch.distributed.run", *options]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}  # processes must not fight for the cores
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            printed, complaints = process.communicate(timeout=limit)
+        except BaseException:  # the limit, or the stop button: torchrun ends its ranks when it is ended
+            process.terminate()
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+            raise
+    print(printed, end="")
+    if process.returncode != 0:
+        raise RuntimeError(f"torchrun ended with status {process.returncode}\n{complaints}")
+    return printed

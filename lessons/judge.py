@@ -6,6 +6,7 @@ from lessons import replace
 replace.install()
 
 import sys
+import textwrap
 import traceback
 from typing import Any
 
@@ -60,6 +61,22 @@ def judge(number: int, blanks: list[str]) -> int:
     return 0
 
 
+def judge_tasks(number: int) -> int:
+    """Run the task tests only, all of them, and print what each failure says."""
+    from lessons.registry import ROOT
+
+    reporter = Reporter()
+    quiet = ["-p", "no:terminal", "-p", "no:cacheprovider", "--noconftest", "--rootdir", str(ROOT)]
+    tests = ROOT / f"tests/lessons/test_task_step{number}.py"
+    if pytest.main([str(tests), *quiet], plugins=[reporter]) not in (pytest.ExitCode.OK, FAILED):
+        print(f"pytest could not run {tests.name}: is this a checkout of the repository?")
+        return FAILED
+    print(f"passed: {reporter.passed}, failed: {len(reporter.failures)}")
+    for name, reason in reporter.failures:
+        print(f"\n{name}\n{textwrap.indent(textwrap.fill(reason.splitlines()[0], 96), '  ')}")
+    return FAILED if reporter.failures else 0
+
+
 def _print_failure(number: int, passed: int, name: str, reason: str) -> None:
     print(f"passed: {passed} checks, then stopped at the first failure\nfailed: {name}\n")
     for line in reason.splitlines()[:14]:
@@ -80,13 +97,15 @@ def _print_bill(number: int) -> None:
 
 
 def main() -> int:
-    """Judge lesson argv[1]; the further arguments are the tasks still blank."""
+    """Judge lesson argv[1]; the further arguments are the tasks still blank. `--tasks N` is shorter."""
     try:
         import zero_min  # noqa: F401
     except Exception:  # whatever the learner's file does wrong at import
         lines = traceback.format_exc().splitlines()
         print("your file cannot be imported:\n  " + "\n  ".join(lines[-3:]))
         return FAILED
+    if sys.argv[1] == "--tasks":
+        return judge_tasks(int(sys.argv[2]))
     return judge(int(sys.argv[1]), sys.argv[2:])
 
 

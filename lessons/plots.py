@@ -1,17 +1,37 @@
 """Pictures with matplotlib. The colours are Okabe and Ito's, told apart by colour-blind readers too."""
 
-from collections.abc import Sequence
+import html
+import io
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from lessons.bill import KINDS, Bill, on_device
+from lessons.bill import KINDS, Bill, on_device, runs
 from lessons.registry import ROOT
+from zero_min.ledger import Event
 
-BLUE, ORANGE, GREEN, PINK = "#0072B2", "#E69F00", "#009E73", "#CC79A7"
+BLUE, ORANGE, GREEN, PINK, SKY, RED = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00"
 COLOURS = {"parameters": BLUE, "gradients": ORANGE, "optimizer": GREEN}
 AWAY = "#999999"  # what waits on the host
+HATCHES = {"host": "///", "disk": "xxx"}  # in which other memory it waits
+INK, PAPER = "#111111", "#ffffff"  # letters on a coloured box, whatever the page's colours are
+LANES = {  # what a rank can do in a step: a letter and a colour
+    "all_reduce": ("A", GREEN),
+    "reduce_scatter": ("R", ORANGE),
+    "all_gather": ("G", SKY),
+    "broadcast": ("B", PINK),
+    "all_to_all": ("X", PINK),
+    "device to host": ("D", RED),
+    "host to device": ("U", GREEN),
+    "disk to host": ("r", PINK),
+    "host to disk": ("w", AWAY),
+}
+RANKS = [(BLUE, "-"), (RED, "--"), (GREEN, "-."), (PINK, ":")]  # a line for each rank
 
 
 def save_bills(bills: Sequence[Bill], path: Path) -> None:
@@ -75,3 +95,217 @@ def save(figure: Figure, step: int) -> Path:
     figure.savefig(path, dpi=120)
     print(f"plot saved to {path.relative_to(ROOT)}")
     return path
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure for a notebook: the last value of a cell is shown, and its `alt` says what is seen."""
+
+    svg: str
+    alt: str
+
+    def _repr_html_(self) -> str:
+        return f'<figure style="margin: 0">{self.svg}</figure>'
+
+    def __repr__(self) -> str:
+        return self.alt
+
+
+def picture(figure: Figure, alt: str) -> Picture:
+    """The figure as an SVG without a background, whose black becomes the reader's own text colour.
+
+    So it can be read in a light notebook and in a dark one. `alt` is what a screen reader says.
+    """
+    for plot in figure.axes:
+        legend = plot.get_legend()
+        if legend is not None:
+            legend.get_frame().set(facecolor="none", edgecolor="none")
+    written = io.StringIO()
+    # Names inside an SVG are made from the salt: two pictures on one page must not share them.
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": alt}):
+        figure.savefig(written, format="svg", transparent=True, metadata={"Date": None})
+    svg = written.getvalue()
+    svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'<g id="[^"]*"', "<g", svg[svg.index("<svg") :])
+    svg = re.sub(r" font-family: [^;\"]*;?", "", svg).replace("#000000", "currentColor")
+    svg = re.sub(r"\s*\n\s*", "\n", svg)  # an empty line would end the block where this becomes Markdown
+    style = "max-width: 100%; height: auto; font-family: sans-serif; stroke-linejoin: round"
+    spoken = html.escape(alt, quote=True)
+    head = f'<svg role="img" aria-label="{spoken}" fill="currentColor" style="{style}" '
+    return Picture(svg.replace("<svg ", head, 1), alt)
+
+
+def strips(
+    held: Mapping[str, Mapping[str, int]], numel: int, formula: Mapping[str, int] | None = None
+) -> Picture:
+    """A strip of memory for each row, say a rank: its kinds end to end, in bytes a parameter.
+
+    `formula` gives the bytes a row should hold; a dashed line stands there.
+    """
+    figure = Figure(figsize=(9, 1.1 + 0.42 * len(held)), layout="constrained")
+    plot, labelled, said = figure.subplots(), set[str](), []
+    longest = max(sum(kinds.values()) for kinds in held.values()) / numel
+    for y, (row, kinds) in enumerate(held.items()):
+        right = 0.0
+        for kind, nbytes in kinds.items():
+            wide, name = nbytes / numel, kind.split()[-1]
+            hatch = HATCHES.get(kind.split()[0], "")
+            style = {"color": COLOURS[name], "edgecolor": INK, "hatch": hatch, "linewidth": 0.6}
+            plot.barh(y, wide, 0.8, left=right, label=_once(labelled, kind), **style)
+            if wide > 0.05 * longest:
+                centred = {"ha": "center", "va": "center", "color": PAPER if name == "parameters" else INK}
+                box = {"facecolor": COLOURS[name], "edgecolor": "none", "pad": 1.5}  # no hatch behind digits
+                plot.text(right + wide / 2, y, f"{wide:.2f}", bbox=box, **centred)
+            right += wide
+        plot.text(right + 0.015 * longest, y, f"{right:.2f}", va="center", fontweight="bold")
+        told = ", ".join(f"{kind} {nbytes / numel:.2f}" for kind, nbytes in kinds.items())
+        told += f", together {right:.2f}"
+        if formula is not None:
+            wanted = formula[row] / numel
+            plot.vlines(wanted, y - 0.46, y + 0.46, "black", "dashed", label=_once(labelled, "formula"))
+            told += f", the formula says {wanted:.2f}"
+        said.append((row, told))
+    plot.set_yticks(range(len(held)), list(held))
+    plot.invert_yaxis()
+    plot.set(xlim=(0, 1.1 * longest), xlabel="bytes a parameter")
+    plot.spines[["top", "right"]].set_visible(False)
+    lines, names = plot.get_legend_handles_labels()
+    order = sorted(range(len(names)), key=lambda i: names[i] == "formula")  # the line comes last
+    legend = [lines[i] for i in order], [names[i] for i in order]
+    figure.legend(*legend, frameon=False, ncols=4, loc="outside upper center")
+    return picture(figure, f"Strips of memory, in bytes a parameter. {_spoken(said)}")
+
+
+def lanes(ranks: Sequence[Sequence[Event]], numel: int) -> Picture:
+    """What every rank did in one step, from left to right, and the bytes that were live meanwhile."""
+    watched = any(event.live for events in ranks for event in events)
+    tall, labelled = 0.42 * len(ranks), set[str]()
+    figure = Figure(figsize=(9, 0.8 + tall + 1.4 * watched), layout="constrained")
+    if watched:
+        above, below = figure.subplots(2, 1, sharex=True, height_ratios=[tall, 1.5])
+        _live(below, ranks, numel)
+    else:
+        below = above = figure.subplots()
+    largest = max([event.sent for events in ranks for event in events] + [1])
+    wide = 0.9 * min(1, max(map(len, ranks)) / 12)
+    for rank, events in enumerate(ranks):
+        above.axhline(rank + 0.45, color="black", linewidth=0.6)
+        for x, event in enumerate(events):
+            if event.what not in LANES:
+                above.vlines(x, rank - 0.45, rank + 0.45, "black", "dotted")
+                if rank == 0:
+                    behind = x > 0 and events[x - 1].what not in LANES  # two names would touch
+                    above.text(x, -1.1 if behind else -0.5, event.what, rotation=30, fontsize="small")
+                continue
+            letter, colour = LANES[event.what]
+            high = 0.35 + 0.5 * event.sent / largest
+            name = _once(labelled, f"{letter} {event.what}")
+            box = {"color": colour, "edgecolor": INK, "linewidth": 0.5, "label": name}
+            above.bar(x, -high, wide, bottom=rank + 0.45, **box)
+            if len(events) <= 64:
+                above.text(x, rank + 0.4, letter, ha="center", fontsize="small", color=INK)
+    above.set(ylim=(len(ranks) - 0.5, -1.6), yticks=range(len(ranks)))
+    above.set_yticklabels([f"rank {rank}" for rank in range(len(ranks))])
+    above.spines[["top", "right", "left", "bottom"]].set_visible(False)
+    above.tick_params(length=0)
+    below.set(xlabel="events in their order; a taller box sent more bytes", xticks=[])
+    figure.legend(*above.get_legend_handles_labels(), frameon=False, ncols=6, loc="outside upper center")
+    said = [(f"rank {rank}", _in_words(events)) for rank, events in enumerate(ranks)]
+    return picture(figure, f"A timeline, event by event. {_spoken(said)}")
+
+
+def _live(plot: Axes, ranks: Sequence[Sequence[Event]], numel: int) -> None:
+    """Live bytes at every event, a line for each rank."""
+    for rank, events in enumerate(ranks):
+        colour, dash = RANKS[rank % len(RANKS)]
+        plot.plot([event.live / numel for event in events], dash, color=colour, label=f"rank {rank}")
+    plot.set(ylabel="live, bytes\na parameter", ylim=0)
+    plot.spines[["top", "right"]].set_visible(False)
+    plot.legend(ncols=4, fontsize="small", frameon=False)
+
+
+def _in_words(events: Sequence[Event]) -> str:
+    """A rank's step as a sentence; neighbours of one kind are counted, in a long step all of a kind."""
+    told = [(what, count, sent) for what, count, sent, _ in runs(events)]
+    if len(told) > 16:
+        kinds = {what: [each for each in told if each[0] == what] for what, _, _ in told}
+        told = [(what, sum(x[1] for x in each), sum(x[2] for x in each)) for what, each in kinds.items()]
+    return ", ".join(
+        what + (f" {count} times" if count > 1 else "") + (f" ({sent:,} bytes)" if sent else "")
+        for what, count, sent in told
+    )
+
+
+def _spoken(rows: Sequence[tuple[str, str]]) -> str:
+    """Row by row what is seen; a row that is like the one before is only named."""
+    lines: list[str] = []
+    last = ""
+    for name, told in rows:
+        lines.append(f"{name}: {told if told != last else 'the same'}")
+        last = told
+    return "; ".join(lines) + "."
+
+
+Curves = Mapping[str, Mapping[float, float]]  # name -> x -> y
+MARKS = (("o", BLUE), ("s", ORANGE), ("v", GREEN), ("^", PINK))
+DASHES = ("--", ":", "-.", "-")
+
+
+def beside_formula(plot: Axes, names: tuple[str, str, str], measured: Curves, formula: Curves) -> str:
+    """Measured points on the formula's lines; `names` are of the plot and its axes. Returns what is seen."""
+    title, x, y = names
+    for (name, points), (mark, colour) in zip(measured.items(), MARKS, strict=False):
+        style = {"color": colour, "markeredgecolor": INK, "markersize": 8}
+        plot.plot(list(points), list(points.values()), mark, label=name, **style)
+    for (name, points), dash in zip(formula.items(), DASHES, strict=False):
+        plot.plot(list(points), list(points.values()), dash, color="black", label=f"formula: {name}")
+    label(plot, title, x, y)
+    plot.set_ylim(0, 1.15 * plot.get_ylim()[1])  # the legend has several lines
+    plot.set_xticks(sorted({at for points in measured.values() for at in points}))
+    plot.spines[["top", "right"]].set_visible(False)
+    said = [
+        f"{name}: " + ", ".join(f"{value:.2f} at {at:g}" for at, value in points.items())
+        for name, points in (*measured.items(), *((f"formula {n}", p) for n, p in formula.items()))
+    ]
+    return f"{title}, {y} against {x}. {'; '.join(said)}. "
+
+
+def cut(names: Sequence[str], ranks: int) -> Picture:
+    """A flat tensor, an element a box with its tensor's name, under it who owns which slice."""
+    figure = Figure(figsize=(9, 1.3), layout="constrained")
+    plot, size, said = figure.subplots(), len(names) // ranks, []
+    for x, name in enumerate(names):
+        colour = MARKS[x // size % len(MARKS)][1]
+        padding = not name.strip("0 ")
+        box = {"color": "none" if padding else colour, "edgecolor": AWAY if padding else INK}
+        plot.bar(x, 1, 0.94, linewidth=0.6, hatch="///" if padding else "", **box)
+        ink = "black" if padding else PAPER if colour == BLUE else INK
+        plot.text(x, 0.5, name, ha="center", va="center", color=ink)
+    for rank in range(ranks):
+        first, last = rank * size, (rank + 1) * size
+        plot.text((first + last - 1) / 2, -0.15, f"rank {rank}", ha="center", va="top")
+        plot.vlines(last - 0.5, -0.5, 1.1, "black", linewidth=1.5)
+        said.append(f"rank {rank} owns {' '.join(names[first:last])}")
+    plot.set(xlim=(-0.6, len(names) - 0.4), ylim=(-0.5, 1.1))
+    plot.axis("off")
+    return picture(
+        figure, f"A flat tensor of {len(names)} elements, cut for {ranks} ranks: {'; '.join(said)}."
+    )
+
+
+def spans(rows: Mapping[str, Sequence[tuple[int, int]]], moments: Mapping[str, int]) -> Picture:
+    """When each row, say a layer, was there: boxes from a start to an end, and named moments."""
+    figure = Figure(figsize=(9, 1.1 + 0.4 * len(rows)), layout="constrained")
+    plot, said = figure.subplots(), []
+    for y, (name, times) in enumerate(rows.items()):
+        plot.broken_barh([(a, b - a) for a, b in times], (y - 0.4, 0.8), facecolor=BLUE, edgecolor=INK)
+        said.append((name, ", ".join(f"from {a} to {b}" for a, b in times) or "never"))
+    for name, at in moments.items():
+        plot.axvline(at, linestyle=":", color="black")
+        plot.text(at, -0.6, name, ha="center", va="bottom", fontsize="small")
+    plot.set_yticks(range(len(rows)), list(rows))
+    plot.invert_yaxis()
+    plot.set(xlabel="events in their order", xticks=[])
+    plot.spines[["top", "right"]].set_visible(False)
+    when = ", ".join(f"{name} at {at}" for name, at in moments.items())
+    return picture(figure, f"What was whole, and when, counted in events; {when}. {_spoken(said)}")

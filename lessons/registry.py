@@ -33,6 +33,17 @@ class Lesson:
         return ROOT / "lessons" / self.folder
 
     @property
+    def page(self) -> Path:
+        """Where to read it: the page of the built site, or the text it is made from."""
+        built = ROOT / "build" / "site" / "lessons" / self.folder / "lesson.html"
+        return built if built.exists() else self.path / "lesson.md"
+
+    @property
+    def notebook(self) -> Path:
+        """The notebook of the same step."""
+        return ROOT / "notebooks" / f"{self.number:02}_{self.folder.partition('_')[2]}.ipynb"
+
+    @property
     def files(self) -> list[tuple[Path, Path]]:
         """(answer, learner's file) for every source."""
         return [(ROOT / source, WORK / Path(source).name) for source in self.sources]

@@ -167,6 +167,28 @@ def test_diff_and_solution(capsys: Capture) -> None:
     assert "letter for letter" in capsys.readouterr().out
 
 
+def test_a_lesson_s_page_is_the_built_one_if_there_is_a_site(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "ROOT", tmp_path)
+    lesson = LESSONS[2]
+    assert lesson.page == tmp_path / "lessons" / lesson.folder / "lesson.md"
+    built = tmp_path / "build" / "site" / "lessons" / lesson.folder / "lesson.html"
+    built.parent.mkdir(parents=True)
+    built.touch()
+    assert lesson.page == built
+
+
+def test_list_and_start_say_where_to_read(capsys: Capture) -> None:
+    run_cli("list")
+    listed = capsys.readouterr().out
+    for lesson in LESSONS:
+        assert lesson.page.exists() and exercise.shown(lesson.page) in listed
+        assert lesson.notebook.exists() and exercise.shown(lesson.notebook) in listed
+    run_cli("start", "2")
+    assert f"read    {exercise.shown(LESSONS[2].page)}" in capsys.readouterr().out
+
+
 def test_list_and_demo(capsys: Capture) -> None:
     assert run_cli("list") == 0
     listed = capsys.readouterr().out

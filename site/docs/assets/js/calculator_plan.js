@@ -1,0 +1,257 @@
+// What `python -m zero_full plan` computes, for the page of the calculator: no elements of the page in here.
+// A classic script and not a module: Chromium loads no modules from file://. Everything is in `zeroPlan`; the bytes
+// of every kind are in `zeroCalculator` (calculator_data.js), read off zero_full when the site is built.
+//
+// A shape is {layers, width, heads, vocabulary, context}, of zero_min's GPT. A run is
+// {stage, precision, optimizer, ranks, batch, microBatches}. Answers are bytes on the rank that holds most.
+
+const zeroPlan = (() => {
+  "use strict"
+  const data = zeroCalculator
+  const sum = (numbers) => numbers.reduce((total, each) => total + each, 0)
+  const most = (numbers) => numbers.reduce((best, each) => Math.max(best, each), 0)
+  const roundedUp = (number, multiple) => Math.ceil(number / multiple) * multiple
+
+  // The model: modules, each with the sizes of its own parameters -------------------------------
+
+  function modelOf(shape) {
+    const numel = (dimensions) => dimensions.reduce((n, [times, letter]) => n * times * shape[letter], 1)
+    const built = (node, path) => {
+      const inside = (name) => (path ? `${path}.${name}` : name)
+      const children = node.repeated
+        ? Array.from({ length: shape.layers }, (_, place) => built(node.each[0], inside(String(place))))
+        : node.each.map((child) => built(child, inside(child.name)))
+      const own = node.own.map(numel)
+      return { path, called: node.called, own, children, numel: sum(own) + sum(children.map((c) => c.numel)) }
+    }
+    return built(data.model, "")
+  }
+
+  const parametersOf = (node) => [...node.own, ...node.children.flatMap(parametersOf)]
+
+  const countOf = (shape) => modelOf(shape).numel
+
+  // Flat buffers: zero_full/layout ---------------------------------------------------------------
+
+  // At stage 0 nothing is cut, and a rank's slice is the whole; `piece` is what it sends another rank at a time.
+  function bufferOf(numels, run) {
+    const starts = []
+    let end = 0
+    for (const numel of numels) {
+      starts.push(end)
+      end = roundedUp(end + numel, data.alignment)
+    }
+    const whole = roundedUp(end, data.alignment * run.ranks)
+    const piece = whole / run.ranks
+    const slice = run.stage === 0 ? whole : piece
+    return { numels, starts, whole, piece, slice, numbers: sum(numels), largest: most(numels) }
+  }
+
+  // Elements of parameters, so without padding, that each rank owns of a buffer.
+  function addOwned(buffer, owned) {
+    buffer.numels.forEach((numel, place) => {
+      const start = buffer.starts[place], end = start + numel
+      for (let rank = Math.floor(start / buffer.slice); rank * buffer.slice < end; rank += 1) {
+        owned[rank] += Math.min(end, (rank + 1) * buffer.slice) - Math.max(start, rank * buffer.slice)
+      }
+    })
+  }
+
+  // Last first, into buckets of limited size; a larger parameter travels alone.
+  function bucketsOf(numels, run) {
+    const buckets = []
+    let room = 0
+    for (const numel of [...numels].reverse()) {
+      if (buckets.length === 0 || numel > room) {
+        buckets.push([])
+        room = data.limits[run.stage].bucket
+      }
+      buckets[buckets.length - 1].push(numel)
+      room -= numel
+    }
+    return buckets.map((bucket) => bufferOf(bucket, run))
+  }
+
+  // Units of stage 3: zero_full/shard/units -------------------------------------------------------
+
+  function laidOut(model, run) {
+    const limits = data.limits[run.stage]
+    if (run.stage < 3 || run.ranks === 1) return { buckets: bucketsOf(parametersOf(model), run), units: [] }
+    const limit = Math.max(1, Math.min(Math.ceil(model.numel / data.parts), Math.floor(limits.live / data.liveParts)))
+    const stays = [], units = []
+    let room = limits.keepTotal
+    const walk = (node, unitAround, mayCut) => {
+      let unit = unitAround
+      if (node.called && mayCut) {
+        unit = { path: node.path, numels: [] }
+        units.push(unit)
+      }
+      for (const numel of node.own) {
+        if (numel <= Math.min(limits.keep, room)) {
+          stays.push(numel)
+          room -= numel
+        } else {
+          unit.numels.push(numel)
+        }
+      }
+      const isOne = node.called && node.path !== "" && node.numel <= limit
+      for (const child of node.children) walk(child, unit, mayCut && !isOne)
+    }
+    walk(model, null, true)
+    const used = units.filter((unit) => unit.numels.length > 0)
+    return {
+      buckets: bucketsOf(stays, run),
+      units: used.map((unit) => ({ path: unit.path, ...bufferOf(unit.numels, run) })),
+    }
+  }
+
+  // Which units are whole at a time: `Play` in zero_full/plan_table.py. In elements.
+  function played(units, run) {
+    const limits = data.limits[run.stage], live = new Set()
+    let highest = 0
+    const liveNumel = () => sum([...live].map((unit) => unit.whole))
+    const hasInside = (outer, inner) => outer.path === "" || inner.path.startsWith(`${outer.path}.`)
+    const need = (needed, next) => {
+      needed.forEach((unit) => live.add(unit))
+      if (next && next.whole <= Math.min(limits.prefetch, limits.live - liveNumel())) live.add(next)
+      highest = Math.max(highest, liveNumel())
+    }
+    const leave = (place) => {
+      const later = sum(units.slice(place + 1).map((unit) => unit.whole))
+      if (!(2 * later < limits.reuse && liveNumel() <= limits.live)) live.delete(units[place])
+    }
+    const atWork = []
+    units.forEach((unit, place) => {
+      while (atWork.length > 0 && !hasInside(units[atWork[atWork.length - 1]], unit)) leave(atWork.pop())
+      need([unit], units[place + 1])
+      atWork.push(place)
+    })
+    while (atWork.length > 0) leave(atWork.pop())
+    const kept = units.map((unit) => live.has(unit))
+    for (let place = units.length - 1; place >= 0; place -= 1) {
+      const around = units.slice(0, place).filter((outer) => hasInside(outer, units[place]))
+      need([...around, units[place]], units[place - 1])
+      live.delete(units[place])
+    }
+    return { kept, highest }
+  }
+
+  // Bytes -----------------------------------------------------------------------------------------
+
+  function termsOf(run) {
+    const shared = run.ranks === 1 ? "alone" : "shared"
+    const again = run.microBatches === 1 ? "once" : "again"
+    return data.terms[`${run.precision} ${run.stage} ${shared} ${again}`]
+  }
+
+  const bytes = (terms, buffer) => sum(Object.keys(terms).map((size) => terms[size] * buffer[size]))
+  const stateOf = (run) => data.state[`${run.precision} ${run.optimizer}`]
+
+  const gradientsSent = (terms, run) => terms.sent.once + run.microBatches * terms.sent.each
+
+  function onTheirWay(laid, flats, terms, run) {
+    const arriving = most(flats.map((flat) => terms.arriving * flat.largest))
+    const standing = arriving + most(flats.map((flat) => bytes(terms.reducing, flat)))
+    const waiting = (buffers) => buffers.map((buffer) => terms.waiting * buffer.whole)
+    const neighbours = (sizes) => {
+      const count = data.limits[run.stage].bucketsAtOnce
+      return most(sizes.map((_, place) => sum(sizes.slice(place, place + count))))
+    }
+    if (run.stage === 3) return standing + neighbours(waiting(laid.units)) + sum(waiting(laid.buckets))
+    return standing + neighbours(waiting(laid.buckets))
+  }
+
+  // Stage 3 steps a part at a time.
+  function updating(flats, run) {
+    const parts = [0]
+    let room = 0
+    for (const flat of flats) {
+      if (run.stage === 3 && flat.slice > room) {
+        parts.push(0)
+        room = data.limits[run.stage].subGroup
+      }
+      room -= flat.slice
+      parts[parts.length - 1] += stateOf(run).updating * flat.slice
+    }
+    return most(parts)
+  }
+
+  function activationsOf(shape, run) {
+    const sizes = { ...shape, batch: run.batch }
+    const product = (letters) => letters.reduce((n, letter) => n * sizes[letter], 1)
+    return sum(data.activations[run.precision].map(([each, letters]) => each * product(letters)))
+  }
+
+  function totals(plan) {
+    const kept = plan.parameters + plan.gradients + plan.master + plan.moments
+    if (plan.gathered === null) return { ...plan, kept, peak: null }
+    return { ...plan, kept, peak: kept + Math.max(plan.gathered + plan.buckets + plan.activations, plan.update) }
+  }
+
+  // A model whose shape is known: everything.
+  function ofShape(shape, run) {
+    const terms = termsOf(run), laid = laidOut(modelOf(shape), run), flats = [...laid.buckets, ...laid.units]
+    const owned = new Array(run.stage === 0 ? 1 : run.ranks).fill(0)
+    flats.forEach((flat) => addOwned(flat, owned))
+    const play = played(laid.units, run)
+    const gathers = sum(laid.units.map((unit, place) => (play.kept[place] ? 1 : 2) * unit.piece))
+    const pieces = sum(laid.buckets.map((bucket) => bucket.piece)) + run.microBatches * gathers
+    const gradientPieces = sum(flats.map((flat) => flat.piece))
+    return totals({
+      parameters: terms.parameter * (sum(laid.buckets.map((b) => b.whole)) + sum(laid.units.map((u) => u.slice))),
+      gradients: sum(flats.map((flat) => bytes(terms.gradients, flat))),
+      master: sum(flats.map((flat) => bytes(terms.master, flat))),
+      moments: stateOf(run).kept * most(owned),
+      gathered: terms.parameter * play.highest,
+      buckets: onTheirWay(laid, flats, terms, run),
+      activations: activationsOf(shape, run),
+      update: updating(flats, run),
+      sent: (run.ranks - 1) * (gradientsSent(terms, run) * gradientPieces + terms.sent.gathered * pieces),
+    })
+  }
+
+  // A number of parameters and nothing else: what is kept, without padding, and the most that stage 3 can send.
+  function ofCount(numel, run) {
+    const terms = termsOf(run), piece = Math.ceil(numel / run.ranks), slice = run.stage === 0 ? numel : piece
+    const buffer = { whole: numel, slice, numbers: numel, largest: 0 }
+    const gathers = run.stage === 3 && run.ranks > 1 ? 2 * run.microBatches : 1
+    return totals({
+      parameters: terms.parameter * (run.stage === 3 ? slice : numel),
+      gradients: bytes(terms.gradients, buffer),
+      master: bytes(terms.master, buffer),
+      moments: stateOf(run).kept * slice,
+      gathered: null,
+      buckets: null,
+      activations: null,
+      update: null,
+      sent: (run.ranks - 1) * piece * (gradientsSent(terms, run) + gathers * terms.sent.gathered),
+    })
+  }
+
+  // Lesson 5, zero_min's Stage2Offload: gradients and optimizer wait on the host. Padded to the ranks only.
+  function offloaded(numel, run) {
+    const { each, flag } = data.offload, whole = roundedUp(numel, run.ranks), piece = whole / run.ranks
+    const sentByAll = (run.ranks - 1) * (each.gradient * run.microBatches * numel + each.parameter * whole + flag)
+    return {
+      parameters: each.parameter * whole,
+      hostGradients: each.gradient * piece,
+      hostState: each.state * piece,
+      sentByAll,
+      downByAll: run.microBatches * each.gradient * numel,
+      upByAll: each.parameter * whole,
+    }
+  }
+
+  // Three digits and a unit; decimal, as in the papers.
+  function human(size) {
+    for (const [scale, unit] of data.scales) {
+      if (size >= scale * 0.9995) {
+        const number = size / scale
+        return `${number.toFixed(Math.max(0, 3 - String(Math.round(number)).length))} ${unit}`
+      }
+    }
+    return `${size} B`
+  }
+
+  return { ofShape, ofCount, offloaded, activationsOf, countOf, human }
+})()

@@ -1,0 +1,95 @@
+"""What a page may ask the build for, as a comment on a line of its own: `<!-- KIND: ARGUMENTS -->`.
+
+code: REFERENCE          lines of a source file (snippets.py says what a reference is)
+include: FILE            a text of the repository without its title, with links that are right here
+api: zero_full.Engine    signature and docstring of a public name
+table: NAME              numbers of the papers, computed
+config: PART             keys, refused or schedules: the configuration reference
+rooms: graph or table    who imports whom in zero_full
+bench: here              what `make bench` has printed on this machine, if it has
+list: notebooks          links to the notebooks
+"""
+
+import re
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+
+import api_pages
+import config_page
+import formulas
+import import_graph
+import notebook_pages
+import snippets
+from places import ROOT, SiteError, relative, relinked
+
+DIRECTIVE = re.compile(r"^<!-- (\w+): (.+?) -->$", re.MULTILINE)
+CONFIG = {
+    "keys": config_page.keys_by_section,
+    "refused": config_page.refused_together,
+    "schedules": config_page.schedules,
+}
+
+
+def _include(path: str, page: str) -> str:
+    text = (ROOT / path).read_text()
+    return relinked(text.partition("\n")[2].strip() + "\n", path, page)
+
+
+def _table(name: str, page: str) -> str:
+    return formulas.TABLES[name]()
+
+
+def _config(part: str, page: str) -> str:
+    return CONFIG[part]("", page)
+
+
+def _rooms(kind: str, page: str) -> str:
+    return import_graph.drawing() if kind == "graph" else import_graph.table(page)
+
+
+def _bench(_: str, page: str) -> str:
+    """Every file that the Makefile's bench targets write, if it is there, with the day it was written."""
+    names = dict.fromkeys(re.findall(r"build/bench/(\w+\.md)", (ROOT / "Makefile").read_text()))
+    files = [ROOT / "build" / "bench" / name for name in names]
+    parts = [_printed(file) for file in files if file.exists()]
+    return "\n".join(parts) or "`make bench` has not run here yet."
+
+
+def _printed(file: Path) -> str:
+    day = date.fromtimestamp(file.stat().st_mtime).isoformat()
+    text = re.sub(r"^#+ ", "#### ", file.read_text(), flags=re.MULTILINE)
+    return f"## `{file.name}`\n\nPrinted on {day}.\n\n{text}\n"
+
+
+def _list(what: str, page: str) -> str:
+    titles = notebook_pages.titles()
+    links = [f"* [{title}]({relative(f'notebooks/{name}.md', page)})" for name, title in titles.items()]
+    return "\n".join(links)
+
+
+KINDS: dict[str, Callable[[str, str], str]] = {
+    "code": snippets.render,
+    "include": _include,
+    "api": api_pages.render,
+    "table": _table,
+    "config": _config,
+    "rooms": _rooms,
+    "bench": _bench,
+    "list": _list,
+}
+
+
+def expanded(text: str, page: str) -> str:
+    """A page with every request answered."""
+
+    def answer(request: "re.Match[str]") -> str:
+        kind, arguments = request.groups()
+        if kind not in KINDS:
+            raise SiteError(f"{page} asks for `{kind}`; there are {', '.join(KINDS)}")
+        try:
+            return KINDS[kind](arguments.strip(), page)
+        except KeyError as error:
+            raise SiteError(f"{page}: there is no {kind} {error}") from None
+
+    return DIRECTIVE.sub(answer, text)

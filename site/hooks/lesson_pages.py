@@ -1,0 +1,38 @@
+"""The lessons' texts as pages: what lessons/step*/lesson.md says, ready for the site."""
+
+import re
+
+from places import ROOT, page_of, relative, relinked, shown
+
+from lessons.registry import LESSONS, Lesson
+
+WOVEN = re.compile(r"^<!-- /?weave.*?-->\n?", re.MULTILINE)
+
+
+def pages() -> dict[str, str]:
+    """Every lesson's page."""
+    return {f"lessons/{lesson.folder}/lesson.md": _page(lesson) for lesson in LESSONS}
+
+
+def pictures() -> list[str]:
+    """Drawings that other pages may show as files."""
+    return [shown(path) for path in sorted((ROOT / "lessons").rglob("*.svg"))]
+
+
+def _page(lesson: Lesson) -> str:
+    home = shown(lesson.path / "lesson.md")
+    text = WOVEN.sub("", (lesson.path / "lesson.md").read_text())
+    text = text.replace("<details><summary>", '<details markdown="1"><summary>')
+    title, _, rest = text.partition("\n")
+    return f"{title}\n\n{_facts(lesson, home)}\n{relinked(rest, home, home)}"
+
+
+def _facts(lesson: Lesson, page: str) -> str:
+    """One line below the title: what belongs to this lesson."""
+    code = ", ".join(f"[`{x}`]({relative(page_of(x) or '', page)})" for x in lesson.sources)
+    parts = [f"Code: {code}"]
+    if lesson.notebook.exists():
+        there = relative(page_of(shown(lesson.notebook)) or "", page)
+        parts.append(f"Notebook: [`{lesson.notebook.name}`]({there})")
+    parts.append(f"Exercise: `python -m lessons start {lesson.number}`")
+    return '<p class="facts" markdown="span">' + " · ".join(parts) + "</p>\n"

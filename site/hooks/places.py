@@ -1,0 +1,79 @@
+"""Where a file of the repository is on the site, and links rewritten to match.
+
+A text may link to any file the way it does in the repository: to a page in site/docs, a lesson, a notebook or
+a Python file. On the site the link leads to the page that shows this file.
+"""
+
+import os.path
+import posixpath
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = "site/docs/"
+CODE = ("zero_min", "zero_full")  # packages whose files have a page each
+NAMED = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md"}
+FENCE = re.compile(r"^( *)(`{3,}|~{3,}).*?^\1\2[`~]* *$", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"(?P<text>\[[^\]]*\])\((?P<target>[^)\s#]+)(?P<anchor>#[^)\s]*)?(?P<rest>[^)]*)\)")
+
+
+class SiteError(Exception):
+    """The site cannot be built as it is; the text says which file to change."""
+
+
+def page_of(path: str) -> str | None:
+    """The page, or the file beside pages, that shows this file of the repository."""
+    if path in NAMED:
+        return NAMED[path]
+    if path.startswith(DOCS):
+        return path.removeprefix(DOCS)
+    first, _, rest = path.partition("/")
+    if first in CODE and path.endswith(".py"):
+        return f"source/{path}.md"
+    if first == "notebooks" and path.endswith(".ipynb"):
+        return path.removesuffix("ipynb") + "md"
+    if first == "lessons" and path.endswith(("lesson.md", ".svg")) and rest:
+        return path
+    return None
+
+
+def url_of(page: str) -> str:
+    """The built file of a page."""
+    return page.removesuffix(".md") + ".html" if page.endswith(".md") else page
+
+
+def relative(target: str, page: str) -> str:
+    """From one page to another, whatever both are called."""
+    return posixpath.relpath(target, posixpath.dirname(page) or ".")
+
+
+def outside_code(text: str, change: "re.Pattern[str]", to: object) -> str:
+    """`change.sub(to, ...)` on everything but fenced code."""
+    parts, end = [], 0
+    for fence in FENCE.finditer(text):
+        parts += [change.sub(to, text[end : fence.start()]), fence[0]]  # type: ignore[call-overload]
+        end = fence.end()
+    return "".join([*parts, change.sub(to, text[end:])])  # type: ignore[call-overload]
+
+
+def relinked(text: str, home: str, page: str) -> str:
+    """A text that is written for `home`, a path of the repository, with links that are right on `page`."""
+
+    def moved(link: "re.Match[str]") -> str:
+        target = link["target"]
+        if ":" in target:
+            return link[0]
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(home), target))
+        there = page_of(path)
+        if there is None or not (ROOT / path).exists():
+            if path.startswith(DOCS):
+                return link[0]  # a page that is made during the build, or a mistake that mkdocs reports
+            raise SiteError(f"{home} links to {target}, and no page of the site shows {path}")
+        return f"{link['text']}({relative(there, page)}{link['anchor'] or ''}{link['rest']})"
+
+    return outside_code(text, LINK, moved)
+
+
+def shown(path: Path) -> str:
+    """A path as the repository writes it."""
+    return os.path.relpath(path, ROOT).replace(os.sep, "/")

@@ -1,0 +1,119 @@
+"""The built site in a browser: nothing breaks, nothing is too wide, everybody can read it.
+
+Links and anchors are checked without a browser, in test_build.py.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.site.browser import Open, served, watch
+from tests.site.test_build import pages
+
+pytest_plugins = ["tests.site.fixtures"]
+
+AXE = Path(__file__).parent / "vendor" / "axe-core" / "axe.min.js"
+WIDTHS = (1440, 390)
+GRAVE = ("serious", "critical")
+ONE_OF_EACH_KIND = [
+    "index.html",
+    "lessons/step3_parameters/lesson.html",
+    "notebooks/03_parameters.html",
+    "calculator.html",
+    "animation.html",
+    "configuration.html",
+    "architecture.html",
+    "api/zero_full.html",
+    "benchmarks/cpu.html",
+    "source/zero_min/stage1.py.html",
+]
+
+
+def troubles_of(browser: Any, paths: Iterable[Path]) -> list[str]:
+    """What goes wrong on these pages, and which of them are wider than a screen."""
+    context = browser.new_context()
+    page, troubles = context.new_page(), []
+    watch(page, troubles)
+    for path in paths:
+        page.set_viewport_size({"width": WIDTHS[0], "height": 900})
+        page.goto(path.as_uri())
+        for width in WIDTHS:
+            page.set_viewport_size({"width": width, "height": 900})
+            wide = page.evaluate("document.documentElement.scrollWidth")
+            if wide > width:
+                troubles.append(f"{path}: {wide} pixels wide on a screen of {width}")
+    context.close()
+    return troubles
+
+
+def is_source(path: Path, site: Path) -> bool:
+    """Whether it only shows a file of the repository: there are many of these, all made by one function."""
+    parts = path.relative_to(site).parts
+    return parts[0] == "source" and len(parts) > 2
+
+
+def test_every_page_loads_without_errors_and_fits_narrow_and_wide_screens(browser: Any, site: Path) -> None:
+    assert not troubles_of(browser, (path for path in pages(site) if not is_source(path, site)))
+
+
+@pytest.mark.slow
+def test_so_does_every_page_that_shows_a_source_file(browser: Any, site: Path) -> None:
+    assert not troubles_of(browser, (path for path in pages(site) if is_source(path, site)))
+
+
+def violations(page: Any) -> list[str]:
+    """What axe-core finds grave about a page."""
+    page.add_script_tag(path=AXE)  # preload: it would ask for style sheets, which file:// does not allow
+    found = page.evaluate("axe.run({ resultTypes: ['violations'], preload: false })")["violations"]
+    return [
+        f"{page.url} {rule['id']} ({rule['impact']}): {node['html'][:150]}: {node['failureSummary'][:300]}"
+        for rule in found
+        if rule["impact"] in GRAVE
+        for node in rule["nodes"]
+    ]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_pages_are_accessible(open_page: Open, site: Path, scheme: str) -> None:
+    found = []
+    for path in ONE_OF_EACH_KIND:
+        if (site / path).exists():
+            page = open_page(path, scheme=scheme)
+            found += violations(page)
+            page.context.close()
+    assert not found
+
+
+@pytest.mark.slow
+def test_all_other_pages_are_accessible_too(open_page: Open, site: Path) -> None:
+    found = []
+    for path in (path.relative_to(site).as_posix() for path in pages(site)):
+        if path not in ONE_OF_EACH_KIND and not path.startswith("source/"):
+            page = open_page(path)
+            found += violations(page)
+            page.context.close()
+    assert not found
+
+
+def searched(page: Any) -> list[str]:
+    page.locator("[data-md-component=search-query]").first.click()
+    page.keyboard.type("hysteresis")
+    page.wait_for_selector(".md-search-result__link")
+    return [link.get_attribute("href") for link in page.query_selector_all(".md-search-result__link")]
+
+
+def test_the_search_finds_hysteresis_on_a_server_and_without_one(open_page: Open, site: Path) -> None:
+    with served(site) as address:
+        over_http = searched(open_page("index.html", base=address))
+    from_files = searched(open_page("index.html"))
+    for links in (over_http, from_files):
+        assert any("lessons/step4_precision/lesson.html" in link for link in links), links
+        assert any("configuration.html" in link for link in links), links
+
+
+def test_a_page_without_javascript_says_what_to_do_instead(open_page: Open) -> None:
+    for path in ("calculator.html", "animation.html"):
+        page = open_page(path, java_script_enabled=False)
+        assert "python -m" in page.inner_text("noscript")

@@ -1,0 +1,191 @@
+"""The built site: complete, without dead links, and without a request to anybody."""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+from lessons.registry import LESSONS
+
+ROOT = Path(__file__).parents[2]
+VENDOR = ROOT / "site" / "docs" / "assets" / "vendor"
+LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "embed": "src", "object": "data"}
+# URLs inside the theme's own program. It asks for the first if a page has a mermaid drawing and for the next
+# two if the site names a repository; `test_nothing_wakes_the_theme_s_requests` says that neither is the case.
+DORMANT = {"unpkg.com", "api.github.com", "gitlab.com"}
+IN_COMMENTS = {"clipboardjs.com", "lunrjs.com", "tartarus.org", "bit.ly"}
+
+
+@dataclass
+class Page:
+    """What a built page refers to."""
+
+    links: list[str] = field(default_factory=list)  # of <a>: the reader may follow them
+    loads: list[str] = field(default_factory=list)  # the browser asks for these by itself
+    ids: set[str] = field(default_factory=set)
+    classes: set[str] = field(default_factory=set)
+
+
+class Reader(HTMLParser):
+    """Fills a Page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.page = Page()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = {name: value or "" for name, value in attrs}
+        self.page.ids |= {given[name] for name in ("id", "name") if name in given}
+        self.page.classes |= set(given.get("class", "").split())
+        if tag == "a" and "href" in given:
+            self.page.links.append(given["href"])
+        if tag == "link" and given.get("rel") not in ("prev", "next"):
+            self.page.loads.append(given["href"])
+        if tag in LOADED and LOADED[tag] in given:
+            self.page.loads.append(given[LOADED[tag]])
+        self.page.loads += re.findall(r"url\(['\"]?([^'\")]+)", given.get("style", ""))
+
+
+@cache
+def read(path: Path) -> Page:
+    reader = Reader()
+    reader.feed(path.read_text())
+    return reader.page
+
+
+def pages(site: Path) -> Iterator[Path]:
+    return iter(sorted(site.rglob("*.html")))
+
+
+def dead(site: Path, page: Path, target: str) -> str:
+    """What is wrong with a link of a page; empty if nothing is."""
+    parts = urlsplit(target)
+    if parts.scheme in ("http", "https", "mailto"):
+        return ""
+    there = (page.parent / unquote(parts.path)).resolve() if parts.path else page
+    there = there / "index.html" if there.is_dir() else there
+    if not there.is_relative_to(site) or not there.exists():
+        return f"{page.relative_to(site)}: {target} does not exist"
+    if parts.fragment and there.suffix == ".html" and unquote(parts.fragment) not in read(there).ids:
+        return f"{page.relative_to(site)}: {target} has no such anchor"
+    return ""
+
+
+def test_links_and_anchors_lead_somewhere(site: Path) -> None:
+    wrong = [dead(site, page, target) for page in pages(site) for target in read(page).links]
+    assert not list(filter(None, wrong))
+
+
+def test_pages_load_only_files_of_the_site(site: Path) -> None:
+    for page in pages(site):
+        for target in read(page).loads:
+            assert not urlsplit(target).netloc, f"{page.relative_to(site)} asks for {target}"
+            assert not dead(site, page, target)
+
+
+def test_style_sheets_load_only_files_of_the_site(site: Path) -> None:
+    for sheet in site.rglob("*.css"):
+        targets = re.findall(r"url\(['\"]?([^'\")]+)|@import ['\"]([^'\"]+)", sheet.read_text())
+        for target in filter(None, (one or other for one, other in targets)):
+            if target.startswith("data:") or target.startswith("#"):
+                continue
+            assert not urlsplit(target).netloc, f"{sheet.relative_to(site)} asks for {target}"
+            # KaTeX offers each font in three formats, and the first, which is here, is the one in use.
+            other_format = "katex" in sheet.parts and not target.endswith(".woff2")
+            assert other_format or (sheet.parent / target).exists(), f"{sheet.relative_to(site)}: {target}"
+
+
+def test_scripts_name_no_host(site: Path) -> None:
+    for script in site.rglob("*.js"):
+        if script.name == "search_index.js" or "lunr" in script.parts:
+            continue  # the text of the pages; other languages' words for the search, with links in comments
+        hosts = {urlsplit(url).netloc for url in re.findall(r"https?://[\w./@-]+", script.read_text())}
+        if script.is_relative_to(site / "assets" / "javascripts"):
+            hosts -= DORMANT | IN_COMMENTS
+        assert hosts <= {"www.w3.org"}, f"{script.relative_to(site)}: {hosts}"
+
+
+def test_nothing_wakes_the_theme_s_requests(site: Path) -> None:
+    for page in pages(site):
+        assert not read(page).classes & {"mermaid", "md-source"}, page
+        settings = page.read_text().partition('id="__config"')[2].partition("</script>")[0]
+        assert '"version": null' in settings, page
+
+
+def test_no_page_shows_what_was_meant_for_the_build(site: Path) -> None:
+    for page in pages(site):
+        text = re.sub(r"<(pre|code)\b.*?</\1>", "", page.read_text(), flags=re.DOTALL)
+        body = text.partition("<article")[2].partition("</article>")[0]
+        for trace in (
+            "```",
+            "~~~",
+            "<!-- weave",
+            "<!-- code",
+            "<!-- api",
+            'markdown="1"',
+            "--8<--",
+            "](",
+            "arithmatex-error",
+        ):
+            assert trace not in body, f"{page.relative_to(site)} shows {trace!r}"
+
+
+def test_every_lesson_has_its_page(site: Path) -> None:
+    for lesson in LESSONS:
+        page = (site / "lessons" / lesson.folder / "lesson.html").read_text()
+        assert page.count("<svg") >= 1 and "python -m lessons start" in page
+        assert page.count("<details") == (lesson.path / "lesson.md").read_text().count("<details")
+
+
+def test_every_notebook_has_its_page(site: Path) -> None:
+    for notebook in (ROOT / "notebooks").glob("*.ipynb"):
+        page = (site / "notebooks" / f"{notebook.stem}.html").read_text()
+        assert 'class="output"' in page, f"{notebook.name}: its page shows no output"
+
+
+def test_every_key_and_every_public_name_is_documented(site: Path) -> None:
+    import zero_full
+    import zero_min
+    from zero_full.config.report import known_keys
+
+    keys = (site / "configuration.html").read_text()
+    for key in known_keys():
+        assert f"<code>{key.rpartition('.')[2]}</code>" in keys or f'id="{key}"' in keys, key
+    for package in (zero_full, zero_min):
+        ids = read(site / "api" / f"{package.__name__}.html").ids
+        for name in package.__all__:
+            assert f"{package.__name__}.{name}" in ids
+
+
+def test_the_search_index_knows_hysteresis_and_is_there_for_both_ways_to_open_a_page(site: Path) -> None:
+    index = json.loads((site / "search" / "search_index.json").read_text())
+    found = {entry["location"].partition("#")[0] for entry in index["docs"] if "hysteresis" in entry["text"]}
+    assert {"configuration.html", "lessons/step4_precision/lesson.html"} <= found
+    assert (site / "search" / "search_index.js").read_text().startswith("var __index = ")  # for file://
+    assert not [entry for entry in index["docs"] if entry["location"].startswith("source/zero")]
+
+
+def test_vendored_files_are_what_they_say() -> None:
+    listed = {}
+    for line in (VENDOR / "SOURCES.txt").read_text().splitlines():
+        if not line.startswith("#"):
+            digest, path, package, _ = line.split("  ")
+            listed[path] = digest
+            assert re.fullmatch(r"@?[\w/-]+@\d+\.\d+\.\d+", package), f"{path} is not pinned"
+    there = {str(path.relative_to(VENDOR)): path for path in VENDOR.rglob("*") if path.is_file()}
+    del there["SOURCES.txt"]
+    assert {path: hashlib.sha256(file.read_bytes()).hexdigest() for path, file in there.items()} == listed
+    for folder in filter(Path.is_dir, VENDOR.iterdir()):
+        assert (folder / "LICENSE").exists(), f"{folder.name} has no licence"
+
+
+@pytest.mark.parametrize("scheme", ["default", "slate"])
+def test_both_colour_schemes_can_be_chosen(site: Path, scheme: str) -> None:
+    assert f'data-md-color-scheme="{scheme}"' in (site / "index.html").read_text()

@@ -1,0 +1,238 @@
+"""The calculator's page says what `zero_full.plan` says, to the byte."""
+
+import contextlib
+import io
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import calculator
+import pytest
+import torch
+from torch import nn
+
+from tests.site.browser import Open
+from zero_full.plan import human, plan
+from zero_min import formula
+from zero_min.gpt import GPT, GPTConfig
+
+pytest_plugins = ["tests.site.fixtures"]
+
+KINDS = (
+    "parameters",
+    "gradients",
+    "master",
+    "moments",
+    "gathered",
+    "buckets",
+    "activations",
+    "update",
+    "sent",
+)
+KEPT = KINDS[:4]
+
+
+def configured(run: dict[str, Any], **zero: Any) -> dict[str, Any]:
+    """What the page means by a run, as a configuration."""
+    return {
+        "train_micro_batch_size_per_gpu": run["batch"],
+        "gradient_accumulation_steps": run["microBatches"],
+        "optimizer": calculator.OPTIMIZERS[run["optimizer"]][1],
+        **calculator.PRECISIONS[run["precision"]][1],
+        "zero_optimization": {"stage": run["stage"], **zero},
+    }
+
+
+def planned(shape: dict[str, int], run: dict[str, Any]) -> dict[str, int]:
+    with torch.device("meta"):
+        model = GPT(GPTConfig(**shape))
+        tokens = torch.empty(run["batch"], shape["context"], dtype=torch.int64)
+    each = plan(model, configured(run), run["ranks"], inputs=[tokens, tokens])
+    found = {kind: getattr(each, kind) for kind in KINDS}
+    return {**found, "kept": each.between_steps, "peak": each.peak}
+
+
+def runs(seed: int, count: int) -> Iterator[tuple[random.Random, dict[str, Any]]]:
+    """Random runs; every stage and precision comes often."""
+    generator = random.Random(seed)
+    for place in range(count):
+        yield (
+            generator,
+            {
+                "stage": place % 4,
+                "precision": list(calculator.PRECISIONS)[place % len(calculator.PRECISIONS)],
+                "optimizer": generator.choice(list(calculator.OPTIMIZERS)),
+                "ranks": generator.choice([1, 2, 3, 4, 7, 8, 64, 100, 513]),
+                "batch": generator.choice([1, 2, 5]),
+                "microBatches": generator.choice([1, 1, 2, 3, 8]),
+            },
+        )
+
+
+def shapes(generator: random.Random) -> dict[str, int]:
+    """From one where everything is small to one that must be gathered layer by layer."""
+    heads = generator.choice([1, 2, 3, 8, 16])
+    return {
+        "layers": generator.choice([1, 2, 3, 9]),
+        "heads": heads,
+        "width": heads * generator.choice([8, 12, 64, 128, 256]),
+        "vocabulary": generator.choice([76, 1000, 50257, 128256]),
+        "context": generator.choice([16, 64, 100, 1024]),
+    }
+
+
+def test_a_gpt_costs_what_the_plan_says_in_60_random_runs(open_page: Open) -> None:
+    cases = [(shapes(generator), run) for generator, run in runs(0, 60)]
+    page = open_page("calculator.html")
+    shown = page.evaluate("cases => cases.map(([shape, run]) => zeroPlan.ofShape(shape, run))", cases)
+    for (shape, run), each in zip(cases, shown, strict=True):
+        assert each == planned(shape, run), (shape, run)
+
+
+def test_a_large_model_meets_the_limits_of_buckets_gathering_and_sub_groups(open_page: Open) -> None:
+    shape = {"layers": 24, "heads": 16, "width": 6144, "vocabulary": 50257, "context": 256}
+    cases = [
+        (shape, {**run, "stage": stage, "precision": precision, "batch": 1, "ranks": ranks})
+        for stage, precision, ranks in [(1, "mixed", 4), (2, "mixed16", 3), (3, "mixed16", 2), (3, "fp32", 8)]
+        for _, run in runs(1, 1)
+    ]
+    page = open_page("calculator.html")
+    shown = page.evaluate("cases => cases.map(([shape, run]) => zeroPlan.ofShape(shape, run))", cases)
+    assert shown == [planned(*case) for case in cases]
+
+
+def test_a_number_of_parameters_costs_what_matrices_without_padding_cost(open_page: Open) -> None:
+    """Where there is nothing to pad, what is kept is exact; what stage 3 sends is the most it can be."""
+    page = open_page("calculator.html")
+    for generator, run in runs(2, 60):
+        rows = 8 * run["ranks"] * generator.choice([16, 40])
+        with torch.device("meta"):
+            layers = [nn.Linear(1024, rows, bias=False) for _ in range(generator.choice([2, 5, 9]))]
+        numel = 1024 * rows * len(layers)
+        shown = page.evaluate("([numel, run]) => zeroPlan.ofCount(numel, run)", [numel, run])
+        model = nn.Sequential(*layers)
+        each = plan(model, configured(run, stage3_max_reuse_distance=0), run["ranks"])
+        assert {kind: shown[kind] for kind in KEPT} == {kind: getattr(each, kind) for kind in KEPT}, run
+        assert shown["kept"] == each.between_steps and shown["sent"] == each.sent, run
+        assert shown["sent"] >= plan(model, configured(run), run["ranks"]).sent
+        assert shown["peak"] is None and shown["activations"] is None
+
+
+def test_offload_costs_what_lesson_5_says(open_page: Open) -> None:
+    page = open_page("calculator.html")
+    for generator, run in runs(3, 50):
+        numel, ranks, micro_batches = generator.randint(1, 10**7), run["ranks"], run["microBatches"]
+        shown = page.evaluate("([numel, run]) => zeroPlan.offloaded(numel, run)", [numel, run])
+        held = formula.held(2, [numel], ranks, formula.MIXED)
+        moved = formula.moved([numel], ranks, micro_batches)
+        assert [shown[kind] for kind in ("parameters", "hostGradients", "hostState")] == list(held.values())
+        assert (shown["downByAll"], shown["upByAll"]) == moved
+        sent = formula.sent(2, [numel], ranks, micro_batches, formula.MIXED) + formula.flag(ranks)
+        assert shown["sentByAll"] == sent
+
+
+# The form ----------------------------------------------------------------------------------------
+
+
+def fill(page: Any, **fields: Any) -> None:
+    """As a person would, field by field."""
+    for name, value in fields.items():
+        field = page.locator(f"#calculator [name={name}]")
+        if name in ("known", "stage"):
+            page.check(f"#calculator [name={name}][value='{value}']")
+        elif isinstance(value, bool):
+            field.set_checked(value)
+        elif name in ("precision", "optimizer", "preset"):
+            field.select_option(value)
+        else:
+            field.fill(str(value))
+
+
+def exact(page: Any) -> dict[str, int]:
+    """The column of bytes."""
+    cells = page.query_selector_all("#calculator-result td[data-kind]")
+    read = {cell.get_attribute("data-kind"): cell.inner_text().replace(",", "") for cell in cells}
+    return {kind: int(text) for kind, text in read.items() if text}
+
+
+def test_the_form_s_answer_is_what_its_own_python_prints(open_page: Open) -> None:
+    page = open_page("calculator.html", width=390, scheme="dark")
+    fill(page, layers=3, width=96, heads=4, vocabulary=1000, context=64)
+    fill(page, ranks=3, batch=2, microBatches=2, precision="mixed16", optimizer="lion")
+    for stage in range(4):
+        fill(page, stage=stage)
+        code, printed = page.text_content("#calculator-result code"), io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(code, {})
+        for kind, size in exact(page).items():
+            if kind not in ("kept", "peak") or size:
+                assert f"{size:,}" in printed.getvalue(), f"stage {stage}: {kind}"
+        peak = human(exact(page)["peak"])
+        assert f"{peak} at a step's peak" in page.inner_text(".answer")
+
+
+def test_it_says_what_fits(open_page: Open) -> None:
+    page = open_page("calculator.html")
+    fill(page, preset="GPT-3 6.7B", ranks=8, stage=2)
+    words = [item.inner_text().split("\n")[0] for item in page.query_selector_all(".fits li")]
+    peak = exact(page)["peak"]
+    assert words == [f"{size} GB: {'yes' if peak <= size * 1e9 else 'no'}" for size in calculator.SIZES]
+    assert "no" in words[0] and "yes" in words[-1]
+    fill(page, known="count", count="7B", stage=3)
+    assert "7,000,000,000 parameters" in page.inner_text(".answer")
+    assert "24 GB: perhaps" in page.inner_text(".fits")
+    assert "at most" in page.inner_text(".numbers") and not page.is_visible(".check")
+
+
+def test_offload_is_shown_beside_the_stages_and_leaves_no_choice(open_page: Open) -> None:
+    page = open_page("calculator.html")
+    fill(page, offload=True)
+    assert page.is_disabled("[name=precision]") and page.is_disabled("[name=stage][value='0']")
+    assert "on the host" in page.inner_text(".answer") and "copy" in page.inner_text(".note")
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(page.text_content("#calculator-result code"), {})
+    assert str(exact(page)["parameters"]) in printed.getvalue()
+    fill(page, offload=False)
+    assert page.is_enabled("[name=precision]")
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"width": 769}, "width: 769 cannot be divided among 32 heads."),
+        ({"ranks": 0}, "ranks: give a whole number from 1 to 16,384."),
+        ({"layers": ""}, "layers: give a whole number from 1 to 256."),
+        ({"known": "count", "count": "many"}, "parameters: give a number from 1 to 1e13"),
+    ],
+    ids=str,
+)
+def test_a_field_that_makes_no_sense_is_named(open_page: Open, fields: dict[str, Any], message: str) -> None:
+    page = open_page("calculator.html")
+    fill(page, **fields)
+    assert message in page.inner_text(".answer")
+
+
+def test_counts_can_be_written_as_people_write_them(open_page: Open) -> None:
+    page = open_page("calculator.html")
+    fill(page, known="count")
+    for text, number in {"7e9": 7e9, "1.5b": 1.5e9, "125 M": 125e6, "1,000": 1000, "350_000": 350e3}.items():
+        fill(page, count=text)
+        assert f"{number:,.0f} parameters" in page.inner_text(".answer")
+
+
+# The table ---------------------------------------------------------------------------------------
+
+
+def test_digits_of_an_answer_are_the_bytes_for_each_size() -> None:
+    far = calculator.FAR
+    whole, piece, (largest, one) = far**3, far**2, (far, 1)
+    answer = 4 * whole + 2 * piece + 8 * largest + 3 * (largest + one)
+    assert calculator.coefficients(answer) == {"whole": 4, "slice": 2, "largest": 8, "numbers": 3}
+
+
+def test_the_page_is_given_one_line_of_javascript_that_is_json() -> None:
+    name, text = calculator.data().split(" = ", 1)
+    assert name == "const zeroCalculator"
+    assert json.loads(text)["sizes"] == list(calculator.SIZES)

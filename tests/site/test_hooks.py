@@ -1,0 +1,161 @@
+"""The hooks by themselves: what they cut out is right, and a mistake on a page stops the build."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.structure.test_structure import GRAPH
+
+pytest.importorskip("material", reason="pip install -e '.[site]'")
+
+import api_pages
+import config_page
+import drawings
+import formulas
+import import_graph
+import notebook_pages
+import places
+import snippets
+
+
+def test_code_is_found_by_marker_name_and_line() -> None:
+    gather = snippets.snippet("zero_min/stage1.py:ex_gather")
+    assert gather.code.startswith("f.own.copy_(f.shard)")
+    method = snippets.snippet("zero_min/stage1.py Stage1.gather_parameters")
+    assert method.first < gather.first <= gather.last <= method.last
+    assert "8<" not in method.code and "    for f in self.flats:\n        f.own" in method.code
+    some = snippets.snippet('zero_min/stage1.py Stage1.step from "norm = None" to "return norm"')
+    assert some.code.splitlines()[0] == "norm = None" and some.code.splitlines()[-1] == "return norm"
+    block = snippets.snippet('zero_min/stage1.py Stage1.step from "if self.max_grad_norm"')
+    assert len(block.code.splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    "reference",
+    [
+        "zero_min/nowhere.py f",
+        "zero_min/stage1.py:ex_nothing",
+        "zero_min/stage1.py Stage1.nothing",
+        'zero_min/stage1.py Stage1.step from "not there"',
+        "zero_min/stage1.py Stage1.step and more",
+    ],
+)
+def test_code_that_is_not_there_stops_the_build(reference: str) -> None:
+    with pytest.raises(places.SiteError):
+        snippets.snippet(reference)
+
+
+def test_a_link_leads_to_the_page_that_shows_the_file() -> None:
+    text = "[a](../../zero_min/stage1.py) [b](stage_3.md#units) [c](https://example.org) `[d](x.py)`"
+    moved = places.relinked(text, "site/docs/zero_full.md", "zero_full.md")
+    assert moved.startswith(
+        "[a](source/zero_min/stage1.py.md) [b](stage_3.md#units) [c](https://example.org)"
+    )
+    fenced = "```\n[a](../../zero_min/stage1.py)\n```"
+    assert places.relinked(fenced, "site/docs/zero_full.md", "zero_full.md") == fenced
+    with pytest.raises(places.SiteError, match=r"links to \.\./\.\./LICENSE"):
+        places.relinked("[a](../../LICENSE)", "site/docs/zero_full.md", "zero_full.md")
+
+
+def test_a_drawing_takes_its_description_from_the_text_and_its_colours_from_the_page() -> None:
+    made = drawings.inlined("![Four of them.](../lessons/staircase.svg)", "here/page.md")
+    assert (
+        'aria-label="Four of them."' in made and "<style>" not in made and "prefers-color-scheme" not in made
+    )
+
+
+def test_the_import_graph_is_that_of_the_structure_tests() -> None:
+    rooms: dict[str, set[str]] = {}
+    for module, below in GRAPH.items():
+        if module.startswith("zero_full.") and not module.startswith("zero_full.__"):
+            mine = rooms.setdefault(module.split(".")[1], set())
+            mine |= {m.split(".")[1] for m in below if m.startswith("zero_full.")} - {module.split(".")[1]}
+    assert import_graph.rooms() == rooms
+
+
+def test_arrows_that_are_left_out_follow_from_those_that_are_drawn() -> None:
+    full = import_graph.rooms()
+    drawn = import_graph.needed_arrows(full)
+    for room in full:
+        assert drawn[room] <= full[room] <= import_graph._reaches(drawn, room)
+
+
+def test_the_paper_s_numbers_come_out_of_the_formulas() -> None:
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in formulas.memory().splitlines()]
+    assert ["64", "120", "31.4", "16.6", "1.88"] in rows and ["4", "120", "52.5", "41.3", "30"] in rows
+
+
+def test_a_key_says_what_its_model_takes() -> None:
+    keys = {
+        f"{section}.{key.name}".lstrip("."): key
+        for section, _, keys in config_page.sections()
+        for key in keys
+    }
+    said = {name: config_page.expected(keys[name]) for name in keys}
+    assert said["zero_optimization.stage"] == "one of 0, 1, 2 or 3"
+    assert said["fp16.hysteresis"] == "a whole number of at least 1"
+    assert said["gradient_predivide_factor"] == "a number above 0"
+    assert said["communication_data_type"].endswith("or null") and said["bf16.enabled"] == "true or false"
+    assert "anything" not in said.values()
+
+
+def test_a_key_without_a_text_stops_the_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = dict(config_page._texts())
+    texts.pop("fp16.hysteresis")
+    monkeypatch.setattr(config_page, "_texts", lambda: {**texts, "fp16.hysterisis": "?"})
+    with pytest.raises(places.SiteError, match=r"missing \['fp16.hysteresis'\].*\['fp16.hysterisis'\]"):
+        config_page.check_texts()
+
+
+def test_an_api_page_that_forgets_a_name_stops_the_build() -> None:
+    page = "\n".join(f"<!-- api: zero_min.{name} -->" for name in api_pages.exported("zero_min")[1:])
+    with pytest.raises(places.SiteError, match="0 times"):
+        api_pages.check_complete(page, "zero_min", "api/zero_min.md")
+
+
+def test_a_signature_is_shown_as_it_is_written() -> None:
+    shown = api_pages.render("zero_min.run_world", "api/zero_min.md")
+    assert "fn: Callable[..., T]" in shown and "timeout: float = 60.0" in shown and "-> list[T]" in shown
+    listed = api_pages.render("zero_full.initialize", "api/zero_full.md")
+    assert "* `model`: moved to this rank's device" in listed
+
+
+def _notebook(*cells: str, **metadata: Any) -> Any:
+    import nbformat.v4 as v4
+
+    code = [v4.new_code_cell(source, metadata=metadata) for source in cells]
+    return v4.new_notebook(cells=[v4.new_markdown_cell("# A title"), *code])
+
+
+def test_a_notebook_that_fails_stops_the_build(tmp_path: Path) -> None:
+    import nbformat
+
+    path = tmp_path / "bad.ipynb"
+    nbformat.write(_notebook("print('fine')", "assert 1 + 1 == 3, 'no'"), path)
+    with pytest.raises(places.SiteError, match=r"(?s)notebooks/bad.ipynb fails.*AssertionError.*no"):
+        notebook_pages._executed(path)
+
+
+def test_a_picture_needs_a_description(tmp_path: Path) -> None:
+    import nbformat.v4 as v4
+
+    shown = v4.new_output("display_data", data={"image/png": "aGVsbG8="})
+    bare, described = _notebook("show()"), _notebook("show()", alt="A staircase.")
+    for notebook in (bare, described):
+        notebook.cells[1].outputs = [shown]
+    with pytest.raises(places.SiteError, match="cell 2: a picture without a description"):
+        notebook_pages._Page("x", tmp_path).text(bare)
+    assert "![A staircase.](x_1.png)" in notebook_pages._Page("x", tmp_path).text(described)
+    assert (tmp_path / "x_1.png").read_bytes() == b"hello"
+
+
+def test_what_a_cell_prints_is_shown_without_colours_and_once() -> None:
+    notebook = _notebook("print()")
+    import nbformat.v4 as v4
+
+    notebook.cells[1].outputs = [
+        v4.new_output("stream", name="stdout", text="10%\r100%\n\x1b[31mred\x1b[0m\n")
+    ]
+    text = notebook_pages._Page("x", Path()).text(notebook)
+    assert "100%\nred" in text and "\x1b" not in text and "10%\n" not in text
