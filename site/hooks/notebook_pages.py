@@ -13,9 +13,11 @@ import re
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 from places import ROOT, SiteError, relinked
@@ -44,13 +46,18 @@ def folders() -> dict[str, Path]:
 def _folder(name: str) -> Path:
     path = NOTEBOOKS / f"{name}.ipynb"
     folder = CACHE / f"{name}-{_key(path)}"
-    if not (folder / "page.md").exists():
-        for old in CACHE.glob(f"{name}-*"):
-            shutil.rmtree(old)
+    if not folder.exists():
         notebook = _executed(path)
-        folder.mkdir(parents=True)
-        page = _Page(name, folder).text(notebook)
-        (folder / "page.md").write_text(page)  # last: it says that the folder is complete
+        CACHE.mkdir(parents=True, exist_ok=True)
+        fresh = Path(mkdtemp(dir=CACHE))
+        try:
+            (fresh / "page.md").write_text(_Page(name, fresh).text(notebook))
+            for old in CACHE.glob(f"{name}-*"):
+                shutil.rmtree(old, ignore_errors=True)
+            with suppress(OSError):  # another build was as fast
+                fresh.rename(folder)
+        finally:
+            shutil.rmtree(fresh, ignore_errors=True)
     return folder
 
 
