@@ -32,13 +32,6 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"--impl mine: set {replace.VARIABLE}=zero_min.stage1=work/stage1.py")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Building all pages and running all notebooks takes minutes: that is for `make test-all`."""
-    for item in items:
-        if item.path.parent.name in ("site", "notebooks"):
-            item.add_marker(pytest.mark.slow)
-
-
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "subject" in metafunc.fixturenames:
         impl, stage = metafunc.config.getoption("--impl"), metafunc.config.getoption("--stage")

@@ -4,6 +4,7 @@ import argparse
 import atexit
 import logging
 import os
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -53,6 +54,9 @@ def _leave() -> None:
     if dist.is_initialized():
         with suppress(RuntimeError):  # the others may have gone
             dist.destroy_process_group()
+    # A thread of gloo's may still wait for the GIL, to let go of the last collective's tensors. Whoever waits
+    # for the GIL while the interpreter ends is ended, and that aborts the process. Sleeping hands over the GIL.
+    time.sleep(0.05)
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

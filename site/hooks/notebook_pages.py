@@ -1,8 +1,8 @@
 """Notebooks, executed while the site is built, as pages.
 
-A run is kept in build/notebook_pages until the notebook or code that it may call changes. A notebook that
-fails stops the build. A picture becomes a file, and its description comes from the cell's metadata: "alt", a
-string, or a list of them if the cell shows several pictures.
+A run is kept in build/notebook_pages until the notebook or code that it may call changes; tests/notebooks
+look at the same run. A notebook that fails stops the build. A picture becomes a file, and its description
+comes from the cell's metadata: "alt", a string, or a list of them if the cell shows several pictures.
 """
 
 import base64
@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import version
@@ -24,9 +24,9 @@ from places import ROOT, SiteError, relinked
 
 NOTEBOOKS = ROOT / "notebooks"
 CACHE = ROOT / "build" / "notebook_pages"
-CALLED = ("zero_min", "zero_full", "lessons")  # a change here may change what a notebook shows
+CALLED = ("zero_min", "zero_full", "lessons", "tests/lessons")  # a change may change what a notebook shows
 AT_A_TIME = 2
-TIMEOUT_S = 300  # a cell, or a kernel that starts
+TIMEOUT_S = 300  # for a cell
 HEAD = "---\nsearch: {boost: 0.5}\n---\n\n"  # the lesson about the same comes first
 ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 PICTURES = {"image/svg+xml": "svg", "image/png": "png"}
@@ -37,10 +37,15 @@ def names() -> list[str]:
     return sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
 
 
-def folders() -> dict[str, Path]:
-    """Each notebook's folder of results: page.md and pictures. Runs those that have none yet."""
+def runs() -> dict[str, Future[Path]]:
+    """Each notebook's folder of results, once it has run: page.md, its pictures and executed.ipynb."""
     with ThreadPoolExecutor(AT_A_TIME) as pool:
-        return dict(zip(names(), pool.map(_folder, names()), strict=True))
+        return {name: pool.submit(_folder, name) for name in names()}
+
+
+def folders() -> dict[str, Path]:
+    """The folders of all notebooks; an error if one of them fails."""
+    return {name: run.result() for name, run in runs().items()}
 
 
 def _folder(name: str) -> Path:
@@ -51,6 +56,7 @@ def _folder(name: str) -> Path:
         CACHE.mkdir(parents=True, exist_ok=True)
         fresh = Path(mkdtemp(dir=CACHE))
         try:
+            (fresh / "executed.ipynb").write_text(json.dumps(notebook))
             (fresh / "page.md").write_text(_Page(name, fresh).text(notebook))
             for old in CACHE.glob(f"{name}-*"):
                 shutil.rmtree(old, ignore_errors=True)
@@ -83,25 +89,24 @@ def _code_key() -> str:
 
 
 def _executed(path: Path) -> Any:
-    import nbformat  # here, because importing them takes seconds, and most builds have nothing to run
-    from nbclient import NotebookClient
-    from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+    from nbmake.nb_run import (
+        NotebookRun,
+    )  # here: importing it takes seconds, and most builds have nothing to run
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # a rank is one worker
-    notebook = nbformat.read(path, as_version=4)
-    # In the folder where JupyterLab would run it, so that relative paths mean the same.
-    client = NotebookClient(
-        notebook,
-        timeout=TIMEOUT_S,
-        startup_timeout=TIMEOUT_S,
-        resources={"metadata": {"path": str(path.parent)}},
-        extra_arguments=["--log-level=40"],  # errors; it warns about the ports that every kernel opens
-    )
-    try:
-        client.execute()
-    except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
-        raise SiteError(f"notebooks/{path.name} fails:\n{ANSI.sub('', str(error))}") from None
-    return notebook
+    os.environ["IPYTHONDIR"] = str(_ipython())
+    result = NotebookRun(path, TIMEOUT_S).execute()  # in its own folder, as JupyterLab would
+    if result.error:
+        raise SiteError(f"notebooks/{path.name} fails:\n{ANSI.sub('', result.error.trace)}")
+    return result.nb
+
+
+def _ipython() -> Path:
+    """Settings that are not the reader's own, and spare a warning for every kernel that starts."""
+    settings = CACHE / "ipython" / "profile_default" / "ipython_kernel_config.py"
+    settings.parent.mkdir(parents=True, exist_ok=True)
+    settings.write_text("c.IPKernelApp.log_level = 40\n")
+    return CACHE / "ipython"
 
 
 class _Page:

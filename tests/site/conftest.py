@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "site" / "hooks"))  # so that tests can ask a hook by itself
 
 
 @pytest.fixture(scope="session")

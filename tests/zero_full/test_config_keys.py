@@ -99,6 +99,7 @@ IDLE: dict[str, Any] = in_full(  # set to this, a key costs one line of warning
   "wandb.enabled": true, "csv_monitor.enabled": true, "comet.enabled": true, "nebula.enabled": true,
   "aio": {"thread_count": 1}, "datastates_ckpt": {"a": 1}, "weight_quantization": {"a": 1},
   "timers": {"throughput": {}}, "bf16.immediate_grad_update": true, "checkpoint.load_universal": true,
+  "checkpoint.tag_validation": "Fail",
   "checkpoint.parallel_write.pipeline_stage": true, "checkpoint.writer": {"type": "fast"},
   "checkpoint.checkpoint_serialization": false
 }""",

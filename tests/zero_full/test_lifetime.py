@@ -1,7 +1,10 @@
 """What nobody holds any more is given back, with its buffers and its connections."""
 
 import gc
+import subprocess
+import sys
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,3 +50,24 @@ def trace_of_a_dropped_engine(comm: Any) -> list[bool]:
 
 def test_an_engine_with_peers_is_freed_too_though_its_hooks_are_on_the_parameters() -> None:
     assert run_in("processes", trace_of_a_dropped_engine, 2) == [[True] * 3] * 2
+
+
+ENDS = """
+import sys
+import torch.distributed as dist
+import zero_full
+
+sys.setswitchinterval(60)  # so that who waits for the GIL gets it only where somebody lets go of it
+zero_full.init_distributed()
+kept = dist.group.WORLD
+dist.all_gather_object([None] * dist.get_world_size(), "x" * 1000)
+"""
+
+
+def test_a_script_may_end_right_after_a_collective(tmp_path: Path) -> None:
+    """Without `destroy_process_group`, and while a thread of gloo's still holds the collective's tensors."""
+    script = tmp_path / "ends.py"
+    script.write_text(ENDS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    run = subprocess.run([*command, str(script)], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr

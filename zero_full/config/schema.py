@@ -190,7 +190,11 @@ class ParallelWriteConfig(Strict):
 class CheckpointConfig(Strict):
     """How checkpoints are saved and loaded."""
 
-    tag_validation: Annotated[Literal["Ignore", "Warn", "Fail"], BeforeValidator(_capital)] = "Warn"
+    tag_validation: Annotated[
+        Literal["Ignore", "Warn", "Fail"],
+        BeforeValidator(_capital),
+        idle("checkpoints to go on training from have not landed"),
+    ] = "Warn"
     load_universal: Annotated[
         bool, idle("checkpoints that load at another stage or world size have not landed")
     ] = False
