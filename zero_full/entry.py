@@ -55,7 +55,7 @@ def _leave() -> None:
         with suppress(RuntimeError):  # the others may have gone
             dist.destroy_process_group()
     # A thread of gloo's may still wait for the GIL, to let go of the last collective's tensors. Whoever waits
-    # for the GIL while the interpreter ends is ended, and that aborts the process. Sleeping hands over the GIL.
+    # for it while the interpreter ends is ended, and that aborts the process. A sleep hands over the GIL.
     time.sleep(0.05)
 
 
