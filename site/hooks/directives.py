@@ -7,12 +7,12 @@ table: NAME              numbers of the papers, computed
 config: PART             keys, refused or schedules: the configuration reference
 rooms: graph or table    who imports whom in zero_full
 bench: here              what `make bench` has printed on this machine, if it has
+record: NAME             what a benchmark has printed, as site/records/NAME.md keeps it
 list: notebooks          links to the notebooks
 """
 
 import re
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 
 import api_pages
@@ -49,17 +49,24 @@ def _rooms(kind: str, page: str) -> str:
 
 
 def _bench(_: str, page: str) -> str:
-    """Every file that the Makefile's bench targets write, if it is there, with the day it was written."""
+    """Every file that the Makefile's bench targets write, if it is there."""
     names = dict.fromkeys(re.findall(r"build/bench/(\w+\.md)", (ROOT / "Makefile").read_text()))
     files = [ROOT / "build" / "bench" / name for name in names]
-    parts = [_printed(file) for file in files if file.exists()]
+    parts = [f"## `{file.name}`\n\n{_printed(file)}" for file in files if file.exists()]
     return "\n".join(parts) or "`make bench` has not run here yet."
 
 
+def _record(name: str, page: str) -> str:
+    file = ROOT / "site" / "records" / f"{name}.md"
+    if not file.exists():
+        raise SiteError(f"{page} asks for {file.relative_to(ROOT)}, which does not exist")
+    return _printed(file)
+
+
 def _printed(file: Path) -> str:
-    day = date.fromtimestamp(file.stat().st_mtime).isoformat()
-    text = re.sub(r"^#+ ", "#### ", file.read_text(), flags=re.MULTILINE)
-    return f"## `{file.name}`\n\nPrinted on {day}.\n\n{text}\n"
+    """Without the line for programs, and with headings below those of the page."""
+    lines = [line for line in file.read_text().splitlines() if not line.startswith("{")]
+    return re.sub(r"^#+ ", "### ", "\n".join(lines), flags=re.MULTILINE) + "\n"
 
 
 def _list(what: str, page: str) -> str:
@@ -76,6 +83,7 @@ KINDS: dict[str, Callable[[str, str], str]] = {
     "config": _config,
     "rooms": _rooms,
     "bench": _bench,
+    "record": _record,
     "list": _list,
 }
 

@@ -265,6 +265,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--limit", type=float, default=300, help="seconds for one case")
     asked = parser.parse_args()
+    print(interleave.heading())
     every: list[Ratio] = []
     pool = Pool()
     try:

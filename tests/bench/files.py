@@ -116,6 +116,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=8)
     plan = parser.parse_args()
+    print(interleave.heading())
     load.load()  # so that nothing is compiled later
     with tempfile.TemporaryDirectory(dir=plan.directory) as directory:
         place = str(describe(directory))

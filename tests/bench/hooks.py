@@ -99,6 +99,7 @@ def measure() -> dict[str, Series]:
 def main() -> None:
     """Print microseconds a module and the JSON line."""
     torch.set_num_threads(1)
+    print(interleave.heading())
     found = measure()
     ratios, rows = [], []
     for name in list(ROWS)[1:]:

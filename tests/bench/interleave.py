@@ -6,8 +6,16 @@ range has not been resolved.
 """
 
 import json
+import os
+import platform
+import re
+import shlex
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from datetime import date
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 
@@ -69,8 +77,8 @@ class Ratio:
 
     @property
     def resolved(self) -> bool:
-        """Whether every round comes to the same verdict."""
-        return self.target is not None and (self.high <= self.target or self.low > self.target)
+        """Whether every round comes to the verdict of the median."""
+        return self.target is not None and (self.high <= self.target if self.met else self.low > self.target)
 
     def cells(self) -> list[str]:
         """As a row of a table."""
@@ -100,6 +108,22 @@ def _over(above: float, below: float) -> float:
     return above / below if above > 0 and below > 0 else float("nan")
 
 
+def heading() -> str:
+    """What a benchmark prints first: the day, the machine, the versions, and how it was started."""
+    about = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*: (.+)", about.read_text()) if about.exists() else None
+    cpu = found.group(1) if found else platform.processor() or platform.machine()
+    versions = [f"{name} {version(name)}" for name in ("torch", "deepspeed") if find_spec(name)]
+    said = [f"{name}={os.environ[name]}" for name in SWITCHES if name in os.environ]
+    spec = sys.modules["__main__"].__spec__
+    command = shlex.join([*said, "python", "-m", spec.name if spec else "", *sys.argv[1:]])
+    day = date.today().isoformat()
+    return (
+        f"Measured on {day}: {cpu}, {os.cpu_count()} cores, {', '.join(versions)}.\n\n```\n{command}\n```\n"
+    )
+
+
+SWITCHES = ("OMP_NUM_THREADS", "ZERO_FULL_KERNELS")  # from the environment
 RATIO_HEAD = ["ratio", "median", "range", "target", ""]
 
 

@@ -50,6 +50,7 @@ def kernel_rows(usages: Sequence[Usage]) -> list[list[str]]:
 
 def main() -> None:
     """Compile and print two tables."""
+    print(interleave.heading())
     libraries: list[list[str]] = []
     usages: list[Usage] = []
     with tempfile.TemporaryDirectory() as directory:

@@ -126,6 +126,7 @@ def main() -> None:
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--rounds", type=int, default=15)
     asked = parser.parse_args()
+    print(interleave.heading())
     numel = max(asked.numel // MULTIPLE, 1) * MULTIPLE
     for name in asked.rows:
         check(name)

@@ -358,6 +358,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     asked = parser.parse_args()
     device = the_device()
+    print(interleave.heading())
     numel = max(asked.numel // MULTIPLE, 1) * MULTIPLE
     every: list[Ratio] = []
     for name in asked.topics:

@@ -317,6 +317,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Measure every size in every precision, print tables, end with one JSON line."""
     asked = arguments()
+    print(interleave.heading())
     all_ratios: list[Ratio] = []
     losses: dict[str, dict[str, float]] = {}
     for size in asked.sizes:

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tests.kernels.cases import BF16, FP32, NAN, bits, normal
+from tests.kernels.cases import BF16, FP32, bits, normal
+from tests.kernels.optimizing import TOGETHER, Lists, lists
 from zero_full.kernels import load
 from zero_full.kernels.reference import payload_bytes
 
@@ -59,22 +60,8 @@ class Types(NamedTuple):
     copy: torch.dtype | None = BF16
 
 
-def _lists(sizes: Sequence[int], types: Types, offsets: Sequence[int]) -> list[list[Tensor]]:
-    """Masters, gradients, both moments, steps, copies: in the middle of an optimization."""
-    dtypes = (types.master, types.grad, types.moments, types.moments)
-    scales = (1, 1, 0.1, 0.1)
-    masters, grads, exp_avgs, exp_avg_sqs = (
-        [normal(n, dtype, 4 * i + k, offset, scale) for i, n in enumerate(sizes)]
-        for k, (dtype, offset, scale) in enumerate(zip(dtypes, offsets, scales, strict=False))
-    )
-    steps = [torch.tensor(float(i % 7 + 1)) for i in range(len(sizes))]
-    copies = [torch.full((n + offsets[4],), NAN, dtype=types.copy)[offsets[4] :] for n in sizes]
-    squares = [tensor.abs_() for tensor in exp_avg_sqs]
-    return [masters, grads, exp_avgs, squares, steps, copies if types.copy else []]
-
-
-# Offsets of a slot's arrays: packs fit, or they do not.
-ALIGNED, TOGETHER, APART = (0, 0, 0, 0, 0), (3, 3, 3, 3, 3), (0, 1, 2, 3, 1)
+def _lists(sizes: Sequence[int], types: Types, offsets: Sequence[int]) -> Lists:
+    return lists(sizes, offsets, types.grad, types.master, types.moments, types.copy)
 
 
 def adam_step(

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from tests.gpu import samples
-from tests.gpu.samples import ALIGNED, CHUNK, GPU, MANY, SIZES, Blocks, Sample, Types, check, placed
+from tests.gpu.samples import CHUNK, GPU, MANY, SIZES, Blocks, Sample, Types, check, placed
 from tests.kernels.cases import BF16, FP16, FP32, INF, NAN, NUMBERS, normal
+from tests.kernels.optimizing import ALIGNED, APART, TOGETHER
 from zero_full.kernels import load, ops
 
 pytestmark = [
@@ -44,7 +45,7 @@ def test_an_optimizer_takes_all_types(
 
 
 @OPTIMIZERS
-@pytest.mark.parametrize("offsets", [ALIGNED, samples.TOGETHER, samples.APART])
+@pytest.mark.parametrize("offsets", [ALIGNED, TOGETHER, APART])
 def test_an_optimizer_takes_any_size_at_any_place(make: Any, offsets: Sequence[int]) -> None:
     check(make(SIZES, offsets=offsets))
 

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from tests.gpu import samples
 from tests.gpu.samples import (
-    ALIGNED,
     CHUNK,
     CPU,
     GPU,
@@ -30,6 +29,7 @@ from tests.gpu.samples import (
     run,
 )
 from tests.kernels.cases import BF16, NAN, normal
+from tests.kernels.optimizing import ALIGNED
 from zero_full.kernels import build, ops
 from zero_full.kernels.reference import payload_bytes
 

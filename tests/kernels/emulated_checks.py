@@ -4,13 +4,14 @@ Where no sum is involved, they give the very bits of the CPU's operators: the fo
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tests.kernels.cases import BF16, FP16, FP32, INF, NAN, bits, normal, ops
 from tests.kernels.emulation import CHUNK, Emulated, poisoned
+from tests.kernels.optimizing import Lists
 from zero_full.kernels import reference
 
 SIZES = (0, 1, 7, 9, 1000, CHUNK - 1, CHUNK, CHUNK + 1)
@@ -55,49 +56,8 @@ def assert_near(mine: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
 # Optimizers --------------------------------------------------------------------------------------
 
 
-class Lists(NamedTuple):
-    masters: list[Tensor]
-    grads: list[Tensor]
-    exp_avgs: list[Tensor]
-    exp_avg_sqs: list[Tensor]
-    steps: list[Tensor]
-    copies: list[Tensor]
-
-    def clone(self) -> "Lists":
-        return Lists(*([clone(t) for t in each] for each in self))
-
-    def written(self) -> list[Tensor]:
-        return [*self.masters, *self.exp_avgs, *self.exp_avg_sqs, *self.copies]
-
-
-def lists(
-    sizes: Sequence[int],
-    offsets: Sequence[int] = (0, 0, 0, 0, 0),
-    grad: torch.dtype = BF16,
-    master: torch.dtype = FP32,
-    moments: torch.dtype = FP32,
-    copy: torch.dtype | None = BF16,
-) -> Lists:
-    """In the middle of an optimization; copies are poisoned."""
-    dtypes = (master, grad, moments, moments, copy or FP32)
-    seeds = range(len(sizes))
-    masters, grads, exp_avgs, exp_avg_sqs, copies = (
-        [
-            normal(n, dtype, 5 * seed + k, offset, 0.1 if k in (2, 3) else 1)
-            for n, seed in zip(sizes, seeds, strict=True)
-        ]
-        for k, (dtype, offset) in enumerate(zip(dtypes, offsets, strict=True))
-    )
-    for tensor in exp_avg_sqs:
-        tensor.abs_()
-    for tensor in copies:
-        tensor.fill_(NAN)
-    steps = [torch.tensor(float(seed % 7 + 1)) for seed in seeds]
-    return Lists(masters, grads, exp_avgs, exp_avg_sqs, steps, copies if copy else [])
-
-
 def check_adam(cuda: Emulated, before: Lists, decoupled: bool = True) -> None:
-    mine, wanted, cpu = before.clone(), before.clone(), before.clone()
+    mine, wanted, cpu = before.map(clone), before.map(clone), before.map(clone)
     cuda.adam_step(*mine, **ADAM, decoupled=decoupled)
     reference.adam_step(*wanted, **ADAM, decoupled=decoupled)
     ops().adam_step(*cpu, **ADAM, decoupled=decoupled)
@@ -106,7 +66,7 @@ def check_adam(cuda: Emulated, before: Lists, decoupled: bool = True) -> None:
 
 
 def check_lamb(cuda: Emulated, before: Lists, eps_inside_sqrt: bool = False) -> None:
-    mine, wanted, cpu = before.clone(), before.clone(), before.clone()
+    mine, wanted, cpu = before.map(clone), before.map(clone), before.map(clone)
     options = {**LAMB, "eps_inside_sqrt": eps_inside_sqrt}
     norms = cuda.lamb_norms(*mine[:4], **options, factor=0.5)
     torch.testing.assert_close(

@@ -1,12 +1,13 @@
 """adam_step gives the numbers of the reference and of torch's own Adam, whatever types, sizes and places."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests.kernels.cases import BF16, FP16, FP32, INF, NAN, NUMBERS, SIZES, bits, normal, ops, same_everywhere
+from tests.kernels.optimizing import ALIGNED, Lists, lists
 from zero_full.kernels import reference
 
 OPTIONS: dict[str, Any] = {
@@ -20,51 +21,7 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-class Case(NamedTuple):
-    """The lists that an update works on."""
-
-    masters: list[Tensor]
-    grads: list[Tensor]
-    exp_avgs: list[Tensor]
-    exp_avg_sqs: list[Tensor]
-    steps: list[Tensor]
-    copies: list[Tensor]
-
-    def clone(self) -> "Case":
-        return Case(*([at_same_place(t) for t in each] for each in self))
-
-    def written(self) -> list[Tensor]:
-        return [*self.masters, *self.exp_avgs, *self.exp_avg_sqs, *self.copies]
-
-
-def at_same_place(tensor: Tensor) -> Tensor:
-    """A copy that begins as far behind an aligned address as the tensor does."""
-    offset = tensor.storage_offset()
-    room = torch.empty(tensor.numel() + offset, dtype=tensor.dtype)
-    return room[offset:].view(tensor.shape).copy_(tensor)
-
-
-def case(
-    sizes: list[int],
-    grad: torch.dtype = FP32,
-    master: torch.dtype = FP32,
-    moments: torch.dtype = FP32,
-    copy: torch.dtype | None = BF16,
-    offset: int = 0,
-) -> Case:
-    """Tensors in the middle of an optimization; copies are poisoned."""
-    seeds = [4 * i for i in range(len(sizes))]
-    return Case(
-        [normal(n, master, s, offset) for n, s in zip(sizes, seeds, strict=True)],
-        [normal(n, grad, s + 1, offset) for n, s in zip(sizes, seeds, strict=True)],
-        [normal(n, moments, s + 2, offset, 0.1) for n, s in zip(sizes, seeds, strict=True)],
-        [normal(n, moments, s + 3, offset, 0.1).abs() for n, s in zip(sizes, seeds, strict=True)],
-        [torch.tensor(float(i + 3)) for i in range(len(sizes))],
-        [] if copy is None else [torch.full((n + offset,), NAN, dtype=copy)[offset:] for n in sizes],
-    )
-
-
-def check(before: Case, **options: Any) -> Case:
+def check(before: Lists, **options: Any) -> Lists:
     """The reference's numbers, everywhere the same bits, and gradients and steps as they were."""
     want = before.clone()
     reference.adam_step(*want, **{**OPTIONS, **options})
@@ -91,7 +48,7 @@ def check(before: Case, **options: Any) -> Case:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("offset", [0, 1, 3])
 def test_any_size_at_any_place(size: int, offset: int) -> None:
-    before = case([size], grad=BF16, offset=offset)
+    before = lists([size], [offset] * 5, grad=BF16)
     assert size == 0 or before.clone().masters[0].data_ptr() % 64 == 4 * offset
     check(before)
 
@@ -103,29 +60,29 @@ def test_any_size_at_any_place(size: int, offset: int) -> None:
 def test_all_types(
     grad: torch.dtype, master: torch.dtype, moments: torch.dtype, copy: torch.dtype | None
 ) -> None:
-    check(case([1003], grad, master, moments, copy))
+    check(lists([1003], ALIGNED, grad, master, moments, copy))
 
 
 @pytest.mark.parametrize("decoupled", [True, False])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize("factor", [1.0, 2.0**-10])
 def test_options(decoupled: bool, weight_decay: float, factor: float) -> None:
-    check(case([1003]), decoupled=decoupled, weight_decay=weight_decay, factor=factor)
+    check(lists([1003]), decoupled=decoupled, weight_decay=weight_decay, factor=factor)
 
 
 def test_many_tensors_of_all_sizes_in_one_call() -> None:
-    check(case([0, 1, 5, 40_000, 0, 17, 70_001, 3] * 20))
+    check(lists([0, 1, 5, 40_000, 0, 17, 70_001, 3] * 20))
 
 
 def test_nothing_to_do_is_done() -> None:
-    ops().adam_step(*case([]), **OPTIONS)
-    check(case([0, 0]))
+    ops().adam_step(*lists([]), **OPTIONS)
+    check(lists([0, 0]))
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF, 1e38, 1e-42, -0.0])
 @pytest.mark.parametrize("place", [0, 8, 998])
 def test_special_numbers_spoil_only_themselves(bad: float, place: int) -> None:
-    before = case([999], grad=FP32)
+    before = lists([999], grad=FP32)
     clean = before.clone()
     before.grads[0][place] = bad
     ops().adam_step(*clean, **OPTIONS)
@@ -136,7 +93,7 @@ def test_special_numbers_spoil_only_themselves(bad: float, place: int) -> None:
 
 @pytest.mark.parametrize("copy", [BF16, FP16])
 def test_a_copy_is_its_master_rounded_by_torch(copy: torch.dtype) -> None:
-    before = case([4096], copy=copy)
+    before = lists([4096], copy=copy)
     special = torch.tensor(
         [NAN, INF, -INF, 65519.0, 65520.0, 1e-7, 6e-8, -3e-8, 2.98e-8, 1e-40, 70000.0, -0.0]
     )
@@ -152,7 +109,7 @@ def test_ten_steps_are_those_of_torch(decoupled: bool) -> None:
     kind = torch.optim.AdamW if decoupled else torch.optim.Adam
     param = torch.nn.Parameter(normal(5000).double())
     theirs = kind([param], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
-    mine = case([5000], copy=None)
+    mine = lists([5000], copy=None)
     mine.masters[0].copy_(param.detach())
     for state in (mine.exp_avgs, mine.exp_avg_sqs, mine.steps):
         state[0].zero_()
@@ -166,7 +123,7 @@ def test_ten_steps_are_those_of_torch(decoupled: bool) -> None:
 
 
 def wrong(**changes: Any) -> tuple[list[Tensor], ...]:
-    return tuple(case([4, 4])._replace(**changes))
+    return tuple(lists([4, 4])._replace(**changes))
 
 
 @pytest.mark.parametrize(
@@ -192,4 +149,4 @@ def test_what_does_not_fit_is_refused(changes: dict[str, Any], complaint: str) -
 
 def test_torch_finds_nothing_wrong_with_the_operator() -> None:
     ops()
-    torch.library.opcheck(torch.ops.zero_full.adam_step, tuple(case([9, 17])), OPTIONS)
+    torch.library.opcheck(torch.ops.zero_full.adam_step, tuple(lists([9, 17])), OPTIONS)

@@ -20,12 +20,10 @@ from tests.kernels.emulated_checks import (
     check_sign_pack,
     check_unscale,
     ends_of,
-    lists,
     special,
 )
 from tests.kernels.emulation import CHUNK, Emulated
-
-TOGETHER, APART = (3, 3, 3, 3, 3), (0, 1, 2, 3, 1)  # offsets of a slot's arrays: packs fit, or they do not
+from tests.kernels.optimizing import ALIGNED, APART, TOGETHER, lists
 
 
 @pytest.fixture(scope="module")
@@ -40,16 +38,16 @@ CHECK_OPTIMIZER = pytest.mark.parametrize("check", [check_adam, check_lamb])
 
 
 @CHECK_OPTIMIZER
-@pytest.mark.parametrize("offsets", [(0, 0, 0, 0, 0), TOGETHER, APART])
+@pytest.mark.parametrize("offsets", [ALIGNED, TOGETHER, APART])
 def test_an_optimizer_takes_any_size_at_any_place(
     cuda: Emulated, check: Callable[..., None], offsets: Sequence[int]
 ) -> None:
-    check(cuda, lists(SIZES, offsets))
+    check(cuda, lists(SIZES, offsets, grad=BF16))
 
 
 @CHECK_OPTIMIZER
 def test_an_optimizer_takes_more_tensors_than_a_launch(cuda: Emulated, check: Callable[..., None]) -> None:
-    check(cuda, lists(MANY))
+    check(cuda, lists(MANY, grad=BF16))
 
 
 @CHECK_OPTIMIZER

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.kernels import emulation
-from tests.kernels.cases import NAN, normal
+from tests.kernels.cases import BF16, NAN, normal
 from tests.kernels.emulated_checks import (
     MANY,
     check_adam,
@@ -15,17 +15,17 @@ from tests.kernels.emulated_checks import (
     check_sign_pack,
     check_unscale,
     ends_of,
-    lists,
 )
 from tests.kernels.emulation import CHUNK, Change, Emulated
+from tests.kernels.optimizing import TOGETHER, lists
 
 
 def try_adam(cuda: Emulated) -> None:
-    check_adam(cuda, lists([1000, 7], (3, 3, 3, 3, 3)))
+    check_adam(cuda, lists([1000, 7], TOGETHER, grad=BF16))
 
 
 def try_lamb(cuda: Emulated) -> None:
-    check_lamb(cuda, lists([CHUNK + 5, *MANY]))
+    check_lamb(cuda, lists([CHUNK + 5, *MANY], grad=BF16))
 
 
 def try_unscale(cuda: Emulated) -> None:
