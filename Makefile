@@ -1,4 +1,6 @@
 # `make demo` and `make test` need git, make, a C++ compiler and Python >= 3.10; the rest goes into .venv.
+SHELL := bash
+.SHELLFLAGS := -o pipefail -c
 PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
@@ -49,7 +51,7 @@ bench: .venv/ready  ## kernels, step times, collectives beside peers that are in
 bench-gpu: export ZERO_FULL_KERNELS = all
 bench-gpu: .venv/ready  ## the GPU's kernels beside its copy bandwidth
 	@mkdir -p build/bench
-	$(BIN)/python -m tests.bench.kernels_gpu > build/bench/kernels_gpu.md; s=$$?; cat build/bench/kernels_gpu.md; exit $$s
+	$(BIN)/python -m tests.bench.kernels_gpu | tee build/bench/kernels_gpu.md
 
 site: .venv/ready  ## the documentation site, in build/site (open index.html)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -f site/mkdocs.yml

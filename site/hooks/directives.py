@@ -52,7 +52,9 @@ def _bench(_: str, page: str) -> str:
     """Every file that the Makefile's bench targets write, if it is there."""
     names = dict.fromkeys(re.findall(r"build/bench/(\w+\.md)", (ROOT / "Makefile").read_text()))
     files = [ROOT / "build" / "bench" / name for name in names]
-    parts = [f"## `{file.name}`\n\n{_printed(file)}" for file in files if file.exists()]
+    parts = [
+        f"## `{file.name}`\n\n{_printed(file)}" for file in files if file.exists() and file.stat().st_size
+    ]
     return "\n".join(parts) or "`make bench` has not run here yet."
 
 

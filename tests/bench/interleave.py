@@ -6,6 +6,7 @@ range has not been resolved.
 """
 
 import json
+import math
 import os
 import platform
 import re
@@ -86,7 +87,8 @@ class Ratio:
         if self.target is not None and not self.resolved:
             verdict += ", rounds disagree"
         limit = "" if self.target is None else f"<= {self.target:.2f}"
-        return [self.name, f"{self.value:.2f}", f"{self.low:.2f}-{self.high:.2f}", limit, verdict]
+        rounds = "noise" if math.isnan(self.low) else f"{self.low:.2f}-{self.high:.2f}"
+        return [self.name, f"{self.value:.2f}", rounds, limit, verdict]
 
     def as_json(self) -> dict[str, object]:
         """For the last line of a benchmark."""

@@ -3,6 +3,8 @@
 import ctypes
 import json
 import math
+import sys
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -51,6 +53,7 @@ def test_a_ratio_over_nothing_is_no_success() -> None:
     found = interleave.ratio("x", [[1.0]], [[0.0]], target=1.0)
     assert math.isnan(found.value)
     assert (found.met, found.resolved) == (False, False)
+    assert found.cells()[2] == "noise"
     nothing = {"value": None, "low": None, "high": None, "target": 1.0, "met": False, "resolved": False}
     assert json.loads(interleave.json_line([found], rounds=1)) == {"ratios": {"x": nothing}, "rounds": 1}
 
@@ -70,6 +73,20 @@ def test_a_table_says_whether_a_target_was_met() -> None:
         "| e / f |   1.00 | 1.00-1.00 |         |                      |",
         "| g / h |   0.90 | 0.80-1.10 | <= 1.00 | met, rounds disagree |",
     ]
+
+
+def test_a_verdict_is_resolved_if_every_round_agrees_with_the_median() -> None:
+    assert Ratio("of other rounds", 0.9, 1.1, 1.2, 1.0).resolved is False
+    assert Ratio("below", 0.9, 0.8, 0.95, 1.0).resolved and Ratio("above", 1.1, 1.05, 1.2, 1.0).resolved
+
+
+def test_a_benchmark_says_when_where_and_how_it_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZERO_FULL_KERNELS", "off")
+    monkeypatch.setattr("sys.argv", ["whatever.py", "--rows", "zero_full 1"])
+    monkeypatch.setattr("sys.modules", {**sys.modules, "__main__": interleave})
+    said = interleave.heading()
+    assert date.today().isoformat() in said and f"torch {torch.__version__}" in said
+    assert "ZERO_FULL_KERNELS=off python -m tests.bench.interleave --rows 'zero_full 1'\n" in said
 
 
 def test_loopback_is_read_from_the_right_column(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ pytest.importorskip("material", reason="pip install -e '.[site]'")
 
 import api_pages
 import config_page
+import directives
 import drawings
 import formulas
 import import_graph
@@ -106,6 +107,15 @@ def test_a_key_without_a_text_stops_the_build(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(config_page, "_texts", lambda: {**texts, "fp16.hysterisis": "?"})
     with pytest.raises(places.SiteError, match=r"missing \['fp16.hysteresis'\].*\['fp16.hysterisis'\]"):
         config_page.check_texts()
+
+
+def test_a_record_is_shown_as_it_was_printed_but_for_the_line_of_numbers_for_programs() -> None:
+    shown = directives.expanded("<!-- record: hooks -->", "kernels.md")
+    lines = (places.ROOT / "site" / "records" / "hooks.md").read_text().splitlines()
+    assert [line for line in lines if line.startswith("|")] == [x for x in shown.splitlines() if x[:1] == "|"]
+    assert "Measured on" in shown and "{" not in shown
+    with pytest.raises(places.SiteError, match=r"kernels\.md asks for site/records/nothing\.md"):
+        directives.expanded("<!-- record: nothing -->", "kernels.md")
 
 
 def test_an_api_page_that_forgets_a_name_stops_the_build() -> None:
