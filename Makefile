@@ -11,7 +11,8 @@ help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 .venv/ready: pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv
+	@echo "installing torch and the tools into .venv: a few minutes"
+	@$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[learn,site,dev]'  # compiles csrc/ for that torch
 	@touch $@

@@ -4,20 +4,25 @@ import argparse
 import importlib
 import sys
 
-from rich.console import Console
-from rich.table import Table
+try:
+    from rich.console import Console
+    from rich.table import Table
 
-from lessons import exercise
-from lessons.check import check, progress
-from lessons.exercise import LessonError, find_lesson, shown
-from lessons.registry import LESSONS, ROWS
+    from lessons import exercise
+    from lessons.check import check, progress
+    from lessons.exercise import LessonError, find_lesson, shown
+    from lessons.registry import LESSONS, ROWS
+except ModuleNotFoundError as missing:
+    sys.exit(
+        f"{missing.name} is not installed here. Once: make demo. In each terminal: source .venv/bin/activate"
+    )
 
 COMMANDS = """\
 list            the lessons, where their pages are, and how far you are
 demo            bytes per parameter of every stage, 4 ranks, a few seconds
 start N         write the exercise of lesson N into work/
 check N         run the shared tests on your work file
-hint N [k]      the next task's hint, k = 1, 2, 3
+hint N [T] [k]  a hint for task T, or for the next blank one; k = 1, 2, 3 says more and more
 diff N          your file against the answer
 solution N      the answer to every task
 run N           the lesson's experiment, with a plot; --world W ranks"""
@@ -28,12 +33,15 @@ def main(arguments: list[str] | None = None) -> int:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m lessons", description=COMMANDS, formatter_class=form)
     names = ["list", "demo", "start", "check", "hint", "diff", "solution", "run"]
-    parser.add_argument("command", choices=names, metavar="command")
+    parser.add_argument("command", choices=names, metavar="command", nargs="?")
     parser.add_argument("number", nargs="?", help="the lesson's number")
-    parser.add_argument("level", nargs="?", type=int, default=1, help="how much of a hint")
+    parser.add_argument("more", nargs="*", help="of hint: a task's name, how much of a hint, or both")
     parser.add_argument("--world", type=int, default=4, help="ranks of `run`")
     parser.add_argument("--force", action="store_true", help="let `start` overwrite your answer")
     chosen = parser.parse_args(arguments)
+    if chosen.command is None:
+        parser.print_help()
+        return 0
     try:
         if chosen.command in ("list", "demo"):
             return {"list": list_lessons, "demo": demo}[chosen.command]()
@@ -56,7 +64,9 @@ def one_lesson(chosen: argparse.Namespace) -> int:
     elif chosen.command == "check":
         return check(lesson)
     elif chosen.command == "hint":
-        print(exercise.hint(lesson, chosen.level))
+        task = next((word for word in chosen.more if not word.isdecimal()), "")
+        level = next((int(word) for word in chosen.more if word.isdecimal()), 1)
+        print(exercise.hint(lesson, task, level))
     elif chosen.command == "diff":
         print(exercise.diff(lesson))
     elif chosen.command == "solution":

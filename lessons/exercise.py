@@ -76,7 +76,7 @@ def blank(answer: Path, number: int) -> str:
     for region in reversed(task_regions(answer)):
         body = [line for line in lines[region.first : region.last] if line.strip()]
         margin = body[0][: len(body[0]) - len(body[0].lstrip())]
-        message = f"lesson {number}, task {region.task}: python -m lessons hint {number}"
+        message = f"lesson {number}, task {region.task}: python -m lessons hint {number} {region.task}"
         lines[region.first : region.last] = [f'{margin}raise NotImplementedError("{message}")']
     return "\n".join(lines) + "\n"
 
@@ -167,21 +167,29 @@ def hints(lesson: Lesson) -> dict[str, list[str]]:
     return found
 
 
-def hint(lesson: Lesson, level: int) -> str:
-    """Hint `level` of the next task that is still blank, or of the first when none is."""
+def hint(lesson: Lesson, task: str, level: int) -> str:
+    """Hint `level` of a task; without a name, of the next that is still blank."""
     graded = hints(lesson)
     if not 1 <= level <= 3:
         raise LessonError(f"hints have levels 1, 2 and 3, not {level}")
-    try:
-        wanted = unanswered(lesson) or list(graded)
-    except LessonError:
-        wanted = list(graded)
-    lines = [f"task {task}, hint {level} of 3: {graded[task][level - 1]}" for task in wanted[:1]]
-    if len(wanted) > 1:
-        lines.append(f"(after that: {', '.join(wanted[1:])})")
+    task = task or _next_task(lesson)
+    if task not in graded:
+        raise LessonError(f"lesson {lesson.number} has no task {task!r}; its tasks are {', '.join(graded)}")
+    lines = [f"task {task}, hint {level} of 3: {graded[task][level - 1]}"]
     if level < 3:
-        lines.append(f"more: python -m lessons hint {lesson.number} {level + 1}")
+        lines.append(f"more: python -m lessons hint {lesson.number} {task} {level + 1}")
     return "\n".join(lines)
+
+
+def _next_task(lesson: Lesson) -> str:
+    try:
+        blanks = unanswered(lesson)
+    except LessonError:  # nothing is started, or no Python yet
+        blanks = tasks(lesson)
+    if not blanks:
+        example = f"python -m lessons hint {lesson.number} {tasks(lesson)[0]}"
+        raise LessonError(f"no task is blank; name one of {', '.join(tasks(lesson))}, as in: {example}")
+    return blanks[0]
 
 
 def shown(path: Path) -> str:

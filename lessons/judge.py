@@ -42,6 +42,7 @@ def _reason(report: Any) -> str:
 
 def judge(number: int, blanks: list[str]) -> int:
     """Run the task tests, then the contract; print the first failure, or the measured bill."""
+    from lessons.exercise import tasks
     from lessons.registry import LESSONS, ROOT
 
     lesson = LESSONS[number]
@@ -54,11 +55,19 @@ def judge(number: int, blanks: list[str]) -> int:
         _print_failure(number, reporter.passed, name, reason)
         if blanks:
             print(f"\ntasks still to do: {', '.join(blanks)}")
-        print(f"help: python -m lessons hint {number}")
+        print(f"help: python -m lessons hint {number} {_task_of(name, tasks(lesson), blanks)}")
         return FAILED
     print(f"passed: all {reporter.passed} checks\n")
     _print_bill(number)
+    more = f", then start {number + 1}" if number + 1 < len(LESSONS) else ""
+    print(f"\nnext: python -m lessons diff {number}{more}")
     return 0
+
+
+def _task_of(test: str, tasks: list[str], blanks: list[str]) -> str:
+    """The task that a failing test is about, if its name says so, or else the next blank."""
+    named = [task for task in tasks if test.startswith(f"test_{task}_")] or blanks or tasks
+    return named[0] if blanks or len(named) == 1 else f"TASK, where TASK is one of {', '.join(named)}"
 
 
 def judge_tasks(number: int) -> int:

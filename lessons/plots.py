@@ -46,7 +46,8 @@ def save_bills(bills: Sequence[Bill], path: Path) -> None:
             place, top = x - 0.4 + wide * (rank + 0.5), 0.0
             for kind, nbytes in sorted(measured.held.items(), key=lambda item: item[0] not in KINDS):
                 style = {"color": COLOURS[kind]} if kind in KINDS else {"color": "none", "edgecolor": AWAY}
-                left.bar(place, nbytes / numel, wide * 0.92, bottom=top, label=_once(labelled, kind), **style)
+                name = kind if kind in KINDS else "on the host"
+                left.bar(place, nbytes / numel, wide * 0.92, bottom=top, label=_once(labelled, name), **style)
                 top += nbytes / numel
             left.text(place, top + 0.15, f"rank {rank}", ha="center", fontsize=6)
         formula = on_device(bill.formula_held) / numel
@@ -188,14 +189,16 @@ def lanes(ranks: Sequence[Sequence[Event]], numel: int) -> Picture:
         below = above = figure.subplots()
     largest = max([event.sent for events in ranks for event in events] + [1])
     wide = 0.9 * min(1, max(map(len, ranks)) / 12)
+    named, high_up = -1.0, False
     for rank, events in enumerate(ranks):
         above.axhline(rank + 0.45, color="black", linewidth=0.6)
         for x, event in enumerate(events):
             if event.what not in LANES:
                 above.vlines(x, rank - 0.45, rank + 0.45, "black", "dotted")
                 if rank == 0:
-                    behind = x > 0 and events[x - 1].what not in LANES  # two names would touch
-                    above.text(x, -1.1 if behind else -0.5, event.what, rotation=30, fontsize="small")
+                    high_up = x - named < 0.1 * len(events) and not high_up  # two names would touch
+                    named = x
+                    above.text(x, -1.1 if high_up else -0.5, event.what, rotation=30, fontsize="small")
                 continue
             letter, colour = LANES[event.what]
             high = 0.35 + 0.5 * event.sent / largest
@@ -254,8 +257,9 @@ DASHES = ("--", ":", "-.", "-")
 def beside_formula(plot: Axes, names: tuple[str, str, str], measured: Curves, formula: Curves) -> str:
     """Measured points on the formula's lines; `names` are of the plot and its axes. Returns what is seen."""
     title, x, y = names
-    for (name, points), (mark, colour) in zip(measured.items(), MARKS, strict=False):
-        style = {"color": colour, "markeredgecolor": INK, "markersize": 8}
+    for size, ((name, points), (mark, colour)) in enumerate(zip(measured.items(), MARKS, strict=False)):
+        # The first are the largest: they can be seen behind others at the same place.
+        style = {"color": colour, "markeredgecolor": INK, "markersize": 12 - 3 * size}
         plot.plot(list(points), list(points.values()), mark, label=name, **style)
     for (name, points), dash in zip(formula.items(), DASHES, strict=False):
         plot.plot(list(points), list(points.values()), dash, color="black", label=f"formula: {name}")

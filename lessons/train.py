@@ -47,7 +47,7 @@ def train(comm: Comm, row: Row, steps: int, progress: Progress | None) -> tuple[
         if progress is not None and task is not None:
             tokens = comm.world_size * BATCH * CONFIG.context * (step + 1)
             speed = tokens / (time.perf_counter() - begin)
-            progress.update(task, advance=1, loss=f"loss {last:.4f}", speed=f"{speed:,.0f} tokens/s")
+            progress.update(task, advance=1, loss=f"rank 0's loss {last:.4f}", speed=f"{speed:,.0f} tokens/s")
     sent = comm.ledger.total_sent()
     return float(comm.all_reduce(last) / comm.world_size), sent
 
@@ -73,6 +73,7 @@ def show(console: Console, bills: Sequence[Bill], losses: Sequence[float]) -> bo
         cells = [f"{n / numel:.3f}" for n in held] + [f"{n / ranks / numel:.3f}" for n in sent]
         drawn.add_row(each.row.name, f"{loss:.4f}", *cells, "equal" if each.exact() else "DIFFERENT")
     console.print(drawn)
+    console.print("loss: of the last step, mean over the ranks")
     console.print("held: on one rank's device between steps; sent: by one rank in a step, mean over the run.")
     console.print("The formulas, the papers' with all padding and scales, are in zero_min/formula.py.")
     rows = zip(bills, losses, strict=True)

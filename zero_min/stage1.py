@@ -131,7 +131,7 @@ class Stage1:
             # --8<-- [end:ex_reduce]
 
     def gather_parameters(self) -> None:
-        """After the step every rank has new values for its slice only: exchange them."""
+        """After the step every rank has new values for its slice only: exchange them, drop its gradient."""
         for f in self.flats:
             # --8<-- [start:ex_gather]
             f.own.copy_(f.shard)

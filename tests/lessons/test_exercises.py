@@ -1,6 +1,8 @@
 """Exercises are the answer key with holes: the suite fails on the holes and passes when they are filled."""
 
 import dataclasses
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,7 @@ import pytest
 from lessons import __main__ as cli
 from lessons import exercise, registry
 from lessons.check import check, progress
-from lessons.registry import LESSONS, Lesson
+from lessons.registry import LESSONS, ROOT, Lesson
 
 Capture = pytest.CaptureFixture[str]
 each_lesson = pytest.mark.parametrize("lesson", LESSONS, ids=[lesson.folder for lesson in LESSONS])
@@ -113,6 +115,28 @@ def test_hints_follow_the_next_blank_task(capsys: Capture) -> None:
     assert run_cli("hint", "1", "4") == 2
 
 
+def test_a_hint_for_a_task_that_is_filled_in_is_had_by_its_name(capsys: Capture) -> None:
+    answer_all(LESSONS[1])
+    run_cli("hint", "1", "gather")
+    said = capsys.readouterr().out
+    assert said.startswith("task gather, hint 1 of 3: ") and "python -m lessons hint 1 gather 2" in said
+    run_cli("hint", "1", "gather", "2")
+    assert capsys.readouterr().out.startswith("task gather, hint 2 of 3: ")
+    assert run_cli("hint", "1") == 2
+    assert "name one of reorder, flatten, partition, reduce, gather" in capsys.readouterr().err
+
+
+def test_without_a_command_the_commands_are_listed(capsys: Capture) -> None:
+    assert run_cli() == 0
+    assert "check N" in capsys.readouterr().out
+
+
+def test_outside_of_the_environment_it_says_how_to_get_in() -> None:
+    code = "import sys, runpy; sys.modules['rich'] = None; runpy.run_module('lessons', run_name='__main__')"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 1 and "source .venv/bin/activate" in run.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -121,6 +145,7 @@ def test_hints_follow_the_next_blank_task(capsys: Capture) -> None:
         (["diff", "1"], "does not exist yet: python -m lessons start 1"),
         (["check"], "which lesson? python -m lessons check N"),
         (["run", "1", "--world", "0"], "--world needs at least one rank, not 0"),
+        (["hint", "1", "adam"], "lesson 1 has no task 'adam'; its tasks are reorder, flatten"),
     ],
 )
 def test_mistakes_are_answered_with_the_remedy(arguments: list[str], message: str, capsys: Capture) -> None:
@@ -137,15 +162,27 @@ def test_a_syntax_error_is_shown_with_its_place(capsys: Capture, work: Path) -> 
     assert "def broken(:" in error
 
 
-def test_a_wrong_answer_is_told_what_was_expected(capfd: Capture) -> None:
+@pytest.mark.parametrize(
+    ("task", "right", "wrong", "message"),
+    [
+        ("partition", "(rank < remaining)", "(rank >= num_partitions - remaining)", "expected [3, 3, 2, 2]"),
+        ("flatten", "tensors[0].new_zeros(padding)", "torch.zeros(padding)", "got torch.float32"),
+        ("reduce", "own_grad.to(f.shard.dtype)", "own_grad", "gradient"),
+        ("gather", "f.own.copy_(f.shard)", "pass", "copy it into `f.own`"),
+        ("gather", "f.shard.grad = None  # used up", "pass", "should be None"),
+    ],
+)
+def test_a_wrong_answer_is_told_what_was_expected_and_where_help_is(
+    task: str, right: str, wrong: str, message: str, capfd: Capture
+) -> None:
     lesson = LESSONS[1]
     answer_all(lesson)
     ((answer, file),) = lesson.files
-    file.write_text(answer.read_text().replace("(rank < remaining)", "(rank >= num_partitions - remaining)"))
+    file.write_text(answer.read_text().replace(right, wrong))
     assert file.read_text() != answer.read_text()
     assert check(lesson) == 1
     said = capfd.readouterr().out
-    assert "expected" in said and "got" in said
+    assert message in said and f"help: python -m lessons hint 1 {task}\n" in said
 
 
 def test_a_file_that_cannot_be_imported_is_told_why(work: Path, capfd: Capture) -> None:

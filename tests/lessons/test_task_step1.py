@@ -45,7 +45,7 @@ def test_partition_cuts_near_equally(numel: int, world: int, expected: list[int]
     assert parts[0].data_ptr() == flat.data_ptr(), "the parts should be views (narrow), not copies"
 
 
-def one_step(comm: Comm) -> tuple[list[float], list[float]]:
+def one_step(comm: Comm) -> tuple[list[float], list[float], bool]:
     model = nn.Linear(3, 1, bias=False)
     nn.init.ones_(model.weight)
     stage = stage1.Stage1(model, comm, lr=0.25)
@@ -54,16 +54,48 @@ def one_step(comm: Comm) -> tuple[list[float], list[float]]:
     own = stage.flats[0].shard.grad.tolist()
     stage.optimizer.step()
     stage.gather_parameters()
-    return own, model.weight.detach().flatten().tolist()
+    return own, model.weight.detach().flatten().tolist(), stage.flats[0].shard.grad is None
 
 
 def test_reduce_gives_each_rank_the_average_of_its_slice() -> None:
-    got = [own for own, _ in run_world(one_step, 2)]
+    got = [own for own, _, _ in run_world(one_step, 2)]
     expected = [[1.5, 1.5], [1.5, 0.0]]  # gradients 1 and 2; rank 1's slice ends with padding
     assert got == expected, f"own gradients of 2 ranks: expected {expected}, got {got}"
 
 
 def test_gather_gives_everyone_all_new_parameters() -> None:
-    got = [weight for _, weight in run_world(one_step, 2)]
+    got = [weight for _, weight, _ in run_world(one_step, 2)]
     for rank, weight in enumerate(got):
         assert weight == pytest.approx([0.75] * 3), f"rank {rank}: expected [0.75, 0.75, 0.75], got {weight}"
+
+
+def test_gather_drops_the_gradient_that_is_used_up() -> None:
+    for _, _, dropped in run_world(one_step, 2):
+        assert dropped, "after gather_parameters the gradient of `f.shard` should be None"
+
+
+def test_flatten_keeps_16_bits() -> None:
+    got = stage1.flatten_dense_tensors_aligned([torch.ones(3, dtype=torch.bfloat16)], 2)
+    assert got.dtype == torch.bfloat16, f"a bfloat16 tensor and its padding should stay so, got {got.dtype}"
+
+
+def one_step_of_16_bits(comm: Comm) -> tuple[torch.dtype | None, bool]:
+    model = nn.Linear(3, 1, bias=False).bfloat16()
+    stage = stage1.Stage1(model, comm, lr=0.25)
+    model(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
+    stage.reduce_gradients()
+    (flat,) = stage.flats
+    dtype = None if flat.shard.grad is None else flat.shard.grad.dtype
+    stage.optimizer.step()
+    stage.gather_parameters()
+    return dtype, torch.equal(flat.own, flat.shard.to(torch.bfloat16))
+
+
+def test_reduce_gives_the_master_a_gradient_of_its_own_type() -> None:
+    got = [dtype for dtype, _ in run_world(one_step_of_16_bits, 2)]
+    assert got == [torch.float32] * 2, f"a 16-bit model's shard is its fp32 master, but its gradient is {got}"
+
+
+def test_gather_copies_the_master_into_its_place() -> None:
+    placed = [same for _, same in run_world(one_step_of_16_bits, 2)]
+    assert all(placed), "a 16-bit model's shard is its fp32 master: copy it into `f.own` before it is sent"
