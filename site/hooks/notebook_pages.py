@@ -89,9 +89,8 @@ def _code_key() -> str:
 
 
 def _executed(path: Path) -> Any:
-    from nbmake.nb_run import (
-        NotebookRun,
-    )  # here: importing it takes seconds, and most builds have nothing to run
+    # Imported here because that takes seconds, and most builds have nothing to run.
+    from nbmake.nb_run import NotebookRun
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # a rank is one worker
     os.environ["IPYTHONDIR"] = str(_ipython())

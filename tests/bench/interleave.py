@@ -119,10 +119,8 @@ def heading() -> str:
     said = [f"{name}={os.environ[name]}" for name in SWITCHES if name in os.environ]
     spec = sys.modules["__main__"].__spec__
     command = shlex.join([*said, "python", "-m", spec.name if spec else "", *sys.argv[1:]])
-    day = date.today().isoformat()
-    return (
-        f"Measured on {day}: {cpu}, {os.cpu_count()} cores, {', '.join(versions)}.\n\n```\n{command}\n```\n"
-    )
+    where = f"{date.today().isoformat()}: {cpu}, {os.cpu_count()} cores, {', '.join(versions)}"
+    return f"Measured on {where}.\n\n```\n{command}\n```\n"
 
 
 SWITCHES = ("OMP_NUM_THREADS", "ZERO_FULL_KERNELS")  # from the environment

@@ -196,7 +196,7 @@ def test_without_kernels_the_doctor_says_why_and_operators_still_work(cache: Pat
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
     assert done.stdout.splitlines() == [
-        "('cpu', 'not compiled: CXX=/bin/false does not work')",
+        "('cpu', 'not used: CXX=/bin/false does not work')",
         "25.0 CXX=/bin/false does not work",
     ]
 

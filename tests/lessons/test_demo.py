@@ -11,7 +11,7 @@ import pytest
 from lessons.registry import LESSONS, ROOT, ROWS
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_demo_trains_every_row_to_the_same_loss(world_size: int, tmp_path: Path) -> None:
     picture = tmp_path / "demo.png"
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
@@ -33,7 +33,10 @@ def test_the_demo_trains_every_row_to_the_same_loss(world_size: int, tmp_path: P
     assert picture.stat().st_size > 20_000
 
 
-@pytest.mark.parametrize("lesson", LESSONS, ids=[lesson.folder for lesson in LESSONS])
+SOME_SLOW = [pytest.param(x, marks=pytest.mark.slow if x.number == 6 else []) for x in LESSONS]
+
+
+@pytest.mark.parametrize("lesson", SOME_SLOW, ids=[lesson.folder for lesson in LESSONS])
 def test_a_lesson_s_experiment_measures_and_draws(lesson) -> None:
     picture = ROOT / "build" / "lessons" / f"step{lesson.number}.png"
     picture.unlink(missing_ok=True)

@@ -52,7 +52,7 @@ def test_the_refilled_exercise_is_the_answer_byte_for_byte(lesson: Lesson) -> No
     assert exercise.unanswered(lesson) == []
 
 
-slow_lesson = [pytest.param(x, marks=[] if x.number in (1, 4) else pytest.mark.slow) for x in LESSONS]
+slow_lesson = [pytest.param(x, marks=[] if x.number == 1 else pytest.mark.slow) for x in LESSONS]
 
 
 @pytest.mark.parametrize("lesson", slow_lesson, ids=[lesson.folder for lesson in LESSONS])

@@ -17,6 +17,7 @@ pytest_plugins = ["tests.site.fixtures"]
 AXE = Path(__file__).parent / "vendor" / "axe-core" / "axe.min.js"
 WIDTHS = (1440, 390)
 GRAVE = ("serious", "critical")
+COLOURFUL = ["index.html", "notebooks/03_parameters.html", "calculator.html", "animation.html"]
 ONE_OF_EACH_KIND = [
     "index.html",
     "lessons/step3_parameters/lesson.html",
@@ -76,10 +77,18 @@ def violations(page: Any) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_pages_are_accessible(open_page: Open, scheme: str) -> None:
+@pytest.mark.parametrize(
+    ("scheme", "paths"),
+    [
+        ("light", ONE_OF_EACH_KIND),
+        ("dark", COLOURFUL),
+        pytest.param("dark", sorted({*ONE_OF_EACH_KIND} - {*COLOURFUL}), marks=pytest.mark.slow),
+    ],
+    ids=["light", "dark", "dark, the others"],
+)
+def test_pages_are_accessible(open_page: Open, scheme: str, paths: Sequence[str]) -> None:
     found = []
-    for path in ONE_OF_EACH_KIND:
+    for path in paths:
         page = open_page(path, scheme=scheme)
         found += violations(page)
         page.context.close()

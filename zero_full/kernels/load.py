@@ -87,7 +87,7 @@ def rows() -> list[tuple[str, str]]:
     parts = look()
     found = []
     for part, loaded in parts.items():
-        where = f"{loaded.path}" if loaded.path else f"not compiled: {loaded.reason}"
+        where = f"{loaded.path}" if loaded.path else f"not used: {loaded.reason}"
         if part == "cpu" and loaded.path:
             where += f" (x86-64-v{torch.ops.zero_full.cpu_isa(0)})"
         found.append((part, where))
