@@ -2,7 +2,7 @@
 
 import re
 
-from places import ROOT, page_of, relative, relinked, shown
+from places import ROOT, page_of, relative, relinked, shown, unfolded
 
 from lessons.registry import LESSONS, Lesson
 
@@ -21,8 +21,7 @@ def pictures() -> list[str]:
 
 def _page(lesson: Lesson) -> str:
     home = shown(lesson.path / "lesson.md")
-    text = WOVEN.sub("", (lesson.path / "lesson.md").read_text())
-    text = text.replace("<details><summary>", '<details markdown="1"><summary>')
+    text = unfolded(WOVEN.sub("", (lesson.path / "lesson.md").read_text()))
     title, _, rest = text.partition("\n")
     return f"{title}\n\n{_facts(lesson, home)}\n{relinked(rest, home, home)}"
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-from places import ROOT, SiteError, relinked
+from places import ROOT, SiteError, relinked, unfolded
 
 NOTEBOOKS = ROOT / "notebooks"
 CACHE = ROOT / "build" / "notebook_pages"
@@ -128,8 +128,7 @@ class _Page:
         if "remove-cell" in cell.metadata.get("tags", []) or not cell.source.strip():
             return
         if cell.cell_type == "markdown":
-            text = cell.source.replace("<details><summary>", '<details markdown="1"><summary>')
-            yield relinked(text, self.home, self.page)
+            yield relinked(unfolded(cell.source), self.home, self.page)
         elif cell.cell_type == "code":
             if "hide-input" not in cell.metadata.get("tags", []):
                 yield _fenced(cell.source, "ipython3")

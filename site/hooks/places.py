@@ -74,6 +74,11 @@ def relinked(text: str, home: str, page: str) -> str:
     return outside_code(text, LINK, moved)
 
 
+def unfolded(text: str) -> str:
+    """A text whose folded parts are Markdown, too: on the site that has to be said."""
+    return text.replace("<details><summary>", '<details markdown="1"><summary>')
+
+
 def shown(path: Path) -> str:
     """A path as the repository writes it."""
     return os.path.relpath(path, ROOT).replace(os.sep, "/")

@@ -14,7 +14,8 @@ from functools import cache
 
 from places import ROOT, SiteError, page_of, relative, url_of
 
-MARK = re.compile(r"^\s*# --8<-- \[(start|end):(\w+)\]$")
+from lessons.exercise import MARK, regions
+
 REFERENCE = re.compile(
     r"^(?P<path>[\w/.]+?)(:(?P<region>\w+))?( (?P<name>[\w.]+))?"
     r'( from "(?P<first>[^"]+)"( to "(?P<last>[^"]+)")?)?$'
@@ -84,12 +85,10 @@ def snippet(reference: str) -> Snippet:
 
 
 def _between_markers(path: str, region: str) -> Snippet:
-    ends = [
-        (i, m[1]) for i, line in enumerate(lines_of(path), 1) if (m := MARK.match(line)) and m[2] == region
-    ]
-    if [kind for _, kind in ends] != ["start", "end"]:
+    found = [each for each in regions("\n".join(lines_of(path))) if each.name == region]
+    if len(found) != 1:
         raise SiteError(f"{path} has no region {region}")
-    return Snippet(path, "", ends[0][0] + 1, ends[1][0] - 1)
+    return Snippet(path, "", found[0].first + 1, found[0].last)
 
 
 def _narrowed(path: str, low: int, high: int, first: str, last: str | None) -> tuple[int, int]:

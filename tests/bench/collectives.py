@@ -21,7 +21,6 @@ from torch import Tensor
 
 from tests.bench import interleave
 from tests.bench.interleave import Ratio, Series
-from tests.bench.peers import versions
 from tests.bench.step_time import DTYPES, leave_with_parent
 from tests.worlds import Pool
 from zero_full._compat import all_gather_single, reduce_scatter_single
@@ -280,7 +279,12 @@ def main() -> None:
     finally:
         pool.stop()
     print("\n" + interleave.table(interleave.RATIO_HEAD, [r.cells() for r in every]))
-    print("\n" + interleave.json_line(every, versions=versions(), cpus=os.cpu_count(), rounds=asked.rounds))
+    print(
+        "\n"
+        + interleave.json_line(
+            every, versions=interleave.versions(), cpus=os.cpu_count(), rounds=asked.rounds
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -15,8 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import date
-from importlib.metadata import version
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 
@@ -115,14 +114,26 @@ def heading() -> str:
     about = Path("/proc/cpuinfo")
     found = re.search(r"model name\s*: (.+)", about.read_text()) if about.exists() else None
     cpu = found.group(1) if found else platform.processor() or platform.machine()
-    versions = [f"{name} {version(name)}" for name in ("torch", "deepspeed") if find_spec(name)]
+    installed = [f"{name} {known}" for name, known in versions().items() if known != ABSENT]
     said = [f"{name}={os.environ[name]}" for name in SWITCHES if name in os.environ]
     spec = sys.modules["__main__"].__spec__
     command = shlex.join([*said, "python", "-m", spec.name if spec else "", *sys.argv[1:]])
-    where = f"{date.today().isoformat()}: {cpu}, {os.cpu_count()} cores, {', '.join(versions)}"
+    where = f"{date.today().isoformat()}: {cpu}, {os.cpu_count()} cores, {', '.join(installed)}"
     return f"Measured on {where}.\n\n```\n{command}\n```\n"
 
 
+def versions() -> dict[str, str]:
+    """Of every peer; torch's own parts have torch's."""
+    found = {}
+    for name in ("torch", "deepspeed"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = ABSENT
+    return found
+
+
+ABSENT = "not installed"
 SWITCHES = ("OMP_NUM_THREADS", "ZERO_FULL_KERNELS")  # from the environment
 RATIO_HEAD = ["ratio", "median", "range", "target", ""]
 

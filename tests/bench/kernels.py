@@ -20,7 +20,6 @@ import torch
 from tests.bench import interleave
 from tests.bench.interleave import Ratio, Series
 from tests.bench.kernel_rows import MULTIPLE, TOPICS, Row, Topic
-from tests.bench.peers import versions
 from tests.kernels.cases import ops
 
 SAMPLES, SECONDS = 5, 0.1  # of one row in one round: at most so many, in about so long
@@ -136,7 +135,7 @@ def main() -> None:
     every = ratios(topics, asked.threads, found)
     print("\n" + report(topics, numel, found))
     print("\n" + interleave.table(interleave.RATIO_HEAD, [r.cells() for r in every]))
-    about = {"versions": versions(), "cpus": os.cpu_count(), "isa": f"x86-64-v{ops().cpu_isa(0)}"}
+    about = {"versions": interleave.versions(), "cpus": os.cpu_count(), "isa": f"x86-64-v{ops().cpu_isa(0)}"}
     print("\n" + interleave.json_line(every, numel=numel, rounds=asked.rounds, **about))
 
 

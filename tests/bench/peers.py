@@ -15,7 +15,6 @@ Every row gets the same AdamW (torch's fused kernel wherever the row lets us cho
 import contextlib
 import gc
 import importlib
-import importlib.metadata
 import importlib.util
 import logging
 import os
@@ -279,16 +278,6 @@ ROWS: dict[str, Row] = {
     **{f"DeepSpeed {stage}": Row(deepspeed(stage), "DDP") for stage in (0, 1, 2, 3)},
     **{f"zero_full {stage}": Row(zero_full(stage), "DDP") for stage in (0, 1, 2, 3)},
 }
-
-
-def versions() -> dict[str, str]:
-    """Of every peer; torch's own parts have torch's."""
-    found = {"torch": str(torch.__version__)}
-    try:
-        found["deepspeed"] = importlib.metadata.version("deepspeed")
-    except importlib.metadata.PackageNotFoundError:
-        found["deepspeed"] = "not installed"
-    return found
 
 
 CLOSED = (type, types.ModuleType, types.FrameType, weakref.ref)  # what lies behind belongs to everybody

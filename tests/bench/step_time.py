@@ -334,7 +334,7 @@ def main() -> None:
                 print("\n" + interleave.table(interleave.RATIO_HEAD, [r.cells() for r in here]))
             all_ratios += here
             losses[f"{size} {dtype}"] = loss_differences(found)
-    about = {"versions": peers.versions(), "cpus": os.cpu_count(), "rounds": asked.rounds}
+    about = {"versions": interleave.versions(), "cpus": os.cpu_count(), "rounds": asked.rounds}
     about |= {"steps": asked.steps, "ranks": WORLD, "bucket": asked.bucket, "losses differ by": losses}
     print("\n" + interleave.json_line(all_ratios, **about))
 
