@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.cases import BF16, FP16, FP32, INF, NAN, NUMBERS, SIZES, bits, normal, ops, same_everywhere
+from tests.kernels.cases import BF16, FP16, FP32, INF, NAN, NUMBERS, SIZES, normal, ops, same, same_everywhere
 from tests.kernels.optimizing import ALIGNED, Lists, lists, moved
 from zero_full.kernels import reference
 
@@ -45,11 +45,6 @@ def stepped(mine: Lists, norms: Callable[..., Tensor], step: Callable[..., None]
 
 def compiled(mine: Lists, **options: Any) -> Tensor:
     return stepped(mine, ops().lamb_norms, ops().lamb_step, **options)
-
-
-def same(one: Tensor, other: Tensor) -> bool:
-    """All bits, but any NaN for any other."""
-    return torch.equal(*(bits(each.masked_fill(each.isnan(), NAN)) for each in (one, other)))
 
 
 def same_norms(mine: Tensor, want: Tensor) -> None:
