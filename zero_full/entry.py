@@ -202,6 +202,7 @@ def settings_of(config: Config) -> Settings:
         prescale=config.prescale_gradients,
         predivide=config.gradient_predivide_factor,
         average=config.gradient_allreduce_op == "mean",
+        divides_plain_backward=config.plain_backward_divides is True,
         clip=config.gradient_clipping,
         check_overflow=_checks_overflow(config),
         refuse_unused=not zero.ignore_unused_parameters,

@@ -174,11 +174,12 @@ class BF16Config(Strict):
 class AutocastConfig(Strict):
     """torch.autocast, run by the engine."""
 
-    enabled: Annotated[
-        bool, missing('it has not landed in zero_full yet; use "bf16" or call torch.autocast in your model')
-    ] = False
-    dtype: Dtype | None = None
-    lower_precision_safe_modules: list[str] | None = None
+    enabled: bool = False
+    dtype: Dtype | None = None  # bf16 if nothing is said
+    lower_precision_safe_modules: Annotated[
+        list[str] | None,
+        idle("torch decides for each operation; parameters and gradients travel in their own type"),
+    ] = None
 
 
 class ParallelWriteConfig(Strict):
@@ -323,9 +324,10 @@ class Config(Strict):
     train_batch_size: Count = 0
     train_micro_batch_size_per_gpu: Count = 0
     gradient_accumulation_steps: Count = 0
-    managed_gradient_accumulation: Annotated[
-        bool, missing("the engine always counts the micro-batches; use true")
-    ] = True
+    managed_gradient_accumulation: bool = True  # false: every call of engine.step() is a step
+    plain_backward_divides: bool | None = (
+        None  # whether loss.backward() divides as engine.backward(loss) does
+    )
     steps_per_print: Annotated[Count | None, BeforeValidator(_never_is_none)] = None
     optimizer: OptimizerConfig | None = None
     scheduler: SchedulerConfig | None = None
