@@ -295,15 +295,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.left_scale = 1.0
         self.base._opt_called = True  # type: ignore[attr-defined]  # or a schedule would warn
         self.passes = self.reducer.backward.count
-        self.publish(stepped, copied=swept)
+        self.publish(self.awake, copied=swept)
         if not self.settings.gather_beside_forward:
             self.settle()
 
     def _step_in_passes(self, stepped: Sequence[Bucket], factor: float, used: Container[Member]) -> None:
         """With any optimizer: unscale and clip, then step."""
-        for bucket in stepped:
-            bucket.follow_parameters()
         for bucket in self.awake:
+            bucket.follow_parameters()
             for gradient in bucket.own_gradients() if factor != 1.0 else ():
                 gradient.mul_(factor)
         for buckets in self._sub_groups(stepped):
