@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from zero_full.nest import mapped
 from zero_full.shard.hooks import Hook
 from zero_full.shard.optimizer import ZeroOptimizer
+from zero_full.shard.passes import BackwardPass
 
 
 class ModelCalls:
@@ -64,19 +65,12 @@ class ModelCalls:
         return gated
 
 
-def note_loss(optimizer: ZeroOptimizer, output: Any) -> Any:
-    """Remember an output that is a loss, when a backward pass begins there."""
+def watch_loss(backward: BackwardPass, output: Any) -> Any:
+    """Tell the backward pass of an output that is a loss, when autograd reaches it."""
     if isinstance(output, Tensor) and output.requires_grad and output.dim() == 0:
         loss = output.detach()
-        output.register_hook(lambda grad: _begin(optimizer, loss))
+        output.register_hook(lambda grad: backward.reach(loss))
     return output
-
-
-def _begin(optimizer: ZeroOptimizer, output: Tensor) -> None:
-    if not optimizer.reducer.backward.running:
-        if output.dim() == 0:
-            optimizer.note_loss(output)
-        optimizer.reducer.begin()
 
 
 class _Gate(torch.autograd.Function):
@@ -101,6 +95,9 @@ class _Gate(torch.autograd.Function):
                 "ones are lost: use engine.backward(loss) or engine.scale(loss).backward(), or let the "
                 "model return its loss"
             )
-        _begin(optimizer, output)
+        if not backward.running:
+            optimizer.reducer.begin()
+        if output.dim() == 0:
+            backward.reach(output)
         backward.gated = True
         return grads[0] * scale, None

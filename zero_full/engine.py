@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero_full.calls import ModelCalls, note_loss
+from zero_full.calls import ModelCalls, watch_loss
 from zero_full.checkpoint import Unmatched, load_weights, save_16bit_model, save_weights
 from zero_full.config import Resolved
 from zero_full.data import RankLoader
@@ -72,7 +72,10 @@ class Engine(EngineFacts):
         self._passes = 0  # backward passes until the last step
         self.parking = Parking(optimizer)
         optimizer.reducer.rules = Rules(
-            self.is_gradient_accumulation_boundary, self._plain_divisor, self._refuse_unscaled
+            self.is_gradient_accumulation_boundary,
+            self._plain_divisor,
+            self._refuse_unscaled,
+            optimizer.note_loss,
         )
         self._calls = self._watch_calls()
         if optimizer.settings.gather_beside_forward:
@@ -94,10 +97,11 @@ class Engine(EngineFacts):
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
         """The module's forward."""
         self._refuse_parked("forward")
+        self.optimizer.look_at_model()
         with self.stopwatch.measure("forward"):
             outputs = self.module(*inputs, **named_inputs)
         if torch.is_grad_enabled() and not self.fp16_enabled():  # there the gates do it
-            mapped(partial(note_loss, self.optimizer), outputs)
+            mapped(partial(watch_loss, self.optimizer.reducer.backward), outputs)
         return outputs
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:

@@ -260,11 +260,13 @@ def _optimizer(
 ) -> torch.optim.Optimizer:
     if isinstance(given, torch.optim.Optimizer):
         return given
-    everything: list[Any] = list(parameters) if parameters is not None else list(model.parameters())
+    if parameters is None:
+        parameters = [p for p in model.parameters() if p.requires_grad]
+    everything: list[Any] = list(parameters)  # what is frozen and listed may be trained later
     if everything and isinstance(everything[0], dict):
         groups: list[dict[str, Any]] = everything
     else:
-        groups = [{"params": [p for p in everything if p.requires_grad]}]
+        groups = [{"params": everything}]
     if not any(p.requires_grad for group in groups for p in _as_list(group["params"])):
         raise ValueError("there is nothing to train: no parameter requires gradients")
     if given is not None:

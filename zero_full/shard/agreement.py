@@ -137,7 +137,7 @@ def doings_of(param_groups: Sequence[Mapping[str, Any]], scale: float, found: Fo
         named = ((key, group[key]) for key in COMPARED if key in group)
         doings += [(f"{key} of group {number}", v) for key, v in named if not isinstance(v, Tensor)]
     if found.written:
-        doings.append(("gradients written by hand", names_of([member for member, _ in found.written])))
+        doings.append(("gradients written by hand", names_of(member for member, _ in found.written)))
     if found.cleared:
         doings.append(("gradients cleared by hand", names_of(found.cleared)))
     return doings

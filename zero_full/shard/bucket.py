@@ -150,15 +150,19 @@ class Bucket:
         member.param.grad = None
 
     def _room_for(self, dtype: torch.dtype, member: Member, final: bool) -> Tensor:
-        if self.own_is_valid and self._own_is_a_window():  # a step's gradients were reduced, and more come
-            assert self.own is not None
-            self.own = self.own.clone()
+        self._part_own()
         if not self.arrived:
             self._let_whole_be(dtype if final else self.accumulate)
         elif self.whole is not None and member in self.arrived and self.whole.dtype != self.accumulate:
             self.whole = self.whole.to(self.accumulate)  # it was to be final, and is not
         assert self.whole is not None
         return self.whole
+
+    def _part_own(self) -> None:
+        """A step's gradients were reduced, and more come: what was reduced must not be written over."""
+        if self.own_is_valid and self._own_is_a_window():
+            assert self.own is not None
+            self.own = self.own.clone()
 
     def _let_whole_be(self, dtype: torch.dtype) -> None:
         """A flat buffer whose padding is zero; the rest is written over as gradients arrive."""
@@ -189,6 +193,7 @@ class Bucket:
         """Average everyone's gradients; keep this rank's slice of them."""
         for member in self.members:
             self.take(member, final=True)
+        self._part_own()
         if self.whole is None or not self.arrived:
             self._let_whole_be(self.values.dtype)
         assert self.whole is not None

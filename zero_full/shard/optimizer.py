@@ -83,6 +83,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.watch = ModelWatch(model, [m.param for m in self._members()], bool(parts.sites))
         self.reducer = GradientReducer(self.buckets, self.lane, settings.stage)
         self.reducer.on_waking = self._replace_masters
+        self.reducer.at_begin.append(self.take_back_moved)
         self.guards: list[RemovableHandle] = []  # on the model's state_dict
         self.gatherer: ParameterGatherer | None = None
         if parts.sites:
@@ -187,13 +188,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise RuntimeError("step after destroy: initialize the model again")
         if self.reducer.failed or self.reducer.backward.running:
             raise RuntimeError("the last backward pass has failed: call zero_grad before the next forward")
-        self.watch.check()
-        self.take_back_moved()
+        self.look_at_model()
         self.reducer.catch_up()
         found = self.reducer.by_hand()
         if found.written and self.scaler.scale != 1:
             raise RuntimeError(
-                f"a gradient was written into the grad of {names_of([m for m, _ in found.written])}, and "
+                f"a gradient was written into the grad of {names_of(m for m, _ in found.written)}, and "
                 "with a loss scale nobody knows whether it is scaled: use "
                 "zero_full.safe_set_full_grad(param, value), which takes it unscaled"
             )
@@ -202,6 +202,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for member in found.cleared:
             self.reducer.drop(member)
         return found
+
+    def look_at_model(self) -> None:
+        """Raise if something has become of the model that a step would ignore."""
+        self.watch.check()
+        self.take_back_moved()
 
     def take_back_moved(self) -> None:
         """Parameters that were given other memory go back to their place, with their new values."""

@@ -7,6 +7,8 @@ each with a number of its own. The pass that is meant here is always the large o
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from zero_full._compat import current_backward
 
 
@@ -17,6 +19,7 @@ class Rules:
     is_boundary: Callable[[], bool] = lambda: True  # whether it is the step's last
     plain_divisor: Callable[[], float] = lambda: 1.0  # of gradients whose loss nobody here has divided
     refuse_unscaled: Callable[[], None] = lambda: None  # raises if gradients need a loss scale
+    note_loss: Callable[[Tensor], None] = lambda loss: None  # of which a pass has brought gradients
 
 
 class BackwardPass:
@@ -32,6 +35,12 @@ class BackwardPass:
             None  # what gradients are still to be divided by; None: none has come yet
         )
         self._number: int | None = None  # autograd's; None: it has not begun yet
+        self._reached: tuple[int, Tensor] | None = None  # by which pass of autograd's, which output
+
+    def reach(self, loss: Tensor) -> None:
+        """Autograd has reached an output that is a loss, perhaps on its way to parameters."""
+        if self._reached is None or self._reached[0] != current_backward():
+            self._reached = current_backward(), loss
 
     def begin(self, divided: bool, scaled: bool) -> None:
         """It starts: by a call of the engine, a hook on the model's output, or with its first gradient."""
@@ -53,6 +62,8 @@ class BackwardPass:
         if self.divisor is None:
             self.divisor = 1.0 if self.divided else rules.plain_divisor()
             self.count += 1
+            if self._reached is not None and self._reached[0] == self._number and not self.divided:
+                rules.note_loss(self._reached[1])
         return self.divisor
 
     def is_at_work(self) -> bool:
@@ -61,4 +72,4 @@ class BackwardPass:
 
     def end(self) -> None:
         """It is over."""
-        self.running, self._number = False, None
+        self.running, self._number, self._reached = False, None, None

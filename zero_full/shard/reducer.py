@@ -51,7 +51,8 @@ class GradientReducer:
         for bucket in buckets:
             bucket.spares = self.spares
         self.backward, self.rules = BackwardPass(), Rules()
-        self.at_end: list[Callable[[], None]] = []  # of a backward pass
+        self.at_begin: list[Callable[[], None]] = []  # of a backward pass
+        self.at_end: list[Callable[[], None]] = []
         self.on_waking: Callable[[Bucket, Sequence[Owned]], None] = lambda bucket, before: None
         self.boundary = True  # this backward pass is the step's last
         self.muted = False  # inside no_sync
@@ -117,6 +118,8 @@ class GradientReducer:
 
     def begin(self, divided: bool = False, scaled: bool = False) -> None:
         """A backward pass starts. Called by the engine, by a hook, or by a gradient."""
+        for act in self.at_begin:
+            act()
         self.backward.begin(divided, scaled)
         self.boundary, self.wait_for_end, self.failed = self.rules.is_boundary(), False, False
         self.make_room()

@@ -8,7 +8,7 @@ change its values is an error that says what to write instead.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -127,6 +127,6 @@ class ShownGradients:
         self.shown.clear()
 
 
-def names_of(members: Sequence[Member]) -> str:
-    """For messages."""
-    return ", ".join(member.name for member in members)
+def names_of(members: Iterable[Member]) -> str:
+    """For messages, and the same on every rank."""
+    return ", ".join(sorted(member.name for member in members))
