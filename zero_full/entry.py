@@ -5,7 +5,7 @@ import atexit
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -23,7 +23,7 @@ from zero_full.comm.topology import Topology
 from zero_full.config import Config, LeafModuleConfig, resolve
 from zero_full.data import RankLoader
 from zero_full.engine import Engine
-from zero_full.optim import build_optimizer, build_scheduler, check_elementwise
+from zero_full.optim import build_optimizer, build_scheduler, check_elementwise, parameter_groups
 from zero_full.precision import Dtypes, DynamicScale, StaticScale
 from zero_full.precision.dtypes import NAMES
 from zero_full.shard import Connection, Dealer, Gathering, Settings, ZeroOptimizer, connect, settle_the_rest
@@ -259,12 +259,8 @@ def _optimizer(
 ) -> torch.optim.Optimizer:
     if isinstance(given, torch.optim.Optimizer):
         return given
-    everything: list[Any] = list(parameters) if parameters is not None else list(model.parameters())
-    if everything and isinstance(everything[0], dict):
-        groups: list[dict[str, Any]] = everything
-    else:
-        groups = [{"params": [p for p in everything if p.requires_grad]}]
-    if not any(p.requires_grad for group in groups for p in _as_list(group["params"])):
+    groups = parameter_groups(parameters if parameters is not None else model.parameters())
+    if not any(p.requires_grad for group in groups for p in group["params"]):
         raise ValueError("there is nothing to train: no parameter requires gradients")
     if given is not None:
         made: torch.optim.Optimizer = given(groups)
@@ -272,10 +268,6 @@ def _optimizer(
     if config.optimizer is None:
         raise ValueError('no optimizer: pass one to initialize, or add "optimizer" to the config')
     return build_optimizer(config.optimizer.type, config.optimizer.params, groups)
-
-
-def _as_list(params: Any) -> Sequence[Any]:
-    return [params] if isinstance(params, torch.Tensor) else list(params)
 
 
 def _schedule(config: Config, base: torch.optim.Optimizer, given: Any) -> Any:

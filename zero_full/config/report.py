@@ -65,7 +65,11 @@ def shown(value: object) -> str:
     """A value as JSON writes it, cut to what fits into a line."""
     try:
         text = json.dumps(value, default=repr)
-    except (TypeError, ValueError):  # keys that JSON does not have, numbers of thousands of digits
+    except (
+        TypeError,
+        ValueError,
+        RecursionError,
+    ):  # keys that JSON does not have, numbers of thousands of digits
         text = f"something of type {type(value).__name__}"
     return text if len(text) <= 60 else f"{text[:57]}..."
 
