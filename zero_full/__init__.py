@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from zero_full.config import Config, ConfigError
     from zero_full.data import synced
     from zero_full.engine import Engine
-    from zero_full.entry import add_config_arguments, init_distributed, initialize
+    from zero_full.entry import initialize
+    from zero_full.launch import add_config_arguments, init_distributed
     from zero_full.plan import Plan, PlanError, plan_stages
     from zero_full.precision import ScaleExhaustedError
     from zero_full.shard import StepReport, ZeroOptimizer
@@ -46,7 +47,8 @@ _WHERE = {
     "zero_full.config": ("Config", "ConfigError"),
     "zero_full.data": ("synced",),
     "zero_full.engine": ("Engine",),
-    "zero_full.entry": ("add_config_arguments", "init_distributed", "initialize"),
+    "zero_full.entry": ("initialize",),
+    "zero_full.launch": ("add_config_arguments", "init_distributed"),
     "zero_full.plan": ("Plan", "PlanError", "plan_stages"),
     "zero_full.precision": ("ScaleExhaustedError",),
     "zero_full.shard": ("StepReport", "ZeroOptimizer"),

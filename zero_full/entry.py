@@ -1,14 +1,9 @@
 """`initialize`: a model, a config, and what to make of them."""
 
-import argparse
-import atexit
 import logging
 import os
-import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -23,6 +18,7 @@ from zero_full.comm.topology import Topology
 from zero_full.config import Config, LeafModuleConfig, resolve
 from zero_full.data import RankLoader
 from zero_full.engine import Engine
+from zero_full.launch import init_distributed
 from zero_full.optim import build_optimizer, build_scheduler, check_elementwise, parameter_groups
 from zero_full.precision import Dtypes, DynamicScale, StaticScale
 from zero_full.precision.dtypes import NAMES
@@ -32,41 +28,6 @@ from zero_full.shard.units import Wrap
 from zero_full.shard.whole import guard
 
 log = logging.getLogger("zero_full")
-LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-def init_distributed(
-    dist_backend: str | None = None, timeout: timedelta | None = None, init_method: str | None = None
-) -> None:
-    """Join the world that torchrun describes, unless this process has. Alone, it does nothing.
-
-    Who joins by this leaves at exit, too: a process group that is still open then may abort the process.
-    """
-    if dist.is_initialized() or (init_method is None and not all(key in os.environ for key in LAUNCHER)):
-        return
-    if torch.accelerator.is_available():
-        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group(dist_backend, timeout=timeout, init_method=init_method)
-    atexit.register(_leave)
-
-
-def _leave() -> None:
-    if dist.is_initialized():
-        with suppress(RuntimeError):  # the others may have gone
-            dist.destroy_process_group()
-    # A thread of gloo's may still wait for the GIL, to let go of the last collective's tensors. Whoever waits
-    # for it while the interpreter ends is ended, and that aborts the process. A sleep hands over the GIL.
-    time.sleep(0.05)
-
-
-def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """The command-line arguments that DeepSpeed scripts have."""
-    group = parser.add_argument_group("zero_full")
-    group.add_argument(
-        "--deepspeed", action="store_true", help="accepted and ignored: there is no other mode"
-    )
-    group.add_argument("--deepspeed_config", metavar="FILE", help="the configuration, a JSON file")
-    return parser
 
 
 def initialize(
