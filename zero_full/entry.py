@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -193,6 +193,17 @@ def _is_leaf(leaf: LeafModuleConfig, name: str, module: nn.Module) -> bool:
     return by_class or name in leaf.names or name.endswith(tuple(leaf.name_suffixes))
 
 
+def _idle_leaves(engine: Engine) -> Iterator[str]:
+    """A line for each item of leaf_module that fits no module that is called, at stage 3."""
+    zero = engine.config.zero_optimization
+    called = [(n, m) for n, m in engine.module.named_modules() if type(m).forward is not nn.Module.forward]
+    for key in zero.leaf_module.model_fields_set if zero.stage == 3 else ():
+        for item in getattr(zero.leaf_module, key):
+            alone = LeafModuleConfig(**{"classes": [], key: [item]})
+            if not any(_is_leaf(alone, name, module) for name, module in called):
+                yield f"zero_optimization.leaf_module.{key}: no module that is called fits {item!r}"
+
+
 def _checks_overflow(config: Config) -> bool:
     """In fp32 the check comes with clipping, which has the norm anyway."""
     if config.bf16.enabled:
@@ -266,7 +277,7 @@ def _shard(
 def _announce(engine: Engine) -> None:
     if dist.is_initialized() and dist.get_rank() != 0:
         return
-    for warning in engine.resolved.warnings:
+    for warning in (*engine.resolved.warnings, *_idle_leaves(engine)):
         log.warning("%s", warning)
     model_dtype = next((p.dtype for p in engine.module.parameters()), torch.float32)
     dtypes = engine.optimizer.settings.dtypes.table(model_dtype)
