@@ -1,7 +1,7 @@
 """What each name of DeepSpeed's is here: the tables that `python -m zero_full migrate` works by."""
 
 from zero_full.migrate.calls import missing_of_engines
-from zero_full.migrate.names import INSTEAD, MODULES, NAMES
+from zero_full.migrate.names import INSTEAD, MODULES, NAMES, PARAMETER
 
 
 def same(_: str, page: str) -> str:
@@ -23,6 +23,7 @@ def other(_: str, page: str) -> str:
     lines = ["| DeepSpeed | instead |", "|---|---|"]
     lines += [f"| `{name}` | {_as_prose(text)} |" for name, text in sorted(INSTEAD.items())[1:]]
     lines += [f"| `engine.{name}` | {_as_prose(text)} |" for name, text in missing_of_engines().items()]
+    lines += [f"| `p.{name}` of a parameter | {_as_prose(text)} |" for name, text in PARAMETER.items()]
     return "\n".join(lines) + "\n"
 
 

@@ -2,10 +2,10 @@
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from zero_full.migrate.names import ARGUMENTS, ENGINE, FOREIGN
+from zero_full.migrate.names import ARGUMENTS, ENGINE, FOREIGN, PARAMETER
 from zero_full.migrate.scopes import ROOT
 from zero_full.migrate.script import Finding, Rewrite
 
@@ -13,6 +13,7 @@ POSITIONAL = 6  # arguments of initialize before the first one that is not here
 BY_NAME = {  # functions that take the name of a package
     *("import_module", "__import__", "find_spec", "importorskip", "version", "metadata", "getLogger"),
 }
+ASKS = {"hasattr", "getattr", "setattr", "delattr"}
 OPEN = object()  # a value that is known only when the script runs
 
 
@@ -25,8 +26,11 @@ def look_at_calls(rewrite: Rewrite) -> Iterator[Finding]:
             if rewrite.meant.get(node.func) == "zero_full.initialize":
                 yield from _arguments(node)
             yield from _by_name(node)
-        elif isinstance(node, ast.Attribute) and node.attr in missing and ast.unparse(node.value) in engines:
-            yield Finding(node.lineno, f"Engine has no {node.attr}. Instead: {missing[node.attr]}")
+            yield from _marks(node, node.args[1:2] if getattr(node.func, "id", "") in ASKS else ())
+        elif isinstance(node, ast.Attribute):
+            yield from _marks(node, [ast.Constant(node.attr)])
+            if node.attr in missing and ast.unparse(node.value) in engines:
+                yield Finding(node.lineno, f"Engine has no {node.attr}. Instead: {missing[node.attr]}")
         elif isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 if alias.name in FOREIGN and (node.module or "").split(".")[0] != ROOT:
@@ -34,6 +38,13 @@ def look_at_calls(rewrite: Rewrite) -> Iterator[Finding]:
                     yield Finding(
                         node.lineno, f"{told}. Instead: a loop of your own with zero_full.initialize"
                     )
+
+
+def _marks(node: ast.expr, names: Iterable[ast.expr]) -> Iterator[Finding]:
+    for name in names:
+        mark = name.value if isinstance(name, ast.Constant) else None
+        if isinstance(mark, str) and mark in PARAMETER:
+            yield Finding(node.lineno, f"parameters have no {mark} here. Instead: {PARAMETER[mark]}")
 
 
 def configurations(rewrite: Rewrite) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -50,8 +61,9 @@ def configurations(rewrite: Rewrite) -> Iterator[tuple[int, dict[str, Any]]]:
                     values = [keyword.value]
                     if isinstance(keyword.value, ast.Name):
                         values = assigned.get(keyword.value.id, [])
-                    if len(values) == 1 and isinstance(values[0], ast.Dict):
-                        yield values[0].lineno, _literal(values[0])
+                    written = [value for value in values if isinstance(value, ast.Dict)]
+                    if len(written) == 1:
+                        yield written[0].lineno, _literal(written[0])
 
 
 def _literal(node: ast.expr) -> Any:

@@ -118,6 +118,13 @@ ENGINE = {  # what scripts ask of an engine, beside engine.NOT_LANDED and unless
     "train_batch": "there are no pipelines: forward, backward and step in a loop",
     "eval_batch": "there are no pipelines: forward under torch.no_grad()",
 }
+PARAMETER = {  # what DeepSpeed writes on parameters: a test for it is false here, and nobody would notice
+    "ds_id": "leave the test out: GatheredParameters and safe_get_... take any parameter",
+    "ds_status": "leave the test out: GatheredParameters and safe_get_... take any parameter",
+    "ds_numel": "p.numel(), which is right for released parameters, too",
+    "ds_shape": "p.shape, which is right for released parameters, too",
+    "ds_tensor": "zero_full.safe_get_local_fp32_param(p)",
+}
 ARGUMENTS = {  # of initialize
     "distributed_port": "pass it to zero_full.init_distributed before",
     "mesh_param": "pass a named torch mesh as mesh=",
