@@ -1,14 +1,9 @@
 """`initialize`: a model, a config, and what to make of them."""
 
-import argparse
-import atexit
 import logging
 import os
-import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -23,7 +18,8 @@ from zero_full.comm.topology import Topology
 from zero_full.config import Config, LeafModuleConfig, resolve
 from zero_full.data import RankLoader
 from zero_full.engine import Engine
-from zero_full.optim import build_optimizer, build_scheduler, check_elementwise
+from zero_full.launch import init_distributed
+from zero_full.optim import build_optimizer, build_scheduler, check_elementwise, parameter_groups
 from zero_full.precision import Dtypes, DynamicScale, StaticScale
 from zero_full.precision.dtypes import NAMES
 from zero_full.shard import Connection, Dealer, Gathering, Settings, ZeroOptimizer, connect, settle_the_rest
@@ -32,41 +28,6 @@ from zero_full.shard.units import Wrap
 from zero_full.shard.whole import guard
 
 log = logging.getLogger("zero_full")
-LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-def init_distributed(
-    dist_backend: str | None = None, timeout: timedelta | None = None, init_method: str | None = None
-) -> None:
-    """Join the world that torchrun describes, unless this process has. Alone, it does nothing.
-
-    Who joins by this leaves at exit, too: a process group that is still open then may abort the process.
-    """
-    if dist.is_initialized() or (init_method is None and not all(key in os.environ for key in LAUNCHER)):
-        return
-    if torch.accelerator.is_available():
-        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group(dist_backend, timeout=timeout, init_method=init_method)
-    atexit.register(_leave)
-
-
-def _leave() -> None:
-    if dist.is_initialized():
-        with suppress(RuntimeError):  # the others may have gone
-            dist.destroy_process_group()
-    # A thread of gloo's may still wait for the GIL, to let go of the last collective's tensors. Whoever waits
-    # for it while the interpreter ends is ended, and that aborts the process. A sleep hands over the GIL.
-    time.sleep(0.05)
-
-
-def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """The command-line arguments that DeepSpeed scripts have."""
-    group = parser.add_argument_group("zero_full")
-    group.add_argument(
-        "--deepspeed", action="store_true", help="accepted and ignored: there is no other mode"
-    )
-    group.add_argument("--deepspeed_config", metavar="FILE", help="the configuration, a JSON file")
-    return parser
 
 
 def initialize(
@@ -233,6 +194,17 @@ def _is_leaf(leaf: LeafModuleConfig, name: str, module: nn.Module) -> bool:
     return by_class or name in leaf.names or name.endswith(tuple(leaf.name_suffixes))
 
 
+def _idle_leaves(engine: Engine) -> Iterator[str]:
+    """A line for each item of leaf_module that fits no module that is called, at stage 3."""
+    zero = engine.config.zero_optimization
+    called = [(n, m) for n, m in engine.module.named_modules() if type(m).forward is not nn.Module.forward]
+    for key in zero.leaf_module.model_fields_set if zero.stage == 3 else ():
+        for item in getattr(zero.leaf_module, key):
+            alone = LeafModuleConfig(**{"classes": [], key: [item]})
+            if not any(_is_leaf(alone, name, module) for name, module in called):
+                yield f"zero_optimization.leaf_module.{key}: no module that is called fits {item!r}"
+
+
 def _checks_overflow(config: Config) -> bool:
     """In fp32 the check comes with clipping, which has the norm anyway."""
     if config.bf16.enabled:
@@ -262,12 +234,8 @@ def _optimizer(
         return given
     if parameters is None:
         parameters = [p for p in model.parameters() if p.requires_grad]
-    everything: list[Any] = list(parameters)  # what is frozen and listed may be trained later
-    if everything and isinstance(everything[0], dict):
-        groups: list[dict[str, Any]] = everything
-    else:
-        groups = [{"params": everything}]
-    if not any(p.requires_grad for group in groups for p in _as_list(group["params"])):
+    groups = parameter_groups(parameters)  # what is frozen and listed may be trained later
+    if not any(p.requires_grad for group in groups for p in group["params"]):
         raise ValueError("there is nothing to train: no parameter requires gradients")
     if given is not None:
         made: torch.optim.Optimizer = given(groups)
@@ -275,10 +243,6 @@ def _optimizer(
     if config.optimizer is None:
         raise ValueError('no optimizer: pass one to initialize, or add "optimizer" to the config')
     return build_optimizer(config.optimizer.type, config.optimizer.params, groups)
-
-
-def _as_list(params: Any) -> Sequence[Any]:
-    return [params] if isinstance(params, torch.Tensor) else list(params)
 
 
 def _schedule(config: Config, base: torch.optim.Optimizer, given: Any) -> Any:
@@ -316,7 +280,7 @@ def _shard(
 def _announce(engine: Engine) -> None:
     if dist.is_initialized() and dist.get_rank() != 0:
         return
-    for warning in engine.resolved.warnings:
+    for warning in (*engine.resolved.warnings, *_idle_leaves(engine)):
         log.warning("%s", warning)
     model_dtype = next((p.dtype for p in engine.module.parameters()), torch.float32)
     dtypes = engine.optimizer.settings.dtypes.table(model_dtype)

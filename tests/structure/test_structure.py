@@ -21,6 +21,8 @@ ROOMS = {  # and a room of zero_full only itself and these; what is not named ma
     "config": set(),
     "optim": set(),
     "data": set(),
+    "migrate": {"config", "engine"},
+    "launch": set(),
     "stopwatch": set(),
     "kernels": set(),
     "nest": set(),
@@ -33,7 +35,7 @@ ROOMS = {  # and a room of zero_full only itself and these; what is not named ma
     "engine": {"calls", "checkpoint", "config", "data", "facts", "nest", "precision", "shard", "stopwatch"},
 }
 LONG_SIGNATURES = {
-    "initialize",  # DeepSpeed's, which scripts call by these names
+    *("initialize", "init_distributed"),  # DeepSpeed's, which scripts call by these names
     *("adam_step", "lamb_norms", "lamb_step"),  # operators take nothing but tensors and numbers
 }
 

@@ -1,0 +1,71 @@
+"""Torch's learning-rate schedules by their names, tried out before they are believed.
+
+Their constructors look at few of their arguments, so a mistake shows when the schedule is stepped: after the
+first optimizer step, or never. So each is stepped on a stand-in first.
+"""
+
+import inspect
+import math
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer, lr_scheduler
+
+from zero_full.optim.arguments import as_call
+
+STEPS = 3
+HAVE_SCHEDULES_INSIDE = ("ChainedScheduler", "SequentialLR")  # which know the optimizer they were made for
+
+
+def schedules_of_torch() -> dict[str, Any]:
+    """By name."""
+    found = {name: getattr(lr_scheduler, name) for name in dir(lr_scheduler)}
+    return {
+        name: each
+        for name, each in found.items()
+        if inspect.isclass(each)
+        and issubclass(each, lr_scheduler.LRScheduler)
+        and not name.endswith("LRScheduler")
+    }
+
+
+def try_out(kind: Any, params: Mapping[str, Any], optimizer: Optimizer) -> None:
+    """ValueError if such a schedule cannot be stepped."""
+    if kind.__name__ in HAVE_SCHEDULES_INSIDE:
+        return
+    stand_in = _StandIn(optimizer)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            made = kind(stand_in, **params)
+            for _ in range(STEPS):
+                stand_in.step()
+                made.step()
+        rates = [float(group["lr"]) for group in stand_in.param_groups]
+        if not all(map(math.isfinite, rates)):
+            raise ValueError(f"the learning rate becomes {rates[0]}")
+    except Exception as error:  # whatever comes, it comes from these arguments
+        raise ValueError(
+            f"scheduler.params: {as_call(kind.__name__, params)} cannot be stepped: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+class _StandIn(Optimizer):
+    """The options of another optimizer's groups, and nothing to move."""
+
+    def __init__(self, other: Optimizer) -> None:
+        groups = [
+            {
+                **{k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items()},
+                "params": [nn.Parameter(torch.zeros(1))],
+            }
+            for group in other.param_groups
+        ]
+        super().__init__(groups, dict(other.defaults))
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Nothing."""
