@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zero_full.checkpoint import CheckpointError, load_weights, save_weights
-    from zero_full.comm import CommunicationError, DesyncError, Topology
+    from zero_full.comm import CommunicationError, DesyncError, DisagreementError, Topology
     from zero_full.config import Config, ConfigError
     from zero_full.data import RepeatingLoader, synced
     from zero_full.engine import Engine
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 _WHERE = {
     "zero_full.checkpoint": ("CheckpointError", "load_weights", "save_weights"),
-    "zero_full.comm": ("CommunicationError", "DesyncError", "Topology"),
+    "zero_full.comm": ("CommunicationError", "DesyncError", "DisagreementError", "Topology"),
     "zero_full.config": ("Config", "ConfigError"),
     "zero_full.data": ("RepeatingLoader", "synced"),
     "zero_full.engine": ("Engine",),
@@ -81,6 +81,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "DesyncError",
+    "DisagreementError",
     "Engine",
     "GatheredParameters",
     "Init",

@@ -13,6 +13,7 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 foreach_zero = torch._foreach_zero_
+NormWithStatistics = torch.nn.modules.batchnorm._NormBase  # batch and instance norms
 
 
 def keys_under(prefix: str, store: Any) -> Any:
@@ -23,6 +24,27 @@ def keys_under(prefix: str, store: Any) -> Any:
 def default_store() -> Any:
     """The key-value store that the default process group was started with."""
     return dist.distributed_c10d._get_default_store()
+
+
+def open_group(ranks: list[int], name: str, backend: str, timeout: timedelta | None) -> Any:
+    """A process group of this name. Only its members need to call.
+
+    `dist.new_group` makes names of the number of groups that are open: a name comes back when a group has
+    been destroyed, with the old one's addresses, and ranks with different numbers of groups never meet.
+    """
+    c10d: Any = dist.distributed_c10d
+    group, _ = c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        ranks,
+        dist.Backend(backend),
+        default_store(),
+        name,
+        timeout=timeout or c10d._get_default_timeout(dist.Backend(backend)),
+        device_id=c10d._get_default_group().bound_device_id,
+    )
+    c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+    return group
 
 
 def backend_of(group: Any, device: torch.device) -> str:

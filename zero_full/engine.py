@@ -75,7 +75,7 @@ class Engine(EngineFacts):
             self.is_gradient_accumulation_boundary,
             self._plain_divisor,
             self._refuse_unscaled,
-            optimizer.note_loss,
+            optimizer.report.note_loss,
         )
         self._calls = self._watch_calls()
         if optimizer.settings.gather_beside_forward:
@@ -114,7 +114,7 @@ class Engine(EngineFacts):
             loss = loss / self._micro_batches
         scaled = loss if is_scaled else self._times_loss_scale(loss)
         with self.stopwatch.measure("backward"):
-            self.optimizer.note_loss(loss)
+            self.optimizer.report.note_loss(loss)
             self.optimizer.reducer.begin(divided=True, scaled=True)
             try:
                 scaled.backward(retain_graph=retain_graph)

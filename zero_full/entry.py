@@ -3,8 +3,7 @@
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,17 +14,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from zero_full.checkpoint import load_weights
 from zero_full.comm.ledger import Traffic
 from zero_full.comm.topology import Topology
-from zero_full.config import Config, LeafModuleConfig, resolve
+from zero_full.config import LeafModuleConfig, Resolved, resolve
 from zero_full.data import RankLoader
 from zero_full.engine import Engine
+from zero_full.given import check_arguments, check_model, check_schedule
 from zero_full.launch import init_distributed
 from zero_full.optim import build_optimizer, build_scheduler, check_elementwise, parameter_groups
-from zero_full.precision import Dtypes, DynamicScale, StaticScale
-from zero_full.precision.dtypes import NAMES
-from zero_full.shard import Connection, Dealer, Gathering, Settings, ZeroOptimizer, connect, settle_the_rest
+from zero_full.precision import StaticScale
+from zero_full.ranks import attempt, compare, facts_of
+from zero_full.shard import Connection, Dealer, Settings, ZeroOptimizer, connect, settle_the_rest
+from zero_full.shard.base import NoOptimizer
 from zero_full.shard.init import Deferred
 from zero_full.shard.units import Wrap
 from zero_full.shard.whole import guard
+from zero_full.translate import is_leaf, scaler_of, settings_of
 
 log = logging.getLogger("zero_full")
 
@@ -51,7 +53,9 @@ def initialize(
     """Put `model` under an engine's care. Returns (engine, optimizer, data loader, schedule).
 
     model             moved to this rank's device; every rank gets the first rank's values
-    optimizer         an instance, a class or a function of the parameters; None: the config's
+    optimizer         an instance, a class or a function of the parameters; None: the config's. Where there
+                      is none either, the engine runs forward only; but at stage 0 it averages gradients, for
+                      an optimizer of your own
     model_parameters  what to train: parameters, or groups of them; None: all that require gradients
     training_data     a dataset; each rank's loader has its own part
     lr_scheduler      an instance, or a function of the optimizer; None: the config's
@@ -59,32 +63,63 @@ def initialize(
     process_group     the ranks that share the state; or a named `mesh`, Megatron's `mpu`, a `topology`
     wrap              stage 3: (name, module) -> whether it is gathered as a whole; None: the config's way
     """
-    if model is None:
-        raise ValueError("initialize needs a model")
-    given = _config(args, config, config_params)
+    given = {"process_group": process_group, "mesh": mesh, "mpu": mpu, "topology": topology}
+    check_arguments(model, optimizer, lr_scheduler, wrap, given)
+    assert model is not None
     if dist_init_required is not False:
         init_distributed()
-    topology = _topology(process_group, mesh, mpu, topology)
+    topology = _topology(**given)
     data_rank, data_ranks = _place_among_data(topology)
-    resolved = resolve(given, data_ranks)
-    settings = settings_of(resolved.config)
-    if wrap is not None:
-        settings = replace(settings, gathering=replace(settings.gathering, wrap=wrap))
-    if resolved.config.zero_optimization.mics_shard_size > 0 and settings.stage > 0 and data_ranks > 1:
+
+    def prepare() -> _Prepared:
+        config_given = _config(args, config, config_params)
+        return _prepare(model, config_given, data_ranks, (optimizer, model_parameters, lr_scheduler), wrap)
+
+    prepared = attempt(prepare, topology)
+    resolved, base = prepared.resolved, prepared.base
+    compare(facts_of(resolved.config, model, base), topology)
+    if (
+        resolved.config.zero_optimization.mics_shard_size > 0
+        and prepared.settings.stage > 0
+        and data_ranks > 1
+    ):
         topology = topology.with_sub_groups(resolved.config.zero_optimization.mics_shard_size)
-    device = _device(model)
-    deferred = Deferred(model, device)
-    model.to(device)
-    base = _optimizer(resolved.config, model, optimizer, model_parameters)
-    schedule = _schedule(resolved.config, base, lr_scheduler)
-    wrapped = _shard(model, base, topology, resolved.config, settings, deferred)
+    wrapped = _shard(model, topology, prepared)
     loader = None
     if training_data is not None:
         batch, drop = resolved.config.train_micro_batch_size_per_gpu, resolved.config.dataloader_drop_last
         loader = RankLoader(training_data, batch, data_rank, data_ranks, collate_fn, drop)
-    engine = Engine(model, wrapped, resolved, device, schedule, loader, data_ranks)
+    engine = Engine(model, wrapped, resolved, prepared.deferred.device, prepared.schedule, loader, data_ranks)
     _announce(engine)
-    return engine, wrapped, loader, schedule
+    return engine, wrapped, loader, prepared.schedule
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What a rank can make on its own."""
+
+    resolved: Resolved
+    settings: Settings
+    deferred: Deferred
+    base: torch.optim.Optimizer
+    schedule: Any
+
+
+def _prepare(
+    model: nn.Module, config: Any, data_ranks: int, given: tuple[Any, Any, Any], wrap: Wrap | None
+) -> _Prepared:
+    resolved = resolve(config, data_ranks)
+    settings = settings_of(resolved.config)
+    if wrap is not None:
+        settings = replace(settings, gathering=replace(settings.gathering, wrap=wrap))
+    check_model(model)
+    deferred = Deferred(model, _device(model))
+    model.to(deferred.device)
+    optimizer, parameters, schedule = given
+    base = _optimizer(resolved, model, optimizer, parameters)
+    if isinstance(base, NoOptimizer):  # nothing is stepped, so nothing needs another precision than it has
+        settings = replace(settings, dtypes=replace(settings.dtypes, low_master=True))
+    return _Prepared(resolved, settings, deferred, base, _schedule(resolved, base, schedule))
 
 
 def _config(args: Any, config: Any, config_params: Any) -> Any:
@@ -99,17 +134,13 @@ def _config(args: Any, config: Any, config_params: Any) -> Any:
 
 
 def _topology(
-    group: dist.ProcessGroup | None, mesh: DeviceMesh | None, mpu: Any, topology: Topology | None
+    process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None, mpu: Any, topology: Topology | None
 ) -> Topology:
-    given = {"process_group": group, "mesh": mesh, "mpu": mpu, "topology": topology}
-    names = [name for name, value in given.items() if value is not None]
-    if len(names) > 1:
-        raise ValueError(f"{' and '.join(names)} say the same thing twice: pass one of them")
     if mesh is not None:
         return Topology.from_mesh(mesh)
     if mpu is not None:
         return Topology.from_mpu(mpu)
-    return topology if topology is not None else Topology(data=group)
+    return topology if topology is not None else Topology(data=process_group)
 
 
 def _world() -> dist.ProcessGroup | None:
@@ -138,129 +169,47 @@ def _device(model: nn.Module) -> torch.device:
     return torch.device(kind.type, int(os.environ.get("LOCAL_RANK", "0")))
 
 
-def settings_of(config: Config) -> Settings:
-    """What the config says about sharding."""
-    zero, fp16, bf16 = config.zero_optimization, config.fp16, config.bf16
-    parameter = torch.float16 if fp16.enabled else torch.bfloat16 if bf16.enabled else None
-    dtypes = Dtypes(
-        parameter,
-        reduce=_dtype(config.communication_data_type),
-        accumulate=_dtype(config.data_types.grad_accum_dtype),
-        buffer=_dtype(config.data_types.buffer_dtype),
-        low_master=fp16.fp16_master_weights_and_grads or bf16.bf16_master_weights_and_grads,
-        low_state=bf16.bf16_optimizer_states,
-    )
-    overlap = bool(zero.overlap_comm)
-    return Settings(
-        stage=zero.stage,
-        dtypes=dtypes,
-        bucket_numel=zero.reduce_bucket_size,
-        overlap=overlap,
-        gather_beside_forward=overlap and torch.accelerator.is_available(),
-        copy_on_arrival=zero.contiguous_gradients,
-        round_robin=zero.round_robin_gradients,
-        reduce_scatter=zero.reduce_scatter,
-        prescale=config.prescale_gradients,
-        predivide=config.gradient_predivide_factor,
-        average=config.gradient_allreduce_op == "mean",
-        divides_plain_backward=config.plain_backward_divides is True,
-        clip=config.gradient_clipping,
-        check_overflow=_checks_overflow(config),
-        refuse_unused=not zero.ignore_unused_parameters,
-        gathering=Gathering(
-            prefetch_numel=zero.stage3_prefetch_bucket_size,
-            max_live=zero.stage3_max_live_parameters,
-            max_reuse=zero.stage3_max_reuse_distance,
-            keep_numel=zero.stage3_param_persistence_threshold,
-            keep_total=zero.stage3_model_persistence_threshold,
-            node_ranks=zero.zero_hpz_partition_size,
-            quantized_weights=zero.zero_quantized_weights,
-            quantized_gradients=zero.zero_quantized_gradients,
-            wrap=partial(_is_leaf, zero.leaf_module),
-        ),
-        sub_group_numel=zero.sub_group_size,
-    )
-
-
-def _dtype(name: str | None) -> torch.dtype | None:
-    return None if name is None else NAMES[name]
-
-
-def _is_leaf(leaf: LeafModuleConfig, name: str, module: nn.Module) -> bool:
-    """Whether the config makes this module a unit: by class, by name or by the end of the name."""
-    kinds = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(module).__mro__]
-    classes = {*kinds, *(kind.rpartition(".")[2] for kind in kinds)}
-    by_class = not classes.isdisjoint(leaf.classes)
-    return by_class or name in leaf.names or name.endswith(tuple(leaf.name_suffixes))
-
-
-def _idle_leaves(engine: Engine) -> Iterator[str]:
-    """A line for each item of leaf_module that fits no module that is called, at stage 3."""
-    zero = engine.config.zero_optimization
-    called = [(n, m) for n, m in engine.module.named_modules() if type(m).forward is not nn.Module.forward]
-    for key in zero.leaf_module.model_fields_set if zero.stage == 3 else ():
-        for item in getattr(zero.leaf_module, key):
-            alone = LeafModuleConfig(**{"classes": [], key: [item]})
-            if not any(_is_leaf(alone, name, module) for name, module in called):
-                yield f"zero_optimization.leaf_module.{key}: no module that is called fits {item!r}"
-
-
-def _checks_overflow(config: Config) -> bool:
-    """In fp32 the check comes with clipping, which has the norm anyway."""
-    if config.bf16.enabled:
-        return config.bf16.check_grad_overflow
-    return config.fp16.enabled or config.gradient_clipping > 0
-
-
-def _scaler(config: Config) -> StaticScale:
-    fp16 = config.fp16
-    if not fp16.enabled:
-        return StaticScale(1.0)
-    if fp16.loss_scale > 0:
-        return StaticScale(fp16.loss_scale)
-    return DynamicScale(
-        2.0**fp16.initial_scale_power,
-        fp16.loss_scale_window,
-        fp16.min_loss_scale,
-        fp16.hysteresis,
-        fp16.consecutive_hysteresis,
-    )
-
-
 def _optimizer(
-    config: Config, model: nn.Module, given: Any, parameters: Iterable[Any] | None
+    resolved: Resolved, model: nn.Module, given: Any, parameters: Iterable[Any] | None
 ) -> torch.optim.Optimizer:
+    section, stage = resolved.config.optimizer, resolved.config.zero_optimization.stage
+    if given is None and section is None:
+        return NoOptimizer([p for p in model.parameters() if p.requires_grad] if stage == 0 else [])
     if isinstance(given, torch.optim.Optimizer):
-        return given
-    if parameters is None:
-        parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = parameter_groups(parameters)  # what is frozen and listed may be trained later
+        groups = given.param_groups
+    else:
+        if parameters is None:
+            parameters = [p for p in model.parameters() if p.requires_grad]
+        groups = parameter_groups(parameters)  # what is frozen and listed may be trained later
     if not any(p.requires_grad for group in groups for p in group["params"]):
         raise ValueError("there is nothing to train: no parameter requires gradients")
+    if isinstance(given, torch.optim.Optimizer):
+        return given
+    if given is None:
+        assert section is not None
+        return build_optimizer(section.type, section.params, groups)
+    made: torch.optim.Optimizer = given(groups)
+    return made
+
+
+def _schedule(resolved: Resolved, base: torch.optim.Optimizer, given: Any) -> Any:
+    section = resolved.config.scheduler
     if given is not None:
-        made: torch.optim.Optimizer = given(groups)
+        made = given(base) if callable(given) and not hasattr(given, "step") else given
+        check_schedule(made, base)
         return made
-    if config.optimizer is None:
-        raise ValueError('no optimizer: pass one to initialize, or add "optimizer" to the config')
-    return build_optimizer(config.optimizer.type, config.optimizer.params, groups)
-
-
-def _schedule(config: Config, base: torch.optim.Optimizer, given: Any) -> Any:
-    if given is not None:
-        return given(base) if callable(given) and not hasattr(given, "step") else given
-    if config.scheduler is None:
+    if section is None or isinstance(base, NoOptimizer):
         return None
-    return build_scheduler(config.scheduler.type, config.scheduler.params, base)
+    return build_scheduler(section.type, section.params, base)
 
 
-def _shard(
-    model: nn.Module,
-    base: torch.optim.Optimizer,
-    topology: Topology,
-    config: Config,
-    settings: Settings,
-    deferred: Deferred,
-) -> ZeroOptimizer:
+def _shard(model: nn.Module, topology: Topology, prepared: _Prepared) -> ZeroOptimizer:
+    config, settings, deferred, base = (
+        prepared.resolved.config,
+        prepared.settings,
+        prepared.deferred,
+        prepared.base,
+    )
     device = deferred.device
     timeout = config.debug.timeout_s if config.debug.check_collectives else None
     separate = settings.overlap and device.type == "cpu"
@@ -270,11 +219,23 @@ def _shard(
     parts = Dealer(base.param_groups, topology, groups, settings, deferred.parameters).deal(model)
     deferred.fill(groups, parts.fill)
     settle_the_rest(model, parts, topology, groups, settings)
-    optimizer = ZeroOptimizer(base, model, parts, groups, settings, _scaler(config))
+    scaler = StaticScale() if isinstance(base, NoOptimizer) else scaler_of(config)
+    optimizer = ZeroOptimizer(base, model, parts, groups, settings, scaler)
     optimizer.guards = guard(model) if parts.sites else []
     for path in deferred.weights():
         load_weights(model, optimizer, path)
     return optimizer
+
+
+def _idle_leaves(engine: Engine) -> Iterator[str]:
+    """A line for each item of leaf_module that fits no module that is called, at stage 3."""
+    zero = engine.config.zero_optimization
+    called = [(n, m) for n, m in engine.module.named_modules() if type(m).forward is not nn.Module.forward]
+    for key in zero.leaf_module.model_fields_set if zero.stage == 3 else ():
+        for item in getattr(zero.leaf_module, key):
+            alone = LeafModuleConfig(**{"classes": [], key: [item]})
+            if not any(is_leaf(alone, name, module) for name, module in called):
+                yield f"zero_optimization.leaf_module.{key}: no module that is called fits {item!r}"
 
 
 def _announce(engine: Engine) -> None:

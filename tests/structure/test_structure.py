@@ -27,7 +27,7 @@ ROOMS = {  # and a room of zero_full only itself and these; what is not named ma
     "kernels": set(),
     "nest": set(),
     "comm": {"_compat", "kernels"},
-    "precision": {"comm", "kernels"},
+    "precision": {"_compat", "kernels"},
     "shard": {"_compat", "comm", "kernels", "layout", "nest", "precision"},
     "checkpoint": {"comm", "layout", "nest", "shard"},
     "facts": {"comm", "config", "precision", "shard"},

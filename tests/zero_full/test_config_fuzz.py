@@ -12,9 +12,9 @@ from torch import nn
 from tests.zero_full.test_config import nested, with_batch
 from zero_full.config import resolve
 from zero_full.config.report import known_keys
-from zero_full.entry import _scaler, settings_of
 from zero_full.optim import build_optimizer, build_scheduler
 from zero_full.optim.schedules import OURS
+from zero_full.translate import scaler_of, settings_of
 
 
 def deep(level: int = 10**4) -> Any:
@@ -58,7 +58,7 @@ def use(keys: dict[str, Any]) -> None:
     assert resolved.table() and resolve(resolved.config, 2).config == resolved.config
     config = resolved.config
     settings_of(config)
-    assert 0 < _scaler(config).scale < math.inf and 1 / _scaler(config).scale > 0
+    assert 0 < scaler_of(config).scale < math.inf and 1 / scaler_of(config).scale > 0
     parameter = nn.Parameter(torch.ones(2))
     part = config.optimizer
     if part:

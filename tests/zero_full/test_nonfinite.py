@@ -44,7 +44,7 @@ def hooked(
         engine.backward(engine(data(step, 0, comm.rank, next(engine.parameters()).dtype)))
         engine.step()
         assert engine.was_step_applied() == (step == 0)
-    return optimizer.finding, engine.was_step_applied(), engine.get_global_grad_norm()
+    return optimizer.report.finding, engine.was_step_applied(), engine.get_global_grad_norm()
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -84,7 +84,7 @@ def bad_loss(comm: Any, stage: int, keys: dict[str, Any], bad: float, ranks: lis
         _ = loss.backward() if plain else engine.backward(loss)
         engine.step()
     assert not engine.was_step_applied()
-    return str(optimizer.finding)
+    return str(optimizer.report.finding)
 
 
 @pytest.mark.parametrize("plain", [False, True])
@@ -158,7 +158,7 @@ def only_the_sum(comm: Any, stage: int, gradient: list[float]) -> str:
     engine.backward(engine(torch.tensor(gradient)))
     engine.step()
     assert not engine.was_step_applied()
-    return str(optimizer.finding)
+    return str(optimizer.report.finding)
 
 
 @pytest.mark.parametrize("gradient", [[2e38, 0.0, 1.0], [2e38, 2e38, 2e38], [2e38, -2e38, 0.0]], ids=str)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero_full.comm.desync import DisagreementError
 from zero_full.precision.norms import squared_norm
 from zero_full.shard.bucket import Bucket
 from zero_full.shard.groups import Groups, Pair
@@ -33,10 +34,6 @@ FLAGS = 4  # numbers before the flags
 MARK_BITS = 20  # so that a sum of squares over thousands of ranks is exact in fp64
 COMPARED = ("lr", "weight_decay", "betas", "momentum", "eps")  # options that ranks must share
 Doings = Sequence[tuple[str, Any]]  # what, and how
-
-
-class DisagreementError(RuntimeError):
-    """The ranks are about to step with different numbers, or with gradients that only some have changed."""
 
 
 @dataclass(frozen=True)

@@ -307,6 +307,13 @@ class Bucket:
             return owned.member.param.grad
         return self._view(self.own, owned.fragment) if self.own is not None and self.own_is_valid else None
 
+    def averaged(self, member: Member) -> Tensor:
+        """A whole averaged gradient, in the parameter's type. Only stage 0 has one."""
+        (owned,) = (owned for owned in self.owned if owned.member is member)
+        gradient = self.gradient_of(owned)
+        assert gradient is not None
+        return gradient.view(member.param.shape).to(member.param.dtype)
+
     def forget(self, free: bool) -> None:
         """Let go of the gradients; `free`: of their memory, too."""
         for member in self.members:

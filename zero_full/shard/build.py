@@ -154,16 +154,16 @@ class Dealer:
 def settle_the_rest(
     model: nn.Module, parts: Parts, topology: Topology, groups: Groups, settings: Settings
 ) -> None:
-    """Frozen parameters that stay whole, and buffers: the first rank's values, in the parameters' dtype."""
+    """Frozen parameters that stay whole, and buffers: the first rank's values, in the types of training."""
     done = {m.param for values in parts.values for m in values.members}
     frozen = [(name, p) for name, p in model.named_parameters() if p not in done]
+    dtypes = settings.dtypes.of_buffers(model)
     for name, tensor in [*frozen, *model.named_buffers()]:
         expert = isinstance(tensor, Parameter) and topology.is_expert(name, tensor)
         pair = groups.expert if expert and groups.expert is not None else groups.dense
         _broadcast(tensor.data, pair, name)
-        dtypes = settings.dtypes
-        dtype_of = dtypes.of if isinstance(tensor, Parameter) else dtypes.of_buffer
-        tensor.data = tensor.data.to(dtype_of(tensor.dtype))
+        own_type = settings.dtypes.of(tensor.dtype)
+        tensor.data = tensor.data.to(own_type if isinstance(tensor, Parameter) else dtypes[name])
 
 
 def _broadcast(tensor: Tensor, pair: Pair, name: str) -> None:

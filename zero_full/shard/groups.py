@@ -1,7 +1,8 @@
 """From a topology to communicators: who shares state with this rank, and how slices travel among them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -39,6 +40,13 @@ class Groups:
     model: Communicator | None
     data_ranks: int  # ranks whose gradients are averaged
     traffic: Traffic
+    opened: list[dist.ProcessGroup]  # for this engine alone
+
+    def close(self) -> None:
+        """Leave the groups that were opened for this engine. Every rank must call this."""
+        while self.opened:
+            with suppress(ValueError):  # somebody has left all groups already
+                dist.destroy_process_group(self.opened.pop())
 
     @property
     def everyone(self) -> list[Communicator]:
@@ -55,11 +63,13 @@ class Connection:
     traffic: Traffic
     own_groups: bool  # so that calls beside backward never mix with the user's on the same group
     check_timeout_s: float | None
+    opened: list[dist.ProcessGroup] = field(default_factory=list)
 
     def to(self, group: Group, label: str = "") -> Communicator:
         """A communicator for this group; None: a rank that is alone."""
         if group is not None and self.own_groups:
             group = new_group(dist.get_process_group_ranks(group), like=group)
+            self.opened.append(group)
         return Communicator(group, self.device, self.traffic, self.check_timeout_s, label)
 
     def pair(self, settings: Settings, shard: Group, across: Group) -> Pair:
@@ -84,6 +94,7 @@ class Connection:
     def nodes(self, node_ranks: int, group: dist.ProcessGroup) -> Nodes:
         """The group as nodes of so many neighbours."""
         inner, outer = Topology(data=group).sub_groups(node_ranks, "zero_hpz_partition_size")
+        self.opened.extend((inner, outer))
         return Nodes(self.to(inner), self.to(outer, "between nodes"))
 
 
@@ -102,4 +113,5 @@ def connect(topology: Topology, settings: Settings, connection: Connection) -> G
     model = connection.to(topology.model) if topology.model is not None else None
     between_experts = connection.to(topology.expert) if expert is not None else None
     ranks = dense.shard.size * dense.across.size
-    return Groups(dense, expert, between_experts, model, ranks, connection.traffic)
+    opened = [*topology.opened, *connection.opened]
+    return Groups(dense, expert, between_experts, model, ranks, connection.traffic, opened)

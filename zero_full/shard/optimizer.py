@@ -17,19 +17,18 @@ from torch.utils.hooks import RemovableHandle
 
 from zero_full.comm.communicator import CommunicationError
 from zero_full.comm.lane import lane_for
-from zero_full.comm.topology import this_rank
-from zero_full.precision.scaler import DynamicScale, ScaleExhaustedError, StaticScale
+from zero_full.precision.scaler import DynamicScale, StaticScale
 from zero_full.shard import state as sharded_state
 from zero_full.shard.agreement import agree, doings_of, refuse_unused
 from zero_full.shard.arrivals import Arrivals
-from zero_full.shard.base import Base
+from zero_full.shard.base import Base, NoOptimizer, refuse_gradients
 from zero_full.shard.bucket import Bucket, Owned
 from zero_full.shard.build import Parts
 from zero_full.shard.gatherer import ParameterGatherer
 from zero_full.shard.groups import Groups
 from zero_full.shard.owners import register, unregister
 from zero_full.shard.reducer import GradientReducer
-from zero_full.shard.report import investigate
+from zero_full.shard.report import NonFinite
 from zero_full.shard.settings import Settings
 from zero_full.shard.stand_in import Found, names_of
 from zero_full.shard.sweep import AdamSweep
@@ -70,7 +69,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.buckets, self.frozen = parts.buckets, parts.frozen
         self.settings, self.scaler = settings, scaler
         self.lane = lane_for(groups.dense.shard.device, settings.overlap)
-        self.loss: Tensor | None = None
+        self.report = NonFinite()
         self.last: StepReport | None = None
         self.sweep = AdamSweep(self.redirected, settings.dtypes)
         self.left_scale: float | None = None  # that the last step has left in the gradients
@@ -84,6 +83,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.reducer = GradientReducer(self.buckets, self.lane, settings.stage)
         self.reducer.on_waking = self._replace_masters
         self.reducer.at_begin.append(self.take_back_moved)
+        self.reducer.hands_back = isinstance(base, NoOptimizer)
+        self.refusals = refuse_gradients(base, model, settings.stage)
         self.guards: list[RemovableHandle] = []  # on the model's state_dict
         self.gatherer: ParameterGatherer | None = None
         if parts.sites:
@@ -174,18 +175,22 @@ class ZeroOptimizer(torch.optim.Optimizer):
         finite = norm is None or isfinite(norm)
         apply = finite or not self.settings.check_overflow
         if not finite:
-            self._tell(apply)
+            # A dynamic scale finds its place by overflowing: that is no reason to worry anybody.
+            level = logging.INFO if isinstance(self.scaler, DynamicScale) else logging.WARNING
+            self.report.tell(self.buckets, self.groups.everyone, apply, level)
         if apply:
             self._update(norm, held, agreed.used)
-        self.last, self.loss = StepReport(apply, norm, scale), None
+        self.last, self.report.loss = StepReport(apply, norm, scale), None
         for bucket in self.buckets:
             bucket.suspicion = None
-        self._learn_scale(overflow=not finite)
+        self.report.learn(self.scaler, overflow=not finite)
 
     def _look_around(self) -> Found:
         """Take in, or refuse, what was done to the model and its gradients by hand since the last step."""
         if self.closed:
             raise RuntimeError("step after destroy: initialize the model again")
+        if isinstance(self.base, NoOptimizer):
+            self.redirected.step()  # which says what to do
         if self.reducer.failed or self.reducer.backward.running:
             raise RuntimeError("the last backward pass has failed: call zero_grad before the next forward")
         self.look_at_model()
@@ -348,47 +353,30 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Until all parameters have arrived."""
         self.arrivals.wait()
 
-    def note_loss(self, loss: Tensor) -> None:
-        """Remember the losses of a step, for a report: one that is not finite spoils their sum."""
-        loss = loss.detach().float()
-        self.loss = loss if self.loss is None else self.loss + loss
-
-    # Overflow ------------------------------------------------------------------------------------
-
-    def _tell(self, apply: bool) -> None:
-        rank = this_rank()
-        self.finding = investigate(self.buckets, self.loss, self.groups.everyone, rank)
-        if rank == 0:
-            # A dynamic scale finds its place by overflowing: that is no reason to worry anybody.
-            level = logging.INFO if isinstance(self.scaler, DynamicScale) else logging.WARNING
-            log.log(level, "step %s: %s", "applied nevertheless" if apply else "skipped", self.finding)
-
-    def _learn_scale(self, overflow: bool) -> None:
-        try:
-            self.scaler.update(overflow)
-        except ScaleExhaustedError as error:
-            raise ScaleExhaustedError(
-                f"{error}. {self.finding[0].upper()}{self.finding[1:]}. What helps: bf16, a smaller "
-                "learning rate, gradient clipping, or fixing what produces inf or NaN in fp32"
-            ) from None
-
     def close(self, gather: bool) -> None:
         """Leave the model without hooks, its parameters as they are or, if every rank asks for it, whole."""
+        if self.closed:
+            return
         for finish in (self.settle, self.reducer.close, self.zero_grad):
             with suppress(CommunicationError):  # of calls that were under way: told already
                 finish()
         self.arrivals.close()
+        for handle in self.refusals:
+            handle.remove()
         if self.gatherer is not None:
             self.gatherer.close()
             if gather:
                 for values in self.values():
                     self.gatherer.gather(values)
+            self.gatherer.lane.close()
+        self.lane.close()
         self.closed = True
         if all(values.state is State.WHOLE for values in self.values()):
             for handle in self.guards:
                 handle.remove()
         unregister(self.watch.names)
         unregister(m.param for values in self.values() for m in values.members)
+        self.groups.close()
 
     # What this rank has --------------------------------------------------------------------------
 

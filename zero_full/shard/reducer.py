@@ -56,6 +56,7 @@ class GradientReducer:
         self.on_waking: Callable[[Bucket, Sequence[Owned]], None] = lambda bucket, before: None
         self.boundary = True  # this backward pass is the step's last
         self.muted = False  # inside no_sync
+        self.hands_back = False  # averaged gradients appear in `param.grad`, for an optimizer of the user's
         self.owing = False  # a backward pass has left gradients that are not reduced
         self.began = False  # there was a backward pass since the last step
         self.failed = False  # the last one has raised
@@ -211,7 +212,15 @@ class GradientReducer:
             self._reduce_rest()
             if self.boundary:
                 self._share()
-        self.gradients.show(m for m in self.used if not self.place[m.param][0].direct)
+        self._show_gradients()
+
+    def _show_gradients(self) -> None:
+        members = [m for m in self.used if not self.place[m.param][0].direct]
+        if self.hands_back and self.syncing and self.boundary:
+            for member in members:
+                self.gradients.hand_out(member, self.place[member.param][0].averaged(member))
+        else:
+            self.gradients.show(members)
 
     def _take_unnoticed(self) -> None:
         """Gradients of a bucket that woke up in this pass, whose first parameters had no hooks yet."""

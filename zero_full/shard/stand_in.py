@@ -90,14 +90,18 @@ class ShownGradients:
     def __init__(self, zero: Callable[[Member], None]) -> None:
         self.zero_gradient_of = zero
         self.stand_ins: dict[Member, StandIn] = {}  # made once
-        self.shown: dict[Member, StandIn] = {}
+        self.shown: dict[Member, Tensor] = {}
 
     def show(self, members: Iterable[Member]) -> None:
         """These have a gradient, and it is in a buffer."""
         for member in members:
             if member not in self.stand_ins:
                 self.stand_ins[member] = StandIn.of(member, self)
-            member.param.grad = self.shown[member] = self.stand_ins[member]
+            self.hand_out(member, self.stand_ins[member])
+
+    def hand_out(self, member: Member, gradient: Tensor) -> None:
+        """This parameter's gradient, or what stands for it."""
+        member.param.grad = self.shown[member] = gradient
 
     def zero(self, stand_in: StandIn) -> None:
         """This one's gradient becomes zero."""
