@@ -271,6 +271,11 @@ BAD = [
     ("ExponentialLR", {"gamma": math.nan}, r"scheduler\.params\.gamma must be a number, not nan"),
     ("LambdaLR", {"lr_lambda": lambda it: math.nan}, "stepped: ValueError: the learning rate becomes nan"),
     ("StepLR", {"step_size": 99, "gamma": None}, r"scheduler\.params\.gamma must be a number, not None"),
+    (
+        "CyclicLR",
+        {"base_lr": 0.1, "max_lr": 1, "max_momentum": 1.0},
+        "max_momentum must be a number from 0 up",
+    ),
     ("ReduceLROnPlateau", {}, "cannot be stepped: TypeError: .*metrics"),
     ("WarmupLR", {"warmup_num_steps": 1e30}, "warmup_num_steps must be a whole number of at most 10000"),
     ("WarmupLR", {"warmup_min_lr": math.nan}, "warmup_min_lr must be a number of 0 or more, not nan"),
