@@ -12,6 +12,8 @@ from torch.autograd import Variable
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+foreach_zero = torch._foreach_zero_
+
 
 def keys_under(prefix: str, store: Any) -> Any:
     """The part of a store whose keys start with `prefix`."""
@@ -42,6 +44,11 @@ def current_backward() -> int:
 def when_backward_ends(callback: Callable[[], None]) -> None:
     """Run `callback` when the backward pass that calls this is complete."""
     Variable._execution_engine.queue_callback(callback)
+
+
+def is_last_hook(param: torch.Tensor, handle: Any) -> bool:
+    """Whether this post-accumulate hook runs after all others of the parameter."""
+    return bool(next(reversed(param._post_accumulate_grad_hooks)) == handle.id)
 
 
 def identity_of(storage: torch.UntypedStorage) -> int:

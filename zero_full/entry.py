@@ -163,6 +163,7 @@ def settings_of(config: Config) -> Settings:
         prescale=config.prescale_gradients,
         predivide=config.gradient_predivide_factor,
         average=config.gradient_allreduce_op == "mean",
+        divides_plain_backward=config.plain_backward_divides is True,
         clip=config.gradient_clipping,
         check_overflow=_checks_overflow(config),
         refuse_unused=not zero.ignore_unused_parameters,
@@ -231,7 +232,9 @@ def _optimizer(
 ) -> torch.optim.Optimizer:
     if isinstance(given, torch.optim.Optimizer):
         return given
-    groups = parameter_groups(parameters if parameters is not None else model.parameters())
+    if parameters is None:
+        parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = parameter_groups(parameters)  # what is frozen and listed may be trained later
     if not any(p.requires_grad for group in groups for p in group["params"]):
         raise ValueError("there is nothing to train: no parameter requires gradients")
     if given is not None:

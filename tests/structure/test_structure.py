@@ -31,7 +31,8 @@ ROOMS = {  # and a room of zero_full only itself and these; what is not named ma
     "shard": {"_compat", "comm", "kernels", "layout", "nest", "precision"},
     "checkpoint": {"comm", "layout", "nest", "shard"},
     "facts": {"comm", "config", "precision", "shard"},
-    "engine": {"_compat", "checkpoint", "config", "data", "facts", "nest", "precision", "shard", "stopwatch"},
+    "calls": {"nest", "shard"},
+    "engine": {"calls", "checkpoint", "config", "data", "facts", "nest", "precision", "shard", "stopwatch"},
 }
 LONG_SIGNATURES = {
     *("initialize", "init_distributed"),  # DeepSpeed's, which scripts call by these names

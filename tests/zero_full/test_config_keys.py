@@ -17,7 +17,8 @@ def in_full(top_level: str, zero: str) -> dict[str, Any]:
 
 DEFAULTS: dict[str, Any] = in_full(
     """{
-  "managed_gradient_accumulation": true, "steps_per_print": null, "optimizer": null, "scheduler": null,
+  "managed_gradient_accumulation": true, "plain_backward_divides": null, "steps_per_print": null,
+  "optimizer": null, "scheduler": null,
   "gradient_clipping": 1.0, "prescale_gradients": false, "gradient_predivide_factor": 1.0,
   "gradient_allreduce_op": "mean", "communication_data_type": null, "sparse_gradients": false,
   "seq_parallel_communication_data_type": "fp32", "disable_allgather": false, "dump_state": false,
@@ -99,6 +100,7 @@ IDLE: dict[str, Any] = in_full(  # set to this, a key costs one line of warning
   "pipeline": {"stages": 2}, "activation_checkpointing": {"partition_activations": true},
   "flops_profiler.enabled": true, "comms_logger.enabled": true, "tensorboard.enabled": true,
   "wandb.enabled": true, "csv_monitor.enabled": true, "comet.enabled": true,
+  "torch_autocast.lower_precision_safe_modules": ["torch.nn.Linear"],
   "aio": {"thread_count": 1}, "datastates_ckpt": {"a": 1}, "weight_quantization": {"a": 1},
   "timers": {"throughput": {}}, "bf16.immediate_grad_update": true, "checkpoint.load_universal": true,
   "checkpoint.tag_validation": "Fail",
@@ -125,8 +127,8 @@ IDLE: dict[str, Any] = in_full(  # set to this, a key costs one line of warning
 )
 MISSING: dict[str, Any] = in_full(  # set to this, a key is an error
     """{
-  "managed_gradient_accumulation": false, "sequence_parallel_size": 2,
-  "data_types.param_dtype": "bf16", "torch_autocast.enabled": true,
+  "sequence_parallel_size": 2,
+  "data_types.param_dtype": "bf16",
   "compile.deepcompile": true, "checkpoint.use_node_local_storage": true,
   "tensor_parallel.autotp_size": 2, "expert_parallel.enabled": true, "hybrid_engine.enabled": true,
   "autotuning.enabled": true, "data_efficiency.enabled": true,

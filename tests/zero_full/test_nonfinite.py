@@ -107,7 +107,7 @@ def test_a_loss_that_is_not_finite_is_named_with_its_rank(
 @pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_bad_loss_in_an_earlier_micro_batch_is_not_forgotten(stage: int, plain: bool) -> None:
-    keys = {"bf16": {"enabled": True}, "gradient_accumulation_steps": 2}
+    keys = {"bf16": {"enabled": True}, "gradient_accumulation_steps": 2, "plain_backward_divides": False}
     for finding in run_in("processes", bad_loss, 2, stage, keys, NAN, [1], plain):
         assert "the loss itself is not finite on rank 1" in finding
 

@@ -26,7 +26,7 @@ from zero_full.checkpoint.files import (
     plain_name,
     show,
 )
-from zero_full.checkpoint.selection import Names, Selection, refuse_parked, refuse_parts, select
+from zero_full.checkpoint.selection import Names, Selection, refuse_parts, select
 from zero_full.shard.optimizer import ZeroOptimizer
 from zero_full.shard.values import Member, Values
 from zero_full.shard.whole import copy_on_cpu
@@ -130,7 +130,7 @@ def _export(optimizer: ZeroOptimizer, selection: Selection, sink: Sink, exact: b
         if writes:  # a failure is kept: this rank takes part in the gathering to its end, like the others
             attempt(partial(sink.write, name, tensor))
 
-    attempt(partial(refuse_parked, optimizer))
+    attempt(optimizer.catch_up)
     try:
         if writes:
             attempt(sink.begin)
@@ -147,7 +147,6 @@ def _export(optimizer: ZeroOptimizer, selection: Selection, sink: Sink, exact: b
 
 def _pass_on(optimizer: ZeroOptimizer, selection: Selection, exact: bool, deliver: Deliver) -> None:
     """Every selected tensor, whole, one flat buffer after the other. Every rank must call this."""
-    optimizer.settle()
     names = selection.first_names()
     masters = {bucket.values: bucket.master for bucket in optimizer.buckets} if exact else {}
     for values in optimizer.values():

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from zero_full.checkpoint.failure import Attempt, CheckpointError
 from zero_full.checkpoint.files import CODES, is_plain
-from zero_full.checkpoint.selection import Names, refuse_parked, refuse_parts, select
+from zero_full.checkpoint.selection import Names, refuse_parts, select
 from zero_full.shard.optimizer import ZeroOptimizer
 from zero_full.shard.values import State
 
@@ -59,9 +59,8 @@ def load_weights(
     The optimizer's state stays as it is.
     """
     refuse_parts(optimizer)
-    optimizer.settle()
     mine, loading, attempt = select(module, names).tensors, _Loading(Path(path)), Attempt(optimizer)
-    attempt(lambda: refuse_parked(optimizer))
+    attempt(optimizer.catch_up)
     attempt(lambda: loading.match(mine, strict))
     attempt.agree()
     attempt(lambda: loading.fill(optimizer))
@@ -116,7 +115,7 @@ class _Loading:
 @torch.no_grad()
 def _publish(optimizer: ZeroOptimizer) -> None:
     """Parameters become what their masters say, wherever they are whole."""
-    optimizer.publish()
+    optimizer.publish(optimizer.buckets)
     optimizer.settle()
     for values in optimizer.frozen:
         values.second = None

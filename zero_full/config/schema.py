@@ -106,11 +106,12 @@ class BF16Config(Strict):
 class AutocastConfig(Strict):
     """torch.autocast, run by the engine."""
 
-    enabled: Annotated[
-        Flag, missing('it has not landed in zero_full yet; use "bf16" or call torch.autocast in your model')
-    ] = False
-    dtype: Dtype | None = None
-    lower_precision_safe_modules: list[str] | None = None
+    enabled: Flag = False
+    dtype: Dtype | None = None  # bf16 if nothing is said
+    lower_precision_safe_modules: Annotated[
+        list[str] | None,
+        idle("torch decides for each operation, and parameters travel in their own type"),
+    ] = None
 
 
 class ParallelWriteConfig(Strict):
@@ -261,9 +262,8 @@ class Config(Strict):
     train_batch_size: BatchSize = 0
     train_micro_batch_size_per_gpu: BatchSize = 0
     gradient_accumulation_steps: BatchSize = 0
-    managed_gradient_accumulation: Annotated[
-        Flag, missing("the engine always counts the micro-batches; use true")
-    ] = True
+    managed_gradient_accumulation: Flag = True  # false: every call of engine.step() is a step
+    plain_backward_divides: Flag | None = None  # whether loss.backward() divides, as engine.backward does
     steps_per_print: Annotated[Count | None, BeforeValidator(never_is_none)] = None
     optimizer: OptimizerConfig | None = None
     scheduler: SchedulerConfig | None = None

@@ -61,10 +61,10 @@ def build_optimizer(type: str, params: Mapping[str, Any], groups: list[dict[str,
 
 
 def parameter_groups(given: Iterable[Any]) -> list[dict[str, Any]]:
-    """Parameters that are to be trained, or groups of any, as groups that can be looked at more than once."""
+    """Parameters, or groups of them, as groups that can be looked at more than once."""
     everything = list(given)
     if not any(isinstance(each, Mapping) for each in everything):
-        return [{"params": [p for p in _tensors(everything, "model_parameters") if p.requires_grad]}]
+        return [{"params": _tensors(everything, "model_parameters")}]
     groups = []
     for number, group in enumerate(everything):
         if not isinstance(group, Mapping) or "params" not in group:

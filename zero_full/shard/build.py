@@ -63,12 +63,18 @@ class Dealer:
     ) -> None:
         self.topology, self.groups, self.settings, self.deferred = topology, groups, settings, deferred
         listed = {p: number for number, group in enumerate(param_groups) for p in group["params"]}
-        self.group_of = {p: number for p, number in listed.items() if p.requires_grad}
+        # What is listed and frozen may be trained later; numbers that cannot be trained are left alone.
+        self.group_of = {p: n for p, n in listed.items() if p.requires_grad or p.is_floating_point()}
 
     def deal(self, model: nn.Module) -> Parts:
         """Every trained parameter into a bucket, and at stage 3 every frozen one into a buffer, too."""
         names = {p: name for name, p in model.named_parameters()}
         strangers = [p for p in self.group_of if p not in names]
+        if strangers and len(strangers) == len(self.group_of):
+            raise ValueError(
+                "the optimizer has none of this model's parameters: make it of the parameters of the model "
+                "that initialize gets (a copy of a model has others)"
+            )
         names |= {p: f"parameter {number} (not in the model)" for number, p in enumerate(strangers)}
         everything = [(name, p) for p, name in names.items()]
         refuse_owned(everything)
@@ -141,7 +147,8 @@ class Dealer:
             )
         model = self.groups.model
         counts = model is None or model.rank == 0 or self.topology.is_split(name, param)
-        return Kind(param.dtype, param.device, expert, counts, trained)
+        asleep = trained and not param.requires_grad
+        return Kind(param.dtype, param.device, expert, counts, trained, asleep)
 
 
 def settle_the_rest(

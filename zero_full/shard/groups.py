@@ -11,7 +11,6 @@ from zero_full.comm.communicator import Communicator
 from zero_full.comm.ledger import Traffic
 from zero_full.comm.quantized import Nodes, QuantizedGather, TwoHopReduce
 from zero_full.comm.topology import Topology, new_group
-from zero_full.precision.norms import GradientNorm
 from zero_full.shard.settings import Settings
 
 Gather = Callable[[Tensor, str], None]  # fill in the others' slices
@@ -36,8 +35,8 @@ class Groups:
 
     dense: Pair
     expert: Pair | None
+    between_experts: Communicator | None  # ranks that hold different experts
     model: Communicator | None
-    norm: GradientNorm
     data_ranks: int  # ranks whose gradients are averaged
     traffic: Traffic
 
@@ -101,11 +100,6 @@ def connect(topology: Topology, settings: Settings, connection: Connection) -> G
         flat = replace(settings, gathering=replace(settings.gathering, node_ranks=1))
         expert = connection.pair(flat, topology.expert_data, None)
     model = connection.to(topology.model) if topology.model is not None else None
-    norm = GradientNorm(
-        dense.shard,
-        expert.shard if expert is not None else None,
-        connection.to(topology.expert) if expert is not None else None,
-        model,
-    )
+    between_experts = connection.to(topology.expert) if expert is not None else None
     ranks = dense.shard.size * dense.across.size
-    return Groups(dense, expert, model, norm, ranks, connection.traffic)
+    return Groups(dense, expert, between_experts, model, ranks, connection.traffic)
