@@ -46,6 +46,7 @@ class RepeatingLoader:
     def __init__(self, loader: Any) -> None:
         self.loader = loader
         self.passes = 0
+        self.is_empty = True
         self.data_iter = iter(loader)
 
     def __iter__(self) -> "RepeatingLoader":
@@ -59,7 +60,9 @@ class RepeatingLoader:
             self.data_iter = iter(self.loader)
             batch = next(self.data_iter, NOTHING)
         if batch is NOTHING:
-            raise ValueError("the loader has no batch at all, so there is nothing to repeat")
+            told = "has no batch at all" if self.is_empty else "cannot begin anew: it may be a generator"
+            raise ValueError(f"the loader {told}, so there is nothing to repeat")
+        self.is_empty = False
         return batch
 
     def _begin_epoch(self) -> None:

@@ -171,7 +171,11 @@ SPOILED: dict[str, tuple[Spoil, str]] = {
 
 @pytest.mark.parametrize("how", SPOILED)
 def test_what_another_may_have_written_is_never_loaded(
-    how: str, cache: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+    how: str,
+    cache: Path,
+    compiler: Compiler,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     spoil, reason = SPOILED[how]
     if "another" in how and os.geteuid() != 0:
@@ -184,7 +188,7 @@ def test_what_another_may_have_written_is_never_loaded(
             attempt()
     for each in (load.look(), load.load.__wrapped__()):
         assert each["cpu"].path is None and re.search(reason, each["cpu"].reason)
-    assert not loaded
+    assert not loaded and {record.levelname for record in caplog.records} == {"WARNING"}
 
 
 def test_sticky_folders_above_and_links_of_ones_own_are_fine(

@@ -211,6 +211,8 @@ def test_what_a_group_brings_is_checked_too(group: dict[str, Any], message: str)
         build_optimizer("Adam", {}, groups)
     with pytest.raises(ValueError, match='parameter group 0 must be a dictionary with a key "params"'):
         parameter_groups([{"lr": 1}])
+    with pytest.raises(TypeError, match=r"model_parameters must have parameters, as model.parameters\(\)"):
+        parameter_groups(torch.nn.Linear(1, 1).named_parameters())
 
 
 def test_parameters_may_come_from_a_generator_and_0_and_1_are_booleans() -> None:

@@ -159,6 +159,21 @@ REMOVED = {  # by DeepSpeed itself: (since, a value that asks for it, values tha
 }
 
 
+def test_0_and_1_are_booleans() -> None:
+    keys = [entry.key for entry in entries(Config()) if isinstance(entry.default, bool)]
+    assert len(keys) > 40
+    for key in keys:
+        for value in (False, True):
+            said = []
+            for given in (value, int(value)):
+                try:
+                    config = resolve(with_batch(nested(key, given)), 2).config
+                    said.append({entry.key: entry.value for entry in entries(config)}[key])
+                except ValueError as error:
+                    said.append(str(error))
+            assert said[0] == said[1] and type(said[0]) is type(said[1]), key
+
+
 @pytest.mark.parametrize("key", REMOVED)
 def test_what_deepspeed_has_removed_is_refused_with_the_version_unless_it_is_off(key: str) -> None:
     version, on, off = REMOVED[key]

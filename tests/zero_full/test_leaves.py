@@ -158,3 +158,5 @@ def test_a_repeating_loader_repeats_anything_but_nothing() -> None:
         loader.batch_size  # noqa: B018
     with pytest.raises(ValueError, match="no batch at all"):
         next(zero_full.RepeatingLoader([]))
+    with pytest.raises(ValueError, match="cannot begin anew: it may be a generator"):
+        take(zero_full.RepeatingLoader(torch.ones(1, 1) for _ in range(2)), 3)

@@ -135,6 +135,7 @@ def test_ranks_are_guessed_from_what_a_configuration_says() -> None:
         ("a.py", None, "a.py cannot be read: .*No such file"),
         ("a.json", b"{", "a.json, line 1, column 2: this is not JSON"),
         ("a.json", None, "there is no configuration file"),
+        ("a.ipynb", b"{}", "a.ipynb: name scripts, which end with .py, and configurations"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_a_wrong_argument(

@@ -268,7 +268,14 @@ BAD = [
     ("LRRangeTest", {"lr_range_test_step_size": 0}, "lr_range_test_step_size"),
     ("StepLR", {"step_sise": 3}, "did you mean step_size"),
     ("StepLR", {"step_size": 0}, r"params: StepLR\(step_size=0\) cannot be stepped: ZeroDivisionError"),
-    ("ExponentialLR", {"gamma": math.nan}, "cannot be stepped: ValueError: the learning rate becomes nan"),
+    ("ExponentialLR", {"gamma": math.nan}, r"scheduler\.params\.gamma must be a number, not nan"),
+    ("LambdaLR", {"lr_lambda": lambda it: math.nan}, "stepped: ValueError: the learning rate becomes nan"),
+    ("StepLR", {"step_size": 99, "gamma": None}, r"scheduler\.params\.gamma must be a number, not None"),
+    (
+        "CyclicLR",
+        {"base_lr": 0.1, "max_lr": 1, "max_momentum": 1.0},
+        "max_momentum must be a number from 0 up",
+    ),
     ("ReduceLROnPlateau", {}, "cannot be stepped: TypeError: .*metrics"),
     ("WarmupLR", {"warmup_num_steps": 1e30}, "warmup_num_steps must be a whole number of at most 10000"),
     ("WarmupLR", {"warmup_min_lr": math.nan}, "warmup_min_lr must be a number of 0 or more, not nan"),
@@ -328,6 +335,10 @@ def test_a_group_added_afterwards_is_refused() -> None:
 def test_torchs_schedules_come_by_name() -> None:
     made = build_scheduler("StepLR", {"step_size": 3, "gamma": 0.5}, optimizer())
     assert isinstance(made, StepLR) and made.step_size == 3
+    short = optimizer(torch.optim.SGD)
+    made = build_scheduler("OneCycleLR", {"max_lr": [1.0, 2.0], "total_steps": 1, "cycle_momentum": 0}, short)
+    short.step()
+    made.step()
 
 
 def test_the_factory_knows_ours_by_their_names() -> None:

@@ -45,6 +45,10 @@ class BuildError(RuntimeError):
     """Why there is no library, and what to do about it."""
 
 
+class NotTrustedError(BuildError):
+    """Why a library that is there is not loaded. See [Note: trust]."""
+
+
 @dataclass(frozen=True)
 class Toolchain:
     """What compiles and where torch is."""
@@ -164,7 +168,7 @@ def find(part: str) -> Path | None:
 
 
 def _trusted(path: Path) -> Path | None:
-    """A library in the cache if there is one; BuildError if somebody else may have put it there."""
+    """A library in the cache if there is one; an error if somebody else may have put it there."""
     try:
         folder = path.parent.resolve(strict=True)
         inside = {place: place.lstat() for place in (path.parent, folder)}
@@ -176,10 +180,11 @@ def _trusted(path: Path) -> Path | None:
         raise BuildError(f"{path} cannot be looked at ({error}): set ZERO_FULL_CACHE") from error
     for place, status in inside.items():
         if reason := _why_not_trusted(status, place == path):
-            raise BuildError(f"{place} is not trusted: it {reason}. Remove it, or set ZERO_FULL_CACHE")
+            raise NotTrustedError(f"{place} is not trusted: it {reason}. Remove it, or set ZERO_FULL_CACHE")
     for place, status in above.items():
         if _others_may_write(status) and not status.st_mode & stat.S_ISVTX:  # /tmp is fine
-            raise BuildError(f"{path} is not trusted: others may write to {place}. Set ZERO_FULL_CACHE")
+            told = f"{path} is not trusted: others may write to {place}. Set ZERO_FULL_CACHE"
+            raise NotTrustedError(told)
     return path if path in inside else None
 
 

@@ -35,9 +35,10 @@ class Migrated(NamedTuple):
 def main(files: Sequence[str], write: bool = False, world: int | None = None) -> int:
     """Look at each file; 1 if anything is left to do by hand, else 0."""
     left = 0
-    for name in files:
-        path = Path(name)
-        left += _json(path, world) if path.suffix != ".py" else _script(path, write, world)
+    for path in map(Path, files):
+        if path.suffix not in (".py", ".json"):
+            raise MigrateError(f"{path}: name scripts, which end with .py, and configurations, with .json")
+        left += _script(path, write, world) if path.suffix == ".py" else _json(path, world)
     print(f"{left or 'nothing'} left to do by hand")
     return 1 if left else 0
 

@@ -124,7 +124,7 @@ def as_call(function: str, params: Mapping[str, Any]) -> str:
 def shown(value: object) -> str:
     """A value in an error message, whatever it is."""
     try:
-        text = repr(value)
+        text = " ".join(repr(value).split())
     except (ValueError, RecursionError):  # an integer of thousands of digits, a list in a list in ...
         text = f"something of type {type(value).__name__}"
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -64,7 +64,7 @@ def parameter_groups(given: Iterable[Any]) -> list[dict[str, Any]]:
     """Parameters, or groups of them, as groups that can be looked at more than once."""
     everything = list(given)
     if not any(isinstance(each, Mapping) for each in everything):
-        return [{"params": everything}]
+        return [{"params": _tensors(everything, "model_parameters")}]
     groups = []
     for number, group in enumerate(everything):
         if not isinstance(group, Mapping) or "params" not in group:
@@ -72,8 +72,18 @@ def parameter_groups(given: Iterable[Any]) -> list[dict[str, Any]]:
         params = group["params"]
         if isinstance(params, set):
             raise ValueError(f"parameter group {number} is a set, which every rank may order in its own way")
-        groups.append({**group, "params": [params] if isinstance(params, Tensor) else list(params)})
+        listed = [params] if isinstance(params, Tensor) else list(params)
+        groups.append({**group, "params": _tensors(listed, f"parameter group {number}")})
     return groups
+
+
+def _tensors(params: list[Any], whose: str) -> list[Tensor]:
+    for each in params:
+        if not isinstance(each, Tensor):
+            raise TypeError(
+                f"{whose} must have parameters, as model.parameters() gives them, not {shown(each)}"
+            )
+    return params
 
 
 def _checked(kind: Any, number: int, group: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zero_full.optim.arguments import BELOW_1, LARGEST, check_arguments, flag, nearest, number, shown, whole
-from zero_full.optim.torch_schedules import schedules_of_torch, try_out
+from zero_full.optim.torch_schedules import checked_schedule, schedules_of_torch, try_out
 
 Rates = float | list[float] | tuple[float, ...]  # one for all parameter groups, or one for each
 BETA2_OF_ONE_CYCLE = 0.99
@@ -335,6 +335,7 @@ def build_scheduler(type: str, params: Mapping[str, Any], optimizer: Optimizer) 
         raise ValueError(f"scheduler.type: no schedule is named {type!r}{hint}")
     check_arguments("scheduler.params", known[type], params)
     if type not in OURS:
+        params = checked_schedule(known[type], params)
         try_out(known[type], params, optimizer)
     return known[type](optimizer, **params)
 
