@@ -4,6 +4,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from zero_full.given import check_arguments, check_model, check_schedule
 from zero_full.launch import init_distributed
 from zero_full.optim import build_optimizer, build_scheduler, check_elementwise, parameter_groups
 from zero_full.precision import StaticScale
-from zero_full.ranks import attempt, compare, facts_of
+from zero_full.ranks import Arrivals, attempt, compare, facts_of
 from zero_full.shard import Connection, Dealer, Settings, ZeroOptimizer, connect, settle_the_rest
 from zero_full.shard.base import NoOptimizer
 from zero_full.shard.init import Deferred
@@ -71,10 +72,8 @@ def initialize(
     topology = _topology(**given)
     data_rank, data_ranks = _place_among_data(topology)
 
-    def prepare() -> _Prepared:
-        config_given = _config(args, config, config_params)
-        return _prepare(model, config_given, data_ranks, (optimizer, model_parameters, lr_scheduler), wrap)
-
+    configs, trained = (args, config, config_params), (optimizer, model_parameters, lr_scheduler)
+    prepare = partial(_prepare, model, configs, data_ranks, trained, wrap, Arrivals(topology))
     prepared = attempt(prepare, topology)
     resolved, base = prepared.resolved, prepared.base
     compare(facts_of(resolved.config, model, base), topology)
@@ -106,16 +105,23 @@ class _Prepared:
 
 
 def _prepare(
-    model: nn.Module, config: Any, data_ranks: int, given: tuple[Any, Any, Any], wrap: Wrap | None
+    model: nn.Module,
+    configs: tuple[Any, Any, Any],
+    data_ranks: int,
+    trained: tuple[Any, Any, Any],
+    wrap: Wrap | None,
+    arrivals: Arrivals,
 ) -> _Prepared:
-    resolved = resolve(config, data_ranks)
+    resolved = resolve(_config(*configs), data_ranks)
+    if resolved.config.debug.check_collectives:
+        arrivals.wait(resolved.config.debug.timeout_s)
     settings = settings_of(resolved.config)
     if wrap is not None:
         settings = replace(settings, gathering=replace(settings.gathering, wrap=wrap))
     check_model(model)
     deferred = Deferred(model, _device(model))
     model.to(deferred.device)
-    optimizer, parameters, schedule = given
+    optimizer, parameters, schedule = trained
     base = _optimizer(resolved, model, optimizer, parameters)
     if isinstance(base, NoOptimizer):  # nothing is stepped, so nothing needs another precision than it has
         settings = replace(settings, dtypes=replace(settings.dtypes, low_master=True))

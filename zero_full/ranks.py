@@ -4,6 +4,7 @@ Later there would be no good moment: ranks that differ make other collectives, a
 """
 
 import hashlib
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -11,12 +12,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero_full.comm import DisagreementError
+from zero_full._compat import default_store, keys_under
+from zero_full.comm import CommunicationError, DesyncError, DisagreementError
 from zero_full.comm.topology import Topology, this_rank
 from zero_full.config import Config
 from zero_full.config.report import entries
 
 Made = TypeVar("Made")
+LOOK_S = 0.01  # between looks for a rank that has not come yet
 Facts = Mapping[str, Any]
 SHOWN = 8  # differences in a message
 PRIVATE = ("steps_per_print", "wall_clock_breakdown")  # a rank may choose what it prints
@@ -37,9 +40,42 @@ def everyones(mine: Any, topology: Topology) -> dict[int, Any]:
     known = {this_rank(): mine}
     for group in groups_of(topology):
         answers: list[Any] = [None] * group.size()
-        dist.all_gather_object(answers, known, group=group)
+        try:
+            dist.all_gather_object(answers, known, group=group)
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            raise CommunicationError(
+                f"rank {group.rank()} of {group.size()}: the meeting of all ranks in initialize failed: "
+                f"{reason}\nUsually another rank has failed first (look for the earliest error) or does not "
+                "call initialize"
+            ) from error
         known = {rank: each for answer in answers for rank, each in answer.items()}
     return dict(sorted(known.items()))
+
+
+class Arrivals:
+    """Who has come to `initialize`, written into the store that started the process group."""
+
+    def __init__(self, topology: Topology) -> None:
+        groups = groups_of(topology)
+        self.ranks = sorted({rank for group in groups for rank in dist.get_process_group_ranks(group)})
+        if self.ranks:
+            name = f"zero_full/initialize/{'-'.join(map(str, self.ranks))}"
+            times = keys_under(name, default_store()).add(f"times/{this_rank()}", 1)
+            self.store = keys_under(f"{name}/{times}", default_store())
+            self.store.set(str(this_rank()), "")
+
+    def wait(self, patience_s: float) -> None:
+        """Until all have come; DesyncError if one does not in time."""
+        deadline = time.monotonic() + patience_s
+        while absent := [rank for rank in self.ranks if not self.store.check([str(rank)])]:
+            if time.monotonic() > deadline:
+                lines = [
+                    f"rank {rank}: did not come within {patience_s:g} s; last seen at no call yet"
+                    for rank in absent
+                ]
+                raise DesyncError("\n  ".join(["the ranks part ways at initialize:", *lines]))
+            time.sleep(LOOK_S)
 
 
 def attempt(act: Callable[[], Made], topology: Topology) -> Made:
@@ -47,6 +83,8 @@ def attempt(act: Callable[[], Made], topology: Topology) -> Made:
     made, failure = None, None
     try:
         made = act()
+    except DesyncError:  # a rank is missing, so there is nobody to ask
+        raise
     except Exception as error:
         failure = error
     told = None if failure is None else f"{type(failure).__name__}: {failure}"
