@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         safe_set_local_fp32_param,
         safe_set_local_grad,
         safe_set_local_optimizer_state,
+        safe_update_full_grad_vectorized,
     )
     from zero_full.shard.init import Init
     from zero_full.shard.leaves import (
@@ -47,7 +48,11 @@ if TYPE_CHECKING:
         unset_z3_leaf_modules,
         z3_leaf_module,
     )
-    from zero_full.shard.whole import GatheredParameters, register_external_parameter
+    from zero_full.shard.whole import (
+        GatheredParameters,
+        register_external_parameter,
+        unwrap_model_for_generation,
+    )
 
 __version__ = "0.1.0"
 _WHERE = {
@@ -66,12 +71,17 @@ _WHERE = {
         *("get_z3_leaf_modules", "set_z3_leaf_module", "set_z3_leaf_modules", "set_z3_leaf_modules_by_name"),
         *("set_z3_leaf_modules_by_suffix", "unset_z3_leaf_modules", "z3_leaf_module"),
     ),
-    "zero_full.shard.whole": ("GatheredParameters", "register_external_parameter"),
-    "zero_full.shard.access": tuple(
-        f"safe_{verb}_{extent}_{what}"
-        for verb in ("get", "set")
-        for extent in ("full", "local")
-        for what in ("fp32_param", "grad", "optimizer_state")
+    "zero_full.shard.whole": (
+        *("GatheredParameters", "register_external_parameter", "unwrap_model_for_generation"),
+    ),
+    "zero_full.shard.access": (
+        "safe_update_full_grad_vectorized",
+        *(
+            f"safe_{verb}_{extent}_{what}"
+            for verb in ("get", "set")
+            for extent in ("full", "local")
+            for what in ("fp32_param", "grad", "optimizer_state")
+        ),
     ),
 }
 _MODULE_OF = {name: module for module, names in _WHERE.items() for name in names}
@@ -111,6 +121,7 @@ __all__ = [
     "safe_set_local_fp32_param",
     "safe_set_local_grad",
     "safe_set_local_optimizer_state",
+    "safe_update_full_grad_vectorized",
     "save_weights",
     "set_z3_leaf_module",
     "set_z3_leaf_modules",
@@ -118,6 +129,7 @@ __all__ = [
     "set_z3_leaf_modules_by_suffix",
     "synced",
     "unset_z3_leaf_modules",
+    "unwrap_model_for_generation",
     "z3_leaf_module",
 ]
 

@@ -73,6 +73,11 @@ def is_last_hook(param: torch.Tensor, handle: Any) -> bool:
     return bool(next(reversed(param._post_accumulate_grad_hooks)) == handle.id)
 
 
+def inside_transform() -> bool:
+    """Whether `torch.func.grad`, `vmap` or another transform is at work."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def identity_of(storage: torch.UntypedStorage) -> int:
     """The same number for every view of a piece of memory, as long as it lives, also while it is empty."""
     return int(storage._cdata)

@@ -11,10 +11,10 @@ from torch.nn import Parameter
 from zero_full.comm.topology import Topology
 from zero_full.layout import backward_order, deal, round_robin
 from zero_full.shard.bucket import Bucket
-from zero_full.shard.gatherer import Site
 from zero_full.shard.groups import Groups, Pair
 from zero_full.shard.owners import refuse_owned
 from zero_full.shard.settings import Settings
+from zero_full.shard.sites import Site
 from zero_full.shard.units import Unit, choose_units, kept_whole, size_limit
 from zero_full.shard.values import FROZEN, Kind, Member, Values, as_bytes, is_released
 

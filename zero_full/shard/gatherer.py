@@ -29,58 +29,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from zero_full._compat import current_backward, identity_of
+from zero_full._compat import current_backward, identity_of, inside_transform
 from zero_full.comm.lane import Inline, Lane
 from zero_full.nest import mapped, tensors_in
 from zero_full.shard.hooks import Hook, InnerHook
 from zero_full.shard.reducer import GradientReducer
 from zero_full.shard.settings import Gathering
+from zero_full.shard.sites import Call, Order, Site
 from zero_full.shard.values import State, Values
 
 log = logging.getLogger("zero_full")
-
-
-class Site:
-    """A module and what it needs."""
-
-    def __init__(self, name: str, module: nn.Module, values: Sequence[Values]) -> None:
-        self.name, self.module, self.values = name, module, list(values)
-        self.home = list(values)  # whose gradients leave when this module's backward is complete
-        self.numel = sum(v.layout.total for v in values)
-        self.active: list[Call | None] = []  # whose forward is under way; None: of one that needs nothing
-        self.exits = 0  # of calls whose backward is not complete
-        self.later: int | None = None  # elements that the rest of forward gathers; None: not known yet
-
-
-class Call:
-    """One call of a site: its parameters are needed in its backward, too."""
-
-    __slots__ = ("needed", "site")
-
-    def __init__(self, site: Site) -> None:
-        self.site = site
-        self.needed: list[Values] = []  # while its backward is under way
-
-
-class Order:
-    """In which order sites are reached in one kind of pass."""
-
-    def __init__(self) -> None:
-        self.known: list[Site] = []
-        self.seen: list[Site] = []
-
-    def begin(self) -> bool:
-        """A new pass. Returns whether the last one was other than known."""
-        changed = bool(self.known and self.seen) and self.seen != self.known
-        self.known, self.seen = self.seen or self.known, []
-        return changed
-
-    def reached(self, site: Site) -> Site | None:
-        """Remember it. Returns what comes next, if this is the place where it was last time."""
-        self.seen.append(site)
-        place = len(self.seen)
-        as_known = place < len(self.known) and self.known[place - 1] is site
-        return self.known[place] if as_known else None
 
 
 class ParameterGatherer:
@@ -177,7 +135,7 @@ class ParameterGatherer:
 
     def inner_before_forward(self, site: Site, args: Any, kwargs: Any) -> Any:
         """The same, if no module around has done it."""
-        if all(values.users for values in site.values):
+        if all(values.users for values in site.values) or self._is_transformed(site):
             site.active.append(None)
             return None
         return self.before_forward(site, args, kwargs)
@@ -191,6 +149,9 @@ class ParameterGatherer:
 
     def before_forward(self, site: Site, args: Any, kwargs: Any) -> Any:
         """Gather; send the inputs through an exit."""
+        if self._is_transformed(site):
+            site.active.append(None)
+            return None
         recomputed = current_backward() >= 0
         if site is self.root and not recomputed:
             self._begin_pass(self.training if torch.is_grad_enabled() else self.inference)
@@ -206,6 +167,18 @@ class ParameterGatherer:
         if torch.is_grad_enabled() and not (recomputed and site.exits):
             return self._through_exit(call, args, kwargs)
         return None
+
+    def _is_transformed(self, site: Site) -> bool:
+        """Whether a transform of torch.func runs this forward: when its backward ends, nobody tells."""
+        if not inside_transform():
+            return False
+        for values in site.values:
+            if values.sheds and not values.users:
+                raise RuntimeError(
+                    f"torch.func transforms {site.name or 'the model'}, whose {values.name} is sharded: stay "
+                    "inside zero_full.GatheredParameters(list(model.parameters())) meanwhile"
+                )
+        return True
 
     def _through_exit(self, call: Call, args: Any, kwargs: Any) -> Any:
         """The inputs, with an exit behind all that need gradients. See [Note: exits]."""

@@ -269,6 +269,16 @@ class GatheredParameters:
         )
 
 
+@contextmanager
+def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
+    """A model or an engine whose parameters are all whole meanwhile, so that generating gathers nothing.
+
+    Every rank must enter and leave; in between ranks may call the model as often as they like.
+    """
+    with GatheredParameters(list(model.parameters())):
+        yield model
+
+
 def _sum_of_bits(tensor: Tensor) -> int:
     return int(torch.hash_tensor(tensor).view(torch.int64)) if tensor.numel() else 0
 
