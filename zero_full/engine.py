@@ -75,6 +75,7 @@ class Engine(EngineFacts):
             self.is_gradient_accumulation_boundary,
             self._plain_divisor,
             self._refuse_unscaled,
+            self.loss_scale,
             optimizer.report.note_loss,
         )
         self._calls = self._watch_calls()
@@ -86,7 +87,8 @@ class Engine(EngineFacts):
         if section.enabled:
             autocast = torch.autocast(self.device.type, NAMES[section.dtype or "bf16"])
         casts_to = torch.float16 if self.config.fp16.auto_cast else None
-        return ModelCalls(self.module, self.optimizer, self.fp16_enabled(), casts_to, autocast)
+        scales = self.dynamic_loss_scale() or self.loss_scale() != 1
+        return ModelCalls(self.module, self.optimizer, scales, casts_to, autocast)
 
     # One micro-batch -----------------------------------------------------------------------------
 
@@ -100,7 +102,7 @@ class Engine(EngineFacts):
         self.optimizer.look_at_model()
         with self.stopwatch.measure("forward"):
             outputs = self.module(*inputs, **named_inputs)
-        if torch.is_grad_enabled() and not self.fp16_enabled():  # there the gates do it
+        if torch.is_grad_enabled() and not self._calls.gates:  # else these do it
             mapped(partial(watch_loss, self.optimizer.reducer.backward), outputs)
         return outputs
 

@@ -71,13 +71,19 @@ def _checks_overflow(config: Config) -> bool:
     """In fp32 the check comes with clipping, which has the norm anyway."""
     if config.bf16.enabled:
         return config.bf16.check_grad_overflow
-    return config.fp16.enabled or config.gradient_clipping > 0
+    return scales(config) or config.gradient_clipping > 0
+
+
+def scales(config: Config) -> bool:
+    """Whether gradients pass through fp16 on their way, where small ones need a loss scale."""
+    autocast = config.torch_autocast
+    return config.fp16.enabled or (autocast.enabled and autocast.dtype == "fp16")
 
 
 def scaler_of(config: Config) -> StaticScale:
     """What multiplies the loss."""
     fp16 = config.fp16
-    if not fp16.enabled:
+    if not scales(config):
         return StaticScale(1.0)
     if fp16.loss_scale > 0:
         return StaticScale(fp16.loss_scale)

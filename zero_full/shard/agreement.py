@@ -14,6 +14,7 @@ State that is cut into slices has its squares summed over the ranks that share i
 slices (`across`) only takes part in the rest.
 """
 
+import hashlib
 import zlib
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ SQUARES = 2  # numbers before the marks
 FLAGS = 4  # numbers before the flags
 MARK_BITS = 20  # so that a sum of squares over thousands of ranks is exact in fp64
 COMPARED = ("lr", "weight_decay", "betas", "momentum", "eps")  # options that ranks must share
+WRITTEN = "parameters written in place"
 Doings = Sequence[tuple[str, Any]]  # what, and how
 
 
@@ -78,7 +80,7 @@ class _Side:
     def __init__(
         self, pair: Pair, buckets: Sequence[Bucket], used: set[Member], needs_norm: bool, doings: Doings
     ) -> None:
-        self.pair, self.doings = pair, doings
+        self.pair, self.buckets, self.doings = pair, list(buckets), doings
         self.has_peers = pair.shard.size > 1 or pair.across.size > 1
         self.members = [member for bucket in buckets for member in bucket.members]
         self.length = FLAGS - SQUARES + len(self.members)
@@ -102,17 +104,18 @@ class _Side:
         marks, squared, *flags = numbers
         ranks = self.pair.shard.size * self.pair.across.size
         if ranks * int(squared) != int(marks) ** 2:
-            self._complain()
+            self._look_closer()
         return {member for member, flag in zip(self.members, flags, strict=True) if flag}
 
-    def _complain(self) -> None:
-        everyones = [dict(self.doings)]
-        for group in (self.pair.shard, self.pair.across):
-            everyones = [
-                each for some in group.gather_objects(everyones, "what ranks would do") for each in some
-            ]
+    def _look_closer(self) -> None:
+        everyones = self._everyones(dict(self.doings))
         keys = list(dict.fromkeys(key for each in everyones for key in each))
         differing = [key for key in keys if len({repr(each.get(key)) for each in everyones}) > 1]
+        if differing == [
+            WRITTEN
+        ]:  # perhaps some have only written there and back, as rank 0 does to evaluate
+            self._compare_parameters()
+            return
         told = "; ".join(
             f"{key}: " + ", ".join(f"{each.get(key)} (rank {rank})" for rank, each in enumerate(everyones))
             for key in differing
@@ -122,14 +125,39 @@ class _Side:
             "learning rates and other options of the optimizer"
         )
 
+    def _everyones(self, mine: Any) -> list[Any]:
+        """By rank."""
+        everyones = [mine]
+        for group in (self.pair.shard, self.pair.across):
+            gathered = group.gather_objects(everyones, "what ranks would do")
+            everyones = [each for some in gathered for each in some]
+        return everyones
+
+    def _compare_parameters(self) -> None:
+        whole = [bucket.values for bucket in self.buckets if not bucket.values.sheds]
+        hashes = {m.name: _hash(m.param) for values in whole for m in values.members}
+        everyones = self._everyones(hashes)
+        differing = [name for name in hashes if len({each[name] for each in everyones}) > 1]
+        if differing:
+            raise DisagreementError(
+                f"{', '.join(differing)} differ between ranks, because they were written on some and not on "
+                "others since the last step: write them on every rank alike, or inside "
+                "zero_full.GatheredParameters(parameters, modifier_rank=0)"
+            )
+
+
+def _hash(param: Tensor) -> str:
+    flat = param.detach().reshape(-1).view(torch.uint8).cpu()
+    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
+
 
 def _gradients(buckets: Sequence[Bucket], counts: bool) -> list[Tensor]:
     return [tensor for b in buckets if b.kind.counts == counts for tensor in b.own_gradients()]
 
 
-def doings_of(param_groups: Sequence[Mapping[str, Any]], scale: float, found: Found) -> Doings:
-    """What every rank must do alike in this step."""
-    doings: list[tuple[str, Any]] = [("loss scale", scale)]
+def doings_of(param_groups: Sequence[Mapping[str, Any]], scale: float, found: Found, written: int) -> Doings:
+    """What every rank must do alike in this step. `written`: how often since the last one, to parameters."""
+    doings: list[tuple[str, Any]] = [("loss scale", scale), (WRITTEN, written)]
     for number, group in enumerate(param_groups):
         named = ((key, group[key]) for key in COMPARED if key in group)
         doings += [(f"{key} of group {number}", v) for key, v in named if not isinstance(v, Tensor)]

@@ -30,7 +30,7 @@ from zero_full.shard.owners import register, unregister
 from zero_full.shard.reducer import GradientReducer
 from zero_full.shard.report import NonFinite
 from zero_full.shard.settings import Settings
-from zero_full.shard.stand_in import Found, names_of
+from zero_full.shard.stand_in import UNSCALED, Found, names_of
 from zero_full.shard.sweep import AdamSweep
 from zero_full.shard.values import Member, State, Values
 from zero_full.shard.watch import ModelWatch
@@ -76,6 +76,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.passes = 0  # backward passes until then
         self.arrivals = Arrivals(self.lane)
         self.closed = self.parked = False  # parked: see `parking.py`
+        self.writes = 0
         register(self, model.parameters())
         register(self, (m.param for values in self.values() for m in values.members))
         self._replace_parameters()
@@ -85,6 +86,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.reducer.at_begin.append(self.take_back_moved)
         self.reducer.hands_back = isinstance(base, NoOptimizer)
         self.refusals = refuse_gradients(base, model, settings.stage)
+        self._writes_since_last_step()
         self.guards: list[RemovableHandle] = []  # on the model's state_dict
         self.gatherer: ParameterGatherer | None = None
         if parts.sites:
@@ -167,7 +169,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 f"a backward pass has added gradients at the scale {scale:g} to those of the last step, "
                 f"whose scale is {held:g}: call zero_grad after every step"
             )
-        doings = doings_of(self.param_groups, scale, found)
+        doings = doings_of(self.param_groups, scale, found, self._writes_since_last_step())
         agreed = agree(self.groups, self.awake, self.reducer.used, self.settings.needs_norm, doings)
         if not agreed.used:
             return  # the same, on all ranks
@@ -197,16 +199,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.reducer.catch_up()
         found = self.reducer.by_hand()
         if found.written and self.scaler.scale != 1:
-            raise RuntimeError(
-                f"a gradient was written into the grad of {names_of(m for m, _ in found.written)}, and "
-                "with a loss scale nobody knows whether it is scaled: use "
-                "zero_full.safe_set_full_grad(param, value), which takes it unscaled"
-            )
+            raise RuntimeError(UNSCALED.format(names_of(m for m, _ in found.written)))
         for member, _ in found.written:
             member.param.grad = None
         for member in found.cleared:
             self.reducer.drop(member)
         return found
+
+    def _writes_since_last_step(self) -> int:
+        """How often somebody has written to parameters that are always whole, as far as torch counts it."""
+        writes = sum(m.param._version for v in self.values() if not v.sheds for m in v.members)
+        since, self.writes = writes - self.writes, writes
+        return since
 
     def look_at_model(self) -> None:
         """Raise if something has become of the model that a step would ignore."""

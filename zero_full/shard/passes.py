@@ -19,6 +19,7 @@ class Rules:
     is_boundary: Callable[[], bool] = lambda: True  # whether it is the step's last
     plain_divisor: Callable[[], float] = lambda: 1.0  # of gradients whose loss nobody here has divided
     refuse_unscaled: Callable[[], None] = lambda: None  # raises if gradients need a loss scale
+    scale: Callable[[], float] = lambda: 1.0  # by which losses are multiplied
     note_loss: Callable[[Tensor], None] = lambda loss: None  # of which a pass has brought gradients
 
 

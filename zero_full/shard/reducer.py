@@ -21,7 +21,7 @@ from zero_full._compat import current_backward, is_last_hook, when_backward_ends
 from zero_full.comm.lane import Lane, Pending
 from zero_full.shard.bucket import Bucket, Owned
 from zero_full.shard.passes import BackwardPass, Rules
-from zero_full.shard.stand_in import Found, ShownGradients
+from zero_full.shard.stand_in import UNSCALED, Found, ShownGradients, names_of
 from zero_full.shard.values import Member, Values
 
 IN_FLIGHT = 2  # reductions that may run beside backward: more would only hold more memory
@@ -124,6 +124,7 @@ class GradientReducer:
         self.backward.begin(divided, scaled)
         self.boundary, self.wait_for_end, self.failed = self.rules.is_boundary(), False, False
         self.make_room()
+        self._refuse_unscaled_presets()
         self.look_at_sleepers()
         self.launched.clear()
         self.began = self.owing = True
@@ -149,6 +150,13 @@ class GradientReducer:
         self.gradients.lift()
         if not self.backward.running and current_backward() >= 0:
             when_backward_ends(lambda: self._show_again(shown))
+
+    def _refuse_unscaled_presets(self) -> None:
+        """Autograd would add gradients with a loss scale to what was written without one."""
+        if self.rules.scale() != 1:
+            preset = names_of(m for b in self.buckets for m in b.members if m.param.grad is not None)
+            if preset:
+                raise RuntimeError(UNSCALED.format(preset))
 
     def _show_again(self, members: Sequence[Member]) -> None:
         """It was `torch.autograd.grad`, which passes a parameter's hooks and leaves no gradient there."""

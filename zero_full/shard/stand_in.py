@@ -34,6 +34,12 @@ HARMLESS = {
 CLEARING = {Tensor.zero_, foreach_zero}
 
 
+UNSCALED = (
+    "a gradient was written into the grad of {}, and with a loss scale nobody knows whether it is scaled: "
+    "use zero_full.safe_set_full_grad(param, value), which takes it unscaled"
+)
+
+
 class StandIn(Tensor):
     """See [Note: stand-ins]."""
 
