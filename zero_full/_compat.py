@@ -13,6 +13,7 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 foreach_zero = torch._foreach_zero_
+has_compatible_type = torch._has_compatible_shallow_copy_type  # asked when a module is converted
 NormWithStatistics = torch.nn.modules.batchnorm._NormBase  # batch and instance norms
 
 

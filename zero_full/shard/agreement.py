@@ -14,6 +14,7 @@ State that is cut into slices has its squares summed over the ranks that share i
 slices (`across`) only takes part in the rest.
 """
 
+import ctypes
 import hashlib
 import zlib
 from collections.abc import Container, Mapping, Sequence
@@ -148,19 +149,27 @@ class _Side:
 
 def _hash(param: Tensor) -> str:
     flat = param.detach().reshape(-1).view(torch.uint8).cpu()
-    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
+    return hashlib.sha256(ctypes.string_at(flat.data_ptr(), flat.nbytes)).hexdigest()
 
 
 def _gradients(buckets: Sequence[Bucket], counts: bool) -> list[Tensor]:
     return [tensor for b in buckets if b.kind.counts == counts for tensor in b.own_gradients()]
 
 
-def doings_of(param_groups: Sequence[Mapping[str, Any]], scale: float, found: Found, written: int) -> Doings:
+def doings_of(
+    param_groups: Sequence[Mapping[str, Any]],
+    scale: float,
+    found: Found,
+    written: int,
+    failure: Exception | None,
+) -> Doings:
     """What every rank must do alike in this step. `written`: how often since the last one, to parameters."""
     doings: list[tuple[str, Any]] = [("loss scale", scale), (WRITTEN, written)]
     for number, group in enumerate(param_groups):
         named = ((key, group[key]) for key in COMPARED if key in group)
         doings += [(f"{key} of group {number}", v) for key, v in named if not isinstance(v, Tensor)]
+    if failure is not None:
+        doings.append(("error", str(failure)))
     if found.written:
         doings.append(("gradients written by hand", names_of(member for member, _ in found.written)))
     if found.cleared:

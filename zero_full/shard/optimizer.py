@@ -83,6 +83,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.watch = ModelWatch(model, [m.param for m in self._members()], bool(parts.sites))
         self.reducer = GradientReducer(self.buckets, self.lane, settings.stage)
         self.reducer.on_waking = self._replace_masters
+        self.reducer.on_clearing = self._forget_scale
         self.reducer.at_begin.append(self.take_back_moved)
         self.reducer.hands_back = isinstance(base, NoOptimizer)
         self.refusals = refuse_gradients(base, model, settings.stage)
@@ -155,8 +156,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.last = None
         if closure is not None:
             raise ValueError("a closure is not supported: gradients are averaged while backward runs")
-        found = self._look_around()
-        if not self.reducer.began and not found.written:
+        found, failure = self._look_around()
+        if not (self.reducer.began or found.written or failure):
             return  # like torch: no gradients, no step
         self.reducer.flush()
         for member, gradient in found.written:
@@ -169,8 +170,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 f"a backward pass has added gradients at the scale {scale:g} to those of the last step, "
                 f"whose scale is {held:g}: call zero_grad after every step"
             )
-        doings = doings_of(self.param_groups, scale, found, self._writes_since_last_step())
+        doings = doings_of(self.param_groups, scale, found, self._writes_since_last_step(), failure)
         agreed = agree(self.groups, self.awake, self.reducer.used, self.settings.needs_norm, doings)
+        if failure is not None:
+            raise failure
         if not agreed.used:
             return  # the same, on all ranks
         norm = None if agreed.norm is None else agreed.norm / held
@@ -187,23 +190,31 @@ class ZeroOptimizer(torch.optim.Optimizer):
             bucket.suspicion = None
         self.report.learn(self.scaler, overflow=not finite)
 
-    def _look_around(self) -> Found:
-        """Take in, or refuse, what was done to the model and its gradients by hand since the last step."""
+    def _look_around(self) -> tuple[Found, Exception | None]:
+        """Take in, or refuse, what was done to the model and its gradients by hand since the last step.
+
+        A refusal is returned: other ranks, which may have no reason for one, must hear of it.
+        """
         if self.closed:
             raise RuntimeError("step after destroy: initialize the model again")
         if isinstance(self.base, NoOptimizer):
             self.redirected.step()  # which says what to do
         if self.reducer.failed or self.reducer.backward.running:
             raise RuntimeError("the last backward pass has failed: call zero_grad before the next forward")
-        self.look_at_model()
+        try:
+            self.look_at_model()
+            return self._take_in_gradients(), None
+        except RuntimeError as error:
+            return Found(), error
+
+    def _take_in_gradients(self) -> Found:
         self.reducer.catch_up()
         found = self.reducer.by_hand()
         if found.written and self.scaler.scale != 1:
             raise RuntimeError(UNSCALED.format(names_of(m for m, _ in found.written)))
         for member, _ in found.written:
             member.param.grad = None
-        for member in found.cleared:
-            self.reducer.drop(member)
+        self.reducer.drop(found.cleared)
         return found
 
     def _writes_since_last_step(self) -> int:
@@ -288,6 +299,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.settle()
 
     # The parts of a step -------------------------------------------------------------------------
+
+    def _forget_scale(self) -> None:
+        self.left_scale = None
 
     @property
     def gradient_scale(self) -> float:

@@ -10,7 +10,7 @@ Once such a part is seen, buckets wait for the end of the large pass.
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -70,6 +70,8 @@ class GradientReducer:
             m.param: (bucket, m) for bucket in buckets for m in bucket.members
         }
         self.gradients = ShownGradients(self._zero)
+        self.zeroed: set[Member] = set()  # by hand, since the last pass
+        self.on_clearing: Callable[[], None] = lambda: None  # nothing is left of the last step's gradients
         self.woken: set[Bucket] = set()  # since the last pass: some gradients may have come without a hook
         self.sleepers = [bucket for bucket in buckets if bucket.asleep]
         self.me = weakref.ref(
@@ -118,15 +120,19 @@ class GradientReducer:
     # One pass ------------------------------------------------------------------------------------
 
     def begin(self, divided: bool = False, scaled: bool = False) -> None:
-        """A backward pass starts. Called by the engine, by a hook, or by a gradient."""
+        """A backward pass starts, as the engine knows, or a hook on what a module has returned."""
+        self._start(divided, scaled)
+        self._refuse_unscaled_presets()
+
+    def _start(self, divided: bool, scaled: bool) -> None:
         for act in self.at_begin:
             act()
         self.backward.begin(divided, scaled)
         self.boundary, self.wait_for_end, self.failed = self.rules.is_boundary(), False, False
         self.make_room()
-        self._refuse_unscaled_presets()
         self.look_at_sleepers()
         self.launched.clear()
+        self.zeroed.clear()
         self.began = self.owing = True
         self.missing = {bucket: _expected(bucket) for bucket in self.buckets}
         self.producers = {bucket: [] for bucket in self.buckets}
@@ -144,8 +150,8 @@ class GradientReducer:
     def make_room(self) -> None:
         """Autograd adds to what is in `param.grad`: take out what only stands for gradients in buckets."""
         found = self.gradients.changes()
-        for member in (*found.cleared, *(member for member, _ in found.written)):
-            self.drop(member)  # what was written stays in `param.grad`, and autograd adds to it
+        self.drop([*found.cleared, *(member for member, _ in found.written)])
+        # What was written stays in `param.grad`, and autograd adds to it.
         shown = list(self.gradients.shown)
         self.gradients.lift()
         if not self.backward.running and current_backward() >= 0:
@@ -167,7 +173,7 @@ class GradientReducer:
         """Autograd has completed a gradient."""
         bucket, member = self.place[param]
         if not self.backward.running:
-            self.begin()
+            self._start(divided=False, scaled=False)
         divisor = self.backward.bring(self.rules)
         self.used.add(member)
         if bucket.direct:
@@ -294,10 +300,11 @@ class GradientReducer:
                 ]
         return found
 
-    def drop(self, member: Member) -> None:
-        """Somebody has cleared this gradient."""
-        self.used.discard(member)
-        self.place[member.param][0].drop(member)
+    def drop(self, members: Iterable[Member]) -> None:
+        """Somebody has cleared these gradients."""
+        for member in members:
+            self.used.discard(member)
+            self._zero(member)
 
     @torch.no_grad()
     def put(self, member: Member, gradient: Tensor) -> None:
@@ -310,6 +317,9 @@ class GradientReducer:
 
     def _zero(self, member: Member) -> None:
         self.place[member.param][0].drop(member)
+        self.zeroed.add(member)
+        if self.zeroed >= self.used:
+            self.on_clearing()
 
     def forget(self) -> None:
         """After a step, or to start over: nothing is owed."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from zero_full._compat import foreach_zero
+from zero_full._compat import foreach_zero, has_compatible_type
 from zero_full.shard.values import Member, nothing
 
 # What does not look at the values. Properties are known by their getters.
@@ -26,9 +26,20 @@ METHODS = (
     *("size", "dim", "numel", "nelement", "stride", "element_size", "is_floating_point", "is_complex"),
     *("untyped_storage", "data_ptr", "storage_offset", "is_contiguous"),  # as those use who look for memory
 )
+CONVERSIONS = (
+    "to",
+    "type",
+    "cpu",
+    "cuda",
+    "float",
+    "double",
+    "half",
+    "bfloat16",
+)  # module.to(...) makes them
 HARMLESS = {
     *(getattr(Tensor, name).__get__ for name in PROPERTIES),
-    *(getattr(Tensor, name) for name in METHODS),
+    *(getattr(Tensor, name) for name in (*METHODS, *CONVERSIONS)),
+    *(Tensor.data.__set__, has_compatible_type),  # type: ignore[attr-defined]
     *(Tensor.requires_grad_, Tensor.detach_),  # by which `zero_grad(set_to_none=False)` prepares
 }
 CLEARING = {Tensor.zero_, foreach_zero}
@@ -43,8 +54,8 @@ UNSCALED = (
 class StandIn(Tensor):
     """See [Note: stand-ins]."""
 
-    parameter: str  # its name
-    owner: "weakref.ref[ShownGradients]"  # weakly: Python finds no circle that goes through a tensor
+    parameter = "a parameter"  # its name
+    owner: Callable[[], "ShownGradients | None"] = staticmethod(lambda: None)  # weak: see `Hook`
 
     @classmethod
     def of(cls, member: Member, owner: "ShownGradients") -> "StandIn":

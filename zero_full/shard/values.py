@@ -73,15 +73,13 @@ def _lacking(dtype: torch.dtype) -> float:
     return 0 if dtype == torch.bool else torch.iinfo(dtype).min
 
 
-def _refuse_lost_writes(dtype: torch.dtype, device: torch.device) -> None:
-    """`fill_` and `zero_`, or anything on one element, writes where all released parameters look."""
-    shown, lacking = nothing(dtype, device), _lacking(dtype)
-    if not bool(shown == lacking if lacking == lacking else shown.isnan()):
-        shown.fill_(lacking)
-        raise RuntimeError(
-            f"a parameter ({dtype}) was written while it was sharded, so its new values are lost: write "
-            "inside zero_full.GatheredParameters(parameters, modifier_rank=0), or before initialize"
-        )
+def _is_spoilt(shown: Tensor) -> bool:
+    """Whether somebody has written where all released parameters look. Then it is mended."""
+    lacking = _lacking(shown.dtype)
+    if bool(shown == lacking if lacking == lacking else shown.isnan()):
+        return False
+    shown.fill_(lacking)
+    return True
 
 
 for _dtype in NAMES.values():  # made now: what a run has in memory is then all its own
@@ -168,6 +166,7 @@ class Values:
     def hide(self) -> None:
         """The parameters show that they are not there."""
         self.hidden = True
+        self.versions = [member.param._version for member in self.members]
         for member, absent in zip(self.members, self.nothings, strict=True):
             member.param.data = absent
 
@@ -216,8 +215,7 @@ class Values:
     def begin_gather(self, lane: Lane) -> None:
         """Put the gathering on a lane, unless the values are here or on their way."""
         if self.state is State.SHARDED:
-            if self.kind.device.type == "cpu":  # elsewhere it would cost a wait for the device
-                _refuse_lost_writes(self.dtype, self.kind.device)
+            self._refuse_lost_writes()
             self.take_back_moved()
             self.whole.untyped_storage().resize_(self.whole.nbytes)
             self.state = State.GATHERING
@@ -230,6 +228,19 @@ class Values:
             self._await()
             self.show()
             self.state = State.WHOLE
+
+    def _refuse_lost_writes(self) -> None:
+        """Raise if somebody has written to what is not there."""
+        written = [m.name for m, v in zip(self.members, self.versions, strict=True) if m.param._version != v]
+        device = self.kind.device  # on others a look would cost a wait for the device
+        spoilt = device.type == "cpu" and _is_spoilt(nothing(self.dtype, device))
+        self.versions = [member.param._version for member in self.members]
+        if written or spoilt:
+            raise RuntimeError(
+                f"{', '.join(written) or f'a parameter ({self.dtype})'} was written while it was sharded, so "
+                "its new values are lost: write inside zero_full.GatheredParameters(parameters, "
+                "modifier_rank=0), or before initialize"
+            )
 
     def _await(self) -> None:
         pending, self.pending = self.pending, None

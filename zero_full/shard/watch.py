@@ -17,10 +17,12 @@ class ModelWatch:
     def __init__(self, model: nn.Module, trained: Collection[Parameter], gathers: bool) -> None:
         self.model, self.trained, self.gathers = model, set(trained), gathers
         self.frozen = [p for p in model.parameters() if p not in self.trained and not p.requires_grad]
+        self.names: dict[Parameter, str] = {}  # of all that were ever there: a module may be out for a while
         self._remember()
+        self.first = self.slots
 
     def _remember(self) -> None:
-        self.names = {p: name for name, p in self.model.named_parameters()}
+        self.names |= {p: name for name, p in self.model.named_parameters()}
         self.slots = list(self._slots())
         self.sizes = [(held, len(held)) for module in self.model.modules() for held in _held(module)]
 
@@ -53,7 +55,7 @@ class ModelWatch:
                 "initialize; load values with engine.load_module_state_dict(...) or without assign"
             )
         if self.gathers:
-            known = {(id(held), key): value for held, key, value in self.slots}
+            known = {(id(held), key): value for held, key, value in self.first}
             moved = [
                 key
                 for held, key, value in self._slots()
