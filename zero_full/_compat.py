@@ -13,6 +13,9 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 foreach_zero = torch._foreach_zero_
+without_overrides = torch._C.DisableTorchFunctionSubclass  # a block in which subclasses are plain tensors
+# What a tensor has beside its values, as properties without a public name.
+BESIDE_VALUES = ("_version", "_backward_hooks", "_post_accumulate_grad_hooks")
 has_compatible_type = torch._has_compatible_shallow_copy_type  # asked when a module is converted
 NormWithStatistics = torch.nn.modules.batchnorm._NormBase  # batch and instance norms
 

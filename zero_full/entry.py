@@ -249,7 +249,7 @@ def _forgotten(engine: Engine) -> Iterator[str]:
     """A line about the parameters that require gradients and are in no group of the optimizer."""
     if isinstance(engine.optimizer.base, NoOptimizer):
         return
-    trained = {param for group in engine.optimizer.param_groups for param in group["params"]}
+    trained = {member.param for bucket in engine.optimizer.buckets for member in bucket.members}
     names = [n for n, p in engine.module.named_parameters() if p.requires_grad and p not in trained]
     if names:
         yield (

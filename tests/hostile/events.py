@@ -11,7 +11,7 @@ import zero_full
 from tests.hostile.event import EVENTS, Event, always, at_stage_3, event, weight_of
 
 WEIGHT = "layers.2.weight"
-MOVED = r"layers\.\d\.\w+ was given other values while it was sharded|was written while it was sharded"
+MOVED = r"layers\.\d\.\w+ was given other values while it was sharded|layers\.\d\.\w+ is sharded"
 # The last is torch's own, if the model is called by itself: the inputs are not converted.
 CONVERTED = r"layers\.\d\.\w+ was \w+ of shape|layers\.\d\.\w+ was given other values|same dtype, but got"
 NEW = r"layers\.\d\.weight.* came into the model after initialize"

@@ -1,5 +1,7 @@
 """Stage 3: parameters that are released, and what is done to them from outside."""
 
+import copy
+import io
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,6 +15,7 @@ from tests.worlds import POOL
 from tests.zero_full.runs import assert_same
 from tests.zero_full.stage3_runs import Block, Tower, assert_stage_3_is_stage_2, one_step, seeded, stage3
 from tests.zero_full.test_stage3_modules import LoRA
+from zero_full.shard.values import is_released
 
 
 def engine_of(make: Callable[[], nn.Module] = Tower) -> zero_full.Engine:
@@ -34,6 +37,22 @@ class WithGain(Tower):
         return super().forward(x * self.gain)
 
 
+USES: list[Callable[[Tensor], Any]] = [
+    lambda p: p + 1,
+    lambda p: p.data.sum(),
+    lambda p: p.detach(),
+    lambda p: torch.cat([torch.ones(2), p.reshape(-1)]),
+    lambda p: nn.functional.linear(torch.ones(1, p.shape[-1]), p),
+    lambda p: p.double().mean(),
+    lambda p: p.tolist(),
+    lambda p: copy.deepcopy(p),
+    lambda p: nn.init.zeros_(p),
+    lambda p: p.data.zero_(),
+    lambda p: nn.utils.parameters_to_vector([p]),
+    lambda p: torch.save(p, io.BytesIO()),
+]
+
+
 def looks_at_released(comm: Any) -> None:
     plain, engine = seeded(WithGain), engine_of(WithGain)
     for step in range(2):
@@ -42,11 +61,14 @@ def looks_at_released(comm: Any) -> None:
         ):
             assert name == same and got.shape == want.shape and got.numel() == want.numel()
             assert got.dtype == want.dtype and got.requires_grad
-            assert bool(got.isnan().all()) and bool((got.detach() + 1).isnan().all())
+            assert is_released(got) and isinstance(got, nn.Parameter)
+            for use in USES:
+                with pytest.raises(RuntimeError, match=f"{name} is sharded, so it has no values here"):
+                    use(got)
         one_step(engine, step, comm.rank)
 
 
-def test_a_released_parameter_has_its_shape_and_is_nan() -> None:
+def test_a_released_parameter_has_its_shape_and_whoever_uses_it_hears_so() -> None:
     POOL.run(looks_at_released, 2)
 
 
@@ -70,7 +92,7 @@ def writes_released(comm: Any, name: str, how: str) -> tuple[str, float]:
     except RuntimeError as error:
         said = str(error)
     engine.zero_grad()
-    assert engine.module.blocks[7].up.weight.isnan().all()
+    assert is_released(engine.module.blocks[7].up.weight)
     return said, one_step(engine, 0, comm.rank)
 
 
@@ -130,7 +152,7 @@ def edits(comm: Any, modifier_rank: int, name: str, bf16: bool) -> None:
     assert_same(engine.module_state_dict(), {**before, name: want})
     if param.requires_grad:
         assert torch.equal(zero_full.safe_get_full_fp32_param(param), want.float())
-    assert param.isnan().all() and engine.optimizer.gatherer.live == 0
+    assert is_released(param) and engine.optimizer.gatherer.live == 0
 
 
 @pytest.mark.parametrize("name", ["blocks.5.up.weight", "blocks.3.base.bias"])

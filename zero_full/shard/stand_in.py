@@ -14,34 +14,10 @@ from typing import Any
 
 from torch import Tensor
 
-from zero_full._compat import foreach_zero, has_compatible_type
+from zero_full._compat import foreach_zero
+from zero_full.shard.harmless import CONVERSIONS, HARMLESS
 from zero_full.shard.values import Member, nothing
 
-# What does not look at the values. Properties are known by their getters.
-PROPERTIES = (
-    *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad_fn", "is_leaf", "is_sparse"),
-    *("is_cuda", "is_cpu", "is_meta", "is_quantized", "grad", "nbytes"),
-)
-METHODS = (
-    *("size", "dim", "numel", "nelement", "stride", "element_size", "is_floating_point", "is_complex"),
-    *("untyped_storage", "data_ptr", "storage_offset", "is_contiguous"),  # as those use who look for memory
-)
-CONVERSIONS = (
-    "to",
-    "type",
-    "cpu",
-    "cuda",
-    "float",
-    "double",
-    "half",
-    "bfloat16",
-)  # module.to(...) makes them
-HARMLESS = {
-    *(getattr(Tensor, name).__get__ for name in PROPERTIES),
-    *(getattr(Tensor, name) for name in (*METHODS, *CONVERSIONS)),
-    *(Tensor.data.__set__, has_compatible_type),  # type: ignore[attr-defined]
-    *(Tensor.requires_grad_, Tensor.detach_),  # by which `zero_grad(set_to_none=False)` prepares
-}
 CLEARING = {Tensor.zero_, foreach_zero}
 
 
@@ -68,7 +44,7 @@ class StandIn(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Let pass what does not look at the values."""
-        if func in HARMLESS:
+        if func in HARMLESS or func in CONVERSIONS:
             answer = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
             return answer
         given = args[0] if args and isinstance(args[0], (tuple, list)) else args

@@ -2,8 +2,8 @@
 
 [Note: released parameters] A flat buffer that is released has one storage for life, which shrinks to nothing
 and is filled again: views that autograd has saved of it come back to life with it. Meanwhile its parameters
-show one NaN, expanded to their shape. So shapes and sizes are always right, and what is computed from a
-released parameter is NaN and not quietly wrong. `own`, this rank's slice, always stays.
+show one NaN, expanded to their shape: shapes and sizes are always right. Using the values is an error, see
+[Note: released]. `own`, this rank's slice, always stays.
 
 [Note: second slices] Where a `node` is given, its ranks keep what forward has gathered, each its part, until
 the parameters change. Backward gathers from there, and nothing crosses between nodes.
@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from zero_full._compat import identity_of
+from zero_full._compat import identity_of, without_overrides
 from zero_full.comm.communicator import Communicator
 from zero_full.comm.lane import Lane, Pending
 from zero_full.layout import FlatLayout, Fragment
 from zero_full.precision.dtypes import NAMES, Dtypes
+from zero_full.shard.released import mark_released, unmark_released
 
 ALIGNMENT = 8  # elements: 16 bytes of 16-bit numbers, which is what kernels like to start at
 
@@ -71,15 +72,6 @@ def _lacking(dtype: torch.dtype) -> float:
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
     return 0 if dtype == torch.bool else torch.iinfo(dtype).min
-
-
-def _is_spoilt(shown: Tensor) -> bool:
-    """Whether somebody has written where all released parameters look. Then it is mended."""
-    lacking = _lacking(shown.dtype)
-    if bool(shown == lacking if lacking == lacking else shown.isnan()):
-        return False
-    shown.fill_(lacking)
-    return True
 
 
 for _dtype in NAMES.values():  # made now: what a run has in memory is then all its own
@@ -161,20 +153,24 @@ class Values:
         """The parameters are windows into the buffer."""
         self.hidden = False
         for member, window in zip(self.members, self.windows, strict=True):
+            unmark_released(member.param)
             member.param.data = window
 
     def hide(self) -> None:
         """The parameters show that they are not there."""
         self.hidden = True
-        self.versions = [member.param._version for member in self.members]
         for member, absent in zip(self.members, self.nothings, strict=True):
             member.param.data = absent
+            mark_released(member.param, member.name)
 
     def moved(self) -> list[tuple[Member, Tensor]]:
         """Parameters that were given other memory (`param.data = x`, `module.to(...)`), and their places."""
         places = self.nothings if self.hidden else self.windows
         pairs = zip(self.members, places, strict=True)
-        return [(m, p) for m, p in pairs if m.param.data_ptr() != p.data_ptr() or m.param.dtype != p.dtype]
+        with without_overrides():
+            return [
+                (m, p) for m, p in pairs if m.param.data_ptr() != p.data_ptr() or m.param.dtype != p.dtype
+            ]
 
     @torch.no_grad()
     def take_back_moved(self) -> None:
@@ -215,7 +211,6 @@ class Values:
     def begin_gather(self, lane: Lane) -> None:
         """Put the gathering on a lane, unless the values are here or on their way."""
         if self.state is State.SHARDED:
-            self._refuse_lost_writes()
             self.take_back_moved()
             self.whole.untyped_storage().resize_(self.whole.nbytes)
             self.state = State.GATHERING
@@ -228,19 +223,6 @@ class Values:
             self._await()
             self.show()
             self.state = State.WHOLE
-
-    def _refuse_lost_writes(self) -> None:
-        """Raise if somebody has written to what is not there."""
-        written = [m.name for m, v in zip(self.members, self.versions, strict=True) if m.param._version != v]
-        device = self.kind.device  # on others a look would cost a wait for the device
-        spoilt = device.type == "cpu" and _is_spoilt(nothing(self.dtype, device))
-        self.versions = [member.param._version for member in self.members]
-        if written or spoilt:
-            raise RuntimeError(
-                f"{', '.join(written) or f'a parameter ({self.dtype})'} was written while it was sharded, so "
-                "its new values are lost: write inside zero_full.GatheredParameters(parameters, "
-                "modifier_rank=0), or before initialize"
-            )
 
     def _await(self) -> None:
         pending, self.pending = self.pending, None

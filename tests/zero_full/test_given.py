@@ -1,0 +1,121 @@
+"""What `initialize` is given: one clear sentence for each mistake, and no mistake is let pass."""
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zero_full
+from tests.worlds import POOL
+from tests.zero_full.runs import Net, config
+
+
+def own(keys: dict[str, Any] | None = None) -> dict[str, Any]:
+    """A config without an optimizer."""
+    made = config(1, **(keys or {}))
+    del made["optimizer"]
+    return made
+
+
+def of_another_model() -> dict[str, Any]:
+    model = Net()
+    return {
+        "model": model,
+        "config": own(),
+        "optimizer": torch.optim.SGD(copy.deepcopy(model).parameters(), 0.1),
+    }
+
+
+def a_schedule_of_another() -> dict[str, Any]:
+    model = Net()
+    mine, other = (torch.optim.SGD(model.parameters(), 0.1) for _ in range(2))
+    schedule = torch.optim.lr_scheduler.StepLR(other, 1)
+    return {"model": model, "config": own(), "optimizer": mine, "lr_scheduler": schedule}
+
+
+def nothing_to_train() -> dict[str, Any]:
+    model = Net().requires_grad_(False)
+    return {"model": model, "config": own(), "optimizer": torch.optim.SGD(model.parameters(), 0.1)}
+
+
+def sharded_by_another() -> dict[str, Any]:
+    class FullyShardedDataParallel(nn.Module):
+        __module__ = "torch.distributed.fsdp"
+
+    model = nn.Sequential(Net(), FullyShardedDataParallel())
+    return {"model": model, "config": config(1)}
+
+
+def with_(**given: Any) -> Callable[[], dict[str, Any]]:
+    return lambda: {"model": Net(), "config": config(1), **given}
+
+
+MISTAKES: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "optimizer of another model": (of_another_model, "the optimizer has none of this model's parameters"),
+    "schedule of another optimizer": (a_schedule_of_another, r"drives another optimizer \(SGD\)"),
+    "nothing to train": (nothing_to_train, "there is nothing to train: no parameter requires gradients"),
+    "wrapped": (
+        sharded_by_another,
+        "1 is wrapped in FullyShardedDataParallel.*pass the module that is inside",
+    ),
+    "lazy": (lambda: {"model": nn.LazyLinear(3), "config": config(1)}, "weight has no shape yet"),
+    "a class for a model": (with_(model=Net), "needs a model, an nn.Module, and got type"),
+    "a string for an optimizer": (with_(optimizer="Adam"), "optimizer must be .* not str 'Adam'"),
+    "a schedule's name": (with_(lr_scheduler="WarmupLR"), "lr_scheduler must be .* not str 'WarmupLR'"),
+    "wrap": (with_(wrap="layers"), "wrap must be a function .* not str 'layers'"),
+    "process_group": (with_(process_group="world"), "process_group must be a ProcessGroup, not str 'world'"),
+    "ranks for a group": (with_(process_group=[0, 1]), "process_group must be a ProcessGroup, not list"),
+    "mesh": (with_(mesh=(2, 2)), "mesh must be a DeviceMesh, not tuple"),
+    "topology": (with_(topology={"data": 2}), "topology must be a Topology, not dict"),
+    "mpu": (with_(mpu=3), r"mpu must have get_data_parallel_group\(\), and int has not"),
+    "two of them": (with_(mpu=3, mesh=4), "mesh and mpu say the same thing twice"),
+    "a number for a config": (with_(config=3), "config"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_sentence(name: str) -> None:
+    make, said = MISTAKES[name]
+    with pytest.raises((TypeError, ValueError, RuntimeError), match=said):
+        zero_full.initialize(**make())
+
+
+def test_an_engine_is_no_model() -> None:
+    engine, *_ = zero_full.initialize(**with_()())
+    with pytest.raises(TypeError, match="the model is an engine already"):
+        zero_full.initialize(model=engine, config=config(1))  # type: ignore[arg-type]
+
+
+def wrapped_in_ddp(comm: Any) -> str:
+    model = nn.parallel.DistributedDataParallel(Net())
+    try:
+        zero_full.initialize(model=model, config=config(1))
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_ddp_around_the_model_would_average_twice() -> None:
+    assert "the model is wrapped in DistributedDataParallel" in POOL.run(wrapped_in_ddp, 2)[0]
+
+
+def test_what_requires_gradients_and_is_in_no_group_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    model = Net()
+    with caplog.at_level(logging.WARNING, "zero_full"):
+        zero_full.initialize(model=model, model_parameters=model.layers[0].parameters(), config=config(1))
+    assert "4 parameters require gradients and are in no group of the optimizer" in caplog.text
+    assert "layers.2.weight, layers.2.bias, layers.4.weight, layers.4.bias" in caplog.text
+
+
+@pytest.mark.parametrize("divides", [None, True, False])
+def test_who_divides_is_said_at_start(divides: bool | None, caplog: pytest.LogCaptureFixture) -> None:
+    keys = {} if divides is None else {"plain_backward_divides": divides}
+    with caplog.at_level(logging.INFO, "zero_full"):
+        zero_full.initialize(model=Net(), config=config(1, gradient_accumulation_steps=4, **keys))
+    assert "engine.backward(loss) divides by gradient_accumulation_steps 4; " in caplog.text
+    said = {None: "is an error until", True: "so does loss.backward()", False: "loss.backward() does not"}
+    assert [d for d, words in said.items() if words in caplog.text] == [divides]

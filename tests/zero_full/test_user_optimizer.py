@@ -1,0 +1,195 @@
+"""The optimizer that was passed in, hooks on it, copies of it; and engines that have none."""
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero_full
+from tests.worlds import POOL
+from tests.zero_full.runs import Net, assert_close, assert_same, config, data, reference
+from tests.zero_full.stage3_runs import RELEASED, Tower, seeded
+
+
+def own(stage: int, **keys: Any) -> dict[str, Any]:
+    """A config without an optimizer."""
+    made = config(stage, **keys)
+    del made["optimizer"]
+    return made
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.01, weight_decay=0.1)
+
+
+# The object that was passed in -------------------------------------------------------------------
+
+
+def train_by_hand(comm: Any, stage: int, hooked: bool) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """The loop that a PyTorch user has, around the optimizer that he made. (parameters, hooks' calls)."""
+    model, seen = Net(), {"before": 0, "after": 0}
+    raw = adamw(model.parameters())
+    engine, optimizer, _, _ = zero_full.initialize(model=model, optimizer=raw, config=own(stage))
+    if hooked:
+        optimizer.register_step_pre_hook(lambda *_: seen.update(before=seen["before"] + 1))
+        optimizer.register_step_post_hook(lambda *_: seen.update(after=seen["after"] + 1))
+        optimizer.register_state_dict_post_hook(lambda opt, state: state)
+    for step in range(4):
+        raw.zero_grad()
+        engine(data(step, 0, comm.rank)).backward()
+        raw.step()
+    return engine.module_state_dict(), seen
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_stepping_the_optimizer_that_was_passed_in_trains(stage: int) -> None:
+    for parameters, _ in POOL.run(train_by_hand, 2, stage, False):
+        assert_close(parameters, reference(2))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_hooks_on_the_optimizer_are_called(stage: int) -> None:
+    for _, seen in POOL.run(train_by_hand, 2, stage, True):
+        assert seen == {"before": 4, "after": 4}
+
+
+def test_the_passed_in_optimizer_of_an_engine_that_is_gone_says_so() -> None:
+    model = Net()
+    raw = adamw(model.parameters())
+    engine, *_ = zero_full.initialize(model=model, optimizer=raw, config=own(1))
+    engine.destroy()
+    with pytest.raises(RuntimeError, match="of an optimizer whose engine is gone"):
+        raw.step()
+
+
+# Copies ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "act", [copy.copy, copy.deepcopy, pickle.dumps, lambda x: torch.save(x, io.BytesIO())]
+)
+@pytest.mark.parametrize("what", ["engine", "optimizer"])
+def test_what_cannot_be_copied_says_so_and_goes_on_working(what: str, act: Callable[[Any], Any]) -> None:
+    engine, optimizer, _, _ = zero_full.initialize(model=Net(), config=config(1))
+    with pytest.raises(TypeError, match="cannot be copied or pickled"):
+        act({"engine": engine, "optimizer": optimizer}[what])
+    before = engine.module.layers[0].weight.detach().clone()
+    engine.backward(engine(data(0, 0, 0)))
+    engine.step()
+    assert not torch.equal(engine.module.layers[0].weight, before)
+
+
+# An optimizer with a past, and a parameter without dimensions ------------------------------------
+
+
+class Scaled(Net):
+    """With a temperature: a parameter of no dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The loss."""
+        return super().forward(x) * self.temperature
+
+
+def after_a_past(comm: Any, stage: int | None) -> dict[str, Tensor]:
+    """Two steps of plain torch on everybody's data, then two more, with an engine unless stage is None."""
+    model = Scaled()
+    raw = adamw(model.parameters())
+
+    def plainly(step: int) -> None:
+        raw.zero_grad()
+        for rank in range(2):
+            (model(data(step, 0, rank)) / 2).backward()
+        raw.step()
+
+    for step in range(2):
+        plainly(step)
+    if stage is None:
+        for step in range(2, 4):
+            plainly(step)
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+    raw.zero_grad()
+    engine, *_ = zero_full.initialize(model=model, optimizer=raw, config=own(stage))
+    for step in range(2, 4):
+        engine.backward(engine(data(step, 0, comm.rank)))
+        engine.step()
+    return engine.module_state_dict()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_an_optimizer_that_has_stepped_goes_on_with_a_parameter_without_dimensions_too(stage: int) -> None:
+    want = after_a_past(None, None)
+    for got in POOL.run(after_a_past, 2, stage):
+        assert_close(got, want)
+
+
+# No optimizer ------------------------------------------------------------------------------------
+
+
+def own_optimizer_outside(comm: Any) -> dict[str, Tensor]:
+    """At stage 0: the engine averages, an optimizer that it does not know steps."""
+    model = Net()
+    raw = adamw(model.parameters())
+    engine, *_ = zero_full.initialize(model=model, config=own(0))
+    for step in range(4):
+        raw.zero_grad()
+        engine.backward(engine(data(step, 0, comm.rank)))
+        raw.step()
+    return engine.module_state_dict()
+
+
+def test_at_stage_0_gradients_are_averaged_for_an_optimizer_of_ones_own() -> None:
+    for got in POOL.run(own_optimizer_outside, 3):
+        assert_close(got, reference(3))
+
+
+def only_forward(comm: Any, keys: dict[str, Any]) -> tuple[Tensor, int, list[str]]:
+    """(outputs, elements held, errors of backward and step), frozen and not."""
+    model = seeded(Tower)
+    engine, *_ = zero_full.initialize(model=model, config=own(3, zero_optimization=RELEASED, **keys))
+    said = []
+    x = data(0, 0, 0, next(model.parameters()).dtype)
+    with torch.no_grad():
+        loss = engine(x)
+    held = sum(t.numel() for tensors in engine.optimizer.holdings().values() for t in tensors)
+    for act in (lambda: engine.backward(engine(x)), engine.step):
+        try:
+            act()
+        except RuntimeError as error:
+            said.append(str(error))
+    return loss, held, said
+
+
+def test_without_an_optimizer_a_model_is_sharded_for_inference_and_does_not_pretend_to_train() -> None:
+    model = seeded(Tower)
+    elements = sum(p.numel() for p in model.parameters())
+    for loss, held, said in POOL.run(only_forward, 2, {}):
+        torch.testing.assert_close(loss, model(data(0, 0, 0)).detach())
+        assert held <= elements // 2 + 64
+        assert "of an engine that has no optimizer" in said[0]
+        assert len(said) == 2
+
+
+def test_without_an_optimizer_nothing_is_kept_twice_in_16_bits() -> None:
+    elements = sum(p.numel() for p in seeded(Tower).parameters())
+    for _, held, _ in POOL.run(only_forward, 2, {"bf16": {"enabled": True}}):
+        assert held <= elements // 2 + 64
+
+
+def test_the_same_bits_come_of_an_optimizer_an_instance_and_a_section() -> None:
+    model = Net()
+    engine, *_ = zero_full.initialize(model=model, optimizer=adamw, config=own(1))
+    other, *_ = zero_full.initialize(model=Net(), config=config(1))
+    for step in range(2):
+        for each in (engine, other):
+            each.backward(each(data(step, 0, 0)))
+            each.step()
+    assert_same(engine.module_state_dict(), other.module_state_dict())

@@ -1,0 +1,97 @@
+"""A parameter that is not here: whatever would compute with it is an error that names it and its reader.
+
+[Note: released] A released parameter keeps its identity and its shape. Its class changes, to one whose
+`__torch_function__` sees every use in Python, in whatever way code has come by it: `module.forward(x)`, which
+calls no hook, a weight that another module reads, a write. What does not pass through Python finds NaN.
+"""
+
+import sys
+from collections.abc import Iterator
+from functools import cache
+from types import FrameType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from zero_full._compat import without_overrides
+from zero_full.shard.harmless import CONVERSIONS, HARMLESS
+
+ALLOWED = {
+    *HARMLESS,
+    *(getattr(Tensor, name).__set__ for name in ("grad", "requires_grad")),
+    *(Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad),
+}
+VIEWS = {Tensor.data.__get__, *CONVERSIONS}  # type: ignore[attr-defined]  # what they give is not here, either
+
+
+class Absent(Tensor):
+    """See [Note: released]. By itself: what `.data` of a released parameter gives, or a conversion of it."""
+
+    released_name = "a parameter"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Let pass what does not look at the values."""
+        if func in ALLOWED or func in VIEWS:
+            with without_overrides():
+                answer = func(*args, **(kwargs or {}))
+                if func in VIEWS and answer is not args[0]:
+                    answer = answer.as_subclass(Absent)
+                    answer.released_name = args[0].released_name
+                return answer
+        if func is Tensor.__repr__:
+            return f"<{args[0].released_name}: sharded, shape {tuple(args[0].shape)}>"
+        names = [each.released_name for each in _flat((args, kwargs)) if isinstance(each, Absent)]
+        raise RuntimeError(
+            f"{', '.join(dict.fromkeys(names)) or 'a parameter'} is sharded, so it has no values here, and "
+            f"{_reader()} uses it by {getattr(func, '__name__', func)}. Call the module that holds it as "
+            "module(x), not module.forward(x); let another module that reads it ask for it by "
+            "zero_full.register_external_parameter; elsewhere read or write it inside "
+            "zero_full.GatheredParameters(parameters, modifier_rank=0), on every rank"
+        )
+
+
+@cache
+def _released(kind: type[Parameter]) -> type[Parameter]:
+    """The class of released parameters that else are of this class."""
+    return type(f"Released{kind.__name__}", (Absent, kind), {"present": kind})
+
+
+def mark_released(param: Parameter, name: str) -> None:
+    """From now on a use of it is an error."""
+    if not isinstance(param, Absent):
+        param.released_name = name  # type: ignore[attr-defined]
+        param.__class__ = _released(type(param))
+
+
+def unmark_released(param: Parameter) -> None:
+    """It may be used again."""
+    if isinstance(param, Absent):
+        param.__class__ = param.present  # type: ignore[attr-defined]
+
+
+def _flat(given: Any) -> Iterator[Any]:
+    if isinstance(given, (tuple, list)):
+        for each in given:
+            yield from _flat(each)
+    elif isinstance(given, dict):
+        yield from _flat(list(given.values()))
+    else:
+        yield given
+
+
+def _reader() -> str:
+    """The innermost module in whose code we are, by its name in the outermost one."""
+    frame: FrameType | None = sys._getframe(2)
+    around = []
+    while frame is not None:
+        me = frame.f_locals.get("self")
+        if isinstance(me, nn.Module):
+            around.append(me)
+        frame = frame.f_back
+    if not around:
+        return "code outside of modules"
+    inside, root = around[0], around[-1]
+    name = next((name for name, module in root.named_modules() if module is inside), "")
+    return f"{name or 'the model'} ({type(inside).__name__})"
