@@ -131,8 +131,8 @@ class Plain:
 class Full:
     """zero_full on one rank."""
 
-    def __init__(self, run: Run, rank: int, loss: Loss = own_loss) -> None:
-        self.run, self.rank, self.loss, self.module = run, rank, loss, run.model()
+    def __init__(self, run: Run, rank: int, loss: Loss = own_loss, module: nn.Module | None = None) -> None:
+        self.run, self.rank, self.loss, self.module = run, rank, loss, module or run.model()
         zero: dict[str, Any] = {"stage": run.stage, "reduce_bucket_size": 5000, "overlap_comm": False}
         if run.stage == 3:
             zero |= {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
@@ -170,9 +170,9 @@ class Full:
 
 
 @contextmanager
-def playing(run: Run, rank: int, loss: Loss = own_loss) -> Iterator[Full]:
+def playing(run: Run, rank: int, loss: Loss = own_loss, module: nn.Module | None = None) -> Iterator[Full]:
     """The engine ends with the block."""
-    full = Full(run, rank, loss)
+    full = Full(run, rank, loss, module)
     try:
         yield full
     finally:

@@ -151,3 +151,27 @@ def all_lost(comm: Any, listed: Sequence[Run], directory: Path, spoil: float = 0
                 folder = directory / f"{place}-{number}"
                 losses[f"{run}, {name}"] = lost(full, name, folder, spoil)
     return losses
+
+
+# Constructed without memory ----------------------------------------------------------------------
+
+
+def constructed(comm: Any, families: Sequence[str], directory: Path, files: bool) -> dict[str, list[str]]:
+    """Names whose values are not those of plain construction, or not those in files of Hugging Face."""
+    others = {}
+    for family in families:
+        plain, weights = FAMILIES[family].make(), None
+        if files:
+            weights = directory / family
+            with torch.no_grad():
+                for p in plain.parameters():
+                    p.mul_(1.5)
+            if comm.rank == 0:
+                plain.save_pretrained(weights, save_original_format=False)
+            dist.barrier()
+        with zero_full.Init(weights=weights):
+            model = FAMILIES[family].make()
+        with playing(Run(family), comm.rank, module=model) as full:
+            state = full.engine.module_state_dict()
+        others[family] = [name for name, value in plain.state_dict().items() if not value.equal(state[name])]
+    return others
