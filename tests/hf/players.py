@@ -25,12 +25,11 @@ class Numbers:
 
 
 # Sums over ranks have another order; Adam is given an eps that keeps it from making steps of their rounding.
-# In bf16 at stage 3 autograd may also add an activation's gradients (those of T5's encoder) in another order.
 NUMBERS = {
     each.name: each
     for each in (
         Numbers("fp32", {}, 1e-5, 1e-4),
-        Numbers("bf16", {"bf16": {"enabled": True}}, 4e-2, 2e-2),
+        Numbers("bf16", {"bf16": {"enabled": True}}, 1e-3, 1e-3),
     )
 }
 
@@ -69,6 +68,17 @@ class Run:
         for rank in ranks:
             for micro in range(self.micro_batches):
                 yield step, micro, rank
+
+
+# Where many modules read one activation, as decoders their encoder's, autograd adds its gradients in another
+# order at stage 3. In bf16 that is seen; neither order is nearer to fp32.
+READ_BY_MANY = Numbers("bf16", {}, 5e-2, 5e-2)
+
+
+def limits(family: str, numbers: str) -> Numbers:
+    """How far this training may be from plain torch's."""
+    many = numbers == "bf16" and FAMILIES[family].inputs == "translated"
+    return READ_BY_MANY if many else NUMBERS[numbers]
 
 
 Loss = Callable[[nn.Module, str, Batch], Tensor]  # of a model of this family

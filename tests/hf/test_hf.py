@@ -10,7 +10,7 @@ if not (find_spec("transformers") and find_spec("peft")):
 
 from tests.hf import saving, training, uses
 from tests.hf.families import FAMILIES
-from tests.hf.players import NUMBERS, Run
+from tests.hf.players import NUMBERS, Run, limits
 from tests.worlds import POOL
 
 pytestmark = pytest.mark.hf
@@ -36,7 +36,7 @@ def test_modules_by_themselves_and_generation_give_plain_torchs_logits_at_stage_
 
 def limit_of(cell: str) -> float:
     numbers = "bf16" if "bf16," in cell else "fp32"
-    return NUMBERS[numbers].parameters if cell.endswith(uses.LATER) else SAME[numbers]
+    return limits(cell.split(" (")[0], numbers).parameters if cell.endswith(uses.LATER) else SAME[numbers]
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

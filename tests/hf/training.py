@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.hf.families import FAMILIES
-from tests.hf.players import NUMBERS, Plain, Run, playing
+from tests.hf.players import NUMBERS, Plain, Run, limits, playing
 from tests.worlds import POOL
 
 
@@ -24,7 +24,7 @@ class Apart:
 
     def verdict(self, run: Run) -> str:
         """Empty if all is well, else what is wrong."""
-        numbers = NUMBERS[run.numbers]
+        numbers = limits(run.family, run.numbers)
         if self.error:
             return self.error
         if self.losses <= numbers.loss and self.parameters <= numbers.parameters:
