@@ -6,7 +6,7 @@ BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 TORCHRUN := $(BIN)/python -m torch.distributed.run --standalone
 
-.PHONY: help demo test test-all test-gpu bench bench-gpu lab site weave browser clean
+.PHONY: help demo test test-all test-gpu test-hf bench bench-gpu lab site weave browser clean
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -25,10 +25,10 @@ test: .venv/ready browser  ## what CI runs: lint, types, all tests but the slow 
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	@command -v chromium > /dev/null || export ZERO_FULL_NO_BROWSER=1; $(PYTEST) -m "not slow and not gpu"
+	@command -v chromium > /dev/null || export ZERO_FULL_NO_BROWSER=1; $(PYTEST) -m "not slow and not gpu and not hf"
 
 test-all: .venv/ready browser  ## all tests, the slow ones too
-	@command -v chromium > /dev/null || export ZERO_FULL_NO_BROWSER=1; $(PYTEST) -m "not gpu"
+	@command -v chromium > /dev/null || export ZERO_FULL_NO_BROWSER=1; $(PYTEST) -m "not gpu and not hf"
 
 lab: .venv/ready  ## JupyterLab, opened at notebooks/
 	$(BIN)/jupyter lab --notebook-dir . --LabApp.default_url=/lab/tree/notebooks
@@ -40,6 +40,10 @@ test-gpu: export ZERO_FULL_KERNELS = all
 test-gpu: .venv/ready  ## tests that need a GPU (and a torch built for it)
 	@$(BIN)/python -c 'import torch; torch.cuda.is_available() or exit("test-gpu: no CUDA device, so nothing was tested")'
 	$(BIN)/python -m pytest -q -m gpu
+
+test-hf: .venv/ready  ## Hugging Face's models at every stage (installs transformers and peft; 4 minutes)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[hf]'
+	$(PYTEST) -m hf tests/hf
 
 bench: .venv/ready  ## kernels, step times, collectives beside peers that are installed (30 minutes, quiet machine)
 	@mkdir -p build/bench

@@ -325,3 +325,12 @@ def generator_of_its_own() -> nn.Module:
 @builder
 def nothing_written() -> nn.Module:
     return Holder(a=torch.empty(0), b_x=torch.zeros(()))
+
+
+@builder
+def asks_where_tensors_are_made() -> nn.Module:
+    """As transformers: on the meta device, it leaves its own initialisation out."""
+    made = nn.Linear(3, 3)
+    if torch.tensor([]).device != torch.device("meta"):
+        nn.init.normal_(made.weight, std=0.02)
+    return nn.ModuleList([made, Holder(a=torch.cat([torch.tensor([]), torch.ones(2)]))])

@@ -151,7 +151,7 @@ def recorder() -> Iterator[Recording]:
     model after the context, and to a NumPy array that a tensor was made from. torch's generator moves on at
     replay, not here.
     """
-    if torch.get_default_device() == META:
+    if torch.empty(0).device == META:
         raise RuntimeError("already constructing on the meta device; recorders cannot be nested")
     with alone_with_torchs_generator():
         recording = Recording()
@@ -197,10 +197,16 @@ class _Functions(TorchFunctionMode):
 
 
 def _from_data(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """A recorded tensor with this data, which the meta device would forget."""
+    """A recorded tensor with this data, which the meta device would forget.
+
+    One without elements has nothing to forget and stays on the CPU. With `torch.tensor([]).device`,
+    transformers asks whether it constructs on the meta device, where it would not initialise anything.
+    """
     if torch.device(kwargs.get("device") or META) != META:
         return cast(Tensor, func(*args, **kwargs))
     real: Tensor = func(*args, **{**kwargs, "device": CPU})
+    if real.numel() == 0 and not kwargs.get("device"):
+        return real
     return real.detach().to(META).requires_grad_(real.requires_grad)
 
 
