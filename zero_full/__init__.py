@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from zero_full.checkpoint import CheckpointError, load_weights, save_weights
     from zero_full.comm import CommunicationError, DesyncError, Topology
     from zero_full.config import Config, ConfigError
+    from zero_full.construct import Init
     from zero_full.data import synced
     from zero_full.engine import Engine
     from zero_full.entry import add_config_arguments, init_distributed, initialize
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
         safe_set_local_grad,
         safe_set_local_optimizer_state,
     )
-    from zero_full.shard.init import Init
     from zero_full.shard.whole import GatheredParameters, register_external_parameter
 
 __version__ = "0.1.0"
@@ -44,13 +44,13 @@ _WHERE = {
     "zero_full.checkpoint": ("CheckpointError", "load_weights", "save_weights"),
     "zero_full.comm": ("CommunicationError", "DesyncError", "Topology"),
     "zero_full.config": ("Config", "ConfigError"),
+    "zero_full.construct": ("Init",),
     "zero_full.data": ("synced",),
     "zero_full.engine": ("Engine",),
     "zero_full.entry": ("add_config_arguments", "init_distributed", "initialize"),
     "zero_full.plan": ("Plan", "PlanError", "plan_stages"),
     "zero_full.precision": ("ScaleExhaustedError",),
     "zero_full.shard": ("StepReport", "ZeroOptimizer"),
-    "zero_full.shard.init": ("Init",),
     "zero_full.shard.whole": ("GatheredParameters", "register_external_parameter"),
     "zero_full.shard.access": tuple(
         f"safe_{verb}_{extent}_{what}"

@@ -21,13 +21,13 @@ from zero_full.checkpoint import load_weights
 from zero_full.comm.ledger import Traffic
 from zero_full.comm.topology import Topology
 from zero_full.config import Config, LeafModuleConfig, resolve
+from zero_full.construct import Deferred
 from zero_full.data import RankLoader
 from zero_full.engine import Engine
 from zero_full.optim import build_optimizer, build_scheduler, check_elementwise
 from zero_full.precision import Dtypes, DynamicScale, StaticScale
 from zero_full.precision.dtypes import NAMES
 from zero_full.shard import Connection, Dealer, Gathering, Settings, ZeroOptimizer, connect, settle_the_rest
-from zero_full.shard.init import Deferred
 from zero_full.shard.units import Wrap
 from zero_full.shard.whole import guard
 

@@ -27,6 +27,7 @@ ROOMS = {  # and a room of zero_full only itself and these; what is not named ma
     "comm": {"_compat", "kernels"},
     "precision": {"comm", "kernels"},
     "shard": {"_compat", "comm", "kernels", "layout", "nest", "precision"},
+    "construct": {"_compat", "comm", "nest", "shard"},
     "checkpoint": {"comm", "layout", "nest", "shard"},
     "facts": {"comm", "config", "precision", "shard"},
     "engine": {"_compat", "checkpoint", "config", "data", "facts", "nest", "precision", "shard", "stopwatch"},

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.zero_full.deferred_models import BUILDERS, GPT, Holder
-from zero_full.shard.deferred import Recording, recorder
+from zero_full.construct.deferred import Recording, recorder
 
 SEED = 11
 

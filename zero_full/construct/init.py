@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from zero_full.shard.deferred import Recording, recorder
+from zero_full.construct.deferred import Recording, recorder
 from zero_full.shard.groups import Groups
 from zero_full.shard.values import nothing
 

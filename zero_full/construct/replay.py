@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from zero_full.shard.draws import Draw, Stream, as_torchs_generator
+from zero_full.construct.generators import Draw, Stream, as_torchs_generator
 
 CPU = torch.device("cpu")
 

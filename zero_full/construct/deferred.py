@@ -28,8 +28,8 @@ from torch import Generator, Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zero_full.shard.draws import Streams, alone_with_torchs_generator
-from zero_full.shard.replay import CPU, Held, Op, Player, Ref, Value, leaves, needed, schedule, swap
+from zero_full.construct.generators import Streams, alone_with_torchs_generator
+from zero_full.construct.replay import CPU, Held, Op, Player, Ref, Value, leaves, needed, schedule, swap
 
 META = torch.device("meta")
 
