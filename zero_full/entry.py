@@ -21,7 +21,7 @@ from zero_full.checkpoint import load_weights
 from zero_full.comm.ledger import Traffic
 from zero_full.comm.topology import Topology
 from zero_full.config import Config, LeafModuleConfig, resolve
-from zero_full.construct import Deferred
+from zero_full.construct import Deferred, has_values, outside_recording
 from zero_full.data import RankLoader
 from zero_full.engine import Engine
 from zero_full.optim import build_optimizer, build_scheduler, check_elementwise
@@ -69,6 +69,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     return parser
 
 
+@outside_recording
 def initialize(
     args: Any = None,
     model: nn.Module | None = None,
@@ -166,7 +167,7 @@ def _place_among_data(topology: Topology) -> tuple[int, int]:
 
 def _device(model: nn.Module) -> torch.device:
     """The model's, if it is on an accelerator already; else this rank's accelerator, if it can talk there."""
-    real = (p.device for p in model.parameters() if not p.is_meta)
+    real = (p.device for p in model.parameters() if has_values(p))
     here = next(real, torch.device("cpu"))
     if here.type != "cpu" or not torch.accelerator.is_available():
         return here
@@ -300,12 +301,16 @@ def _shard(
     groups = connect(topology, settings, Connection(device, Traffic(), separate, timeout))
     if groups.dense.shard.size > 1 or (groups.expert is not None and groups.expert.shard.size > 1):
         check_elementwise(base, config.zero_allow_untested_optimizer)
+    deferred.refuse_strangers(base.param_groups)
+    deferred.agree(groups.dense.shard, groups.dense.across)
+    if groups.expert is not None and deferred.parameters:
+        raise ValueError("experts are initialised differently on each rank: construct them without Init")
     parts = Dealer(base.param_groups, topology, groups, settings, deferred.parameters).deal(model)
-    deferred.fill(groups, parts.fill)
+    deferred.fill(parts.fill)
     settle_the_rest(model, parts, topology, groups, settings)
     optimizer = ZeroOptimizer(base, model, parts, groups, settings, _scaler(config))
     optimizer.guards = guard(model) if parts.sites else []
-    for path in deferred.weights():
+    for path in deferred.weights:
         load_weights(model, optimizer, path)
     return optimizer
 

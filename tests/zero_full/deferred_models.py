@@ -233,6 +233,27 @@ def on_the_cpu_by_name() -> nn.Module:
 
 
 @builder
+def moved() -> nn.Module:
+    made = nn.ModuleList([nn.Linear(3, 3).cpu(), nn.Linear(3, 3).to("cpu").to(torch.bfloat16).float()])
+    made[0].weight.data.cpu().zero_()  # no copy
+    made[1].weight.data.to("cpu", copy=True).zero_()
+    x = torch.arange(3).to(torch.device("cpu"), torch.float32)
+    made.append(
+        Holder(a=torch.randn(3).cpu(), b_x=x.to(made[1].weight), b_y=x.to("cpu", torch.half, True, True))
+    )
+    return made
+
+
+@builder
+def legacy_constructors() -> nn.Module:
+    made = Holder(a=torch.Tensor(4, 3), b=torch.FloatTensor(5), c=torch.empty(2, 2))
+    made.a.data.uniform_(-1, 1)
+    made.b.data.fill_(2)
+    made.c.data.copy_(torch.empty_like(made.a, device="cpu").fill_(3)[:2, :2])
+    return made
+
+
+@builder
 def other_dtypes() -> nn.Module:
     made = nn.ModuleList([nn.Linear(4, 4).to(torch.bfloat16), nn.Linear(3, 3, dtype=torch.float64)])
     made.append(nn.Linear(20, 4).half())

@@ -5,22 +5,19 @@
     engine, optimizer, _, _ = zero_full.initialize(model=model, config=config)
 
 Inside the context the model is constructed without memory, and what its constructors do is recorded (see
-`deferred.py`). `initialize` replays that, one parameter at a time, and every rank keeps its slices. The
-values are those of plain construction on the CPU from the same seed, the first rank's.
+`deferred.py`). So is what is done to the model afterwards. `initialize` replays that, one parameter at a
+time, and every rank keeps its slices. The values are the first rank's, as plainly constructed on its CPU.
 """
 
 import logging
-from collections.abc import Callable
-from functools import partial
+import weakref
+from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import Parameter
+from torch import nn
 
-from zero_full.construct.deferred import Recording, recorder
-from zero_full.shard.groups import Groups
-from zero_full.shard.values import nothing
+from zero_full.construct.recorder import Session, here, latest
 
 log = logging.getLogger("zero_full")
 
@@ -38,7 +35,6 @@ IDLE = {
     "mem_efficient_linear": "nn.Linear stays as it is",
     "pin_memory": "nothing is on the host",
 }
-_finished: list["Init"] = []  # whose models `initialize` has not seen yet
 
 
 class Init:
@@ -48,6 +44,8 @@ class Init:
     enabled   False: construct as usual
     dtype     the floating-point dtype to construct in; None: as usual
     weights   a safetensors file, index or directory to start from: each rank reads only its slices
+
+    One inside another belongs to it. Several in turn are one construction, until a model is initialized.
     """
 
     def __init__(
@@ -65,90 +63,49 @@ class Init:
         for name in others.keys() - {"config_dict_or_path", "config"}:
             log.warning("Init(%s=...) has no effect: %s", name, IDLE[name])
         self.enabled, self.dtype, self.weights = enabled and module is None, dtype, weights
+        self._stacks: list[ExitStack] = []
 
     def __enter__(self) -> "Init":
         """Begin to record."""
-        self.usual_dtype = torch.get_default_dtype()
+        stack, usual_dtype = ExitStack(), torch.get_default_dtype()
+        stack.callback(torch.set_default_dtype, usual_dtype)
         if self.dtype is not None:
             torch.set_default_dtype(self.dtype)
         if self.enabled:
-            self.context = recorder()
-            self.recording: Recording = self.context.__enter__()
+            try:
+                self._record(stack, usual_dtype)
+            except BaseException:
+                stack.close()
+                raise
+        self._stacks.append(stack)
         return self
 
     def __exit__(self, *failure: Any) -> None:
         """The model is constructed."""
-        torch.set_default_dtype(self.usual_dtype)
-        if self.enabled:
-            self.context.__exit__(*failure)
-            if failure[0] is None:
-                _finished.append(self)
+        self._stacks.pop().__exit__(*failure)
 
+    def _record(self, stack: ExitStack, usual_dtype: torch.dtype) -> None:
+        if here.rests:
+            raise RuntimeError("Init is inside GatheredParameters: leave that before constructing a model")
+        if here.session is None or here.session.is_over:
+            self._begin(stack, usual_dtype)
+        elif self.weights is not None:
+            raise ValueError("Init(weights=...) is inside another Init: pass the weights to the outer one")
 
-class Deferred:
-    """The parameters and buffers of a model that have no values yet.
+    def _begin(self, stack: ExitStack, usual_dtype: torch.dtype) -> None:
+        session = stack.enter_context(Session(latest(), constructs=True))
+        here.latest = weakref.ref(session.recorder)
+        recording = session.recorder.recording
+        known = list(recording.names.modules)
 
-    Making one moves the parameters to the device, where they show NaN and take no memory. They stay the same
-    objects, so an optimizer may know them already.
-    """
+        def is_recording() -> bool:
+            return session.is_on and here.session is session
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        named = [*model.named_parameters(), *model.named_buffers()]
-        self.origins = {name: _origin(name, tensor) for name, tensor in named if tensor.is_meta}
-        self.device = device
-        self.names: dict[Tensor, str] = {}  # of what was recorded
-        self.sources: dict[Tensor, Parameter] = {}  # what was recorded -> what it is now
-        self.buffers: dict[Tensor, Tensor] = {}
-        for name, param in model.named_parameters():
-            if param.is_meta:
-                source = _put_on(device, param)
-                self.sources[source], self.names[source] = param, name
-        for module in model.modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                if buffer.is_meta:
-                    real = self.buffers.setdefault(buffer, torch.empty_like(buffer, device=device))
-                    setattr(module, name, real)
-        self.names |= {b: name for name, b in named if b in self.buffers}
-        self.parameters = set(self.sources.values())
+        def at_the_end() -> None:
+            torch.set_default_dtype(usual_dtype)
+            if self.weights is not None:
+                mine = [module for module in recording.names.modules if not any(module is m for m in known)]
+                recording.read_later(self.weights, mine)
 
-    def weights(self) -> list[Any]:
-        """The files that were named instead of initial values."""
-        found = dict.fromkeys(init for init in self.origins.values() if init.weights is not None)
-        return [init.weights for init in found]
-
-    def fill(self, groups: Groups, put: Callable[[Parameter, Tensor], None]) -> None:
-        """Replay: `put` gets every parameter with its values, one at a time. Every rank must call this."""
-        if groups.expert is not None and self.names:
-            raise ValueError("experts are initialised differently on each rank: construct them without Init")
-        for init in dict.fromkeys(self.origins.values()):
-            state = init.recording.rng_state_before
-            for group in (groups.dense.shard, groups.dense.across):
-                state = group.gather_objects(state, "the state of the random numbers")[0]
-            init.recording.rng_state_before = state
-            wanted = [t for t, name in self.names.items() if self.origins[name] is init]
-            init.recording.replay(partial(self._deliver, put), wanted)
-            _finished.remove(init)
-
-    def _deliver(self, put: Callable[[Parameter, Tensor], None], source: Tensor, real: Tensor) -> None:
-        if source in self.sources:
-            put(self.sources[source], real)
-        else:
-            self.buffers[source].copy_(real)
-
-
-def _origin(name: str, tensor: Tensor) -> Init:
-    for init in _finished:
-        if init.recording.knows(tensor):
-            return init
-    raise ValueError(
-        f"{name} is on the meta device, and nothing is known of its values: construct the model inside "
-        "zero_full.Init()"
-    )
-
-
-def _put_on(device: torch.device, param: Parameter) -> Tensor:
-    """The parameter shows NaN on the device. Returns what it was."""
-    shown = nothing(param.dtype, device).expand(param.shape)
-    other = Parameter(shown, requires_grad=param.requires_grad)
-    torch.utils.swap_tensors(param, other)
-    return other
+        session.at_the_end = at_the_end
+        stack.enter_context(recording.names.watching(is_recording, session.recorder))

@@ -1,7 +1,7 @@
 """Whole parameters of a model whose parameters are sharded: to read them, to write them, to save them."""
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from zero_full.comm.topology import this_rank
 from zero_full.shard.optimizer import ZeroOptimizer
 from zero_full.shard.owners import owner_of
+from zero_full.shard.recorded import record_of
 from zero_full.shard.values import Member, Values, is_released
 
 
@@ -171,7 +172,8 @@ class GatheredParameters:
 
     modifier_rank   the rank whose changes become everybody's; None: there must not be any
 
-    With None, changes that all ranks make alike are an error, too: nobody would know whose to keep.
+    With None, changes that all ranks make alike are an error, too: nobody would know whose to keep. What
+    `Init` has recorded can be gathered before `initialize`, buffers included; it is on the CPU then.
     """
 
     def __init__(
@@ -184,11 +186,16 @@ class GatheredParameters:
         self.params: list[Tensor] = [params] if isinstance(params, Tensor) else list(params)
         self.modifier_rank, self.enabled = modifier_rank, enabled
         self.stack: list[tuple[ZeroOptimizer, list[tuple[Values, Member]], Any]] = []
+        self.recorded: AbstractContextManager[Any] = nullcontext()  # of parameters before `initialize`
 
     def __enter__(self) -> None:
         """Gather them."""
         if not self.enabled:
             return
+        recorded = [p for p in self.params if record_of(p) is not None]
+        if recorded:
+            self.recorded = record_of(recorded[0]).gathered(recorded, self.modifier_rank)
+            self.recorded.__enter__()
         for optimizer, chosen in _by_optimizer(self.params).items():
             optimizer.settle()
             context = _gathered(optimizer, dict.fromkeys(values for values, _ in chosen))
@@ -201,11 +208,15 @@ class GatheredParameters:
         """Keep the changes of `modifier_rank`, or make sure that there are none; release."""
         if not self.enabled:
             return
+        recorded, self.recorded = self.recorded, nullcontext()
         problem = None
-        if failure[0] is None:
-            problem = self._refuse_changes() if self.modifier_rank is None else self._keep_changes()
-        while self.stack:
-            self.stack.pop()[2].__exit__(*failure)
+        try:
+            if failure[0] is None:
+                problem = self._refuse_changes() if self.modifier_rank is None else self._keep_changes()
+            while self.stack:
+                self.stack.pop()[2].__exit__(*failure)
+        finally:
+            recorded.__exit__(*failure)
         if problem:
             raise RuntimeError(problem)
 
