@@ -177,8 +177,11 @@ def tensors_in(state: Any) -> list[Tensor]:
     return [tensor for item in inside for tensor in tensors_in(item)]
 
 
-def reference(case: Case, world_size: int) -> dict[str, Tensor]:
-    """The same case on one process, over everybody's data, with PyTorch's own Adam."""
+def reference(case: Case, world_size: int, none_is_zero: bool) -> dict[str, Tensor]:
+    """The same case on one process, over everybody's data, with PyTorch's own Adam.
+
+    `none_is_zero`: a parameter without gradient counts as one with gradient zero. PyTorch leaves it alone.
+    """
     model = case.model()
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = case.groups(model) or [{"params": trained}]
@@ -190,7 +193,7 @@ def reference(case: Case, world_size: int) -> dict[str, Tensor]:
             for micro in range(case.micro_batches):
                 loss = model(case.data(step, micro, rank), rank) / (world_size * case.micro_batches)
                 loss.backward()
-        for p in trained:  # the contract: no gradient anywhere means gradient zero
+        for p in trained if none_is_zero else ():
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         if case.max_grad_norm is not None:
             nn.utils.clip_grad_norm_(trained, case.max_grad_norm)

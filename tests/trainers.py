@@ -175,6 +175,11 @@ class Subject:
         known = {"micro_batches": case.micro_batches} if self.impl == "full" else {}
         return {**case.options(), **known}
 
+    @property
+    def counts_no_gradient_as_zero(self) -> bool:
+        """zero_min does, as lesson 0 says; zero_full does what PyTorch does."""
+        return self.impl != "full"
+
     def where(self, place: str) -> str:
         """zero_full's ranks are always processes."""
         return "processes" if self.impl == "full" else place

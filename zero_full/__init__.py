@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zero_full.checkpoint import CheckpointError, load_weights, save_weights
-    from zero_full.comm import CommunicationError, DesyncError, Topology
+    from zero_full.comm import CommunicationError, DesyncError, DisagreementError, Topology
     from zero_full.config import Config, ConfigError
     from zero_full.construct import Init
-    from zero_full.data import synced
+    from zero_full.data import RepeatingLoader, synced
     from zero_full.engine import Engine
-    from zero_full.entry import add_config_arguments, init_distributed, initialize
+    from zero_full.entry import initialize
+    from zero_full.launch import add_config_arguments, init_distributed
     from zero_full.plan import Plan, PlanError, plan_stages
     from zero_full.precision import ScaleExhaustedError
     from zero_full.shard import StepReport, ZeroOptimizer
@@ -36,27 +37,51 @@ if TYPE_CHECKING:
         safe_set_local_fp32_param,
         safe_set_local_grad,
         safe_set_local_optimizer_state,
+        safe_update_full_grad_vectorized,
     )
-    from zero_full.shard.whole import GatheredParameters, register_external_parameter
+    from zero_full.shard.leaves import (
+        get_z3_leaf_modules,
+        set_z3_leaf_module,
+        set_z3_leaf_modules,
+        set_z3_leaf_modules_by_name,
+        set_z3_leaf_modules_by_suffix,
+        unset_z3_leaf_modules,
+        z3_leaf_module,
+    )
+    from zero_full.shard.whole import (
+        GatheredParameters,
+        register_external_parameter,
+        unwrap_model_for_generation,
+    )
 
 __version__ = "0.1.0"
 _WHERE = {
     "zero_full.checkpoint": ("CheckpointError", "load_weights", "save_weights"),
-    "zero_full.comm": ("CommunicationError", "DesyncError", "Topology"),
+    "zero_full.comm": ("CommunicationError", "DesyncError", "DisagreementError", "Topology"),
     "zero_full.config": ("Config", "ConfigError"),
     "zero_full.construct": ("Init",),
-    "zero_full.data": ("synced",),
+    "zero_full.data": ("RepeatingLoader", "synced"),
     "zero_full.engine": ("Engine",),
-    "zero_full.entry": ("add_config_arguments", "init_distributed", "initialize"),
+    "zero_full.entry": ("initialize",),
+    "zero_full.launch": ("add_config_arguments", "init_distributed"),
     "zero_full.plan": ("Plan", "PlanError", "plan_stages"),
     "zero_full.precision": ("ScaleExhaustedError",),
     "zero_full.shard": ("StepReport", "ZeroOptimizer"),
-    "zero_full.shard.whole": ("GatheredParameters", "register_external_parameter"),
-    "zero_full.shard.access": tuple(
-        f"safe_{verb}_{extent}_{what}"
-        for verb in ("get", "set")
-        for extent in ("full", "local")
-        for what in ("fp32_param", "grad", "optimizer_state")
+    "zero_full.shard.leaves": (
+        *("get_z3_leaf_modules", "set_z3_leaf_module", "set_z3_leaf_modules", "set_z3_leaf_modules_by_name"),
+        *("set_z3_leaf_modules_by_suffix", "unset_z3_leaf_modules", "z3_leaf_module"),
+    ),
+    "zero_full.shard.whole": (
+        *("GatheredParameters", "register_external_parameter", "unwrap_model_for_generation"),
+    ),
+    "zero_full.shard.access": (
+        "safe_update_full_grad_vectorized",
+        *(
+            f"safe_{verb}_{extent}_{what}"
+            for verb in ("get", "set")
+            for extent in ("full", "local")
+            for what in ("fp32_param", "grad", "optimizer_state")
+        ),
     ),
 }
 _MODULE_OF = {name: module for module, names in _WHERE.items() for name in names}
@@ -66,16 +91,19 @@ __all__ = [
     "Config",
     "ConfigError",
     "DesyncError",
+    "DisagreementError",
     "Engine",
     "GatheredParameters",
     "Init",
     "Plan",
     "PlanError",
+    "RepeatingLoader",
     "ScaleExhaustedError",
     "StepReport",
     "Topology",
     "ZeroOptimizer",
     "add_config_arguments",
+    "get_z3_leaf_modules",
     "init_distributed",
     "initialize",
     "load_weights",
@@ -93,8 +121,16 @@ __all__ = [
     "safe_set_local_fp32_param",
     "safe_set_local_grad",
     "safe_set_local_optimizer_state",
+    "safe_update_full_grad_vectorized",
     "save_weights",
+    "set_z3_leaf_module",
+    "set_z3_leaf_modules",
+    "set_z3_leaf_modules_by_name",
+    "set_z3_leaf_modules_by_suffix",
     "synced",
+    "unset_z3_leaf_modules",
+    "unwrap_model_for_generation",
+    "z3_leaf_module",
 ]
 
 

@@ -1,4 +1,4 @@
-"""The command line: `python -m zero_full doctor`, `plan` and `build`."""
+"""The command line: `python -m zero_full doctor`, `plan`, `migrate` and `build`."""
 
 import argparse
 import sys
@@ -15,9 +15,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands.add_parser("build", help="compile the operators for this machine, again if that failed before")
     planning = commands.add_parser("plan", help="how many bytes a run will need on each rank")
     _describe_plan(planning)
+    migrating = commands.add_parser("migrate", help="make a DeepSpeed script one of zero_full's")
+    _describe_migrate(migrating)
     options = parser.parse_args(arguments)
     if options.command == "plan":
         return _plan(planning, options)
+    if options.command == "migrate":
+        return _migrate(migrating, options)
     return _build() if options.command == "build" else doctor.main()
 
 
@@ -59,6 +63,21 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     try:
         return plan.main(options)
     except (ConfigError, plan.PlanError) as error:
+        parser.error(str(error))
+
+
+def _describe_migrate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("files", nargs="+", metavar="FILE", help="scripts (.py) and configurations (.json)")
+    parser.add_argument("--write", action="store_true", help="change the scripts, and not only show how")
+    parser.add_argument("--world", type=int, metavar="N", help="check configurations for so many ranks")
+
+
+def _migrate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    from zero_full import migrate
+
+    try:
+        return migrate.main(options.files, options.write, options.world)
+    except migrate.MigrateError as error:
         parser.error(str(error))
 
 

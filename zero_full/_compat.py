@@ -13,6 +13,10 @@ from torch.utils._device import DeviceContext
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+foreach_zero = torch._foreach_zero_
+has_compatible_type = torch._has_compatible_shallow_copy_type  # asked when a module is converted
+NormWithStatistics = torch.nn.modules.batchnorm._NormBase  # batch and instance norms
+
 
 def keys_under(prefix: str, store: Any) -> Any:
     """The part of a store whose keys start with `prefix`."""
@@ -22,6 +26,27 @@ def keys_under(prefix: str, store: Any) -> Any:
 def default_store() -> Any:
     """The key-value store that the default process group was started with."""
     return dist.distributed_c10d._get_default_store()
+
+
+def open_group(ranks: list[int], name: str, backend: str, timeout: timedelta | None) -> Any:
+    """A process group of this name. Only its members need to call.
+
+    `dist.new_group` makes names of the number of groups that are open: a name comes back when a group has
+    been destroyed, with the old one's addresses, and ranks with different numbers of groups never meet.
+    """
+    c10d: Any = dist.distributed_c10d
+    group, _ = c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        ranks,
+        dist.Backend(backend),
+        default_store(),
+        name,
+        timeout=timeout or c10d._get_default_timeout(dist.Backend(backend)),
+        device_id=c10d._get_default_group().bound_device_id,
+    )
+    c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+    return group
 
 
 def backend_of(group: Any, device: torch.device) -> str:
@@ -50,6 +75,16 @@ def current_backward() -> int:
 def when_backward_ends(callback: Callable[[], None]) -> None:
     """Run `callback` when the backward pass that calls this is complete."""
     Variable._execution_engine.queue_callback(callback)
+
+
+def is_last_hook(param: torch.Tensor, handle: Any) -> bool:
+    """Whether this post-accumulate hook runs after all others of the parameter."""
+    return bool(next(reversed(param._post_accumulate_grad_hooks)) == handle.id)
+
+
+def inside_transform() -> bool:
+    """Whether `torch.func.grad`, `vmap` or another transform is at work."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def identity_of(storage: torch.UntypedStorage) -> int:

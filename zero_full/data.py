@@ -1,4 +1,4 @@
-"""Data for ranks: the loader that `initialize` makes, and loops that end together."""
+"""Data for ranks: the loader that `initialize` makes, loaders without an end, and loops that end together."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -35,6 +35,49 @@ class RankLoader:
 
     def __len__(self) -> int:
         return len(self.loader)
+
+
+class RepeatingLoader:
+    """A loader that begins anew when it ends, and so never does. What it does not know, it asks the loader.
+
+    A sampler with `set_epoch` is told each new pass, so that it shuffles anew.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+        self.passes = 0
+        self.is_empty = True
+        self.data_iter = iter(loader)
+
+    def __iter__(self) -> "RepeatingLoader":
+        return self
+
+    def __next__(self) -> Any:
+        batch = next(self.data_iter, NOTHING)
+        if batch is NOTHING:
+            self.passes += 1
+            self._begin_epoch()
+            self.data_iter = iter(self.loader)
+            batch = next(self.data_iter, NOTHING)
+        if batch is NOTHING:
+            told = "has no batch at all" if self.is_empty else "cannot begin anew: it may be a generator"
+            raise ValueError(f"the loader {told}, so there is nothing to repeat")
+        self.is_empty = False
+        return batch
+
+    def _begin_epoch(self) -> None:
+        for name in ("sampler", "batch_sampler"):
+            sampler: Any = getattr(self.loader, name, None)
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(getattr(sampler, "epoch", self.passes - 1) + 1)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # while it is copied, there is none
+            raise AttributeError(name)
+        return getattr(self.loader, name)
 
 
 NOTHING = object()

@@ -15,7 +15,6 @@ from typing import Any
 
 TORCH_AT_LEAST = (2, 11)
 PYDANTIC_AT_LEAST = (2, 0)
-NEEDED_TO_START = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 Rows = list[tuple[str, str]]
 
 
@@ -176,29 +175,35 @@ def collective_strategies() -> list[tuple[str, str]]:
 
 def launcher() -> Rows:
     """The variables that a launcher sets, and what to do without one."""
-    names = (*NEEDED_TO_START[:2], "LOCAL_RANK", *NEEDED_TO_START[2:])
+    launch, reason = imported("zero_full.launch")
+    if launch is None:
+        return [("unknown", reason)]
+    names = (*launch.LAUNCHER[:2], "LOCAL_RANK", *launch.LAUNCHER[2:])
     rows = [(name, os.environ.get(name) or "not set") for name in names]
-    if not os.environ.get("RANK"):
-        hint = "one process; for more: torchrun --nproc-per-node=2 train.py"
-        return [*rows, ("so this is", hint)]
-    return [
-        *rows,
-        ("so this is", f"rank {os.environ['RANK']} of {os.environ.get('WORLD_SIZE') or 'unknown'}"),
-    ]
+    try:
+        place = launch.find_place(os.environ)
+    except launch.LaunchError:
+        return [*rows, ("so this is", "not clear")]
+    alone = "one process; for more: torchrun --nproc-per-node=2 train.py"
+    told = f"rank {place.rank} of {place.world_size}, says {place.by}" if place else alone
+    return [*rows, ("so this is", told)]
 
 
 def launcher_problems() -> list[str]:
-    """A launcher sets all of its variables; some of them are a mistake."""
-    if not os.environ.get("RANK"):
+    """What `init_distributed` would raise here."""
+    launch, _ = imported("zero_full.launch")
+    if launch is None:
         return []
-    remedy = "remedy: start with torchrun, or unset RANK to run one process"
-    missing = [name for name in NEEDED_TO_START if not os.environ.get(name)]
-    if missing:
-        return [f"RANK is set but {', '.join(missing)} is not, {remedy}"]
-    rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]
-    if not (rank.isdecimal() and world.isdecimal() and int(rank) < int(world)):
-        return [f"RANK={rank} is not a rank of WORLD_SIZE={world}, {remedy}"]
-    return []
+    try:
+        place = launch.find_place(os.environ)
+    except launch.LaunchError as error:
+        return [str(error)]
+    torch, _ = imported("torch")
+    if place is None or not hasattr(torch, "accelerator") or not torch.accelerator.is_available():
+        return []
+    local = place.variables.get("LOCAL_RANK")
+    problem = launch.device_problem(local, torch.accelerator.device_count(), place.world_size)
+    return [] if problem is None else [problem]
 
 
 def pydantic_problems() -> list[str]:

@@ -4,8 +4,9 @@
     backward   scales the loss; gradients are averaged on the way (`shard/reducer.py`)
     step       at the end of a step's last micro-batch: optimizer, schedule, counters; else nothing
 
-`engine.backward(loss)` divides by the number of micro-batches, as DeepSpeed's does. Plain
-`loss.backward()` works, too, and divides nothing, as in any PyTorch loop.
+`engine.backward(loss)` and `engine.scale(loss).backward()` divide by the number of micro-batches, as
+DeepSpeed's do. Plain `loss.backward()` works, too; with several micro-batches the key
+`plain_backward_divides` says who divides.
 """
 
 import logging
@@ -19,14 +20,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero_full._compat import current_backward
+from zero_full.calls import ModelCalls, watch_loss
 from zero_full.checkpoint import Unmatched, load_weights, save_16bit_model, save_weights
 from zero_full.config import Resolved
 from zero_full.data import RankLoader
 from zero_full.facts import EngineFacts
 from zero_full.nest import mapped
+from zero_full.precision.dtypes import NAMES
 from zero_full.shard.optimizer import ZeroOptimizer
 from zero_full.shard.parking import Parking
+from zero_full.shard.passes import Rules
 from zero_full.shard.whole import (
     copy_on_cpu,
     load_own_state_dict,
@@ -65,11 +68,27 @@ class Engine(EngineFacts):
         self._micro_batches = self.config.gradient_accumulation_steps
         self._boundary: bool | None = None  # what the user says, if anything
         self._scaled_loss: weakref.ref[Tensor] | None = None  # the last one
-        self._scaled_pass: int | None = None  # the backward pass that began at a scaled loss
-        self._stepped = False
+        self._stepping = self._stepped = False
+        self._passes = 0  # backward passes until the last step
         self.parking = Parking(optimizer)
+        optimizer.reducer.rules = Rules(
+            self.is_gradient_accumulation_boundary,
+            self._plain_divisor,
+            self._refuse_unscaled,
+            self.loss_scale,
+            optimizer.report.note_loss,
+        )
+        self._calls = self._watch_calls()
         if optimizer.settings.gather_beside_forward:
-            optimizer.hold_back(module)
+            optimizer.arrivals.hold_back(module, optimizer.buckets)
+
+    def _watch_calls(self) -> ModelCalls:
+        autocast, section = None, self.config.torch_autocast
+        if section.enabled:
+            autocast = torch.autocast(self.device.type, NAMES[section.dtype or "bf16"])
+        casts_to = torch.float16 if self.config.fp16.auto_cast else None
+        scales = self.dynamic_loss_scale() or self.loss_scale() != 1
+        return ModelCalls(self.module, self.optimizer, scales, casts_to, autocast)
 
     # One micro-batch -----------------------------------------------------------------------------
 
@@ -78,13 +97,14 @@ class Engine(EngineFacts):
         return self.forward(*inputs, **named_inputs)
 
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
-        """The module's forward, with hooks that notice a plain `loss.backward()`."""
+        """The module's forward."""
         self._refuse_parked("forward")
-        if self.config.fp16.auto_cast:
-            inputs, named_inputs = self._cast(inputs), self._cast(named_inputs)
+        self.optimizer.look_at_model()
         with self.stopwatch.measure("forward"):
             outputs = self.module(*inputs, **named_inputs)
-        return mapped(self._watched, outputs) if torch.is_grad_enabled() else outputs
+        if torch.is_grad_enabled() and not self._calls.gates:  # else these do it
+            mapped(partial(watch_loss, self.optimizer.reducer.backward), outputs)
+        return outputs
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Backward of a scalar loss; returns it divided by the number of micro-batches."""
@@ -92,11 +112,12 @@ class Engine(EngineFacts):
             kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss)
             raise ValueError(f"backward needs a scalar loss, not {kind}: take its mean, for example")
         is_scaled = self._scaled_loss is not None and self._scaled_loss() is loss
-        if scale_wrt_gas and self._micro_batches > 1:
+        if scale_wrt_gas and self._micro_batches > 1 and not is_scaled:
             loss = loss / self._micro_batches
-        scaled = loss if is_scaled else self.scale(loss)
+        scaled = loss if is_scaled else self._times_loss_scale(loss)
         with self.stopwatch.measure("backward"):
-            self._begin_backward(loss.detach())
+            self.optimizer.report.note_loss(loss)
+            self.optimizer.reducer.begin(divided=True, scaled=True)
             try:
                 scaled.backward(retain_graph=retain_graph)
             except BaseException:
@@ -106,55 +127,48 @@ class Engine(EngineFacts):
         return loss
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss times the loss scale, for a `backward` of your own: `engine.scale(loss).backward()`."""
-        scale = self.optimizer.scaler.scale
-        if scale == 1:
-            return loss
-        scaled = loss.float() * scale  # in fp16 the product would overflow before anything else does
-        scaled.register_hook(self._note_scaled)
+        """The loss over the number of micro-batches times the loss scale: what `engine.backward` starts from.
+
+        For a `backward` of your own: `engine.scale(loss).backward()`.
+        """
+        scaled = self._times_loss_scale(loss / self._micro_batches)
+        scaled.register_hook(self._begin_prepared)
         self._scaled_loss = weakref.ref(scaled)
         return scaled
 
-    def _note_scaled(self, grad: Tensor) -> None:
-        self._scaled_pass = current_backward()
+    def _times_loss_scale(self, loss: Tensor) -> Tensor:
+        scale = self.optimizer.scaler.scale
+        return loss if scale == 1 else loss.float() * scale  # in fp16 the product would overflow first of all
+
+    def _begin_prepared(self, grad: Tensor) -> None:
+        backward = self.optimizer.reducer.backward
+        if not backward.is_at_work():
+            self.optimizer.reducer.begin(divided=True, scaled=True)
+        backward.divided = backward.scaled = True
+
+    def _plain_divisor(self) -> float:
+        """What plain `loss.backward()` leaves to be divided by, if anybody has said so."""
+        steps, divides = self._micro_batches, self.config.plain_backward_divides
+        if steps > 1 and divides is None:
+            raise RuntimeError(
+                f"loss.backward() with gradient_accumulation_steps {steps}: who divides the loss by {steps}? "
+                'Set "plain_backward_divides" in the config: true if zero_full shall (as DeepSpeed does '
+                "since 0.18.3), false if your loop has done so. Or call engine.backward(loss), which always "
+                "divides"
+            )
+        return float(steps) if divides else 1.0
+
+    def _refuse_unscaled(self) -> None:
+        if self.optimizer.scaler.scale != 1:
+            raise RuntimeError(
+                "a backward pass has brought gradients without the loss scale, which a step would divide "
+                "them by: use engine.backward(loss) or engine.scale(loss).backward(), or call the model as a "
+                "whole and let it return its loss"
+            )
 
     def _refuse_parked(self, call: str) -> None:
         if self.parking.parked:
             raise RuntimeError(f"{call} while states are offloaded: call reload_states first")
-
-    def _begin_backward(self, loss: Tensor | None) -> None:
-        if loss is not None:
-            self.optimizer.note_loss(loss)
-        self.optimizer.reducer.boundary = self.is_gradient_accumulation_boundary()
-        self.optimizer.reducer.begin()
-
-    def _watched(self, output: Any) -> Any:
-        """An output of the model that tells when a backward pass reaches it."""
-        if not isinstance(output, Tensor) or not output.requires_grad:
-            return output
-        if self.fp16_enabled():
-            # Not a hook: gradients that reach an output on their way from another one are scaled already.
-            watched: Tensor = _Gate.apply(output, self)  # type: ignore[no-untyped-call]
-            return watched
-        output.register_hook(partial(self._backward_reaches, output.detach()))
-        return output
-
-    def _backward_reaches(self, output: Tensor, grad: Tensor) -> Tensor:
-        """Autograd has reached an output of the model: a backward pass has begun."""
-        reducer = self.optimizer.reducer
-        if not reducer.is_running():
-            self._begin_backward(output if output.dim() == 0 else None)
-        reducer.note_pass()
-        scale = self.optimizer.scaler.scale
-        if scale == 1 or self._scaled_pass == current_backward():
-            return grad
-        if output.dim():
-            raise RuntimeError(
-                "with a loss scale, gradients must be scaled before they reach the model's outputs, or small "
-                "ones are lost: use engine.backward(loss) or engine.scale(loss).backward(), or let the "
-                "model return its loss"
-            )
-        return grad * scale
 
     # One step ------------------------------------------------------------------------------------
 
@@ -163,24 +177,39 @@ class Engine(EngineFacts):
         self._refuse_parked("step")
         if self.optimizer.reducer.muted:
             raise RuntimeError("step inside no_sync: leave the block first, its gradients are not averaged")
-        self._stepped = self.is_gradient_accumulation_boundary()
-        self.micro_steps += 1
-        if self._stepped:
-            with self.stopwatch.measure("step"):
-                self._take_step(lr_kwargs or {})
-            self._report()
+        self._stepping = True
+        try:
+            self._stepped = self.is_gradient_accumulation_boundary()
+            self.micro_steps += 1
+            if self._stepped:
+                with self.stopwatch.measure("step"):
+                    self._take_step(lr_kwargs or {})
+                self._report()
+        finally:
+            self._stepping = False
 
     def _take_step(self, lr_kwargs: Mapping[str, Any]) -> None:
-        self.optimizer.last = None
         self.optimizer.step()
+        if self.optimizer.last is None:
+            raise RuntimeError(
+                "step without gradients: since the last step no backward pass has reached a parameter that "
+                "is trained, on any rank (is backward missing, or was zero_grad called after it?)"
+            )
         self.optimizer.zero_grad()
         self.global_steps += 1
-        self.global_samples += self.train_batch_size()
+        self.global_samples += self._samples_of_this_step()
         if self.was_step_applied():
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step(**lr_kwargs)
         else:
             self.skipped_steps += 1
+
+    def _samples_of_this_step(self) -> int:
+        passes = self.optimizer.reducer.backward.count
+        since, self._passes = passes - self._passes, passes
+        if self.config.managed_gradient_accumulation:
+            return self.train_batch_size()
+        return self.train_micro_batch_size_per_gpu() * self.world_size * since
 
     def _report(self) -> None:
         if self.global_rank != 0:
@@ -217,10 +246,16 @@ class Engine(EngineFacts):
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the current micro-batch is the step's last."""
-        return (self.micro_steps + 1) % self._micro_batches == 0 if self._boundary is None else self._boundary
+        if self._boundary is not None:
+            return self._boundary
+        if not self.config.managed_gradient_accumulation:
+            return self._stepping  # whoever calls `step` decides
+        return (self.micro_steps + 1) % self._micro_batches == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Say yourself whether the current micro-batch is the step's last; None: count again."""
+        if not self.config.managed_gradient_accumulation:
+            raise RuntimeError("managed_gradient_accumulation is false: every call of step is the boundary")
         self._boundary = is_boundary
 
     def allreduce_gradients(self) -> None:
@@ -251,13 +286,6 @@ class Engine(EngineFacts):
             raise AttributeError(
                 f"neither Engine nor {type(self.module).__name__} has an attribute {name!r}"
             ) from None
-
-    def _cast(self, inputs: Any) -> Any:
-        def cast(value: Any) -> Any:
-            floating = isinstance(value, Tensor) and value.is_floating_point()
-            return value.to(torch.float16) if floating else value
-
-        return mapped(cast, inputs)
 
     # Saving --------------------------------------------------------------------------------------
 
@@ -338,22 +366,15 @@ class Engine(EngineFacts):
         At stage 3 they stay released. With `gather`, which every rank must ask for, they become whole again.
         """
         self.parking.reload()
+        self._calls.close()
         self.optimizer.close(gather)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(NO_COPY)
 
+
+NO_COPY = (
+    "an engine cannot be copied or pickled: it holds connections to other ranks. Copy engine.module (at "
+    "stage 3 inside zero_full.GatheredParameters), or save engine.state_dict()"
+)
 COUNTERS = ("micro_steps", "global_steps", "global_samples", "skipped_steps")
-
-
-class _Gate(torch.autograd.Function):
-    """The identity on the way forward; on the way back the engine may scale the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, engine: Engine) -> Tensor:
-        """The output as it is."""
-        ctx.engine, ctx.output = engine, output.detach()
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        """The gradient, scaled if nobody has done it."""
-        return ctx.engine._backward_reaches(ctx.output, grads[0]), None

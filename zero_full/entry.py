@@ -1,14 +1,9 @@
 """`initialize`: a model, a config, and what to make of them."""
 
-import argparse
-import atexit
 import logging
 import os
-import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from dataclasses import replace
-from datetime import timedelta
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,53 +15,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from zero_full.checkpoint import load_weights
 from zero_full.comm.ledger import Traffic
 from zero_full.comm.topology import Topology
-from zero_full.config import Config, LeafModuleConfig, resolve
+from zero_full.config import LeafModuleConfig, Resolved, resolve
 from zero_full.construct import Deferred, has_values, outside_recording
 from zero_full.data import RankLoader
 from zero_full.engine import Engine
-from zero_full.optim import build_optimizer, build_scheduler, check_elementwise
-from zero_full.precision import Dtypes, DynamicScale, StaticScale
-from zero_full.precision.dtypes import NAMES
-from zero_full.shard import Connection, Dealer, Gathering, Settings, ZeroOptimizer, connect, settle_the_rest
+from zero_full.given import check_arguments, check_model, check_schedule
+from zero_full.launch import init_distributed
+from zero_full.optim import build_optimizer, build_scheduler, check_elementwise, parameter_groups
+from zero_full.precision import StaticScale
+from zero_full.ranks import Arrivals, attempt, compare, facts_of
+from zero_full.shard import Connection, Dealer, Settings, ZeroOptimizer, connect, settle_the_rest
+from zero_full.shard.base import NoOptimizer
 from zero_full.shard.units import Wrap
 from zero_full.shard.whole import guard
+from zero_full.translate import is_leaf, scaler_of, settings_of
 
 log = logging.getLogger("zero_full")
-LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-def init_distributed(
-    dist_backend: str | None = None, timeout: timedelta | None = None, init_method: str | None = None
-) -> None:
-    """Join the world that torchrun describes, unless this process has. Alone, it does nothing.
-
-    Who joins by this leaves at exit, too: a process group that is still open then may abort the process.
-    """
-    if dist.is_initialized() or (init_method is None and not all(key in os.environ for key in LAUNCHER)):
-        return
-    if torch.accelerator.is_available():
-        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group(dist_backend, timeout=timeout, init_method=init_method)
-    atexit.register(_leave)
-
-
-def _leave() -> None:
-    if dist.is_initialized():
-        with suppress(RuntimeError):  # the others may have gone
-            dist.destroy_process_group()
-    # A thread of gloo's may still wait for the GIL, to let go of the last collective's tensors. Whoever waits
-    # for it while the interpreter ends is ended, and that aborts the process. A sleep hands over the GIL.
-    time.sleep(0.05)
-
-
-def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """The command-line arguments that DeepSpeed scripts have."""
-    group = parser.add_argument_group("zero_full")
-    group.add_argument(
-        "--deepspeed", action="store_true", help="accepted and ignored: there is no other mode"
-    )
-    group.add_argument("--deepspeed_config", metavar="FILE", help="the configuration, a JSON file")
-    return parser
 
 
 @outside_recording
@@ -91,7 +55,9 @@ def initialize(
     """Put `model` under an engine's care. Returns (engine, optimizer, data loader, schedule).
 
     model             moved to this rank's device; every rank gets the first rank's values
-    optimizer         an instance, a class or a function of the parameters; None: the config's
+    optimizer         an instance, a class or a function of the parameters; None: the config's. Where there
+                      is none either, the engine runs forward only; but at stage 0 it averages gradients, for
+                      an optimizer of your own
     model_parameters  what to train: parameters, or groups of them; None: all that require gradients
     training_data     a dataset; each rank's loader has its own part
     lr_scheduler      an instance, or a function of the optimizer; None: the config's
@@ -99,32 +65,68 @@ def initialize(
     process_group     the ranks that share the state; or a named `mesh`, Megatron's `mpu`, a `topology`
     wrap              stage 3: (name, module) -> whether it is gathered as a whole; None: the config's way
     """
-    if model is None:
-        raise ValueError("initialize needs a model")
-    given = _config(args, config, config_params)
+    given = {"process_group": process_group, "mesh": mesh, "mpu": mpu, "topology": topology}
+    check_arguments(model, optimizer, lr_scheduler, wrap, given)
+    assert model is not None
     if dist_init_required is not False:
         init_distributed()
-    topology = _topology(process_group, mesh, mpu, topology)
+    topology = _topology(**given)
     data_rank, data_ranks = _place_among_data(topology)
-    resolved = resolve(given, data_ranks)
-    settings = settings_of(resolved.config)
-    if wrap is not None:
-        settings = replace(settings, gathering=replace(settings.gathering, wrap=wrap))
-    if resolved.config.zero_optimization.mics_shard_size > 0 and settings.stage > 0 and data_ranks > 1:
+
+    configs, trained = (args, config, config_params), (optimizer, model_parameters, lr_scheduler)
+    prepare = partial(_prepare, model, configs, data_ranks, trained, wrap, Arrivals(topology))
+    prepared = attempt(prepare, topology)
+    resolved, base = prepared.resolved, prepared.base
+    compare(facts_of(resolved.config, model, base), topology)
+    if (
+        resolved.config.zero_optimization.mics_shard_size > 0
+        and prepared.settings.stage > 0
+        and data_ranks > 1
+    ):
         topology = topology.with_sub_groups(resolved.config.zero_optimization.mics_shard_size)
-    device = _device(model)
-    deferred = Deferred(model, device)
-    model.to(device)
-    base = _optimizer(resolved.config, model, optimizer, model_parameters)
-    schedule = _schedule(resolved.config, base, lr_scheduler)
-    wrapped = _shard(model, base, topology, resolved.config, settings, deferred)
+    wrapped = _shard(model, topology, prepared)
     loader = None
     if training_data is not None:
         batch, drop = resolved.config.train_micro_batch_size_per_gpu, resolved.config.dataloader_drop_last
         loader = RankLoader(training_data, batch, data_rank, data_ranks, collate_fn, drop)
-    engine = Engine(model, wrapped, resolved, device, schedule, loader, data_ranks)
+    engine = Engine(model, wrapped, resolved, prepared.deferred.device, prepared.schedule, loader, data_ranks)
     _announce(engine)
-    return engine, wrapped, loader, schedule
+    return engine, wrapped, loader, prepared.schedule
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What a rank can make on its own."""
+
+    resolved: Resolved
+    settings: Settings
+    deferred: Deferred
+    base: torch.optim.Optimizer
+    schedule: Any
+
+
+def _prepare(
+    model: nn.Module,
+    configs: tuple[Any, Any, Any],
+    data_ranks: int,
+    trained: tuple[Any, Any, Any],
+    wrap: Wrap | None,
+    arrivals: Arrivals,
+) -> _Prepared:
+    resolved = resolve(_config(*configs), data_ranks)
+    if resolved.config.debug.check_collectives:
+        arrivals.wait(resolved.config.debug.timeout_s)
+    settings = settings_of(resolved.config)
+    if wrap is not None:
+        settings = replace(settings, gathering=replace(settings.gathering, wrap=wrap))
+    check_model(model)
+    deferred = Deferred(model, _device(model))
+    model.to(deferred.device)
+    optimizer, parameters, schedule = trained
+    base = _optimizer(resolved, model, optimizer, parameters)
+    if isinstance(base, NoOptimizer):  # nothing is stepped, so nothing needs another precision than it has
+        settings = replace(settings, dtypes=replace(settings.dtypes, low_master=True))
+    return _Prepared(resolved, settings, deferred, base, _schedule(resolved, base, schedule))
 
 
 def _config(args: Any, config: Any, config_params: Any) -> Any:
@@ -139,17 +141,13 @@ def _config(args: Any, config: Any, config_params: Any) -> Any:
 
 
 def _topology(
-    group: dist.ProcessGroup | None, mesh: DeviceMesh | None, mpu: Any, topology: Topology | None
+    process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None, mpu: Any, topology: Topology | None
 ) -> Topology:
-    given = {"process_group": group, "mesh": mesh, "mpu": mpu, "topology": topology}
-    names = [name for name, value in given.items() if value is not None]
-    if len(names) > 1:
-        raise ValueError(f"{' and '.join(names)} say the same thing twice: pass one of them")
     if mesh is not None:
         return Topology.from_mesh(mesh)
     if mpu is not None:
         return Topology.from_mpu(mpu)
-    return topology if topology is not None else Topology(data=group)
+    return topology if topology is not None else Topology(data=process_group)
 
 
 def _world() -> dist.ProcessGroup | None:
@@ -178,123 +176,47 @@ def _device(model: nn.Module) -> torch.device:
     return torch.device(kind.type, int(os.environ.get("LOCAL_RANK", "0")))
 
 
-def settings_of(config: Config) -> Settings:
-    """What the config says about sharding."""
-    zero, fp16, bf16 = config.zero_optimization, config.fp16, config.bf16
-    parameter = torch.float16 if fp16.enabled else torch.bfloat16 if bf16.enabled else None
-    dtypes = Dtypes(
-        parameter,
-        reduce=_dtype(config.communication_data_type),
-        accumulate=_dtype(config.data_types.grad_accum_dtype),
-        buffer=_dtype(config.data_types.buffer_dtype),
-        low_master=fp16.fp16_master_weights_and_grads or bf16.bf16_master_weights_and_grads,
-        low_state=bf16.bf16_optimizer_states,
-    )
-    overlap = bool(zero.overlap_comm)
-    return Settings(
-        stage=zero.stage,
-        dtypes=dtypes,
-        bucket_numel=zero.reduce_bucket_size,
-        overlap=overlap,
-        gather_beside_forward=overlap and torch.accelerator.is_available(),
-        copy_on_arrival=zero.contiguous_gradients,
-        round_robin=zero.round_robin_gradients,
-        reduce_scatter=zero.reduce_scatter,
-        prescale=config.prescale_gradients,
-        predivide=config.gradient_predivide_factor,
-        average=config.gradient_allreduce_op == "mean",
-        clip=config.gradient_clipping,
-        check_overflow=_checks_overflow(config),
-        refuse_unused=not zero.ignore_unused_parameters,
-        gathering=Gathering(
-            prefetch_numel=zero.stage3_prefetch_bucket_size,
-            max_live=zero.stage3_max_live_parameters,
-            max_reuse=zero.stage3_max_reuse_distance,
-            keep_numel=zero.stage3_param_persistence_threshold,
-            keep_total=zero.stage3_model_persistence_threshold,
-            node_ranks=zero.zero_hpz_partition_size,
-            quantized_weights=zero.zero_quantized_weights,
-            quantized_gradients=zero.zero_quantized_gradients,
-            wrap=partial(_is_leaf, zero.leaf_module),
-        ),
-        sub_group_numel=zero.sub_group_size,
-    )
-
-
-def _dtype(name: str | None) -> torch.dtype | None:
-    return None if name is None else NAMES[name]
-
-
-def _is_leaf(leaf: LeafModuleConfig, name: str, module: nn.Module) -> bool:
-    """Whether the config makes this module a unit: by class, by name or by the end of the name."""
-    kinds = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(module).__mro__]
-    classes = {*kinds, *(kind.rpartition(".")[2] for kind in kinds)}
-    by_class = not classes.isdisjoint(leaf.classes)
-    return by_class or name in leaf.names or name.endswith(tuple(leaf.name_suffixes))
-
-
-def _checks_overflow(config: Config) -> bool:
-    """In fp32 the check comes with clipping, which has the norm anyway."""
-    if config.bf16.enabled:
-        return config.bf16.check_grad_overflow
-    return config.fp16.enabled or config.gradient_clipping > 0
-
-
-def _scaler(config: Config) -> StaticScale:
-    fp16 = config.fp16
-    if not fp16.enabled:
-        return StaticScale(1.0)
-    if fp16.loss_scale > 0:
-        return StaticScale(fp16.loss_scale)
-    return DynamicScale(
-        2.0**fp16.initial_scale_power,
-        fp16.loss_scale_window,
-        fp16.min_loss_scale,
-        fp16.hysteresis,
-        fp16.consecutive_hysteresis,
-    )
-
-
 def _optimizer(
-    config: Config, model: nn.Module, given: Any, parameters: Iterable[Any] | None
+    resolved: Resolved, model: nn.Module, given: Any, parameters: Iterable[Any] | None
 ) -> torch.optim.Optimizer:
+    section, stage = resolved.config.optimizer, resolved.config.zero_optimization.stage
+    if given is None and section is None:
+        return NoOptimizer([p for p in model.parameters() if p.requires_grad] if stage == 0 else [])
+    if isinstance(given, torch.optim.Optimizer):
+        groups = given.param_groups
+    else:
+        if parameters is None:
+            parameters = [p for p in model.parameters() if p.requires_grad]
+        groups = parameter_groups(parameters)  # what is frozen and listed may be trained later
+    if not any(p.requires_grad for group in groups for p in group["params"]):
+        raise ValueError("there is nothing to train: no parameter requires gradients")
     if isinstance(given, torch.optim.Optimizer):
         return given
-    everything: list[Any] = list(parameters) if parameters is not None else list(model.parameters())
-    if everything and isinstance(everything[0], dict):
-        groups: list[dict[str, Any]] = everything
-    else:
-        groups = [{"params": [p for p in everything if p.requires_grad]}]
-    if not any(p.requires_grad for group in groups for p in _as_list(group["params"])):
-        raise ValueError("there is nothing to train: no parameter requires gradients")
+    if given is None:
+        assert section is not None
+        return build_optimizer(section.type, section.params, groups)
+    made: torch.optim.Optimizer = given(groups)
+    return made
+
+
+def _schedule(resolved: Resolved, base: torch.optim.Optimizer, given: Any) -> Any:
+    section = resolved.config.scheduler
     if given is not None:
-        made: torch.optim.Optimizer = given(groups)
+        made = given(base) if callable(given) and not hasattr(given, "step") else given
+        check_schedule(made, base)
         return made
-    if config.optimizer is None:
-        raise ValueError('no optimizer: pass one to initialize, or add "optimizer" to the config')
-    return build_optimizer(config.optimizer.type, config.optimizer.params, groups)
-
-
-def _as_list(params: Any) -> Sequence[Any]:
-    return [params] if isinstance(params, torch.Tensor) else list(params)
-
-
-def _schedule(config: Config, base: torch.optim.Optimizer, given: Any) -> Any:
-    if given is not None:
-        return given(base) if callable(given) and not hasattr(given, "step") else given
-    if config.scheduler is None:
+    if section is None or isinstance(base, NoOptimizer):
         return None
-    return build_scheduler(config.scheduler.type, config.scheduler.params, base)
+    return build_scheduler(section.type, section.params, base)
 
 
-def _shard(
-    model: nn.Module,
-    base: torch.optim.Optimizer,
-    topology: Topology,
-    config: Config,
-    settings: Settings,
-    deferred: Deferred,
-) -> ZeroOptimizer:
+def _shard(model: nn.Module, topology: Topology, prepared: _Prepared) -> ZeroOptimizer:
+    config, settings, deferred, base = (
+        prepared.resolved.config,
+        prepared.settings,
+        prepared.deferred,
+        prepared.base,
+    )
     device = deferred.device
     timeout = config.debug.timeout_s if config.debug.check_collectives else None
     separate = settings.overlap and device.type == "cpu"
@@ -302,23 +224,37 @@ def _shard(
     if groups.dense.shard.size > 1 or (groups.expert is not None and groups.expert.shard.size > 1):
         check_elementwise(base, config.zero_allow_untested_optimizer)
     deferred.refuse_strangers(base.param_groups)
-    deferred.agree(groups.dense.shard, groups.dense.across)
+    deferred.meet(groups.dense)
     if groups.expert is not None and deferred.parameters:
         raise ValueError("experts are initialised differently on each rank: construct them without Init")
     parts = Dealer(base.param_groups, topology, groups, settings, deferred.parameters).deal(model)
-    deferred.fill(parts.fill)
+    if deferred.parameters:
+        attempt(partial(deferred.fill, parts.fill), topology)
+        deferred.share(parts.fill)
     settle_the_rest(model, parts, topology, groups, settings)
-    optimizer = ZeroOptimizer(base, model, parts, groups, settings, _scaler(config))
+    scaler = StaticScale() if isinstance(base, NoOptimizer) else scaler_of(config)
+    optimizer = ZeroOptimizer(base, model, parts, groups, settings, scaler)
     optimizer.guards = guard(model) if parts.sites else []
     for path in deferred.weights:
         load_weights(model, optimizer, path)
     return optimizer
 
 
+def _idle_leaves(engine: Engine) -> Iterator[str]:
+    """A line for each item of leaf_module that fits no module that is called, at stage 3."""
+    zero = engine.config.zero_optimization
+    called = [(n, m) for n, m in engine.module.named_modules() if type(m).forward is not nn.Module.forward]
+    for key in zero.leaf_module.model_fields_set if zero.stage == 3 else ():
+        for item in getattr(zero.leaf_module, key):
+            alone = LeafModuleConfig(**{"classes": [], key: [item]})
+            if not any(is_leaf(alone, name, module) for name, module in called):
+                yield f"zero_optimization.leaf_module.{key}: no module that is called fits {item!r}"
+
+
 def _announce(engine: Engine) -> None:
     if dist.is_initialized() and dist.get_rank() != 0:
         return
-    for warning in engine.resolved.warnings:
+    for warning in (*engine.resolved.warnings, *_idle_leaves(engine)):
         log.warning("%s", warning)
     model_dtype = next((p.dtype for p in engine.module.parameters()), torch.float32)
     dtypes = engine.optimizer.settings.dtypes.table(model_dtype)

@@ -173,7 +173,7 @@ def _plan(model: nn.Module, config: Config, world: int, device: str, left: int |
         world=world,
         numel=sum(p.numel() for p in model.parameters()),
         parameters=held["parameters"],
-        buffers=sum(b.numel() * run.dtypes.of_buffer(b.dtype).itemsize for b in model.buffers()),
+        buffers=_bytes_of_buffers(model, run.dtypes),
         gradients=held["gradients"],
         master=held["master"],
         moments=moments(laid, config, run),
@@ -184,6 +184,11 @@ def _plan(model: nn.Module, config: Config, world: int, device: str, left: int |
         update=updating(laid, config, run, device),
         sent=sent(laid, run),
     )
+
+
+def _bytes_of_buffers(model: nn.Module, dtypes: Dtypes) -> int:
+    found = dtypes.of_buffers(model)
+    return sum(buffer.numel() * found[name].itemsize for name, buffer in model.named_buffers())
 
 
 def _refuse_plus_plus(zero: ZeroConfig) -> None:
@@ -227,7 +232,8 @@ def activations(model: nn.Module, inputs: Sequence[Tensor], dtypes: Dtypes) -> i
 
     with FakeTensorMode(), torch.device("cpu"):
         state = {name: _like(t, dtypes.of(t.dtype)) for name, t in model.named_parameters()}
-        state |= {name: _like(t, dtypes.of(t.dtype)) for name, t in model.named_buffers()}
+        buffers = dtypes.of_buffers(model)
+        state |= {name: _like(t, buffers[name]) for name, t in model.named_buffers()}
         given = tuple(_like(t, t.dtype) for t in inputs)
         mapped(partial(note, own), state)
         mapped(partial(note, seen), given)

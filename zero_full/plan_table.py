@@ -19,7 +19,6 @@ from torch.nn import Parameter
 
 from zero_full.config import Config, ConfigError
 from zero_full.config.schema import OptimizerConfig
-from zero_full.entry import settings_of
 from zero_full.kernels.load import compiled_for
 from zero_full.layout import FlatLayout, backward_order, deal, round_robin
 from zero_full.optim import build_optimizer, check_elementwise
@@ -29,6 +28,7 @@ from zero_full.shard.settings import Settings
 from zero_full.shard.sweep import is_plain_adam
 from zero_full.shard.units import Unit, choose_units, kept_whole, size_limit
 from zero_full.shard.values import ALIGNMENT
+from zero_full.translate import settings_of
 
 NO_OPTIMIZER = OptimizerConfig(type="AdamW")  # where the config leaves it to the script
 Named = tuple[str, Parameter]

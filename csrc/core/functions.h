@@ -4,7 +4,8 @@
 // On CUDA everything pointed to is device memory, except the arrays of `Slot` and `Piece`, and the work is queued
 // on the stream; on the CPU it is done when the function returns, and `Stream` means nothing.
 
-// One sweep: gradients in; masters, moments and low-precision copies of the masters out.
+// One sweep: gradients in; masters, moments and low-precision copies of the masters out. What somebody has written to
+// a copy goes into its master first.
 void adam_step(const Slot*, int64_t count, SlotTypes, const AdamOptions&, Stream);
 
 // `sum`: of the squares of all elements times `factor`. `first`: where the first is that is not finite, counted

@@ -78,4 +78,14 @@ ZF_HD void put(bf16& to, float x) { to = to_bf16(x); }
 ZF_HD void put(f16& to, float x) { to = to_f16(x); }
 ZF_HD void put(nothing&, float) {}
 
+// A master is what it was, unless somebody has written to its copy: where the copy is not what the master rounds
+// to, the copy counts.
+template <class Copy>
+ZF_HD float unless_written(float master, Copy copy) {
+  Copy rounded;
+  put(rounded, master);
+  return rounded.bits == copy.bits ? master : to_f32(copy);
+}
+ZF_HD float unless_written(float master, nothing) { return master; }
+
 }  // namespace zf

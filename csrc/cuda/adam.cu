@@ -34,9 +34,9 @@ __global__ void __launch_bounds__(THREADS)
     const auto gs = load<N>(grad + i);
     auto ms = load<N>(exp_avg + i);
     auto vs = load<N>(exp_avg_sq + i);
-    Pack<Copy, N> copies;
+    auto copies = load<N>(static_cast<const Copy*>(copy) + i);
     for (int j = 0; j < N; ++j) {
-      float p = to_f32(ps.at[j]), m = to_f32(ms.at[j]), v = to_f32(vs.at[j]);
+      float p = unless_written(to_f32(ps.at[j]), copies.at[j]), m = to_f32(ms.at[j]), v = to_f32(vs.at[j]);
       if (options.decoupled) {
         adam<true>(p, to_f32(gs.at[j]), m, v, numbers);
       } else {

@@ -23,6 +23,7 @@ __device__ __forceinline__ T* aligned(T* pointer) {
 
 template <int N, class T>
 __device__ __forceinline__ Pack<T, N> load(const T* from) {
+  if constexpr (std::is_same_v<T, nothing>) return {};
   return *aligned(reinterpret_cast<const Pack<T, N>*>(from));
 }
 

@@ -18,8 +18,9 @@ from pydantic.fields import FieldInfo
 from snippets import Defined, find, tree_of
 
 from zero_full.config import ConfigError, resolve
+from zero_full.config.remarks import Remark
 from zero_full.config.report import explain, inner_model
-from zero_full.config.schema import STAGE3, Config, Remark, Strict
+from zero_full.config.schema import STAGE3, Config, Strict
 
 TEXTS = Path(__file__).with_name("keys.yml")
 SCHEDULES = "zero_full/optim/schedules.py"
@@ -137,8 +138,8 @@ def _meaning(key: Key) -> str:
     verdict = f"{inside}refused" if remark.refuses else f"{inside}without effect"
     if not remark.switch and not remark.when and not key.field.is_required():
         verdict += f", unless {_default(key)}" if remark.refuses else ""
-    if remark.when is not None:
-        verdict += ", unless false"
+    if remark.when is not None and not remark.switch:
+        verdict += ", unless it asks for nothing"
     return f"*{verdict[0].upper()}{verdict[1:]}:* {remark.text}"
 
 

@@ -5,6 +5,7 @@ include: FILE            a text of the repository without its title, with links 
 api: zero_full.Engine    signature and docstring of a public name
 table: NAME              numbers of the papers, computed
 config: PART             keys, refused or schedules: the configuration reference
+migrate: names or instead  what DeepSpeed's names are here
 rooms: graph or table    who imports whom in zero_full
 bench: here              what `make bench` has printed on this machine, if it has
 record: NAME             what a benchmark has printed, as site/records/NAME.md keeps it
@@ -19,6 +20,7 @@ import api_pages
 import config_page
 import formulas
 import import_graph
+import migrate_tables
 import notebook_pages
 import snippets
 from places import ROOT, SiteError, relative, relinked
@@ -29,6 +31,9 @@ CONFIG = {
     "refused": config_page.refused_together,
     "schedules": config_page.schedules,
 }
+
+
+MIGRATE = {"names": migrate_tables.same, "instead": migrate_tables.other}
 
 
 def _include(path: str, page: str) -> str:
@@ -42,6 +47,10 @@ def _table(name: str, page: str) -> str:
 
 def _config(part: str, page: str) -> str:
     return CONFIG[part]("", page)
+
+
+def _migrate(part: str, page: str) -> str:
+    return MIGRATE[part]("", page)
 
 
 def _rooms(kind: str, page: str) -> str:
@@ -83,6 +92,7 @@ KINDS: dict[str, Callable[[str, str], str]] = {
     "api": api_pages.render,
     "table": _table,
     "config": _config,
+    "migrate": _migrate,
     "rooms": _rooms,
     "bench": _bench,
     "record": _record,

@@ -22,7 +22,7 @@ def runs_of(
 def parity(subject: Subject, case: Case, world_size: int, place: str = "threads") -> list[Run]:
     """After k steps the parameters are those of plain Adam on the whole batch, on every rank."""
     runs = runs_of(subject, case, world_size, place)
-    wanted = reference(case, world_size)
+    wanted = reference(case, world_size, subject.counts_no_gradient_as_zero)
     tolerance = TOLERANCE[case.dtype]
     for rank, run in enumerate(runs):
         assert list(run.parameters) == list(wanted), f"rank {rank} has other parameters"

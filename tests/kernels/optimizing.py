@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tests.kernels.cases import BF16, FP32, NAN, normal
+from tests.kernels.cases import BF16, FP32, normal
 
 # Where arrays start, in elements behind an aligned address: packs fit, fit after five elements, or never do.
 ALIGNED, TOGETHER, APART = (0, 0, 0, 0, 0), (3, 3, 3, 3, 3), (0, 1, 2, 3, 1)
@@ -49,12 +49,14 @@ def lists(
     moments: torch.dtype = FP32,
     copy: torch.dtype | None = BF16,
 ) -> Lists:
-    """One tensor of each kind for each size; copies are poisoned."""
+    """One tensor of each kind for each size; somebody has written to every third element of the copies."""
     dtypes, scales = (master, grad, moments, moments), (1, 1, 0.1, 0.1)
     masters, grads, exp_avgs, exp_avg_sqs = (
         [normal(n, dtype, 4 * i + k, offset, scale) for i, n in enumerate(sizes)]
         for k, (dtype, offset, scale) in enumerate(zip(dtypes, offsets, scales, strict=False))
     )
     steps = [torch.tensor(float(i % 7 + 1)) for i in range(len(sizes))]
-    copies = [torch.full((n + offsets[4],), NAN, dtype=copy)[offsets[4] :] for n in sizes] if copy else []
+    copies = [moved(each.to(copy), offsets[4]) for each in masters] if copy else []
+    for each in copies:
+        each[::3] += 1
     return Lists(masters, grads, exp_avgs, [t.abs_() for t in exp_avg_sqs], steps, copies)

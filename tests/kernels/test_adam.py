@@ -99,9 +99,29 @@ def test_a_copy_is_its_master_rounded_by_torch(copy: torch.dtype) -> None:
     )
     before.masters[0][:12] = special
     before.masters[0][12:2000] *= torch.logspace(-9, 6, 1988)
+    before.copies[0].copy_(before.masters[0])
     ops().adam_step(*before, **{**OPTIONS, "lr": 0.0})
     rounded = before.masters[0].to(copy)
     torch.testing.assert_close(before.copies[0], rounded, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("copy", [BF16, FP16])
+def test_a_master_takes_what_was_written_to_its_copy_and_only_that(copy: torch.dtype) -> None:
+    """Every number that is not the master's, NaN and both zeros included; the others keep all their bits."""
+    before = lists([4096], copy=copy)
+    before.masters[0][:100] = 0.0
+    before.copies[0].copy_(before.masters[0])
+    written = torch.tensor([NAN, INF, -INF, -0.0, 1e-7, 6e-8, 1.0, 1.0009765625], dtype=copy)
+    before.copies[0][:8] = written
+    want = torch.cat([written.float(), before.masters[0][8:]])
+    for moved in same_everywhere(lambda: after_a_step_of_nothing(before)):
+        torch.testing.assert_close(moved, want, rtol=0, atol=0, equal_nan=True)
+
+
+def after_a_step_of_nothing(before: Lists) -> list[Tensor]:
+    mine = before.clone()
+    ops().adam_step(*mine, **{**OPTIONS, "lr": 0.0})
+    return mine.masters
 
 
 @pytest.mark.parametrize("decoupled", [True, False])

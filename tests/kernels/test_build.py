@@ -2,16 +2,17 @@
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from zero_full.kernels import build
+from zero_full.kernels import build, load
 from zero_full.kernels.build import BuildError
 
 ROOT = Path(__file__).parents[2]
@@ -29,6 +30,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty place for what is built on first use."""
     place = tmp_path / "cache"
     monkeypatch.setenv("ZERO_FULL_CACHE", str(place))
+    monkeypatch.setattr(build, "BUILT", tmp_path / "built")
     return place
 
 
@@ -135,6 +137,73 @@ def test_a_cache_that_cannot_be_written_to_is_named(tmp_path: Path, compiler: Co
     (tmp_path / "file").touch()
     with pytest.raises(BuildError, match=r"cannot be written to .* set ZERO_FULL_CACHE"):
         build.build("cpu", tmp_path / "file/below")
+
+
+def test_what_the_installation_has_built_comes_first(cache: Path, compiler: Compiler) -> None:
+    mine = build.build("cpu", cache)
+    assert cache.stat().st_mode & 0o777 == 0o700 and build.find("cpu") == mine
+    installed = build.build("cpu", build.BUILT)
+    assert build.find("cpu") == installed != mine
+
+
+Spoil = Callable[[Path], object]  # what somebody may do to a library in a cache
+SPOILED: dict[str, tuple[Spoil, str]] = {
+    "others write the file": (lambda p: p.chmod(0o775), "has mode 0775, so others may write it"),
+    "others write the folder": (lambda p: p.parent.chmod(0o777), "cache is not trusted: it has mode 0777"),
+    "a sticky folder": (lambda p: p.parent.chmod(0o1777), "cache is not trusted: it has mode 1777"),
+    "others write above": (
+        lambda p: p.parent.parent.chmod(0o777),
+        "others may write to .*Set ZERO_FULL_CACHE",
+    ),
+    "another's file": (lambda p: os.chown(p, 12345, -1), "belongs to user 12345, and this is user 0"),
+    "another's folder": (
+        lambda p: os.chown(p.parent, 12345, -1),
+        "cache is not trusted: it belongs to user 12",
+    ),
+    "a link": (
+        lambda p: p.symlink_to(p.rename(p.with_name("x"))),
+        "is a link or something else that is no file",
+    ),
+    "a link to nothing": (lambda p: (p.unlink(), p.symlink_to("/nowhere")), "is a link or something else"),
+    "a folder": (lambda p: (p.unlink(), p.mkdir()), "is a link or something else that is no file"),
+}
+
+
+@pytest.mark.parametrize("how", SPOILED)
+def test_what_another_may_have_written_is_never_loaded(
+    how: str,
+    cache: Path,
+    compiler: Compiler,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    spoil, reason = SPOILED[how]
+    if "another" in how and os.geteuid() != 0:
+        pytest.skip("only root can give a file away")
+    spoil(build.build("cpu", cache))
+    loaded: list[Path] = []
+    monkeypatch.setattr(load.torch.ops, "load_library", loaded.append)
+    for attempt in (lambda: build.find("cpu"), lambda: build.build("cpu", cache, again=True)):
+        with pytest.raises(BuildError, match=reason):
+            attempt()
+    for each in (load.look(), load.load.__wrapped__()):
+        assert each["cpu"].path is None and re.search(reason, each["cpu"].reason)
+    assert not loaded and {record.levelname for record in caplog.records} == {"WARNING"}
+
+
+def test_sticky_folders_above_and_links_of_ones_own_are_fine(
+    tmp_path: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path.chmod(0o1777)
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    (tmp_path / "real").mkdir(mode=0o700)
+    monkeypatch.setattr(build, "BUILT", tmp_path / "built")
+    monkeypatch.setenv("ZERO_FULL_CACHE", str(tmp_path / "link"))
+    umask = os.umask(0o002)
+    try:
+        assert build.build("cpu", build.cache()) == build.find("cpu")
+    finally:
+        os.umask(umask)
 
 
 def test_sources_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tests.structure.test_structure import GRAPH
+from zero_full.migrate.names import INSTEAD, NAMES
 
 pytest.importorskip("material", reason="pip install -e '.[site]'")
 
@@ -15,6 +16,7 @@ import directives
 import drawings
 import formulas
 import import_graph
+import migrate_tables
 import notebook_pages
 import places
 import snippets
@@ -169,3 +171,14 @@ def test_what_a_cell_prints_is_shown_without_colours_and_once() -> None:
     ]
     text = notebook_pages._Page("x", Path()).text(notebook)
     assert "100%\nred" in text and "\x1b" not in text and "10%\n" not in text
+
+
+def test_the_page_of_migration_has_every_name_of_the_command() -> None:
+    page = directives.expanded((places.ROOT / "site/docs/guide/migrate_deepspeed.md").read_text(), "x.md")
+    for path in NAMES:
+        module, _, name = path.rpartition(".")
+        assert any(f"`{module}`" in line and f"`{name}`" in line for line in page.splitlines()), path
+    for path, text in INSTEAD.items():
+        assert path == "deepspeed" or f"| `{path}` | {text.replace('|', chr(92) + '|')} |" in page
+    assert "`DeepSpeedEngine` → `Engine`" in migrate_tables.same("", "x.md")
+    assert "| `engine." in page

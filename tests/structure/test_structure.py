@@ -21,19 +21,22 @@ ROOMS = {  # and a room of zero_full only itself and these; what is not named ma
     "config": set(),
     "optim": set(),
     "data": set(),
+    "migrate": {"config", "engine"},
+    "launch": set(),
     "stopwatch": set(),
     "kernels": set(),
     "nest": set(),
     "comm": {"_compat", "kernels"},
-    "precision": {"comm", "kernels"},
+    "precision": {"_compat", "kernels"},
     "shard": {"_compat", "comm", "kernels", "layout", "nest", "precision"},
     "construct": {"_compat", "comm", "nest", "shard"},
     "checkpoint": {"comm", "layout", "nest", "shard"},
     "facts": {"comm", "config", "precision", "shard"},
-    "engine": {"_compat", "checkpoint", "config", "data", "facts", "nest", "precision", "shard", "stopwatch"},
+    "calls": {"nest", "shard"},
+    "engine": {"calls", "checkpoint", "config", "data", "facts", "nest", "precision", "shard", "stopwatch"},
 }
 LONG_SIGNATURES = {
-    "initialize",  # DeepSpeed's, which scripts call by these names
+    *("initialize", "init_distributed"),  # DeepSpeed's, which scripts call by these names
     *("adam_step", "lamb_norms", "lamb_step"),  # operators take nothing but tensors and numbers
 }
 

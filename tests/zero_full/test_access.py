@@ -106,7 +106,7 @@ def test_everything_can_be_written_and_is_used(world_size: int, stage: int, keys
 def test_mistakes_name_the_parameter_and_the_remedy() -> None:
     engine, _, _, _ = zero_full.initialize(model=Net(), config=config(1))
     weight = engine.layers[2].weight
-    with pytest.raises(ValueError, match="belongs to no zero_full optimizer"):
+    with pytest.raises(ValueError, match="belongs to no zero_full engine"):
         zero_full.safe_get_full_fp32_param(torch.nn.Parameter(torch.ones(1)))
     with pytest.raises(ValueError, match=r"layers.2.weight has shape \(13, 13\), got \(3,\)"):
         zero_full.safe_set_full_fp32_param(weight, torch.ones(3))

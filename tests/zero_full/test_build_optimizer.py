@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zero_full.optim import Lion, build_optimizer, check_elementwise
+from zero_full.optim import Lion, build_optimizer, check_elementwise, parameter_groups
 from zero_full.optim.elementwise import ELEMENTWISE
 
 
@@ -172,6 +172,22 @@ BAD = [
     ("AdamX", {}, r"no optimizer is named 'AdamX'; did you mean Adam"),
     ("Optimizer", {}, "no optimizer is named"),
     ("qqq", {}, "there are Lion, "),
+    (None, {}, r"optimizer\.type must be the name of an optimizer, not None"),
+    ("Adam", {"lr": "1e-3"}, r"optimizer\.params\.lr must be a number of 0 or more, not '1e-3'"),
+    ("Adam", {"lr": None}, r"optimizer\.params\.lr must be a number of 0 or more, not None"),
+    ("SGD", {"lr": float("nan")}, r"optimizer\.params\.lr must be a number of 0 or more, not nan"),
+    ("Lion", {"lr": float("inf")}, r"optimizer\.params\.lr must be a number of 0 or more, not inf"),
+    ("Adam", {"betas": [0.9]}, r"optimizer\.params\.betas must be a list of 2 numbers, not \[0.9\]"),
+    ("Adam", {"betas": [0.9, 0.99, 0.5]}, r"optimizer\.params\.betas must be a list of 2 numbers"),
+    (
+        "Lion",
+        {"betas": [0.9, 1]},
+        r"optimizer\.params\.betas\[1\] must be a number from 0 up to, but not incl",
+    ),
+    ("Adam", {"weight_decay": -1}, r"optimizer\.params\.weight_decay must be a number of 0 or more, not -1"),
+    ("AdamW", {"adam_w_mode": "false"}, r"optimizer\.params\.adam_w_mode must be true or false, not 'false'"),
+    ("Adam", {"fused": "yes"}, r"optimizer\.params\.fused must be true or false, not 'yes'"),
+    ("SGD", {"nesterov": True}, r"optimizer\.params: SGD\(nesterov=True\) is refused: Nesterov"),
 ]
 
 
@@ -179,6 +195,32 @@ BAD = [
 def test_mistakes_name_the_key_and_the_remedy(name: str, params: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build_optimizer(name, params, grouped(parameters()))
+
+
+@pytest.mark.parametrize(
+    ("group", "message"),
+    [
+        ({"lr": -1.0}, '"lr" of parameter group 1 must be a number of 0 or more, not -1.0'),
+        ({"betas": [0.9]}, '"betas" of parameter group 1 must be a list of 2 numbers'),
+        ({"params": {1}}, "parameter group 1 is a set"),
+    ],
+)
+def test_what_a_group_brings_is_checked_too(group: dict[str, Any], message: str) -> None:
+    groups = [{"params": parameters()[:1]}, {"params": parameters()[1:], "name": "rest", **group}]
+    with pytest.raises(ValueError, match=message):
+        build_optimizer("Adam", {}, groups)
+    with pytest.raises(ValueError, match='parameter group 0 must be a dictionary with a key "params"'):
+        parameter_groups([{"lr": 1}])
+    with pytest.raises(TypeError, match=r"model_parameters must have parameters, as model.parameters\(\)"):
+        parameter_groups(torch.nn.Linear(1, 1).named_parameters())
+
+
+def test_parameters_may_come_from_a_generator_and_0_and_1_are_booleans() -> None:
+    group = {"params": (p for p in parameters()), "lr": 0.5, "betas": [0.5, 0.5], "name": "all"}
+    made = build_optimizer("Adam", {"amsgrad": 1, "adam_w_mode": 0}, [group])
+    assert type(made) is torch.optim.Adam and made.defaults["amsgrad"] is True
+    (mine,) = made.param_groups
+    assert len(mine["params"]) == 3 and mine["betas"] == (0.5, 0.5) and mine["name"] == "all"
 
 
 def test_the_users_dictionary_is_left_as_it_was() -> None:

@@ -17,7 +17,8 @@ def in_full(top_level: str, zero: str) -> dict[str, Any]:
 
 DEFAULTS: dict[str, Any] = in_full(
     """{
-  "managed_gradient_accumulation": true, "steps_per_print": null, "optimizer": null, "scheduler": null,
+  "managed_gradient_accumulation": true, "plain_backward_divides": null, "steps_per_print": null,
+  "optimizer": null, "scheduler": null,
   "gradient_clipping": 1.0, "prescale_gradients": false, "gradient_predivide_factor": 1.0,
   "gradient_allreduce_op": "mean", "communication_data_type": null, "sparse_gradients": false,
   "seq_parallel_communication_data_type": "fp32", "disable_allgather": false, "dump_state": false,
@@ -25,6 +26,7 @@ DEFAULTS: dict[str, Any] = in_full(
   "zero_force_ds_cpu_optimizer": true, "dataloader_drop_last": false, "graph_harvesting": false,
   "log_level": null, "amp": {}, "compile": {}, "data_types.grad_accum_dtype": null,
   "data_types.param_dtype": null, "data_types.buffer_dtype": null, "checkpoint.tag_validation": "Warn",
+  "data_types.keep_in_fp32_modules": "auto", "disable_python_gc": false,
   "checkpoint.load_universal": false, "checkpoint.use_node_local_storage": false,
   "checkpoint.parallel_write.pipeline_stage": false, "torch_autocast.enabled": false,
   "torch_autocast.dtype": null, "torch_autocast.lower_precision_safe_modules": null, "fp16.enabled": false,
@@ -54,6 +56,7 @@ DEFAULTS: dict[str, Any] = in_full(
   "save_muon_momentum_buffer_in_memory": false, "cpu_offload": null,
   "leaf_module.classes": ["MixtralSparseMoeBlock", "Qwen2MoeSparseMoeBlock", "Qwen3MoeSparseMoeBlock"],
   "leaf_module.names": [], "leaf_module.name_suffixes": [],
+  "parameter_alignment": false, "compute_grad_norm": true,
   "cpu_offload_param": null, "cpu_offload_use_pin_memory": null,
   "stage3_gather_fp16_weights_on_model_save": false
 }""",
@@ -91,12 +94,13 @@ def test_a_key_that_spells_out_its_default_is_quiet(key: str) -> None:
 
 IDLE: dict[str, Any] = in_full(  # set to this, a key costs one line of warning
     """{
-  "disable_allgather": true, "zero_force_ds_cpu_optimizer": false, "graph_harvesting": true,
+  "disable_allgather": true, "zero_force_ds_cpu_optimizer": false, "disable_python_gc": true,
   "memory_breakdown": true, "dump_state": true, "log_level": "info", "vocabulary_size": 50257,
   "seq_parallel_communication_data_type": "bf16", "use_data_before_expert_parallelism": true,
   "pipeline": {"stages": 2}, "activation_checkpointing": {"partition_activations": true},
   "flops_profiler.enabled": true, "comms_logger.enabled": true, "tensorboard.enabled": true,
-  "wandb.enabled": true, "csv_monitor.enabled": true, "comet.enabled": true, "nebula.enabled": true,
+  "wandb.enabled": true, "csv_monitor.enabled": true, "comet.enabled": true,
+  "torch_autocast.lower_precision_safe_modules": ["torch.nn.Linear"],
   "aio": {"thread_count": 1}, "datastates_ckpt": {"a": 1}, "weight_quantization": {"a": 1},
   "timers": {"throughput": {}}, "bf16.immediate_grad_update": true, "checkpoint.load_universal": true,
   "checkpoint.tag_validation": "Fail",
@@ -106,7 +110,8 @@ IDLE: dict[str, Any] = in_full(  # set to this, a key costs one line of warning
     """{
   "use_multi_rank_bucket_allreduce": false, "allgather_partitions": false,
   "allgather_bucket_size": 50000000, "load_from_fp32_weights": false, "elastic_checkpoint": true,
-  "legacy_stage1": true, "zeropp_loco_param": {"err_beta": 0.8}, "enable_sanity_checks": true,
+  "legacy_stage1": true, "enable_sanity_checks": true, "parameter_alignment": true,
+  "compute_grad_norm": false,
   "sub_group_size": 1000000000000, "cpu_offload_use_pin_memory": true, "memory_efficient_linear": false,
   "stage3_prefetch_bucket_size": 1, "stage3_param_persistence_threshold": 1,
   "stage3_model_persistence_threshold": 1, "stage3_max_live_parameters": 1, "stage3_max_reuse_distance": 1,
@@ -122,19 +127,60 @@ IDLE: dict[str, Any] = in_full(  # set to this, a key costs one line of warning
 )
 MISSING: dict[str, Any] = in_full(  # set to this, a key is an error
     """{
-  "managed_gradient_accumulation": false, "sparse_gradients": true, "sequence_parallel_size": 2,
-  "data_types.param_dtype": "bf16", "torch_autocast.enabled": true,
-  "amp.enabled": true, "compile.deepcompile": true, "checkpoint.use_node_local_storage": true,
+  "sequence_parallel_size": 2,
+  "data_types.param_dtype": "bf16",
+  "compile.deepcompile": true, "checkpoint.use_node_local_storage": true,
   "tensor_parallel.autotp_size": 2, "expert_parallel.enabled": true, "hybrid_engine.enabled": true,
-  "elasticity.enabled": true, "autotuning.enabled": true, "curriculum_learning.enabled": true,
-  "data_efficiency.enabled": true, "progressive_layer_drop.enabled": true, "eigenvalue.enabled": true,
-  "quantize_training.enabled": true, "compression_training": {"a": 1}, "sparse_attention": {"a": 1}
+  "autotuning.enabled": true, "data_efficiency.enabled": true,
+  "data_types.keep_in_fp32_modules": ["norm"]
 }""",
     """{
   "zenflow": {}, "zero_quantized_nontrainable_weights": true, "cpu_offload": true,
   "cpu_offload_param": true, "offload_param.device": "cpu", "offload_optimizer.device": "nvme"
 }""",
 )
+REMOVED = {  # by DeepSpeed itself: (since, a value that asks for it, values that do not)
+    "nebula": ("0.19.7", {"enabled": True}, [{}, {"enabled": False}, {"enabled": 0, "a": 1}, None, False]),
+    "quantize_training": ("0.19.7", {"enabled": 1}, [{"enabled": False}, {"quantize_groups": 1}]),
+    "sparse_attention": ("0.19.7", {"mode": "fixed"}, [{}, {"enabled": False, "mode": "fixed"}, False]),
+    "compression_training": (
+        "0.19.7",
+        {"weight_quantization": {"shared_parameters": {"enabled": True}}},
+        [{"weight_quantization": {"shared_parameters": {"enabled": False}}, "layer_reduction": {}}],
+    ),
+    "amp": ("0.19.8", {"enabled": True, "opt_level": "O1"}, [{}, {"enabled": False}, {"opt_level": "O1"}]),
+    "eigenvalue": ("0.19.8", {"enabled": True}, [{"enabled": False, "verbose": True}]),
+    "progressive_layer_drop": ("0.19.8", {"enabled": True}, [{"enabled": False, "theta": 0.5}]),
+    "curriculum_learning": ("0.19.8", {"enabled": True}, [{"enabled": False}, None]),
+    "graph_harvesting": ("0.19.8", True, [False, 0]),
+    "sparse_gradients": ("0.19.8", True, [False, 0]),
+    "elasticity": ("0.19.8", {"enabled": True}, [{"enabled": False, "version": 0.1}]),
+    "zero_optimization.zeropp_loco_param": ("0.19.8", {"err_beta": 0.8}, [None, {}, False]),
+}
+
+
+def test_0_and_1_are_booleans() -> None:
+    keys = [entry.key for entry in entries(Config()) if isinstance(entry.default, bool)]
+    assert len(keys) > 40
+    for key in keys:
+        for value in (False, True):
+            said = []
+            for given in (value, int(value)):
+                try:
+                    config = resolve(with_batch(nested(key, given)), 2).config
+                    said.append({entry.key: entry.value for entry in entries(config)}[key])
+                except ValueError as error:
+                    said.append(str(error))
+            assert said[0] == said[1] and type(said[0]) is type(said[1]), key
+
+
+@pytest.mark.parametrize("key", REMOVED)
+def test_what_deepspeed_has_removed_is_refused_with_the_version_unless_it_is_off(key: str) -> None:
+    version, on, off = REMOVED[key]
+    error = error_of(with_batch(nested(key, on)))
+    assert error.startswith(key) and f" is not supported: DeepSpeed removed it in {version}; " in error
+    for value in off:
+        assert resolve(with_batch(nested(key, value)), 2).warnings == (), value
 
 
 @pytest.mark.parametrize("key", IDLE)
@@ -173,5 +219,6 @@ def test_the_two_tables_above_have_every_remark_of_the_schema() -> None:
         if entry.remark:
             switch = f".{entry.remark.switch}" if entry.remark.switch else ""
             remarked[entry.remark.refuses].add(entry.key + switch)
-    assert remarked[True] == set(MISSING)
+    assert {key.removesuffix(".enabled") for key in remarked[True] - set(MISSING)} == set(REMOVED)
+    assert remarked[True] >= set(MISSING)
     assert remarked[False] == set(IDLE) | {"optimizer.legacy_fusion"}

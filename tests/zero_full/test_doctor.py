@@ -10,8 +10,10 @@ import torch
 
 from zero_full import doctor
 from zero_full.__main__ import main
+from zero_full.launch import OTHERS, init_distributed
 
 LAUNCHER = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"]
+LAUNCHER += [name for other in OTHERS for name in other.sizes]
 
 
 @pytest.fixture(autouse=True)
@@ -107,13 +109,23 @@ def test_half_a_launcher_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     assert doctor.problems() == []
     monkeypatch.setenv("RANK", "1")
-    assert "RANK is set but WORLD_SIZE, MASTER_PORT is not, remedy" in doctor.problems()[0]
+    assert "RANK is set but WORLD_SIZE, MASTER_PORT are not, so every process would" in doctor.problems()[0]
+    assert "not clear" in doctor.report()
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("MASTER_PORT", "29500")
     assert "RANK=1 is not a rank of WORLD_SIZE=1" in doctor.problems()[0]
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert doctor.problems() == []
-    assert "rank 1 of 2" in doctor.report()
+    assert "rank 1 of 2, says torchrun" in doctor.report()
+
+
+def test_another_launcher_is_a_problem_in_the_words_of_init_distributed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PMI_SIZE", "2")
+    with pytest.raises(RuntimeError) as caught:
+        init_distributed()
+    assert doctor.problems() == [str(caught.value)]
 
 
 def fake_torch(cuda: Any, built_for: str | None) -> Any:

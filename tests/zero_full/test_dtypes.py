@@ -131,26 +131,34 @@ class Frozen(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         self.trained, self.frozen = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
         self.register_buffer("mean", torch.zeros(4))
+        self.norm = nn.BatchNorm1d(4)  # whose statistics must be of its weight's type
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
-        for tensor in self.state_dict().values():
-            tensor.copy_(torch.randn(tensor.shape, generator=generator) * 10)
+        for name, tensor in self.state_dict().items():
+            numbers = torch.randn(tensor.shape, generator=generator) * 10
+            tensor.copy_(numbers.abs() if "var" in name else numbers)
 
     def forward(self, x: Tensor) -> Tensor:
         """The loss."""
-        return (self.frozen(self.trained(x)) + self.mean).float().square().mean()
+        return (self.norm(self.frozen(self.trained(x))) + self.mean).float().square().mean()
 
 
+@pytest.mark.parametrize("buffers", [None, "fp16"])
 @pytest.mark.parametrize("precision", [None, "bf16", "fp16"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_frozen_parameters_and_buffers_follow_the_dtype_and_integers_do_not(
-    stage: int, precision: str | None
+def test_frozen_parameters_follow_the_dtype_and_buffers_do_if_asked_to_or_if_a_norm_needs_it(
+    stage: int, precision: str | None, buffers: str | None
 ) -> None:
     sections = {"fp16": {"fp16": {"enabled": True, "loss_scale": 8.0}}, "bf16": {"bf16": {"enabled": True}}}
-    keys = sections[precision] if precision else {}
+    keys = {**(sections[precision] if precision else {}), "data_types": {"buffer_dtype": buffers}}
     engine, _, _, _ = zero_full.initialize(model=Frozen(0), config=config(stage, **keys))
-    floating = {p.dtype for p in engine.parameters()} | {engine.module.mean.dtype}
-    assert floating == {DTYPES[precision] if precision else FP32}
-    assert engine.module.count.dtype == torch.int64
+    assert {p.dtype for p in engine.parameters()} == {DTYPES[precision] if precision else FP32}
+    of_parameters = DTYPES[precision] if precision else FP32
+    statistics = {engine.module.norm.running_mean.dtype, engine.module.norm.running_var.dtype}
+    assert statistics == {DTYPES["fp16"] if buffers else of_parameters}
+    assert engine.module.mean.dtype == (DTYPES["fp16"] if buffers else FP32)
+    assert engine.module.count.dtype == engine.module.norm.num_batches_tracked.dtype == torch.int64
+    if buffers and precision != "fp16":
+        return  # torch has no batch norm of such a mixture
     before = engine.module.frozen.weight.clone()
     engine.backward(engine(torch.ones(2, 4, dtype=before.dtype)))
     engine.step()
@@ -171,6 +179,7 @@ def test_every_rank_starts_with_the_first_ranks_values_frozen_ones_and_buffers_t
     first, second = run_in("processes", started, 2, stage, precision)
     want = Frozen(0).state_dict()
     if precision:
-        want = {name: t.to(BF16) if t.is_floating_point() else t for name, t in want.items()}
+        stays = {"mean", "count"}
+        want = {n: t.to(BF16) if t.is_floating_point() and n not in stays else t for n, t in want.items()}
     for rank in (first, second):
         assert [name for name, tensor in want.items() if not torch.equal(rank[name], tensor)] == []

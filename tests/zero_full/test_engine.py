@@ -264,8 +264,11 @@ def test_a_model_is_needed_and_something_to_train() -> None:
         zero_full.initialize(config=config(1))
     with pytest.raises(ValueError, match="nothing to train"):
         zero_full.initialize(model=Net().requires_grad_(False), config=config(1))
-    with pytest.raises(ValueError, match="no optimizer"):
-        zero_full.initialize(model=Net(), config=config(1, optimizer=None))
+    engine, optimizer, _, _ = zero_full.initialize(model=Net(), config=config(1, optimizer=None))
+    with pytest.raises(RuntimeError, match="at stage 1 of an engine that has no optimizer"):
+        engine.backward(engine(data(0, 0, 0)))
+    with pytest.raises(RuntimeError, match="there is no optimizer"):
+        optimizer.step()
 
 
 def test_the_configuration_is_logged_with_origins_and_dtypes(caplog: pytest.LogCaptureFixture) -> None:

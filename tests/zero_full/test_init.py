@@ -39,6 +39,8 @@ class Model(nn.Module):
 
 
 def config(stage: int, **keys: Any) -> dict[str, Any]:
+    if "bf16" in keys:
+        keys["data_types"] = {"buffer_dtype": "bf16"}
     return {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "Adam", "params": {"lr": 1e-2}},

@@ -51,9 +51,9 @@ def gathering_beside_forward(comm: Any, stage: int) -> dict[str, Tensor]:
         )
     waited = 0
     for step in range(4):
-        waited += len(optimizer.arriving)
+        waited += len(optimizer.arrivals.pending)
         engine.backward(engine(data(step, 0, comm.rank)))
-        assert not optimizer.arriving
+        assert not optimizer.arrivals.pending
         engine.step()
     assert waited  # so parameters were on their way when forward began
     return engine.module_state_dict()

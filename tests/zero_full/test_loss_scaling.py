@@ -17,6 +17,9 @@ FP16 = torch.float16
 SGD = {"type": "SGD", "params": {"lr": 1.0}}
 
 
+PLAIN: dict[str, Any] = {"gradient_accumulation_steps": 2, "plain_backward_divides": False}
+
+
 def engine_of(model: nn.Module, stage: int = 1, **keys: Any) -> zero_full.Engine:
     """fp16 with a static scale of 256, or as the keys say."""
     keys = {"fp16": {"enabled": True, "loss_scale": 256.0}, "optimizer": SGD, **keys}
@@ -97,7 +100,7 @@ def test_a_gradient_is_scaled_once_whichever_way_backward_is_called(way: str, st
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_scaled_gradients_are_those_of_the_scaled_loss(stage: int) -> None:
-    engine = engine_of(Net(), stage, gradient_accumulation_steps=2)
+    engine = engine_of(Net(), stage, **PLAIN)
     x = data(0, 0, 0, FP16)
     engine(x).backward()
     held = {k: [t.clone() for t in kept] for k, kept in engine.optimizer.holdings().items()}
@@ -159,7 +162,7 @@ def three_ways(comm: Any, stage: int) -> list[dict[str, Tensor]]:
     ]
     finals = []
     for way in ways:
-        engine = engine_of(Net(), stage, gradient_accumulation_steps=2, optimizer=config(stage)["optimizer"])
+        engine = engine_of(Net(), stage, **PLAIN, optimizer=config(stage)["optimizer"])
         for step in range(3):
             for micro in range(2):
                 way(engine, engine(data(step, micro, comm.rank, FP16)))

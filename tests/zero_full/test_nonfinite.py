@@ -44,7 +44,7 @@ def hooked(
         engine.backward(engine(data(step, 0, comm.rank, next(engine.parameters()).dtype)))
         engine.step()
         assert engine.was_step_applied() == (step == 0)
-    return optimizer.finding, engine.was_step_applied(), engine.get_global_grad_norm()
+    return optimizer.report.finding, engine.was_step_applied(), engine.get_global_grad_norm()
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -84,7 +84,7 @@ def bad_loss(comm: Any, stage: int, keys: dict[str, Any], bad: float, ranks: lis
         _ = loss.backward() if plain else engine.backward(loss)
         engine.step()
     assert not engine.was_step_applied()
-    return str(optimizer.finding)
+    return str(optimizer.report.finding)
 
 
 @pytest.mark.parametrize("plain", [False, True])
@@ -107,7 +107,7 @@ def test_a_loss_that_is_not_finite_is_named_with_its_rank(
 @pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_bad_loss_in_an_earlier_micro_batch_is_not_forgotten(stage: int, plain: bool) -> None:
-    keys = {"bf16": {"enabled": True}, "gradient_accumulation_steps": 2}
+    keys = {"bf16": {"enabled": True}, "gradient_accumulation_steps": 2, "plain_backward_divides": False}
     for finding in run_in("processes", bad_loss, 2, stage, keys, NAN, [1], plain):
         assert "the loss itself is not finite on rank 1" in finding
 
@@ -158,7 +158,7 @@ def only_the_sum(comm: Any, stage: int, gradient: list[float]) -> str:
     engine.backward(engine(torch.tensor(gradient)))
     engine.step()
     assert not engine.was_step_applied()
-    return str(optimizer.finding)
+    return str(optimizer.report.finding)
 
 
 @pytest.mark.parametrize("gradient", [[2e38, 0.0, 1.0], [2e38, 2e38, 2e38], [2e38, -2e38, 0.0]], ids=str)

@@ -118,6 +118,7 @@ def a_large_gradient_and_many_small_ones(comm: Any, keys: dict[str, Any]) -> lis
             "bf16": {"enabled": True},
             **keys,
             "gradient_accumulation_steps": MICRO_BATCHES,
+            "plain_backward_divides": False,
             "zero_optimization": zero,
         }
         engine, _, _, _ = zero_full.initialize(model=Line(), config=config(stage, **more))

@@ -146,7 +146,8 @@ def two_losses(model: Callable[[Tensor], Tensor], step: int, micro: int, rank: i
 def several_backward_passes(comm: Any, stage: int, way: str) -> dict[str, Tensor]:
     """Two losses in each of two micro-batches, each with a backward pass of its own."""
     micro_batches = 2
-    keys = config(stage, gradient_accumulation_steps=1 if way == "no_sync" else micro_batches)
+    steps = 1 if way == "no_sync" else micro_batches
+    keys = config(stage, gradient_accumulation_steps=steps, plain_backward_divides=False)
     engine, optimizer, _, _ = zero_full.initialize(model=Net(), config=keys)
     for step in range(3):
         for micro in range(micro_batches):
@@ -284,7 +285,7 @@ def recomputed(
     comm: Any, stage: int, reentrant: bool | None, overlap: bool, plain: bool
 ) -> dict[str, Tensor]:
     keys = {"reduce_bucket_size": 20, "overlap_comm": overlap}
-    more = config(stage, zero_optimization=keys, gradient_accumulation_steps=2)
+    more = config(stage, zero_optimization=keys, gradient_accumulation_steps=2, plain_backward_divides=False)
     engine, _, _, _ = zero_full.initialize(model=Recomputed(reentrant), config=more)
     for step in range(3):
         for micro in range(2):

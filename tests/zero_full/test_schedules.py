@@ -192,9 +192,35 @@ def test_one_cycle_moves_beta1_against_the_learning_rate() -> None:
     assert [beta1 for beta1, _ in seen] == pytest.approx([0.8, *rising, *falling, *decaying])
 
 
+def test_deepspeeds_names_for_momentum_and_ratio() -> None:
+    made = optimizer()
+    cycle = OneCycle(made, 0.01, 0.1, cycle_first_step_size=10)
+    cosine = WarmupCosineLR(optimizer(), 50, warmup_num_steps=10)
+    for _ in range(STEPS):
+        cycle.step()
+        cosine.step()
+        assert cycle.get_mom() == [group["betas"] for group in made.param_groups]
+        assert cosine.get_lr() == [rate * cosine.get_lr_ratio() for rate in RATES]
+
+
+def test_momentum_that_grows_to_1_is_refused() -> None:
+    schedule = OneCycle(
+        optimizer(), 0.01, 0.1, cycle_first_step_size=2, decay_step_size=1, decay_mom_rate=0.05
+    )
+    with pytest.raises(ValueError, match=r"decay_mom_rate 0.05 lets beta1 grow to .* at iteration 6"):
+        for _ in range(STEPS):
+            schedule.step()
+
+
+def test_a_bad_rate_of_a_group_is_named() -> None:
+    with pytest.raises(ValueError, match='"lr" of parameter group 1 must be a number of 0 or more, not inf'):
+        WarmupLR(optimizer(torch.optim.SGD, (0.1, math.inf)))
+
+
 def test_one_cycle_leaves_betas_alone_when_told() -> None:
     made = optimizer()
     schedule = OneCycle(made, 0.01, 0.1, cycle_momentum=False)
+    assert schedule.get_mom() is None
     schedule.step()
     assert made.param_groups[0]["betas"] == (0.9, 0.999)
 
@@ -241,6 +267,39 @@ BAD = [
     ("OneCycle", {"cycle_min_lr": 1, "cycle_max_lr": 2, "optimizer": 3}, r"params\.optimizer: OneCycle"),
     ("LRRangeTest", {"lr_range_test_step_size": 0}, "lr_range_test_step_size"),
     ("StepLR", {"step_sise": 3}, "did you mean step_size"),
+    ("StepLR", {"step_size": 0}, r"params: StepLR\(step_size=0\) cannot be stepped: ZeroDivisionError"),
+    ("ExponentialLR", {"gamma": math.nan}, r"scheduler\.params\.gamma must be a number, not nan"),
+    ("LambdaLR", {"lr_lambda": lambda it: math.nan}, "stepped: ValueError: the learning rate becomes nan"),
+    ("StepLR", {"step_size": 99, "gamma": None}, r"scheduler\.params\.gamma must be a number, not None"),
+    (
+        "CyclicLR",
+        {"base_lr": 0.1, "max_lr": 1, "max_momentum": 1.0},
+        "max_momentum must be a number from 0 up",
+    ),
+    ("ReduceLROnPlateau", {}, "cannot be stepped: TypeError: .*metrics"),
+    ("WarmupLR", {"warmup_num_steps": 1e30}, "warmup_num_steps must be a whole number of at most 10000"),
+    ("WarmupLR", {"warmup_min_lr": math.nan}, "warmup_min_lr must be a number of 0 or more, not nan"),
+    (
+        "WarmupLR",
+        {"warmup_max_lr": [0.1, -1.0]},
+        r"warmup_max_lr\[1\] must be a number of 0 or more, not -1.0",
+    ),
+    ("WarmupLR", {"last_batch_iteration": -2}, "last_batch_iteration must be a whole number of at least -1"),
+    (
+        "WarmupDecayLR",
+        {"total_num_steps": 9, "warmup_num_steps": "9"},
+        "warmup_num_steps must be a whole num",
+    ),
+    ("WarmupCosineLR", {"total_num_steps": 5000, "cos_min_ratio": "x"}, "cos_min_ratio must be a number"),
+    ("LRRangeTest", {"lr_range_test_step_rate": -1}, "lr_range_test_step_rate must be a number of 0 or more"),
+    ("LRRangeTest", {"lr_range_test_staircase": "no"}, "lr_range_test_staircase must be true or false"),
+    ("OneCycle", {"cycle_min_lr": 1, "cycle_max_lr": 2, "decay_lr_rate": -1}, "decay_lr_rate must be a num"),
+    (
+        "OneCycle",
+        {"cycle_min_lr": 1, "cycle_max_lr": 2, "cycle_max_mom": 1},
+        "cycle_max_mom must be a number",
+    ),
+    (3, {}, "scheduler.type must be the name of a schedule, not 3"),
     ("warmuplr", {}, r"scheduler\.type: .*'warmuplr'; did you mean WarmupLR\?"),
     ("LRScheduler", {}, r"scheduler\.type"),
     (
@@ -276,6 +335,10 @@ def test_a_group_added_afterwards_is_refused() -> None:
 def test_torchs_schedules_come_by_name() -> None:
     made = build_scheduler("StepLR", {"step_size": 3, "gamma": 0.5}, optimizer())
     assert isinstance(made, StepLR) and made.step_size == 3
+    short = optimizer(torch.optim.SGD)
+    made = build_scheduler("OneCycleLR", {"max_lr": [1.0, 2.0], "total_steps": 1, "cycle_momentum": 0}, short)
+    short.step()
+    made.step()
 
 
 def test_the_factory_knows_ours_by_their_names() -> None:

@@ -37,9 +37,9 @@ def trained(
     calls: list[float] = []
     step = AdamSweep.step
 
-    def counted(self: AdamSweep, bucket: Any, factor: float) -> None:
+    def counted(self: AdamSweep, bucket: Any, factor: float, used: Any) -> None:
         calls.append(factor)
-        step(self, bucket, factor)
+        step(self, bucket, factor, used)
 
     AdamSweep.step = counted  # type: ignore[method-assign]
     try:

@@ -16,8 +16,17 @@ import torch
 from torch import Tensor, nn
 
 from zero_full.checkpoint.failure import Attempt
-from zero_full.checkpoint.files import Entry, WeightFiles, flush, part_of, show
-from zero_full.checkpoint.selection import Names, Selection, refuse_parked, refuse_parts, select
+from zero_full.checkpoint.files import (
+    Entry,
+    WeightFiles,
+    flush,
+    new_part,
+    open_part,
+    part_of,
+    plain_name,
+    show,
+)
+from zero_full.checkpoint.selection import Names, Selection, refuse_parts, select
 from zero_full.shard.optimizer import ZeroOptimizer
 from zero_full.shard.values import Member, Values
 from zero_full.shard.whole import copy_on_cpu
@@ -61,6 +70,7 @@ def save_weights(
 
     Tied parameters are stored once; the header tells their other names, as `safetensors.torch` does.
     """
+    filename = plain_name("filename", filename)
     refuse_parts(optimizer)
     selection = select(module, names)
     if selection.others:
@@ -93,6 +103,7 @@ def save_16bit_model(
     A name that ends with .safetensors makes a safetensors file, any other one what `torch.load` reads: for
     that, the first rank needs memory for the whole model. Returns True, or raises on every rank.
     """
+    save_filename = plain_name("save_filename", save_filename)
     refuse_parts(optimizer)
     frozen = {n for n, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad}
     skipped = frozen if exclude_frozen_parameters else set()
@@ -119,7 +130,7 @@ def _export(optimizer: ZeroOptimizer, selection: Selection, sink: Sink, exact: b
         if writes:  # a failure is kept: this rank takes part in the gathering to its end, like the others
             attempt(partial(sink.write, name, tensor))
 
-    attempt(partial(refuse_parked, optimizer))
+    attempt(optimizer.catch_up)
     try:
         if writes:
             attempt(sink.begin)
@@ -136,7 +147,6 @@ def _export(optimizer: ZeroOptimizer, selection: Selection, sink: Sink, exact: b
 
 def _pass_on(optimizer: ZeroOptimizer, selection: Selection, exact: bool, deliver: Deliver) -> None:
     """Every selected tensor, whole, one flat buffer after the other. Every rank must call this."""
-    optimizer.settle()
     names = selection.first_names()
     masters = {bucket.values: bucket.master for bucket in optimizer.buckets} if exact else {}
     for values in optimizer.values():
@@ -172,7 +182,7 @@ class _PickledFile:
 
     def begin(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        part_of(self.path).touch()
+        new_part(self.path).close()
 
     def write(self, name: str, tensor: Tensor) -> None:
         self.kept[name] = copy_on_cpu(tensor)
@@ -180,7 +190,8 @@ class _PickledFile:
     def finish(self) -> None:
         first = self.selection.first_names()
         state: dict[str, Any] = {n: self.kept[first[t]] for n, t in self.selection.tensors.items()}
-        torch.save({**state, **self.selection.others}, part_of(self.path))
+        with open_part(self.path) as part:
+            torch.save({**state, **self.selection.others}, part)
         flush(self.path)
         show(self.path)
 

@@ -4,6 +4,9 @@
 and renamed. With several files the index comes last, and an older index has gone before the first of them is
 renamed: whoever finds `NAME` or an index finds all of it.
 
+[Note: links] A part is always a new file. In a folder that others may write to, a link at its name would lead
+the export to any file of this user.
+
 [Note: the format] Eight bytes with the header's length, the header (JSON with each tensor's type, shape and
 place), then the numbers, without gaps. As everything is known before the first number arrives, the header
 is written first, and then no more than one tensor has to be in memory. Wider types come first, so that all
@@ -18,10 +21,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
 
+NO_LINKS = getattr(os, "O_NOFOLLOW", 0)  # Windows has none
 CODES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -100,9 +105,35 @@ def part_of(path: Path) -> Path:
     return path.with_name(f"{path.name}.part")
 
 
+def is_plain(name: str) -> bool:
+    """Whether it names something in a folder, and no way out of it."""
+    return name not in ("", ".", "..") and not set(name) & set("/\\\0")
+
+
+def plain_name(argument: str, name: str | os.PathLike[str]) -> str:
+    """The name of a file that is to be written into a folder."""
+    text = str(name)
+    if not is_plain(text):
+        raise ValueError(
+            f"{argument}: {text!r} is no name of a file in the folder; give the folder by itself"
+        )
+    return text
+
+
+def new_part(path: Path) -> BinaryIO:
+    """An empty part, in the place of whatever lies there."""
+    part_of(path).unlink(missing_ok=True)
+    return os.fdopen(os.open(part_of(path), os.O_CREAT | os.O_EXCL | os.O_WRONLY | NO_LINKS, 0o666), "wb")
+
+
+def open_part(path: Path) -> BinaryIO:
+    """The part, to be written on; never what a link there leads to."""
+    return os.fdopen(os.open(part_of(path), os.O_RDWR | NO_LINKS), "r+b")
+
+
 def flush(path: Path) -> None:
     """The complete part is on the disk."""
-    with part_of(path).open("rb") as part:
+    with open_part(path) as part:
         os.fsync(part.fileno())
 
 
@@ -139,20 +170,22 @@ class WeightFiles:
         for path, entries in self.shards.items():
             tied = {alias: name for alias, name in self.aliases.items() if self.path_of[name] == path}
             header, places = header_of(entries, {**tied, "format": "pt"})
-            part_of(path).write_bytes(header)
+            with new_part(path) as part:
+                part.write(header)
             self.places |= places
 
     def write(self, name: str, tensor: Tensor) -> None:
         """One tensor's numbers; the order does not matter."""
-        entry, path = self.entries[name], part_of(self.path_of[name])
+        entry, path = self.entries[name], self.path_of[name]
         assert tensor.shape == entry.shape, (entry, tensor.shape)
         numbers = tensor.detach().to("cpu", entry.dtype).contiguous()
         try:
-            with path.open("r+b") as part:
+            with open_part(path) as part:
                 part.seek(self.places[name])
                 part.write(bytes_of(numbers))
         except OSError as error:
-            raise OSError(error.errno, f"{error.strerror} while writing {name}", str(path)) from error
+            told = f"{error.strerror} while writing {name}"
+            raise OSError(error.errno, told, str(part_of(path))) from error
         self.awaited.remove(name)
 
     def finish(self) -> None:
@@ -174,7 +207,8 @@ class WeightFiles:
     def _write_index(self) -> None:
         weight_map = {name: path.name for name, path in self.path_of.items()}
         index = {"metadata": {"total_size": self.size}, "weight_map": weight_map}
-        part_of(self.index).write_text(json.dumps(index, indent=2) + "\n")
+        with new_part(self.index) as part:
+            part.write((json.dumps(index, indent=2) + "\n").encode())
 
     def _all_shards(self) -> Iterable[Path]:
         stem, suffix = re.escape(self.single.stem), re.escape(self.single.suffix)

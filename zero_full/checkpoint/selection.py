@@ -55,10 +55,3 @@ def refuse_parts(optimizer: ZeroOptimizer) -> None:
             "with experts or tensor-parallel layers, parameters of the same name differ between ranks: use "
             "engine.module_state_dict() and engine.load_module_state_dict(...), with a file for each part"
         )
-
-
-def refuse_parked(optimizer: ZeroOptimizer) -> None:
-    """What `offload_states` has moved away cannot be read or written."""
-    held = [values.own for values in optimizer.values()] + [bucket.master for bucket in optimizer.buckets]
-    if any(tensor.numel() and not tensor.untyped_storage().nbytes() for tensor in held):
-        raise RuntimeError("parameters are offloaded: call engine.reload_states() first")

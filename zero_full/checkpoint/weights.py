@@ -17,8 +17,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from zero_full.checkpoint.failure import Attempt, CheckpointError
-from zero_full.checkpoint.files import CODES
-from zero_full.checkpoint.selection import Names, refuse_parked, refuse_parts, select
+from zero_full.checkpoint.files import CODES, is_plain
+from zero_full.checkpoint.selection import Names, refuse_parts, select
 from zero_full.shard.optimizer import ZeroOptimizer
 from zero_full.shard.values import State
 
@@ -59,9 +59,8 @@ def load_weights(
     The optimizer's state stays as it is.
     """
     refuse_parts(optimizer)
-    optimizer.settle()
     mine, loading, attempt = select(module, names).tensors, _Loading(Path(path)), Attempt(optimizer)
-    attempt(lambda: refuse_parked(optimizer))
+    attempt(optimizer.catch_up)
     attempt(lambda: loading.match(mine, strict))
     attempt.agree()
     attempt(lambda: loading.fill(optimizer))
@@ -116,7 +115,7 @@ class _Loading:
 @torch.no_grad()
 def _publish(optimizer: ZeroOptimizer) -> None:
     """Parameters become what their masters say, wherever they are whole."""
-    optimizer.publish()
+    optimizer.publish(optimizer.buckets)
     optimizer.settle()
     for values in optimizer.frozen:
         values.second = None
@@ -157,7 +156,7 @@ class _Reader:
         if path.suffix != ".json":
             return self._contents(path)
         weight_map = _weight_map(path)
-        contents = {name: self._contents(path.with_name(name)) for name in dict.fromkeys(weight_map.values())}
+        contents = {n: self._contents(_beside(path, n)) for n in dict.fromkeys(weight_map.values())}
         for key, name in weight_map.items():
             if key not in contents[name]:
                 raise CheckpointError(f"{path} says that {key} is in {name}, which lacks it")
@@ -224,6 +223,19 @@ def _in_folder(folder: Path) -> Path:
         if (folder / name).exists():
             return folder / name
     raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}: pass the file itself")
+
+
+def _beside(index: Path, name: str) -> Path:
+    """The file that an index names. Whoever wrote the index says which file of ours is read: one beside it.
+
+    In Hugging Face's cache these are links from `snapshots/REVISION` to `blobs`.
+    """
+    folder, file = index.parent.resolve(), index.parent / name
+    place = file.resolve().parent
+    blobs = folder.parents[1] / "blobs" if folder.parent.name == "snapshots" else folder
+    if not is_plain(name) or (file.is_symlink() and place not in (folder, blobs)):
+        raise CheckpointError(f"{index} names {name!r}, which is not a file in its folder: nothing is read")
+    return file
 
 
 def _weight_map(index: Path) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Every collective the package makes."""
 
 from zero_full.comm.communicator import CommunicationError, Communicator
-from zero_full.comm.desync import DesyncError
+from zero_full.comm.desync import DesyncError, DisagreementError
 from zero_full.comm.lane import Lane, Pending, lane_for
 from zero_full.comm.ledger import Traffic
 from zero_full.comm.topology import Topology
@@ -10,6 +10,7 @@ __all__ = [
     "CommunicationError",
     "Communicator",
     "DesyncError",
+    "DisagreementError",
     "Lane",
     "Pending",
     "Topology",

@@ -99,8 +99,9 @@ class Communicator:
 
     def sum_numbers(self, numbers: Tensor, what: str) -> Tensor:
         """A few numbers, summed over the ranks. (Not counted as traffic.)"""
-        if self.group is not None:
-            self._call("sum", what, numbers, 0, lambda: dist.all_reduce(numbers, group=self.group))
+        transport = self.transport
+        if transport is not None:
+            self._call("sum", what, numbers, 0, lambda: transport.sum_numbers(numbers))
         return numbers
 
     def broadcast(self, tensor: Tensor, what: str) -> None:

@@ -19,6 +19,10 @@ class DesyncError(RuntimeError):
     """The ranks of a group are about to make different calls, or one of them makes none."""
 
 
+class DisagreementError(ValueError):
+    """The ranks were given different things, or are about to step with different numbers."""
+
+
 class CallCheck:
     """One communicator's record of calls."""
 

@@ -30,6 +30,9 @@ class Lane(Protocol):
     def producer(self) -> Any:
         """What stands for 'everything queued so far, here': to be passed to `submit` later."""
 
+    def close(self) -> None:
+        """No more jobs come."""
+
 
 class Done:
     """A job that is over."""
@@ -50,6 +53,9 @@ class Inline:
         """On one stream everything is in order already."""
         return None
 
+    def close(self) -> None:
+        """Nothing to close."""
+
 
 class Thread:
     """A worker thread: for the CPU, where gloo lets go of the interpreter while it waits."""
@@ -64,6 +70,10 @@ class Thread:
     def producer(self) -> Any:
         """The CPU has finished what it has computed."""
         return None
+
+    def close(self) -> None:
+        """End the thread."""
+        self.worker.shutdown()
 
 
 def _without_grad(job: Job) -> None:
@@ -104,6 +114,9 @@ class Stream:
         for tensor in tensors:
             tensor.record_stream(self.side)
         return _Event(self)
+
+    def close(self) -> None:
+        """Nothing to close."""
 
 
 class _Event:

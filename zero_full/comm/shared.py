@@ -83,6 +83,17 @@ class SharedMemory:
                 pieces[rank].copy_(self._half(rank, whole.dtype)[:numel])
             self.turn += 1
 
+    def sum_numbers(self, numbers: Tensor) -> None:
+        """An all-reduce with something behind the numbers, so that it can be cut."""
+        if not numbers.is_floating_point():  # fp32, in which slices are summed, does not hold all of them
+            dist.all_reduce(numbers, group=self.group)
+            return
+        flat = numbers.reshape(-1)
+        padded = flat.new_zeros(-(-flat.numel() // self.size) * self.size)
+        padded[: flat.numel()] = flat
+        self.all_reduce(padded, 1)
+        numbers.copy_(padded[: flat.numel()].view(numbers.shape))
+
     def all_reduce(self, whole: Tensor, divisor: float) -> None:
         """A reduce-scatter and an all-gather."""
         self.reduce_scatter(whole, own_slice(whole, self.rank, self.size), divisor)

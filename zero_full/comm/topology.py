@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 
-from zero_full._compat import timeout_of
+from zero_full._compat import default_store, open_group, timeout_of
 
 Predicate = Callable[[str, Parameter], bool]
 MESH_NAMES = {
@@ -50,6 +50,7 @@ class Topology:
     expert_data: dist.ProcessGroup | None = None
     is_expert: Predicate = marked_as_expert
     is_split: Predicate = marked_as_split
+    opened: tuple[dist.ProcessGroup, ...] = ()  # for the engine that gets this topology, which closes them
 
     def __post_init__(self) -> None:
         for role in ("data", "shard", "replicate", "model", "expert", "expert_data"):
@@ -103,7 +104,7 @@ class Topology:
     def with_sub_groups(self, size: int) -> "Topology":
         """The data group cut into shard groups of `size` neighbours (`mics_shard_size`)."""
         shard, replicate = self.sub_groups(size, "mics_shard_size")
-        return replace(self, shard=shard, replicate=replicate)
+        return replace(self, shard=shard, replicate=replicate, opened=(shard, replicate))
 
     def sub_groups(self, size: int, key: str) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
         """Of the data group: this rank and its `size - 1` neighbours; those that have its place elsewhere."""
@@ -129,8 +130,10 @@ def new_group(ranks: list[int], like: dist.ProcessGroup) -> dist.ProcessGroup:
 
     torch would give it the default backend, and half an hour to wait for a rank that has died.
     """
-    group: dist.ProcessGroup = dist.new_group(
-        ranks, timeout_of(like), dist.get_backend(like), use_local_synchronization=True
+    members = f"zero_full/{'-'.join(map(str, ranks))}"
+    number = default_store().add(f"{members}/opened by {dist.get_rank()}", 1)  # how often these have met
+    group: dist.ProcessGroup = open_group(
+        ranks, f"{members}/{number}", dist.get_backend(like), timeout_of(like)
     )
     return group
 

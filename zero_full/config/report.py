@@ -8,7 +8,8 @@ from typing import Any, Literal, get_args
 
 from pydantic_core import ErrorDetails
 
-from .schema import Config, Remark, Strict
+from .remarks import Remark
+from .schema import Config, Strict
 
 Origin = Literal["user", "default", "derived"]
 Location = tuple[int | str, ...]
@@ -62,7 +63,14 @@ def known_keys(model: type[Strict] = Config, prefix: str = "") -> Iterator[str]:
 
 def shown(value: object) -> str:
     """A value as JSON writes it, cut to what fits into a line."""
-    text = json.dumps(value, default=repr)
+    try:
+        text = json.dumps(value, default=repr)
+    except (
+        TypeError,
+        ValueError,
+        RecursionError,
+    ):  # keys that JSON does not have, numbers of thousands of digits
+        text = f"something of type {type(value).__name__}"
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

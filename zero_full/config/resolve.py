@@ -3,8 +3,6 @@
 All mistakes are collected and reported together, so that a file is not mended one error a run.
 """
 
-import json
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +12,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from . import report
+from .read import read, refuse_nests, repeated
 from .report import Origin
 from .schema import Config, ConfigError, ZeroConfig
 
@@ -41,42 +40,6 @@ class Resolved:
         return report.table(self.config, self.origins, extra_rows)
 
 
-class _Object(dict[str, Any]):
-    """A JSON object that remembers which of its keys were written more than once."""
-
-    repeated: tuple[str, ...] = ()
-
-
-def _as_object(pairs: list[tuple[str, Any]]) -> _Object:
-    made = _Object(pairs)
-    made.repeated = tuple(key for key, times in Counter(key for key, _ in pairs).items() if times > 1)
-    return made
-
-
-def _repeated(given: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    if isinstance(given, _Object):
-        yield from (f"{prefix}{key}: written twice in one object; keep one" for key in given.repeated)
-    for key, value in given.items():
-        if isinstance(value, Mapping):
-            yield from _repeated(value, f"{prefix}{key}.")
-
-
-def _read(path: Path) -> Any:
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise ConfigError(f"there is no configuration file {path}; give a path, a dict or a Config") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the configuration file {path} cannot be read as text: {error}") from None
-    try:
-        return json.loads(text, object_pairs_hook=_as_object)
-    except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"{path}, line {error.lineno}, column {error.colno}: this is not JSON: {error.msg} "
-            "(JSON writes true, false and null, has no comments and no comma after the last item)"
-        ) from None
-
-
 def _given(config: object) -> tuple[Mapping[str, Any], str]:
     """What the user gave as a mapping, and what to call it."""
     name = "the configuration"
@@ -84,7 +47,7 @@ def _given(config: object) -> tuple[Mapping[str, Any], str]:
         return config.model_dump(exclude_unset=True), name
     if isinstance(config, str | Path):
         name = str(config)
-        config = _read(Path(config))
+        config = read(Path(config))
     if not isinstance(config, Mapping):
         raise ConfigError(
             f'{name} must be an object of keys and values such as {{"train_batch_size": 8}}, '
@@ -186,6 +149,12 @@ def _clashes(config: Config, world_size: int) -> Iterator[str]:
         yield "fp16.enabled and bf16.enabled: only one of them can be true"
     if config.bf16.bf16_optimizer_states and not config.bf16.bf16_master_weights_and_grads:
         yield "bf16.bf16_optimizer_states: needs bf16.bf16_master_weights_and_grads true as well"
+    first, least = 2**config.fp16.initial_scale_power, config.fp16.min_loss_scale
+    if config.fp16.enabled and config.fp16.loss_scale == 0 and least > first:
+        yield (
+            f"fp16.min_loss_scale: {least} is above the first scale, {first}, which is 2 to the power of "
+            f"fp16.initial_scale_power {config.fp16.initial_scale_power}; change one of them"
+        )
     mics = config.zero_optimization.mics_shard_size
     if mics == 0 or (mics > 0 and world_size % mics):
         yield (
@@ -205,6 +174,16 @@ def _clashes(config: Config, world_size: int) -> Iterator[str]:
                 yield report.unfilled(f"{section}.params.{name}", "a number")
     if config.optimizer and "max_grad_norm" in config.optimizer.params:
         yield "optimizer.params.max_grad_norm: the engine clips; give the number as gradient_clipping instead"
+
+
+def _switches(config: Config) -> Iterator[str]:
+    """What should turn a section on or off and does neither."""
+    for entry in report.entries(config):
+        if entry.remark and entry.remark.switch:
+            value = entry.value.get(entry.remark.switch, False)
+            if not isinstance(value, int):
+                kind = "a whole number" if entry.remark.when else "true or false"
+                yield f"{entry.key}.{entry.remark.switch}: got {report.shown(value)}, expected {kind}"
 
 
 def _idle_together(config: Config) -> Iterator[str]:
@@ -266,9 +245,12 @@ def resolve(config: dict[str, Any] | str | Path | Config, world_size: int) -> Re
     Takes a dict, the path of a JSON file or a Config. Raises ConfigError with all that is wrong.
     """
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
-        raise ConfigError(f"world_size: got {world_size!r}, expected a whole number of at least 1")
+        raise ConfigError(
+            f"world_size: got {report.shown(world_size)}, expected a whole number of at least 1"
+        )
     given, name = _given(config)
-    problems = list(_repeated(given))
+    refuse_nests(given)
+    problems = list(repeated(given))
     raw = _copied(given)
     for key in BATCH:
         if raw.get(key, 0) is None:  # null is how a launcher leaves one out
@@ -278,6 +260,7 @@ def resolve(config: dict[str, Any] | str | Path | Config, world_size: int) -> Re
     problems += [
         *clashing,
         *faults,
+        *_switches(checked),
         *_remarks(checked, spelled, refuses=True),
         *_clashes(checked, world_size),
     ]

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from zero_full._compat import device_of
 from zero_full.comm.topology import this_rank
-from zero_full.construct.checksum import checksum
 from zero_full.construct.deferred import Elsewhere
 from zero_full.construct.recorded import Keeper, Record, Recorded, conceal, reveal
+from zero_full.shard.checksum import checksum
 from zero_full.shard.recorded import opened, record_of
 
 

@@ -8,7 +8,6 @@ GatheredParameters(modifier_rank).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from itertools import pairwise
 from typing import Any, cast
 
@@ -16,14 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from zero_full.comm.communicator import Communicator
-from zero_full.construct.agreement import Everyone, Told, agree_on_the_model, who_speaks
-from zero_full.construct.checksum import digest
+from zero_full.construct.agreement import Everyone, Told
 from zero_full.construct.deferred import saved_in
-from zero_full.construct.names import refuse_lazy
 from zero_full.construct.recorded import NOT_TOLD, Record, Recorded, conceal, is_empty_shell, reveal, twin_of
 from zero_full.construct.recorder import Recorder, here, latest
 from zero_full.nest import tensors_in
+from zero_full.shard.checksum import digest
+from zero_full.shard.groups import Pair
 from zero_full.shard.recorded import opened
 from zero_full.shard.values import nothing
 
@@ -78,40 +76,37 @@ class Deferred:
                     "recorded and that is not in the model: register it in one of the model's modules"
                 )
 
-    def agree(self, shard: Communicator, across: Communicator) -> None:
-        """If the model is recorded on one rank, all ranks do this together. Every rank must call this."""
-        self.everyone = Everyone(shard, across)
-        if any(self.everyone.ask(bool(self.recorders), "models that are recorded")):
-            agree_on_the_model(self.everyone, {name: _spec(tensor) for name, tensor in self.named.items()})
+    def meet(self, pair: Pair) -> None:
+        """If the model is recorded on one rank, all ranks fill theirs. Every rank must call this."""
+        self.everyone = Everyone(pair)
+        states = pair.everyones([r.recording.rng_state_before for r in self.recorders], "random states")
+        if any(states):
+            self.first_states: list[Tensor] = states[0]
             self.parameters = {tensor for tensor in self.named.values() if isinstance(tensor, Parameter)}
             self.real = {name: t.detach() for name, t in self.named.items() if name not in self.records}
 
     # Values --------------------------------------------------------------------------------------
 
     def fill(self, put: Put) -> None:
-        """Replay: `put` gets every parameter with its values, one at a time. Every rank must call this."""
-        if not self.parameters:
-            return
-        states = self.everyone.ask([r.recording.rng_state_before for r in self.recorders], "random states")
-        digests = self.everyone.together(partial(self._fill_alone, states[0], put), "constructing its model")
-        for speaker, names in who_speaks(self.everyone, Told(digests, self._elsewhere())).items():
-            self._hear(speaker, names, put)
-        for recorder in self.recorders:
-            recorder.has_played()
-
-    def _fill_alone(self, states: list[Tensor], put: Put) -> dict[str, bytes]:
-        digests: dict[str, bytes] = {}
+        """Replay: `put` gets every parameter with its values, one at a time."""
+        self.digests: dict[str, bytes] = {}
 
         def deliver(name: str, real: Tensor) -> None:
-            digests[name] = digest(real) if len(self.everyone.ranks) > 1 else b""
+            self.digests[name] = digest(real) if len(self.everyone.ranks) > 1 else b""
             self._put(name, real, put)
 
         # What is neither parameter nor buffer is this rank's own affair, as without Init.
         _play(self.recorders, self.attributes, _reveal, to_the_end=False)
-        for recorder, state in zip(self.recorders, states, strict=False):
+        for recorder, state in zip(self.recorders, self.first_states, strict=False):
             recorder.recording.rng_state_before = state
         self._deliver(list(self.named), deliver, to_the_end=True)
-        return digests
+
+    def share(self, put: Put) -> None:
+        """Where ranks have other values than the one whose values count. Every rank must call this."""
+        for speaker, names in self.everyone.who_speaks(Told(self.digests, self._elsewhere())).items():
+            self._hear(speaker, names, put)
+        for recorder in self.recorders:
+            recorder.has_played()
 
     def _deliver(self, names: list[str], deliver: Deliver, to_the_end: bool) -> None:
         for name in names:
@@ -183,16 +178,10 @@ def _attributes(model: nn.Module, others: Iterable[Tensor]) -> Iterator[Recorded
                     yield tensor
 
 
-def _spec(tensor: Tensor) -> tuple[Any, ...]:
-    """What is the same on every rank."""
-    return tuple(tensor.shape), str(tensor.dtype), "trained" if tensor.requires_grad else "not trained"
-
-
 # Refusals --------------------------------------------------------------------------------------------
 
 
 def _refuse_unfit(name: str, tensor: Tensor) -> None:
-    refuse_lazy(name, tensor)
     if tensor in opened:
         raise RuntimeError(f"{name} is inside GatheredParameters: leave that before initialize")
     if isinstance(tensor, Recorded):
@@ -210,8 +199,8 @@ def _refuse_shared_memory(named: Mapping[str, Tensor]) -> None:
     """Two parameters in the same memory would be torn apart, and no longer be tied."""
     spans = []
     for name, tensor in named.items():
-        if isinstance(tensor, Parameter) and tensor.requires_grad and tensor.numel():
-            twin = twin_of(tensor)
+        twin = twin_of(tensor)
+        if isinstance(tensor, Parameter) and (twin is not None or tensor.requires_grad) and tensor.numel():
             place = (0, tensor.data_ptr()) if twin is None else (id(twin.untyped_storage()), _offset(twin))
             spans.append((*place, place[1] + tensor.nbytes, name))
     for (storage, _, stop, name), (next_storage, start, _, next_name) in pairwise(sorted(spans)):

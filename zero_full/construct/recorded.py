@@ -221,7 +221,8 @@ def is_empty_shell(tensor: Tensor) -> bool:
 
 def shell_of(keeper: Keeper, twin: Tensor) -> Recorded:
     """A new recorded tensor. (torch functions are disabled, here and in `show_twin`.)"""
-    made = Tensor._make_subclass(Recorded, _shown(twin.dtype, twin.shape))
+    shown = _shown(twin.dtype, twin.shape).data  # with a version of its own
+    made = Tensor._make_subclass(Recorded, shown)
     made._record = Record(keeper, twin)
     return made
 

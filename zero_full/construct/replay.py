@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from zero_full.construct.checksum import checksum
 from zero_full.construct.generators import CPU, Draw, Stream, as_torchs_generator
+from zero_full.shard.checksum import checksum
 
 
 @dataclass(frozen=True, eq=False)

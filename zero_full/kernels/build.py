@@ -3,6 +3,9 @@
 Standard library only, and torch is looked for, not imported: the installation runs this where torch is
 installed but not importable, and so does the doctor where torch is broken. A library's name has a key in it,
 made of all that it is made from, so a file that is there is a file that fits.
+
+[Note: trust] Whoever writes a library runs code in every process that loads it. The package's own folder is
+trusted as the package is. The cache is trusted if nobody but this user and root can write to it.
 """
 
 import contextlib
@@ -14,6 +17,7 @@ import os
 import platform
 import re
 import shutil
+import stat
 import subprocess
 import sysconfig
 import tempfile
@@ -39,6 +43,10 @@ LEVELS = ("v2", "v3", "v4")  # of x86-64; other machines have the first, which i
 
 class BuildError(RuntimeError):
     """Why there is no library, and what to do about it."""
+
+
+class NotTrustedError(BuildError):
+    """Why a library that is there is not loaded. See [Note: trust]."""
 
 
 @dataclass(frozen=True)
@@ -152,9 +160,54 @@ def file_name(part: str) -> str:
 
 
 def find(part: str) -> Path | None:
-    """The library, if it has been built: by the installation or on first use."""
-    paths = [place / file_name(part) for place in (cache(), BUILT)]
-    return next((path for path in paths if path.exists()), None)
+    """The library, if it has been built: by the installation or on first use. See [Note: trust]."""
+    name = file_name(part)
+    if (BUILT / name).exists():
+        return BUILT / name
+    return _trusted(cache() / name)
+
+
+def _trusted(path: Path) -> Path | None:
+    """A library in the cache if there is one; an error if somebody else may have put it there."""
+    try:
+        folder = path.parent.resolve(strict=True)
+        inside = {place: place.lstat() for place in (path.parent, folder)}
+        inside |= {path: path.lstat()} if os.path.lexists(path) else {}
+        above = {place: place.lstat() for place in folder.parents}
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise BuildError(f"{path} cannot be looked at ({error}): set ZERO_FULL_CACHE") from error
+    for place, status in inside.items():
+        if reason := _why_not_trusted(status, place == path):
+            raise NotTrustedError(f"{place} is not trusted: it {reason}. Remove it, or set ZERO_FULL_CACHE")
+    for place, status in above.items():
+        if _others_may_write(status) and not status.st_mode & stat.S_ISVTX:  # /tmp is fine
+            told = f"{path} is not trusted: others may write to {place}. Set ZERO_FULL_CACHE"
+            raise NotTrustedError(told)
+    return path if path in inside else None
+
+
+def _why_not_trusted(status: os.stat_result, must_be_file: bool) -> str:
+    if status.st_uid not in (0, os.geteuid()):
+        return f"belongs to user {status.st_uid}, and this is user {os.geteuid()}"
+    if must_be_file and not stat.S_ISREG(status.st_mode):
+        return "is a link or something else that is no file"
+    return (
+        f"has mode {status.st_mode & 0o7777:04o}, so others may write it" if _others_may_write(status) else ""
+    )
+
+
+def _others_may_write(status: os.stat_result) -> bool:
+    return bool(status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)) and not stat.S_ISLNK(status.st_mode)
+
+
+def _make_private(directory: Path) -> None:
+    """The folder and those above it, for this user only where they are new."""
+    for place in (*reversed(directory.parents), directory):
+        if not place.exists():
+            with contextlib.suppress(FileExistsError):  # another rank was faster
+                place.mkdir(mode=0o700)
 
 
 def build(part: str, directory: Path, again: bool = False) -> Path:
@@ -166,7 +219,11 @@ def build(part: str, directory: Path, again: bool = False) -> Path:
     tools = toolchain(part)
     target = directory / file_name(part)
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        if directory == BUILT:
+            directory.mkdir(parents=True, exist_ok=True)
+        else:
+            _make_private(directory)
+            _trusted(target)
         with _locked(target.with_suffix(".lock")):
             if target.exists():
                 return target
@@ -253,6 +310,7 @@ def _compile_and_link(part: str, tools: Toolchain, target: Path) -> None:
         partial = target.with_suffix(f".{os.getpid()}")
         try:
             _run(link_command(part, tools, list(jobs), partial))
+            partial.chmod(0o755)
             partial.replace(target)  # who looks sees all of it, or nothing
         finally:
             partial.unlink(missing_ok=True)

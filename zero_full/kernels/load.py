@@ -61,7 +61,8 @@ def _load(part: str, otherwise: Any) -> Loaded:
         path = build.find(part) or otherwise(part)
         torch.ops.load_library(path)
     except (build.BuildError, OSError) as error:
-        log.info("no compiled operators for %s, torch's own are used: %s", part, error)
+        level = logging.WARNING if isinstance(error, build.NotTrustedError) else logging.INFO
+        log.log(level, "no compiled operators for %s, torch's own are used: %s", part, error)
         return Loaded(None, str(error.__cause__ or error))  # torch's own words leave the cause out
     return Loaded(path)
 

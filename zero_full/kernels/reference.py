@@ -37,11 +37,13 @@ def adam_step(
 ) -> None:
     """Adam on gradients times `factor`; masters are copied to `copies`, if there are any.
 
+    A copy that is not what its master rounds to was written by somebody: the master takes its value first.
     `decoupled` is AdamW's decay. `steps` are this step's numbers, from 1. All is computed in fp32.
     """
     for i, master in enumerate(masters):
         step = float(steps[i])
-        p, m, v = (t.float() for t in (master, exp_avgs[i], exp_avg_sqs[i]))
+        p = (master if not copies else unless_written(master, copies[i])).float()
+        m, v = exp_avgs[i].float(), exp_avg_sqs[i].float()
         g = grads[i].float() * factor
         if not decoupled:
             g = g + p * weight_decay
@@ -54,6 +56,13 @@ def adam_step(
             target.copy_(value)
         if copies:
             copies[i].copy_(p)
+
+
+def unless_written(master: Tensor, copy: Tensor) -> Tensor:
+    """The master, but the copy's value wherever that is not what the master rounds to."""
+    rounded = master.to(copy.dtype)
+    same = rounded.view(torch.int16) == copy.view(torch.int16)
+    return torch.where(same, master, copy.to(master.dtype))
 
 
 def lamb_norms(

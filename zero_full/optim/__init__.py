@@ -1,6 +1,6 @@
 """Optimizers and learning-rate schedules, by the names that a configuration gives them."""
 
-from zero_full.optim.build import build_optimizer
+from zero_full.optim.build import build_optimizer, parameter_groups
 from zero_full.optim.elementwise import check_elementwise
 from zero_full.optim.lion import Lion
 from zero_full.optim.schedules import (
@@ -24,4 +24,5 @@ __all__ = [
     "build_optimizer",
     "build_scheduler",
     "check_elementwise",
+    "parameter_groups",
 ]

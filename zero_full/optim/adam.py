@@ -32,6 +32,8 @@ def fused_if_possible(
             "(pytorch issue 191763, in 2.13 and before); set it to false unless your torch is newer",
             stacklevel=3,
         )
+    # Nor can fused SGD give some parameters their momentum later than others, as those that are used late.
+    broken = broken or (kind is torch.optim.SGD and bool(options.get("momentum")))
     if broken or "fused" in options or options.get("foreach") or options.get("differentiable"):
         return {}
     possible = all(p.is_floating_point() and p.device.type in devices for p in params)

@@ -1,9 +1,22 @@
-"""Names and arguments as they come out of a JSON file, checked before a constructor sees them."""
+"""Names and values as they come out of a JSON file or a script, checked before a constructor sees them."""
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Real
 from typing import Any
+
+import torch
+from torch import Tensor
+
+LARGEST = torch.finfo(torch.float32).max
+MOST_STEPS = 10**12
+# What torch's optimizers call a number that cannot be negative; others, such as Adafactor's beta2_decay, can.
+NOT_NEGATIVE = ("lr", "eps", "weight_decay", "momentum", "lr_decay", "initial_accumulator_value")
+BELOW_1 = math.nextafter(1, 0)  # the largest weight that an average can give to its past
+WEIGHTS = ("alpha", "rho")
+FLAGS_OR_NONE = ("foreach", "fused")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -28,3 +41,90 @@ def check_arguments(key: str, target: Callable[..., Any], params: Mapping[str, A
     for argument, declared in known.items():
         if declared.default is inspect.Parameter.empty and argument not in params:
             raise ValueError(f"{key}.{argument} is missing: {name} has no default for it")
+
+
+def checked_options(
+    target: Callable[..., Any], options: Mapping[str, Any], named: Callable[[str], str]
+) -> dict[str, Any]:
+    """An optimizer's options with lists as tuples and 0 and 1 as booleans, or ValueError.
+
+    A value must be of the kind of the argument's default. `named` gives an option's name in messages. What
+    `target` has no argument for stays as it is.
+    """
+    known = inspect.signature(target).parameters
+    return {
+        name: _checked(named(name), name, known[name].default, value) if name in known else value
+        for name, value in options.items()
+    }
+
+
+def _checked(key: str, name: str, default: Any, value: Any) -> Any:
+    if name in FLAGS_OR_NONE and value is None:
+        return None
+    if isinstance(default, bool) or name in FLAGS_OR_NONE:
+        return flag(key, value)
+    if name == "betas":
+        return pair_of_betas(key, value)
+    if name in WEIGHTS:
+        return number(key, value, most=BELOW_1)
+    least = 0.0 if name in NOT_NEGATIVE else -LARGEST
+    if isinstance(default, tuple) and None not in default:
+        return numbers(key, value, len(default), least)
+    return number(key, value, least) if isinstance(default, int | float) else value
+
+
+def flag(key: str, value: Any) -> bool:
+    """True or false, also as 1 or 0."""
+    if isinstance(value, bool) or (isinstance(value, int) and value in (0, 1)):
+        return bool(value)
+    raise ValueError(f"{key} must be true or false, not {shown(value)}")
+
+
+def number(key: str, value: Any, least: float = 0.0, most: float = LARGEST) -> Any:
+    """The number as torch takes it, which may be a tensor of one element; never inf or NaN."""
+    is_tensor = isinstance(value, Tensor) and value.numel() == 1
+    is_number = is_tensor or (isinstance(value, Real) and not isinstance(value, bool))
+    if is_number and least <= value <= most:
+        kept = is_tensor or (isinstance(value, int) and abs(value) < 2**53)
+        return value if kept else float(value)
+    kind = "a number" if least == -LARGEST else f"a number of {least:g} or more"
+    kind = kind if most == LARGEST else f"a number from {least:g} up to, but not including, 1"
+    raise ValueError(f"{key} must be {kind}, not {shown(value)}")
+
+
+def numbers(key: str, value: Any, count: int, least: float = 0.0, most: float = LARGEST) -> tuple[Any, ...]:
+    """So many of them, as a tuple."""
+    listed = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else []
+    if len(listed) != count:
+        raise ValueError(f"{key} must be a list of {count} numbers, not {shown(value)}")
+    return tuple(number(f"{key}[{place}]", each, least, most) for place, each in enumerate(listed))
+
+
+def pair_of_betas(key: str, value: Any) -> tuple[Any, ...]:
+    """Two weights of averages; torch asks for floats."""
+    pair = numbers(key, value, 2, most=BELOW_1)
+    return tuple(beta if isinstance(beta, Tensor) else float(beta) for beta in pair)
+
+
+def whole(key: str, value: Any, least: int) -> int:
+    """A JSON file may say 1e3, which is a float and still a whole number."""
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not is_number or value != value // 1 or value < least:
+        raise ValueError(f"{key} must be a whole number of at least {least}, not {shown(value)}")
+    if value > MOST_STEPS:
+        raise ValueError(f"{key} must be a whole number of at most {MOST_STEPS}, not {shown(value)}")
+    return int(value)
+
+
+def as_call(function: str, params: Mapping[str, Any]) -> str:
+    """As it would be written: `Adam(lr=1)`."""
+    return f"{function}({', '.join(f'{name}={shown(value)}' for name, value in params.items())})"
+
+
+def shown(value: object) -> str:
+    """A value in an error message, whatever it is."""
+    try:
+        text = " ".join(repr(value).split())
+    except (ValueError, RecursionError):  # an integer of thousands of digits, a list in a list in ...
+        text = f"something of type {type(value).__name__}"
+    return text if len(text) <= 60 else f"{text[:57]}..."

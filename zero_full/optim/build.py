@@ -1,14 +1,15 @@
 """From a configuration's `optimizer` section to a torch optimizer."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from zero_full.optim.adam import adam_class, adam_options, fused_if_possible
-from zero_full.optim.arguments import check_arguments, nearest
+from zero_full.optim.arguments import as_call, check_arguments, checked_options, flag, nearest, shown
 from zero_full.optim.lion import Lion
 
 NOT_LANDED = {
@@ -19,6 +20,7 @@ NOT_LANDED = {
     "muadam": "Adam",
     "musgd": "SGD",  # and any other mu: Muon, MuAdamW
 }
+OURS = {"adam_w_mode", "torch_adam"}  # they choose between torch's classes
 # DeepSpeed's switches that torch does not have, at the value which torch's optimizers have anyway.
 FIXED = {
     "bias_correction": (True, "torch always corrects the bias; remove it"),
@@ -28,6 +30,8 @@ FIXED = {
 
 def build_optimizer(type: str, params: Mapping[str, Any], groups: list[dict[str, Any]]) -> Optimizer:
     """The optimizer of that name, in any case, over `groups`; a group's own options win over `params`."""
+    if not isinstance(type, str):
+        raise ValueError(f"optimizer.type must be the name of an optimizer, not {shown(type)}")
     name = type.lower()
     if "max_grad_norm" in params:
         raise ValueError(
@@ -35,8 +39,8 @@ def build_optimizer(type: str, params: Mapping[str, Any], groups: list[dict[str,
             "gradient_clipping"
         )
     options = dict(params)
-    if "betas" in options:
-        options["betas"] = tuple(float(beta) for beta in options["betas"])  # torch asks for a tuple of floats
+    for key in OURS & options.keys():
+        options[key] = flag(f"optimizer.params.{key}", options[key])
     if name in ("adam", "adamw"):
         kind = adam_class(name, options.get("adam_w_mode", True))
         options = adam_options(options)
@@ -45,7 +49,47 @@ def build_optimizer(type: str, params: Mapping[str, Any], groups: list[dict[str,
     if name in ("adam", "adamw", "adagrad", "lion"):
         options = _without_fixed(options)
     check_arguments("optimizer.params", kind, options)
-    return kind(groups, **options, **fused_if_possible(kind, groups, options))
+    groups = parameter_groups(groups)
+    options = checked_options(kind, options, lambda key: f"optimizer.params.{key}")
+    groups = [_checked(kind, number, group) for number, group in enumerate(groups)]
+    options |= fused_if_possible(kind, groups, options)
+    try:
+        made: Optimizer = kind(groups, **options)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"optimizer.params: {as_call(type, params)} is refused: {error}") from error
+    return made
+
+
+def parameter_groups(given: Iterable[Any]) -> list[dict[str, Any]]:
+    """Parameters, or groups of them, as groups that can be looked at more than once."""
+    everything = list(given)
+    if not any(isinstance(each, Mapping) for each in everything):
+        return [{"params": _tensors(everything, "model_parameters")}]
+    groups = []
+    for number, group in enumerate(everything):
+        if not isinstance(group, Mapping) or "params" not in group:
+            raise ValueError(f'parameter group {number} must be a dictionary with a key "params"')
+        params = group["params"]
+        if isinstance(params, set):
+            raise ValueError(f"parameter group {number} is a set, which every rank may order in its own way")
+        listed = [params] if isinstance(params, Tensor) else list(params)
+        groups.append({**group, "params": _tensors(listed, f"parameter group {number}")})
+    return groups
+
+
+def _tensors(params: list[Any], whose: str) -> list[Tensor]:
+    for each in params:
+        if not isinstance(each, Tensor):
+            raise TypeError(
+                f"{whose} must have parameters, as model.parameters() gives them, not {shown(each)}"
+            )
+    return params
+
+
+def _checked(kind: Any, number: int, group: Mapping[str, Any]) -> dict[str, Any]:
+    options = {key: value for key, value in group.items() if key != "params"}
+    checked = checked_options(kind, options, lambda key: f'"{key}" of parameter group {number}')
+    return {"params": group["params"], **checked}
 
 
 def _class_of(type: str) -> Any:
@@ -72,6 +116,6 @@ def _optimizers_of_torch() -> dict[str, Any]:
 
 def _without_fixed(options: Mapping[str, Any]) -> dict[str, Any]:
     for key, (only, reason) in FIXED.items():
-        if options.get(key, only) != only:
+        if key in options and flag(f"optimizer.params.{key}", options[key]) != only:
             raise ValueError(f"optimizer.params.{key} cannot be {options[key]}: {reason}")
     return {key: value for key, value in options.items() if key not in FIXED}

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from zero_full.optim.arguments import checked_options
+
 
 class Lion(Optimizer):
     """Moves every element by `lr`, in the direction of a momentum that leans towards the newest gradient.
@@ -22,13 +24,8 @@ class Lion(Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         weight_decay: float = 0.0,
     ) -> None:
-        if lr < 0:
-            raise ValueError(f"lr must not be negative, but is {lr}")
-        if not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"betas must lie between 0 and 1, but are {betas}")
-        if weight_decay < 0:
-            raise ValueError(f"weight_decay must not be negative, but is {weight_decay}")
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+        given = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
+        super().__init__(params, checked_options(Lion, given, str))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

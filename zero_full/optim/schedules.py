@@ -5,19 +5,19 @@ step uses. The first one uses what the constructor writes, which is the value at
 of a warm-up, a cycle or a range test. A step skipped for overflow does not move the schedule.
 """
 
-import inspect
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.optim import Optimizer, lr_scheduler
+from torch.optim import Optimizer
 
-from zero_full.optim.arguments import check_arguments, nearest
+from zero_full.optim.arguments import BELOW_1, LARGEST, check_arguments, flag, nearest, number, shown, whole
+from zero_full.optim.torch_schedules import checked_schedule, schedules_of_torch, try_out
 
-Rates = float | Sequence[float]  # one for all parameter groups, or one for each
+Rates = float | list[float] | tuple[float, ...]  # one for all parameter groups, or one for each
 BETA2_OF_ONE_CYCLE = 0.99
 
 
@@ -62,7 +62,7 @@ class Schedule:
 
     def __init__(self, optimizer: Optimizer, last_batch_iteration: int = -1) -> None:
         self.optimizer = optimizer
-        self.last_batch_iteration = last_batch_iteration
+        self.last_batch_iteration = whole("last_batch_iteration", last_batch_iteration, -1)
         self._last_lr: list[float] = []
         self._write()
 
@@ -80,8 +80,8 @@ class Schedule:
 
     def step(self, last_batch_iteration: int | None = None) -> None:
         """Go to the next iteration, or to the given one."""
-        following = self.last_batch_iteration + 1
-        self.last_batch_iteration = following if last_batch_iteration is None else last_batch_iteration
+        following = self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
+        self.last_batch_iteration = whole("last_batch_iteration", following, -1)
         self._write()
 
     def state_dict(self) -> dict[str, int]:
@@ -95,7 +95,7 @@ class Schedule:
                 f"the saved state of a {type(self).__name__} has a last_batch_iteration, this one has "
                 f"{', '.join(state) or 'nothing'}: load it into the kind of schedule that saved it"
             )
-        self.last_batch_iteration = int(state["last_batch_iteration"])
+        self.last_batch_iteration = whole("last_batch_iteration", state["last_batch_iteration"], -1)
         self._write()
 
     def _write(self) -> None:
@@ -126,8 +126,9 @@ class LRRangeTest(Schedule):
         last_batch_iteration: int = -1,
     ) -> None:
         self.min_lrs = _per_group(optimizer, "lr_range_test_min_lr", lr_range_test_min_lr)
-        self.size = _whole("lr_range_test_step_size", lr_range_test_step_size, 1)
-        self.rate, self.staircase = lr_range_test_step_rate, lr_range_test_staircase
+        self.size = whole("lr_range_test_step_size", lr_range_test_step_size, 1)
+        self.rate = float(number("lr_range_test_step_rate", lr_range_test_step_rate))
+        self.staircase = flag("lr_range_test_staircase", lr_range_test_staircase)
         super().__init__(optimizer, last_batch_iteration)
 
     def lr_at(self, it: int) -> list[float]:
@@ -208,7 +209,8 @@ class WarmupCosineLR(Schedule):
         self.base_lrs = _own_rates(optimizer)
         self.total_steps = _total(total_num_steps, warmup_num_steps)
         self.warmup_steps, self.warmup_type = _warmup(warmup_num_steps, warmup_type)
-        self.warmup_min_ratio, self.cos_min_ratio = warmup_min_ratio, cos_min_ratio
+        self.warmup_min_ratio = float(number("warmup_min_ratio", warmup_min_ratio))
+        self.cos_min_ratio = float(number("cos_min_ratio", cos_min_ratio))
         super().__init__(optimizer, last_batch_iteration)
 
     def ratio(self, it: int) -> float:
@@ -219,6 +221,10 @@ class WarmupCosineLR(Schedule):
             return cosine_decay(it, self.warmup_steps, self.total_steps, self.cos_min_ratio)
         gain = warmup_gain(it, self.warmup_steps, self.warmup_type)
         return self.warmup_min_ratio + (1 - self.warmup_min_ratio) * gain
+
+    def get_lr_ratio(self) -> float:
+        """`ratio` now, under DeepSpeed's name."""
+        return self.ratio(self.last_batch_iteration)
 
     def lr_at(self, it: int) -> list[float]:
         """Each group's own rate times `ratio`."""
@@ -252,16 +258,19 @@ class OneCycle(Schedule):
 
     def __post_init__(self) -> None:
         second, stairs = self.cycle_second_step_size, self.cycle_second_stair_count
-        self.first = _whole("cycle_first_step_size", self.cycle_first_step_size, 1)
-        self.second = self.first if second is None else _whole("cycle_second_step_size", second, 0)
-        first_stairs = _whole("cycle_first_stair_count", self.cycle_first_stair_count, 0)
+        self.first = whole("cycle_first_step_size", self.cycle_first_step_size, 1)
+        self.second = self.first if second is None else whole("cycle_second_step_size", second, 0)
+        first_stairs = whole("cycle_first_stair_count", self.cycle_first_stair_count, 0)
         self.stairs = (
             first_stairs,
-            first_stairs if stairs is None else _whole("cycle_second_stair_count", stairs, 0),
+            first_stairs if stairs is None else whole("cycle_second_stair_count", stairs, 0),
         )
-        self.decay_every = _whole("decay_step_size", self.decay_step_size, 0)
+        self.decay_every = whole("decay_step_size", self.decay_step_size, 0)
+        self.decay_lr_rate = float(number("decay_lr_rate", self.decay_lr_rate))
+        self.decay_mom_rate = float(number("decay_mom_rate", self.decay_mom_rate))
         self.lrs = self._pairs("cycle_min_lr", "cycle_max_lr")
-        self.moms = self._pairs("cycle_min_mom", "cycle_max_mom")
+        self.moms = self._pairs("cycle_min_mom", "cycle_max_mom", most=BELOW_1)
+        self.cycle_momentum = flag("cycle_momentum", self.cycle_momentum)
         if self.cycle_momentum and not all("betas" in group for group in self.optimizer.param_groups):
             warnings.warn(
                 f"OneCycle moves the learning rate only: {type(self.optimizer).__name__} has no betas; "
@@ -287,20 +296,28 @@ class OneCycle(Schedule):
             return [high - (high - low) * height for low, high in self.moms]
         return [high * self._decay(it, self.decay_mom_rate) for _, high in self.moms]
 
+    def get_mom(self) -> list[tuple[float, float]] | None:
+        """The betas of each group now, or None if they are left alone; DeepSpeed's name."""
+        moms = self.mom_at(self.last_batch_iteration)
+        return [(mom, BETA2_OF_ONE_CYCLE) for mom in moms] if self.cycle_momentum else None
+
     def _decay(self, it: int, rate: float) -> float:
         since = it - (self.first + self.second) + 1
         return 1 + rate * since / self.decay_every if self.decay_every else 1.0
 
-    def _pairs(self, low: str, high: str) -> list[tuple[float, float]]:
-        ends = [_per_group(self.optimizer, key, getattr(self, key)) for key in (low, high)]
+    def _pairs(self, low: str, high: str, most: float = LARGEST) -> list[tuple[float, float]]:
+        ends = [_per_group(self.optimizer, key, getattr(self, key), most) for key in (low, high)]
         return list(zip(*ends, strict=True))
 
     def _write(self) -> None:
         super()._write()
-        if self.cycle_momentum:
-            moms = self.mom_at(self.last_batch_iteration)
-            for group, mom in zip(self.optimizer.param_groups, moms, strict=True):
-                group["betas"] = (mom, BETA2_OF_ONE_CYCLE)
+        for group, betas in zip(self.optimizer.param_groups, self.get_mom() or (), strict=False):
+            if betas[0] > BELOW_1:
+                raise ValueError(
+                    f"decay_mom_rate {self.decay_mom_rate} lets beta1 grow to {betas[0]:g} at iteration "
+                    f"{self.last_batch_iteration}, and from 1 on no average fades: use a smaller one, or 0"
+                )
+            group["betas"] = betas
 
 
 OURS: dict[str, type[Schedule]] = {
@@ -310,60 +327,47 @@ OURS: dict[str, type[Schedule]] = {
 
 def build_scheduler(type: str, params: Mapping[str, Any], optimizer: Optimizer) -> Any:
     """The schedule which a configuration's `scheduler` section names, DeepSpeed's or torch's."""
-    known = {**_schedules_of_torch(), **OURS}
+    known = {**schedules_of_torch(), **OURS}
+    if not isinstance(type, str):
+        raise ValueError(f"scheduler.type must be the name of a schedule, not {shown(type)}")
     if type not in known:
         hint = nearest(type, known) or f"; there are {', '.join(OURS)} and those of torch.optim.lr_scheduler"
         raise ValueError(f"scheduler.type: no schedule is named {type!r}{hint}")
     check_arguments("scheduler.params", known[type], params)
+    if type not in OURS:
+        params = checked_schedule(known[type], params)
+        try_out(known[type], params, optimizer)
     return known[type](optimizer, **params)
 
 
-def _schedules_of_torch() -> dict[str, Any]:
-    found = {name: getattr(lr_scheduler, name) for name in dir(lr_scheduler)}
-    return {
-        name: each
-        for name, each in found.items()
-        if inspect.isclass(each)
-        and issubclass(each, lr_scheduler.LRScheduler)
-        and not name.endswith("LRScheduler")
-    }
-
-
 def _own_rates(optimizer: Optimizer) -> list[float]:
-    return [float(group["lr"]) for group in optimizer.param_groups]
+    rates = [group["lr"] for group in optimizer.param_groups]
+    return [float(number(f'"lr" of parameter group {place}', rate)) for place, rate in enumerate(rates)]
 
 
-def _per_group(optimizer: Optimizer, key: str, value: Rates) -> list[float]:
+def _per_group(optimizer: Optimizer, key: str, value: Rates, most: float = LARGEST) -> list[float]:
     groups = len(optimizer.param_groups)
-    try:
-        values = [float(each) for each in (value if isinstance(value, Sequence) else [value] * groups)]
-    except (TypeError, ValueError):
-        raise ValueError(f"{key} must be a number or a list of one for each group, not {value!r}") from None
-    if len(values) != groups:
+    if not isinstance(value, list | tuple):
+        return [float(number(key, value, most=most))] * groups
+    if len(value) != groups:
         raise ValueError(
-            f"{key} lists {len(values)} values for {groups} parameter groups: give one or {groups}"
+            f"{key} lists {len(value)} values for {groups} parameter groups: give one or {groups}"
         )
-    return values
-
-
-def _whole(key: str, value: float, least: int) -> int:
-    """A JSON file may say 1e3, which is a float and still a whole number."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and value == value // 1 >= least:
-        return int(value)
-    raise ValueError(f"{key} must be a whole number of at least {least}, not {value!r}")
+    return [float(number(f"{key}[{place}]", each, most=most)) for place, each in enumerate(value)]
 
 
 def _warmup(steps: int, kind: str) -> tuple[int, str]:
     if kind not in ("log", "linear"):
-        raise ValueError(f"warmup_type must be 'log' or 'linear', not {kind!r}")
+        raise ValueError(f"warmup_type must be 'log' or 'linear', not {shown(kind)}")
     # Of one step there is no logarithm to divide by.
-    return max(2, _whole("warmup_num_steps", steps, 0)), kind
+    return max(2, whole("warmup_num_steps", steps, 0)), kind
 
 
 def _total(total: int, warmup: int) -> int:
-    if (whole := _whole("total_num_steps", total, 1)) < warmup:
+    steps = whole("total_num_steps", total, 1)
+    if steps < whole("warmup_num_steps", warmup, 0):
         warnings.warn(
             f"total_num_steps {total} is less than warmup_num_steps {warmup}: the warm-up will not end",
             stacklevel=3,
         )
-    return whole
+    return steps

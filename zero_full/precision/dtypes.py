@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 
 import torch
+from torch import nn
+
+from zero_full._compat import NormWithStatistics
 
 LOW = (torch.float16, torch.bfloat16)
 NAMES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
@@ -15,7 +18,7 @@ class Dtypes:
     parameter: torch.dtype | None = None
     reduce: torch.dtype | None = None
     accumulate: torch.dtype | None = None
-    buffer: torch.dtype | None = None  # None: as parameters
+    buffer: torch.dtype | None = None  # None: as the model has them
     low_master: bool = False  # master and gradients in the parameters' 16 bits
     low_state: bool = False  # with such masters: bf16 moments for Adam, too
 
@@ -23,9 +26,23 @@ class Dtypes:
         """The parameters' dtype during training, for a parameter that the model has as `model`."""
         return self.parameter if self.parameter is not None and model.is_floating_point else model
 
-    def of_buffer(self, model: torch.dtype) -> torch.dtype:
-        """A buffer's dtype, which the model has as `model`."""
-        return self.buffer if self.buffer is not None and model.is_floating_point else self.of(model)
+    def of_buffers(self, model: nn.Module) -> dict[str, torch.dtype]:
+        """Every buffer's dtype, by name.
+
+        They stay as they are: rotary frequencies rounded to 16 bits are off by radians in a long context. But
+        a batch norm with 16-bit weights wants statistics of the same type.
+        """
+        found = {}
+        for prefix, module in model.named_modules():
+            weight = module.weight if isinstance(module, NormWithStatistics) else None
+            for name, buffer in module.named_buffers(recurse=False):
+                dtype = buffer.dtype
+                if dtype.is_floating_point and self.buffer is not None:
+                    dtype = self.buffer
+                elif dtype.is_floating_point and weight is not None:
+                    dtype = self.of(weight.dtype)
+                found[f"{prefix}.{name}" if prefix else name] = dtype
+        return found
 
     def master_of(self, parameter: torch.dtype) -> torch.dtype:
         """What the optimizer steps: fp32 for 16-bit parameters unless asked otherwise."""
@@ -49,5 +66,6 @@ class Dtypes:
             "accumulate": self.accumulate_of(parameter),
             "master": "the parameters themselves" if master == parameter else master,
             "Adam's moments": self.moments_of(master),
+            "buffers": self.buffer or "as the model has them",
         }
         return {kind: str(dtype).removeprefix("torch.") for kind, dtype in rows.items()}

@@ -1,29 +1,13 @@
-"""The norm of all gradients, which is also the overflow check.
-
-Every rank squares what it owns; one all-reduce later every rank knows the sum. A sum that is inf or NaN
-says that somebody has a gradient that is: so one number, one all-reduce and one read by the host answer
-both questions, and all ranks get the same answer.
-"""
+"""Sums of squares: of them the norm of all gradients is made, which is also the overflow check."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from zero_full.comm.communicator import Communicator
 from zero_full.kernels.load import compiled_for, operators
 
 COMPILED = (torch.float32, torch.bfloat16, torch.float16)
-
-
-class Slices(NamedTuple):
-    """Gradients this rank owns, and whether they count (once, in a group where several ranks hold them)."""
-
-    tensors: list[Tensor]
-    counts: bool
-    expert: bool
 
 
 def squared_norm(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
@@ -50,33 +34,3 @@ def _by_torch(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
             return quick
     exact = [torch.linalg.vector_norm(t, dtype=torch.float64) for t in tensors]
     return torch.stack(exact).square().sum()
-
-
-@dataclass(frozen=True)
-class GradientNorm:
-    """Slices are spread over `shard`, experts over two groups of their own, layers over `model`."""
-
-    shard: Communicator
-    expert_data: Communicator | None = None
-    expert: Communicator | None = None
-    model: Communicator | None = None
-
-    def __call__(self, slices: Sequence[Slices]) -> float:
-        """The global norm, on every rank; inf or NaN if any gradient anywhere is."""
-        total = self._over([self.shard], [s for s in slices if not s.expert])
-        if self.expert_data is not None and self.expert is not None:
-            total += self._over([self.expert_data, self.expert], [s for s in slices if s.expert])
-        if self.model is not None:
-            self.model.sum_numbers(total, "squared gradient norm")
-        squared, poison = total.tolist()
-        return float("nan") if poison else float(squared) ** 0.5
-
-    def _over(self, groups: Sequence[Communicator], slices: Sequence[Slices]) -> Tensor:
-        """(sum of the squares that count, how many that do not count are not finite)."""
-        device = self.shard.device
-        counting = squared_norm((t for s in slices if s.counts for t in s.tensors), device)
-        others = squared_norm((t for s in slices if not s.counts for t in s.tensors), device)
-        numbers = torch.stack([counting, (~others.isfinite()).double()])
-        for group in groups:
-            group.sum_numbers(numbers, "squared gradient norm")
-        return numbers

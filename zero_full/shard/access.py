@@ -3,7 +3,14 @@
 The `full` functions deal in whole tensors: every rank of the parameter's group must call them, and every
 rank gets, or gives, the same. The `local` ones deal in this rank's fragment, a flat tensor with the elements
 that this rank owns (perhaps none), and concern nobody else.
+
+Of a parameter that the engine does not train, all that is asked for is None.
+
+A gradient is the averaged one, unscaled, between the last backward pass and `step`. Before it is averaged
+(inside `no_sync`, and between the micro-batches of a step at stages 0 and 1) it is this rank's own.
 """
+
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -26,19 +33,28 @@ class Place:
         """This rank's fragment, if it owns any of the parameter."""
         return next((o for o in self.bucket.owned if o.member is self.member), None)
 
+    def is_averaged(self) -> bool:
+        """Whether there is an averaged gradient now."""
+        bucket = self.bucket
+        ready = bucket.own_is_valid or (bucket.direct and self.member.param.grad is not None)
+        return ready and not self.optimizer.reducer.owing
+
     def gradient(self) -> Tensor | None:
         """This rank's averaged, unscaled gradient; None if there is none now."""
-        optimizer, bucket = self.optimizer, self.bucket
-        ready = bucket.own_is_valid or (bucket.direct and self.member.param.grad is not None)
-        if not ready or optimizer.reducer.owing:
+        if not self.is_averaged():
             return None
         if self.owned is None:
-            return bucket.master.new_empty(0, dtype=bucket.accumulate)
-        gradient = bucket.gradient_of(self.owned)
-        if gradient is None:
+            return self.bucket.master.new_empty(0, dtype=self.bucket.accumulate)
+        gradient = self.bucket.gradient_of(self.owned)
+        return None if gradient is None else gradient.detach().reshape(-1) / self.optimizer.gradient_scale
+
+    def own_gradient(self) -> Tensor | None:
+        """This rank's gradient before it is averaged, whole and unscaled; None if there is none now."""
+        bucket, member = self.bucket, self.member
+        if bucket.whole is None or member not in bucket.arrived:
             return None
-        flat = gradient.detach().reshape(-1)
-        return flat / optimizer.gradient_scale
+        window = bucket.whole[bucket.layout.window(member.index)].view(member.param.shape)
+        return window.to(bucket.accumulate) / self.optimizer.gradient_scale
 
     def assemble(self, mine: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Everyone's fragments as one tensor."""
@@ -61,36 +77,61 @@ class Place:
         return value.detach().reshape(-1)[start:stop]
 
 
-def _place(param: Parameter) -> Place:
+def _find(param: Parameter) -> Place | None:
+    """None: an engine's parameter that nothing trains."""
     optimizer: ZeroOptimizer | None = owner_of(param)
     if optimizer is None:
         raise ValueError(
-            "this parameter belongs to no zero_full optimizer (is it frozen, or not in the model?)"
+            "this parameter belongs to no zero_full engine (is it of the model that you have given?)"
         )
+    if optimizer.parked:
+        raise RuntimeError("states are offloaded: call engine.reload_states() first")
     optimizer.settle()
-    bucket, member = optimizer.parts.places[param]
-    if not isinstance(bucket, Bucket):
-        raise ValueError("this parameter is frozen: nothing but its values exists, see GatheredParameters")
+    bucket, member = optimizer.parts.places.get(param, (None, None))
+    if not isinstance(bucket, Bucket) or member is None:
+        return None
+    if not bucket.values.sheds:
+        bucket.values.take_back_moved()
+        bucket.follow_parameters()
     return Place(optimizer, bucket, member)
 
 
-def safe_get_full_fp32_param(param: Parameter) -> Tensor:
+def _place(param: Parameter) -> Place:
+    """To write to."""
+    place = _find(param)
+    if place is None:
+        raise ValueError(
+            "this parameter is frozen, so there is nothing but its values: write these inside "
+            "zero_full.GatheredParameters(parameter, modifier_rank=0)"
+        )
+    return place
+
+
+def safe_get_full_fp32_param(param: Parameter) -> Tensor | None:
     """The master copy of the whole parameter. Every rank must call this."""
-    place = _place(param)
+    place = _find(param)
+    if place is None:
+        return None
     mine = place.owned.master if place.owned is not None else None
     return place.assemble(mine, place.bucket.master.dtype)
 
 
 def safe_get_full_grad(param: Parameter) -> Tensor | None:
     """The averaged gradient between backward and `step`, unscaled; else None. Every rank must call this."""
-    place = _place(param)
+    place = _find(param)
+    if place is None:
+        return None
+    if not place.is_averaged():
+        return place.own_gradient()
     mine = place.gradient()
     return None if mine is None else place.assemble(mine, place.bucket.accumulate)
 
 
 def safe_get_full_optimizer_state(param: Parameter, key: str) -> Tensor | None:
     """An entry of the optimizer's state, such as "exp_avg". Every rank must call this."""
-    place = _place(param)
+    place = _find(param)
+    if place is None:
+        return None
     mine = _state(place, key)
     known = place.bucket.shard.gather_objects(_describe(mine), f"state {key} of {place.member.name}")
     kinds = [kind for kind in known if kind is not None]
@@ -131,20 +172,41 @@ def safe_set_full_optimizer_state(param: Parameter, value: Tensor, key: str) -> 
     safe_set_local_optimizer_state(param, _place(param).cut(value), key)
 
 
-def safe_get_local_fp32_param(param: Parameter) -> Tensor:
+def safe_update_full_grad_vectorized(
+    param_list: Iterable[Parameter], update_func: Callable[[Tensor | None, Parameter], Tensor]
+) -> None:
+    """Replace averaged gradients, one by one, by what `update_func(gradient, parameter)` makes of them.
+
+    Every rank must call this. Parameters that are not trained are passed over.
+    """
+    for param in param_list:
+        if _find(param) is not None and param.requires_grad:
+            safe_set_full_grad(param, update_func(safe_get_full_grad(param), param))
+
+
+def safe_get_local_fp32_param(param: Parameter) -> Tensor | None:
     """This rank's elements of the master copy."""
-    place = _place(param)
+    place = _find(param)
+    if place is None:
+        return None
     return place.bucket.master[:0] if place.owned is None else place.owned.master.detach().reshape(-1)
 
 
 def safe_get_local_grad(param: Parameter) -> Tensor | None:
     """This rank's elements of the averaged gradient between backward and `step`, unscaled; else None."""
-    return _place(param).gradient()
+    place = _find(param)
+    if place is None:
+        return None
+    own = None if place.is_averaged() else place.own_gradient()
+    return place.gradient() if own is None else place.cut(own)
 
 
 def safe_get_local_optimizer_state(param: Parameter, key: str) -> Tensor | None:
     """This rank's elements of an entry of the optimizer's state."""
-    value = _state(_place(param), key)
+    place = _find(param)
+    if place is None:
+        return None
+    value = _state(place, key)
     return None if value is None else value.reshape(-1) if value.dim() else value
 
 
@@ -159,6 +221,7 @@ def safe_set_local_fp32_param(param: Parameter, value: Tensor) -> None:
 def safe_set_local_grad(param: Parameter, value: Tensor) -> None:
     """Replace this rank's elements of the averaged gradient between backward and `step`."""
     place = _place(param)
+    place.optimizer.reducer.used.add(place.member)
     if place.owned is None:
         return
     gradient = place.bucket.gradient_of(place.owned)

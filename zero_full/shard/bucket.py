@@ -11,19 +11,24 @@ Where state is repeated (`across`), slices are averaged with the other copies, t
 step.
 
 A rank that is alone has nobody to send to: then `own` does not exist, the optimizer reads `param.grad`.
+
+[Note: asleep] A bucket whose parameters were all frozen at first is asleep: it has neither masters nor
+gradients, and nothing of it travels. It wakes up for good when one of its parameters is to be trained.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from zero_full.kernels.reference import unless_written
 from zero_full.layout import Fragment
 from zero_full.precision.norms import squared_norm
 from zero_full.shard.groups import Reduce
 from zero_full.shard.settings import Settings
+from zero_full.shard.stand_in import StandIn
 from zero_full.shard.values import Member, Values
 
 
@@ -53,14 +58,15 @@ class Bucket:
         self.shard, self.across, self.name = values.shard, values.across, values.name
         dtypes, original = settings.dtypes, values.reserve() if deferred else values.move_in()
         self.accumulate = dtypes.accumulate_of(values.dtype)
-        one_type = values.dtype == dtypes.master_of(values.dtype)
-        self.master = values.own if one_type else original.to(dtypes.master_of(values.dtype), copy=True)
-        self.owned = [
-            Owned(self.members[fragment.index], fragment, self._view(self.master, fragment))
-            for fragment in values.fragments()
-        ]
+        self.master_dtype = dtypes.master_of(values.dtype)
+        self.asleep, one_type = self.kind.asleep, values.dtype == self.master_dtype
+        if self.asleep or one_type:
+            self._let_master_be(values.own)
+        else:
+            self._let_master_be(original.to(self.master_dtype, copy=True))
         alone = self.shard.size == self.across.size == 1
-        self.direct = alone and one_type and values.dtype == self.accumulate and divisors == (1, 1)
+        plain = values.dtype == self.accumulate and not settings.divides_plain_backward and divisors == (1, 1)
+        self.direct = alone and one_type and plain
         self.whole: Tensor | None = None
         # Buffers that buckets of one optimizer hand on during a backward pass: on a CPU new pages cost more
         # than what is written to them. (On an accelerator the allocator does it, and it minds the streams.)
@@ -73,16 +79,45 @@ class Bucket:
 
     # Parameters ----------------------------------------------------------------------------------
 
+    def _let_master_be(self, master: Tensor) -> None:
+        self.master = master
+        self.owned = [
+            Owned(self.members[fragment.index], fragment, self._view(master, fragment))
+            for fragment in self.values.fragments()
+        ]
+
+    def wake(self) -> None:
+        """Masters appear; whoever knows the old fragments must learn the new ones. See [Note: asleep]."""
+        self.asleep = False
+        if self.values.dtype != self.master_dtype:
+            self._let_master_be(self.values.own.to(self.master_dtype))
+
     def _view(self, own: Tensor, fragment: Fragment) -> Tensor:
         """A fragment's part of this rank's slice. In the parameter's own shape where nothing is cut."""
-        flat = self.values.cut(own, fragment)
-        return flat.view(self.members[fragment.index].param.shape) if self.layout.world == 1 else flat
+        flat, shape = self.values.cut(own, fragment), self.members[fragment.index].param.shape
+        return flat.view(shape) if self.layout.world == 1 or not shape else flat
 
     def copy_master(self) -> None:
         """This rank's slice of the parameters becomes what its master says."""
         self.values.second = None
         if self.master is not self.values.own:
             self.values.own.copy_(self.master)
+
+    @torch.no_grad()
+    def follow_parameters(self, released: bool = False) -> None:
+        """Masters take what somebody has written to this rank's slice of the parameters.
+
+        `released`: even if it is a unit's, which nobody can write to but `GatheredParameters`.
+        """
+        own = self.values.own
+        if self.master is own or (self.values.sheds and not released):
+            return
+        as_it_was = own.device.type == "cpu" and torch.equal(  # elsewhere it would cost a wait for the device
+            self.master.to(own.dtype).view(torch.int16), own.view(torch.int16)
+        )
+        if as_it_was:
+            return
+        self.master.copy_(unless_written(self.master, own))
 
     def own_views(self, owned: Sequence[Owned]) -> list[Tensor]:
         """These fragments of this rank's slice of the parameters; none where the masters are views of it."""
@@ -101,7 +136,7 @@ class Bucket:
     def take(self, member: Member, final: bool) -> None:
         """Move `param.grad` into the bucket. `final`: it will be reduced before anything is added."""
         grad = member.param.grad
-        if grad is None:
+        if grad is None or isinstance(grad, StandIn):
             return
         if grad.layout != torch.strided:
             raise TypeError(f"{member.name} has a sparse gradient; use nn.Embedding(sparse=False)")
@@ -115,15 +150,19 @@ class Bucket:
         member.param.grad = None
 
     def _room_for(self, dtype: torch.dtype, member: Member, final: bool) -> Tensor:
-        if self.own_is_valid and self._own_is_a_window():  # a step's gradients were reduced, and more come
-            assert self.own is not None
-            self.own = self.own.clone()
+        self._part_own()
         if not self.arrived:
             self._let_whole_be(dtype if final else self.accumulate)
         elif self.whole is not None and member in self.arrived and self.whole.dtype != self.accumulate:
             self.whole = self.whole.to(self.accumulate)  # it was to be final, and is not
         assert self.whole is not None
         return self.whole
+
+    def _part_own(self) -> None:
+        """A step's gradients were reduced, and more come: what was reduced must not be written over."""
+        if self.own_is_valid and self._own_is_a_window():
+            assert self.own is not None
+            self.own = self.own.clone()
 
     def _let_whole_be(self, dtype: torch.dtype) -> None:
         """A flat buffer whose padding is zero; the rest is written over as gradients arrive."""
@@ -154,6 +193,7 @@ class Bucket:
         """Average everyone's gradients; keep this rank's slice of them."""
         for member in self.members:
             self.take(member, final=True)
+        self._part_own()
         if self.whole is None or not self.arrived:
             self._let_whole_be(self.values.dtype)
         assert self.whole is not None
@@ -219,22 +259,42 @@ class Bucket:
         total = squared_norm([whole], whole.device)
         self.suspicion = total if self.suspicion is None else self.suspicion + total
 
+    def drop(self, member: Member) -> None:
+        """This parameter's gradient becomes zero."""
+        self.arrived.discard(member)
+        for owned in self.owned:
+            if owned.member is member and self.own_is_valid:
+                gradient = self.gradient_of(owned)
+                assert gradient is not None
+                gradient.zero_()
+
+    def put(self, member: Member, gradient: Tensor) -> None:
+        """This parameter's averaged gradient becomes another one, of which this rank keeps its part."""
+        self.arrived.discard(member)
+        if not self.own_is_valid:
+            self.own = self._slice_buffer().zero_()
+            self.own_is_valid = self.own_is_shared = True
+        for owned in self.owned:
+            if owned.member is member:
+                start, stop = owned.fragment.param_range
+                mine = self.gradient_of(owned)
+                assert mine is not None
+                mine.copy_(gradient.reshape(-1)[start:stop].view(mine.shape))
+
     def own_gradients(self) -> list[Tensor]:
         """This rank's averaged gradients, as few tensors as possible."""
         if not self.direct:
-            assert self.own is not None
-            return [self.own]
+            return [self.own] if self.own is not None and self.own_is_valid else []
         return [m.param.grad for m in self.members if m.param.grad is not None]
 
-    def hand_over(self) -> None:
-        """Give the optimizer's tensors their gradients. No gradient anywhere means gradient zero."""
-        for member in self.members if self.direct else ():
-            if member.param.grad is None:
-                member.param.grad = torch.zeros_like(member.param)
-        own = None if self.own is None else self.own.to(self.master.dtype)
+    def hand_over(self, used: Container[Member]) -> None:
+        """Give the optimizer's tensors their gradients, where any rank has one."""
+        own = None if self.own is None or self.direct else self.own.to(self.master.dtype)
         for owned in self.owned:
-            grad = owned.member.param.grad if own is None else self._view(own, owned.fragment)
-            owned.master.grad = grad
+            if owned.member in used:
+                owned.master.grad = (
+                    owned.member.param.grad if own is None else self._view(own, owned.fragment)
+                )
 
     def take_back(self) -> None:
         """The optimizer's tensors have no gradients any more."""
@@ -246,6 +306,13 @@ class Bucket:
         if self.direct:
             return owned.member.param.grad
         return self._view(self.own, owned.fragment) if self.own is not None and self.own_is_valid else None
+
+    def averaged(self, member: Member) -> Tensor:
+        """A whole averaged gradient, in the parameter's type. Only stage 0 has one."""
+        (owned,) = (owned for owned in self.owned if owned.member is member)
+        gradient = self.gradient_of(owned)
+        assert gradient is not None
+        return gradient.view(member.param.shape).to(member.param.dtype)
 
     def forget(self, free: bool) -> None:
         """Let go of the gradients; `free`: of their memory, too."""
@@ -261,4 +328,5 @@ class Bucket:
     def gradient_memory(self) -> Iterator[Tensor]:
         """Every tensor that holds gradients."""
         yield from (t for t in (self.whole, self.own) if t is not None)
-        yield from (m.param.grad for m in self.members if m.param.grad is not None)
+        grads = (m.param.grad for m in self.members)
+        yield from (grad for grad in grads if grad is not None and not isinstance(grad, StandIn))

@@ -11,10 +11,10 @@ from torch.nn import Parameter
 from zero_full.comm.topology import Topology
 from zero_full.layout import backward_order, deal, round_robin
 from zero_full.shard.bucket import Bucket
-from zero_full.shard.gatherer import Site
 from zero_full.shard.groups import Groups, Pair
 from zero_full.shard.owners import refuse_owned
 from zero_full.shard.settings import Settings
+from zero_full.shard.sites import Site
 from zero_full.shard.units import Unit, choose_units, kept_whole, size_limit
 from zero_full.shard.values import FROZEN, Kind, Member, Values, as_bytes, is_released
 
@@ -63,12 +63,18 @@ class Dealer:
     ) -> None:
         self.topology, self.groups, self.settings, self.deferred = topology, groups, settings, deferred
         listed = {p: number for number, group in enumerate(param_groups) for p in group["params"]}
-        self.group_of = {p: number for p, number in listed.items() if p.requires_grad}
+        # What is listed and frozen may be trained later; numbers that cannot be trained are left alone.
+        self.group_of = {p: n for p, n in listed.items() if p.requires_grad or p.is_floating_point()}
 
     def deal(self, model: nn.Module) -> Parts:
         """Every trained parameter into a bucket, and at stage 3 every frozen one into a buffer, too."""
         names = {p: name for name, p in model.named_parameters()}
         strangers = [p for p in self.group_of if p not in names]
+        if strangers and len(strangers) == len(self.group_of):
+            raise ValueError(
+                "the optimizer has none of this model's parameters: make it of the parameters of the model "
+                "that initialize gets (a copy of a model has others)"
+            )
         names |= {p: f"parameter {number} (not in the model)" for number, p in enumerate(strangers)}
         everything = [(name, p) for p, name in names.items()]
         refuse_owned(everything)
@@ -141,22 +147,23 @@ class Dealer:
             )
         model = self.groups.model
         counts = model is None or model.rank == 0 or self.topology.is_split(name, param)
-        return Kind(param.dtype, param.device, expert, counts, trained)
+        asleep = trained and not param.requires_grad
+        return Kind(param.dtype, param.device, expert, counts, trained, asleep)
 
 
 def settle_the_rest(
     model: nn.Module, parts: Parts, topology: Topology, groups: Groups, settings: Settings
 ) -> None:
-    """Frozen parameters that stay whole, and buffers: the first rank's values, in the parameters' dtype."""
+    """Frozen parameters that stay whole, and buffers: the first rank's values, in the types of training."""
     done = {m.param for values in parts.values for m in values.members}
     frozen = [(name, p) for name, p in model.named_parameters() if p not in done]
+    dtypes = settings.dtypes.of_buffers(model)
     for name, tensor in [*frozen, *model.named_buffers()]:
         expert = isinstance(tensor, Parameter) and topology.is_expert(name, tensor)
         pair = groups.expert if expert and groups.expert is not None else groups.dense
         _broadcast(tensor.data, pair, name)
-        dtypes = settings.dtypes
-        dtype_of = dtypes.of if isinstance(tensor, Parameter) else dtypes.of_buffer
-        tensor.data = tensor.data.to(dtype_of(tensor.dtype))
+        own_type = settings.dtypes.of(tensor.dtype)
+        tensor.data = tensor.data.to(own_type if isinstance(tensor, Parameter) else dtypes[name])
 
 
 def _broadcast(tensor: Tensor, pair: Pair, name: str) -> None:

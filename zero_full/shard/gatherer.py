@@ -12,6 +12,10 @@ is recomputed for a graph which has it already: theirs leave, and are released, 
 [Note: prefetch] The order of the sites is recorded. From then on the next one is gathered while this one is
 at work, if there is a lane beside it. Where the order changes nothing is prefetched, and the new one is
 recorded; nothing else depends on it.
+
+[Note: inner modules] A module may be called by itself: `model.encoder(x)`, a layer out of a unit, one that
+shares its weight with a module far away. Every module that holds a parameter of a unit looks whether the unit
+is gathered; if no module around it has done so, it gathers the unit for its own call.
 """
 
 import logging
@@ -25,57 +29,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from zero_full._compat import current_backward, identity_of
+from zero_full._compat import current_backward, identity_of, inside_transform
 from zero_full.comm.lane import Inline, Lane
 from zero_full.nest import mapped, tensors_in
+from zero_full.shard.hooks import Hook, InnerHook
 from zero_full.shard.reducer import GradientReducer
 from zero_full.shard.settings import Gathering
+from zero_full.shard.sites import Call, Order, Site
 from zero_full.shard.values import State, Values
 
 log = logging.getLogger("zero_full")
-
-
-class Site:
-    """A module and what it needs."""
-
-    def __init__(self, name: str, module: nn.Module, values: Sequence[Values]) -> None:
-        self.name, self.module, self.values = name, module, list(values)
-        self.home = list(values)  # whose gradients leave when this module's backward is complete
-        self.numel = sum(v.layout.total for v in values)
-        self.active: list[Call] = []  # whose forward is under way
-        self.exits = 0  # of calls whose backward is not complete
-        self.later: int | None = None  # elements that the rest of forward gathers; None: not known yet
-
-
-class Call:
-    """One call of a site: its parameters are needed in its backward, too."""
-
-    __slots__ = ("needed", "site")
-
-    def __init__(self, site: Site) -> None:
-        self.site = site
-        self.needed: list[Values] = []  # while its backward is under way
-
-
-class Order:
-    """In which order sites are reached in one kind of pass."""
-
-    def __init__(self) -> None:
-        self.known: list[Site] = []
-        self.seen: list[Site] = []
-
-    def begin(self) -> bool:
-        """A new pass. Returns whether the last one was other than known."""
-        changed = bool(self.known and self.seen) and self.seen != self.known
-        self.known, self.seen = self.seen or self.known, []
-        return changed
-
-    def reached(self, site: Site) -> Site | None:
-        """Remember it. Returns what comes next, if this is the place where it was last time."""
-        self.seen.append(site)
-        place = len(self.seen)
-        as_known = place < len(self.known) and self.known[place - 1] is site
-        return self.known[place] if as_known else None
 
 
 class ParameterGatherer:
@@ -97,20 +60,35 @@ class ParameterGatherer:
         self.root = self.sites.setdefault(model, Site("", model, []))
         self.hooks: list[RemovableHandle] = []
         for site in self.sites.values():
-            self._install(site)
+            self._install(site, Hook)
+        self._install_inner(model)
         reducer.at_end.append(self.end_backward)
 
-    def _install(self, site: Site) -> None:
-        before = torch.compiler.disable(partial(_before_forward, self.me, site))
-        after = torch.compiler.disable(partial(_after_forward, self.me, site))
-        self.hooks.append(site.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-        self.hooks.append(site.module.register_forward_hook(after, always_call=True))
+    def _install(self, site: Site, kind: type[Hook], prefix: str = "") -> None:
+        module = site.module
+        before = kind(module, getattr(self, f"{prefix}before_forward"), site)
+        after = kind(module, getattr(self, f"{prefix}after_forward"), site)
+        self.hooks.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+        self.hooks.append(module.register_forward_hook(after, always_call=True))
+
+    def _install_inner(self, model: nn.Module) -> None:
+        """See [Note: inner modules]."""
+        site_of = {m.param: site for site in self.sites.values() for v in site.values for m in v.members}
+        for name, module in model.named_modules():
+            held = dict.fromkeys(site_of[p] for p in module.parameters(recurse=False) if p in site_of)
+            elsewhere = [values for site in held if site.module is not module for values in site.values]
+            if elsewhere and module in self.sites:
+                self.sites[module].values += [v for v in elsewhere if v not in self.sites[module].values]
+            elif elsewhere:
+                inner = Site(name, module, elsewhere)
+                inner.home = []  # other modules may add to the same gradients: these leave when backward ends
+                self._install(inner, InnerHook, "inner_")
 
     def add(self, module: nn.Module, values: Values) -> None:
         """From now on `module` needs these, too."""
         if module not in self.sites:
             self.sites[module] = Site(type(module).__name__, module, [])
-            self._install(self.sites[module])
+            self._install(self.sites[module], Hook)
         if values not in self.sites[module].values:
             self.sites[module].values.append(values)
 
@@ -155,8 +133,25 @@ class ParameterGatherer:
 
     # Forward -------------------------------------------------------------------------------------
 
+    def inner_before_forward(self, site: Site, args: Any, kwargs: Any) -> Any:
+        """The same, if no module around has done it."""
+        if all(values.users for values in site.values) or self._is_transformed(site):
+            site.active.append(None)
+            return None
+        return self.before_forward(site, args, kwargs)
+
+    def inner_after_forward(self, site: Site, args: Any, output: Any) -> None:
+        """The same, if this module has gathered."""
+        if site.active and site.active[-1] is None:
+            site.active.pop()
+        else:
+            self.after_forward(site, args, output)
+
     def before_forward(self, site: Site, args: Any, kwargs: Any) -> Any:
         """Gather; send the inputs through an exit."""
+        if self._is_transformed(site):
+            site.active.append(None)
+            return None
         recomputed = current_backward() >= 0
         if site is self.root and not recomputed:
             self._begin_pass(self.training if torch.is_grad_enabled() else self.inference)
@@ -167,10 +162,23 @@ class ParameterGatherer:
             self._need(site)
         for values in site.values:
             values.users += 1
-        site.active.append(Call(site))
+        call = Call(site)
+        site.active.append(call)
         if torch.is_grad_enabled() and not (recomputed and site.exits):
-            return self._through_exit(site.active[-1], args, kwargs)
+            return self._through_exit(call, args, kwargs)
         return None
+
+    def _is_transformed(self, site: Site) -> bool:
+        """Whether a transform of torch.func runs this forward: when its backward ends, nobody tells."""
+        if not inside_transform():
+            return False
+        for values in site.values:
+            if values.sheds and not values.users:
+                raise RuntimeError(
+                    f"torch.func transforms {site.name or 'the model'}, whose {values.name} is sharded: stay "
+                    "inside zero_full.GatheredParameters(list(model.parameters())) meanwhile"
+                )
+        return True
 
     def _through_exit(self, call: Call, args: Any, kwargs: Any) -> Any:
         """The inputs, with an exit behind all that need gradients. See [Note: exits]."""
@@ -192,11 +200,11 @@ class ParameterGatherer:
         behind = dict(zip(map(id, inputs), outputs, strict=True))
         return mapped(lambda leaf: behind.get(id(leaf), leaf), (args, kwargs))
 
-    def after_forward(self, site: Site, output: Any) -> None:
+    def after_forward(self, site: Site, args: Any, output: Any) -> None:
         """Release, or keep for a backward that comes soon; notice when that begins."""
-        if not site.active:
+        call = site.active.pop() if site.active else None
+        if call is None:
             return  # its gathering has failed
-        call = site.active.pop()
         for values in site.values:
             values.users -= 1
         trains = torch.is_grad_enabled() and self._watch(call, output)
@@ -262,7 +270,7 @@ class ParameterGatherer:
         """Backward has reached the outputs of a call: gather."""
         if call.needed:
             return
-        if not self.reducer.open:
+        if not self.reducer.backward.running:
             self.reducer.begin()
         if self.order is not self.backward:
             self.backward.known = self.backward.known or self.training.seen[::-1]
@@ -301,6 +309,15 @@ class ParameterGatherer:
         for site in self.sites.values():
             site.exits = 0
 
+    def refuse_copy(self) -> None:
+        """A copy of a module would have NaN in the place of released parameters."""
+        released = [v for site in self.sites.values() for v in site.values if v.state is not State.WHOLE]
+        if released:
+            raise RuntimeError(
+                f"the module cannot be copied or pickled while {released[0].name} is sharded: stay inside "
+                "zero_full.GatheredParameters(list(module.parameters())), or save engine.module_state_dict()"
+            )
+
     def close(self) -> None:
         """Take the hooks off the modules."""
         for hook in self.hooks:
@@ -318,23 +335,6 @@ def _carried(output: Any, depth: int = 4) -> Iterator[Tensor]:
             yield from _carried(value, depth)
     elif depth and hasattr(output, "__dict__") and not isinstance(output, (type, nn.Module, ModuleType)):
         yield from _carried(vars(output), depth - 1)
-
-
-def _before_forward(
-    gatherer: "weakref.ref[ParameterGatherer]", site: Site, module: nn.Module, args: Any, kwargs: Any
-) -> Any:
-    alive = gatherer()
-    if alive is None or module is not site.module:  # a copy of a module has its hooks, too
-        return None
-    return alive.before_forward(site, args, kwargs)
-
-
-def _after_forward(
-    gatherer: "weakref.ref[ParameterGatherer]", site: Site, module: nn.Module, args: Any, output: Any
-) -> None:
-    alive = gatherer()
-    if alive is not None and module is site.module:
-        alive.after_forward(site, output)
 
 
 def _before_backward(gatherer: "weakref.ref[ParameterGatherer]", call: Call, grad: Tensor) -> None:

@@ -1,7 +1,9 @@
 """From a topology to communicators: who shares state with this rank, and how slices travel among them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,7 +13,6 @@ from zero_full.comm.communicator import Communicator
 from zero_full.comm.ledger import Traffic
 from zero_full.comm.quantized import Nodes, QuantizedGather, TwoHopReduce
 from zero_full.comm.topology import Topology, new_group
-from zero_full.precision.norms import GradientNorm
 from zero_full.shard.settings import Settings
 
 Gather = Callable[[Tensor, str], None]  # fill in the others' slices
@@ -29,6 +30,13 @@ class Pair:
     reduce: Reduce
     node: Communicator | None = None  # the ranks of `shard` that keep what they have gathered among them
 
+    def everyones(self, mine: Any, what: str) -> list[Any]:
+        """Everyone's small object, those of one `shard` side by side. Every rank must call this."""
+        everyones = [mine]
+        for group in (self.shard, self.across):
+            everyones = [each for some in group.gather_objects(everyones, what) for each in some]
+        return everyones
+
 
 @dataclass(frozen=True)
 class Groups:
@@ -36,10 +44,17 @@ class Groups:
 
     dense: Pair
     expert: Pair | None
+    between_experts: Communicator | None  # ranks that hold different experts
     model: Communicator | None
-    norm: GradientNorm
     data_ranks: int  # ranks whose gradients are averaged
     traffic: Traffic
+    opened: list[dist.ProcessGroup]  # for this engine alone
+
+    def close(self) -> None:
+        """Leave the groups that were opened for this engine. Every rank must call this."""
+        while self.opened:
+            with suppress(ValueError):  # somebody has left all groups already
+                dist.destroy_process_group(self.opened.pop())
 
     @property
     def everyone(self) -> list[Communicator]:
@@ -56,11 +71,13 @@ class Connection:
     traffic: Traffic
     own_groups: bool  # so that calls beside backward never mix with the user's on the same group
     check_timeout_s: float | None
+    opened: list[dist.ProcessGroup] = field(default_factory=list)
 
     def to(self, group: Group, label: str = "") -> Communicator:
         """A communicator for this group; None: a rank that is alone."""
         if group is not None and self.own_groups:
             group = new_group(dist.get_process_group_ranks(group), like=group)
+            self.opened.append(group)
         return Communicator(group, self.device, self.traffic, self.check_timeout_s, label)
 
     def pair(self, settings: Settings, shard: Group, across: Group) -> Pair:
@@ -85,6 +102,7 @@ class Connection:
     def nodes(self, node_ranks: int, group: dist.ProcessGroup) -> Nodes:
         """The group as nodes of so many neighbours."""
         inner, outer = Topology(data=group).sub_groups(node_ranks, "zero_hpz_partition_size")
+        self.opened.extend((inner, outer))
         return Nodes(self.to(inner), self.to(outer, "between nodes"))
 
 
@@ -101,11 +119,7 @@ def connect(topology: Topology, settings: Settings, connection: Connection) -> G
         flat = replace(settings, gathering=replace(settings.gathering, node_ranks=1))
         expert = connection.pair(flat, topology.expert_data, None)
     model = connection.to(topology.model) if topology.model is not None else None
-    norm = GradientNorm(
-        dense.shard,
-        expert.shard if expert is not None else None,
-        connection.to(topology.expert) if expert is not None else None,
-        model,
-    )
+    between_experts = connection.to(topology.expert) if expert is not None else None
     ranks = dense.shard.size * dense.across.size
-    return Groups(dense, expert, model, norm, ranks, connection.traffic)
+    opened = [*topology.opened, *connection.opened]
+    return Groups(dense, expert, between_experts, model, ranks, connection.traffic, opened)

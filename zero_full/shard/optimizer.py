@@ -5,7 +5,7 @@ It stands where the optimizer it wraps stood: same `param_groups` (so schedulers
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import isfinite
@@ -16,24 +16,28 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from zero_full.comm.communicator import CommunicationError
-from zero_full.comm.lane import Pending, lane_for
-from zero_full.comm.topology import this_rank
-from zero_full.precision.norms import Slices
-from zero_full.precision.scaler import DynamicScale, ScaleExhaustedError, StaticScale
+from zero_full.comm.lane import lane_for
+from zero_full.precision.scaler import DynamicScale, StaticScale
 from zero_full.shard import state as sharded_state
-from zero_full.shard.bucket import Bucket
+from zero_full.shard.agreement import agree, doings_of, refuse_unused
+from zero_full.shard.arrivals import Arrivals
+from zero_full.shard.base import Base, NoOptimizer, refuse_gradients
+from zero_full.shard.bucket import Bucket, Owned
 from zero_full.shard.build import Parts
 from zero_full.shard.gatherer import ParameterGatherer
 from zero_full.shard.groups import Groups
 from zero_full.shard.owners import register, unregister
 from zero_full.shard.reducer import GradientReducer
-from zero_full.shard.report import investigate
+from zero_full.shard.report import NonFinite
 from zero_full.shard.settings import Settings
+from zero_full.shard.stand_in import UNSCALED, Found, names_of
 from zero_full.shard.sweep import AdamSweep
 from zero_full.shard.values import Member, State, Values
+from zero_full.shard.watch import ModelWatch
 
 log = logging.getLogger("zero_full")
 EPSILON = 1e-6
+NO_COPY = "this optimizer cannot be copied or pickled: it belongs to a model. Save its state_dict() instead"
 
 
 @dataclass(frozen=True)
@@ -57,20 +61,33 @@ class ZeroOptimizer(torch.optim.Optimizer):
         settings: Settings,
         scaler: StaticScale,
     ) -> None:
-        # torch's own constructor would copy the groups; here they stay the wrapped optimizer's.
         self.base, self.parts, self.groups = base, parts, groups
+        # torch's own constructor would copy the groups; here they stay the wrapped optimizer's. This makes
+        # the rest of what torch keeps: hooks, and the names that profilers show.
+        self.__setstate__({})
+        self.redirected = Base(base, self)
         self.buckets, self.frozen = parts.buckets, parts.frozen
         self.settings, self.scaler = settings, scaler
         self.lane = lane_for(groups.dense.shard.device, settings.overlap)
-        self.loss: Tensor | None = None
+        self.report = NonFinite()
         self.last: StepReport | None = None
-        self.sweep = AdamSweep(base, settings.dtypes)
+        self.sweep = AdamSweep(self.redirected, settings.dtypes)
         self.left_scale: float | None = None  # that the last step has left in the gradients
         self.passes = 0  # backward passes until then
-        self.arriving: dict[Bucket, Pending] = {}
+        self.arrivals = Arrivals(self.lane)
+        self.closed = self.parked = False  # parked: see `parking.py`
+        self.writes = 0
+        register(self, model.parameters())
         register(self, (m.param for values in self.values() for m in values.members))
         self._replace_parameters()
+        self.watch = ModelWatch(model, [m.param for m in self._members()], bool(parts.sites))
         self.reducer = GradientReducer(self.buckets, self.lane, settings.stage)
+        self.reducer.on_waking = self._replace_masters
+        self.reducer.on_clearing = self._forget_scale
+        self.reducer.at_begin.append(self.take_back_moved)
+        self.reducer.hands_back = isinstance(base, NoOptimizer)
+        self.refusals = refuse_gradients(base, model, settings.stage)
+        self._writes_since_last_step()
         self.guards: list[RemovableHandle] = []  # on the model's state_dict
         self.gatherer: ParameterGatherer | None = None
         if parts.sites:
@@ -88,10 +105,20 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _replace_parameters(self) -> None:
         """The wrapped optimizer gets this rank's fragments instead of parameters."""
         whole = {m.name: m.param for m in self._members()}
-        owned = [owned for bucket in self.buckets for owned in bucket.owned]
         sharded_state.cut_state(self.base, whole, sharded_state.fragments(self.buckets))
+        self._list_masters()
+
+    def _list_masters(self) -> None:
+        owned = [owned for bucket in self.buckets for owned in bucket.owned]
         for number, group in enumerate(self.base.param_groups):
             group["params"] = [o.master for o in owned if o.member.group == number]
+
+    def _replace_masters(self, bucket: Bucket, before: Sequence[Owned]) -> None:
+        """A bucket has woken up: the wrapped optimizer gets its new fragments, with the old ones' state."""
+        for old, new in zip(before, bucket.owned, strict=True):
+            if old.master in self.state and old.master is not new.master:
+                self.state[new.master] = self.state.pop(old.master)
+        self._list_masters()
 
     # What torch's optimizers have ----------------------------------------------------------------
 
@@ -110,6 +137,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """The wrapped optimizer's."""
         return self.base.defaults
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(NO_COPY)
+
     def __repr__(self) -> str:
         return f"ZeroOptimizer(stage {self.settings.stage}, {len(self.buckets)} buckets, {self.base!r})"
 
@@ -117,36 +147,97 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Refused: the layout is made once."""
         raise RuntimeError(
             "parameter groups cannot be added after initialize, because slices are already dealt: pass all "
-            "of them to initialize (set lr to 0 for those that should wait)"
+            "of them to initialize (those that should wait may be frozen until then)"
         )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Average what is left, step this rank's slices, send them to everyone. `last` says what happened."""
+        self.last = None
         if closure is not None:
             raise ValueError("a closure is not supported: gradients are averaged while backward runs")
-        if not self.reducer.began:
+        found, failure = self._look_around()
+        if not (self.reducer.began or found.written or failure):
             return  # like torch: no gradients, no step
         self.reducer.flush()
+        for member, gradient in found.written:
+            self.reducer.put(member, gradient)
         if self.settings.refuse_unused:
-            self._refuse_unused()
+            refuse_unused(self.groups, self.awake, self.reducer.used)
         scale, held = self.scaler.scale, self.gradient_scale
-        if held != scale and self.passes != self.reducer.passes:
+        if held != scale and self.passes != self.reducer.backward.count:
             raise RuntimeError(
                 f"a backward pass has added gradients at the scale {scale:g} to those of the last step, "
                 f"whose scale is {held:g}: call zero_grad after every step"
             )
-        norm = self._norm() / held if self.settings.needs_norm else None
+        doings = doings_of(self.param_groups, scale, found, self._writes_since_last_step(), failure)
+        agreed = agree(self.groups, self.awake, self.reducer.used, self.settings.needs_norm, doings)
+        if failure is not None:
+            raise failure
+        if not agreed.used:
+            return  # the same, on all ranks
+        norm = None if agreed.norm is None else agreed.norm / held
         finite = norm is None or isfinite(norm)
         apply = finite or not self.settings.check_overflow
         if not finite:
-            self._tell(apply)
+            # A dynamic scale finds its place by overflowing: that is no reason to worry anybody.
+            level = logging.INFO if isinstance(self.scaler, DynamicScale) else logging.WARNING
+            self.report.tell(self.buckets, self.groups.everyone, apply, level)
         if apply:
-            self._update(norm, held)
-        self.last, self.loss = StepReport(apply, norm, scale), None
+            self._update(norm, held, agreed.used)
+        self.last, self.report.loss = StepReport(apply, norm, scale), None
         for bucket in self.buckets:
             bucket.suspicion = None
-        self._learn_scale(overflow=not finite)
+        self.report.learn(self.scaler, overflow=not finite)
+
+    def _look_around(self) -> tuple[Found, Exception | None]:
+        """Take in, or refuse, what was done to the model and its gradients by hand since the last step.
+
+        A refusal is returned: other ranks, which may have no reason for one, must hear of it.
+        """
+        if self.closed:
+            raise RuntimeError("step after destroy: initialize the model again")
+        if isinstance(self.base, NoOptimizer):
+            self.redirected.step()  # which says what to do
+        if self.reducer.failed or self.reducer.backward.running:
+            raise RuntimeError("the last backward pass has failed: call zero_grad before the next forward")
+        try:
+            self.look_at_model()
+            return self._take_in_gradients(), None
+        except RuntimeError as error:
+            return Found(), error
+
+    def _take_in_gradients(self) -> Found:
+        self.reducer.catch_up()
+        found = self.reducer.by_hand()
+        if found.written and self.scaler.scale != 1:
+            raise RuntimeError(UNSCALED.format(names_of(m for m, _ in found.written)))
+        for member, _ in found.written:
+            member.param.grad = None
+        self.reducer.drop(found.cleared)
+        return found
+
+    def _writes_since_last_step(self) -> int:
+        """How often somebody has written to parameters that are always whole, as far as torch counts it."""
+        writes = sum(m.param._version for v in self.values() if not v.sheds for m in v.members)
+        since, self.writes = writes - self.writes, writes
+        return since
+
+    def look_at_model(self) -> None:
+        """Raise if something has become of the model that a step would ignore."""
+        self.watch.check()
+        self.take_back_moved()
+
+    def take_back_moved(self) -> None:
+        """Parameters that were given other memory go back to their place, with their new values."""
+        for values in self.values():
+            if not values.sheds:
+                values.take_back_moved()
+
+    @property
+    def awake(self) -> list[Bucket]:
+        """The buckets that take part in steps."""
+        return [bucket for bucket in self.buckets if not bucket.asleep]
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Let go of the gradients.
@@ -164,14 +255,29 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part: fragments by parameter name, the groups' options and the loss scale."""
-        self.settle()
+        if self.reducer.began and self.passes != self.reducer.backward.count:
+            raise RuntimeError(
+                "state_dict between the backward passes of a step: their gradients would be lost. Save after "
+                "step, or give the gradients up with zero_grad first"
+            )
+        self.catch_up()
         options = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
         return {
             "format": 1,
             "fragments": sharded_state.save(self.base, self.buckets),
             "groups": options,
+            "asleep": [m.name for bucket in self.buckets if bucket.asleep for m in bucket.members],
             "scaler": self.scaler.state_dict(),
         }
+
+    def catch_up(self) -> None:
+        """Before parameters or masters are read: all have arrived, what was written by hand is taken in."""
+        if self.parked:
+            raise RuntimeError("states are offloaded: call engine.reload_states() first")
+        self.settle()
+        self.take_back_moved()
+        for bucket in self.buckets:
+            bucket.follow_parameters()
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -181,158 +287,121 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 f"{len(state_dict['groups'])} parameter groups were saved, but the optimizer has "
                 f"{len(self.param_groups)}"
             )
+        for bucket in self.buckets:
+            if bucket.asleep and bucket.members[0].name not in state_dict.get("asleep", ()):
+                self.reducer.wake(bucket)
         sharded_state.load(self.base, self.buckets, state_dict["fragments"])
         self.scaler.load_state_dict(state_dict["scaler"])
         for group, options in zip(self.param_groups, state_dict["groups"], strict=True):
             group.update(options)
         self.zero_grad()
-        self.publish()
+        self.publish(self.buckets)
         self.settle()
 
     # The parts of a step -------------------------------------------------------------------------
 
-    def _norm(self) -> float:
-        slices = [Slices(b.own_gradients(), b.kind.counts, b.kind.expert) for b in self.buckets]
-        return self.groups.norm(slices)
+    def _forget_scale(self) -> None:
+        self.left_scale = None
 
     @property
     def gradient_scale(self) -> float:
         """What averaged gradients are multiplied by now."""
         return self.scaler.scale if self.left_scale is None else self.left_scale
 
-    def _update(self, norm: float | None, scale: float) -> None:
+    def _update(self, norm: float | None, scale: float, used: Container[Member]) -> None:
         factor = 1.0 / scale
         if self.settings.clip > 0 and norm is not None:
             factor *= min(1.0, self.settings.clip / (norm + EPSILON))
-        swept = self.sweep.takes(self.buckets)
+        stepped = [bucket for bucket in self.awake if any(m in used for m in bucket.members)]
+        swept = self.sweep.takes(stepped)
         if swept:
-            for bucket in self.buckets:
-                self.sweep.step(bucket, factor)
+            for bucket in stepped:
+                self.sweep.step(bucket, factor, used)
             self.left_scale = scale
         else:
-            self._step_in_passes(factor)
+            self._step_in_passes(stepped, factor, used)
             self.left_scale = 1.0
-        self.passes = self.reducer.passes
-        self.publish(copied=swept)
+        self.base._opt_called = True  # type: ignore[attr-defined]  # or a schedule would warn
+        self.passes = self.reducer.backward.count
+        self.publish(self.awake, copied=swept)
         if not self.settings.gather_beside_forward:
             self.settle()
 
-    def _step_in_passes(self, factor: float) -> None:
+    def _step_in_passes(self, stepped: Sequence[Bucket], factor: float, used: Container[Member]) -> None:
         """With any optimizer: unscale and clip, then step."""
-        for bucket in self.buckets:
+        for bucket in self.awake:
+            bucket.follow_parameters()
             for gradient in bucket.own_gradients() if factor != 1.0 else ():
                 gradient.mul_(factor)
-        for buckets in self._sub_groups():
+        for buckets in self._sub_groups(stepped):
             for bucket in buckets:
-                bucket.hand_over()
-            self.base.step()  # those that have no gradient now stay as they are
+                bucket.hand_over(used)
+            self.redirected.step()  # those that have no gradient now stay as they are
             for bucket in buckets:
                 bucket.take_back()
 
-    def _sub_groups(self) -> list[list[Bucket]]:
+    def _sub_groups(self, stepped: Sequence[Bucket]) -> list[Sequence[Bucket]]:
         """What is stepped at a time: at stage 3 so much that what the step makes for itself stays small."""
         if self.settings.stage < 3:
-            return [self.buckets]
+            return [stepped]
         sub_groups: list[list[Bucket]] = []
         room = 0
-        for bucket in self.buckets:
+        for bucket in stepped:
             if not sub_groups or bucket.layout.shard > room:
                 sub_groups.append([])
                 room = self.settings.sub_group_numel
             sub_groups[-1].append(bucket)
             room -= bucket.layout.shard
-        return sub_groups
+        return list(sub_groups)
 
-    def publish(self, copied: bool = False) -> None:
+    def publish(self, buckets: Sequence[Bucket], copied: bool = False) -> None:
         """Parameters follow their masters, what forward needs first at first; `settle` waits for all.
 
         `copied`: this rank's own slices do already.
         """
         if self.gatherer is not None:
             self.gatherer.release_all()
-        for bucket in reversed(self.buckets):
-            values = bucket.values
-            values.second = None
+        for bucket in buckets:
+            bucket.values.second = None
             if not copied:
                 bucket.copy_master()
-            if values.state is State.WHOLE:
-                producers = [self.lane.producer()]
-                self.arriving[bucket] = self.lane.submit(values.collect, [values.whole], producers)
-
-    def note_loss(self, loss: Tensor) -> None:
-        """Remember the losses of a step, for a report: one that is not finite spoils their sum."""
-        loss = loss.detach().float()
-        self.loss = loss if self.loss is None else self.loss + loss
+        self.arrivals.send(buckets)
 
     def settle(self) -> None:
         """Until all parameters have arrived."""
-        while self.arriving:
-            _, pending = self.arriving.popitem()
-            pending.wait()
-
-    def hold_back(self, model: nn.Module) -> None:
-        """With `gather_beside_forward`: each module waits for its own parameters, not for all."""
-        bucket_of = {m.param: bucket for bucket in self.buckets for m in bucket.members}
-        for module in model.modules():
-            needed = {bucket_of[p] for p in module.parameters(recurse=False) if p in bucket_of}
-            if needed:
-                module.register_forward_pre_hook(lambda *_, needed=needed: self._wait_for(needed))
-
-    def _wait_for(self, needed: set[Bucket]) -> None:
-        for bucket in needed:
-            if bucket in self.arriving:
-                self.arriving.pop(bucket).wait()
-
-    def _refuse_unused(self) -> None:
-        unused = {member.name for member in self._members() if member not in self.reducer.used}
-        for group in self.groups.everyone:  # so that every rank raises, or none
-            unused = set.union(*group.gather_objects(unused, "unused parameters"))
-        if unused:
-            raise ValueError(
-                f"no gradient for {', '.join(sorted(unused))} in this step, on some rank at least. Freeze "
-                "what is not trained, or set zero_optimization.ignore_unused_parameters to true"
-            )
-
-    # Overflow ------------------------------------------------------------------------------------
-
-    def _tell(self, apply: bool) -> None:
-        rank = this_rank()
-        self.finding = investigate(self.buckets, self.loss, self.groups.everyone, rank)
-        if rank == 0:
-            # A dynamic scale finds its place by overflowing: that is no reason to worry anybody.
-            level = logging.INFO if isinstance(self.scaler, DynamicScale) else logging.WARNING
-            log.log(level, "step %s: %s", "applied nevertheless" if apply else "skipped", self.finding)
-
-    def _learn_scale(self, overflow: bool) -> None:
-        try:
-            self.scaler.update(overflow)
-        except ScaleExhaustedError as error:
-            raise ScaleExhaustedError(
-                f"{error}. {self.finding[0].upper()}{self.finding[1:]}. What helps: bf16, a smaller "
-                "learning rate, gradient clipping, or fixing what produces inf or NaN in fp32"
-            ) from None
+        self.arrivals.wait()
 
     def close(self, gather: bool) -> None:
         """Leave the model without hooks, its parameters as they are or, if every rank asks for it, whole."""
+        if self.closed:
+            return
         for finish in (self.settle, self.reducer.close, self.zero_grad):
             with suppress(CommunicationError):  # of calls that were under way: told already
                 finish()
+        self.arrivals.close()
+        for handle in self.refusals:
+            handle.remove()
         if self.gatherer is not None:
             self.gatherer.close()
             if gather:
                 for values in self.values():
                     self.gatherer.gather(values)
+            self.gatherer.lane.close()
+        self.lane.close()
+        self.closed = True
         if all(values.state is State.WHOLE for values in self.values()):
             for handle in self.guards:
                 handle.remove()
+        unregister(self.watch.names)
         unregister(m.param for values in self.values() for m in values.members)
+        self.groups.close()
 
     # What this rank has --------------------------------------------------------------------------
 
     def holdings(self) -> dict[str, list[Tensor]]:
         """Every tensor that this rank keeps, by kind. Counters are the optimizer's step numbers."""
         state = [v for s in self.state.values() for v in s.values() if isinstance(v, Tensor)]
-        masters = [b.master for b in self.buckets if b.master.dtype != b.values.dtype]
+        masters = [b.master for b in self.buckets if b.master is not b.values.own]
         whole = [v.whole for v in self.values() if v.state is not State.SHARDED]
         second = [v.second for v in self.values() if v.second is not None]
         return {

@@ -35,6 +35,7 @@ class Parking:
         self.optimizer.settle()
         if self.optimizer.gatherer is not None:
             self.optimizer.gatherer.release_all()
+        self.optimizer.parked = True
         done = {identity_of(storage) for storage, _ in self.parked}
         for kind in include or KINDS:
             for tensor in self._tensors(kind):
@@ -58,8 +59,10 @@ class Parking:
             storage, copy = self.parked.pop()
             storage.resize_(copy.numel())
             torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).copy_(copy)
+        self.optimizer.parked = False
         for values in self.optimizer.values():
-            if values.state is State.WHOLE:
+            if values.state is State.WHOLE and values.hidden:
+                values.take_back_moved()
                 values.show()
 
     def _tensors(self, kind: str) -> Iterator[Tensor]:

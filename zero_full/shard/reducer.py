@@ -5,24 +5,32 @@ a bucket leaves when it and all before it are complete, and what is left leaves 
 
 At stage 3 modules tell when their parameters' gradients are complete (see `gatherer.py`): `complete`.
 
-[Note: recomputed parts] Re-entrant activation checkpointing runs small backward passes inside the large
-one, so a parameter used in two of them gets its gradient in two helpings. Once such a part is seen, buckets
-wait for the end of the large pass.
+A parameter used in two recomputed parts (see [Note: recomputed parts]) gets its gradient in two helpings.
+Once such a part is seen, buckets wait for the end of the large pass.
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
-from zero_full._compat import current_backward, when_backward_ends
+from zero_full._compat import current_backward, is_last_hook, when_backward_ends
 from zero_full.comm.lane import Lane, Pending
-from zero_full.shard.bucket import Bucket
+from zero_full.shard.bucket import Bucket, Owned
+from zero_full.shard.passes import BackwardPass, Rules
+from zero_full.shard.stand_in import UNSCALED, Found, ShownGradients, names_of
 from zero_full.shard.values import Member, Values
 
 IN_FLIGHT = 2  # reductions that may run beside backward: more would only hold more memory
+
+
+def _before_accumulation(reducer: "weakref.ref[GradientReducer]", grad: Tensor) -> None:
+    alive = reducer()
+    if alive is not None and alive.gradients.shown:
+        alive.make_room()
 
 
 def _arrived(reducer: "weakref.ref[GradientReducer]", param: Tensor) -> None:
@@ -35,20 +43,23 @@ class GradientReducer:
     """Watches the gradients of all buckets."""
 
     def __init__(self, buckets: Sequence[Bucket], lane: Lane, stage: int) -> None:
-        self.buckets = [bucket for bucket in buckets if not bucket.direct]
+        self.every = list(buckets)
+        self.buckets = [bucket for bucket in buckets if not (bucket.direct or bucket.asleep)]
         self.lane, self.every_backward, self.told = lane, stage >= 2, stage == 3
-        self.bucket_of = {bucket.values: bucket for bucket in self.buckets}
+        self.bucket_of = {bucket.values: bucket for bucket in buckets}
         self.spares: list[Tensor] = []
-        for bucket in self.buckets:
+        for bucket in buckets:
             bucket.spares = self.spares
-        self.at_end: list[Callable[[], None]] = []  # of a backward pass
-        self.boundary = True  # the engine says whether this backward is the step's last
+        self.backward, self.rules = BackwardPass(), Rules()
+        self.at_begin: list[Callable[[], None]] = []  # of a backward pass
+        self.at_end: list[Callable[[], None]] = []
+        self.on_waking: Callable[[Bucket, Sequence[Owned]], None] = lambda bucket, before: None
+        self.boundary = True  # this backward pass is the step's last
         self.muted = False  # inside no_sync
-        self.open = False  # a backward pass is running
+        self.hands_back = False  # averaged gradients appear in `param.grad`, for an optimizer of the user's
         self.owing = False  # a backward pass has left gradients that are not reduced
         self.began = False  # there was a backward pass since the last step
-        self.passes = 0  # how many backward passes there were
-        self.outer: int | None = None
+        self.failed = False  # the last one has raised
         self.wait_for_end = False
         self.launched: set[Bucket] = set()
         self.missing: dict[Bucket, int] = {}
@@ -58,47 +69,118 @@ class GradientReducer:
         self.place: dict[Tensor, tuple[Bucket, Member]] = {
             m.param: (bucket, m) for bucket in buckets for m in bucket.members
         }
-        # The hooks know us weakly: Python cannot see through tensors to find a circle and free it.
-        hook = partial(_arrived, weakref.ref(self))
-        self.hooks = [param.register_post_accumulate_grad_hook(hook) for param in self.place]
+        self.gradients = ShownGradients(self._zero)
+        self.zeroed: set[Member] = set()  # by hand, since the last pass
+        self.on_clearing: Callable[[], None] = lambda: None  # nothing is left of the last step's gradients
+        self.woken: set[Bucket] = set()  # since the last pass: some gradients may have come without a hook
+        self.sleepers = [bucket for bucket in buckets if bucket.asleep]
+        self.me = weakref.ref(
+            self
+        )  # for hooks: Python cannot see through tensors to find a circle and free it
+        self.hooks: dict[Tensor, list[RemovableHandle]] = {}
+        for bucket in buckets:
+            if not bucket.asleep:
+                self._watch(bucket)
+
+    def _watch(self, bucket: Bucket) -> None:
+        for param in (m.param for m in bucket.members):
+            if param.requires_grad and param not in self.hooks:
+                self.hooks[param] = [self._watch_arrival(param)]
+                if not bucket.direct:
+                    before = partial(_before_accumulation, self.me)
+                    self.hooks[param].append(param.register_hook(before))
+
+    def _watch_arrival(self, param: Tensor) -> RemovableHandle:
+        handle: RemovableHandle = param.register_post_accumulate_grad_hook(partial(_arrived, self.me))
+        return handle
 
     @property
     def syncing(self) -> bool:
         """Whether this backward pass ends with reduced gradients."""
         return not self.muted and (self.every_backward or self.boundary)
 
-    def is_running(self) -> bool:
-        """Whether the backward pass that calls this (not a recomputed part of one) is known already."""
-        return self.open and (self.outer is None or self.outer == current_backward())
+    # Buckets that wake up ------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """A backward pass starts. Called by the engine, by a hook on the model's output, or by a gradient."""
-        now = current_backward()
-        self.outer = now if now >= 0 else None
-        self.open, self.wait_for_end = True, False
+    def wake(self, bucket: Bucket) -> None:
+        """From now on it takes part."""
+        before = bucket.owned
+        bucket.wake()
+        self.on_waking(bucket, before)
+        self.buckets = [b for b in self.every if not (b.direct or b.asleep)]
+
+    def look_at_sleepers(self) -> None:
+        """Wake buckets of which a parameter is not frozen any more, and watch that parameter."""
+        for bucket in self.sleepers:
+            if bucket.asleep and any(m.param.requires_grad for m in bucket.members):
+                self.wake(bucket)
+                self.woken.add(bucket)
+            if not bucket.asleep:
+                self._watch(bucket)
+
+    # One pass ------------------------------------------------------------------------------------
+
+    def begin(self, divided: bool = False, scaled: bool = False) -> None:
+        """A backward pass starts, as the engine knows, or a hook on what a module has returned."""
+        self._start(divided, scaled)
+        self._refuse_unscaled_presets()
+
+    def _start(self, divided: bool, scaled: bool) -> None:
+        for act in self.at_begin:
+            act()
+        self.backward.begin(divided, scaled)
+        self.boundary, self.wait_for_end, self.failed = self.rules.is_boundary(), False, False
+        self.make_room()
+        self.look_at_sleepers()
         self.launched.clear()
+        self.zeroed.clear()
         self.began = self.owing = True
-        self.passes += 1
-        self.missing = {bucket: len(bucket.members) for bucket in self.buckets}
+        self.missing = {bucket: _expected(bucket) for bucket in self.buckets}
         self.producers = {bucket: [] for bucket in self.buckets}
-        if now >= 0:  # nobody but autograd knows when this one ends
+        self._come_last()
+        if current_backward() >= 0:  # nobody but autograd knows when this one ends
             when_backward_ends(self.finish)
 
-    def note_pass(self) -> None:
-        """Remember the number of the large pass, which the engine cannot know before autograd has it."""
-        if self.outer is None:
-            self.outer = current_backward()
+    def _come_last(self) -> None:
+        """A user's hook on the same parameter must see the gradient before it moves into a bucket."""
+        for param, hooks in self.hooks.items():
+            if not is_last_hook(param, hooks[0]):
+                hooks[0].remove()
+                hooks[0] = self._watch_arrival(param)
+
+    def make_room(self) -> None:
+        """Autograd adds to what is in `param.grad`: take out what only stands for gradients in buckets."""
+        found = self.gradients.changes()
+        self.drop([*found.cleared, *(member for member, _ in found.written)])
+        # What was written stays in `param.grad`, and autograd adds to it.
+        shown = list(self.gradients.shown)
+        self.gradients.lift()
+        if not self.backward.running and current_backward() >= 0:
+            when_backward_ends(lambda: self._show_again(shown))
+
+    def _refuse_unscaled_presets(self) -> None:
+        """Autograd would add gradients with a loss scale to what was written without one."""
+        if self.rules.scale() != 1:
+            preset = names_of(m for b in self.buckets for m in b.members if m.param.grad is not None)
+            if preset:
+                raise RuntimeError(UNSCALED.format(preset))
+
+    def _show_again(self, members: Sequence[Member]) -> None:
+        """It was `torch.autograd.grad`, which passes a parameter's hooks and leaves no gradient there."""
+        if not self.backward.running:
+            self.gradients.show(m for m in members if m.param.grad is None)
 
     def arrived(self, param: Tensor) -> None:
         """Autograd has completed a gradient."""
         bucket, member = self.place[param]
-        if not self.open:
-            self.begin()
-        self.note_pass()
+        if not self.backward.running:
+            self._start(divided=False, scaled=False)
+        divisor = self.backward.bring(self.rules)
         self.used.add(member)
         if bucket.direct:
             return
-        if current_backward() != self.outer and not self.told:  # see [Note: recomputed parts]
+        if divisor != 1 and param.grad is not None:
+            param.grad.div_(divisor)
+        if not self.backward.is_at_work() and not self.told:  # a recomputed part
             self.wait_for_end = True
         self.producers[bucket].append(self.lane.producer())
         if bucket in self.launched:  # a second helping
@@ -119,7 +201,7 @@ class GradientReducer:
     def complete(self, values: Values) -> None:
         """Stage 3: these parameters' gradients will not change any more, unless they are used elsewhere."""
         bucket = self.bucket_of.get(values)
-        if bucket is not None and self.syncing:
+        if bucket is not None and not (bucket.direct or bucket.asleep) and self.syncing:
             self._launch(bucket)
 
     def _launch(self, bucket: Bucket) -> None:
@@ -136,27 +218,49 @@ class GradientReducer:
     @torch.no_grad()
     def finish(self) -> None:
         """The backward pass is over: what has not left leaves now."""
-        if not self.open:
+        if not self.backward.running:
             return
         self._close()
+        self._take_unnoticed()
         if self.syncing:
             self._reduce_rest()
             if self.boundary:
                 self._share()
+        self._show_gradients()
+
+    def _show_gradients(self) -> None:
+        members = [m for m in self.used if not self.place[m.param][0].direct]
+        if self.hands_back and self.syncing and self.boundary:
+            for member in members:
+                self.gradients.hand_out(member, self.place[member.param][0].averaged(member))
+        else:
+            self.gradients.show(members)
+
+    def _take_unnoticed(self) -> None:
+        """Gradients of a bucket that woke up in this pass, whose first parameters had no hooks yet."""
+        for bucket in self.woken:
+            for member in bucket.members:
+                if member.param.grad is not None:
+                    self.used.add(member)
+                    bucket.take(member, final=False)
+        self.woken.clear()
 
     def _close(self) -> None:
-        self.open, self.outer = False, None
+        self.backward.end()
         for tell in self.at_end:
             tell()
 
     def abandon(self) -> None:
         """The backward pass has failed. What it has done is forgotten by `zero_grad`, as in torch."""
+        self.failed = self.failed or self.backward.running
         self._close()
+
+    # Between passes ------------------------------------------------------------------------------
 
     @torch.no_grad()
     def flush(self) -> None:
         """Before a step: reduce whatever backward has left."""
-        self.open = False
+        self.backward.end()
         if self.owing:
             self.launched.clear()
             self._reduce_rest()
@@ -176,17 +280,65 @@ class GradientReducer:
         self.spares.clear()
         self.owing = False
 
+    # By hand -------------------------------------------------------------------------------------
+
+    def catch_up(self) -> None:
+        """Before a step: parameters that nobody has watched until now may have a gradient, too."""
+        self.look_at_sleepers()
+        if any(m.param.grad is not None for bucket in self.woken for m in bucket.members):
+            self.began = self.owing = True
+        self._take_unnoticed()
+
+    def by_hand(self) -> Found:
+        """What somebody has done to `param.grad` since backward: gradients cleared, replaced or put there."""
+        found = self.gradients.changes()
+        known = {member for member, _ in found.written} | self.gradients.shown.keys()
+        for bucket in self.every:
+            if not bucket.direct:
+                found.written += [
+                    (m, m.param.grad) for m in bucket.members if m not in known and m.param.grad is not None
+                ]
+        return found
+
+    def drop(self, members: Iterable[Member]) -> None:
+        """Somebody has cleared these gradients."""
+        for member in members:
+            self.used.discard(member)
+            self._zero(member)
+
+    @torch.no_grad()
+    def put(self, member: Member, gradient: Tensor) -> None:
+        """Somebody has written this gradient: it takes the averaged one's place."""
+        member.param.grad = None
+        self.place[member.param][0].put(member, gradient)
+        self.used.add(member)
+        self.began = True
+        self.gradients.show([member])
+
+    def _zero(self, member: Member) -> None:
+        self.place[member.param][0].drop(member)
+        self.zeroed.add(member)
+        if self.zeroed >= self.used:
+            self.on_clearing()
+
     def forget(self) -> None:
         """After a step, or to start over: nothing is owed."""
         pending, self.pending = self.pending, []
         for job in pending:
             job.wait()
         self.abandon()
-        self.owing = self.began = False
+        self.owing = self.began = self.failed = False
         self.used.clear()
+        self.gradients.shown.clear()
 
     def close(self) -> None:
         """Take the hooks off the parameters."""
-        for hook in self.hooks:
-            hook.remove()
+        for hooks in self.hooks.values():
+            for hook in hooks:
+                hook.remove()
         self.forget()
+
+
+def _expected(bucket: Bucket) -> int:
+    """Gradients that may come in a pass."""
+    return sum(m.param.requires_grad for m in bucket.members)

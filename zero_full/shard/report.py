@@ -1,5 +1,6 @@
 """What to say about gradients that are inf or NaN: which parameter, from which rank, and was it the loss?"""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -7,9 +8,43 @@ import torch
 from torch import Tensor
 
 from zero_full.comm.communicator import Communicator
+from zero_full.comm.topology import this_rank
+from zero_full.precision.scaler import ScaleExhaustedError, StaticScale
 from zero_full.shard.bucket import Bucket
 
+log = logging.getLogger("zero_full")
 SHOWN = 3  # parameters
+
+
+class NonFinite:
+    """What a run has to say about its last step that was not finite."""
+
+    def __init__(self) -> None:
+        self.loss: Tensor | None = None  # the sum of a step's losses: one that is not finite spoils it
+        self.finding = ""
+
+    def note_loss(self, loss: Tensor) -> None:
+        """Remember a loss of this step."""
+        loss = loss.detach().float()
+        self.loss = loss if self.loss is None else self.loss + loss
+
+    def tell(
+        self, buckets: Sequence[Bucket], everyone: Sequence[Communicator], applied: bool, level: int
+    ) -> None:
+        """Find out and log it. Every rank must call this."""
+        self.finding = investigate(buckets, self.loss, everyone, this_rank())
+        if this_rank() == 0:
+            log.log(level, "step %s: %s", "applied nevertheless" if applied else "skipped", self.finding)
+
+    def learn(self, scaler: StaticScale, overflow: bool) -> None:
+        """Let the loss scale learn from the step."""
+        try:
+            scaler.update(overflow)
+        except ScaleExhaustedError as error:
+            raise ScaleExhaustedError(
+                f"{error}. {self.finding[0].upper()}{self.finding[1:]}. What helps: bf16, a smaller "
+                "learning rate, gradient clipping, or fixing what produces inf or NaN in fp32"
+            ) from None
 
 
 @dataclass

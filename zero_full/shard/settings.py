@@ -39,6 +39,7 @@ class Settings:
     prescale: bool = False
     predivide: float = 1.0
     average: bool = True
+    divides_plain_backward: bool = False  # by the number of micro-batches, as engine.backward does
     clip: float = 0.0
     check_overflow: bool = True  # a step with inf or NaN in its gradients is skipped
     refuse_unused: bool = False

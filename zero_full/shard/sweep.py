@@ -5,7 +5,7 @@ in for a torch Adam or AdamW and keeps its options and its state as torch does; 
 difference (a subclass, a hook, a variant that the operator does not know) gets torch's own step.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,9 @@ from torch.optim import optimizer as torch_optimizer
 
 from zero_full.kernels.load import compiled_for, operators
 from zero_full.precision.dtypes import Dtypes
+from zero_full.shard.base import Base, steps_as_its_class
 from zero_full.shard.bucket import Bucket, Owned
+from zero_full.shard.values import Member
 
 GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 MASTERS = (torch.float32, torch.bfloat16)
@@ -22,22 +24,18 @@ VARIANTS = ("amsgrad", "maximize", "capturable", "differentiable", "foreach")
 NUMBERS = ("lr", "eps", "weight_decay")
 
 
-def is_plain_adam(base: torch.optim.Optimizer) -> bool:
-    """Whether its step is torch's own and does no more than the operator."""
-    if type(base) not in (torch.optim.Adam, torch.optim.AdamW):
+def is_plain_adam(base: torch.optim.Optimizer, step: Any = None) -> bool:
+    """Whether its step (or `step`, if that is another) is torch's own and does no more than the operator."""
+    is_adam = type(base) in (torch.optim.Adam, torch.optim.AdamW)
+    if not is_adam or not steps_as_its_class(base, step or base.step):
         return False
-    step = vars(base).get(
-        "step"
-    )  # a scheduler wraps it to see that it is called, which `step` below tells it
     hooks = (
         base._optimizer_step_pre_hooks,
         base._optimizer_step_post_hooks,
         torch_optimizer._global_optimizer_pre_hooks,
         torch_optimizer._global_optimizer_post_hooks,
     )
-    if any(hooks) or (step is not None and not hasattr(step, "_wrapped_by_lr_sched")):
-        return False
-    return all(_is_plain_group(group) for group in base.param_groups)
+    return not any(hooks) and all(_is_plain_group(group) for group in base.param_groups)
 
 
 def _is_plain_group(group: Mapping[str, Any]) -> bool:
@@ -47,14 +45,16 @@ def _is_plain_group(group: Mapping[str, Any]) -> bool:
 
 
 class AdamSweep:
-    """Steps buckets in the place of `base`."""
+    """Steps buckets in the place of a torch optimizer."""
 
-    def __init__(self, base: torch.optim.Optimizer, dtypes: Dtypes) -> None:
-        self.base, self.dtypes = base, dtypes
+    def __init__(self, redirected: Base, dtypes: Dtypes) -> None:
+        self.redirected, self.base, self.dtypes = redirected, redirected.optimizer, dtypes
 
     def takes(self, buckets: Sequence[Bucket]) -> bool:
         """Whether it can, for all of them, and is faster than torch, or says something that torch cannot."""
-        return is_plain_adam(self.base) and all(self._takes(bucket) for bucket in buckets)
+        return is_plain_adam(self.base, self.redirected.own_step) and all(
+            self._takes(bucket) for bucket in buckets
+        )
 
     def _takes(self, bucket: Bucket) -> bool:
         master = bucket.master.dtype
@@ -62,13 +62,15 @@ class AdamSweep:
             return False
         return compiled_for(bucket.master.device) or self.dtypes.moments_of(master) != master
 
-    def step(self, bucket: Bucket, factor: float) -> None:
-        """Gradients count times `factor`. Masters, state and this rank's slice of the parameters change."""
+    def step(self, bucket: Bucket, factor: float, used: Container[Member]) -> None:
+        """Gradients count times `factor`. Masters, state and this rank's slice of the parameters change.
+
+        `used` are the parameters that have a gradient on any rank; the others stay as they are.
+        """
         for number, group in enumerate(self.base.param_groups):
-            owned = [each for each in bucket.owned if each.member.group == number]
+            owned = [each for each in bucket.owned if each.member.group == number and each.member in used]
             if owned:
                 self._step_group(bucket, owned, group, factor)
-        self.base._opt_called = True  # type: ignore[attr-defined]  # or a scheduler would warn
 
     def _step_group(
         self, bucket: Bucket, owned: Sequence[Owned], group: Mapping[str, Any], factor: float
@@ -105,4 +107,5 @@ class AdamSweep:
 
 def _gradient(bucket: Bucket, owned: Owned) -> Tensor:
     gradient = bucket.gradient_of(owned)
-    return torch.zeros_like(owned.master) if gradient is None else gradient.contiguous()
+    assert gradient is not None
+    return gradient.contiguous()

@@ -3,8 +3,8 @@
 [Note: choosing units] From the top down: a module becomes a unit, with all that is inside, if it does not
 hold more than `limit` elements; otherwise what it holds itself becomes a unit, and its children are looked
 at. A module that is never called (`nn.ModuleList`) or that reads its children's parameters without calling
-them (`nn.MultiheadAttention`) cannot be halved like that. Modules that the user names are units whatever
-their size.
+them (`nn.MultiheadAttention`) cannot be halved like that. Modules that the user names or marks
+(`leaves.py`) are units whatever their size.
 
 A parameter that several modules hold (tied weights) belongs to the innermost module that has all of them
 inside: gathered once, before the first use, and let go after the last.
@@ -17,6 +17,7 @@ from itertools import takewhile
 from torch import nn
 from torch.nn import Parameter
 
+from zero_full.shard.leaves import z3_leaf_module
 from zero_full.shard.settings import Gathering
 
 INDIVISIBLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
@@ -69,7 +70,12 @@ def choose_units(
 def _sites(name: str, module: nn.Module, limit: int, wrap: Wrap | None) -> Iterator[tuple[str, nn.Module]]:
     """The modules that get a unit, outer ones first."""
     is_called = type(module).forward is not nn.Module.forward
-    if wrap is not None and name and is_called and wrap(name, module):
+    if z3_leaf_module(module) and not is_called:
+        raise ValueError(
+            f"{name or 'the model'} is marked as a leaf of stage 3, but a {type(module).__name__} is never "
+            "called, so nothing would gather it: mark the module that calls what is inside"
+        )
+    if _is_named(name, module, wrap) and is_called:
         yield name, module
         return
     small = sum(p.numel() for p in module.parameters()) <= limit or isinstance(module, INDIVISIBLE)
@@ -81,8 +87,13 @@ def _sites(name: str, module: nn.Module, limit: int, wrap: Wrap | None) -> Itera
         for site in _sites(f"{name}.{child_name}" if name else child_name, child, limit, wrap)
     ]
     if small and is_called and name:
-        inside = [(n, m) for n, m in inside if wrap is not None and wrap(n, m)]
+        inside = [(n, m) for n, m in inside if _is_named(n, m, wrap)]
     yield from inside
+
+
+def _is_named(name: str, module: nn.Module, wrap: Wrap | None) -> bool:
+    """Whether the user wants this module to be a unit. `wrap` is not asked about the model itself."""
+    return z3_leaf_module(module) or (wrap is not None and bool(name) and wrap(name, module))
 
 
 def _owners(model: nn.Module, sites: Container[nn.Module]) -> dict[Parameter, nn.Module]:

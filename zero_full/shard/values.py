@@ -49,6 +49,7 @@ class Kind:
     expert: bool = False
     counts: bool = True  # False: another tensor-parallel rank counts the same values in the norm
     trained: bool = True
+    asleep: bool = False  # to be trained, but frozen at first
     sheds: bool = False  # gathered for use only
 
 
@@ -72,15 +73,13 @@ def _lacking(dtype: torch.dtype) -> float:
     return 0 if dtype == torch.bool else torch.iinfo(dtype).min
 
 
-def _refuse_lost_writes(dtype: torch.dtype, device: torch.device) -> None:
-    """`fill_` and `zero_`, or anything on one element, writes where all released parameters look."""
-    shown, lacking = nothing(dtype, device), _lacking(dtype)
-    if not bool(shown == lacking if lacking == lacking else shown.isnan()):
-        shown.fill_(lacking)
-        raise RuntimeError(
-            f"a parameter ({dtype}) was written while it was sharded, so its new values are lost: write "
-            "inside zero_full.GatheredParameters(parameters, modifier_rank=0), or before initialize"
-        )
+def _is_spoilt(shown: Tensor) -> bool:
+    """Whether somebody has written where all released parameters look. Then it is mended."""
+    lacking = _lacking(shown.dtype)
+    if bool(shown == lacking if lacking == lacking else shown.isnan()):
+        return False
+    shown.fill_(lacking)
+    return True
 
 
 for _dtype in NAMES.values():  # made now: what a run has in memory is then all its own
@@ -98,6 +97,10 @@ def is_released(param: Tensor) -> bool:
     return identity_of(shown) == identity_of(absent)
 
 
+def _kind_of(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)} on {tensor.device}"
+
+
 class Values:
     """See [Note: released parameters]."""
 
@@ -112,6 +115,7 @@ class Values:
         self.sheds = kind.sheds and shard.size > 1
         self.gather_slices: Callable[[Tensor, str], None] = shard.all_gather
         self.state, self.users = State.WHOLE, 0
+        self.hidden = False  # the parameters show that they are not there
         self.pending: Pending | None = None
         self.node: Communicator | None = None
         self.second: Tensor | None = None  # see [Note: second slices]
@@ -155,13 +159,42 @@ class Values:
 
     def show(self) -> None:
         """The parameters are windows into the buffer."""
+        self.hidden = False
         for member, window in zip(self.members, self.windows, strict=True):
             member.param.data = window
 
     def hide(self) -> None:
         """The parameters show that they are not there."""
+        self.hidden = True
+        self.versions = [member.param._version for member in self.members]
         for member, absent in zip(self.members, self.nothings, strict=True):
             member.param.data = absent
+
+    def moved(self) -> list[tuple[Member, Tensor]]:
+        """Parameters that were given other memory (`param.data = x`, `module.to(...)`), and their places."""
+        places = self.nothings if self.hidden else self.windows
+        pairs = zip(self.members, places, strict=True)
+        return [(m, p) for m, p in pairs if m.param.data_ptr() != p.data_ptr() or m.param.dtype != p.dtype]
+
+    @torch.no_grad()
+    def take_back_moved(self) -> None:
+        """What was put in the place of a parameter becomes its value, if it is of the same kind."""
+        for member, window in self.moved():
+            given = member.param.data
+            if self.hidden:
+                raise RuntimeError(
+                    f"{member.name} was given other values while it was sharded or offloaded, by param.data "
+                    f"= ... or a conversion of the module (it is {_kind_of(given)} now): do that inside "
+                    "zero_full.GatheredParameters(parameters, modifier_rank=0), or before initialize"
+                )
+            if (given.shape, given.dtype, given.device) != (window.shape, window.dtype, window.device):
+                raise RuntimeError(
+                    f"{member.name} was {_kind_of(window)} when initialize laid it out and is "
+                    f"{_kind_of(given)} now: convert a model before initialize (precision is chosen by the "
+                    "keys bf16 and fp16)"
+                )
+            window.copy_(given)
+            member.param.data = window
 
     @torch.no_grad()
     def collect(self) -> None:
@@ -182,8 +215,8 @@ class Values:
     def begin_gather(self, lane: Lane) -> None:
         """Put the gathering on a lane, unless the values are here or on their way."""
         if self.state is State.SHARDED:
-            if self.kind.device.type == "cpu":  # elsewhere it would cost a wait for the device
-                _refuse_lost_writes(self.dtype, self.kind.device)
+            self._refuse_lost_writes()
+            self.take_back_moved()
             self.whole.untyped_storage().resize_(self.whole.nbytes)
             self.state = State.GATHERING
             self.pending = lane.submit(self.collect, [], [lane.producer()])
@@ -195,6 +228,19 @@ class Values:
             self._await()
             self.show()
             self.state = State.WHOLE
+
+    def _refuse_lost_writes(self) -> None:
+        """Raise if somebody has written to what is not there."""
+        written = [m.name for m, v in zip(self.members, self.versions, strict=True) if m.param._version != v]
+        device = self.kind.device  # on others a look would cost a wait for the device
+        spoilt = device.type == "cpu" and _is_spoilt(nothing(self.dtype, device))
+        self.versions = [member.param._version for member in self.members]
+        if written or spoilt:
+            raise RuntimeError(
+                f"{', '.join(written) or f'a parameter ({self.dtype})'} was written while it was sharded, so "
+                "its new values are lost: write inside zero_full.GatheredParameters(parameters, "
+                "modifier_rank=0), or before initialize"
+            )
 
     def _await(self) -> None:
         pending, self.pending = self.pending, None
@@ -214,9 +260,16 @@ class Values:
         self._let_go()
 
     def _let_go(self) -> None:
+        moved = [] if self.hidden else self.moved()
         self.hide()
         self.whole.untyped_storage().resize_(0)
         self.state = State.SHARDED
+        if moved:
+            raise RuntimeError(
+                f"{moved[0][0].name} was given other values while it was gathered, by param.data = ... or a "
+                "conversion of the module, and they are lost: write into it, inside "
+                "zero_full.GatheredParameters(parameters, modifier_rank=0)"
+            )
 
     # Single parameters ---------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """Whole parameters of a model whose parameters are sharded: to read them, to write them, to save them."""
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -11,6 +11,7 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from zero_full.comm.topology import this_rank
+from zero_full.shard.checksum import checksum
 from zero_full.shard.optimizer import ZeroOptimizer
 from zero_full.shard.owners import owner_of
 from zero_full.shard.recorded import record_of
@@ -19,7 +20,7 @@ from zero_full.shard.values import Member, Values, is_released
 
 def whole_parameters(optimizer: ZeroOptimizer) -> Iterator[tuple[Member, Tensor]]:
     """Every parameter in turn. Use it before asking for the next: it may be let go. A collective."""
-    optimizer.settle()
+    optimizer.catch_up()
     for values in optimizer.values():
         with _gathered(optimizer, [values]):
             yield from zip(values.members, values.windows, strict=True)
@@ -73,7 +74,7 @@ def load_whole_state_dict(
     module: nn.Module, optimizer: ZeroOptimizer, state: Mapping[str, Any], strict: bool
 ) -> None:
     """Each rank takes its slices out of a whole state dict. Every rank must have the same one."""
-    optimizer.settle()
+    optimizer.catch_up()
     mine, places = names_and_values(module), optimizer.parts.places
     names = {name for name, value in mine.items() if _is_in(value, places)}
     _check_names(mine, state, strict)
@@ -201,6 +202,7 @@ class GatheredParameters:
             context = _gathered(optimizer, dict.fromkeys(values for values, _ in chosen))
             context.__enter__()
             self.stack.append((optimizer, chosen, context))
+            self._take_back_moved(chosen)
         self.before = self._fingerprints()
 
     @torch.no_grad()
@@ -212,6 +214,8 @@ class GatheredParameters:
         problem = None
         try:
             if failure[0] is None:
+                for _, chosen, _ in self.stack:
+                    self._take_back_moved(chosen)
                 problem = self._refuse_changes() if self.modifier_rank is None else self._keep_changes()
             while self.stack:
                 self.stack.pop()[2].__exit__(*failure)
@@ -219,6 +223,10 @@ class GatheredParameters:
             recorded.__exit__(*failure)
         if problem:
             raise RuntimeError(problem)
+
+    def _take_back_moved(self, chosen: Sequence[tuple[Values, Member]]) -> None:
+        for values in dict.fromkeys(values for values, _ in chosen):
+            values.take_back_moved()
 
     def _keep_changes(self) -> str | None:
         for optimizer, chosen, _ in self.stack:
@@ -232,7 +240,11 @@ class GatheredParameters:
                     window.zero_()
                 for group in (values.shard, values.across):
                     group.sum_numbers(window, f"changes of {member.name}")
-                optimizer.parts.fill(member.param, window)
+                values.fill(member, window)
+            for values in dict.fromkeys(values for values, _ in chosen):
+                bucket = optimizer.reducer.bucket_of.get(values)
+                if bucket is not None:  # what has not changed keeps the masters' last bits
+                    bucket.follow_parameters(released=True)
         return None
 
     def _is_known(self, optimizer: ZeroOptimizer) -> bool:
@@ -248,7 +260,7 @@ class GatheredParameters:
         """By name: how often a parameter was written, and a sum over its bits, for what goes round that."""
         members = [place for _, chosen, _ in self.stack for place in chosen]
         return {
-            member.name: (member.param._version, _sum_of_bits(values.windows[member.index]))
+            member.name: (member.param._version, checksum(values.windows[member.index]))
             for values, member in members
         }
 
@@ -269,8 +281,14 @@ class GatheredParameters:
         )
 
 
-def _sum_of_bits(tensor: Tensor) -> int:
-    return int(torch.hash_tensor(tensor).view(torch.int64)) if tensor.numel() else 0
+@contextmanager
+def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
+    """A model or an engine whose parameters are all whole meanwhile, so that generating gathers nothing.
+
+    Every rank must enter and leave; in between ranks may call the model as often as they like.
+    """
+    with GatheredParameters(list(model.parameters())):
+        yield model
 
 
 def _by_optimizer(params: Iterable[Tensor]) -> dict[ZeroOptimizer, list[tuple[Values, Member]]]:

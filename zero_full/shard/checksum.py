@@ -17,9 +17,14 @@ def digest(tensor: Tensor) -> bytes:
 
 
 def checksum(tensor: Tensor) -> int:
-    """To notice a change. Five times as fast. (0 for a tensor that has no elements side by side.)"""
-    if tensor.layout != torch.strided or tensor.is_quantized:
+    """To notice a change. Five times as fast. (0 for a tensor that has no elements side by side.)
+
+    On the CPU it also tells the same elements in another order; elsewhere the device does it, which does not.
+    """
+    if tensor.layout != torch.strided or tensor.is_quantized or not tensor.numel():
         return 0
+    if tensor.device.type != "cpu":
+        return int(torch.hash_tensor(tensor.detach()).view(torch.int64))
     whole = _in_one_piece(tensor)
     return zlib.crc32(_bytes_of(whole))
 

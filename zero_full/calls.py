@@ -1,0 +1,103 @@
+"""What happens around every call of the model, through the engine or not.
+
+fp16      the outputs pass a gate: on the way back it multiplies gradients by the loss scale, if nobody has
+autocast  forward runs inside `torch.autocast`
+casts     floating-point inputs get the parameters' type
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero_full.nest import mapped
+from zero_full.shard.hooks import Hook
+from zero_full.shard.optimizer import ZeroOptimizer
+from zero_full.shard.passes import BackwardPass
+
+
+class ModelCalls:
+    """Hooks on the model. Without a reason to be there, there are none."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: ZeroOptimizer,
+        gates: bool,
+        casts_to: torch.dtype | None = None,
+        autocast: "torch.autocast | None" = None,
+    ) -> None:
+        self.optimizer, self.gates, self.casts_to, self.autocast = optimizer, gates, casts_to, autocast
+        self.hooks = []
+        if gates or casts_to is not None or autocast is not None:
+            before, after = Hook(model, self.before), Hook(model, self.after)
+            self.hooks = [
+                model.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
+                model.register_forward_hook(after, always_call=True),
+            ]
+
+    def before(self, args: Any, kwargs: Any) -> Any:
+        """Cast the inputs; begin to autocast."""
+        if self.autocast is not None:
+            self.autocast.__enter__()
+        return mapped(self._cast, (args, kwargs)) if self.casts_to is not None else None
+
+    def after(self, args: Any, output: Any) -> Any:
+        """End to autocast; put the gate behind the outputs."""
+        if self.autocast is not None:
+            self.autocast.__exit__(None, None, None)
+        return mapped(self._gated, output) if self.gates and torch.is_grad_enabled() else None
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        for hook in self.hooks:
+            hook.remove()
+
+    def _cast(self, value: Any) -> Any:
+        floating = isinstance(value, Tensor) and value.is_floating_point()
+        return value.to(self.casts_to) if floating else value
+
+    def _gated(self, output: Any) -> Any:
+        if not isinstance(output, Tensor) or not output.requires_grad:
+            return output
+        # Not a hook: gradients that reach an output on their way from another one are scaled already.
+        gated: Tensor = _Gate.apply(output, self.optimizer)  # type: ignore[no-untyped-call]
+        return gated
+
+
+def watch_loss(backward: BackwardPass, output: Any) -> Any:
+    """Tell the backward pass of an output that is a loss, when autograd reaches it."""
+    if isinstance(output, Tensor) and output.requires_grad and output.dim() == 0:
+        loss = output.detach()
+        output.register_hook(lambda grad: backward.reach(loss))
+    return output
+
+
+class _Gate(torch.autograd.Function):
+    """The identity on the way forward; on the way back it scales the gradient, if nobody has done so."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, optimizer: ZeroOptimizer) -> Tensor:
+        """The output as it is."""
+        ctx.optimizer, ctx.output = optimizer, output.detach()
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """The gradient, scaled."""
+        optimizer, output = ctx.optimizer, ctx.output
+        backward, scale = optimizer.reducer.backward, optimizer.scaler.scale
+        if backward.running and backward.scaled:
+            return grads[0], None
+        if scale != 1 and output.dim():
+            raise RuntimeError(
+                "with a loss scale, gradients must be scaled before they reach the model's outputs, or small "
+                "ones are lost: use engine.backward(loss) or engine.scale(loss).backward(), or let the "
+                "model return its loss"
+            )
+        if not backward.running:
+            optimizer.reducer.begin()
+        if output.dim() == 0:
+            backward.reach(output)
+        backward.gated = True
+        return grads[0] * scale, None

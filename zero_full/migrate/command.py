@@ -1,0 +1,157 @@
+"""`python -m zero_full migrate`: a DeepSpeed script becomes one of ours, and its JSON file is checked.
+
+The script is read and not run. Printed are a unified diff and, with their lines, the things that have no
+counterpart here; `--write` changes the files. What this looks for, and what it makes of it, is in
+`names.py`.
+"""
+
+import difflib
+import os
+import tokenize
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from zero_full.config import ConfigError, resolve
+from zero_full.config.read import read
+from zero_full.migrate.calls import configurations, look_at_calls
+from zero_full.migrate.script import Finding, Rewrite
+
+
+class MigrateError(Exception):
+    """A file that cannot be looked at."""
+
+
+class Migrated(NamedTuple):
+    """What became of a script. Lines are counted in the script as it was."""
+
+    source: str
+    result: str
+    findings: list[Finding]
+    remarks: list[Finding]  # nothing has to be done about these
+    moved: Callable[[int], int]  # a line's number in the result
+
+
+def main(files: Sequence[str], write: bool = False, world: int | None = None) -> int:
+    """Look at each file; 1 if anything is left to do by hand, else 0."""
+    left = 0
+    for path in map(Path, files):
+        if path.suffix not in (".py", ".json"):
+            raise MigrateError(f"{path}: name scripts, which end with .py, and configurations, with .json")
+        left += _script(path, write, world) if path.suffix == ".py" else _json(path, world)
+    print(f"{left or 'nothing'} left to do by hand")
+    return 1 if left else 0
+
+
+# Scripts ---------------------------------------------------------------------------------------------
+
+
+def migrate(source: str, world: int | None = None) -> Migrated:
+    """A script's new text and what is left to do. SyntaxError if it is no Python of this version."""
+    rewrite = Rewrite(source)
+    findings, remarks = set(look_at_calls(rewrite)), set[Finding]()
+    for line, config in configurations(rewrite):
+        errors, warnings = check(config, world, partly=True)
+        findings |= {Finding(line, text) for text in errors}
+        remarks |= {Finding(line, text) for text in warnings}
+    findings |= rewrite.findings
+    return Migrated(source, rewrite.result(), sorted(findings), sorted(remarks), rewrite.text.moved)
+
+
+def _script(path: Path, write: bool, world: int | None) -> int:
+    source, encoding = _read(path)
+    try:
+        migrated = migrate(source, world)
+    except (SyntaxError, ValueError, RecursionError) as error:
+        line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        raise MigrateError(f"{path}{line}: this cannot be parsed as Python: {error}") from None
+    if migrated.result == source:
+        print(f"{path}: no name to change")
+    for line in _diff(path, migrated):
+        print(line)
+    kinds = {"": migrated.findings, "remark: ": migrated.remarks}
+    for kind, told in kinds.items():
+        for number, text in told:
+            print(f"{path}:{migrated.moved(number) if write else number}: {kind}{text}")
+    if write and migrated.result != source:
+        _write(path.resolve(), migrated.result.encode(encoding))
+    return len(migrated.findings)
+
+
+def _read(path: Path) -> tuple[str, str]:
+    """The text with its line ends as they are, and its encoding."""
+    try:
+        with path.open("rb") as file:
+            encoding, _ = tokenize.detect_encoding(file.readline)
+        return path.read_bytes().decode(encoding), encoding
+    except (OSError, SyntaxError, ValueError) as error:
+        raise MigrateError(f"{path} cannot be read: {error}") from None
+
+
+def _write(path: Path, content: bytes) -> None:
+    """All of it or nothing; whoever may run the script still may."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with os.fdopen(os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
+            file.write(content)
+        part.chmod(path.stat().st_mode & 0o7777)
+        part.replace(path)
+    except OSError as error:
+        raise MigrateError(f"{path} cannot be written: {error}") from None
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _diff(path: Path, migrated: Migrated) -> Iterator[str]:
+    old, new = (text.splitlines() for text in (migrated.source, migrated.result))
+    name = path.as_posix().lstrip("/")
+    yield from difflib.unified_diff(old, new, f"a/{name}", f"b/{name}", lineterm="")
+
+
+# Configurations --------------------------------------------------------------------------------------
+
+
+def check(config: Any, world: int | None, partly: bool = False) -> tuple[list[str], list[str]]:
+    """(errors, warnings) of a configuration. `partly`: values that only the run knows are not there."""
+    if partly and not {"train_batch_size", "train_micro_batch_size_per_gpu"} & config.keys():
+        config = {**config, "train_micro_batch_size_per_gpu": 1}
+    try:
+        return [], list(resolve(config, world or implied_world(config)).warnings)
+    except ConfigError as error:
+        lines = [line.strip() for line in str(error).splitlines()]
+        return lines[1:] or lines, []
+
+
+def implied_world(config: Any) -> int:
+    """For how many ranks a configuration was written, as far as it says that."""
+    if not isinstance(config, Mapping):
+        return 1
+    train, micro = (_count(config, f"train_{key}") for key in ("batch_size", "micro_batch_size_per_gpu"))
+    unit = micro * (_count(config, "gradient_accumulation_steps") or 1)
+    if train and unit and train % unit == 0:
+        return train // unit
+    zero = config.get("zero_optimization")
+    groups = zero if isinstance(zero, Mapping) else {}
+    return max(1, _count(groups, "mics_shard_size"), _count(groups, "zero_hpz_partition_size"))
+
+
+def _count(config: Mapping[str, Any], key: str) -> int:
+    """0 if it is not given, or nonsense."""
+    value = config.get(key)
+    return value if isinstance(value, int) and 0 < value < 10**6 else 0
+
+
+def _json(path: Path, world: int | None) -> int:
+    try:
+        config = read(path)
+    except ConfigError as error:
+        raise MigrateError(str(error)) from None
+    errors, warnings = check(config, world)
+    ranks = world or implied_world(config)
+    for text in errors:
+        print(f"{path}: {text}")
+    for warning in warnings:
+        print(f"{path}: remark: {warning}")
+    if not errors:
+        print(f"{path}: can be used on {ranks} rank{'' if ranks == 1 else 's'} (--world asks for others)")
+    return len(errors)

@@ -1,0 +1,167 @@
+"""What each name of DeepSpeed's is called here, and what to do where there is none.
+
+One table for the command `python -m zero_full migrate` and for the page that explains it. Names are those of
+DeepSpeed 0.19, in the module where its documentation has them; `ALIASES` are other ways to the same.
+"""
+
+ACCESS = [
+    f"safe_{verb}_{extent}_{what}"
+    for verb in ("get", "set")
+    for extent in ("full", "local")
+    for what in ("fp32_param", "grad", "optimizer_state")
+]
+LEAVES = [
+    *("set_z3_leaf_modules", "unset_z3_leaf_modules", "get_z3_leaf_modules", "z3_leaf_module"),
+    *("set_z3_leaf_module", "set_z3_leaf_modules_by_name", "set_z3_leaf_modules_by_suffix"),
+]
+SCHEDULES = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
+PLACES = {  # module of DeepSpeed's -> (our module, names that stay the same)
+    "deepspeed": ("zero_full", ["initialize", "init_distributed", "add_config_arguments"]),
+    "deepspeed.zero": ("zero_full", ["Init", "GatheredParameters", "register_external_parameter"]),
+    "deepspeed.utils": ("zero_full", [*ACCESS, *LEAVES, "RepeatingLoader"]),
+    "deepspeed.runtime.lr_schedules": ("zero_full.optim", SCHEDULES),
+}
+NAMES = {
+    **{f"{old}.{name}": f"{new}.{name}" for old, (new, names) in PLACES.items() for name in names},
+    "deepspeed.comm.init_distributed": "zero_full.init_distributed",
+    "deepspeed.DeepSpeedEngine": "zero_full.Engine",
+    "deepspeed.DeepSpeedConfigError": "zero_full.ConfigError",
+    "deepspeed.ops.lion.FusedLion": "zero_full.optim.Lion",
+    "deepspeed.ops.lion.DeepSpeedCPULion": "zero_full.optim.Lion",
+}
+MODULES = {
+    **{old: new for old, (new, _) in PLACES.items()},
+    "deepspeed.comm": "torch.distributed",  # all that torch has; the others are in NOT_IN_TORCH
+}
+ALIASES = {
+    "deepspeed.runtime.zero": "deepspeed.zero",
+    "deepspeed.runtime.zero.partition_parameters": "deepspeed.zero",
+    "deepspeed.comm.comm": "deepspeed.comm",
+    "deepspeed.runtime.engine": "deepspeed",
+    "deepspeed.runtime.config.DeepSpeedConfigError": "deepspeed.DeepSpeedConfigError",
+    "deepspeed.runtime.dataloader.RepeatingLoader": "deepspeed.utils.RepeatingLoader",
+    "deepspeed.utils.z3_leaf_module": "deepspeed.utils",  # of the same name as a function in it
+    "deepspeed.utils.tensor_fragment": "deepspeed.utils",
+}
+NOT_IN_TORCH = {
+    *("configure", "get_local_rank", "get_world_group", "get_all_ranks_from_group", "initialize_mesh_device"),
+    *("log_summary", "reset_log", "has_comm_data", "get_comm_operation_count", "get_logged_comm_ops"),
+    *("inference_all_reduce", "allgather_fn", "reduce_scatter_fn", "has_all_gather_into_tensor", "timed_op"),
+    *("has_reduce_scatter_tensor", "has_all_reduce_coalesced", "has_coalescing_manager", "mpi_discovery"),
+    *("init_deepspeed_backend", "set_backend", "enable_symm_mem_for_group", "in_aml", "in_aws_sm", "in_dlts"),
+}
+
+CHECKPOINTING = "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+INSTEAD = {  # the longest that a name begins with counts
+    "deepspeed": "remove it, or do it in plain torch",
+    "deepspeed.DeepSpeedConfig": "zero_full.config.resolve(config, world_size) reads and checks it",
+    "deepspeed.runtime.config": "zero_full.config.resolve(config, world_size) reads and checks it",
+    "deepspeed.OnDevice": "zero_full.Init constructs a model without its memory",
+    "deepspeed.__version__": "zero_full counts its own versions: remove the comparison",
+    "deepspeed.add_tuning_arguments": "add the arguments that the script reads to its own parser",
+    "deepspeed.init_inference": "zero_full trains only; save the weights and generate with another library",
+    "deepspeed.inference": "zero_full trains only; save the weights and generate with another library",
+    "deepspeed.tp_model_init": "split layers yourself, mark their parameters and pass mesh= to initialize",
+    "deepspeed.module_inject": "split layers yourself, mark their parameters and pass mesh= to initialize",
+    "deepspeed.accelerator": "torch.accelerator, or engine.device",
+    "deepspeed.get_accelerator": "torch.accelerator, or engine.device",
+    "deepspeed.autotuning": "compare stages with python -m zero_full plan --stages",
+    "deepspeed.checkpoint": "engine.save_weights and engine.load_weights deal in whole weights",
+    "deepspeed.checkpointing": CHECKPOINTING,
+    "deepspeed.runtime.activation_checkpointing": CHECKPOINTING,
+    "deepspeed.comm": "torch.distributed has no such function",
+    "deepspeed.comm.get_local_rank": 'engine.local_rank, or int(os.environ["LOCAL_RANK"])',
+    "deepspeed.comm.get_world_group": "torch.distributed.group.WORLD",
+    "deepspeed.comm.initialize_mesh_device": "torch.distributed.device_mesh.init_device_mesh",
+    "deepspeed.comm.log_summary": "engine.traffic() counts the bytes that were sent",
+    "deepspeed.launcher": "start with torchrun",
+    "deepspeed.moe": "write the layer in plain torch, and pass topology=zero_full.Topology(expert=...)",
+    "deepspeed.monitor": "log what the engine tells with a logger of your own",
+    "deepspeed.ops": "use torch's operators",
+    "deepspeed.ops.adagrad": 'torch.optim.Adagrad, or "optimizer": {"type": "Adagrad"} in the configuration',
+    "deepspeed.ops.adam": (
+        "torch.optim.AdamW(..., weight_decay=0.0), because its default is 0.01 and DeepSpeed's is 0, or "
+        '"optimizer": {"type": "Adam"} in the configuration'
+    ),
+    "deepspeed.ops.lamb": 'give its name in the configuration: "optimizer": {"type": "Lamb"}',
+    "deepspeed.runtime.fp16": 'give its name in the configuration: "optimizer": {"type": ...}',
+    "deepspeed.pipe": "there are no pipelines: train the model as one nn.Module",
+    "deepspeed.runtime.pipe": "there are no pipelines: train the model as one nn.Module",
+    "deepspeed.profiling": "torch.profiler, or torch.utils.flop_counter",
+    "deepspeed.runtime.data_pipeline": "choose and order the data in a sampler of your own",
+    "deepspeed.runtime.lr_schedules": "add the arguments that the script reads to its own parser",
+    "deepspeed.zero.stage3": "python -m zero_full plan says what a model needs",
+    "deepspeed.zero.stage_1_and_2": "python -m zero_full plan says what a model needs",
+    "deepspeed.runtime.sequence_parallel": "there is no sequence parallelism: split sequences yourself",
+    "deepspeed.sequence": "there is no sequence parallelism: split sequences yourself",
+    "deepspeed.utils.groups": "make groups with torch.distributed, and pass mesh= or topology= to initialize",
+    "deepspeed.utils.log_dist": "logging.getLogger(__name__); zero_full's own logger is named zero_full",
+    "deepspeed.utils.logger": "logging.getLogger(__name__); zero_full's own logger is named zero_full",
+    "deepspeed.utils.logging": "logging.getLogger(__name__); zero_full's own logger is named zero_full",
+    "deepspeed.utils.timer": "time.perf_counter; wall_clock_breakdown logs the engine's times",
+    "deepspeed.utils.zero_to_fp32": "engine.save_weights(folder, dtype=torch.float32) writes whole weights",
+    "deepspeed.zero.TiledLinear": "torch.nn.Linear",
+    "deepspeed.zero.ZeroParamStatus": "zero_full.GatheredParameters, around whole parameters, too",
+    "deepspeed.zero.unwrap_model_for_generation": (
+        "call the engine under torch.no_grad(), on every rank: each forward gathers what it needs"
+    ),
+}
+ENGINE = {  # what scripts ask of an engine, beside engine.NOT_LANDED and unless ours has it by now
+    "save_fp16_model": "engine.save_16bit_model",
+    "_zero3_consolidated_16bit_state_dict": "engine.module_state_dict(), on every rank",
+    "_consolidated_16bit_state_dict": "engine.module_state_dict(), on every rank",
+    "zero_optimization_partition_weights": "engine.zero_optimization_stage() == 3",
+    "zero_gather_16bit_weights_on_model_save": "True: save_16bit_model always gathers",
+    "deepspeed_io": "a DataLoader of your own, or training_data= of initialize",
+    "get_data_parallel_rank": "engine.global_rank, or your group's rank",
+    "coalesce_grad_reduction": "engine.no_sync() around all backward passes but the last",
+    "train_batch": "there are no pipelines: forward, backward and step in a loop",
+    "eval_batch": "there are no pipelines: forward under torch.no_grad()",
+}
+PARAMETER = {  # what DeepSpeed writes on parameters: a test for it is false here, and nobody would notice
+    "ds_id": "leave the test out: GatheredParameters and safe_get_... take any parameter",
+    "ds_status": "leave the test out: GatheredParameters and safe_get_... take any parameter",
+    "ds_numel": "p.numel(), which is right for released parameters, too",
+    "ds_shape": "p.shape, which is right for released parameters, too",
+    "ds_tensor": "zero_full.safe_get_local_fp32_param(p)",
+}
+ARGUMENTS = {  # of initialize
+    "distributed_port": "pass it to zero_full.init_distributed before",
+    "mesh_param": "pass a named torch mesh as mesh=",
+}
+FOREIGN = {  # what other libraries do with DeepSpeed, and would do with it still
+    "HfDeepSpeedConfig": "transformers",
+    "HfTrainerDeepSpeedConfig": "transformers",
+    "DeepSpeedPlugin": "accelerate",
+    "DeepSpeedStrategy": "Lightning",
+}
+
+
+def canonical(path: str) -> str:
+    """The documented way to a name."""
+    for length in range(path.count(".") + 1, 0, -1):
+        head, rest = ".".join(path.split(".")[:length]), path.split(".")[length:]
+        if head in ALIASES and (rest or head not in NAMES):
+            return ".".join([ALIASES[head], *rest])
+    return path
+
+
+def target_of(path: str) -> str | None:
+    """What this name of DeepSpeed's is called here; None: nothing is."""
+    path = canonical(path)
+    module, _, name = path.rpartition(".")
+    if path in NAMES or path in MODULES:
+        return NAMES.get(path) or MODULES[path]
+    return f"torch.distributed.{name}" if module == "deepspeed.comm" and name not in NOT_IN_TORCH else None
+
+
+def is_module(path: str) -> bool:
+    """Whether what has this name here is a module, whose names are all in these tables."""
+    return canonical(path) in MODULES
+
+
+def instead_of(path: str) -> str:
+    """What to do where nothing here has this name."""
+    parts = canonical(path).split(".")
+    heads = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
+    return next(INSTEAD[head] for head in heads if head in INSTEAD)

@@ -1,0 +1,211 @@
+"""Where a script imports DeepSpeed, and which names mean it, scope by scope. Nothing is executed."""
+
+import ast
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+ROOT = "deepspeed"
+Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+Comprehension = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
+
+
+@dataclass(eq=False)
+class Binding:
+    """A local name that an import gives to something of DeepSpeed's."""
+
+    statement: ast.Import | ast.ImportFrom
+    alias: ast.alias
+    local: str
+    path: str  # what the local name stands for
+    scope: "Scope"
+    block: list[ast.stmt]
+    uses: list["Use"] = field(default_factory=list)
+    clash: bool = False  # the scope gives the same name to something else, too
+
+
+@dataclass(frozen=True)
+class Use:
+    """A name and the attributes taken of it, as in `deepspeed.zero.Init`."""
+
+    nodes: tuple[ast.expr, ...]  # the name, then one for each attribute
+    names: tuple[str, ...]  # the attributes
+
+
+@dataclass(eq=False)
+class Scope:
+    """What a module, function or class binds."""
+
+    above: "Scope | None"
+    is_class: bool = False
+    imports: dict[str, list[Binding]] = field(default_factory=dict)
+    others: set[str] = field(default_factory=set)
+    of_module: set[str] = field(default_factory=set)  # declared global
+
+    def find(self, name: str) -> list[Binding]:
+        """What the name means here, if it is of DeepSpeed's."""
+        scope: Scope | None = self
+        while scope is not None:
+            if name in scope.imports:
+                return scope.imports[name]
+            if name in scope.others and name not in scope.of_module:
+                return []
+            scope = scope.above
+            while scope is not None and scope.is_class:
+                scope = scope.above
+        return []
+
+
+class Scopes(ast.NodeVisitor):
+    """All bindings of a script with all their uses."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        self.top = self.scope = Scope(None)
+        self.bindings: list[Binding] = []
+        self.loads: list[tuple[Scope, str, Use]] = []
+        self.fallbacks: list[tuple[Scope, ast.Name]] = []  # `deepspeed = None` where the import fails
+        self.blocks = {id(s): block for block in _blocks(tree) for s in block}
+        self.visit(tree)
+        self._settle()
+
+    def _settle(self) -> None:
+        for scope, name in self.fallbacks:
+            if name.id in scope.imports:
+                self.loads.append((scope, name.id, Use((name,), ())))
+            else:
+                scope.others.add(name.id)
+        for binding in self.bindings:
+            binding.clash = binding.local in binding.scope.others
+        for scope, local, use in self.loads:
+            for binding in scope.find(local):
+                binding.uses.append(use)
+
+    def _bind(self, name: str) -> None:
+        scope = self.top if name in self.scope.of_module else self.scope
+        scope.others.add(name)
+
+    # Imports ------------------------------------------------------------------------------------
+
+    def visit_Import(self, node: ast.Import) -> None:
+        """`import deepspeed.zero` binds `deepspeed`, `import deepspeed.zero as z` binds `z`."""
+        for alias in node.names:
+            local = alias.asname or alias.name.split(".")[0]
+            if alias.name.split(".")[0] == ROOT:
+                self._import(node, alias, local, alias.name if alias.asname else ROOT)
+            else:
+                self._bind(local)
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        """`from deepspeed.zero import Init`."""
+        ours = node.level == 0 and (node.module or "").split(".")[0] == ROOT
+        for alias in node.names:
+            local = alias.asname or alias.name
+            if ours:
+                self._import(node, alias, local, f"{node.module}.{alias.name}")
+            else:
+                self._bind(local)
+
+    def _import(self, node: ast.Import | ast.ImportFrom, alias: ast.alias, local: str, path: str) -> None:
+        scope = self.top if local in self.scope.of_module else self.scope
+        binding = Binding(node, alias, local, path, scope, self.blocks[id(node)])
+        scope.imports.setdefault(local, []).append(binding)
+        self.bindings.append(binding)
+
+    # Uses ---------------------------------------------------------------------------------------
+
+    def visit_Name(self, node: ast.Name) -> None:
+        """A use, or another meaning of the name."""
+        if isinstance(node.ctx, ast.Load):
+            self.loads.append((self.scope, node.id, Use((node,), ())))
+        else:
+            self._bind(node.id)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        """The whole chain at once."""
+        chain: list[ast.expr] = [node]
+        while isinstance(chain[-1], ast.Attribute):
+            chain.append(chain[-1].value)
+        name = chain[-1]
+        if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Load):
+            chain.reverse()
+            names = tuple(each.attr for each in chain if isinstance(each, ast.Attribute))
+            self.loads.append((self.scope, name.id, Use(tuple(chain), names)))
+        else:
+            self.generic_visit(node)
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        """`deepspeed = None` belongs to the import that may have failed."""
+        nothing = isinstance(node.value, ast.Constant) and node.value.value in (None, False)
+        for target in node.targets:
+            if nothing and isinstance(target, ast.Name) and target.id not in self.scope.of_module:
+                self.fallbacks.append((self.scope, target))
+            else:
+                self.visit(target)
+        self.visit(node.value)
+
+    # Scopes -------------------------------------------------------------------------------------
+
+    def visit_FunctionDef(self, node: Function) -> None:
+        """Arguments are names of the function's; defaults and annotations are read outside."""
+        inside: list[ast.AST] = [node.body] if isinstance(node, ast.Lambda) else [*node.body]
+        if not isinstance(node, ast.Lambda):
+            self._bind(node.name)
+        for outside in ast.iter_child_nodes(node):
+            if outside not in inside:
+                self.visit(outside)
+        every = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        every += [each for each in (node.args.vararg, node.args.kwarg) if each is not None]
+        self._enter(Scope(self.scope, others={each.arg for each in every}), inside)
+
+    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> None:
+        """As any function."""
+        self.visit_FunctionDef(node)
+
+    def visit_Lambda(self, node: ast.Lambda) -> None:
+        """As any function."""
+        self.visit_FunctionDef(node)
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        """Names of a class are not seen by its functions."""
+        self._bind(node.name)
+        for outside in (*node.decorator_list, *node.bases, *node.keywords):
+            self.visit(outside)
+        self._enter(Scope(self.scope, is_class=True), list(node.body))
+
+    def visit(self, node: ast.AST) -> None:
+        """Comprehensions are scopes, too."""
+        if isinstance(node, Comprehension):
+            self._enter(Scope(self.scope), ast.iter_child_nodes(node))
+        else:
+            super().visit(node)
+
+    def _enter(self, scope: Scope, inside: Iterable[ast.AST]) -> None:
+        self.scope, before = scope, self.scope
+        for each in inside:
+            self.visit(each)
+        self.scope = before
+
+    # Other ways to bind -------------------------------------------------------------------------
+
+    def visit_Global(self, node: ast.Global) -> None:
+        """These names are the module's."""
+        self.scope.of_module.update(node.names)
+
+    def visit_ExceptHandler(self, node: ast.ExceptHandler) -> None:
+        """`except Error as name`."""
+        if node.name:
+            self._bind(node.name)
+        self.generic_visit(node)
+
+    def visit_MatchAs(self, node: ast.MatchAs) -> None:
+        """`case Pattern() as name`, and `case name`."""
+        if node.name:
+            self._bind(node.name)
+        self.generic_visit(node)
+
+
+def _blocks(tree: ast.AST) -> Iterator[list[ast.stmt]]:
+    for node in ast.walk(tree):
+        for name in ("body", "orelse", "finalbody"):
+            block = getattr(node, name, None)
+            if isinstance(block, list) and block:
+                yield block

@@ -1,0 +1,275 @@
+"""A DeepSpeed script with our names: spans of its text are replaced, all the rest stays as it is written."""
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from zero_full.migrate.names import MODULES, canonical, instead_of, is_module, target_of
+from zero_full.migrate.scopes import ROOT, Binding, Scopes, Use
+
+OURS, COMM = "zero_full", MODULES["deepspeed.comm"]
+WIDTH = 110
+
+
+class Finding(NamedTuple):
+    """Something that is left to do by hand."""
+
+    line: int
+    text: str
+
+
+class Made(NamedTuple):
+    """One import of a new name."""
+
+    module: str
+    name: str | None = None  # None: `import module`
+    local: str | None = None
+
+    @property
+    def text(self) -> str:
+        """Without `import`, and without `from module`."""
+        name = self.name or self.module
+        return name if self.local in (None, name) else f"{name} as {self.local}"
+
+
+@dataclass
+class Text:
+    """A script as characters, and what is to be replaced in it."""
+
+    source: str
+    edits: list[tuple[int, int, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        lines = re.split(r"(?<=\n)|(?<=\r)(?!\n)", self.source)  # as Python counts them
+        self.lines = lines
+        self.starts = [0]
+        for line in lines:
+            self.starts.append(self.starts[-1] + len(line))
+        self.newline = "\r\n" if "\r\n" in self.source else "\n"
+
+    def at(self, line: int, column: int) -> int:
+        """Where in the text; the column counts bytes of UTF-8, as Python's does."""
+        before = self.lines[line - 1].encode()[:column].decode()
+        return self.starts[line - 1] + len(before)
+
+    def span(self, node: ast.stmt | ast.expr | ast.alias) -> tuple[int, int]:
+        """From its first character to behind its last one."""
+        assert node.end_lineno is not None and node.end_col_offset is not None
+        return self.at(node.lineno, node.col_offset), self.at(node.end_lineno, node.end_col_offset)
+
+    def replace(self, start: int, stop: int, text: str) -> None:
+        """To be done in the end."""
+        self.edits.append((start, stop, text))
+
+    def moved(self, line: int) -> int:
+        """Where a line is in the result."""
+        before = {edit for edit in self.edits if edit[1] <= self.starts[line - 1]}
+        return line + sum(new.count("\n") - self.source[a:b].count("\n") for a, b, new in before)
+
+    def result(self) -> str:
+        """With all that was replaced."""
+        text = self.source
+        for start, stop, new in sorted(set(self.edits), reverse=True):
+            text = text[:start] + new + text[stop:]
+        return text
+
+
+class Rewrite:
+    """One script."""
+
+    def __init__(self, source: str) -> None:
+        self.text = Text(source)
+        self.tree = ast.parse(source)
+        self.scopes = Scopes(self.tree)
+        self.findings: set[Finding] = set()
+        self.meant: dict[ast.expr, str] = {}  # names and attributes -> what they are here
+        self.has_torch = "torch" in self.scopes.top.others
+        self.made: set[tuple[int, Made]] = set()  # per block
+        statements: dict[ast.Import | ast.ImportFrom, list[Binding]] = {}
+        for binding in self.scopes.bindings:
+            statements.setdefault(binding.statement, []).append(binding)
+        for statement, bindings in statements.items():
+            self._statement(statement, bindings)
+        self._annotations()
+
+    @property
+    def touches_deepspeed(self) -> bool:
+        """Whether it imports any of it."""
+        return bool(self.scopes.bindings)
+
+    def result(self) -> str:
+        """The new text, which parses as the old one did."""
+        made = self.text.result()
+        ast.parse(made)
+        return made
+
+    def miss(self, node: ast.stmt | ast.expr | ast.alias, path: str) -> None:
+        """This name has no counterpart."""
+        self.findings.add(
+            Finding(node.lineno, f"{path} has no counterpart here. Instead: {instead_of(path)}")
+        )
+
+    # One name -----------------------------------------------------------------------------------
+
+    def _binding(self, binding: Binding) -> list[Made | None]:
+        """The imports that take the place of this one; None: it stays, because something still needs it."""
+        if binding.alias.name == "*":
+            self.findings.add(Finding(binding.statement.lineno, "import the names that are used, one by one"))
+            return [None]
+        target = target_of(binding.path)
+        if target is not None and not is_module(binding.path):
+            module, _, name = target.rpartition(".")
+            self.meant |= {use.nodes[0]: target for use in binding.uses}
+            return [Made(module, name, binding.local)]
+        found = [(use, self._found(binding, use)) for use in binding.uses]
+        if not (binding.uses or target):
+            self.miss(binding.statement, binding.path)
+        module = MODULES.get(canonical(binding.path), "")
+        # Torch's module takes the place of deepspeed.comm in any case: the two do not share a world.
+        needed = any(hit is None for _, hit in found) and module != COMM
+        stays = [None] if needed or not (binding.uses or target) else []
+        local = self._kept_local(binding, module) if not stays else None
+        made = {Made(module, None, local): None} if local and module else {}
+        for use, hit in found:
+            if hit is not None:
+                need = self._use(use, *hit, local, module)
+                made |= {need: None} if need else {}
+        if not (made or stays or binding.uses):
+            made = {Made(MODULES.get(canonical(binding.alias.name), OURS)): None}
+        return [*stays, *made]
+
+    def _kept_local(self, binding: Binding, module: str) -> str | None:
+        """The local name if it can go on to stand for the module."""
+        by_name = isinstance(binding.statement, ast.Import) and binding.alias.asname is not None
+        return binding.local if binding.clash or by_name or module == COMM else None
+
+    def _found(self, binding: Binding, use: Use) -> tuple[str, int] | None:
+        """(its name here, how many attributes that replaces), or None and a finding."""
+        for count in range(len(use.names), -1, -1):
+            path = ".".join([binding.path, *use.names[:count]])
+            target = target_of(path)
+            if target is not None and (count == len(use.names) or not is_module(path)):
+                if self._is_written(use, count):
+                    return target, count
+                self.findings.add(
+                    Finding(use.nodes[0].lineno, f"change {path} to {target} inside this string")
+                )
+                return None
+        self.miss(use.nodes[0], ".".join([binding.path, *use.names]))
+        return None
+
+    def _is_written(self, use: Use, count: int) -> bool:
+        """Whether the text is where the parser says: in strings with expressions it may not be."""
+        start, stop = self.text.span(use.nodes[0])[0], self.text.span(use.nodes[count])[1]
+        name = use.nodes[0]
+        assert isinstance(name, ast.Name)
+        return re.sub(r"\s", "", self.text.source[start:stop]) == ".".join([name.id, *use.names[:count]])
+
+    def _use(self, use: Use, target: str, count: int, local: str | None, module: str) -> Made | None:
+        """Write the new name, and tell which import it needs besides the local name that is kept."""
+        inside = local is not None and f"{target}.".startswith(f"{module}.")
+        name = f"{local}{target[len(module) :]}" if inside else target
+        self.meant[use.nodes[count]] = target
+        self.text.replace(self.text.span(use.nodes[0])[0], self.text.span(use.nodes[count])[1], name)
+        if inside:
+            return None
+        need = target if target in MODULES.values() else target.rpartition(".")[0]
+        return None if need == COMM and self.has_torch else Made(need)
+
+    def _annotations(self) -> None:
+        """Types that are written as strings."""
+        for node in ast.walk(self.tree):
+            places = [getattr(node, name, None) for name in ("annotation", "returns")]
+            inside = (each for place in places if isinstance(place, ast.expr) for each in ast.walk(place))
+            for each in inside:
+                path = each.value if isinstance(each, ast.Constant) else None
+                if isinstance(each, ast.Constant) and isinstance(path, str) and path.startswith(f"{ROOT}."):
+                    start, stop = self.text.span(each)
+                    target = target_of(path) if path.replace(".", "").isidentifier() else None
+                    if target and self.text.source[start + 1 : stop - 1] == path:
+                        self.text.replace(start + 1, stop - 1, target)
+
+    # One statement ------------------------------------------------------------------------------
+
+    def _statement(self, statement: ast.Import | ast.ImportFrom, bindings: list[Binding]) -> None:
+        block = id(bindings[0].block)
+        outcome: dict[ast.alias, list[Made | None]] = {alias: [None] for alias in statement.names}
+        for binding in bindings:
+            new = [m for m in self._binding(binding) if m is None or m.name or (block, m) not in self.made]
+            self.made |= {(block, m) for m in new if m is not None}
+            outcome[binding.alias] = new
+        if self._in_place(statement, outcome):
+            return
+        lines = [*self._comments(statement), *_written(statement, outcome)]
+        start, stop = self.text.span(statement)
+        line_start = self.text.starts[statement.lineno - 1]
+        indent = self.text.source[line_start:start]
+        if not lines:
+            self._delete(statement, bindings[0].block, start, stop)
+        elif indent.strip():
+            self.text.replace(start, stop, "; ".join(lines))
+        else:
+            self.text.replace(start, stop, f"{self.text.newline}{indent}".join(lines))
+
+    def _in_place(
+        self, statement: ast.Import | ast.ImportFrom, outcome: dict[ast.alias, list[Made | None]]
+    ) -> bool:
+        """Change names only, where one name becomes one: layout and comments stay."""
+        made = [new[0] for new in outcome.values() if len(new) == 1]
+        if len(made) < len(outcome):
+            return False
+        if isinstance(statement, ast.ImportFrom):
+            modules = {m.module for m in made if m is not None and m.name}
+            if None in made or len(modules) != 1 or not all(m and m.name for m in made):
+                return set(made) == {None}
+            start, _ = self.text.span(statement)
+            old = re.compile(r"from\s+([\w.]+)").match(self.text.source, start)
+            if old is None:
+                return False
+            self.text.replace(*old.span(1), modules.pop())
+        elif any(m is not None and m.name for m in made):
+            return False
+        for alias, m in zip(outcome, made, strict=True):
+            if m is not None:
+                self.text.replace(*self.text.span(alias), m.text)
+        return True
+
+    def _comments(self, statement: ast.stmt) -> list[str]:
+        """Those inside the statement, which is written anew."""
+        start, stop = self.text.span(statement)
+        tokens = tokenize.generate_tokens(io.StringIO(self.text.source[start:stop]).readline)
+        return [token.string for token in tokens if token.type == tokenize.COMMENT]
+
+    def _delete(self, statement: ast.stmt, block: list[ast.stmt], start: int, stop: int) -> None:
+        line, after = self.text.starts[statement.lineno - 1], self.text.starts[statement.end_lineno or 0]
+        alone = not (self.text.source[line:start] + self.text.source[stop:after]).strip()
+        if len(block) == 1 or not alone:
+            self.text.replace(start, stop, "pass")
+        else:
+            self.text.replace(line, after, "")
+
+
+def _written(
+    statement: ast.Import | ast.ImportFrom, outcome: dict[ast.alias, list[Made | None]]
+) -> Iterator[str]:
+    """The statements that take the place of this one, what stays first."""
+    kept = [f"{a.name} as {a.asname}" if a.asname else a.name for a, new in outcome.items() if None in new]
+    made = list(dict.fromkeys(m for new in outcome.values() for m in new if m is not None))
+    if kept:
+        beginning = f"from {statement.module} " if isinstance(statement, ast.ImportFrom) else ""
+        yield _line(f"{beginning}import", kept)
+    plain = sorted((m for m in made if m.name is None), key=lambda m: m.module == OURS)
+    yield from (f"import {m.text}" for m in plain)
+    for module in dict.fromkeys(m.module for m in made if m.name is not None):
+        yield _line(f"from {module} import", [m.text for m in made if m.name and m.module == module])
+
+
+def _line(beginning: str, names: Iterable[str]) -> str:
+    line = f"{beginning} {', '.join(names)}"
+    if len(line) <= WIDTH or not beginning.startswith("from"):
+        return line
+    return f"{beginning} ({line[len(beginning) + 1 :]})"

@@ -1,0 +1,178 @@
+"""Before anything is built: a failure of one rank is everybody's, and ranks that differ are an error.
+
+Later there would be no good moment: ranks that differ make other collectives, and wait for each other.
+"""
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zero_full._compat import default_store, keys_under
+from zero_full.comm import CommunicationError, DesyncError, DisagreementError
+from zero_full.comm.topology import Topology, this_rank
+from zero_full.config import Config
+from zero_full.config.report import entries
+
+Made = TypeVar("Made")
+LOOK_S = 0.01  # between looks for a rank that has not come yet
+Facts = Mapping[str, Any]
+SHOWN = 8  # differences in a message
+PRIVATE = ("steps_per_print", "wall_clock_breakdown")  # a rank may choose what it prints
+
+
+def groups_of(topology: Topology) -> list[dist.ProcessGroup]:
+    """Groups that together reach every rank that shares this rank's parameters."""
+    if topology.shard is not None and topology.replicate is not None:
+        return [topology.shard, topology.replicate]
+    data = topology.data
+    if data is None and dist.is_initialized():
+        data = dist.group.WORLD
+    return [data] if data is not None and data.size() > 1 else []
+
+
+def everyones(mine: Any, topology: Topology) -> dict[int, Any]:
+    """Everyone's object by global rank. Every rank must call this."""
+    known = {this_rank(): mine}
+    for group in groups_of(topology):
+        answers: list[Any] = [None] * group.size()
+        try:
+            dist.all_gather_object(answers, known, group=group)
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            raise CommunicationError(
+                f"rank {group.rank()} of {group.size()}: the meeting of all ranks in initialize failed: "
+                f"{reason}\nUsually another rank has failed first (look for the earliest error) or does not "
+                "call initialize"
+            ) from error
+        known = {rank: each for answer in answers for rank, each in answer.items()}
+    return dict(sorted(known.items()))
+
+
+class Arrivals:
+    """Who has come to `initialize`, written into the store that started the process group."""
+
+    def __init__(self, topology: Topology) -> None:
+        groups = groups_of(topology)
+        self.ranks = sorted({rank for group in groups for rank in dist.get_process_group_ranks(group)})
+        if self.ranks:
+            name = f"zero_full/initialize/{'-'.join(map(str, self.ranks))}"
+            times = keys_under(name, default_store()).add(f"times/{this_rank()}", 1)
+            self.store = keys_under(f"{name}/{times}", default_store())
+            self.store.set(str(this_rank()), "")
+
+    def wait(self, patience_s: float) -> None:
+        """Until all have come; DesyncError if one does not in time."""
+        deadline = time.monotonic() + patience_s
+        while absent := [rank for rank in self.ranks if not self.store.check([str(rank)])]:
+            if time.monotonic() > deadline:
+                lines = [
+                    f"rank {rank}: did not come within {patience_s:g} s; last seen at no call yet"
+                    for rank in absent
+                ]
+                raise DesyncError("\n  ".join(["the ranks part ways at initialize:", *lines]))
+            time.sleep(LOOK_S)
+
+
+def attempt(act: Callable[[], Made], topology: Topology) -> Made:
+    """What `act` returns; if it fails on any rank, all raise, with the reason. Every rank must call this."""
+    made, failure = None, None
+    try:
+        made = act()
+    except DesyncError:  # a rank is missing, so there is nobody to ask
+        raise
+    except Exception as error:
+        failure = error
+    told = None if failure is None else f"{type(failure).__name__}: {failure}"
+    failures = {rank: text for rank, text in everyones(told, topology).items() if text is not None}
+    if failure is not None:
+        raise failure
+    if failures:
+        rank, text = next(iter(failures.items()))
+        raise RuntimeError(f"initialize failed on rank {rank}: {text}")
+    return made  # type: ignore[return-value]
+
+
+def compare(sections: Mapping[str, Facts], topology: Topology) -> None:
+    """Raise on every rank if any two have different facts; say which. Every rank must call this."""
+    digests = {name: _digest(facts) for name, facts in sections.items()}
+    known = everyones(digests, topology)
+    differing = [name for name in sections if len({each[name] for each in known.values()}) > 1]
+    if not differing:
+        return
+    mine = {key: value for name in differing for key, value in sections[name].items()}
+    raise DisagreementError(_in_words(everyones(mine, topology)))
+
+
+def _digest(facts: Facts) -> str:
+    return hashlib.sha256(repr(list(facts.items())).encode()).hexdigest()
+
+
+def _in_words(known: Mapping[int, Facts]) -> str:
+    keys = dict.fromkeys(key for facts in known.values() for key in facts)
+    lines = []
+    for key in keys:
+        values: dict[str, list[int]] = {}
+        for rank, facts in known.items():
+            values.setdefault(str(facts[key]) if key in facts else "absent", []).append(rank)
+        if len(values) > 1:
+            lines.append(
+                f"{key}: " + "; ".join(f"{value} on {_ranks(ranks)}" for value, ranks in values.items())
+            )
+    if not lines:
+        lines = ["the same things in another order"]
+    more = f"\n  and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
+    return "\n  ".join(["the ranks were not given the same:", *lines[:SHOWN]]) + more
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
+
+def facts_of(config: Config, model: nn.Module, base: Optimizer | None) -> dict[str, dict[str, Any]]:
+    """What must be the same everywhere, in sections."""
+    keys = (entry for entry in entries(config) if entry.remark is None and entry.key not in PRIVATE)
+    return {
+        "configuration": {entry.key: entry.value for entry in keys},
+        "optimizer": dict(_optimizer_facts(base)),
+        "parameters": dict(_parameter_facts(model, base)),
+        "buffers": {
+            f"buffer {name}": f"{b.dtype} of shape {tuple(b.shape)}" for name, b in model.named_buffers()
+        },
+    }
+
+
+def _optimizer_facts(base: Optimizer | None) -> Iterator[tuple[str, Any]]:
+    if base is None:
+        yield "optimizer", None
+        return
+    yield "optimizer", f"{type(base).__module__}.{type(base).__qualname__}"
+    for number, group in enumerate(base.param_groups):
+        for key, value in group.items():
+            if key != "params":
+                yield f"{key} of parameter group {number}", float(value) if _is_number(value) else value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1
+
+
+def _parameter_facts(model: nn.Module, base: Optimizer | None) -> Iterator[tuple[str, str]]:
+    groups = base.param_groups if base is not None else []
+    group_of = {p: number for number, group in enumerate(groups) for p in group["params"]}
+    names = {p: name for name, p in model.named_parameters()}
+    for number, param in enumerate(dict.fromkeys([*names, *group_of])):
+        what = f"{names.get(param, 'not in the model')}, {param.dtype} of shape {tuple(param.shape)}"
+        how = f"{'trained' if param.requires_grad else 'frozen'}, group {group_of.get(param, 'none')}"
+        state = base.state.get(param, {}) if base is not None else {}
+        since = f", optimizer state {sorted(state)} at step {_step(state)}" if state else ""
+        yield f"parameter {number}", f"{what}, {how}{since}"
+
+
+def _step(state: Mapping[str, Any]) -> Any:
+    step: Any = state.get("step")
+    return float(step) if _is_number(step) else step

@@ -1,0 +1,176 @@
+"""What all ranks must know before a step: the gradients' norm, and which parameters have a gradient at all.
+
+One vector is summed over the ranks and read once by the host. In it are
+
+    squares    of the gradients that this rank owns, and how many slices that do not count are not finite:
+               a sum that is inf or NaN says that somebody has a gradient that is. So the norm is the
+               overflow check
+    marks      a number made of what this rank is about to do, and its square: all marks are the same if
+               and only if the sum of squares is what it is for equal numbers
+    flags      for each parameter whether this rank has a gradient of it. As in torch, a parameter that has
+               none on any rank is left alone: no decay, no momentum
+
+State that is cut into slices has its squares summed over the ranks that share it; whoever repeats the same
+slices (`across`) only takes part in the rest.
+"""
+
+import zlib
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_full.comm.desync import DisagreementError
+from zero_full.precision.norms import squared_norm
+from zero_full.shard.bucket import Bucket
+from zero_full.shard.checksum import digest
+from zero_full.shard.groups import Groups, Pair
+from zero_full.shard.stand_in import Found, names_of
+from zero_full.shard.values import Member
+
+SQUARES = 2  # numbers before the marks
+FLAGS = 4  # numbers before the flags
+MARK_BITS = 20  # so that a sum of squares over thousands of ranks is exact in fp64
+COMPARED = ("lr", "weight_decay", "betas", "momentum", "eps")  # options that ranks must share
+WRITTEN = "parameters written in place"
+Doings = Sequence[tuple[str, Any]]  # what, and how
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What everybody knows."""
+
+    norm: float | None  # of the averaged gradients, as they are; None: nobody has asked
+    used: Container[Member]  # parameters that have a gradient on any rank
+
+
+def agree(
+    groups: Groups, buckets: Sequence[Bucket], used: set[Member], needs_norm: bool, doings: Doings
+) -> Agreement:
+    """Every rank must call this."""
+    dense = [bucket for bucket in buckets if not bucket.kind.expert]
+    sides = [_Side(groups.dense, dense, used, needs_norm, doings)]
+    if groups.expert is not None:
+        experts = [bucket for bucket in buckets if bucket.kind.expert]
+        sides.append(_Side(groups.expert, experts, used, needs_norm, doings))
+    if not needs_norm and not any(side.has_peers for side in sides):
+        return Agreement(None, used)
+    for side in sides:
+        side.add_up()
+    squares = torch.stack([side.numbers[:SQUARES] for side in sides])
+    if groups.between_experts is not None:
+        groups.between_experts.sum_numbers(squares[1], "squared gradient norm")
+    total = squares.sum(0)
+    if groups.model is not None:
+        groups.model.sum_numbers(total, "squared gradient norm")
+    squared, poison, *rest = torch.cat([total, *(side.numbers[SQUARES:] for side in sides)]).tolist()
+    everyones: set[Member] = set()
+    for side in sides:
+        everyones |= side.read(rest[: side.length])
+        rest = rest[side.length :]
+    norm = float("nan") if poison else float(squared) ** 0.5
+    return Agreement(norm if needs_norm else None, everyones)
+
+
+class _Side:
+    """The buckets of one pair of groups."""
+
+    def __init__(
+        self, pair: Pair, buckets: Sequence[Bucket], used: set[Member], needs_norm: bool, doings: Doings
+    ) -> None:
+        self.pair, self.buckets, self.doings = pair, list(buckets), doings
+        self.has_peers = pair.shard.size > 1 or pair.across.size > 1
+        self.members = [member for bucket in buckets for member in bucket.members]
+        self.length = FLAGS - SQUARES + len(self.members)
+        mark = float(zlib.crc32(repr(doings).encode()) >> (32 - MARK_BITS))
+        flags = [float(member in used) for member in self.members]
+        device = pair.shard.device
+        self.numbers = torch.tensor([0.0, 0.0, mark, mark * mark, *flags], dtype=torch.float64, device=device)
+        if needs_norm:
+            self.numbers[0] = squared_norm(_gradients(buckets, counts=True), device)
+            others = squared_norm(_gradients(buckets, counts=False), device)
+            self.numbers[1] = (~others.isfinite()).double()
+
+    def add_up(self) -> None:
+        """Over everyone who shares this state, and, but for the squares, everyone who repeats it."""
+        what = "norm and parameters in use"
+        self.pair.shard.sum_numbers(self.numbers, what)
+        self.pair.across.sum_numbers(self.numbers[SQUARES:], what)
+
+    def read(self, numbers: Sequence[float]) -> set[Member]:
+        """The parameters with a gradient; raise if ranks would do different things."""
+        marks, squared, *flags = numbers
+        ranks = self.pair.shard.size * self.pair.across.size
+        if ranks * int(squared) != int(marks) ** 2:
+            self._look_closer()
+        return {member for member, flag in zip(self.members, flags, strict=True) if flag}
+
+    def _look_closer(self) -> None:
+        everyones = self.pair.everyones(dict(self.doings), "what ranks would do")
+        keys = list(dict.fromkeys(key for each in everyones for key in each))
+        differing = [key for key in keys if len({repr(each.get(key)) for each in everyones}) > 1]
+        if differing == [
+            WRITTEN
+        ]:  # perhaps some have only written there and back, as rank 0 does to evaluate
+            self._compare_parameters()
+            return
+        told = "; ".join(
+            f"{key}: " + ", ".join(f"{each.get(key)} (rank {rank})" for rank, each in enumerate(everyones))
+            for key in differing
+        )
+        raise DisagreementError(
+            f"the ranks would not take the same step: {told}. Every rank must do the same to gradients, "
+            "learning rates and other options of the optimizer"
+        )
+
+    def _compare_parameters(self) -> None:
+        whole = [bucket.values for bucket in self.buckets if not bucket.values.sheds]
+        hashes = {m.name: digest(m.param) for values in whole for m in values.members}
+        everyones = self.pair.everyones(hashes, "parameters")
+        differing = [name for name in hashes if len({each[name] for each in everyones}) > 1]
+        if differing:
+            raise DisagreementError(
+                f"{', '.join(differing)} differ between ranks, because they were written on some and not on "
+                "others since the last step: write them on every rank alike, or inside "
+                "zero_full.GatheredParameters(parameters, modifier_rank=0)"
+            )
+
+
+def _gradients(buckets: Sequence[Bucket], counts: bool) -> list[Tensor]:
+    return [tensor for b in buckets if b.kind.counts == counts for tensor in b.own_gradients()]
+
+
+def doings_of(
+    param_groups: Sequence[Mapping[str, Any]],
+    scale: float,
+    found: Found,
+    written: int,
+    failure: Exception | None,
+) -> Doings:
+    """What every rank must do alike in this step. `written`: how often since the last one, to parameters."""
+    doings: list[tuple[str, Any]] = [("loss scale", scale), (WRITTEN, written)]
+    for number, group in enumerate(param_groups):
+        named = ((key, group[key]) for key in COMPARED if key in group)
+        doings += [(f"{key} of group {number}", v) for key, v in named if not isinstance(v, Tensor)]
+    if failure is not None:
+        doings.append(("error", str(failure)))
+    if found.written:
+        doings.append(("gradients written by hand", names_of(member for member, _ in found.written)))
+    if found.cleared:
+        doings.append(("gradients cleared by hand", names_of(found.cleared)))
+    return doings
+
+
+def refuse_unused(groups: Groups, buckets: Sequence[Bucket], used: Container[Member]) -> None:
+    """Raise on every rank if any rank lacks the gradient of a parameter that is trained."""
+    members = (m for bucket in buckets for m in bucket.members if m.param.requires_grad)
+    unused = {member.name for member in members if member not in used}
+    for group in groups.everyone:  # so that every rank raises, or none
+        unused = set.union(*group.gather_objects(unused, "unused parameters"))
+    if unused:
+        raise ValueError(
+            f"no gradient for {', '.join(sorted(unused))} in this step, on some rank at least. Freeze "
+            "what is not trained, or set zero_optimization.ignore_unused_parameters to true"
+        )

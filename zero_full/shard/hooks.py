@@ -1,0 +1,70 @@
+"""Hooks of ours on modules of the user's."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class Hook:
+    """Calls a method of an object that it does not keep alive.
+
+    `copy.deepcopy` and pickle copy a module with its hooks. This one is for one module only: in a copy it
+    does nothing. An object with a method `refuse_copy` may raise there, if there is nothing worth copying.
+    """
+
+    __slots__ = ("function", "module", "more", "owner")
+
+    def __init__(self, module: nn.Module, method: Any, *more: Any) -> None:
+        self.module, self.owner, self.function = (
+            weakref.ref(module),
+            weakref.ref(method.__self__),
+            method.__func__,
+        )
+        self.more = more  # the method's first arguments
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, module: nn.Module, *arguments: Any) -> Any:
+        """Do it."""
+        owner = self.owner()
+        if owner is None or module is not self.module():
+            return None
+        return self.function(owner, *self.more, *arguments)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        self._check_copy()
+        return do_nothing
+
+    def __reduce__(self) -> Any:
+        self._check_copy()
+        return _make_do_nothing, ()
+
+    def _check_copy(self) -> None:
+        owner = self.owner()
+        if owner is not None and hasattr(owner, "refuse_copy"):
+            owner.refuse_copy()
+
+
+class InnerHook(Hook):
+    """A hook that is called often, does nothing as a rule, and has no part in what torch.compile makes."""
+
+    __slots__ = ()
+
+    def __call__(self, module: nn.Module, *arguments: Any) -> Any:
+        """Do it."""
+        if torch.compiler.is_compiling():
+            return None
+        owner = self.owner()
+        if owner is None or module is not self.module():
+            return None
+        return self.function(owner, *self.more, *arguments)
+
+
+def do_nothing(*arguments: Any) -> None:
+    """What a copy of a module has in the place of a hook."""
+
+
+def _make_do_nothing() -> Callable[..., None]:
+    return do_nothing

@@ -1,0 +1,50 @@
+"""Modules whose parameters are gathered for use, their calls, and the order in which they are called."""
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from zero_full.shard.values import Values
+
+
+class Site:
+    """A module and what it needs."""
+
+    def __init__(self, name: str, module: nn.Module, values: Sequence[Values]) -> None:
+        self.name, self.module, self.values = name, module, list(values)
+        self.home = list(values)  # whose gradients leave when this module's backward is complete
+        self.numel = sum(v.layout.total for v in values)
+        self.active: list[Call | None] = []  # whose forward is under way; None: of one that needs nothing
+        self.exits = 0  # of calls whose backward is not complete
+        self.later: int | None = None  # elements that the rest of forward gathers; None: not known yet
+
+
+class Call:
+    """One call of a site: its parameters are needed in its backward, too."""
+
+    __slots__ = ("needed", "site")
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+        self.needed: list[Values] = []  # while its backward is under way
+
+
+class Order:
+    """In which order sites are reached in one kind of pass."""
+
+    def __init__(self) -> None:
+        self.known: list[Site] = []
+        self.seen: list[Site] = []
+
+    def begin(self) -> bool:
+        """A new pass. Returns whether the last one was other than known."""
+        changed = bool(self.known and self.seen) and self.seen != self.known
+        self.known, self.seen = self.seen or self.known, []
+        return changed
+
+    def reached(self, site: Site) -> Site | None:
+        """Remember it. Returns what comes next, if this is the place where it was last time."""
+        self.seen.append(site)
+        place = len(self.seen)
+        as_known = place < len(self.known) and self.known[place - 1] is site
+        return self.known[place] if as_known else None

@@ -1,0 +1,153 @@
+"""What `param.grad` shows while the gradient itself lies in a flat buffer.
+
+[Note: stand-ins] Gradients are averaged in flat buffers, of which this rank keeps a slice, so there is no
+whole tensor to put into `param.grad`. None would lie: `clip_grad_norm_` would find a norm of 0. A stand-in
+has the parameter's shape and no memory. It can be cleared, as `module.zero_grad()` does, and replaced, as
+code does that writes gradients by hand; both count at the next backward pass or step. Whatever would read or
+change its values is an error that says what to write instead.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from zero_full._compat import foreach_zero, has_compatible_type
+from zero_full.shard.values import Member, nothing
+
+# What does not look at the values. Properties are known by their getters.
+PROPERTIES = (
+    *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad_fn", "is_leaf", "is_sparse"),
+    *("is_cuda", "is_cpu", "is_meta", "is_quantized", "grad", "nbytes"),
+)
+METHODS = (
+    *("size", "dim", "numel", "nelement", "stride", "element_size", "is_floating_point", "is_complex"),
+    *("untyped_storage", "data_ptr", "storage_offset", "is_contiguous"),  # as those use who look for memory
+)
+CONVERSIONS = (
+    "to",
+    "type",
+    "cpu",
+    "cuda",
+    "float",
+    "double",
+    "half",
+    "bfloat16",
+)  # module.to(...) makes them
+HARMLESS = {
+    *(getattr(Tensor, name).__get__ for name in PROPERTIES),
+    *(getattr(Tensor, name) for name in (*METHODS, *CONVERSIONS)),
+    *(Tensor.data.__set__, has_compatible_type),  # type: ignore[attr-defined]
+    *(Tensor.requires_grad_, Tensor.detach_),  # by which `zero_grad(set_to_none=False)` prepares
+}
+CLEARING = {Tensor.zero_, foreach_zero}
+
+
+UNSCALED = (
+    "a gradient was written into the grad of {}, and with a loss scale nobody knows whether it is scaled: "
+    "use zero_full.safe_set_full_grad(param, value), which takes it unscaled"
+)
+
+
+class StandIn(Tensor):
+    """See [Note: stand-ins]."""
+
+    parameter = "a parameter"  # its name
+    owner: Callable[[], "ShownGradients | None"] = staticmethod(lambda: None)  # weak: see `Hook`
+
+    @classmethod
+    def of(cls, member: Member, owner: "ShownGradients") -> "StandIn":
+        """The stand-in for this parameter's gradient."""
+        shown = nothing(member.param.dtype, member.param.device).expand(member.param.shape)
+        made = shown.as_subclass(cls)
+        made.parameter, made.owner = member.name, weakref.ref(owner)
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Let pass what does not look at the values."""
+        if func in HARMLESS:
+            answer = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+            return answer
+        given = args[0] if args and isinstance(args[0], (tuple, list)) else args
+        found = [each for each in given if isinstance(each, StandIn)]
+        if func in CLEARING and len(found) == len(given):
+            for each in found:
+                each._zero()
+            return args[0]
+        if func is Tensor.__repr__:
+            return f"<the gradient of {found[0].parameter}: averaged in a flat buffer>"
+        name = found[0].parameter if found else "a parameter"
+        raise RuntimeError(
+            f"{name}.grad has no values here: after backward, gradients lie averaged in flat buffers. To "
+            "clip their norm, set the key gradient_clipping; the norm is engine.get_global_grad_norm(). To "
+            "read or replace one, use zero_full.safe_get_full_grad(param) and safe_set_full_grad(param, "
+            "value), or assign a tensor of yours to param.grad"
+        )
+
+    def _zero(self) -> None:
+        owner = self.owner()
+        if owner is not None:
+            owner.zero(self)
+
+
+@dataclass
+class Found:
+    """What somebody has done to gradients since they were shown."""
+
+    cleared: list[Member] = field(default_factory=list)
+    written: list[tuple[Member, Tensor]] = field(default_factory=list)
+
+
+class ShownGradients:
+    """The stand-ins that are in `param.grad` now."""
+
+    def __init__(self, zero: Callable[[Member], None]) -> None:
+        self.zero_gradient_of = zero
+        self.stand_ins: dict[Member, StandIn] = {}  # made once
+        self.shown: dict[Member, Tensor] = {}
+
+    def show(self, members: Iterable[Member]) -> None:
+        """These have a gradient, and it is in a buffer."""
+        for member in members:
+            if member not in self.stand_ins:
+                self.stand_ins[member] = StandIn.of(member, self)
+            self.hand_out(member, self.stand_ins[member])
+
+    def hand_out(self, member: Member, gradient: Tensor) -> None:
+        """This parameter's gradient, or what stands for it."""
+        member.param.grad = self.shown[member] = gradient
+
+    def zero(self, stand_in: StandIn) -> None:
+        """This one's gradient becomes zero."""
+        for member, shown in self.shown.items():
+            if shown is stand_in:
+                self.zero_gradient_of(member)
+
+    def changes(self) -> Found:
+        """What was cleared or replaced; it is shown no more."""
+        found = Found()
+        for member, stand_in in list(self.shown.items()):
+            grad = member.param.grad
+            if grad is stand_in:
+                continue
+            del self.shown[member]
+            if grad is None:
+                found.cleared.append(member)
+            else:
+                found.written.append((member, grad))
+        return found
+
+    def lift(self) -> None:
+        """Make room for autograd, which adds to what is in `param.grad`."""
+        for member, stand_in in self.shown.items():
+            if member.param.grad is stand_in:
+                member.param.grad = None
+        self.shown.clear()
+
+
+def names_of(members: Iterable[Member]) -> str:
+    """For messages, and the same on every rank."""
+    return ", ".join(sorted(member.name for member in members))

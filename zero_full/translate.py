@@ -1,0 +1,96 @@
+"""From a configuration to what the runtime is made of. Nothing is built here."""
+
+from functools import partial
+
+import torch
+from torch import nn
+
+from zero_full.config import Config, LeafModuleConfig
+from zero_full.precision import Dtypes, DynamicScale, StaticScale
+from zero_full.precision.dtypes import NAMES
+from zero_full.shard import Gathering, Settings
+
+
+def settings_of(config: Config) -> Settings:
+    """What the config says about sharding."""
+    zero, fp16, bf16 = config.zero_optimization, config.fp16, config.bf16
+    parameter = torch.float16 if fp16.enabled else torch.bfloat16 if bf16.enabled else None
+    dtypes = Dtypes(
+        parameter,
+        reduce=_dtype(config.communication_data_type),
+        accumulate=_dtype(config.data_types.grad_accum_dtype),
+        buffer=_dtype(config.data_types.buffer_dtype),
+        low_master=fp16.fp16_master_weights_and_grads or bf16.bf16_master_weights_and_grads,
+        low_state=bf16.bf16_optimizer_states,
+    )
+    overlap = bool(zero.overlap_comm)
+    return Settings(
+        stage=zero.stage,
+        dtypes=dtypes,
+        bucket_numel=zero.reduce_bucket_size,
+        overlap=overlap,
+        gather_beside_forward=overlap and torch.accelerator.is_available(),
+        copy_on_arrival=zero.contiguous_gradients,
+        round_robin=zero.round_robin_gradients,
+        reduce_scatter=zero.reduce_scatter,
+        prescale=config.prescale_gradients,
+        predivide=config.gradient_predivide_factor,
+        average=config.gradient_allreduce_op == "mean",
+        divides_plain_backward=config.plain_backward_divides is True,
+        clip=config.gradient_clipping,
+        check_overflow=_checks_overflow(config),
+        refuse_unused=not zero.ignore_unused_parameters,
+        gathering=Gathering(
+            prefetch_numel=zero.stage3_prefetch_bucket_size,
+            max_live=zero.stage3_max_live_parameters,
+            max_reuse=zero.stage3_max_reuse_distance,
+            keep_numel=zero.stage3_param_persistence_threshold,
+            keep_total=zero.stage3_model_persistence_threshold,
+            node_ranks=zero.zero_hpz_partition_size,
+            quantized_weights=zero.zero_quantized_weights,
+            quantized_gradients=zero.zero_quantized_gradients,
+            wrap=partial(is_leaf, zero.leaf_module),
+        ),
+        sub_group_numel=zero.sub_group_size,
+    )
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else NAMES[name]
+
+
+def is_leaf(leaf: LeafModuleConfig, name: str, module: nn.Module) -> bool:
+    """Whether the config makes this module a unit: by class, by name or by the end of the name."""
+    kinds = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(module).__mro__]
+    classes = {*kinds, *(kind.rpartition(".")[2] for kind in kinds)}
+    by_class = not classes.isdisjoint(leaf.classes)
+    return by_class or name in leaf.names or name.endswith(tuple(leaf.name_suffixes))
+
+
+def _checks_overflow(config: Config) -> bool:
+    """In fp32 the check comes with clipping, which has the norm anyway."""
+    if config.bf16.enabled:
+        return config.bf16.check_grad_overflow
+    return scales(config) or config.gradient_clipping > 0
+
+
+def scales(config: Config) -> bool:
+    """Whether gradients pass through fp16 on their way, where small ones need a loss scale."""
+    autocast = config.torch_autocast
+    return config.fp16.enabled or (autocast.enabled and autocast.dtype == "fp16")
+
+
+def scaler_of(config: Config) -> StaticScale:
+    """What multiplies the loss."""
+    fp16 = config.fp16
+    if not scales(config):
+        return StaticScale(1.0)
+    if fp16.loss_scale > 0:
+        return StaticScale(fp16.loss_scale)
+    return DynamicScale(
+        2.0**fp16.initial_scale_power,
+        fp16.loss_scale_window,
+        fp16.min_loss_scale,
+        fp16.hysteresis,
+        fp16.consecutive_hysteresis,
+    )
