@@ -158,6 +158,18 @@ class Engine(EngineFacts):
             )
         return float(steps) if divides else 1.0
 
+    def division_rule(self) -> str:
+        """Who divides the loss by the micro-batches of a step, in words; "" where there is one of them."""
+        steps, divides = self._micro_batches, self.config.plain_backward_divides
+        if steps == 1:
+            return ""
+        plain = {
+            None: "loss.backward() is an error until plain_backward_divides says who divides",
+            True: "so does loss.backward(), because plain_backward_divides is true",
+            False: "loss.backward() does not, because plain_backward_divides is false",
+        }[divides]
+        return f"engine.backward(loss) divides by gradient_accumulation_steps {steps}; {plain}"
+
     def _refuse_unscaled(self) -> None:
         if self.optimizer.scaler.scale != 1:
             raise RuntimeError(

@@ -29,6 +29,7 @@ from zero_full.shard.base import NoOptimizer
 from zero_full.shard.units import Wrap
 from zero_full.shard.whole import guard
 from zero_full.translate import is_leaf, scaler_of, settings_of
+from zero_full.wording import listed
 
 log = logging.getLogger("zero_full")
 
@@ -251,12 +252,27 @@ def _idle_leaves(engine: Engine) -> Iterator[str]:
                 yield f"zero_optimization.leaf_module.{key}: no module that is called fits {item!r}"
 
 
+def _forgotten(engine: Engine) -> Iterator[str]:
+    """A line about the parameters that require gradients and are in no group of the optimizer."""
+    if isinstance(engine.optimizer.base, NoOptimizer):
+        return
+    trained = {param for group in engine.optimizer.param_groups for param in group["params"]}
+    names = [n for n, p in engine.module.named_parameters() if p.requires_grad and p not in trained]
+    if names:
+        yield (
+            f"{len(names)} parameters require gradients and are in no group of the optimizer, so they are "
+            f"not trained: {listed(names)}"
+        )
+
+
 def _announce(engine: Engine) -> None:
     if dist.is_initialized() and dist.get_rank() != 0:
         return
-    for warning in (*engine.resolved.warnings, *_idle_leaves(engine)):
+    for warning in (*engine.resolved.warnings, *_idle_leaves(engine), *_forgotten(engine)):
         log.warning("%s", warning)
     model_dtype = next((p.dtype for p in engine.module.parameters()), torch.float32)
     dtypes = engine.optimizer.settings.dtypes.table(model_dtype)
     rows = [(f"dtype of {kind}", dtype, "derived") for kind, dtype in dtypes.items()]
     log.info("zero_full configuration\n%s", engine.resolved.table(rows))
+    if rule := engine.division_rule():
+        log.info("%s", rule)

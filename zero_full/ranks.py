@@ -5,7 +5,7 @@ Later there would be no good moment: ranks that differ make other collectives, a
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from zero_full.comm import CommunicationError, DesyncError, DisagreementError
 from zero_full.comm.topology import Topology, this_rank
 from zero_full.config import Config
 from zero_full.config.report import entries
+from zero_full.wording import ranks_listed
 
 Made = TypeVar("Made")
 LOOK_S = 0.01  # between looks for a rank that has not come yet
@@ -121,16 +122,12 @@ def _in_words(known: Mapping[int, Facts]) -> str:
             values.setdefault(str(facts[key]) if key in facts else "absent", []).append(rank)
         if len(values) > 1:
             lines.append(
-                f"{key}: " + "; ".join(f"{value} on {_ranks(ranks)}" for value, ranks in values.items())
+                f"{key}: " + "; ".join(f"{value} on {ranks_listed(ranks)}" for value, ranks in values.items())
             )
     if not lines:
         lines = ["the same things in another order"]
     more = f"\n  and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
     return "\n  ".join(["the ranks were not given the same:", *lines[:SHOWN]]) + more
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
 def facts_of(config: Config, model: nn.Module, base: Optimizer | None) -> dict[str, dict[str, Any]]:

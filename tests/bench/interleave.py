@@ -117,7 +117,8 @@ def heading() -> str:
     installed = [f"{name} {known}" for name, known in versions().items() if known != ABSENT]
     said = [f"{name}={os.environ[name]}" for name in SWITCHES if name in os.environ]
     spec = sys.modules["__main__"].__spec__
-    command = shlex.join([*said, "python", "-m", spec.name if spec else "", *sys.argv[1:]])
+    module = spec.name.removesuffix(".__main__") if spec else ""
+    command = shlex.join([*said, "python", "-m", module, *sys.argv[1:]])
     where = f"{date.today().isoformat()}: {cpu}, {os.cpu_count()} cores, {', '.join(installed)}"
     return f"Measured on {where}.\n\n```\n{command}\n```\n"
 

@@ -2,8 +2,9 @@
 
 import sys
 
+from tests.bench.interleave import heading
 from tests.hostile.cells import STAGES, Cell, everything, run
-from tests.hostile.events import EVENTS
+from tests.hostile.event import EVENTS
 from tests.hostile.players import NUMBERS
 from tests.worlds import POOL
 
@@ -11,6 +12,7 @@ from tests.worlds import POOL
 def main(ranks: int) -> int:
     """Print it; 1 if any cell is neither equal nor refused by name."""
     verdicts = run(everything(), ranks)
+    print(heading())
     print(f"On {ranks} ranks, {len(verdicts)} runs of three steps.\n")
     print("| in the second step | " + " | ".join(f"stage {stage}" for stage in STAGES) + " |")
     print("|---|" + "---|" * len(STAGES))

@@ -127,7 +127,7 @@ def occurs(quote: str) -> bool:
     return any(re.search(wanted, text, re.S) for text in SOURCE)
 
 
-QUOTES = [line for b in blocks("text") if b.page == "troubleshooting.md" for line in b.text.splitlines()]
+QUOTES = [line for b in blocks("text") if b.page in ("troubleshooting.md", "refused.md") for line in b.text.splitlines()]
 
 
 @pytest.mark.parametrize("quote", QUOTES)

@@ -11,7 +11,8 @@ import pytest
 from torch import nn
 
 import zero_full
-from tests.worlds import run_in
+from tests.hostile.lasting import WAYS, cycles
+from tests.worlds import POOL, run_in
 from tests.zero_full.runs import Net, config, data
 
 
@@ -50,6 +51,14 @@ def trace_of_a_dropped_engine(comm: Any) -> list[bool]:
 
 def test_an_engine_with_peers_is_freed_too_though_its_hooks_are_on_the_parameters() -> None:
     assert run_in("processes", trace_of_a_dropped_engine, 2) == [[True] * 3] * 2
+
+
+@pytest.mark.parametrize("way", ["", ", overlap_comm", ", mics_shard_size 1"])
+def test_engines_that_are_destroyed_leave_no_descriptors_and_no_threads(way: str) -> None:
+    """At stage 3, where there are most of them; a thread's end may be seen a moment late."""
+    for early, late in POOL.run(cycles, 2, 3, WAYS[way], 12):
+        assert late[0] <= early[0] + 1, "open files"
+        assert late[1] <= early[1] + 1, "threads"
 
 
 ENDS = """

@@ -21,9 +21,9 @@ from zero_full.checkpoint.files import CODES, is_plain
 from zero_full.checkpoint.selection import Names, refuse_parts, select
 from zero_full.shard.optimizer import ZeroOptimizer
 from zero_full.shard.values import State
+from zero_full.wording import listed
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-LISTED = 8  # names in an error message
 
 
 class Unmatched(NamedTuple):
@@ -89,9 +89,9 @@ class _Loading:
         missing = [name for name, tensor in mine.items() if tensor not in self.found]
         self.unmatched = Unmatched(missing, [name for name in stored if name not in mine])
         if strict and missing:
-            wrong.append(f"{self.path} lacks {_list(missing)}")
+            wrong.append(f"{self.path} lacks {listed(missing)}")
         if strict and self.unmatched.unexpected:
-            wrong.append(f"{self.path} has {_list(self.unmatched.unexpected)}, which the model lacks")
+            wrong.append(f"{self.path} has {listed(self.unmatched.unexpected)}, which the model lacks")
         if wrong:
             raise CheckpointError("; ".join(sorted(wrong)) + ". Nothing was loaded")
 
@@ -133,11 +133,6 @@ def _differences(name: str, tensor: Tensor, stored: Stored) -> Iterator[str]:
 def _family(code: str) -> str:
     """Of numbers that can be converted into each other."""
     return "floating" if code.startswith(("F", "BF")) else "complex" if code.startswith("C") else "whole"
-
-
-def _list(names: Sequence[str]) -> str:
-    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    return ", ".join(names[:LISTED]) + more
 
 
 # Files -------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from zero_full.shard.reducer import GradientReducer
 from zero_full.shard.report import NonFinite
 from zero_full.shard.settings import Settings
 from zero_full.shard.stand_in import UNSCALED, Found, names_of
-from zero_full.shard.sweep import AdamSweep
+from zero_full.shard.sweep import AdamSweep, sub_groups
 from zero_full.shard.values import Member, State, Values
 from zero_full.shard.watch import ModelWatch
 
@@ -333,26 +333,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
             bucket.follow_parameters()
             for gradient in bucket.own_gradients() if factor != 1.0 else ():
                 gradient.mul_(factor)
-        for buckets in self._sub_groups(stepped):
+        # At stage 3 so much at a time that what the step makes for itself stays small.
+        at_a_time = self.settings.sub_group_numel if self.settings.stage == 3 else None
+        for buckets in sub_groups(stepped, at_a_time):
             for bucket in buckets:
                 bucket.hand_over(used)
             self.redirected.step()  # those that have no gradient now stay as they are
             for bucket in buckets:
                 bucket.take_back()
-
-    def _sub_groups(self, stepped: Sequence[Bucket]) -> list[Sequence[Bucket]]:
-        """What is stepped at a time: at stage 3 so much that what the step makes for itself stays small."""
-        if self.settings.stage < 3:
-            return [stepped]
-        sub_groups: list[list[Bucket]] = []
-        room = 0
-        for bucket in stepped:
-            if not sub_groups or bucket.layout.shard > room:
-                sub_groups.append([])
-                room = self.settings.sub_group_numel
-            sub_groups[-1].append(bucket)
-            room -= bucket.layout.shard
-        return list(sub_groups)
 
     def publish(self, buckets: Sequence[Bucket], copied: bool = False) -> None:
         """Parameters follow their masters, what forward needs first at first; `settle` waits for all.

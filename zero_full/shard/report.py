@@ -11,6 +11,7 @@ from zero_full.comm.communicator import Communicator
 from zero_full.comm.topology import this_rank
 from zero_full.precision.scaler import ScaleExhaustedError, StaticScale
 from zero_full.shard.bucket import Bucket
+from zero_full.wording import listed, ranks_listed
 
 log = logging.getLogger("zero_full")
 SHOWN = 3  # parameters
@@ -93,15 +94,15 @@ def _merge(findings: Sequence[Finding]) -> Finding:
 
 
 def _sentence(names: Sequence[str], sources: Sequence[int], losses: Sequence[int]) -> str:
-    shown = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
-    where = f"on {_ranks(sources)}" if sources else "only after they were summed (each rank's own are finite)"
+    where = (
+        f"on {ranks_listed(sources)}"
+        if sources
+        else "only after they were summed (each rank's own are finite)"
+    )
     loss = (
-        f"the loss itself is not finite on {_ranks(losses)}: scaling cannot help, look at inputs and weights"
+        f"the loss itself is not finite on {ranks_listed(losses)}: scaling cannot help, look at inputs and "
+        "weights"
         if losses
         else "the loss is finite on every rank that told us"
     )
-    return f"gradients of {shown or 'some parameter'} are inf or NaN {where}; {loss}"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+    return f"gradients of {listed(names, SHOWN) or 'some parameter'} are inf or NaN {where}; {loss}"

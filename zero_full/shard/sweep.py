@@ -109,3 +109,18 @@ def _gradient(bucket: Bucket, owned: Owned) -> Tensor:
     gradient = bucket.gradient_of(owned)
     assert gradient is not None
     return gradient.contiguous()
+
+
+def sub_groups(buckets: Sequence[Bucket], limit: int | None) -> list[list[Bucket]]:
+    """Neighbours together, as many as own `limit` elements on this rank, but at least one; None: all."""
+    if limit is None:
+        return [list(buckets)]
+    together: list[list[Bucket]] = []
+    room = 0
+    for bucket in buckets:
+        if not together or bucket.layout.shard > room:
+            together.append([])
+            room = limit
+        together[-1].append(bucket)
+        room -= bucket.layout.shard
+    return together
