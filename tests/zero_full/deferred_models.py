@@ -245,6 +245,16 @@ def moved() -> nn.Module:
 
 
 @builder
+def batch_norms_that_have_run() -> nn.Module:
+    made = nn.ModuleList([nn.BatchNorm1d(3), nn.BatchNorm2d(2), nn.InstanceNorm1d(2, 0.1)])
+    made.append(nn.InstanceNorm1d(2, track_running_stats=True))
+    for norm, shape in zip(made, [(4, 3), (2, 2, 3, 3), (2, 2, 5), (2, 2, 5)], strict=True):
+        norm(torch.randn(shape))
+    made[0].eval()(torch.ones(4, 3))
+    return made
+
+
+@builder
 def legacy_constructors() -> nn.Module:
     made = Holder(a=torch.Tensor(4, 3), b=torch.FloatTensor(5), c=torch.empty(2, 2))
     made.a.data.uniform_(-1, 1)

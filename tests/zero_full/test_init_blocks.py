@@ -231,6 +231,12 @@ def lazy_inside(model: nn.Module) -> None:
         nn.Sequential(nn.Linear(2, 2), nn.LazyBatchNorm1d(affine=False))
 
 
+def made_by_vmap(model: nn.Module) -> None:
+    with Init():
+        model.other = nn.Parameter(torch.vmap(lambda row: row * 2)(torch.randn(3, 3)))
+    zero_full.initialize(model=model, config=config(0))
+
+
 def meets_a_stranger(model: nn.Module) -> None:
     with Init():
         first = nn.Linear(3, 3)
@@ -249,6 +255,7 @@ MESSAGES: dict[Callable[[nn.Module], None], str] = {
     shared_memory: "weight and other share memory but are two parameters.|other and weight share memory",
     a_lazy_part: "1.weight has no shape yet, because its module is lazy",
     lazy_inside: "running_mean of LazyBatchNorm1d has no shape yet: give its module the sizes",
+    made_by_vmap: "other has no values: the operation that made it could not be recorded",
     meets_a_stranger: "was constructed in another zero_full.Init than what it meets here",
 }
 

@@ -37,6 +37,8 @@ META = torch.device("meta")
 
 # These do not read what they write to. Nor do others read an argument that is called `out`.
 BLIND = "zero_ fill_ copy_ normal_ uniform_ random_ bernoulli_ exponential_ log_normal_ cauchy_ geometric_"
+# Batch norms change these arguments, and their schemas do not say so.
+UNTOLD = "running_mean", "running_var"
 # These leave a tensor from a file what it is, but for its type.
 FAITHFUL = "aten::_to_copy", "aten::clone"
 
@@ -195,7 +197,8 @@ class Recording:
         """What a tensor's storage holds."""
         value = self._values.get(id(tensor.untyped_storage()))
         if value is None:
-            what = f"a meta tensor of shape {tuple(tensor.shape)}"
+            names = self.names.where(lambda twin: twin is tensor)
+            what = ", ".join(names) or f"a tensor of shape {tuple(tensor.shape)}"
             raise ValueError(f"{what} has no values: the operation that made it could not be recorded")
         return value
 
@@ -287,7 +290,11 @@ def written(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Tensor, str]]:
 @cache
 def _written_arguments(func: Any) -> list[tuple[int, str]]:
     arguments = enumerate(func._schema.arguments)
-    return [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    return [
+        (i, argument.name)
+        for i, argument in arguments
+        if argument.name in UNTOLD or (argument.alias_info is not None and argument.alias_info.is_write)
+    ]
 
 
 def generator_in(args: Any) -> Generator:

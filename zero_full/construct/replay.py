@@ -173,6 +173,7 @@ class Player:
     ) -> None:
         self.deliver, self.wanted, self.names = deliver, wanted, names
         self.real: dict[Value, torch.UntypedStorage] = {}
+        self.absent: set[Value] = set()
         self.generators: dict[Stream, Generator] = {}  # its own: others may use theirs meanwhile
         self.places: dict[Stream, int | None] = {}  # the marks that they are at
         self.states = dict(known)  # by mark
@@ -259,6 +260,8 @@ class Player:
         return empty.set_(self._storage(ref.value), ref.offset, ref.size, ref.stride)
 
     def _storage(self, value: Value) -> torch.UntypedStorage:
+        if value in self.absent:
+            raise RuntimeError(f"{self.names([value])}: on the CPU there is no such result of an operation")
         if value not in self.real:
             room = torch.empty(value.storage.nbytes(), dtype=torch.uint8, device=CPU)
             self.real[value] = room.untyped_storage()
@@ -269,6 +272,8 @@ class Player:
         assert result.dtype == ref.dtype
         if place == (ref.offset, ref.size, ref.stride):
             self.real[ref.value] = result.untyped_storage()
+        elif result.shape != ref.size:  # a by-product that the CPU leaves empty, as of a batch norm in eval
+            self.absent.add(ref.value)
         else:  # laid out otherwise than the meta device said
             self._tensor(ref).copy_(result)
 
