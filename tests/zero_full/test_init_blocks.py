@@ -96,6 +96,19 @@ def gathered_inside(on: bool) -> list[nn.Module]:
 
 
 @block
+def gathered_after_a_fork(on: bool) -> list[nn.Module]:
+    with Init(enabled=on):
+        a = nn.Linear(3, 3)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(4)
+        nn.init.normal_(a.weight)
+    with GatheredParameters(a.weight):
+        pass
+    nn.init.normal_(a.bias)
+    return [a]
+
+
+@block
 def thrown_away(on: bool) -> list[nn.Module]:
     try:
         with Init(enabled=on):

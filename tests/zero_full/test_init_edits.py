@@ -258,15 +258,15 @@ def test_a_later_change_on_one_rank_only_is_refused() -> None:
 
 def bytes_kept(comm: Any, by: int) -> int:
     with Init():
-        model = nn.Sequential(*(nn.Linear(50, 50, bias=False) for _ in range(8)))
+        model = nn.Sequential(*(nn.Linear(100, 100, bias=False) for _ in range(8)))
     with GatheredParameters(model.parameters(), modifier_rank=by):
         pass  # what is loaded once stays
     with LiveBytes() as live:
         for layer in model[:4]:
             with GatheredParameters(layer.weight, modifier_rank=by):
                 layer.weight.data.add_(1)
-        assert live.peak - live.now <= 3 * 10_000
-    return live.now // 10_000
+        assert live.peak - live.now <= 3 * 40_000
+    return live.now // 40_000  # beside them there are states of generators, of 5 kB
 
 
 def test_only_the_rank_whose_changes_count_keeps_them_in_memory() -> None:

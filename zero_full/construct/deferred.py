@@ -94,15 +94,17 @@ class Recording:
         by_value: dict[Value, list[Tensor]] = defaultdict(list)
         for tensor in {id(tensor): tensor for tensor in wanted}.values():
             by_value[self.value_of(tensor)].append(tensor)
-        ends = [stream.end for stream in self.streams if isinstance(stream.end, int)] if to_the_end else []
+        ends = self.streams.ends() if to_the_end else {}
         player = Player(self.streams, deliver, by_value, self.states, self.names_of)
         player.keeps_all = remember
         with torch.no_grad():
-            player.play(schedule(needed(self._ops, by_value, ends, player.states.keys()), by_value))
+            player.play(schedule(needed(self._ops, by_value, ends.values(), player.states.keys()), by_value))
         if remember:
             self.states = player.states
-        for stream in self.streams if to_the_end else ():
-            stream.arrive(player.state_at(stream, stream.end))
+        if to_the_end:
+            self.streams.settle(
+                {stream: (mark, player.state_at(stream, mark)) for stream, mark in ends.items()}
+            )
 
     # What happens --------------------------------------------------------------------------------
 

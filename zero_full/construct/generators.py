@@ -14,7 +14,7 @@ The stamp goes when replay knows the state after the last draw.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -46,7 +46,6 @@ class Stream:
         self.marks: set[int] = set()
         self.returned_to: set[int] = set()
         self.first = self.mark()
-        self.end: Tensor | int = self.first  # where recorded construction leaves it
         self.shown = self.left = self.before
         self.numbers_left = b""
         self.resume_at: int | None = None  # a mark
@@ -81,32 +80,37 @@ class Stream:
 
     def pause(self) -> None:
         """Leave no mark in the generator."""
-        self.end, self.resume_at = self.place(), None
+        self.resume_at = None
         if self.at_mark():
+            self.place()
             self.resume_at, stamp = self.generator.initial_seed(), STAMP + next(_stamps)
             on_cpu = self.generator.device == CPU  # the only kind whose states can be stamped
             self.generator.set_state(with_initial_seed(self.shown, stamp) if on_cpu else self.shown)
             self.stamps[stamp] = self.resume_at, self._numbers()
         self.left, self.numbers_left = self.generator.get_state(), self._numbers()
 
-    def resume(self) -> None:
-        """Go on where recorded construction has left it, unless it has been set or used since."""
+    def look(self) -> int | None:
+        """The mark of the draw that its next numbers follow; None: somebody has set it or used it."""
         self.shown, stamp = self.generator.get_state(), self.generator.initial_seed()
         if not torch.equal(self.shown, self.left):
             # A stamp that is not ours is another rank's, if ranks are threads: they share torch's generator.
             mark, numbers = self.stamps.get(stamp, (self.resume_at, self.numbers_left))
             self.has_strayed = _is_stamp(stamp) and numbers != self._numbers()
             self.resume_at = mark if _is_stamp(stamp) and not self.has_strayed else None
-        if self.resume_at is not None:
-            self.generator.manual_seed(self.resume_at)
+        return self.resume_at
 
-    def arrive(self, end: Tensor) -> None:
-        """The state at the end is known: take the generator there, if it is ours and nobody has used it."""
-        is_stamped = _is_stamp(self.generator.initial_seed())
-        untouched = is_stamped and self._numbers() == self.numbers_left
-        if self.is_own and (untouched or torch.equal(self.generator.get_state(), self.left)):
-            self.generator.set_state(end)
-        elif is_stamped and not untouched:
+    def resume(self) -> None:
+        """Go on where recorded construction has left it, unless it has been set or used since."""
+        mark = self.look()
+        if mark is not None:
+            self.generator.manual_seed(mark)
+
+    def settle(self, mark: int | None, state: Tensor) -> None:
+        """The state at a mark is known: take the generator there, if it is ours and nobody has used it."""
+        now = self.look()
+        if now is not None and now == mark and self.is_own:
+            self.generator.set_state(state)
+        elif self.has_strayed:
             log.warning(
                 "random numbers were drawn between zero_full.Init and initialize without torch.manual_seed: "
                 "they are some that construction draws, too, and not those that follow"
@@ -162,6 +166,17 @@ class Streams:
         """Record that numbers are drawn."""
         stream = self.of(generator)
         return Draw(stream, stream.place(), stream.mark())
+
+    def ends(self) -> dict[Stream, int]:
+        """Marks of the draws that generators follow now."""
+        with alone_with_torchs_generator():
+            return {stream: mark for stream in self if (mark := stream.look()) is not None}
+
+    def settle(self, known: Mapping[Stream, tuple[int, Tensor]]) -> None:
+        """Generators show their real states, of which these are known, by mark."""
+        with alone_with_torchs_generator():
+            for stream in self:
+                stream.settle(*known.get(stream, (None, stream.before)))
 
     def pause(self) -> None:
         """Leave no marks."""
