@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from zero_full.checkpoint import CheckpointError, load_weights, save_weights
     from zero_full.comm import CommunicationError, DesyncError, DisagreementError, Topology
     from zero_full.config import Config, ConfigError
+    from zero_full.construct import Init
     from zero_full.data import RepeatingLoader, synced
     from zero_full.engine import Engine
     from zero_full.entry import initialize
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
         safe_set_local_optimizer_state,
         safe_update_full_grad_vectorized,
     )
-    from zero_full.shard.init import Init
     from zero_full.shard.leaves import (
         get_z3_leaf_modules,
         set_z3_leaf_module,
@@ -59,6 +59,7 @@ _WHERE = {
     "zero_full.checkpoint": ("CheckpointError", "load_weights", "save_weights"),
     "zero_full.comm": ("CommunicationError", "DesyncError", "DisagreementError", "Topology"),
     "zero_full.config": ("Config", "ConfigError"),
+    "zero_full.construct": ("Init",),
     "zero_full.data": ("RepeatingLoader", "synced"),
     "zero_full.engine": ("Engine",),
     "zero_full.entry": ("initialize",),
@@ -66,7 +67,6 @@ _WHERE = {
     "zero_full.plan": ("Plan", "PlanError", "plan_stages"),
     "zero_full.precision": ("ScaleExhaustedError",),
     "zero_full.shard": ("StepReport", "ZeroOptimizer"),
-    "zero_full.shard.init": ("Init",),
     "zero_full.shard.leaves": (
         *("get_z3_leaf_modules", "set_z3_leaf_module", "set_z3_leaf_modules", "set_z3_leaf_modules_by_name"),
         *("set_z3_leaf_modules_by_suffix", "unset_z3_leaf_modules", "z3_leaf_module"),

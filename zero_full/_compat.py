@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.autograd import Variable
+from torch.utils._device import DeviceContext
 
 # torch 2.13 renamed these two; torch 2.11 knows only the old names.
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -56,6 +57,13 @@ def backend_of(group: Any, device: torch.device) -> str:
     return str(group._get_backend(device).name())
 
 
+def device_of(group: Any) -> torch.device:
+    """Where tensors must be that this group sends: on the CPU, if it can."""
+    kinds = {torch.device(kind) for kind in group._device_types}
+    cpu = torch.device("cpu")
+    return cpu if cpu in kinds or not kinds else kinds.pop()
+
+
 def timeout_of(group: Any) -> timedelta | None:
     """How long a call on this group waits for a peer; None: its backend does not tell."""
     options = getattr(group._get_backend(group._device_types[0]), "options", None)
@@ -85,3 +93,15 @@ def inside_transform() -> bool:
 def identity_of(storage: torch.UntypedStorage) -> int:
     """The same number for every view of a piece of memory, as long as it lives, also while it is empty."""
     return int(storage._cdata)
+
+
+def with_initial_seed(state: torch.Tensor, seed: int) -> torch.Tensor:
+    """A CPU generator's state that gives the same numbers and says that it was seeded with this."""
+    changed = state.clone()
+    changed[:8] = torch.frombuffer(bytearray(seed.to_bytes(8, "little")), dtype=torch.uint8)
+    return changed
+
+
+def default_device_context(device: torch.device) -> Any:
+    """What `with device:` enters, so that its device can be changed meanwhile."""
+    return DeviceContext(device)

@@ -16,6 +16,7 @@ from zero_full.checkpoint import load_weights
 from zero_full.comm.ledger import Traffic
 from zero_full.comm.topology import Topology
 from zero_full.config import LeafModuleConfig, Resolved, resolve
+from zero_full.construct import Deferred, has_values, outside_recording
 from zero_full.data import RankLoader
 from zero_full.engine import Engine
 from zero_full.given import check_arguments, check_model, check_schedule
@@ -25,7 +26,6 @@ from zero_full.precision import StaticScale
 from zero_full.ranks import Arrivals, attempt, compare, facts_of
 from zero_full.shard import Connection, Dealer, Settings, ZeroOptimizer, connect, settle_the_rest
 from zero_full.shard.base import NoOptimizer
-from zero_full.shard.init import Deferred
 from zero_full.shard.units import Wrap
 from zero_full.shard.whole import guard
 from zero_full.translate import is_leaf, scaler_of, settings_of
@@ -34,6 +34,7 @@ from zero_full.wording import listed
 log = logging.getLogger("zero_full")
 
 
+@outside_recording
 def initialize(
     args: Any = None,
     model: nn.Module | None = None,
@@ -165,7 +166,7 @@ def _place_among_data(topology: Topology) -> tuple[int, int]:
 
 def _device(model: nn.Module) -> torch.device:
     """The model's, if it is on an accelerator already; else this rank's accelerator, if it can talk there."""
-    real = (p.device for p in model.parameters() if not p.is_meta)
+    real = (p.device for p in model.parameters() if has_values(p))
     here = next(real, torch.device("cpu"))
     if here.type != "cpu" or not torch.accelerator.is_available():
         return here
@@ -223,13 +224,19 @@ def _shard(model: nn.Module, topology: Topology, prepared: _Prepared) -> ZeroOpt
     groups = connect(topology, settings, Connection(device, Traffic(), separate, timeout))
     if groups.dense.shard.size > 1 or (groups.expert is not None and groups.expert.shard.size > 1):
         check_elementwise(base, config.zero_allow_untested_optimizer)
+    deferred.refuse_strangers(base.param_groups)
+    deferred.meet(groups.dense)
+    if groups.expert is not None and deferred.parameters:
+        raise ValueError("experts are initialised differently on each rank: construct them without Init")
     parts = Dealer(base.param_groups, topology, groups, settings, deferred.parameters).deal(model)
-    deferred.fill(groups, parts.fill)
+    if deferred.parameters:
+        attempt(partial(deferred.fill, parts.fill), topology)
+        deferred.share(parts.fill)
     settle_the_rest(model, parts, topology, groups, settings)
     scaler = StaticScale() if isinstance(base, NoOptimizer) else scaler_of(config)
     optimizer = ZeroOptimizer(base, model, parts, groups, settings, scaler)
     optimizer.guards = guard(model) if parts.sites else []
-    for path in deferred.weights():
+    for path in deferred.weights:
         load_weights(model, optimizer, path)
     return optimizer
 

@@ -30,6 +30,7 @@ ROOMS = {  # and a room of zero_full only itself and these; what is not named ma
     "comm": {"_compat", "kernels"},
     "precision": {"_compat", "kernels"},
     "shard": {"_compat", "comm", "kernels", "layout", "nest", "precision", "wording"},
+    "construct": {"_compat", "comm", "nest", "shard"},
     "checkpoint": {"comm", "layout", "nest", "shard", "wording"},
     "facts": {"comm", "config", "precision", "shard"},
     "calls": {"nest", "shard"},

@@ -233,6 +233,37 @@ def on_the_cpu_by_name() -> nn.Module:
 
 
 @builder
+def moved() -> nn.Module:
+    made = nn.ModuleList([nn.Linear(3, 3).cpu(), nn.Linear(3, 3).to("cpu").to(torch.bfloat16).float()])
+    made[0].weight.data.cpu().zero_()  # no copy
+    made[1].weight.data.to("cpu", copy=True).zero_()
+    x = torch.arange(3).to(torch.device("cpu"), torch.float32)
+    made.append(
+        Holder(a=torch.randn(3).cpu(), b_x=x.to(made[1].weight), b_y=x.to("cpu", torch.half, True, True))
+    )
+    return made
+
+
+@builder
+def batch_norms_that_have_run() -> nn.Module:
+    made = nn.ModuleList([nn.BatchNorm1d(3), nn.BatchNorm2d(2), nn.InstanceNorm1d(2, 0.1)])
+    made.append(nn.InstanceNorm1d(2, track_running_stats=True))
+    for norm, shape in zip(made, [(4, 3), (2, 2, 3, 3), (2, 2, 5), (2, 2, 5)], strict=True):
+        norm(torch.randn(shape))
+    made[0].eval()(torch.ones(4, 3))
+    return made
+
+
+@builder
+def legacy_constructors() -> nn.Module:
+    made = Holder(a=torch.Tensor(4, 3), b=torch.FloatTensor(5), c=torch.empty(2, 2))
+    made.a.data.uniform_(-1, 1)
+    made.b.data.fill_(2)
+    made.c.data.copy_(torch.empty_like(made.a, device="cpu").fill_(3)[:2, :2])
+    return made
+
+
+@builder
 def other_dtypes() -> nn.Module:
     made = nn.ModuleList([nn.Linear(4, 4).to(torch.bfloat16), nn.Linear(3, 3, dtype=torch.float64)])
     made.append(nn.Linear(20, 4).half())

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.zero_full.deferred_models import BUILDERS, GPT, Holder
-from zero_full.shard.deferred import Recording, recorder
+from zero_full.construct.deferred import Recording
+from zero_full.construct.recorded import twin_of
+from zero_full.construct.recorder import recorder
 
 SEED = 11
 
@@ -27,16 +29,21 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     return dict([*model.named_parameters(), *model.named_buffers()])
 
 
-def replayed(recording: Recording, model: nn.Module) -> dict[str, Tensor]:
+def twins(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """What a recording knows of these tensors. (A few are real from the beginning.)"""
+    return [twin for tensor in tensors if (twin := twin_of(tensor)) is not None]
+
+
+def replayed(recording: Recording, model: nn.Module, **arguments: Any) -> dict[str, Tensor]:
     values: dict[int, Tensor] = {}
 
-    def deliver(tensor: Tensor, real: Tensor) -> None:
-        assert id(tensor) not in values and real.device.type == "cpu" and not real.requires_grad
-        values[id(tensor)] = real
+    def deliver(twin: Tensor, real: Tensor) -> None:
+        assert id(twin) not in values and real.device.type == "cpu" and not real.requires_grad
+        values[id(twin)] = real
 
     tensors = tensors_of(model)
-    recording.replay(deliver, tensors.values())
-    return {name: values[id(tensor)] for name, tensor in tensors.items()}
+    recording.replay(deliver, twins(tensors.values()), **arguments)
+    return {name: values.get(id(twin_of(tensor)), tensor) for name, tensor in tensors.items()}
 
 
 def assert_equal(plain: dict[str, Tensor], values: dict[str, Tensor]) -> None:
@@ -55,6 +62,7 @@ def assert_as_plain(build: Callable[[], nn.Module]) -> None:
     with recorder() as recording:
         model = build()
     assert [type(m).__name__ for m in model.modules()] == [type(m).__name__ for m in plain.modules()]
+    assert [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in plain.parameters()]
     values = replayed(recording, model)
     assert_equal(tensors_of(plain), values)
     assert torch.equal(torch.get_rng_state(), state)
@@ -105,16 +113,12 @@ def test_any_order_of_operations_gives_the_same_values(seed: int) -> None:
 def test_another_ranks_state_gives_its_values_and_leaves_the_generator_alone() -> None:
     torch.manual_seed(SEED)
     state, plain = torch.get_rng_state(), tensors_of(GPT())
-    after = torch.get_rng_state()
     torch.manual_seed(SEED + 1)
     own = torch.get_rng_state()
     with recorder() as recording:
         model = GPT()
     recording.rng_state_before = state
-    values: dict[int, Tensor] = {}
-    end = recording.replay(lambda tensor, real: values.update({id(tensor): real}), tensors_of(model).values())
-    assert_equal(plain, {name: values[id(tensor)] for name, tensor in tensors_of(model).items()})
-    assert torch.equal(end, after)
+    assert_equal(plain, replayed(recording, model))
     assert torch.equal(torch.get_rng_state(), own)
 
 
@@ -133,7 +137,9 @@ def test_a_delivery_may_draw_and_replay_can_be_repeated() -> None:
     seen: list[list[Tensor]] = []
     for _ in range(2):
         seen.append([])
-        recording.replay(lambda _, real: seen[-1].append(real + torch.rand(()) * 0), model.parameters())
+        recording.replay(
+            lambda _, real: seen[-1].append(real + torch.rand(()) * 0), twins(model.parameters())
+        )
     assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
 
 
@@ -202,7 +208,7 @@ def test_replay_holds_no_more_than_two_parameters(build: Callable[[], nn.Module]
         model = build()
     sizes = [parameter.nbytes for parameter in model.parameters()]
     with LiveBytes() as live:
-        recording.replay(lambda tensor, real: None, tensors_of(model).values())
+        recording.replay(lambda tensor, real: None, twins(tensors_of(model).values()))
     assert max(sizes) <= live.peak <= 2 * max(sizes)
     assert sum(sizes) > 10 * live.peak and live.now == 0
 
@@ -210,18 +216,18 @@ def test_replay_holds_no_more_than_two_parameters(build: Callable[[], nn.Module]
 def test_recording_makes_no_real_tensor() -> None:
     with LiveBytes() as live, recorder():
         GPT(32, 8, 100)
-    assert live.peak == 0
+    assert live.peak < 6000  # a generator's state
 
 
 LARGER_THAN_MEMORY = """
 import resource
 import torch
-from tests.zero_full.test_deferred import GPT, recorder, tensors_of
+from tests.zero_full.test_deferred import GPT, recorder, tensors_of, twins
 
 torch.set_num_threads(1)
 with recorder() as recording:  # torch imports much when it first asks for shapes
     small = GPT()
-recording.replay(lambda tensor, real: real.sum(), tensors_of(small).values())
+recording.replay(lambda tensor, real: real.sum(), twins(tensors_of(small).values()))
 with open("/proc/self/status") as status:
     used = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmData"))
 limit = used + 48 * 2**20
@@ -230,7 +236,7 @@ with recorder() as recording:
     model = GPT(512, 20, 1000)
 print("wanted", sum(p.nbytes for p in model.parameters()) / 2**20, "MiB")
 sums = []
-recording.replay(lambda tensor, real: sums.append(real.sum().item()), tensors_of(model).values())
+recording.replay(lambda tensor, real: sums.append(real.sum().item()), twins(tensors_of(model).values()))
 print("delivered", len(sums))
 try:
     GPT(512, 20, 1000)
@@ -255,9 +261,9 @@ def test_a_model_larger_than_memory_is_constructed() -> None:
 READS: dict[str, tuple[Callable[[], Any], str]] = {
     "item": (lambda: torch.linspace(0, 0.1, 4)[1].item(), "_local_scalar_dense"),
     "if": (lambda: 1 if torch.ones(1) > 0 else 0, "_local_scalar_dense"),
-    "tolist": (lambda: torch.ones(3).tolist(), "_to_copy"),
+    "tolist": (lambda: torch.ones(3).tolist(), "Tensor.tolist"),
     "numpy": (lambda: torch.ones(3).numpy(), "Tensor.numpy"),
-    "cpu": (lambda: torch.ones(3).cpu(), "_to_copy"),
+    "address": (lambda: torch.ones(3).data_ptr(), "Tensor.data_ptr"),
     "equal": (lambda: torch.equal(torch.ones(1), torch.ones(1)), "aten.equal"),
     "allclose": (lambda: torch.allclose(torch.ones(1), torch.ones(1)), "aten.allclose"),
     "nonzero": (lambda: torch.ones(3).nonzero(), "aten.nonzero"),
@@ -298,12 +304,7 @@ def test_a_source_that_changes_before_replay_is_an_error() -> None:
         parameter.data.copy_(source)
     source.add_(1)
     with pytest.raises(RuntimeError, match=r"shape \(3,\) that has changed since"):
-        recording.replay(lambda tensor, real: None, [parameter])
-
-
-def test_recorders_are_not_nested() -> None:
-    with recorder(), pytest.raises(RuntimeError, match="cannot be nested"), recorder():
-        pass
+        recording.replay(lambda tensor, real: None, twins([parameter]))
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -316,10 +317,10 @@ def test_nothing_stays_changed(fails: bool) -> None:
                 raise KeyError("a constructor's")
     except KeyError:
         assert fails
-    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().set_state(state)))
     assert (torch.empty, torch.tensor, nn.init.normal_) == functions
     assert torch.get_default_device().type == torch.randn(2).device.type == "cpu"
     assert torch.empty(1, device="meta").is_meta
     with recorder() as recording:
         parameter = nn.Parameter(torch.ones(2))
-    recording.replay(lambda tensor, real: None, [parameter])
+    recording.replay(lambda tensor, real: None, twins([parameter]))

@@ -14,8 +14,6 @@ State that is cut into slices has its squares summed over the ranks that share i
 slices (`across`) only takes part in the rest.
 """
 
-import ctypes
-import hashlib
 import zlib
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +25,7 @@ from torch import Tensor
 from zero_full.comm.desync import DisagreementError
 from zero_full.precision.norms import squared_norm
 from zero_full.shard.bucket import Bucket
+from zero_full.shard.checksum import digest
 from zero_full.shard.groups import Groups, Pair
 from zero_full.shard.stand_in import Found, names_of
 from zero_full.shard.values import Member
@@ -109,7 +108,7 @@ class _Side:
         return {member for member, flag in zip(self.members, flags, strict=True) if flag}
 
     def _look_closer(self) -> None:
-        everyones = self._everyones(dict(self.doings))
+        everyones = self.pair.everyones(dict(self.doings), "what ranks would do")
         keys = list(dict.fromkeys(key for each in everyones for key in each))
         differing = [key for key in keys if len({repr(each.get(key)) for each in everyones}) > 1]
         if differing == [
@@ -126,18 +125,10 @@ class _Side:
             "learning rates and other options of the optimizer"
         )
 
-    def _everyones(self, mine: Any) -> list[Any]:
-        """By rank."""
-        everyones = [mine]
-        for group in (self.pair.shard, self.pair.across):
-            gathered = group.gather_objects(everyones, "what ranks would do")
-            everyones = [each for some in gathered for each in some]
-        return everyones
-
     def _compare_parameters(self) -> None:
         whole = [bucket.values for bucket in self.buckets if not bucket.values.sheds]
-        hashes = {m.name: _hash(m.param) for values in whole for m in values.members}
-        everyones = self._everyones(hashes)
+        hashes = {m.name: digest(m.param) for values in whole for m in values.members}
+        everyones = self.pair.everyones(hashes, "parameters")
         differing = [name for name in hashes if len({each[name] for each in everyones}) > 1]
         if differing:
             raise DisagreementError(
@@ -145,11 +136,6 @@ class _Side:
                 "others since the last step: write them on every rank alike, or inside "
                 "zero_full.GatheredParameters(parameters, modifier_rank=0)"
             )
-
-
-def _hash(param: Tensor) -> str:
-    flat = param.detach().reshape(-1).view(torch.uint8).cpu()
-    return hashlib.sha256(ctypes.string_at(flat.data_ptr(), flat.nbytes)).hexdigest()
 
 
 def _gradients(buckets: Sequence[Bucket], counts: bool) -> list[Tensor]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,13 @@ class Pair:
     gather: Gather
     reduce: Reduce
     node: Communicator | None = None  # the ranks of `shard` that keep what they have gathered among them
+
+    def everyones(self, mine: Any, what: str) -> list[Any]:
+        """Everyone's small object, those of one `shard` side by side. Every rank must call this."""
+        everyones = [mine]
+        for group in (self.shard, self.across):
+            everyones = [each for some in group.gather_objects(everyones, what) for each in some]
+        return everyones
 
 
 @dataclass(frozen=True)

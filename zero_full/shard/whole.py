@@ -1,7 +1,7 @@
 """Whole parameters of a model whose parameters are sharded: to read them, to write them, to save them."""
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -11,8 +11,10 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from zero_full.comm.topology import this_rank
+from zero_full.shard.checksum import checksum
 from zero_full.shard.optimizer import ZeroOptimizer
 from zero_full.shard.owners import owner_of
+from zero_full.shard.recorded import record_of
 from zero_full.shard.values import Member, Values, is_released
 
 
@@ -171,7 +173,8 @@ class GatheredParameters:
 
     modifier_rank   the rank whose changes become everybody's; None: there must not be any
 
-    With None, changes that all ranks make alike are an error, too: nobody would know whose to keep.
+    With None, changes that all ranks make alike are an error, too: nobody would know whose to keep. What
+    `Init` has recorded can be gathered before `initialize`, buffers included; it is on the CPU then.
     """
 
     def __init__(
@@ -184,11 +187,16 @@ class GatheredParameters:
         self.params: list[Tensor] = [params] if isinstance(params, Tensor) else list(params)
         self.modifier_rank, self.enabled = modifier_rank, enabled
         self.stack: list[tuple[ZeroOptimizer, list[tuple[Values, Member]], Any]] = []
+        self.recorded: AbstractContextManager[Any] = nullcontext()  # of parameters before `initialize`
 
     def __enter__(self) -> None:
         """Gather them."""
         if not self.enabled:
             return
+        recorded = [p for p in self.params if record_of(p) is not None]
+        if recorded:
+            self.recorded = record_of(recorded[0]).gathered(recorded, self.modifier_rank)
+            self.recorded.__enter__()
         for optimizer, chosen in _by_optimizer(self.params).items():
             optimizer.settle()
             context = _gathered(optimizer, dict.fromkeys(values for values, _ in chosen))
@@ -202,13 +210,17 @@ class GatheredParameters:
         """Keep the changes of `modifier_rank`, or make sure that there are none; release."""
         if not self.enabled:
             return
+        recorded, self.recorded = self.recorded, nullcontext()
         problem = None
-        if failure[0] is None:
-            for _, chosen, _ in self.stack:
-                self._take_back_moved(chosen)
-            problem = self._refuse_changes() if self.modifier_rank is None else self._keep_changes()
-        while self.stack:
-            self.stack.pop()[2].__exit__(*failure)
+        try:
+            if failure[0] is None:
+                for _, chosen, _ in self.stack:
+                    self._take_back_moved(chosen)
+                problem = self._refuse_changes() if self.modifier_rank is None else self._keep_changes()
+            while self.stack:
+                self.stack.pop()[2].__exit__(*failure)
+        finally:
+            recorded.__exit__(*failure)
         if problem:
             raise RuntimeError(problem)
 
@@ -248,7 +260,7 @@ class GatheredParameters:
         """By name: how often a parameter was written, and a sum over its bits, for what goes round that."""
         members = [place for _, chosen, _ in self.stack for place in chosen]
         return {
-            member.name: (member.param._version, _sum_of_bits(values.windows[member.index]))
+            member.name: (member.param._version, checksum(values.windows[member.index]))
             for values, member in members
         }
 
@@ -277,10 +289,6 @@ def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
     """
     with GatheredParameters(list(model.parameters())):
         yield model
-
-
-def _sum_of_bits(tensor: Tensor) -> int:
-    return int(torch.hash_tensor(tensor).view(torch.int64)) if tensor.numel() else 0
 
 
 def _by_optimizer(params: Iterable[Tensor]) -> dict[ZeroOptimizer, list[tuple[Values, Member]]]:

@@ -1,7 +1,7 @@
 """Run recorded operations on the CPU, one parameter's at a time. `deferred` records them and says why."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from zero_full.shard.draws import Draw, Stream, as_torchs_generator
-
-CPU = torch.device("cpu")
+from zero_full.construct.generators import CPU, Draw, Stream, as_torchs_generator
+from zero_full.shard.checksum import checksum
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +36,16 @@ class Held:
     """A real tensor that an operation reads."""
 
     tensor: Tensor
-    version: int
+    checksum: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Held":
+        """What it is now. Another tensor, so that it stays when the first one is given other data."""
+        return cls(tensor.detach(), checksum(tensor))
+
+    def has_changed(self) -> bool:
+        """Whether anybody has written to it, or to an array in the same memory."""
+        return checksum(self.tensor) != self.checksum
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,19 +84,28 @@ def swap(nested: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(nested, dict):
         return {key: swap(item, change) for key, item in nested.items()}
     if isinstance(nested, (list, tuple)):
-        return type(nested)([swap(item, change) for item in nested])
+        items = [swap(item, change) for item in nested]
+        return nested._make(items) if hasattr(nested, "_make") else type(nested)(items)
     return change(nested)
 
 
 # In which order --------------------------------------------------------------------------------------
 
 
-def needed(ops: Iterable[Op], wanted: Wanted) -> list[Op]:
-    """What draws random numbers, or makes a part of what is wanted or read."""
-    live, kept = set(wanted), []
+def needed(
+    ops: Iterable[Op], wanted: Iterable[Value], ends: Iterable[int], known: Container[int]
+) -> list[Op]:
+    """What makes a part of what is wanted or read, and draws that those or the `ends` follow.
+
+    A draw's numbers follow the draw before, unless the generator's state there is known.
+    """
+    live: set[Value | int] = {*wanted, *(end for end in ends if end not in known)}
+    kept = []
     for op in reversed(list(ops)):
-        if op.draw or not live.isdisjoint(op.writes):
+        if not live.isdisjoint(op.writes) or (op.draw and op.draw.mark in live):
             live.update(op.reads)
+            if op.draw and isinstance(op.draw.start, int) and op.draw.start not in known:
+                live.add(op.draw.start)
             kept.append(op)
     return kept[::-1]
 
@@ -147,15 +164,24 @@ class Player:
     """Runs operations; holds only what a later one needs."""
 
     def __init__(
-        self, streams: Iterable[Stream], deliver: Callable[[Tensor, Tensor], None], wanted: Wanted
+        self,
+        streams: Iterable[Stream],
+        deliver: Callable[[Tensor, Tensor], None],
+        wanted: Wanted,
+        known: Mapping[int, Tensor],
+        names: Callable[[Iterable[Value]], str],
     ) -> None:
-        self.deliver, self.wanted = deliver, wanted
+        self.deliver, self.wanted, self.names = deliver, wanted, names
         self.real: dict[Value, torch.UntypedStorage] = {}
+        self.absent: set[Value] = set()
         self.generators: dict[Stream, Generator] = {}  # its own: others may use theirs meanwhile
-        self.states: dict[int, Tensor] = {}  # those that are returned to, by mark
+        self.places: dict[Stream, int | None] = {}  # the marks that they are at
+        self.states = dict(known)  # by mark
+        self.keeps_all = False  # states; otherwise those that are returned to
         for stream in streams:
             self.generators[stream] = Generator(CPU)
             self.generators[stream].set_state(stream.before)
+            self.places[stream] = stream.first
             self.states[stream.first] = stream.before
 
     def play(self, ops: list[Op]) -> None:
@@ -175,13 +201,10 @@ class Player:
                 if value in self.wanted:
                     self._hand_out(value)
 
-    def move_generators(self, main: Stream) -> Tensor:
-        """Take generators that nobody has used since to where construction ends. Returns the main state."""
-        for stream, generator in self.generators.items():
-            self._set(generator, stream.end)
-            if stream.is_own and torch.equal(stream.generator.get_state(), stream.left):
-                stream.generator.set_state(generator.get_state())
-        return self.generators[main].get_state()
+    def state_at(self, stream: Stream, place: Tensor | int) -> Tensor:
+        """A generator's state there."""
+        self._go_to(stream, place)
+        return self.generators[stream].get_state()
 
     def _hand_out(self, value: Value) -> None:
         storage = self._storage(value)
@@ -191,6 +214,12 @@ class Player:
             self.deliver(tensor, torch.empty(0, dtype=tensor.dtype, device=CPU).set_(storage, *place))
 
     def _run(self, op: Op) -> None:
+        for leaf in leaves((op.args, op.kwargs)):
+            if isinstance(leaf, Held) and leaf.has_changed():
+                raise RuntimeError(
+                    f"{self.names(op.writes)} was made from a tensor of shape {tuple(leaf.tensor.shape)} "
+                    "that has changed since, and its values are only made now: make it from a clone"
+                )
         args, kwargs = swap(op.args, self._thaw), swap(op.kwargs, self._thaw)
         with _default_dtype(op.default_dtype):
             out = self._draw(op, op.draw, args, kwargs) if op.draw else op.func(*args, **kwargs)
@@ -200,37 +229,39 @@ class Player:
 
     def _draw(self, op: Op, draw: Draw, args: Any, kwargs: Any) -> Any:
         generator = self.generators[draw.stream]
-        self._set(generator, draw.start)
+        self._go_to(draw.stream, draw.start)
         if kwargs.get("generator") is generator:
             out = op.func(*args, **kwargs)
         else:
             with as_torchs_generator(generator):
                 out = op.func(*args, **kwargs)
-        if draw.mark in draw.stream.returned_to:
+        self.places[draw.stream] = draw.mark
+        if self.keeps_all or draw.mark in draw.stream.returned_to:
             self.states[draw.mark] = generator.get_state()
         return out
 
-    def _set(self, generator: Generator, start: Tensor | int | None) -> None:
-        if start is not None:
-            generator.set_state(start if isinstance(start, Tensor) else self.states[start])
+    def _go_to(self, stream: Stream, place: Tensor | int) -> None:
+        if isinstance(place, Tensor):
+            self.generators[stream].set_state(place)
+            self.places[stream] = None
+        elif place != self.places[stream]:
+            self.generators[stream].set_state(self.states[place])
+            self.places[stream] = place
 
     def _thaw(self, leaf: Any) -> Any:
         if isinstance(leaf, Ref):
             return self._tensor(leaf)
         if isinstance(leaf, Stream):
             return self.generators[leaf]
-        if not isinstance(leaf, Held):
-            return leaf
-        if leaf.tensor._version != leaf.version:
-            shape = tuple(leaf.tensor.shape)
-            raise RuntimeError(f"the model was made from a tensor of shape {shape} that has changed since")
-        return leaf.tensor
+        return leaf.tensor if isinstance(leaf, Held) else leaf
 
     def _tensor(self, ref: Ref) -> Tensor:
         empty = torch.empty(0, dtype=ref.dtype, device=CPU)
         return empty.set_(self._storage(ref.value), ref.offset, ref.size, ref.stride)
 
     def _storage(self, value: Value) -> torch.UntypedStorage:
+        if value in self.absent:
+            raise RuntimeError(f"{self.names([value])}: on the CPU there is no such result of an operation")
         if value not in self.real:
             room = torch.empty(value.storage.nbytes(), dtype=torch.uint8, device=CPU)
             self.real[value] = room.untyped_storage()
@@ -241,6 +272,8 @@ class Player:
         assert result.dtype == ref.dtype
         if place == (ref.offset, ref.size, ref.stride):
             self.real[ref.value] = result.untyped_storage()
+        elif result.shape != ref.size:  # a by-product that the CPU leaves empty, as of a batch norm in eval
+            self.absent.add(ref.value)
         else:  # laid out otherwise than the meta device said
             self._tensor(ref).copy_(result)
 

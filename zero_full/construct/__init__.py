@@ -1,0 +1,8 @@
+"""Models that are constructed without memory and get their values later, one parameter at a time."""
+
+from zero_full.construct.handover import Deferred
+from zero_full.construct.init import Init
+from zero_full.construct.recorded import has_values
+from zero_full.construct.recorder import outside_recording
+
+__all__ = ["Deferred", "Init", "has_values", "outside_recording"]

@@ -1,0 +1,328 @@
+"""Construct a model without memory for it; get its values later, one parameter at a time.
+
+[Note: recording and replay] While a `recorder` records, tensors have a shape and no values. Every operation
+that would have made or changed values runs on the meta device, and is written down. `replay` runs them on the
+CPU and delivers each parameter as soon as it is complete, so that about one parameter is in memory at a time.
+The values are bit for bit those of plain construction on the CPU:
+
+    order      Operations that draw random numbers run in the recorded order, even if what they draw is
+               overwritten later. Others run as late as possible: when a draw or a delivery needs them.
+    versions   An operation that overwrites a whole storage starts a new `Value`. Nothing connects it with
+               what the storage held before, so a default initialisation that is replaced keeps no memory.
+    numbers    To notice when a constructor seeds a generator, the recorder seeds it after each draw with a
+               random mark. A generator at a mark stands for "as after that draw"; at anything else, the
+               constructor has set it. (See [Note: a generator between recordings].)
+
+After construction the recording goes on: what is done to the model then is one more operation. What cannot be
+recorded is an error: above all, reading values (`.item()`, `if tensor:`) before there are any.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from secrets import token_hex
+from typing import Any
+
+import torch
+from torch import Generator, Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from zero_full.construct.generators import CPU, Streams
+from zero_full.construct.names import Names
+from zero_full.construct.recorded import twin_of
+from zero_full.construct.replay import Held, Op, Player, Ref, Value, leaves, needed, schedule, swap
+
+META = torch.device("meta")
+
+# These do not read what they write to. Nor do others read an argument that is called `out`.
+BLIND = "zero_ fill_ copy_ normal_ uniform_ random_ bernoulli_ exponential_ log_normal_ cauchy_ geometric_"
+# Batch norms change these arguments, and their schemas do not say so.
+UNTOLD = "running_mean", "running_var"
+# These leave a tensor from a file what it is, but for its type.
+FAITHFUL = "aten::_to_copy", "aten::clone"
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """Another rank has this value: the one that may change it in GatheredParameters(modifier_rank)."""
+
+    rank: int
+    since: tuple[str, ...] = ()  # what every rank has done to it afterwards, by its own knowledge
+
+
+class Recording:
+    """What was recorded."""
+
+    def __init__(self) -> None:
+        self._ops: list[Op] = []
+        self._values: dict[int, Value] = {}  # what each meta storage holds now, by the storage's identity
+        self._written: set[Value] = set()
+        self.streams, self.names = Streams(), Names()
+        self.states: dict[int, Tensor] = {}  # of generators, by mark, where a replay has found them out
+        self.files: dict[Value, Any] = {}  # where initialize will read it
+        self.beside_files = WeakIdKeyDictionary()  # modules -> their real tensors that it will read, too
+        self.elsewhere: dict[Value, Elsewhere] = {}
+        self.is_construction = True  # what happens now, as opposed to a later edit
+
+    @property
+    def rng_state_before(self) -> Tensor:
+        """The state of torch's generator that replay starts from. May be set to another rank's."""
+        return self.streams.main.before
+
+    @rng_state_before.setter
+    def rng_state_before(self, state: Tensor) -> None:
+        if not torch.equal(state, self.streams.main.before):
+            self.states.clear()
+        self.streams.main.start_from(state)
+
+    def replay(
+        self,
+        deliver: Callable[[Tensor, Tensor], None],
+        wanted: Iterable[Tensor],
+        to_the_end: bool = True,
+        remember: bool = False,
+    ) -> None:
+        """Call `deliver(tensor, real)` once for each wanted tensor, as soon as its values are there.
+
+        `real` is all of it, on the CPU; its memory is free when nobody keeps it.
+
+        to_the_end   draw all numbers that construction draws, and take generators there, where nobody has
+                     used them since and `rng_state_before` is not another rank's
+        remember     the generators' states, so that the next replay need not draw what it does not deliver
+        """
+        by_value: dict[Value, list[Tensor]] = defaultdict(list)
+        for tensor in {id(tensor): tensor for tensor in wanted}.values():
+            by_value[self.value_of(tensor)].append(tensor)
+        ends = self.streams.ends() if to_the_end else {}
+        player = Player(self.streams, deliver, by_value, self.states, self.names_of)
+        player.keeps_all = remember
+        with torch.no_grad():
+            player.play(schedule(needed(self._ops, by_value, ends.values(), player.states.keys()), by_value))
+        if remember:
+            self.states = player.states
+        if to_the_end:
+            self.streams.settle(
+                {stream: (mark, player.state_at(stream, mark)) for stream, mark in ends.items()}
+            )
+
+    # What happens --------------------------------------------------------------------------------
+
+    def add(self, func: Any, args: Any, kwargs: Any, out: Any, tensors: list[Tensor]) -> None:
+        """Write down an operation that has just run on the meta device, on these tensors."""
+        targets = _targets(func, args, kwargs, tensors)
+        made, draws = list(leaves(out)), draws_numbers(func)
+        changes = bool(targets or draws or any(map(self._is_new, made))) and "empty" not in func.name()
+        if not changes:  # a view, or memory without values
+            for tensor in filter(is_recorded, tensors):
+                self.value_of(tensor)
+            for leaf in made:
+                self._born(leaf)
+            return
+        self._refuse(func.name(), (args, kwargs), draws)
+        refs = self._refs(tensors, targets)
+        born = [self._born(leaf) for leaf in made]
+        draw = self.streams.draw(generator_in((args, kwargs))) if draws else None
+        if draw and any(argument.name == "generator" for argument in func._schema.arguments):
+            kwargs = {**kwargs, "generator": draw.stream.generator}
+        args, kwargs = (swap(given, lambda leaf: self._freeze(leaf, refs)) for given in (args, kwargs))
+        reads = [ref.value for i, ref in refs.items() if not targets.get(i)]
+        writes = [refs[i].value for i in targets] + [ref.value for ref in born if ref]
+        self._note(Op(func, args, kwargs, born, reads, writes, torch.get_default_dtype(), draw), func.name())
+
+    def add_whole(self, func: Any, kwargs: dict[str, Any]) -> None:
+        """Write down a function of `nn.init` that could not run without values."""
+        self._refuse(func.__name__, kwargs, True)
+        refs = self._refs([kwargs["tensor"]], {id(kwargs["tensor"]): True})
+        draw = self.streams.draw(generator_in(kwargs))
+        kwargs = swap(kwargs, lambda leaf: self._freeze(leaf, refs))
+        writes = [ref.value for ref in refs.values()]
+        self._note(Op(func, (), kwargs, [None], [], writes, torch.get_default_dtype(), draw), func.__name__)
+
+    def _note(self, op: Op, name: str) -> None:
+        self._ops.append(op)
+        self._written.update(op.writes)
+        for value in op.reads:
+            if value in self.files and value not in op.writes:
+                self.files |= dict.fromkeys(op.writes, self.files[value])  # a faithful copy: see `_refuse`
+        known = [self.elsewhere[value] for value in op.touches if value in self.elsewhere]
+        if known:
+            what = token_hex() if op.draw or len(set(known)) > 1 else f"{name} {_told((op.args, op.kwargs))}"
+            since = Elsewhere(known[0].rank, (*known[0].since, what))
+            self.elsewhere |= dict.fromkeys(op.writes, since)
+
+    def _refuse(self, name: str, given: Any, draws: bool) -> None:
+        """What can only be done in another order."""
+        if self.files and name not in FAITHFUL:
+            self.refuse_if_from_file(name, [leaf for leaf in leaves(given) if is_recorded(leaf)])
+        if draws and not self.is_construction and self.streams.has_strayed(generator_in(given)):
+            names = self.names_of(self.value_of(leaf) for leaf in leaves(given) if is_recorded(leaf))
+            raise RuntimeError(
+                f"{name} of {names} should draw what follows the random numbers of construction, but those "
+                "are only drawn in initialize, and others were drawn from the same generator meanwhile: call "
+                "torch.manual_seed first, or do it inside Init"
+            )
+
+    def read_later(self, file: Any, modules: Iterable[nn.Module]) -> None:
+        """initialize will read parameters and buffers of these modules from a file."""
+        for module in modules:
+            real: dict[str, Tensor] = {}
+            for name, tensor in saved_in(module):
+                twin = twin_of(tensor)
+                if twin is not None:
+                    self.files[self.value_of(twin)] = file
+                else:
+                    real[name] = tensor.detach().clone()
+            self.beside_files[module] = real
+
+    def newest_of(self, tensor: Tensor) -> Elsewhere | None:
+        """Who has newer values, if somebody has."""
+        return self.elsewhere.get(self.value_of(tensor))
+
+    def file_of(self, tensor: Tensor) -> Any:
+        """Where initialize will read it; None: nowhere."""
+        return self.files.get(self.value_of(tensor))
+
+    def refuse_if_from_file(self, what: str, tensors: Iterable[Tensor]) -> None:
+        """Before initialize has read it, nobody can do anything with it."""
+        values = [self.value_of(tensor) for tensor in tensors] if self.files else []
+        fixed = [value for value in values if value in self.files]
+        if fixed:
+            raise RuntimeError(
+                f"{self.names_of(fixed)}: initialize will read the values that Init(weights=...) names, and "
+                f"{what} cannot come before: do it after initialize, inside zero_full.GatheredParameters"
+            )
+
+    # Tensors and their values --------------------------------------------------------------------
+
+    def value_of(self, tensor: Tensor) -> Value:
+        """What a tensor's storage holds."""
+        value = self._values.get(id(tensor.untyped_storage()))
+        if value is None:
+            names = self.names.where(lambda twin: twin is tensor)
+            what = ", ".join(names) or f"a tensor of shape {tuple(tensor.shape)}"
+            raise ValueError(f"{what} has no values: the operation that made it could not be recorded")
+        return value
+
+    def is_empty(self, tensor: Tensor) -> bool:
+        """Whether nothing was ever written to its memory."""
+        return tensor.numel() > 0 and self.value_of(tensor) not in self._written
+
+    def name_of(self, tensor: Tensor) -> str:
+        """What it is called, for an error's text."""
+        value = self._values.get(id(tensor.untyped_storage()))
+        return self.names_of([] if value is None else [value])
+
+    def names_of(self, values: Iterable[Value]) -> str:
+        """The parameters and buffers that these are, or that they were made from, for an error's text."""
+        wanted = set(values)
+        found = self._names(wanted)
+        if not found:
+            for op in reversed(self._ops):
+                if not wanted.isdisjoint(op.writes):
+                    wanted.update(op.reads)
+            found = [f"something made from {name}" for name in self._names(wanted)[:1]]
+        return ", ".join(found) or "a tensor that zero_full.Init has recorded"
+
+    def _names(self, values: Container[Value]) -> list[str]:
+        return self.names.where(lambda twin: self._values.get(id(twin.untyped_storage())) in values)
+
+    def _ref(self, tensor: Tensor) -> Ref:
+        if tensor.is_conj() or tensor.is_neg():
+            raise RuntimeError("a lazy conjugate cannot be recorded; use Tensor.conj_physical()")
+        offset = int(tensor.storage_offset())
+        return Ref(self.value_of(tensor), tensor.shape, tensor.stride(), offset, tensor.dtype)
+
+    def _refs(self, tensors: list[Tensor], targets: dict[int, bool]) -> dict[int, Ref]:
+        """A reference to each meta tensor, by identity. Targets come last: they may overlap with sources."""
+        recorded = {id(tensor): tensor for tensor in tensors if is_recorded(tensor)}
+        refs = {i: self._ref(tensor) for i, tensor in recorded.items() if i not in targets}
+        for i, blind in targets.items():
+            storage = recorded[i].untyped_storage()
+            whole = recorded[i].is_contiguous() and recorded[i].nbytes == storage.nbytes()
+            if blind and whole:
+                self._values[id(storage)] = Value(storage)
+            refs[i] = self._ref(recorded[i])
+        return refs
+
+    def _freeze(self, leaf: Any, refs: dict[int, Ref]) -> Any:
+        if isinstance(leaf, Tensor):
+            return refs[id(leaf)] if id(leaf) in refs else Held.of(leaf)
+        if isinstance(leaf, Generator):
+            return self.streams.of(leaf)
+        return CPU if isinstance(leaf, torch.device) and leaf == META else leaf
+
+    def _is_new(self, leaf: Any) -> bool:
+        return isinstance(leaf, Tensor) and id(leaf.untyped_storage()) not in self._values
+
+    def _born(self, leaf: Any) -> Ref | None:
+        """A reference to an operation's result if its storage is new."""
+        if not self._is_new(leaf):
+            return None
+        self._values[id(leaf.untyped_storage())] = Value(leaf.untyped_storage())
+        return self._ref(leaf)
+
+
+def saved_in(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """What a module itself has in its state dict."""
+    yield from module.named_parameters(recurse=False, remove_duplicate=False)
+    for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+        if name not in module._non_persistent_buffers_set:
+            yield name, buffer
+
+
+def is_recorded(leaf: Any) -> bool:
+    """Whether this is a tensor without values."""
+    return isinstance(leaf, Tensor) and leaf.device == META
+
+
+@cache
+def draws_numbers(func: Any) -> bool:
+    """Whether an operation gives random results."""
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def written(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Tensor, str]]:
+    """The tensors that an operation changes, and the arguments' names."""
+    for position, name in _written_arguments(func):
+        given = args[position] if position < len(args) else kwargs.get(name)
+        yield from ((leaf, name) for leaf in leaves(given) if isinstance(leaf, Tensor))
+
+
+@cache
+def _written_arguments(func: Any) -> list[tuple[int, str]]:
+    arguments = enumerate(func._schema.arguments)
+    return [
+        (i, argument.name)
+        for i, argument in arguments
+        if argument.name in UNTOLD or (argument.alias_info is not None and argument.alias_info.is_write)
+    ]
+
+
+def generator_in(args: Any) -> Generator:
+    """The one that an operation was given, or torch's."""
+    given = [leaf for leaf in leaves(args) if isinstance(leaf, Generator)]
+    return given[0] if given else torch.default_generator
+
+
+def _targets(func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> dict[int, bool]:
+    """The tensors that an operation changes, by identity; True: without reading them."""
+    if not _written_arguments(func):
+        return {}
+    overwrites = func.name().removeprefix("aten::").split(".")[0] in BLIND.split()
+    seen = [id(tensor) for tensor in tensors]
+    return {
+        id(tensor): (overwrites or name == "out") and seen.count(id(tensor)) == 1
+        for tensor, name in written(func, args, kwargs)
+    }
+
+
+def _told(args: Any) -> str:
+    """An operation's arguments in words that are the same on every rank that does the same."""
+
+    def told(leaf: Any) -> Any:
+        if isinstance(leaf, Ref):
+            return *leaf.size, leaf.dtype
+        return leaf.checksum if isinstance(leaf, Held) else leaf
+
+    return str([told(leaf) for leaf in leaves(args)])

@@ -1,0 +1,230 @@
+"""Functions of torch that are not what they seem, when they are given recorded tensors."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero_full.construct.deferred import META, is_recorded
+from zero_full.construct.generators import CPU
+from zero_full.construct.recorded import (
+    NEEDS_MEMORY,
+    NOT_TOLD,
+    OF_BOTH,
+    Keeper,
+    Recorded,
+    refuse,
+    reveal,
+    shell_of,
+    show_twin,
+)
+from zero_full.construct.replay import leaves, swap
+
+# Functions of nn.init that draw again, depending on values, or where nobody sees it.
+WHOLE: dict[str, Any] = {"trunc_normal": nn.init.trunc_normal_, "sparse_": nn.init.sparse_}
+NESTS = (list, tuple, dict)
+RESHAPING = {
+    getattr(Tensor, f"{name}_")
+    for name in (*("as_strided", "resize", "resize_as", "set", "squeeze", "unsqueeze"), "t", "transpose")
+} | {Tensor.swapaxes_, Tensor.swapdims_}
+Shells = dict[int, Recorded]  # by the identity of their twins
+
+
+@dataclass(frozen=True)
+class Call:
+    """A function and what it is given: the twins of recorded tensors."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    shells: Shells
+    keeper: Keeper
+    constructs: bool  # as opposed to a later edit
+
+    def run(self) -> Any:
+        """As torch would."""
+        special = (SPECIAL if self.shells else FROM_DATA).get(self.func)
+        return special(self) if special else self.func(*self.args, **self.kwargs)
+
+    def dressed(self, out: Any) -> Any:
+        """Recorded tensors instead of their twins. (torch functions are disabled.)"""
+        if self.func in RESHAPING:
+            for shell in self.shells.values():
+                show_twin(shell)
+        return dressed(self.keeper, out, self.shells)
+
+
+def bare(keeper: Keeper, given: Any, shells: Shells) -> Any:
+    """The twins of what is recorded; and whose they are, in `shells`."""
+    if isinstance(given, Recorded):
+        behind = given._record
+        if behind.keeper is not keeper:
+            raise RuntimeError(
+                f"{behind.name} was constructed in another zero_full.Init than what it meets here: construct "
+                "both in one, or initialize both models first"
+            )
+        shells[id(behind.twin)] = given
+        return behind.twin
+    return swap(given, lambda leaf: bare(keeper, leaf, shells)) if isinstance(given, NESTS) else given
+
+
+def dressed(keeper: Keeper, out: Any, shells: Shells) -> Any:
+    """Recorded tensors instead of their twins."""
+    if isinstance(out, Tensor):
+        if not out.is_meta:
+            return out
+        return shells[id(out)] if id(out) in shells else shell_of(keeper, out)
+    if isinstance(out, NESTS) and type(out) is not torch.Size:
+        return swap(out, lambda leaf: dressed(keeper, leaf, shells))
+    return out
+
+
+def _is_left_alone(call: Call) -> bool:
+    """The answer to `tensor.is_meta`. As a rule no: who asks would leave the tensor without values.
+
+    But some are recorded as one operation, with the arguments in the frame that asks.
+    """
+    frame = inspect.currentframe()
+    while frame and frame.f_globals.get("__name__", "").startswith("zero_full.construct."):
+        frame = frame.f_back
+    if not frame or frame.f_globals is not vars(nn.init):
+        return False
+    function = next((f for name, f in WHOLE.items() if name in frame.f_code.co_name), None)
+    if function is None or (function is nn.init.sparse_ and frame.f_locals["generator"] is not None):
+        return False
+    names = inspect.signature(function).parameters
+    call.keeper.recording.add_whole(
+        function, {name: bare(call.keeper, frame.f_locals[name], {}) for name in names}
+    )
+    return True
+
+
+def _refuse(call: Call) -> Any:
+    refuse(next(iter(call.shells.values())), f"Tensor.{call.func.__name__}")
+
+
+def _do_with_both(call: Call) -> Any:
+    with torch._C.DisableTorchFunction():
+        call.func(call.shells[id(call.args[0])], *call.args[1:], **call.kwargs)
+        return call.func(*call.args, **call.kwargs)
+
+
+def _detach(call: Call) -> Any:
+    """Nothing to write down. (Every parameter is made by this.)"""
+    return Tensor._make_subclass(Tensor, call.args[0])
+
+
+def _index(call: Call) -> Any:
+    tensor, index, *rest = call.args
+    return call.func(tensor, _real_index(index) if is_recorded(tensor) else index, *rest, **call.kwargs)
+
+
+def _real_index(index: Any) -> Any:
+    """The same index, where a list's or an array's numbers are not forgotten."""
+    if isinstance(index, tuple):
+        return tuple(_real_index(part) for part in index)
+    is_numbers = isinstance(index, list) or (hasattr(index, "__array__") and not isinstance(index, Tensor))
+    return torch.as_tensor(index, device=CPU) if is_numbers else index
+
+
+# Values ----------------------------------------------------------------------------------------------
+
+
+def _from_data(call: Call) -> Any:
+    """A recorded tensor with this data, which the meta device would forget.
+
+    One without elements has nothing to forget and stays on the CPU. By `torch.tensor([]).device` transformers
+    asks whether it constructs on the meta device, where it would not initialise anything.
+    """
+    func, args, kwargs = call.func, call.args, call.kwargs
+    if func == Tensor.new_tensor:
+        func, args, kwargs = torch.tensor, args[1:], {"dtype": args[0].dtype, **kwargs}
+    place = torch.device(kwargs.get("device") or META)
+    if place != META or any(is_recorded(leaf) for leaf in leaves((args, kwargs))):
+        return func(*args, **kwargs)
+    real: Tensor = func(*args, **{**kwargs, "device": CPU})
+    if real.numel() == 0 and not kwargs.get("device"):
+        return real
+    return real.detach().to(META).requires_grad_(real.requires_grad)
+
+
+def _set_data(call: Call) -> None:
+    """`target.data = source`, where at least one of them is recorded.
+
+    (Of a target that is not, torch only tells while `Init` lasts. `initialize` notices others.)
+    """
+    bare, source = call.args
+    target, recording = call.shells.get(id(bare)), call.keeper.recording
+    if target is None:
+        raise RuntimeError(f"{next(iter(call.shells.values()))._record.name}: {NOT_TOLD}")
+    if is_recorded(source):
+        if not call.constructs and recording.is_empty(source):
+            raise RuntimeError(
+                f"{target._record.name} would be left without values, as by to_empty: leave that out, for "
+                "zero_full.initialize places the model; to set values, write them before this assignment"
+            )
+        call.func(bare, source)
+        with torch._C.DisableTorchFunction():
+            show_twin(target)
+    else:
+        recording.refuse_if_from_file("an assignment", [bare])
+        reveal(target, source)
+
+
+# Places ----------------------------------------------------------------------------------------------
+
+
+def _stay(call: Call) -> Any:
+    """`to`, `cpu` and `cuda` convert, but do not move: initialize places the model.
+
+    What is on the CPU already is not copied, as usual; what would be a copy elsewhere is one here.
+    """
+    tensor, *rest = call.args
+    if not is_recorded(tensor):
+        return call.func(*call.args, **call.kwargs)
+    options = {key: arg for key, arg in call.kwargs.items() if key not in ("non_blocking", "device")}
+    place: Any = call.kwargs.get("device")
+    if call.func in (Tensor.cpu, Tensor.cuda):
+        place = call.func.__name__
+    elif rest and isinstance(rest[0], Tensor):
+        place, options = rest[0].device, {"dtype": rest[0].dtype, **options, **_named(rest[1:])}
+    elif rest and not isinstance(rest[0], torch.dtype):
+        place, options = rest[0], options | _named(rest[2:]) | ({"dtype": rest[1]} if rest[1:] else {})
+    elif rest:
+        options |= {"dtype": rest[0], **_named(rest[1:])}
+    kind = "cpu" if place is None else torch.device(place).type
+    if kind == "meta" and not call.constructs:
+        refuse(call.shells[id(tensor)], "to('meta')")
+    dtype = options.pop("dtype", None) or tensor.dtype
+    copy = options.pop("copy", False) or kind not in ("cpu", "meta")
+    return tensor.to(dtype, copy=copy, **options)
+
+
+def _named(rest: list[Any]) -> dict[str, Any]:
+    """What can follow in `to(dtype, non_blocking, copy)`."""
+    return {"copy": rest[1]} if rest[1:] else {}
+
+
+def _type(call: Call) -> Any:
+    """Of the twin, torch would say torch.meta.FloatTensor."""
+    if len(call.args) > 1 or call.kwargs:
+        return call.func(*call.args, **call.kwargs)
+    with torch._C.DisableTorchFunction():
+        return call.func(call.shells[id(call.args[0])])
+
+
+SPECIAL: dict[Any, Callable[[Call], Any]] = {
+    **dict.fromkeys(NEEDS_MEMORY, _refuse),
+    **dict.fromkeys(OF_BOTH, _do_with_both),
+    **dict.fromkeys((Tensor.__getitem__, Tensor.__setitem__), _index),
+    **dict.fromkeys((Tensor.to, Tensor.cpu, Tensor.cuda), _stay),
+    **dict.fromkeys((Tensor.detach, torch.detach), _detach),
+    Tensor.is_meta.__get__: _is_left_alone,  # type: ignore[attr-defined]
+    Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
+    Tensor.new_tensor: _from_data,
+    Tensor.type: _type,
+}
+FROM_DATA = dict.fromkeys((torch.tensor, torch.as_tensor, torch.asarray), _from_data)

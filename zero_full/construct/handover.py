@@ -1,0 +1,237 @@
+"""What `initialize` does with a model that `Init` has recorded: everybody gets the first rank's values.
+
+[Note: the first rank's values] Every rank replays its own recording, from the first rank's random numbers. As
+a rule that gives the same values everywhere, so nothing has to be sent. What a constructor does differently
+by rank (it loads weights on rank 0, or asks NumPy for random numbers) shows in a digest of each value. What
+differs is sent by the first rank, which plays it again; or by another, if that was the last to change it in
+GatheredParameters(modifier_rank).
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import pairwise
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from zero_full.construct.agreement import Everyone, Told
+from zero_full.construct.deferred import saved_in
+from zero_full.construct.recorded import NOT_TOLD, Record, Recorded, conceal, is_empty_shell, reveal, twin_of
+from zero_full.construct.recorder import Recorder, here, latest
+from zero_full.nest import tensors_in
+from zero_full.shard.checksum import digest
+from zero_full.shard.groups import Pair
+from zero_full.shard.recorded import opened
+from zero_full.shard.values import nothing
+
+Put = Callable[[Parameter, Tensor], None]  # gives a parameter its values
+Deliver = Callable[[str, Tensor], None]  # gets a name and its values
+
+
+class Deferred:
+    """A model's parameters and buffers, if some of them have no values yet.
+
+    Making one puts them on the device, where they show NaN and take no memory. They stay the same objects, so
+    an optimizer may know them already. If `initialize` fails, they are what they were.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self.model, self.device = model, device
+        self.named = dict([*model.named_parameters(), *model.named_buffers()])
+        for name, tensor in self.named.items():
+            _refuse_unfit(name, tensor)
+        _refuse_shared_memory(self.named)
+        self.weights = _files(model, self.named)  # that were named instead of initial values
+        recorded = {name: tensor for name, tensor in self.named.items() if isinstance(tensor, Recorded)}
+        self.records = {name: tensor._record for name, tensor in recorded.items()}
+        self.attributes = {tensor: tensor._record for tensor in _attributes(model, recorded.values())}
+        self.recorders = self._recorders()
+        self.parameters: set[Parameter] = set()  # that get their values in `fill`
+        self.real: dict[str, Tensor] = {}  # values of those that are not recorded
+        here.undo.append(self._take_back)
+        for name, tensor in recorded.items():
+            self.records[name].keeper.recording.names.given[name] = self.records[name].twin
+            reveal(tensor, nothing(tensor.dtype, device).expand(tensor.shape))
+
+    def _recorders(self) -> list[Recorder]:
+        """Who recorded any of it; or random numbers for it, though it has got other tensors since."""
+        records = (*self.records.values(), *self.attributes.values())
+        found = dict.fromkeys(cast(Recorder, record.keeper) for record in records)
+        last = latest()
+        if last is not None and last.has_made(self.model):
+            found[last] = None
+        return list(found)
+
+    def _take_back(self) -> None:
+        for name, record in self.records.items():
+            conceal(self.named[name], record)
+
+    def refuse_strangers(self, groups: Iterable[dict[str, Any]]) -> None:
+        """What an optimizer has and the model has not."""
+        for param in (p for group in groups for p in group["params"]):
+            if isinstance(param, Recorded):
+                raise ValueError(
+                    f"the optimizer has a parameter of shape {tuple(param.shape)} that zero_full.Init has "
+                    "recorded and that is not in the model: register it in one of the model's modules"
+                )
+
+    def meet(self, pair: Pair) -> None:
+        """If the model is recorded on one rank, all ranks fill theirs. Every rank must call this."""
+        self.everyone = Everyone(pair)
+        states = pair.everyones([r.recording.rng_state_before for r in self.recorders], "random states")
+        if any(states):
+            self.first_states: list[Tensor] = states[0]
+            self.parameters = {tensor for tensor in self.named.values() if isinstance(tensor, Parameter)}
+            self.real = {name: t.detach() for name, t in self.named.items() if name not in self.records}
+
+    # Values --------------------------------------------------------------------------------------
+
+    def fill(self, put: Put) -> None:
+        """Replay: `put` gets every parameter with its values, one at a time."""
+        self.digests: dict[str, bytes] = {}
+
+        def deliver(name: str, real: Tensor) -> None:
+            self.digests[name] = digest(real) if len(self.everyone.ranks) > 1 else b""
+            self._put(name, real, put)
+
+        # What is neither parameter nor buffer is this rank's own affair, as without Init.
+        _play(self.recorders, self.attributes, _reveal, to_the_end=False)
+        for recorder, state in zip(self.recorders, self.first_states, strict=False):
+            recorder.recording.rng_state_before = state
+        self._deliver(list(self.named), deliver, to_the_end=True)
+
+    def share(self, put: Put) -> None:
+        """Where ranks have other values than the one whose values count. Every rank must call this."""
+        for speaker, names in self.everyone.who_speaks(Told(self.digests, self._elsewhere())).items():
+            self._hear(speaker, names, put)
+        for recorder in self.recorders:
+            recorder.has_played()
+
+    def _deliver(self, names: list[str], deliver: Deliver, to_the_end: bool) -> None:
+        for name in names:
+            if name in self.real:
+                deliver(name, self.real[name])
+        records = {name: self.records[name] for name in names if name in self.records}
+        remember = to_the_end and any(recorder.has_made_more(self.model) for recorder in self.recorders)
+        _play(self.recorders, records, deliver, to_the_end, remember)
+
+    def _hear(self, speaker: int, names: list[str], put: Put) -> None:
+        """Values from there, in the order in which they are made there."""
+        everyone, device = self.everyone, self.device
+        number = torch.empty(1, dtype=torch.int64, device=device)
+
+        def say(name: str, real: Tensor) -> None:
+            everyone.hear(speaker, number.fill_(names.index(name)), "a name")
+            everyone.hear(speaker, real.to(device), name)
+            self._put(name, real, put)  # again: memory without values is not the same twice
+
+        if everyone.here == speaker:
+            self._deliver(names, say, to_the_end=False)
+            return
+        for _ in names:
+            name = names[int(everyone.hear(speaker, number, "a name"))]
+            room = torch.empty(self.named[name].shape, dtype=self.named[name].dtype, device=device)
+            self._put(name, everyone.hear(speaker, room, name), put)
+
+    @torch.no_grad()
+    def _put(self, name: str, real: Tensor, put: Put) -> None:
+        target = self.named[name]
+        if isinstance(target, Parameter):
+            put(target, real)
+        elif name in self.records:
+            target.data = (real.contiguous() if 0 in real.stride() else real).to(self.device)
+        else:
+            target.copy_(real)
+
+    def _elsewhere(self) -> dict[str, Any]:
+        newest = {name: r.keeper.recording.newest_of(r.twin) for name, r in self.records.items()}
+        return {name: rank for name, rank in newest.items() if rank is not None}
+
+
+def _play(
+    recorders: list[Recorder],
+    records: Mapping[Any, Record],
+    deliver: Callable[[Any, Tensor], None],
+    to_the_end: bool,
+    remember: bool = False,
+) -> None:
+    behind = {id(record.twin): key for key, record in records.items()}
+    for recorder in recorders:
+        twins = [record.twin for record in records.values() if record.keeper is recorder]
+        recorder.recording.replay(
+            lambda twin, real: deliver(behind[id(twin)], real), twins, to_the_end, remember
+        )
+
+
+def _reveal(tensor: Recorded, real: Tensor) -> None:
+    reveal(tensor, real)
+
+
+def _attributes(model: nn.Module, others: Iterable[Tensor]) -> Iterator[Recorded]:
+    """Recorded tensors, also in lists and the like, that are neither parameters nor buffers."""
+    usual, seen = vars(nn.Module()).keys(), set(map(id, others))
+    for module in model.modules():
+        for name, value in vars(module).items():
+            for tensor in tensors_in(value) if name not in usual else ():
+                if isinstance(tensor, Recorded) and id(tensor) not in seen:
+                    yield tensor
+
+
+# Refusals --------------------------------------------------------------------------------------------
+
+
+def _refuse_unfit(name: str, tensor: Tensor) -> None:
+    if tensor in opened:
+        raise RuntimeError(f"{name} is inside GatheredParameters: leave that before initialize")
+    if isinstance(tensor, Recorded):
+        return
+    if is_empty_shell(tensor):
+        raise ValueError(f"{name}: {NOT_TOLD}")
+    if tensor.is_meta:
+        raise ValueError(
+            f"{name} is on the meta device, and nothing is known of its values: construct the model inside "
+            "zero_full.Init()"
+        )
+
+
+def _refuse_shared_memory(named: Mapping[str, Tensor]) -> None:
+    """Two parameters in the same memory would be torn apart, and no longer be tied."""
+    spans = []
+    for name, tensor in named.items():
+        twin = twin_of(tensor)
+        if isinstance(tensor, Parameter) and (twin is not None or tensor.requires_grad) and tensor.numel():
+            place = (0, tensor.data_ptr()) if twin is None else (id(twin.untyped_storage()), _offset(twin))
+            spans.append((*place, place[1] + tensor.nbytes, name))
+    for (storage, _, stop, name), (next_storage, start, _, next_name) in pairwise(sorted(spans)):
+        if storage == next_storage and start < stop:
+            raise ValueError(
+                f"{name} and {next_name} share memory but are two parameters. To tie weights, assign the "
+                "same nn.Parameter to both modules"
+            )
+
+
+def _offset(twin: Tensor) -> int:
+    return int(twin.storage_offset()) * twin.itemsize
+
+
+def _files(model: nn.Module, named: Mapping[str, Tensor]) -> list[Any]:
+    """What `Init(weights=...)` was given."""
+    files: dict[Any, None] = {}
+    covered: dict[nn.Module, dict[str, Tensor]] = {}
+    for tensor in named.values():
+        if isinstance(tensor, Recorded):
+            recording = tensor._record.keeper.recording
+            files[recording.file_of(tensor._record.twin)] = None
+            covered |= recording.beside_files.items()
+    files.pop(None, None)
+    for prefix, module in model.named_modules() if files else ():
+        for name, tensor in saved_in(module):
+            was = covered.get(module, {}).get(name, torch.empty(0))
+            if not isinstance(tensor, Recorded) and not torch.equal(was.to(tensor), tensor):
+                name = f"{prefix}.{name}" if prefix else name
+                raise ValueError(
+                    f"{name} was made or changed outside Init(weights=...), whose file would undo that: "
+                    "construct it inside, or give it its values after initialize"
+                )
+    return list(files)

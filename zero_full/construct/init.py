@@ -1,0 +1,111 @@
+"""`Init`: construct a model that is larger than one rank's memory.
+
+    with zero_full.Init():
+        model = Model()
+    engine, optimizer, _, _ = zero_full.initialize(model=model, config=config)
+
+Inside the context the model is constructed without memory, and what its constructors do is recorded (see
+`deferred.py`). So is what is done to the model afterwards. `initialize` replays that, one parameter at a
+time, and every rank keeps its slices. The values are the first rank's, as plainly constructed on its CPU.
+"""
+
+import logging
+import weakref
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero_full.construct.recorder import Session, here, latest
+
+log = logging.getLogger("zero_full")
+
+# DeepSpeed's other arguments, and why nothing needs them.
+DECIDED_LATER = "initialize decides that"
+IDLE = {
+    "data_parallel_group": DECIDED_LATER,
+    "config_dict_or_path": DECIDED_LATER,
+    "config": DECIDED_LATER,
+    "mpu": DECIDED_LATER,
+    "sequence_data_parallel_group": DECIDED_LATER,
+    "zero_param_parallel_group": DECIDED_LATER,
+    "zero_quantized_weights": DECIDED_LATER,
+    "zero_quantized_nontrainable_weights": DECIDED_LATER,
+    "mem_efficient_linear": "nn.Linear stays as it is",
+    "pin_memory": "nothing is on the host",
+}
+
+
+class Init:
+    """See the module's docstring.
+
+    module    a model that is constructed already: then there is nothing to do here
+    enabled   False: construct as usual
+    dtype     the floating-point dtype to construct in; None: as usual
+    weights   a safetensors file, index or directory to start from: each rank reads only its slices
+
+    One inside another belongs to it. Several in turn are one construction, until a model is initialized.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        *,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        weights: Any = None,
+        **others: Any,
+    ) -> None:
+        unknown = sorted(others.keys() - IDLE.keys())
+        if unknown:
+            raise TypeError(f"Init has no argument {', '.join(unknown)}")
+        for name in others.keys() - {"config_dict_or_path", "config"}:
+            log.warning("Init(%s=...) has no effect: %s", name, IDLE[name])
+        self.enabled, self.dtype, self.weights = enabled and module is None, dtype, weights
+        self._stacks: list[ExitStack] = []
+
+    def __enter__(self) -> "Init":
+        """Begin to record."""
+        stack, usual_dtype = ExitStack(), torch.get_default_dtype()
+        stack.callback(torch.set_default_dtype, usual_dtype)
+        if self.dtype is not None:
+            torch.set_default_dtype(self.dtype)
+        if self.enabled:
+            try:
+                self._record(stack, usual_dtype)
+            except BaseException:
+                stack.close()
+                raise
+        self._stacks.append(stack)
+        return self
+
+    def __exit__(self, *failure: Any) -> None:
+        """The model is constructed."""
+        self._stacks.pop().__exit__(*failure)
+
+    def _record(self, stack: ExitStack, usual_dtype: torch.dtype) -> None:
+        if here.rests:
+            raise RuntimeError("Init is inside GatheredParameters: leave that before constructing a model")
+        if here.session is None or here.session.is_over:
+            self._begin(stack, usual_dtype)
+        elif self.weights is not None:
+            raise ValueError("Init(weights=...) is inside another Init: pass the weights to the outer one")
+
+    def _begin(self, stack: ExitStack, usual_dtype: torch.dtype) -> None:
+        session = stack.enter_context(Session(latest(), constructs=True))
+        here.latest = weakref.ref(session.recorder)
+        recording = session.recorder.recording
+        known = list(recording.names.modules)
+
+        def is_recording() -> bool:
+            return session.is_on and here.session is session
+
+        def at_the_end() -> None:
+            torch.set_default_dtype(usual_dtype)
+            if self.weights is not None:
+                mine = [module for module in recording.names.modules if not any(module is m for m in known)]
+                recording.read_later(self.weights, mine)
+
+        session.at_the_end = at_the_end
+        stack.enter_context(recording.names.watching(is_recording, session.recorder))

@@ -1,0 +1,73 @@
+"""What the tensors of a construction are called, for errors: by the modules that they are registered in."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from weakref import finalize
+
+from torch import Tensor, nn
+from torch.nn.modules import module as hooks
+from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakIdKeyDictionary
+
+from zero_full.construct.recorded import twin_of
+
+
+class Names:
+    """Knows the modules that were made while it watched."""
+
+    def __init__(self) -> None:
+        self.modules = WeakIdKeyDictionary()  # -> what keeps the owner alive
+        self.given: dict[str, Tensor] = {}  # twins whose names somebody has told
+
+    @contextmanager
+    def watching(self, is_recording: Callable[[], bool], owner: Any) -> Iterator[None]:
+        """Remember every module that gets a tensor or a part while this thread's operations are recorded.
+
+        The owner is kept alive by them, also if in the end they have other tensors.
+        """
+
+        def tensor(module: nn.Module, name: str, tensor: Any) -> None:
+            if is_recording():
+                refuse_lazy(f"{name} of {type(module).__name__}", tensor)
+                self._add(module, owner)
+
+        def part(module: nn.Module, name: str, inner: Any) -> None:
+            if is_recording():
+                self._add(module, owner)
+
+        with ExitStack() as stack:
+            stack.enter_context(hooks.register_module_parameter_registration_hook(tensor))
+            stack.enter_context(hooks.register_module_buffer_registration_hook(tensor))
+            stack.enter_context(hooks.register_module_module_registration_hook(part))
+            yield
+
+    def _add(self, module: nn.Module, owner: Any) -> None:
+        if module not in self.modules:
+            self.modules[module] = finalize(module, id, owner)
+
+    def let_go(self) -> None:
+        """Of the owner."""
+        for keeper in self.modules.values():
+            keeper.detach()
+
+    def where(self, is_wanted: Callable[[Tensor], bool]) -> list[str]:
+        """Names of the tensors whose twin is wanted."""
+        found = {name: None for name, twin in self.given.items() if is_wanted(twin)}
+        known = list(self.modules)
+        inner = {id(child) for module in known for child in module.children()}
+        for root in (module for module in known if id(module) not in inner):
+            for name, tensor in (*root.named_parameters(), *root.named_buffers()):
+                twin = twin_of(tensor)
+                if twin is not None and is_wanted(twin):
+                    found[name] = None
+        return list(found)
+
+
+def refuse_lazy(name: str, tensor: Any) -> None:
+    """torch's lazy modules make up their parameters in the first forward."""
+    if is_lazy(tensor):
+        raise ValueError(
+            f"{name} has no shape yet: give its module the sizes (nn.Linear instead of nn.LazyLinear), or "
+            "construct it outside zero_full.Init and run a batch through it before initialize"
+        )

@@ -1,0 +1,91 @@
+"""Operations are below functions: on recorded tensors they run on the meta device, and are recorded."""
+
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zero_full.construct.deferred import META, Recording, draws_numbers, generator_in, is_recorded, written
+from zero_full.construct.functions import Shells, bare, dressed
+from zero_full.construct.generators import CPU
+from zero_full.construct.recorded import Keeper, NoValuesError
+from zero_full.construct.replay import leaves, swap
+
+
+class Operations(TorchDispatchMode):
+    """Records operations on meta tensors, and lets others be."""
+
+    def __init__(self, keeper: Keeper) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.keeper, self.recording = keeper, keeper.recording
+        self.is_on = True
+        self.depth = 0  # functions that are being done
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self.is_on:
+            return func(*args, **kwargs)
+        if self.depth:
+            return self._record(func, args, kwargs)
+        with torch._C.DisableTorchFunction():  # there was no function: `torch.Tensor(2, 3)` is a constructor
+            shells: Shells = {}
+            args, kwargs = bare(self.keeper, args, shells), bare(self.keeper, kwargs, shells)
+            return dressed(self.keeper, self._record(func, args, kwargs), shells)
+
+    def _record(self, func: Any, args: Any, kwargs: Any) -> Any:
+        tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        recorded = [tensor for tensor in tensors if tensor.device == META]
+        device = kwargs.get("device")
+        if device is not None and _is_made_anew(func, args, tensors, recorded, device):
+            kwargs = {**kwargs, "device": META}
+        elif not recorded and device != META:
+            if draws_numbers(func) and self.recording.streams.has_marked(generator_in((args, kwargs))):
+                raise no_values(self.recording, f"{func} on a tensor of device='cpu'", ())
+            return func(*args, **kwargs)
+        out = _on_meta(self.recording, func, args, kwargs)
+        if torch.Tag.inplace_view not in func.tags:  # those change what a tensor shows, not what is there
+            self.recording.add(func, args, kwargs, out, tensors)
+        return out
+
+
+def _is_made_anew(
+    func: Any, args: Any, tensors: list[Tensor], recorded: list[Tensor], device: torch.device
+) -> bool:
+    """Whether this makes a recorded tensor, although it names a device.
+
+    Without values (as `torch.Tensor(2, 3)` does), with random ones, or like another that is recorded.
+    """
+    if tensors:
+        return bool(recorded) and func.name() != "aten::_to_copy"
+    made_empty = func.name() == "aten::empty.memory_format" and 0 not in args[0]
+    return device == CPU and (draws_numbers(func) or made_empty)
+
+
+def _on_meta(recording: Recording, func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operation for its shapes."""
+    given = args, kwargs
+    if any(tensor.device != META for tensor, _ in written(func, args, kwargs)):
+        raise no_values(recording, f"{func} into a tensor of device='cpu'", given)
+    with suppress(RuntimeError):  # some do not like real tensors among the others
+        out = func(*args, **kwargs)
+        if all(leaf.device == META for leaf in leaves(out) if isinstance(leaf, Tensor)):
+            return out  # others make room beside a real tensor, and leave it empty
+    args, kwargs = swap(given, lambda leaf: leaf.to(META) if isinstance(leaf, Tensor) else leaf)
+    try:
+        return func(*args, **kwargs)
+    except RuntimeError as error:
+        if isinstance(error, NotImplementedError) or "meta tensor" in str(error).lower():
+            raise no_values(recording, str(func), given) from error
+        raise
+
+
+def no_values(recording: Recording, what: str, given: Any) -> NoValuesError:
+    """What this wants to read is only recorded."""
+    names = recording.names_of(recording.value_of(leaf) for leaf in leaves(given) if is_recorded(leaf))
+    return NoValuesError(
+        f"{what} needs values of {names}, as .item() and `if tensor` do, and before zero_full.initialize "
+        "there are none. Do it after construction, inside zero_full.GatheredParameters (which takes buffers, "
+        "too); or, in a constructor, make what it reads with device='cpu'"
+    )

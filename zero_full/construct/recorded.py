@@ -1,0 +1,257 @@
+"""What a model's tensors are between `Init` and `initialize`.
+
+[Note: recorded tensors] A `Recorded` has two sides. Its *shell* is what everybody holds, from the constructor
+to the last training step: a tensor on the CPU of the right shape and type that shows NaN, as a released
+parameter does. Its *twin* is on the meta device; what is done with the tensor is done with the twin, and
+recorded. When there are values, the shell gets them and becomes an ordinary tensor or parameter: the same
+object.
+
+Whatever torch does with a `Recorded` goes through `__torch_function__`. The twin answers questions
+(ABOUT_VALUES). Gradients and hooks are the shell's, and so is the device, once the model is constructed. What
+hands out memory is refused (NEEDS_MEMORY). Everything else is the keeper's business: it records it.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from copy import deepcopy
+from functools import cache, lru_cache
+from typing import Any, NoReturn, Protocol, cast
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from zero_full._compat import identity_of
+from zero_full.shard.recorded import record_of
+from zero_full.shard.values import nothing
+
+CPU = torch.device("cpu")
+
+
+def _slot(name: str) -> Any:
+    return getattr(Tensor, name)
+
+
+def _getters(names: str) -> set[Any]:
+    return {_slot(name).__get__ for name in names.split()}
+
+
+def _methods(names: str) -> set[Any]:
+    return {_slot(name) for name in names.split()}
+
+
+ABOUT_VALUES = _getters("shape dtype layout ndim itemsize nbytes requires_grad grad_fn is_leaf is_sparse")
+ABOUT_VALUES |= _methods(
+    "size dim ndimension numel nelement element_size stride storage_offset is_contiguous"
+)
+ABOUT_VALUES |= _methods("is_floating_point is_complex is_signed is_conj is_neg is_inference __len__")
+DEVICE = _getters("device is_cpu is_cuda") | _methods("get_device")
+OF_THE_SHELL = _getters("grad _backward_hooks _post_accumulate_grad_hooks retains_grad name _version _base")
+OF_THE_SHELL |= _methods("register_hook register_post_accumulate_grad_hook is_shared is_pinned")
+OF_THE_SHELL |= {_slot("grad").__set__, _slot("grad").__delete__, _slot("_backward_hooks").__set__}
+OF_THE_SHELL |= {torch._has_compatible_shallow_copy_type}
+OF_BOTH = {Tensor.requires_grad_, _slot("requires_grad").__set__}
+NEEDS_MEMORY = _methods("data_ptr untyped_storage storage _typed_storage share_memory_ pin_memory")
+NEEDS_MEMORY |= _methods("backward numpy __array__ tolist __dlpack__ apply_ map_ map2_")
+NEEDS_MEMORY |= {torch.autograd.backward, torch.autograd.grad}
+
+
+NOT_TOLD = (
+    "recorded values were given to a tensor in a way that torch does not always tell of (such as "
+    "parameter.data = recorded, or a tensor subclass): make an nn.Parameter(recorded) of them, or do it "
+    "outside zero_full.Init"
+)
+
+
+class NoValuesError(RuntimeError):
+    """What was asked for depends on values that are only recorded."""
+
+
+class Keeper(Protocol):
+    """Who records what is done to a tensor."""
+
+    recording: Any
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Record it, and return what `func` would."""
+
+    def name_of(self, twin: Tensor) -> str:
+        """What this tensor is called in its model, for an error's text."""
+
+    def gathered(self, tensors: Sequence[Tensor], rank: int | None) -> AbstractContextManager[None]:
+        """Inside, these tensors have values: see `GatheredParameters`."""
+
+
+class Record:
+    """What is behind a recorded tensor."""
+
+    kind: type[Parameter] | None = None  # None: it is no parameter
+    # Inside GatheredParameters (see `edits`):
+    users = 0  # such contexts
+    rank: int | None = None  # whose changes count
+    shown: Any = None  # what it was at first
+    is_borrowed = False  # from the rank that has changed it last
+    accepted: Any = None  # what it was at the end of a context that may change it
+
+    def __init__(self, keeper: Keeper, twin: Tensor) -> None:
+        self.keeper, self.twin = keeper, twin
+
+    @property
+    def name(self) -> str:
+        """For an error's text."""
+        return self.keeper.name_of(self.twin)
+
+    def gathered(self, tensors: Sequence[Tensor], rank: int | None) -> AbstractContextManager[None]:
+        """Inside, these tensors have values: see `GatheredParameters`."""
+        return self.keeper.gathered(tensors, rank)
+
+
+class Recorded(Tensor):
+    """See [Note: recorded tensors]."""
+
+    _record: Record
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if args and isinstance(args[0], Recorded):
+            if func in ABOUT_VALUES:
+                return func(args[0]._record.twin, *args[1:], **kwargs)
+            if func in OF_THE_SHELL or func in DEVICE:
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **kwargs)
+        return next(recorded_in((args, kwargs)))._record.keeper.run(func, args, kwargs)
+
+    @property
+    def _is_param(self) -> bool:
+        return self._record.kind is not None
+
+    @_is_param.setter
+    def _is_param(self, value: bool) -> None:
+        """`Parameter(tensor)` says so to the tensor that it makes of a `Recorded`. It is one from now on."""
+        kind = sys._getframe(1).f_locals.get("cls", Parameter)  # or a subclass
+        self._record.kind = kind
+        _become(self, _recorded_kind(kind))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        if id(self) not in memo:
+            if not self.is_leaf:
+                raise RuntimeError(f"{self._record.name}: only graph leaves can be deep-copied")
+            with torch.no_grad():
+                copied = self.detach().clone()
+            if self._record.kind is not None:
+                copied = self._record.kind(copied, self.requires_grad)
+            else:
+                told = {key: value for key, value in vars(self).items() if key != "_record"}
+                vars(copied.requires_grad_(self.requires_grad)).update(deepcopy(told, memo))
+            memo[id(self)] = copied
+        return cast(Tensor, memo[id(self)])
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        refuse(self, "pickling")
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.unbind(0))
+
+    def __format__(self, how: str) -> str:
+        return refuse(self, f"the format {how!r}") if how else repr(self)
+
+    def __repr__(self, **contents: Any) -> str:  # type: ignore[override]
+        about = f"size={tuple(self.shape)}, dtype={self.dtype}, requires_grad={self.requires_grad}"
+        text = f"tensor(..., {about}, values come in zero_full.initialize)"
+        return f"Parameter containing:\n{text}" if self._record.kind else text
+
+
+@cache
+def _recorded_kind(kind: type[Parameter] | None) -> type[Recorded]:
+    """A plain `Parameter` need not be one by its class: torch asks for `_is_param`."""
+    return Recorded if kind in (None, Parameter) else cast(Any, type)(kind.__name__, (Recorded, kind), {})
+
+
+def refuse(tensor: Recorded, what: str) -> NoReturn:
+    """There are no values for this."""
+    raise NoValuesError(
+        f"{what} needs values of {tensor._record.name}, which come in zero_full.initialize: do it then, or "
+        "inside zero_full.GatheredParameters"
+    )
+
+
+def recorded_in(nested: Any) -> Iterator[Recorded]:
+    """In nested lists, tuples and dictionaries."""
+    if isinstance(nested, Recorded):
+        yield nested
+    elif isinstance(nested, (list, tuple)):
+        for item in nested:
+            yield from recorded_in(item)
+    elif isinstance(nested, dict):
+        yield from recorded_in(list(nested.values()))
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether it is neither recorded nor on the meta device."""
+    return not isinstance(tensor, Recorded) and not tensor.is_meta
+
+
+def twin_of(tensor: Any) -> Tensor | None:
+    """Behind a recorded tensor, also while it is open; None for another."""
+    record = record_of(tensor) if isinstance(tensor, Tensor) else None
+    return None if record is None else cast(Tensor, record.twin)
+
+
+# From recorded to real and back ----------------------------------------------------------------------
+
+
+@cache
+def _nothing(dtype: torch.dtype) -> Tensor:
+    return nothing(dtype, CPU).clone()
+
+
+@lru_cache(maxsize=1024)
+def _shown(dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    return _nothing(dtype).expand(shape)
+
+
+def is_empty_shell(tensor: Tensor) -> bool:
+    """Whether this is no recorded tensor, but was made from one by something that nobody has recorded."""
+    if isinstance(tensor, Recorded) or tensor.device != CPU or tensor.layout != torch.strided:
+        return False
+    return identity_of(tensor.untyped_storage()) == identity_of(_nothing(tensor.dtype).untyped_storage())
+
+
+def shell_of(keeper: Keeper, twin: Tensor) -> Recorded:
+    """A new recorded tensor. (torch functions are disabled, here and in `show_twin`.)"""
+    shown = _shown(twin.dtype, twin.shape).data  # with a version of its own
+    made = Tensor._make_subclass(Recorded, shown)
+    made._record = Record(keeper, twin)
+    return made
+
+
+def show_twin(tensor: Recorded) -> None:
+    """The twin has another shape or type now."""
+    twin = tensor._record.twin
+    if tensor.shape != twin.shape or tensor.dtype != twin.dtype:
+        tensor.data = _shown(twin.dtype, twin.shape)
+
+
+def reveal(tensor: Recorded, real: Tensor) -> Record:
+    """It has values and is an ordinary tensor or parameter. Returns what it was."""
+    behind = tensor._record
+    with torch._C.DisableTorchFunction():
+        tensor.data = real
+    del tensor._record
+    _become(tensor, behind.kind or Tensor)
+    return behind
+
+
+def conceal(tensor: Tensor, behind: Record) -> None:
+    """It is recorded (again)."""
+    with torch._C.DisableTorchFunction():
+        tensor.data = _shown(behind.twin.dtype, behind.twin.shape)
+    _become(tensor, _recorded_kind(behind.kind))
+    vars(tensor)["_record"] = behind
+
+
+def _become(tensor: Tensor, kind: type[Tensor]) -> None:
+    """As torch does it when a lazy parameter gets a shape."""
+    cast(Any, tensor).__class__ = kind

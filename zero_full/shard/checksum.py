@@ -1,0 +1,38 @@
+"""Numbers that differ when tensors do."""
+
+import ctypes
+import hashlib
+import zlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def digest(tensor: Tensor) -> bytes:
+    """Of shape, type and values: the same on two ranks only if these are."""
+    told = f"{tuple(tensor.shape)} {tensor.dtype}".encode()
+    whole = _in_one_piece(tensor)
+    return hashlib.blake2b(_bytes_of(whole), digest_size=16, key=hashlib.blake2b(told).digest()).digest()
+
+
+def checksum(tensor: Tensor) -> int:
+    """To notice a change. Five times as fast. (0 for a tensor that has no elements side by side.)
+
+    On the CPU it also tells the same elements in another order; elsewhere the device does it, which does not.
+    """
+    if tensor.layout != torch.strided or tensor.is_quantized or not tensor.numel():
+        return 0
+    if tensor.device.type != "cpu":
+        return int(torch.hash_tensor(tensor.detach()).view(torch.int64))
+    whole = _in_one_piece(tensor)
+    return zlib.crc32(_bytes_of(whole))
+
+
+@torch.no_grad()
+def _in_one_piece(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+
+
+def _bytes_of(whole: Tensor) -> Any:
+    return (ctypes.c_char * whole.nbytes).from_address(whole.data_ptr()) if whole.numel() else b""
