@@ -156,12 +156,12 @@ def all_lost(comm: Any, listed: Sequence[Run], directory: Path, spoil: float = 0
 # Constructed without memory ----------------------------------------------------------------------
 
 
-def constructed(comm: Any, families: Sequence[str], directory: Path, files: bool) -> dict[str, list[str]]:
+def constructed(comm: Any, families: Sequence[str], directory: Path, start: str) -> dict[str, list[str]]:
     """Names whose values are not those of plain construction, or not those in files of Hugging Face."""
     others = {}
     for family in families:
         plain, weights = FAMILIES[family].make(), None
-        if files:
+        if start != "initial values":
             weights = directory / family
             with torch.no_grad():
                 for p in plain.parameters():
@@ -169,8 +169,12 @@ def constructed(comm: Any, families: Sequence[str], directory: Path, files: bool
             if comm.rank == 0:
                 plain.save_pretrained(weights, save_original_format=False)
             dist.barrier()
-        with zero_full.Init(weights=weights):
-            model = FAMILIES[family].make()
+        if start == "from_pretrained":
+            with zero_full.Init():
+                model = type(plain).from_pretrained(weights)
+        else:
+            with zero_full.Init(weights=weights):
+                model = FAMILIES[family].make()
         with playing(Run(family), comm.rank, module=model) as full:
             state = full.engine.module_state_dict()
         others[family] = [name for name, value in plain.state_dict().items() if not value.equal(state[name])]
