@@ -172,17 +172,17 @@ def up_and_down(step: Call, grad: Tensor, wide: Tensor, copy: Tensor) -> Call:
 
 
 def adam(numel: int) -> Topic:
-    """A bf16 gradient in, an fp32 master and moments, a bf16 copy out."""
+    """A bf16 gradient in; an fp32 master, moments and a bf16 copy in and out."""
     state, grad = State.of(numel), normal(numel, BF16)
     wide, copy = torch.zeros(numel), state.p.to(BF16)
     master = State(copy, state.m, state.v)  # the copy is then the only parameter
     narrow = State(state.p, state.m.to(BF16), state.v.to(BF16))
-    arrays = (state.p, state.m, state.v, grad, copy)
+    numbers = ctypes.c_float(1), ctypes.c_uint16(0), ctypes.c_int64(numel)
     rows = {
-        "streams": Row(stream("zf_adam_streams", arrays, ctypes.c_float(1), ctypes.c_int64(numel)), 28),
-        "zero_full": Row(ours(state, grad, copy), 28),
+        "streams": Row(stream("zf_adam_streams", (state.p, state.m, state.v, grad, copy), *numbers), 30),
+        "zero_full": Row(ours(state, grad, copy), 30),
         "torch": Row(up_and_down(torch_adam(state, wide), grad, wide, copy), like="zero_full"),
-        "zero_full, bf16 moments": Row(ours(narrow, grad, copy), 20),
+        "zero_full, bf16 moments": Row(ours(narrow, grad, copy), 22),
         "zero_full, bf16 master": Row(ours(master, grad), 22),
     }
     bf16, fp32 = deepspeed_adam(master, grad), deepspeed_adam(state, wide)

@@ -31,11 +31,11 @@ static inline void each_block(int64_t low, int64_t high, const Block& block) {
   for (; low < high; low += BLOCK) block(low);
 }
 
-// adam_step's: three arrays of fp32 in place, one of 16 bits in, one of 16 bits out. A factor of 1 leaves all
-// numbers as they are, but the compiler does not know that.
+// adam_step's: three arrays of fp32 and one of 16 bits in place, one of 16 bits in. A factor of 1 leaves all
+// numbers as they are, and of the copy no bit is kept, but the compiler does not know that.
 ZF_EXPORT void zf_adam_streams(
     float* __restrict p, float* __restrict m, float* __restrict v, const uint16_t* __restrict grad,
-    uint16_t* __restrict copy, float factor, int64_t n) {
+    uint16_t* __restrict copy, float factor, uint16_t kept, int64_t n) {
   on_all_threads(n, [=](int64_t low, int64_t high) {
     each_block<1>(low, high, [=](int64_t start) {
 #pragma omp simd
@@ -43,7 +43,7 @@ ZF_EXPORT void zf_adam_streams(
         p[i] *= factor;
         m[i] *= factor;
         v[i] *= factor;
-        copy[i] = grad[i];
+        copy[i] = (copy[i] & kept) | grad[i];
       }
     });
   });

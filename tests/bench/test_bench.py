@@ -198,7 +198,7 @@ def test_the_ceiling_of_adam_moves_all_its_arrays() -> None:
     numel = 2**15 + 64
     p, m, v = (torch.full((numel,), x) for x in (1.0, 2.0, 3.0))
     grad, copy = torch.arange(numel, dtype=torch.int16), torch.zeros(numel, dtype=torch.int16)
-    numbers = ctypes.c_float(2), ctypes.c_int64(numel)
+    numbers = ctypes.c_float(2), ctypes.c_uint16(0), ctypes.c_int64(numel)
     kernel_rows.stream("zf_adam_streams", [p, m, v, grad, copy], *numbers)()
     for array, was in ((p, 1.0), (m, 2.0), (v, 3.0)):
         assert array.eq(2 * was).all()

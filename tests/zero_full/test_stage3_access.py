@@ -62,6 +62,7 @@ def looks_at_released(comm: Any) -> None:
             assert name == same and got.shape == want.shape and got.numel() == want.numel()
             assert got.dtype == want.dtype and got.requires_grad
             assert is_released(got) and isinstance(got, nn.Parameter)
+            assert torch.zeros_like(got).eq(0).all() and got.new_ones(3).sum() == 3
             for use in USES:
                 with pytest.raises(RuntimeError, match=f"{name} is sharded, so it has no values here"):
                     use(got)

@@ -23,7 +23,7 @@ from zero_full.nest import tensors_in
 from zero_full.shard.checksum import digest
 from zero_full.shard.groups import Pair
 from zero_full.shard.recorded import opened
-from zero_full.shard.values import nothing
+from zero_full.shard.values import is_released, nothing
 
 Put = Callable[[Parameter, Tensor], None]  # gives a parameter its values
 Deliver = Callable[[str, Tensor], None]  # gets a name and its values
@@ -200,7 +200,9 @@ def _refuse_shared_memory(named: Mapping[str, Tensor]) -> None:
     spans = []
     for name, tensor in named.items():
         twin = twin_of(tensor)
-        if isinstance(tensor, Parameter) and (twin is not None or tensor.requires_grad) and tensor.numel():
+        # What another engine has released is refused later.
+        is_real = twin is None and tensor.requires_grad and not is_released(tensor)
+        if isinstance(tensor, Parameter) and (twin is not None or is_real) and tensor.numel():
             place = (0, tensor.data_ptr()) if twin is None else (id(twin.untyped_storage()), _offset(twin))
             spans.append((*place, place[1] + tensor.nbytes, name))
     for (storage, _, stop, name), (next_storage, start, _, next_name) in pairwise(sorted(spans)):

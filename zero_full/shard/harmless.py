@@ -1,8 +1,11 @@
 """What may be asked of a tensor that has no values here."""
 
-from torch import Tensor, is_complex, is_floating_point, numel
+from typing import Any
 
-from zero_full._compat import BESIDE_VALUES, has_compatible_type
+import torch
+from torch import Tensor
+
+from zero_full._compat import BESIDE_VALUES, has_compatible_type, without_overrides
 
 # Properties are known by their getters.
 PROPERTIES = (
@@ -14,12 +17,24 @@ METHODS = (
     *("size", "dim", "numel", "nelement", "stride", "element_size", "is_floating_point", "is_complex"),
     *("untyped_storage", "data_ptr", "storage_offset", "is_contiguous"),  # as those use who look for memory
 )
+# New tensors that have only the kind and the shape in common with this one.
+LIKE = tuple(
+    getattr(torch, f"{name}_like") for name in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")
+)
+NEW = tuple(getattr(Tensor, f"new_{name}") for name in ("empty", "zeros", "ones", "full", "tensor"))
 CONVERSIONS = tuple(  # module.to(...) makes them
     getattr(Tensor, name) for name in ("to", "type", "cpu", "cuda", "float", "double", "half", "bfloat16")
 )
 HARMLESS = {
     *(getattr(Tensor, name).__get__ for name in PROPERTIES),
     *(getattr(Tensor, name) for name in METHODS),
-    *(Tensor.data.__set__, has_compatible_type, is_floating_point, is_complex, numel),  # type: ignore[attr-defined]
+    *(*LIKE, *NEW, torch.is_floating_point, torch.is_complex, torch.numel),
+    *(Tensor.data.__set__, has_compatible_type),  # type: ignore[attr-defined]
     *(Tensor.requires_grad_, Tensor.detach_),  # by which `zero_grad(set_to_none=False)` prepares
 }
+
+
+def plainly(func: Any, args: Any, kwargs: Any) -> Any:
+    """What torch answers, as if the tensor's class were a plain one."""
+    with without_overrides():
+        return func(*args, **(kwargs or {}))

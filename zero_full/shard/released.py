@@ -14,8 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from zero_full._compat import without_overrides
-from zero_full.shard.harmless import CONVERSIONS, HARMLESS
+from zero_full.shard.harmless import CONVERSIONS, HARMLESS, plainly
 
 ALLOWED = {
     *HARMLESS,
@@ -34,12 +33,11 @@ class Absent(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Let pass what does not look at the values."""
         if func in ALLOWED or func in VIEWS:
-            with without_overrides():
-                answer = func(*args, **(kwargs or {}))
-                if func in VIEWS and answer is not args[0]:
-                    answer = answer.as_subclass(Absent)
-                    answer.released_name = args[0].released_name
-                return answer
+            answer = plainly(func, args, kwargs)
+            if func in VIEWS and answer is not args[0]:
+                answer = plainly(Tensor.as_subclass, (answer, Absent), None)
+                answer.released_name = args[0].released_name
+            return answer
         if func is Tensor.__repr__:
             return f"<{args[0].released_name}: sharded, shape {tuple(args[0].shape)}>"
         names = [each.released_name for each in _flat((args, kwargs)) if isinstance(each, Absent)]

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from zero_full._compat import foreach_zero
-from zero_full.shard.harmless import CONVERSIONS, HARMLESS
+from zero_full.shard.harmless import CONVERSIONS, HARMLESS, plainly
 from zero_full.shard.values import Member, nothing
 
 CLEARING = {Tensor.zero_, foreach_zero}
@@ -44,7 +44,9 @@ class StandIn(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Let pass what does not look at the values."""
-        if func in HARMLESS or func in CONVERSIONS:
+        if func in HARMLESS:
+            return plainly(func, args, kwargs)
+        if func in CONVERSIONS:
             answer = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
             return answer
         given = args[0] if args and isinstance(args[0], (tuple, list)) else args
