@@ -212,6 +212,7 @@ def generates(comm: Any) -> tuple[Tensor, Tensor, int]:
     engine, *_ = zero_full.initialize(model=model, config=stage3())
     steps = 3 + 4 * comm.rank
     with zero_full.unwrap_model_for_generation(engine) as whole:
+        assert whole is model
         before = sum(engine.traffic().values())
         logits = whole.generate(tokens(comm.rank), steps)
         sent = sum(engine.traffic().values()) - before

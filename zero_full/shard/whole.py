@@ -283,12 +283,12 @@ class GatheredParameters:
 
 @contextmanager
 def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
-    """A model or an engine whose parameters are all whole meanwhile, so that generating gathers nothing.
+    """The model (of an engine: the one inside) with whole parameters, so that generating gathers nothing.
 
     Every rank must enter and leave; in between ranks may call the model as often as they like.
     """
     with GatheredParameters(list(model.parameters())):
-        yield model
+        yield model if isinstance(model, nn.Module) else model.module
 
 
 def _by_optimizer(params: Iterable[Tensor]) -> dict[ZeroOptimizer, list[tuple[Values, Member]]]:
