@@ -5,6 +5,7 @@ autocast  forward runs inside `torch.autocast`
 casts     floating-point inputs get the parameters' type
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,9 +26,10 @@ class ModelCalls:
         optimizer: ZeroOptimizer,
         gates: bool,
         casts_to: torch.dtype | None = None,
-        autocast: "torch.autocast | None" = None,
+        autocast: Callable[[], torch.autocast] | None = None,
     ) -> None:
         self.optimizer, self.gates, self.casts_to, self.autocast = optimizer, gates, casts_to, autocast
+        self.autocasts: list[torch.autocast] = []  # of the calls that are under way: a model may call itself
         self.hooks = []
         if gates or casts_to is not None or autocast is not None:
             before, after = Hook(model, self.before), Hook(model, self.after)
@@ -37,15 +39,16 @@ class ModelCalls:
             ]
 
     def before(self, args: Any, kwargs: Any) -> Any:
-        """Cast the inputs; begin to autocast."""
+        """Cast the inputs; enter autocast."""
         if self.autocast is not None:
-            self.autocast.__enter__()
+            self.autocasts.append(self.autocast())
+            self.autocasts[-1].__enter__()
         return mapped(self._cast, (args, kwargs)) if self.casts_to is not None else None
 
     def after(self, args: Any, output: Any) -> Any:
-        """End to autocast; put the gate behind the outputs."""
-        if self.autocast is not None:
-            self.autocast.__exit__(None, None, None)
+        """Leave autocast; put the gate behind the outputs."""
+        if self.autocasts:  # this is called, too, if another hook has failed before ours
+            self.autocasts.pop().__exit__(None, None, None)
         return mapped(self._gated, output) if self.gates and torch.is_grad_enabled() else None
 
     def close(self) -> None:

@@ -85,7 +85,7 @@ class Engine(EngineFacts):
     def _watch_calls(self) -> ModelCalls:
         autocast, section = None, self.config.torch_autocast
         if section.enabled:
-            autocast = torch.autocast(self.device.type, NAMES[section.dtype or "bf16"])
+            autocast = partial(torch.autocast, self.device.type, NAMES[section.dtype or "bf16"])
         casts_to = torch.float16 if self.config.fp16.auto_cast else None
         scales = self.dynamic_loss_scale() or self.loss_scale() != 1
         return ModelCalls(self.module, self.optimizer, scales, casts_to, autocast)
@@ -108,6 +108,8 @@ class Engine(EngineFacts):
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Backward of a scalar loss; returns it divided by the number of micro-batches."""
+        if self.optimizer.closed:
+            raise RuntimeError("backward after destroy: initialize the model again")
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss)
             raise ValueError(f"backward needs a scalar loss, not {kind}: take its mean, for example")
@@ -147,7 +149,7 @@ class Engine(EngineFacts):
         backward.divided = backward.scaled = True
 
     def _plain_divisor(self) -> float:
-        """What plain `loss.backward()` leaves to be divided by, if anybody has said so."""
+        """What gradients of a plain `loss.backward()` are divided by; an error if the file does not say."""
         steps, divides = self._micro_batches, self.config.plain_backward_divides
         if steps > 1 and divides is None:
             raise RuntimeError(

@@ -19,7 +19,13 @@ from zero_full.config import LeafModuleConfig, Resolved, resolve
 from zero_full.construct import Deferred, has_values, outside_recording
 from zero_full.data import RankLoader
 from zero_full.engine import Engine
-from zero_full.given import check_arguments, check_model, check_schedule
+from zero_full.given import (
+    check_arguments,
+    check_model,
+    check_optimizer,
+    check_schedule,
+    check_training_data,
+)
 from zero_full.launch import init_distributed
 from zero_full.optim import build_optimizer, build_scheduler, check_elementwise, parameter_groups
 from zero_full.precision import StaticScale
@@ -68,6 +74,7 @@ def initialize(
     """
     given = {"process_group": process_group, "mesh": mesh, "mpu": mpu, "topology": topology}
     check_arguments(model, optimizer, lr_scheduler, wrap, given)
+    check_training_data(training_data)
     assert model is not None
     if dist_init_required is not False:
         init_distributed()
@@ -91,7 +98,7 @@ def initialize(
         batch, drop = resolved.config.train_micro_batch_size_per_gpu, resolved.config.dataloader_drop_last
         loader = RankLoader(training_data, batch, data_rank, data_ranks, collate_fn, drop)
     engine = Engine(model, wrapped, resolved, prepared.deferred.device, prepared.schedule, loader, data_ranks)
-    _announce(engine)
+    _announce(engine, _unheard(engine, optimizer, lr_scheduler))
     return engine, wrapped, loader, prepared.schedule
 
 
@@ -125,6 +132,7 @@ def _prepare(
     model.to(deferred.device)
     optimizer, parameters, schedule = trained
     base = _optimizer(resolved, model, optimizer, parameters)
+    check_optimizer(base, model)
     if isinstance(base, NoOptimizer):  # nothing is stepped, so nothing needs another precision than it has
         settings = replace(settings, dtypes=replace(settings.dtypes, low_master=True))
     return _Prepared(resolved, settings, deferred, base, _schedule(resolved, base, schedule))
@@ -200,6 +208,17 @@ def _optimizer(
     return made
 
 
+def _unheard(engine: Engine, optimizer: Any, schedule: Any) -> Iterator[str]:
+    """A line for each section of the file that something else has taken the place of."""
+    config, used = engine.config, "that was passed to initialize is used, and not the file's"
+    if optimizer is not None and config.optimizer is not None:
+        yield f'the optimizer {used} "optimizer" ({config.optimizer.type})'
+    if schedule is not None and config.scheduler is not None:
+        yield f'the schedule {used} "scheduler" ({config.scheduler.type})'
+    elif config.scheduler is not None and isinstance(engine.optimizer.base, NoOptimizer):
+        yield f'the file\'s "scheduler" ({config.scheduler.type}) has nothing to do: there is no optimizer'
+
+
 def _schedule(resolved: Resolved, base: torch.optim.Optimizer, given: Any) -> Any:
     section = resolved.config.scheduler
     if given is not None:
@@ -265,10 +284,10 @@ def _forgotten(engine: Engine) -> Iterator[str]:
         )
 
 
-def _announce(engine: Engine) -> None:
+def _announce(engine: Engine, unheard: Iterable[str]) -> None:
     if dist.is_initialized() and dist.get_rank() != 0:
         return
-    for warning in (*engine.resolved.warnings, *_idle_leaves(engine), *_forgotten(engine)):
+    for warning in (*engine.resolved.warnings, *_idle_leaves(engine), *_forgotten(engine), *unheard):
         log.warning("%s", warning)
     model_dtype = next((p.dtype for p in engine.module.parameters()), torch.float32)
     dtypes = engine.optimizer.settings.dtypes.table(model_dtype)

@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 
 from zero_full.comm.topology import Topology
 from zero_full.engine import Engine
+from zero_full.shard.agreement import unusable_number
+from zero_full.wording import listed
 
 # Whoever averages gradients himself would do so a second time.
 WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
@@ -69,6 +71,32 @@ def check_model(model: nn.Module) -> None:
             raise ValueError(
                 f"{name} is a DTensor, sharded by somebody else already: pass the model as it was constructed"
             )
+
+
+def check_training_data(data: Any) -> None:
+    """Raise TypeError for what no loader can be made of."""
+    has_items = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    if not (data is None or has_items or hasattr(data, "__iter__")):
+        raise TypeError(f"training_data must be a dataset, not {_kind(data)}")
+
+
+def check_optimizer(optimizer: Any, model: nn.Module) -> None:
+    """Raise if a step of this optimizer would not train the model as its user believes."""
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"the function that was passed as optimizer must return one, not {_kind(optimizer)}")
+    problem = unusable_number(optimizer.param_groups)
+    if problem:
+        raise ValueError(problem)
+    names = {param: name for name, param in model.named_parameters()}
+    given = dict.fromkeys(param for group in optimizer.param_groups for param in group["params"])
+    strange = [f"one of shape {tuple(param.shape)}" for param in given if param not in names]
+    forgotten = [name for param, name in names.items() if param.requires_grad and param not in given]
+    if strange and forgotten and len(strange) < len(given):
+        raise ValueError(
+            f"the optimizer has {len(strange)} parameters that are not in the model ({listed(strange)}), "
+            f"and not {listed(forgotten)}, which require gradients: was the model changed after the "
+            "optimizer was made? Make it of the parameters of the model that initialize gets"
+        )
 
 
 def check_schedule(schedule: Any, optimizer: Optimizer) -> None:

@@ -1,8 +1,8 @@
 """Joining the world: who has started this process, and which rank it is.
 
-torch reads `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`. Other launchers set other variables. Who
-overlooked them would train alone, as would each of its siblings, and nobody would notice: so what is there in
-part, or is somebody else's, is an error with what to write instead.
+torch reads `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`. Other launchers set other variables. If
+they were overlooked, every process would train alone, and nobody would notice: so variables that are there in
+part, or are another launcher's, are an error with what to write instead.
 
 The doctor asks `find_place`, too, where torch may be missing: so torch is imported late.
 """

@@ -29,8 +29,8 @@ def left() -> Left:
 
 
 def cycles(comm: Any, stage: int, zero: dict[str, Any], count: int) -> list[Left]:
-    """After the fifth engine and after the last; each takes a step and ends."""
-    found = []
+    """Before the first engine, after the fifth and after the last; each takes a step and ends."""
+    found = [left()]
     for number in range(count):
         engine, _, _, _ = zero_full.initialize(model=Net(), config=config(stage, zero_optimization=zero))
         engine.backward(engine(data(0, 0, comm.rank)))
@@ -59,7 +59,7 @@ def main() -> int:
     """Print it."""
     print(heading())
     print("Of one of two ranks: open files, threads, MiB of memory.\n")
-    print(f"| | after 5 engines | after {CYCLES} | after 20 steps | after {STEPS} |\n|---|---|---|---|---|")
+    print(f"| | before | after 5 engines | after {CYCLES} | after 20 steps | after {STEPS} |\n{'|---' * 6}|")
     for stage in STAGES:
         for way, zero in WAYS.items():
             if stage or "mics" not in way:

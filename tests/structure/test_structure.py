@@ -21,7 +21,7 @@ ROOMS = {  # and a room of zero_full only itself and these; what is not named ma
     "config": set(),
     "optim": set(),
     "data": set(),
-    "migrate": {"config", "engine"},
+    "migrate": {"config", "engine", "optim"},
     "launch": set(),
     "stopwatch": set(),
     "kernels": set(),

@@ -11,7 +11,7 @@ from torch import nn
 
 import zero_full
 from tests.worlds import POOL
-from tests.zero_full.runs import Net, config
+from tests.zero_full.runs import Net, config, data
 
 
 def own(keys: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -21,6 +21,10 @@ def own(keys: dict[str, Any] | None = None) -> dict[str, Any]:
     return made
 
 
+def with_(**given: Any) -> Callable[[], dict[str, Any]]:
+    return lambda: {"model": Net(), "config": config(1), **given}
+
+
 def of_another_model() -> dict[str, Any]:
     model = Net()
     return {
@@ -28,6 +32,23 @@ def of_another_model() -> dict[str, Any]:
         "config": own(),
         "optimizer": torch.optim.SGD(copy.deepcopy(model).parameters(), 0.1),
     }
+
+
+def of_a_head_that_was_replaced() -> dict[str, Any]:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model.layers[4] = nn.Linear(13, 3)
+    return {"model": model, "config": own(), "optimizer": optimizer}
+
+
+def with_numbers(**numbers: Any) -> Callable[[], dict[str, Any]]:
+    def make() -> dict[str, Any]:
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer.param_groups[0].update(numbers)
+        return {"model": model, "config": own(), "optimizer": optimizer}
+
+    return make
 
 
 def a_schedule_of_another() -> dict[str, Any]:
@@ -50,12 +71,18 @@ def sharded_by_another() -> dict[str, Any]:
     return {"model": model, "config": config(1)}
 
 
-def with_(**given: Any) -> Callable[[], dict[str, Any]]:
-    return lambda: {"model": Net(), "config": config(1), **given}
-
-
 MISTAKES: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "optimizer of another model": (of_another_model, "the optimizer has none of this model's parameters"),
+    "a replaced head": (
+        of_a_head_that_was_replaced,
+        r"not in the model \(one of.*and not layers\.4\.weight, lay",
+    ),
+    "lr nan": (with_numbers(lr=float("nan")), "lr of the optimizer's parameter group 0 is nan"),
+    "lr string": (with_numbers(lr="x"), "lr of the optimizer's parameter group 0 is 'x'"),
+    "decay inf": (with_numbers(weight_decay=float("inf")), "weight_decay of the optimizer's .* is inf"),
+    "no optimizer comes": (with_(optimizer=lambda params: None), "must return one, not NoneType"),
+    "model_parameters": (with_(model_parameters=5), "model_parameters must be parameters, .* not 5"),
+    "training_data": (with_(training_data=5), "training_data must be a dataset, not int"),
     "schedule of another optimizer": (a_schedule_of_another, r"drives another optimizer \(SGD\)"),
     "nothing to train": (nothing_to_train, "there is nothing to train: no parameter requires gradients"),
     "wrapped": (
@@ -119,3 +146,55 @@ def test_who_divides_is_said_at_start(divides: bool | None, caplog: pytest.LogCa
     assert "engine.backward(loss) divides by gradient_accumulation_steps 4; " in caplog.text
     said = {None: "is an error until", True: "so does loss.backward()", False: "loss.backward() does not"}
     assert [d for d, words in said.items() if words in caplog.text] == [divides]
+
+
+def test_a_number_that_becomes_unusable_later_is_an_error_too() -> None:
+    engine, optimizer, _, _ = zero_full.initialize(**with_()())
+    optimizer.param_groups[0]["lr"] = float("inf")
+    engine.backward(engine(data(0, 0, 0)))
+    with pytest.raises(RuntimeError, match="lr of the optimizer's parameter group 0 is inf"):
+        engine.step()
+
+
+def test_what_wins_over_the_file_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    model = Net()
+    keys = config(1, scheduler={"type": "WarmupLR", "params": {}})
+    mine = torch.optim.SGD(model.parameters(), 0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(mine, 1)
+    with caplog.at_level(logging.WARNING, "zero_full"):
+        zero_full.initialize(model=model, optimizer=mine, lr_scheduler=schedule, config=keys)
+    assert (
+        'the optimizer that was passed to initialize is used, and not the file\'s "optimizer"' in caplog.text
+    )
+    assert (
+        'the schedule that was passed to initialize is used, and not the file\'s "scheduler"' in caplog.text
+    )
+
+
+def test_a_schedule_without_an_optimizer_has_nothing_to_do(caplog: pytest.LogCaptureFixture) -> None:
+    keys = own({"scheduler": {"type": "WarmupLR", "params": {}}})
+    with caplog.at_level(logging.WARNING, "zero_full"):
+        zero_full.initialize(model=Net(), config=keys)
+    assert '"scheduler" (WarmupLR) has nothing to do' in caplog.text
+
+
+def test_steps_and_losses_that_can_do_nothing_say_so(caplog: pytest.LogCaptureFixture) -> None:
+    engine, optimizer, _, _ = zero_full.initialize(**with_()())
+    with caplog.at_level(logging.WARNING, "zero_full"):
+        optimizer.step()
+        optimizer.step()
+    assert caplog.text.count("optimizer.step() without gradients does nothing") == 1
+    with pytest.raises(ValueError, match="load a plain optimizer's state into it before initialize"):
+        optimizer.load_state_dict(torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1).state_dict())
+    loss = engine(data(0, 0, 0))
+    engine.destroy()
+    with pytest.raises(RuntimeError, match="backward after destroy"):
+        engine.backward(loss)
+
+
+def test_a_sparse_gradient_by_hand_is_refused_by_name() -> None:
+    engine, _, _, _ = zero_full.initialize(**with_(config=config(1, bf16={"enabled": True}))())
+    engine.backward(engine(data(0, 0, 0, torch.bfloat16)))
+    engine.module.layers[2].weight.grad = torch.ones(13, 13, dtype=torch.bfloat16).to_sparse()
+    with pytest.raises(RuntimeError, match=r"layers\.2\.weight is torch\.sparse_coo: write a dense one"):
+        engine.step()

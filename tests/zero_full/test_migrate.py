@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+import zero_full
 from zero_full.__main__ import main
 from zero_full.examples import from_deepspeed
 from zero_full.migrate import check, implied_world, migrate, names
@@ -25,6 +26,16 @@ def parts(name: str) -> tuple[str, str, list[str]]:
     """A script, what becomes of it, and how what is left to do begins."""
     script, expected, findings = (SCRIPTS / f"{name}.txt").read_text().split("=====\n")
     return script, expected, findings.splitlines()
+
+
+def test_what_is_here_is_not_called_missing() -> None:
+    ours = set(zero_full.__all__)
+    assert [path for path in names.INSTEAD if path.rpartition(".")[2] in ours] == []
+
+
+def test_an_optimizer_that_has_not_landed_is_told_before_the_run() -> None:
+    errors, _ = check({"train_batch_size": 1, "optimizer": {"type": "Lamb", "params": {}}}, 1)
+    assert errors == ["optimizer.type: Lamb has not landed in zero_full yet; the nearest is AdamW"]
 
 
 @pytest.mark.parametrize("ends", ["\n", "\r\n"], ids=["lf", "crlf"])

@@ -169,7 +169,7 @@ def test_a_module_that_runs_with_a_released_parameter_raises_with_both_names() -
         assert [match and match.groups() for match in names] == [
             ("blocks.0.up.weight", "the model (Borrows)"),
             None,  # its parts are called, and gather for themselves
-            ("blocks.2.up.weight, blocks.2.up.bias", "the model (Linear)"),
+            ("blocks.2.up.weight, blocks.2.up.bias", "blocks.2.up (Linear)"),
             ("blocks.2.up.weight", "code outside of modules"),
         ]
 

@@ -212,3 +212,20 @@ def test_torch_autocast_is_torchs(stage: int, dtype: str) -> None:
     for got, met in POOL.run(autocast, 2, stage, dtype):
         assert set(met) == {kind}
         assert_close(got, autocast_by_hand(kind), 2e-3)
+
+
+class CallsItself(Net):
+    """Its forward calls the model once more."""
+
+    def forward(self, x: Tensor, again: bool = True) -> Tensor:
+        """The loss."""
+        return super().forward(x) + (self(x, again=False) if again else 0)
+
+
+def test_autocast_ends_with_the_call_also_of_a_model_that_calls_itself() -> None:
+    keys = {"torch_autocast": {"enabled": True, "dtype": "bf16"}}
+    engine, *_ = zero_full.initialize(model=CallsItself(), config=config(1, **keys))
+    for _ in range(2):
+        engine.backward(engine(data(0, 0, 0)))
+        assert not torch.is_autocast_enabled("cpu")
+        engine.step()

@@ -28,6 +28,9 @@ def choose_transport(group: dist.ProcessGroup, device: torch.device) -> Transpor
     return share_memory(group) or Exchange(group)
 
 
+NOBODY: Any = object()  # the group of a communicator that is closed
+
+
 class Communicator:
     """A process group. `None` stands for a rank that is alone, where every collective is a no-op."""
 
@@ -44,6 +47,7 @@ class Communicator:
         self.rank = 0 if self.group is None else self.group.rank()
         self.size = 1 if self.group is None else self.group.size()
         self.ranks = [0] if self.group is None else dist.get_process_group_ranks(self.group)
+        self.closed = False
         self.check: CallCheck | None = None
         self.transport: Transport | None = None
         if self.group is not None:
@@ -123,7 +127,17 @@ class Communicator:
             )
         return answers
 
+    def close(self) -> None:
+        """Let go of the process group, with its connections. What is called later is an error."""
+        if self.group is not None:
+            self.closed, self.group, self.transport = True, NOBODY, NOBODY
+
     def _call(self, kind: str, what: str, tensor: Tensor, sent: int, collective: Callable[[], Any]) -> None:
+        if self.closed:
+            raise CommunicationError(
+                f"{kind} of {what} after destroy: this engine has left its groups. Do it before, or "
+                "initialize the model again"
+            )
         try:
             if self.check is not None:
                 self.check(f"{kind} of {what}: {tensor.numel()} x {str(tensor.dtype).removeprefix('torch.')}")

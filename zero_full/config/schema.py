@@ -305,7 +305,9 @@ class Config(Strict):
     expert_parallel: Annotated[Section, missing("expert parallelism has not landed", "enabled")] = {}
     use_data_before_expert_parallelism: Annotated[Flag, idle("only expert parallelism reads it")] = False
     pipeline: Annotated[Section, idle("only pipeline parallelism reads it")] = {}
-    hybrid_engine: Annotated[Section, missing("one engine trains and does not generate", "enabled")] = {}
+    hybrid_engine: Annotated[
+        Section, missing("call the engine, or generate inside unwrap_model_for_generation", "enabled")
+    ] = {}
     # What changes the batches, the model or the optimizer while training runs.
     elasticity: Annotated[Given, removed("0.19.8", "give the batch sizes as numbers", "enabled")] = {}
     autotuning: Annotated[Section, missing("tune before, and give the numbers found", "enabled")] = {}

@@ -32,7 +32,7 @@ Deliver = Callable[[str, Tensor], None]  # gets a name and its values
 class Deferred:
     """A model's parameters and buffers, if some of them have no values yet.
 
-    Making one puts them on the device, where they show NaN and take no memory. They stay the same objects, so
+    Making one puts them on the device, where they take no memory. They stay the same objects, so
     an optimizer may know them already. If `initialize` fails, they are what they were.
     """
 

@@ -116,10 +116,24 @@ def check(config: Any, world: int | None, partly: bool = False) -> tuple[list[st
     if partly and not {"train_batch_size", "train_micro_batch_size_per_gpu"} & config.keys():
         config = {**config, "train_micro_batch_size_per_gpu": 1}
     try:
-        return [], list(resolve(config, world or implied_world(config)).warnings)
+        warnings = list(resolve(config, world or implied_world(config)).warnings)
     except ConfigError as error:
         lines = [line.strip() for line in str(error).splitlines()]
         return lines[1:] or lines, []
+    return list(_missing_optimizer(config)), warnings
+
+
+def _missing_optimizer(config: Mapping[str, Any]) -> Iterator[str]:
+    try:
+        from zero_full.optim.build import class_of
+    except ImportError:  # without torch a configuration can be looked at, too
+        return
+    kind = (config.get("optimizer") or {}).get("type")
+    if isinstance(kind, str):
+        try:
+            class_of(kind)
+        except ValueError as error:
+            yield str(error)
 
 
 def implied_world(config: Any) -> int:

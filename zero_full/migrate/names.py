@@ -17,8 +17,14 @@ LEAVES = [
 SCHEDULES = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
 PLACES = {  # module of DeepSpeed's -> (our module, names that stay the same)
     "deepspeed": ("zero_full", ["initialize", "init_distributed", "add_config_arguments"]),
-    "deepspeed.zero": ("zero_full", ["Init", "GatheredParameters", "register_external_parameter"]),
-    "deepspeed.utils": ("zero_full", [*ACCESS, *LEAVES, "RepeatingLoader"]),
+    "deepspeed.zero": (
+        "zero_full",
+        ["Init", "GatheredParameters", "register_external_parameter", "unwrap_model_for_generation"],
+    ),
+    "deepspeed.utils": (
+        "zero_full",
+        [*ACCESS, "safe_update_full_grad_vectorized", *LEAVES, "RepeatingLoader"],
+    ),
     "deepspeed.runtime.lr_schedules": ("zero_full.optim", SCHEDULES),
 }
 NAMES = {
@@ -52,6 +58,11 @@ NOT_IN_TORCH = {
 }
 
 CHECKPOINTING = "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+NO_LAMB = "Lamb has not landed in zero_full yet"
+INFERENCE = (
+    "zero_full.initialize without an optimizer shards a model for forward; for fast inference save the "
+    "weights and load them into another library"
+)
 INSTEAD = {  # the longest that a name begins with counts
     "deepspeed": "remove it, or do it in plain torch",
     "deepspeed.DeepSpeedConfig": "zero_full.config.resolve(config, world_size) reads and checks it",
@@ -59,8 +70,8 @@ INSTEAD = {  # the longest that a name begins with counts
     "deepspeed.OnDevice": "zero_full.Init constructs a model without its memory",
     "deepspeed.__version__": "zero_full counts its own versions: remove the comparison",
     "deepspeed.add_tuning_arguments": "add the arguments that the script reads to its own parser",
-    "deepspeed.init_inference": "zero_full trains only; save the weights and generate with another library",
-    "deepspeed.inference": "zero_full trains only; save the weights and generate with another library",
+    "deepspeed.init_inference": INFERENCE,
+    "deepspeed.inference": INFERENCE,
     "deepspeed.tp_model_init": "split layers yourself, mark their parameters and pass mesh= to initialize",
     "deepspeed.module_inject": "split layers yourself, mark their parameters and pass mesh= to initialize",
     "deepspeed.accelerator": "torch.accelerator, or engine.device",
@@ -83,8 +94,8 @@ INSTEAD = {  # the longest that a name begins with counts
         "torch.optim.AdamW(..., weight_decay=0.0), because its default is 0.01 and DeepSpeed's is 0, or "
         '"optimizer": {"type": "Adam"} in the configuration'
     ),
-    "deepspeed.ops.lamb": 'give its name in the configuration: "optimizer": {"type": "Lamb"}',
-    "deepspeed.runtime.fp16": 'give its name in the configuration: "optimizer": {"type": ...}',
+    "deepspeed.ops.lamb": f"{NO_LAMB}; the nearest is AdamW",
+    "deepspeed.runtime.fp16": f"{NO_LAMB}, and neither have 1-bit optimizers; the nearest are AdamW and Adam",
     "deepspeed.pipe": "there are no pipelines: train the model as one nn.Module",
     "deepspeed.runtime.pipe": "there are no pipelines: train the model as one nn.Module",
     "deepspeed.profiling": "torch.profiler, or torch.utils.flop_counter",
@@ -102,9 +113,6 @@ INSTEAD = {  # the longest that a name begins with counts
     "deepspeed.utils.zero_to_fp32": "engine.save_weights(folder, dtype=torch.float32) writes whole weights",
     "deepspeed.zero.TiledLinear": "torch.nn.Linear",
     "deepspeed.zero.ZeroParamStatus": "zero_full.GatheredParameters, around whole parameters, too",
-    "deepspeed.zero.unwrap_model_for_generation": (
-        "call the engine under torch.no_grad(), on every rank: each forward gathers what it needs"
-    ),
 }
 ENGINE = {  # what scripts ask of an engine, beside engine.NOT_LANDED and unless ours has it by now
     "save_fp16_model": "engine.save_16bit_model",

@@ -96,11 +96,6 @@ class Rewrite:
             self._statement(statement, bindings)
         self._annotations()
 
-    @property
-    def touches_deepspeed(self) -> bool:
-        """Whether it imports any of it."""
-        return bool(self.scopes.bindings)
-
     def result(self) -> str:
         """The new text, which parses as the old one did."""
         made = self.text.result()

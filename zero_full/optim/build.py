@@ -45,7 +45,7 @@ def build_optimizer(type: str, params: Mapping[str, Any], groups: list[dict[str,
         kind = adam_class(name, options.get("adam_w_mode", True))
         options = adam_options(options)
     else:
-        kind = _class_of(type)
+        kind = class_of(type)
     if name in ("adam", "adamw", "adagrad", "lion"):
         options = _without_fixed(options)
     check_arguments("optimizer.params", kind, options)
@@ -62,6 +62,8 @@ def build_optimizer(type: str, params: Mapping[str, Any], groups: list[dict[str,
 
 def parameter_groups(given: Iterable[Any]) -> list[dict[str, Any]]:
     """Parameters, or groups of them, as groups that can be looked at more than once."""
+    if not isinstance(given, Iterable):
+        raise TypeError(f"model_parameters must be parameters, or groups of them, not {shown(given)}")
     everything = list(given)
     if not any(isinstance(each, Mapping) for each in everything):
         return [{"params": _tensors(everything, "model_parameters")}]
@@ -92,7 +94,8 @@ def _checked(kind: Any, number: int, group: Mapping[str, Any]) -> dict[str, Any]
     return {"params": group["params"], **checked}
 
 
-def _class_of(type: str) -> Any:
+def class_of(type: str) -> Any:
+    """The class of an optimizer that has this name, in any case; ValueError if there is none."""
     name = type.lower()
     if name in NOT_LANDED or name.startswith("mu"):
         instead = NOT_LANDED.get(name, "AdamW")

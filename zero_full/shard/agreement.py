@@ -17,6 +17,7 @@ slices (`across`) only takes part in the rest.
 import zlib
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 import torch
@@ -161,6 +162,20 @@ def doings_of(
     if found.cleared:
         doings.append(("gradients cleared by hand", names_of(found.cleared)))
     return doings
+
+
+def _is_usable(value: Any) -> bool:
+    return isinstance(value, Tensor) or (isinstance(value, (int, float)) and isfinite(value))
+
+
+def unusable_number(param_groups: Sequence[Mapping[str, Any]]) -> str:
+    """In words, the first option of a group with which no step can be taken; "" if there is none."""
+    for number, group in enumerate(param_groups):
+        for key in COMPARED:
+            value = group.get(key, 0.0)
+            if not all(map(_is_usable, value if isinstance(value, (tuple, list)) else (value,))):
+                return f"{key} of the optimizer's parameter group {number} is {value!r}, no finite number"
+    return ""
 
 
 def refuse_unused(groups: Groups, buckets: Sequence[Bucket], used: Container[Member]) -> None:

@@ -134,14 +134,14 @@ class ParameterGatherer:
     # Forward -------------------------------------------------------------------------------------
 
     def inner_before_forward(self, site: Site, args: Any, kwargs: Any) -> Any:
-        """The same, if no module around has done it."""
+        """As `before_forward`, unless a module around this one has gathered already."""
         if all(values.users for values in site.values) or self._is_transformed(site):
             site.active.append(None)
             return None
         return self.before_forward(site, args, kwargs)
 
     def inner_after_forward(self, site: Site, args: Any, output: Any) -> None:
-        """The same, if this module has gathered."""
+        """As `after_forward`, if this module has gathered itself."""
         if site.active and site.active[-1] is None:
             site.active.pop()
         else:

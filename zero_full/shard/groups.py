@@ -51,7 +51,12 @@ class Groups:
     opened: list[dist.ProcessGroup]  # for this engine alone
 
     def close(self) -> None:
-        """Leave the groups that were opened for this engine. Every rank must call this."""
+        """Let go of all groups; leave those that were opened for this engine. Every rank must call this."""
+        pairs = [pair for pair in (self.dense, self.expert) if pair is not None]
+        of_pairs = [each for pair in pairs for each in (pair.shard, pair.across, pair.node)]
+        for communicator in (*of_pairs, self.between_experts, self.model):
+            if communicator is not None:
+                communicator.close()
         while self.opened:
             with suppress(ValueError):  # somebody has left all groups already
                 dist.destroy_process_group(self.opened.pop())

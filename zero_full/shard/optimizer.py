@@ -19,7 +19,7 @@ from zero_full.comm.communicator import CommunicationError
 from zero_full.comm.lane import lane_for
 from zero_full.precision.scaler import DynamicScale, StaticScale
 from zero_full.shard import state as sharded_state
-from zero_full.shard.agreement import agree, doings_of, refuse_unused
+from zero_full.shard.agreement import agree, doings_of, refuse_unused, unusable_number
 from zero_full.shard.arrivals import Arrivals
 from zero_full.shard.base import Base, NoOptimizer, refuse_gradients
 from zero_full.shard.bucket import Bucket, Owned
@@ -77,6 +77,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.arrivals = Arrivals(self.lane)
         self.closed = self.parked = False  # parked: see `parking.py`
         self.writes = 0
+        self.said_nothing_to_do = False
         register(self, model.parameters())
         register(self, (m.param for values in self.values() for m in values.members))
         self._replace_parameters()
@@ -158,7 +159,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise ValueError("a closure is not supported: gradients are averaged while backward runs")
         found, failure = self._look_around()
         if not (self.reducer.began or found.written or failure):
-            return  # like torch: no gradients, no step
+            return self._say_nothing_to_do()  # like torch: no gradients, no step
         self.reducer.flush()
         for member, gradient in found.written:
             self.reducer.put(member, gradient)
@@ -175,7 +176,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if failure is not None:
             raise failure
         if not agreed.used:
-            return  # the same, on all ranks
+            return self._say_nothing_to_do()  # the same, on all ranks
         norm = None if agreed.norm is None else agreed.norm / held
         finite = norm is None or isfinite(norm)
         apply = finite or not self.settings.check_overflow
@@ -190,6 +191,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
             bucket.suspicion = None
         self.report.learn(self.scaler, overflow=not finite)
 
+    def _say_nothing_to_do(self) -> None:
+        if not self.said_nothing_to_do:
+            log.warning("optimizer.step() without gradients does nothing (this is said once)")
+        self.said_nothing_to_do = True
+
     def _look_around(self) -> tuple[Found, Exception | None]:
         """Take in, or refuse, what was done to the model and its gradients by hand since the last step.
 
@@ -202,6 +208,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self.reducer.failed or self.reducer.backward.running:
             raise RuntimeError("the last backward pass has failed: call zero_grad before the next forward")
         try:
+            if problem := unusable_number(self.param_groups):
+                raise RuntimeError(problem)
             self.look_at_model()
             return self._take_in_gradients(), None
         except RuntimeError as error:
@@ -282,11 +290,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from this rank's part. Every rank must call this: parameters are gathered."""
-        if len(state_dict["groups"]) != len(self.param_groups):
-            raise ValueError(
-                f"{len(state_dict['groups'])} parameter groups were saved, but the optimizer has "
-                f"{len(self.param_groups)}"
-            )
+        sharded_state.refuse_unfit(state_dict, len(self.param_groups))
         for bucket in self.buckets:
             if bucket.asleep and bucket.members[0].name not in state_dict.get("asleep", ()):
                 self.reducer.wake(bucket)
@@ -388,13 +392,4 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def holdings(self) -> dict[str, list[Tensor]]:
         """Every tensor that this rank keeps, by kind. Counters are the optimizer's step numbers."""
-        state = [v for s in self.state.values() for v in s.values() if isinstance(v, Tensor)]
-        masters = [b.master for b in self.buckets if b.master is not b.values.own]
-        whole = [v.whole for v in self.values() if v.state is not State.SHARDED]
-        second = [v.second for v in self.values() if v.second is not None]
-        return {
-            "parameters": whole + [v.own for v in self.values() if v.sheds] + second,
-            "gradients": [t for b in self.buckets for t in b.gradient_memory()],
-            "optimizer": masters + [t for t in state if t.dim()],
-            "counters": [t for t in state if not t.dim()],
-        }
+        return sharded_state.holdings(self.values(), self.buckets, self.state)

@@ -309,6 +309,11 @@ class GradientReducer:
     @torch.no_grad()
     def put(self, member: Member, gradient: Tensor) -> None:
         """Somebody has written this gradient: it takes the averaged one's place."""
+        if gradient.layout is not torch.strided:
+            raise RuntimeError(
+                f"the gradient that was written into the grad of {member.name} is {gradient.layout}: write a "
+                "dense one (to_dense())"
+            )
         member.param.grad = None
         self.place[member.param][0].put(member, gradient)
         self.used.add(member)

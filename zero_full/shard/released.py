@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from zero_full.shard.harmless import CONVERSIONS, HARMLESS, plainly
+from zero_full.shard.owners import owner_of
 
 ALLOWED = {
     *HARMLESS,
@@ -43,7 +44,7 @@ class Absent(Tensor):
         names = [each.released_name for each in _flat((args, kwargs)) if isinstance(each, Absent)]
         raise RuntimeError(
             f"{', '.join(dict.fromkeys(names)) or 'a parameter'} is sharded, so it has no values here, and "
-            f"{_reader()} uses it by {getattr(func, '__name__', func)}. Call the module that holds it as "
+            f"{_reader(args)} uses it by {getattr(func, '__name__', func)}. Call the module that holds it as "
             "module(x), not module.forward(x); let another module that reads it ask for it by "
             "zero_full.register_external_parameter; elsewhere read or write it inside "
             "zero_full.GatheredParameters(parameters, modifier_rank=0), on every rank"
@@ -52,7 +53,7 @@ class Absent(Tensor):
 
 @cache
 def _released(kind: type[Parameter]) -> type[Parameter]:
-    """The class of released parameters that else are of this class."""
+    """The class of a released parameter whose own class is `kind`."""
     return type(f"Released{kind.__name__}", (Absent, kind), {"present": kind})
 
 
@@ -79,8 +80,8 @@ def _flat(given: Any) -> Iterator[Any]:
         yield given
 
 
-def _reader() -> str:
-    """The innermost module in whose code we are, by its name in the outermost one."""
+def _reader(used: Any) -> str:
+    """The innermost module in whose code we are, by its name in the model or else in the outermost one."""
     frame: FrameType | None = sys._getframe(2)
     around = []
     while frame is not None:
@@ -90,6 +91,8 @@ def _reader() -> str:
         frame = frame.f_back
     if not around:
         return "code outside of modules"
-    inside, root = around[0], around[-1]
-    name = next((name for name, module in root.named_modules() if module is inside), "")
-    return f"{name or 'the model'} ({type(inside).__name__})"
+    inside = around[0]
+    owners = [owner_of(each) for each in _flat(used) if isinstance(each, Absent)]
+    roots = [*(owner.watch.model for owner in owners if owner is not None), around[-1]]
+    names = [name for root in roots for name, module in root.named_modules() if module is inside]
+    return f"{names[0] or 'the model' if names else 'a module'} ({type(inside).__name__})"

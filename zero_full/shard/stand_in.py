@@ -47,8 +47,9 @@ class StandIn(Tensor):
         if func in HARMLESS:
             return plainly(func, args, kwargs)
         if func in CONVERSIONS:
-            answer = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-            return answer
+            converted = plainly(func, args, kwargs).as_subclass(StandIn)
+            converted.parameter = args[0].parameter
+            return converted
         given = args[0] if args and isinstance(args[0], (tuple, list)) else args
         found = [each for each in given if isinstance(each, StandIn)]
         if func in CLEARING and len(found) == len(given):

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from zero_full.shard.bucket import Bucket, Owned
+from zero_full.shard.values import State as Where
+from zero_full.shard.values import Values
 
 State = dict[str, Any]
 
@@ -34,6 +36,35 @@ def cut_state(base: torch.optim.Optimizer, whole: Mapping[str, Tensor], cut: Map
             else value
             for key, value in state.items()
         }
+
+
+def holdings(
+    values: Sequence[Values], buckets: Sequence[Bucket], states: Mapping[Any, Mapping[str, Any]]
+) -> dict[str, list[Tensor]]:
+    """Every tensor that a rank keeps, by kind. Counters are the optimizer's step numbers."""
+    state = [v for s in states.values() for v in s.values() if isinstance(v, Tensor)]
+    masters = [b.master for b in buckets if b.master is not b.values.own]
+    whole = [v.whole for v in values if v.state is not Where.SHARDED]
+    second = [v.second for v in values if v.second is not None]
+    return {
+        "parameters": whole + [v.own for v in values if v.sheds] + second,
+        "gradients": [t for b in buckets for t in b.gradient_memory()],
+        "optimizer": masters + [t for t in state if t.dim()],
+        "counters": [t for t in state if not t.dim()],
+    }
+
+
+def refuse_unfit(state_dict: Mapping[str, Any], groups: int) -> None:
+    """Raise if this is not the state of such an optimizer."""
+    if "fragments" not in state_dict:
+        raise ValueError(
+            "this is not what the state_dict of zero_full's optimizer has returned: load a plain optimizer's "
+            "state into it before initialize, which keeps it"
+        )
+    if len(state_dict["groups"]) != groups:
+        raise ValueError(
+            f"{len(state_dict['groups'])} parameter groups were saved, but the optimizer has {groups}"
+        )
 
 
 def save(base: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> State:

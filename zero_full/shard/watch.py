@@ -57,7 +57,7 @@ class ModelWatch:
         if self.gathers:
             known = {(id(held), key): value for held, key, value in self.first}
             moved = [
-                key
+                self.names[value]
                 for held, key, value in self._slots()
                 if isinstance(value, Parameter)
                 and known.get((id(held), key)) is not value
