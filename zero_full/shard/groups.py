@@ -48,15 +48,13 @@ class Groups:
     model: Communicator | None
     data_ranks: int  # ranks whose gradients are averaged
     traffic: Traffic
+    communicators: list[Communicator]  # all of them
     opened: list[dist.ProcessGroup]  # for this engine alone
 
     def close(self) -> None:
         """Let go of all groups; leave those that were opened for this engine. Every rank must call this."""
-        pairs = [pair for pair in (self.dense, self.expert) if pair is not None]
-        of_pairs = [each for pair in pairs for each in (pair.shard, pair.across, pair.node)]
-        for communicator in (*of_pairs, self.between_experts, self.model):
-            if communicator is not None:
-                communicator.close()
+        for communicator in self.communicators:
+            communicator.close()
         while self.opened:
             with suppress(ValueError):  # somebody has left all groups already
                 dist.destroy_process_group(self.opened.pop())
@@ -76,6 +74,7 @@ class Connection:
     traffic: Traffic
     own_groups: bool  # so that calls beside backward never mix with the user's on the same group
     check_timeout_s: float | None
+    communicators: list[Communicator] = field(default_factory=list)
     opened: list[dist.ProcessGroup] = field(default_factory=list)
 
     def to(self, group: Group, label: str = "") -> Communicator:
@@ -83,7 +82,9 @@ class Connection:
         if group is not None and self.own_groups:
             group = new_group(dist.get_process_group_ranks(group), like=group)
             self.opened.append(group)
-        return Communicator(group, self.device, self.traffic, self.check_timeout_s, label)
+        made = Communicator(group, self.device, self.traffic, self.check_timeout_s, label)
+        self.communicators.append(made)
+        return made
 
     def pair(self, settings: Settings, shard: Group, across: Group) -> Pair:
         """Stage 0 cuts nothing: its shard is this rank alone."""
@@ -126,5 +127,5 @@ def connect(topology: Topology, settings: Settings, connection: Connection) -> G
     model = connection.to(topology.model) if topology.model is not None else None
     between_experts = connection.to(topology.expert) if expert is not None else None
     ranks = dense.shard.size * dense.across.size
-    opened = [*topology.opened, *connection.opened]
-    return Groups(dense, expert, between_experts, model, ranks, connection.traffic, opened)
+    made, opened = connection.communicators, [*topology.opened, *connection.opened]
+    return Groups(dense, expert, between_experts, model, ranks, connection.traffic, made, opened)
