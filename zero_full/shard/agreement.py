@@ -34,7 +34,7 @@ from zero_full.shard.values import Member
 SQUARES = 2  # numbers before the marks
 FLAGS = 4  # numbers before the flags
 MARK_BITS = 20  # so that a sum of squares over thousands of ranks is exact in fp64
-COMPARED = ("lr", "weight_decay", "betas", "momentum", "eps")  # options that ranks must share
+NUMBERS = ("lr", "weight_decay", "betas", "momentum", "eps")  # options that must be finite
 WRITTEN = "parameters written in place"
 Doings = Sequence[tuple[str, Any]]  # what, and how
 
@@ -133,8 +133,8 @@ class _Side:
         differing = [name for name in hashes if len({each[name] for each in everyones}) > 1]
         if differing:
             raise DisagreementError(
-                f"{', '.join(differing)} differ between ranks, because they were written on some and not on "
-                "others since the last step: write them on every rank alike, or inside "
+                f"{', '.join(differing)} differ between ranks, because they were written since the last "
+                "step, on some ranks only or with other values: write them on every rank alike, or inside "
                 "zero_full.GatheredParameters(parameters, modifier_rank=0)"
             )
 
@@ -145,16 +145,16 @@ def _gradients(buckets: Sequence[Bucket], counts: bool) -> list[Tensor]:
 
 def doings_of(
     param_groups: Sequence[Mapping[str, Any]],
-    scale: float,
+    so_far: Doings,
     found: Found,
-    written: int,
+    written: str,
     failure: Exception | None,
 ) -> Doings:
-    """What every rank must do alike in this step. `written`: how often since the last one, to parameters."""
-    doings: list[tuple[str, Any]] = [("loss scale", scale), (WRITTEN, written)]
+    """What every rank must do alike in this step. `written`: a digest of what parameters were given."""
+    doings: list[tuple[str, Any]] = [*so_far, (WRITTEN, written)]
     for number, group in enumerate(param_groups):
-        named = ((key, group[key]) for key in COMPARED if key in group)
-        doings += [(f"{key} of group {number}", v) for key, v in named if not isinstance(v, Tensor)]
+        named = ((key, _comparable(value)) for key, value in group.items() if key != "params")
+        doings += [(f"{key} of group {number}", value) for key, value in named if value is not None]
     if failure is not None:
         doings.append(("error", str(failure)))
     if found.written:
@@ -164,6 +164,15 @@ def doings_of(
     return doings
 
 
+def _comparable(value: Any) -> Any:
+    """An option, if its text is the same on every rank that has the same; None: nobody can tell."""
+    if isinstance(value, Tensor):
+        return float(value) if value.numel() == 1 and value.device.type == "cpu" else None
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_comparable, value))
+    return value if isinstance(value, (bool, int, float, str)) else None
+
+
 def _is_usable(value: Any) -> bool:
     return isinstance(value, Tensor) or (isinstance(value, (int, float)) and isfinite(value))
 
@@ -171,7 +180,7 @@ def _is_usable(value: Any) -> bool:
 def unusable_number(param_groups: Sequence[Mapping[str, Any]]) -> str:
     """In words, the first option of a group with which no step can be taken; "" if there is none."""
     for number, group in enumerate(param_groups):
-        for key in COMPARED:
+        for key in NUMBERS:
             value = group.get(key, 0.0)
             if not all(map(_is_usable, value if isinstance(value, (tuple, list)) else (value,))):
                 return f"{key} of the optimizer's parameter group {number} is {value!r}, no finite number"

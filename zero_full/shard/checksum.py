@@ -3,6 +3,7 @@
 import ctypes
 import hashlib
 import zlib
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,6 +15,11 @@ def digest(tensor: Tensor) -> bytes:
     told = f"{tuple(tensor.shape)} {tensor.dtype}".encode()
     whole = _in_one_piece(tensor)
     return hashlib.blake2b(_bytes_of(whole), digest_size=16, key=hashlib.blake2b(told).digest()).digest()
+
+
+def digest_of(named: Iterable[tuple[str, Tensor]]) -> str:
+    """Of several tensors and their names."""
+    return hashlib.blake2b(repr([(name, digest(t)) for name, t in named]).encode(), digest_size=8).hexdigest()
 
 
 def checksum(tensor: Tensor) -> int:

@@ -24,6 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from types import ModuleType
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +54,7 @@ class ParameterGatherer:
         self.training, self.inference, self.backward = Order(), Order(), Order()
         self.order: Order | None = None  # None: between passes
         self.reported = False
+        self.trail = 0  # a number for what was gathered, in which order: the same on every rank
         self.live = 0  # elements gathered
         self.gathered: set[Values] = set()
         self.calls: set[Call] = set()  # whose backward is under way
@@ -101,6 +103,7 @@ class ParameterGatherer:
 
     def _begin(self, values: Values) -> None:
         if values.state is State.SHARDED:
+            self.trail = crc32(values.name.encode(), self.trail)
             values.begin_gather(self.lane)
             self.live += values.layout.total
             self.gathered.add(values)

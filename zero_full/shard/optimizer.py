@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.utils.hooks import RemovableHandle
 
 from zero_full.comm.communicator import CommunicationError
@@ -33,7 +34,7 @@ from zero_full.shard.settings import Settings
 from zero_full.shard.stand_in import UNSCALED, Found, names_of
 from zero_full.shard.sweep import AdamSweep, sub_groups
 from zero_full.shard.values import Member, State, Values
-from zero_full.shard.watch import ModelWatch
+from zero_full.shard.watch import ModelWatch, ParameterWrites
 
 log = logging.getLogger("zero_full")
 EPSILON = 1e-6
@@ -76,7 +77,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.passes = 0  # backward passes until then
         self.arrivals = Arrivals(self.lane)
         self.closed = self.parked = False  # parked: see `parking.py`
-        self.writes = 0
+        self.writes = ParameterWrites(m for v in self.values() if not v.sheds for m in v.members)
+        self.calls = 0  # of step
         self.said_nothing_to_do = False
         register(self, model.parameters())
         register(self, (m.param for values in self.values() for m in values.members))
@@ -88,7 +90,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.reducer.at_begin.append(self.take_back_moved)
         self.reducer.hands_back = isinstance(base, NoOptimizer)
         self.refusals = refuse_gradients(base, model, settings.stage)
-        self._writes_since_last_step()
         self.guards: list[RemovableHandle] = []  # on the model's state_dict
         self.gatherer: ParameterGatherer | None = None
         if parts.sites:
@@ -155,6 +156,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Average what is left, step this rank's slices, send them to everyone. `last` says what happened."""
         self.last = None
+        self.calls += 1
         if closure is not None:
             raise ValueError("a closure is not supported: gradients are averaged while backward runs")
         found, failure = self._look_around()
@@ -171,7 +173,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 f"a backward pass has added gradients at the scale {scale:g} to those of the last step, "
                 f"whose scale is {held:g}: call zero_grad after every step"
             )
-        doings = doings_of(self.param_groups, scale, found, self._writes_since_last_step(), failure)
+        gathered = self.gatherer.trail if self.gatherer is not None else 0
+        so_far = [
+            ("call of step", self.calls),
+            ("order of gathers", gathered),
+            ("loss scale", scale),
+        ]
+        doings = doings_of(self.param_groups, so_far, found, self.writes.digest(), failure)
         agreed = agree(self.groups, self.awake, self.reducer.used, self.settings.needs_norm, doings)
         if failure is not None:
             raise failure
@@ -225,12 +233,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.reducer.drop(found.cleared)
         return found
 
-    def _writes_since_last_step(self) -> int:
-        """How often somebody has written to parameters that are always whole, as far as torch counts it."""
-        writes = sum(m.param._version for v in self.values() if not v.sheds for m in v.members)
-        since, self.writes = writes - self.writes, writes
-        return since
-
     def look_at_model(self) -> None:
         """Raise if something has become of the model that a step would ignore."""
         self.watch.check()
@@ -240,7 +242,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Parameters that were given other memory go back to their place, with their new values."""
         for values in self.values():
             if not values.sheds:
-                values.take_back_moved()
+                self.writes.moved.update(values.take_back_moved())
 
     @property
     def awake(self) -> list[Bucket]:
@@ -327,6 +329,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.left_scale = 1.0
         self.base._opt_called = True  # type: ignore[attr-defined]  # or a schedule would warn
         self.passes = self.reducer.backward.count
+        # As torch's optimizers do: a graph from before this step must not run backward with other values.
+        increment_version([m.param for bucket in stepped for m in bucket.members if m in used])
+        self.writes.forget()
         self.publish(self.awake, copied=swept)
         if not self.settings.gather_beside_forward:
             self.settle()

@@ -85,15 +85,13 @@ class ShownGradients:
 
     def __init__(self, zero: Callable[[Member], None]) -> None:
         self.zero_gradient_of = zero
-        self.stand_ins: dict[Member, StandIn] = {}  # made once
         self.shown: dict[Member, Tensor] = {}
 
     def show(self, members: Iterable[Member]) -> None:
         """These have a gradient, and it is in a buffer."""
         for member in members:
-            if member not in self.stand_ins:
-                self.stand_ins[member] = StandIn.of(member, self)
-            self.hand_out(member, self.stand_ins[member])
+            # A new one each time: one that somebody has kept stands for a gradient that is gone.
+            self.hand_out(member, StandIn.of(member, self))
 
     def hand_out(self, member: Member, gradient: Tensor) -> None:
         """This parameter's gradient, or what stands for it."""

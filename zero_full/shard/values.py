@@ -9,13 +9,14 @@ show one NaN, expanded to their shape: shapes and sizes are always right. Using 
 the parameters change. Backward gathers from there, and nothing crosses between nodes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cache, cached_property
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
 from zero_full._compat import identity_of, without_overrides
@@ -108,6 +109,8 @@ class Values:
         self.gather_slices: Callable[[Tensor, str], None] = shard.all_gather
         self.state, self.users = State.WHOLE, 0
         self.hidden = False  # the parameters show that they are not there
+        self.versions: list[int] = []  # of the parameters, when they became whole
+        self.lent = False  # somebody outside may keep views of the values
         self.pending: Pending | None = None
         self.node: Communicator | None = None
         self.second: Tensor | None = None  # see [Note: second slices]
@@ -142,10 +145,14 @@ class Values:
     def _lay_out(self) -> None:
         """The parameters are windows into the flat buffer."""
         shapes = [member.param.shape for member in self.members]
-        self.windows = [self.whole[self.layout.window(i)].view(shape) for i, shape in enumerate(shapes)]
+        self.windows = self._cut_windows()
         self.nothings = [nothing(self.dtype, self.kind.device).expand(shape) for shape in shapes]
         self.show()
         self.release()
+
+    def _cut_windows(self) -> list[Tensor]:
+        shapes = [member.param.shape for member in self.members]
+        return [self.whole[self.layout.window(i)].view(shape) for i, shape in enumerate(shapes)]
 
     # Whole and sharded ---------------------------------------------------------------------------
 
@@ -155,6 +162,20 @@ class Values:
         for member, window in zip(self.members, self.windows, strict=True):
             unmark_released(member.param)
             member.param.data = window
+        self.note_versions()
+
+    def note_versions(self, of: Container[Member] | None = None) -> None:
+        """Writes until now are known: they have been taken over, or given up. None: those of all members."""
+        before = self.versions or [0] * len(self.members)
+        self.versions = [
+            member.param._version if of is None or member in of else version
+            for member, version in zip(self.members, before, strict=True)
+        ]
+
+    def written(self) -> list[str]:
+        """Parameters that somebody has written to since they are whole, as far as torch counts it."""
+        pairs = zip(self.members, self.versions, strict=True)
+        return [member.name for member, version in pairs if member.param._version != version]
 
     def hide(self) -> None:
         """The parameters show that they are not there."""
@@ -173,8 +194,9 @@ class Values:
             ]
 
     @torch.no_grad()
-    def take_back_moved(self) -> None:
-        """What was put in the place of a parameter becomes its value, if it is of the same kind."""
+    def take_back_moved(self) -> list[Member]:
+        """What was put in the place of a parameter becomes its value, if it is of the same kind. Whose?"""
+        taken = []
         for member, window in self.moved():
             given = member.param.data
             if self.hidden:
@@ -191,6 +213,8 @@ class Values:
                 )
             window.copy_(given)
             member.param.data = window
+            taken.append(member)
+        return taken
 
     @torch.no_grad()
     def collect(self) -> None:
@@ -242,15 +266,18 @@ class Values:
         self._let_go()
 
     def _let_go(self) -> None:
-        moved = [] if self.hidden else self.moved()
+        lost = [] if self.hidden else [*(member.name for member, _ in self.moved()), *self.written()]
         self.hide()
+        if self.lent:  # whoever has a view keeps the old memory, and its values
+            self.lent, self.whole = False, torch.empty_like(self.whole)
+            self.windows = self._cut_windows()
         self.whole.untyped_storage().resize_(0)
         self.state = State.SHARDED
-        if moved:
+        if lost:
             raise RuntimeError(
-                f"{moved[0][0].name} was given other values while it was gathered, by param.data = ... or a "
-                "conversion of the module, and they are lost: write into it, inside "
-                "zero_full.GatheredParameters(parameters, modifier_rank=0)"
+                f"{', '.join(dict.fromkeys(lost))} was written while it was gathered for a forward or for "
+                "other parameters, so its new values are lost: write inside "
+                "zero_full.GatheredParameters([this parameter], modifier_rank=0)"
             )
 
     # Single parameters ---------------------------------------------------------------------------
@@ -274,6 +301,8 @@ class Values:
         self.second = None
         if self.state is State.WHOLE:
             self.windows[member.index].copy_(value)
+        if not self.sheds:
+            increment_version(member.param)  # so that ranks compare what was written
         self.write(self.own, member, value)
 
     def write(self, flat: Tensor, member: Member, value: Tensor) -> None:

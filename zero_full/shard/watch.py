@@ -4,11 +4,14 @@ Values may be written at any time. But a parameter that appears later, or takes 
 known to no buffer: nothing would train it. And one that was frozen and is in no group would stay as it is.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from torch import nn
 from torch.nn import Parameter
+
+from zero_full.shard.checksum import digest_of
+from zero_full.shard.values import Member
 
 
 class ModelWatch:
@@ -68,6 +71,27 @@ class ModelWatch:
                     f"{', '.join(moved)} has got another module after initialize, which does not gather "
                     "it: tie weights and rearrange modules before initialize"
                 )
+
+
+class ParameterWrites:
+    """What is written to parameters that are always whole, as far as torch counts it."""
+
+    def __init__(self, members: Iterable[Member]) -> None:
+        self.members = list(members)
+        self.forget()
+
+    def forget(self) -> None:
+        """Whatever was written is known."""
+        self.versions = [member.param._version for member in self.members]
+        self.moved: set[Member] = set()  # that were given other memory
+
+    def digest(self) -> str:
+        """Of the values that parameters were given since `forget`, or the last call; "" of none."""
+        before, moved = self.versions, self.moved
+        self.forget()
+        pairs = zip(self.members, before, self.versions, strict=True)
+        written = [(m.name, m.param) for m, old, new in pairs if old != new or m in moved]
+        return digest_of(written) if written else ""
 
 
 def _held(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:

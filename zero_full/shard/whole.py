@@ -218,11 +218,19 @@ class GatheredParameters:
                     self._take_back_moved(chosen)
                 problem = self._refuse_changes() if self.modifier_rank is None else self._keep_changes()
             while self.stack:
-                self.stack.pop()[2].__exit__(*failure)
+                _, chosen, context = self.stack.pop()
+                self._give_back(chosen, written=[m for _, m in chosen] if failure[0] is None else None)
+                context.__exit__(*failure)
         finally:
             recorded.__exit__(*failure)
         if problem:
             raise RuntimeError(problem)
+
+    def _give_back(self, chosen: Sequence[tuple[Values, Member]], written: list[Member] | None) -> None:
+        """These writes are known; None: all are given up, as an exception ends the block."""
+        for values in dict.fromkeys(values for values, _ in chosen):
+            values.lent = values.sheds
+            values.note_versions(written)
 
     def _take_back_moved(self, chosen: Sequence[tuple[Values, Member]]) -> None:
         for values in dict.fromkeys(values for values, _ in chosen):
