@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from zero_full.comm.topology import Topology
 from zero_full.engine import Engine
-from zero_full.shard.agreement import unusable_number
+from zero_full.shard.base import unusable_number
 from zero_full.wording import listed
 
 # Whoever averages gradients himself would do so a second time.

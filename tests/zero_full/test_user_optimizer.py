@@ -67,6 +67,56 @@ def test_the_passed_in_optimizer_of_an_engine_that_is_gone_says_so() -> None:
         raw.step()
 
 
+# Groups and state --------------------------------------------------------------------------------
+
+
+def through_the_groups(comm: Any, stage: int) -> dict[str, Any]:
+    """What a loop finds that goes to parameters by way of the optimizer."""
+    engine, optimizer, _, _ = zero_full.initialize(model=Net(), config=config(stage))
+    listed = [p for group in optimizer.param_groups for p in group["params"]]
+    found: dict[str, Any] = {"same": [id(p) for p in listed] == [id(p) for p in engine.module.parameters()]}
+    bias = engine.module.layers[2].bias
+    for step in range(2):
+        engine(data(step, 0, comm.rank)).backward()
+        try:
+            nn.utils.clip_grad_norm_(listed, 1e-3)
+        except RuntimeError as error:
+            found["clip"] = str(error)
+        listed[0].grad = None  # as torch: the first weight is left alone
+        before = listed[0].detach().clone() if stage < 3 else None
+        optimizer.step()
+        if before is not None:
+            assert torch.equal(listed[0], before)
+        optimizer.zero_grad()
+        found[f"known after {step}"] = listed[0] in optimizer.state
+    kept = [optimizer.state[p] for p in optimizer.state]
+    found["kept"] = sum(state["exp_avg"].numel() for state in kept)
+    for state in kept:
+        state["exp_avg"].zero_()  # every rank resets what it keeps
+    found["moment"] = float(zero_full.safe_get_full_optimizer_state(bias, "exp_avg").abs().sum())  # type: ignore[union-attr]
+    for param in list(optimizer.state):
+        optimizer.state.pop(param)
+    found["left"] = len(optimizer.state)
+    optimizer.param_groups[0]["params"] = listed[1:]
+    engine(data(3, 0, comm.rank)).backward()
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        found["removed"] = str(error)
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_groups_show_the_parameters_and_state_is_found_by_them(stage: int) -> None:
+    everyones = POOL.run(through_the_groups, 2, stage)
+    for found in everyones:
+        assert found["same"] and "has no values here" in found["clip"]
+        assert not found["known after 1"] and found["moment"] == found["left"] == 0
+        assert "removed from them after initialize" in found["removed"]
+    whole = sum(p.numel() for p in Net().parameters()) - 16 * 13
+    assert sum(found["kept"] for found in everyones) == whole * (2 if stage == 0 else 1)
+
+
 # Copies ------------------------------------------------------------------------------------------
 
 

@@ -147,7 +147,7 @@ def _describe(mine: Tensor | None) -> tuple[int, torch.dtype, float] | None:
 
 
 def _state(place: Place, key: str) -> Tensor | None:
-    state = place.optimizer.state.get(place.owned.master, {}) if place.owned is not None else {}
+    state = place.optimizer.base.state.get(place.owned.master, {}) if place.owned is not None else {}
     value = state.get(key)
     if state and value is None:
         raise KeyError(f"the optimizer keeps no {key!r} for {place.member.name}, only {', '.join(state)}")

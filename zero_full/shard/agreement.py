@@ -17,7 +17,6 @@ slices (`across`) only takes part in the rest.
 import zlib
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
 from typing import Any
 
 import torch
@@ -34,7 +33,6 @@ from zero_full.shard.values import Member
 SQUARES = 2  # numbers before the marks
 FLAGS = 4  # numbers before the flags
 MARK_BITS = 20  # so that a sum of squares over thousands of ranks is exact in fp64
-NUMBERS = ("lr", "weight_decay", "betas", "momentum", "eps")  # options that must be finite
 WRITTEN = "parameters written in place"
 Doings = Sequence[tuple[str, Any]]  # what, and how
 
@@ -171,20 +169,6 @@ def _comparable(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return tuple(map(_comparable, value))
     return value if isinstance(value, (bool, int, float, str)) else None
-
-
-def _is_usable(value: Any) -> bool:
-    return isinstance(value, Tensor) or (isinstance(value, (int, float)) and isfinite(value))
-
-
-def unusable_number(param_groups: Sequence[Mapping[str, Any]]) -> str:
-    """In words, the first option of a group with which no step can be taken; "" if there is none."""
-    for number, group in enumerate(param_groups):
-        for key in NUMBERS:
-            value = group.get(key, 0.0)
-            if not all(map(_is_usable, value if isinstance(value, (tuple, list)) else (value,))):
-                return f"{key} of the optimizer's parameter group {number} is {value!r}, no finite number"
-    return ""
 
 
 def refuse_unused(groups: Groups, buckets: Sequence[Bucket], used: Container[Member]) -> None:

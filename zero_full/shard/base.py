@@ -3,7 +3,8 @@
 import functools
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from math import isfinite
 from types import MethodType
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+NUMBERS = ("lr", "weight_decay", "betas", "momentum", "eps")  # options that must be finite
 # What a user may call on the object that he has passed in. The rest of it is shared: groups, state, defaults.
 REDIRECTED = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
 
@@ -26,9 +28,49 @@ class Base:
         for name in REDIRECTED:
             setattr(optimizer, name, MethodType(_leading_to(me, name, getattr(optimizer, name)), optimizer))
 
-    def step(self) -> None:
-        """Step what has a gradient, as torch does."""
-        self.own_step()
+    def step(self, masters: Sequence[list[Tensor]]) -> None:
+        """Step those of these tensors that have a gradient, by group, instead of the parameters."""
+        groups = self.optimizer.param_groups
+        shown = [group["params"] for group in groups]
+        try:
+            for group, listed in zip(groups, masters, strict=True):
+                group["params"] = listed
+            self.own_step()
+        finally:
+            for group, listed in zip(groups, shown, strict=True):
+                group["params"] = listed
+
+
+class ShownState(MutableMapping[Any, dict[str, Any]]):
+    """An optimizer's state by parameter, as far as this rank keeps it: that of the parameter's fragment."""
+
+    def __init__(
+        self, state: MutableMapping[Any, dict[str, Any]], masters: Mapping[Parameter, Tensor]
+    ) -> None:
+        self.state, self.masters = state, masters
+
+    def __getitem__(self, param: Any) -> dict[str, Any]:
+        master = self.masters.get(param)
+        if master is None or master not in self.state:
+            raise KeyError(f"this rank keeps no optimizer state of {_in_words(param)}")
+        return self.state[master]
+
+    def __setitem__(self, param: Any, state: dict[str, Any]) -> None:
+        raise RuntimeError(
+            "set optimizer state with zero_full.safe_set_full_optimizer_state(param, value, key)"
+        )
+
+    def __delitem__(self, param: Any) -> None:
+        del self.state[self.masters[param]]
+
+    def __iter__(self) -> Iterator[Any]:
+        return (param for param, master in self.masters.items() if master in self.state)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __contains__(self, param: Any) -> bool:
+        return param in self.masters and self.masters[param] in self.state
 
 
 def steps_as_its_class(optimizer: Optimizer, step: Any) -> bool:
@@ -87,3 +129,37 @@ def refuse_gradients(base: Optimizer, model: nn.Module, stage: int) -> list[Remo
         return []
     trained = [p for p in model.parameters() if p.requires_grad]
     return [param.register_post_accumulate_grad_hook(refuse) for param in trained]
+
+
+def _in_words(key: Any) -> str:
+    return f"a tensor of shape {tuple(key.shape)}" if isinstance(key, Tensor) else repr(key)
+
+
+def listed_in(param_groups: Iterable[Mapping[str, Any]]) -> list[list[int]]:
+    """Which parameters are in which group, to notice a change."""
+    return [[id(param) for param in group["params"]] for group in param_groups]
+
+
+def refuse_unusable(param_groups: Sequence[Mapping[str, Any]], listed: list[list[int]]) -> None:
+    """Raise if groups have changed since parameters were dealt, or if no step can be taken with a number."""
+    if listed_in(param_groups) != listed:
+        raise RuntimeError(
+            "parameters were added to the optimizer's groups or removed from them after initialize, which "
+            "deals them once: freeze a parameter with requires_grad_(False), or list it frozen at first"
+        )
+    if problem := unusable_number(param_groups):
+        raise RuntimeError(problem)
+
+
+def _is_usable(value: Any) -> bool:
+    return isinstance(value, Tensor) or (isinstance(value, (int, float)) and isfinite(value))
+
+
+def unusable_number(param_groups: Sequence[Mapping[str, Any]]) -> str:
+    """In words, the first option of a group with which no step can be taken; "" if there is none."""
+    for number, group in enumerate(param_groups):
+        for key in NUMBERS:
+            value = group.get(key, 0.0)
+            if not all(map(_is_usable, value if isinstance(value, (tuple, list)) else (value,))):
+                return f"{key} of the optimizer's parameter group {number} is {value!r}, no finite number"
+    return ""

@@ -20,9 +20,9 @@ from zero_full.comm.communicator import CommunicationError
 from zero_full.comm.lane import lane_for
 from zero_full.precision.scaler import DynamicScale, StaticScale
 from zero_full.shard import state as sharded_state
-from zero_full.shard.agreement import agree, doings_of, refuse_unused, unusable_number
+from zero_full.shard.agreement import agree, doings_of, refuse_unused
 from zero_full.shard.arrivals import Arrivals
-from zero_full.shard.base import Base, NoOptimizer, refuse_gradients
+from zero_full.shard.base import Base, NoOptimizer, ShownState, listed_in, refuse_gradients, refuse_unusable
 from zero_full.shard.bucket import Bucket, Owned
 from zero_full.shard.build import Parts
 from zero_full.shard.gatherer import ParameterGatherer
@@ -108,31 +108,31 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """The wrapped optimizer gets this rank's fragments instead of parameters."""
         whole = {m.name: m.param for m in self._members()}
         sharded_state.cut_state(self.base, whole, sharded_state.fragments(self.buckets))
-        self._list_masters()
+        self.listed = listed_in(self.param_groups)
 
-    def _list_masters(self) -> None:
+    def _masters(self) -> list[list[Tensor]]:
+        """What is stepped in the place of parameters, by group."""
         owned = [owned for bucket in self.buckets for owned in bucket.owned]
-        for number, group in enumerate(self.base.param_groups):
-            group["params"] = [o.master for o in owned if o.member.group == number]
+        return [[o.master for o in owned if o.member.group == n] for n in range(len(self.param_groups))]
 
     def _replace_masters(self, bucket: Bucket, before: Sequence[Owned]) -> None:
         """A bucket has woken up: the wrapped optimizer gets its new fragments, with the old ones' state."""
         for old, new in zip(before, bucket.owned, strict=True):
-            if old.master in self.state and old.master is not new.master:
-                self.state[new.master] = self.state.pop(old.master)
-        self._list_masters()
+            if old.master in self.base.state and old.master is not new.master:
+                self.base.state[new.master] = self.base.state.pop(old.master)
 
     # What torch's optimizers have ----------------------------------------------------------------
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The wrapped optimizer's; their "params" are this rank's fragments."""
+        """The wrapped optimizer's."""
         return self.base.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The wrapped optimizer's, by fragment."""
-        return self.base.state
+        """Of the wrapped optimizer, what this rank keeps, by parameter."""
+        masters = {o.member.param: o.master for bucket in self.buckets for o in bucket.owned}
+        return ShownState(self.base.state, masters)
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
@@ -212,12 +212,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self.closed:
             raise RuntimeError("step after destroy: initialize the model again")
         if isinstance(self.base, NoOptimizer):
-            self.redirected.step()  # which says what to do
+            self.redirected.step([])  # which says what to do
         if self.reducer.failed or self.reducer.backward.running:
             raise RuntimeError("the last backward pass has failed: call zero_grad before the next forward")
         try:
-            if problem := unusable_number(self.param_groups):
-                raise RuntimeError(problem)
+            refuse_unusable(self.param_groups, self.listed)
             self.look_at_model()
             return self._take_in_gradients(), None
         except RuntimeError as error:
@@ -347,7 +346,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for buckets in sub_groups(stepped, at_a_time):
             for bucket in buckets:
                 bucket.hand_over(used)
-            self.redirected.step()  # those that have no gradient now stay as they are
+            self.redirected.step(self._masters())  # those that have no gradient now stay as they are
             for bucket in buckets:
                 bucket.take_back()
 
@@ -397,4 +396,4 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def holdings(self) -> dict[str, list[Tensor]]:
         """Every tensor that this rank keeps, by kind. Counters are the optimizer's step numbers."""
-        return sharded_state.holdings(self.values(), self.buckets, self.state)
+        return sharded_state.holdings(self.values(), self.buckets, self.base.state)

@@ -68,7 +68,7 @@ class Parking:
     def _tensors(self, kind: str) -> Iterator[Tensor]:
         buckets, values = self.optimizer.buckets, self.optimizer.values()
         if kind == "optim_states":
-            states = self.optimizer.state.values()
+            states = self.optimizer.base.state.values()
             yield from (v for s in states for v in s.values() if isinstance(v, Tensor) and v.dim())
         elif kind == "hp_params":
             yield from (bucket.master for bucket in buckets if bucket.master is not bucket.values.own)
