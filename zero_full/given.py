@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from zero_full.comm.topology import Topology
+from zero_full.construct import has_values
 from zero_full.engine import Engine
 from zero_full.shard.base import unusable_number
 from zero_full.wording import listed
@@ -61,6 +62,7 @@ def check_model(model: nn.Module) -> None:
                 f"{name or 'the model'} is wrapped in {type(module).__name__}, which averages or shards by "
                 "itself: pass the module that is inside"
             )
+    _refuse_views(model)
     for name, param in model.named_parameters():
         if is_lazy(param):
             raise ValueError(
@@ -70,6 +72,23 @@ def check_model(model: nn.Module) -> None:
         if type(param.data) is not torch.Tensor and hasattr(param, "device_mesh"):
             raise ValueError(
                 f"{name} is a DTensor, sharded by somebody else already: pass the model as it was constructed"
+            )
+
+
+def _refuse_views(model: nn.Module) -> None:
+    """A buffer in a parameter's memory would keep the values of now: parameters get other memory."""
+    named = [
+        (name, p) for name, p in model.named_parameters() if has_values(p) and not is_lazy(p) and p.numel()
+    ]
+    owner = {param.untyped_storage().data_ptr(): name for name, param in named}
+    for name, buffer in model.named_buffers():
+        if not has_values(buffer) or not buffer.numel():
+            continue
+        whose = owner.get(buffer.untyped_storage().data_ptr())
+        if whose is not None:
+            raise ValueError(
+                f"the buffer {name} is a view of the parameter {whose}, and would not follow it any more: "
+                "give the buffer memory of its own (clone()), or compute it in forward"
             )
 
 

@@ -14,6 +14,7 @@ WEIGHT = "layers.2.weight"
 MOVED = r"layers\.\d\.\w+ was given other values while it was sharded|layers\.\d\.\w+ is sharded"
 # The last is torch's own, if the model is called by itself: the inputs are not converted.
 CONVERTED = r"layers\.\d\.\w+ was \w+ of shape|layers\.\d\.\w+ was given other values|same dtype, but got"
+NEW_OR_NONE = r"came into the model after initialize|has brought gradients to no parameter"
 NEW = r"layers\.\d\.weight.* came into the model after initialize"
 
 # Values of parameters ----------------------------------------------------------------------------
@@ -50,7 +51,7 @@ def loaded(player: Any) -> None:
     player.module.load_state_dict(state)
 
 
-@event("load_state_dict(assign=True)", "between", lambda s, n: "load_state_dict" if s == 3 else NEW)
+@event("load_state_dict(assign=True)", "between", lambda s, n: "load_state_dict" if s == 3 else NEW_OR_NONE)
 def assigned(player: Any) -> None:
     state = {name: torch.full_like(p, 0.2) for name, p in player.module.named_parameters()}
     player.module.load_state_dict(state, assign=True)

@@ -26,6 +26,17 @@ class ModuleZeroGrad(Event):
         return True
 
 
+class OptimizersZeroGrad(Event):
+    """The optimizer's, which leaves zeros."""
+
+    def zero_grad(self, player: Any) -> bool:
+        # Beside masters, plain torch's optimizer does not see the gradients of 16-bit parameters.
+        whose = player.module if player.stage is None else player.optimizer
+        whose.zero_grad(set_to_none=False)
+        return True
+
+
+EVENTS["optimizer.zero_grad(set_to_none=False)"] = OptimizersZeroGrad()
 EVENTS["module.zero_grad()"] = ModuleZeroGrad(True)
 EVENTS["module.zero_grad(set_to_none=False)"] = ModuleZeroGrad(False)
 
@@ -78,7 +89,7 @@ def looked_at(player: Any) -> None:
         assert found is not None and bool(found.abs().max() > 0)
 
 
-@event("torch.autograd.grad", "after_backward")
+@event("torch.autograd.grad", "after_backward", in_fp16("multiplied by the loss scale"))
 def gradients_aside(player: Any) -> None:
     loss = player.call(torch.ones(5, 16, dtype=weight_of(player).dtype))
     torch.autograd.grad(loss, [player.module.layers[4].bias])

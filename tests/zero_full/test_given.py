@@ -41,6 +41,12 @@ def of_a_head_that_was_replaced() -> dict[str, Any]:
     return {"model": model, "config": own(), "optimizer": optimizer}
 
 
+def with_a_view() -> dict[str, Any]:
+    model = Net()
+    model.register_buffer("first", model.layers[0].weight.data[0])
+    return {"model": model, "config": config(1)}
+
+
 def with_numbers(**numbers: Any) -> Callable[[], dict[str, Any]]:
     def make() -> dict[str, Any]:
         model = Net()
@@ -77,6 +83,7 @@ MISTAKES: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         of_a_head_that_was_replaced,
         r"not in the model \(one of.*and not layers\.4\.weight, lay",
     ),
+    "a buffer that is a view": (with_a_view, "the buffer first is a view of the parameter layers.0.weight"),
     "lr nan": (with_numbers(lr=float("nan")), "lr of the optimizer's parameter group 0 is nan"),
     "lr string": (with_numbers(lr="x"), "lr of the optimizer's parameter group 0 is 'x'"),
     "decay inf": (with_numbers(weight_decay=float("inf")), "weight_decay of the optimizer's .* is inf"),

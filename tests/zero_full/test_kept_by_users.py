@@ -226,3 +226,21 @@ def skips(comm: Any) -> str:
 
 def test_ranks_that_run_different_modules_at_stage_3_hear_of_it_at_the_step() -> None:
     assert all("order of gathers" in said for said in POOL.run(skips, 2))
+
+
+def hooked(comm: Any, stage: int) -> list[bool]:
+    """Whether a hook of the user's has seen a gradient, in the first two passes; on the last parameter."""
+    engine, *_ = zero_full.initialize(model=Net(), config=config(stage))
+    seen: list[bool] = []
+    last = engine.module.layers[4].bias
+    last.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad is not None))
+    for step in range(2):
+        engine.module(data(step, 0, comm.rank)).backward()
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+    return seen
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_hook_that_comes_after_initialize_sees_the_gradient_from_the_first_pass_on(stage: int) -> None:
+    assert POOL.run(hooked, 2, stage) == [[True, True]] * 2

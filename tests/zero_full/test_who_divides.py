@@ -126,6 +126,29 @@ def test_forward_through_a_part_without_the_loss_scale_is_refused() -> None:
     assert "has brought gradients without the loss scale" in past_the_engine("part")
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_gradient_of_the_inputs_alone_does_not_come_back_scaled(ranks: int) -> None:
+    want = torch.autograd.grad(Net()(x := data(0, 0, 0).requires_grad_()), x)[0]
+    for said, got in POOL.run(gradient_of_inputs, ranks):
+        assert "start from engine.scale(loss), and divide by engine.loss_scale()" in said
+        torch.testing.assert_close(got, want, rtol=0.02, atol=2e-3)
+
+
+def gradient_of_inputs(comm: Any) -> tuple[str, Tensor]:
+    engine, *_ = zero_full.initialize(model=Net(), config=config(1, **FP16))
+    x, said = data(0, 0, 0, torch.float16).requires_grad_(), ""
+    try:
+        torch.autograd.grad(engine(x), x)
+    except RuntimeError as error:
+        said = str(error)
+    (scaled,) = torch.autograd.grad(engine.scale(engine(x)), x)
+    engine.zero_grad()
+    engine.backward(engine(data(0, 0, comm.rank, torch.float16)))
+    engine.step()
+    assert engine.was_step_applied()
+    return said, scaled.float() / engine.loss_scale()
+
+
 # What a rank sees between micro-batches ----------------------------------------------------------
 
 

@@ -2,7 +2,8 @@
 
 from zero_full.shard.build import Dealer, Parts, settle_the_rest
 from zero_full.shard.groups import Connection, Groups, connect
-from zero_full.shard.optimizer import StepReport, ZeroOptimizer
+from zero_full.shard.optimizer import ZeroOptimizer
+from zero_full.shard.report import StepReport
 from zero_full.shard.settings import Gathering, Settings
 
 __all__ = [

@@ -120,8 +120,8 @@ class _Side:
             for key in differing
         )
         raise DisagreementError(
-            f"the ranks would not take the same step: {told}. Every rank must do the same to gradients, "
-            "learning rates and other options of the optimizer"
+            f"the ranks would not take the same step: {told}. Every rank must run the same modules in "
+            "the same order, and do the same to gradients, learning rates and other options of the optimizer"
         )
 
     def _compare_parameters(self) -> None:

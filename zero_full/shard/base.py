@@ -163,3 +163,10 @@ def unusable_number(param_groups: Sequence[Mapping[str, Any]]) -> str:
             if not all(map(_is_usable, value if isinstance(value, (tuple, list)) else (value,))):
                 return f"{key} of the optimizer's parameter group {number} is {value!r}, no finite number"
     return ""
+
+
+def zero_in_place(params: Iterable[Parameter]) -> None:
+    """Their gradients, and what stands for them, become zero."""
+    for param in params:
+        if param.grad is not None:
+            param.grad.zero_()

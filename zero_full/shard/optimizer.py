@@ -7,7 +7,6 @@ It stands where the optimizer it wraps stood: same `param_groups` (so schedulers
 import logging
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
@@ -22,14 +21,22 @@ from zero_full.precision.scaler import DynamicScale, StaticScale
 from zero_full.shard import state as sharded_state
 from zero_full.shard.agreement import agree, doings_of, refuse_unused
 from zero_full.shard.arrivals import Arrivals
-from zero_full.shard.base import Base, NoOptimizer, ShownState, listed_in, refuse_gradients, refuse_unusable
+from zero_full.shard.base import (
+    Base,
+    NoOptimizer,
+    ShownState,
+    listed_in,
+    refuse_gradients,
+    refuse_unusable,
+    zero_in_place,
+)
 from zero_full.shard.bucket import Bucket, Owned
 from zero_full.shard.build import Parts
 from zero_full.shard.gatherer import ParameterGatherer
 from zero_full.shard.groups import Groups
 from zero_full.shard.owners import register, unregister
 from zero_full.shard.reducer import GradientReducer
-from zero_full.shard.report import NonFinite
+from zero_full.shard.report import NonFinite, StepReport
 from zero_full.shard.settings import Settings
 from zero_full.shard.stand_in import UNSCALED, Found, names_of
 from zero_full.shard.sweep import AdamSweep, sub_groups
@@ -39,15 +46,6 @@ from zero_full.shard.watch import ModelWatch, ParameterWrites
 log = logging.getLogger("zero_full")
 EPSILON = 1e-6
 NO_COPY = "this optimizer cannot be copied or pickled: it belongs to a model. Save its state_dict() instead"
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """What a step did."""
-
-    applied: bool
-    grad_norm: float | None  # of the averaged gradients, unscaled, before clipping; None: nobody needed it
-    scale: float  # the loss scale that backward used
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -252,15 +250,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Let go of the gradients.
 
         By default their memory is freed on accelerators and kept on the CPU, where getting fresh pages
-        from the system would cost more than the step.
+        from the system would cost more than the step. With False they become zero, as in torch.
         """
+        if set_to_none is False and not self.reducer.failed:
+            return zero_in_place(m.param for m in self._members())
         self.reducer.forget()
         if self.gatherer is not None:
             self.gatherer.forget()
         self.left_scale = None
         for bucket in self.buckets:
             on_cpu = bucket.kind.device.type == "cpu"
-            bucket.forget(free=not on_cpu if set_to_none is None else set_to_none)
+            bucket.forget(free=not on_cpu if set_to_none is None else True)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part: fragments by parameter name, the groups' options and the loss scale."""

@@ -27,8 +27,17 @@ from zero_full.shard.values import Member, Values
 IN_FLIGHT = 2  # reductions that may run beside backward: more would only hold more memory
 
 
+SCALED = (
+    "a pass through the model's loss has brought gradients to no parameter (torch.autograd.grad, or inputs "
+    "that require gradients), and what it has brought is multiplied by the loss scale: start from "
+    "engine.scale(loss), and divide by engine.loss_scale()"
+)
+
+
 def _before_accumulation(reducer: "weakref.ref[GradientReducer]", grad: Tensor) -> None:
     alive = reducer()
+    if alive is not None and not alive.backward.running:
+        alive.come_last()
     if alive is not None and alive.gradients.shown:
         alive.make_room()
 
@@ -136,11 +145,11 @@ class GradientReducer:
         self.began = self.owing = True
         self.missing = {bucket: _expected(bucket) for bucket in self.buckets}
         self.producers = {bucket: [] for bucket in self.buckets}
-        self._come_last()
+        self.come_last()
         if current_backward() >= 0:  # nobody but autograd knows when this one ends
             when_backward_ends(self.finish)
 
-    def _come_last(self) -> None:
+    def come_last(self) -> None:
         """A user's hook on the same parameter must see the gradient before it moves into a bucket."""
         for param, hooks in self.hooks.items():
             if not is_last_hook(param, hooks[0]):
@@ -222,6 +231,8 @@ class GradientReducer:
             return
         self._close()
         self._take_unnoticed()
+        if self.backward.gated and self.backward.divisor is None and not self.backward.scaled:
+            raise RuntimeError(SCALED)
         if self.syncing:
             self._reduce_rest()
             if self.boundary:

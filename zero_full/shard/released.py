@@ -11,6 +11,7 @@ from functools import cache
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
@@ -20,6 +21,7 @@ from zero_full.shard.owners import owner_of
 ALLOWED = {
     *HARMLESS,
     *(getattr(Tensor, name).__set__ for name in ("grad", "requires_grad")),
+    *(Tensor.backward, torch.autograd.backward, torch.autograd.grad),  # of parameters: their names count
     *(Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad),
 }
 VIEWS = {Tensor.data.__get__, *CONVERSIONS}  # type: ignore[attr-defined]  # what they give is not here, either

@@ -48,6 +48,15 @@ class NonFinite:
             ) from None
 
 
+@dataclass(frozen=True)
+class StepReport:
+    """What a step did."""
+
+    applied: bool
+    grad_norm: float | None  # of the averaged gradients, unscaled, before clipping; None: nobody needed it
+    scale: float  # the loss scale that backward used
+
+
 @dataclass
 class Finding:
     """What one rank knows, or several together."""
