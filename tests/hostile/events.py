@@ -15,6 +15,7 @@ MOVED = r"layers\.\d\.\w+ was given other values while it was sharded|layers\.\d
 # The last is torch's own, if the model is called by itself: the inputs are not converted.
 CONVERTED = r"layers\.\d\.\w+ was \w+ of shape|layers\.\d\.\w+ was given other values|same dtype, but got"
 NEW_OR_NONE = r"came into the model after initialize|has brought gradients to no parameter"
+UNGATHERED = r"layers\.0\.weight is sharded, so it has no values here, and layers\.0 \(Linear\) uses it"
 NEW = r"layers\.\d\.weight.* came into the model after initialize"
 
 # Values of parameters ----------------------------------------------------------------------------
@@ -165,6 +166,12 @@ def evaluated(player: Any) -> None:
 def layer_alone(player: Any) -> None:
     out = player.module.layers[2](torch.ones(5, 13, dtype=weight_of(player).dtype))
     assert bool(out.isfinite().all())
+
+
+@event("a layer's forward()", "between", at_stage_3(UNGATHERED))
+def forward_without_hooks(player: Any) -> None:
+    layer = player.module.layers[0]
+    layer.forward(torch.ones(2, 16, dtype=layer.weight.dtype))
 
 
 @event("forward without backward", "before")
