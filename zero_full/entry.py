@@ -25,11 +25,12 @@ from zero_full.given import (
     check_optimizer,
     check_schedule,
     check_training_data,
+    untrained,
 )
 from zero_full.launch import init_distributed
 from zero_full.optim import build_optimizer, build_scheduler, check_elementwise, parameter_groups
 from zero_full.precision import StaticScale
-from zero_full.ranks import Arrivals, attempt, compare, facts_of
+from zero_full.ranks import RollCall, attempt, compare, facts_of
 from zero_full.shard import Connection, Dealer, Settings, ZeroOptimizer, connect, settle_the_rest
 from zero_full.shard.base import NoOptimizer
 from zero_full.shard.units import Wrap
@@ -82,7 +83,7 @@ def initialize(
     data_rank, data_ranks = _place_among_data(topology)
 
     configs, trained = (args, config, config_params), (optimizer, model_parameters, lr_scheduler)
-    prepare = partial(_prepare, model, configs, data_ranks, trained, wrap, Arrivals(topology))
+    prepare = partial(_prepare, model, configs, data_ranks, trained, wrap, RollCall(topology))
     prepared = attempt(prepare, topology)
     resolved, base = prepared.resolved, prepared.base
     compare(facts_of(resolved.config, model, base), topology)
@@ -119,11 +120,11 @@ def _prepare(
     data_ranks: int,
     trained: tuple[Any, Any, Any],
     wrap: Wrap | None,
-    arrivals: Arrivals,
+    roll_call: RollCall,
 ) -> _Prepared:
     resolved = resolve(_config(*configs), data_ranks)
     if resolved.config.debug.check_collectives:
-        arrivals.wait(resolved.config.debug.timeout_s)
+        roll_call.wait(resolved.config.debug.timeout_s)
     settings = settings_of(resolved.config)
     if wrap is not None:
         settings = replace(settings, gathering=replace(settings.gathering, wrap=wrap))
@@ -275,9 +276,7 @@ def _forgotten(engine: Engine) -> Iterator[str]:
     """A line about the parameters that require gradients and are in no group of the optimizer."""
     if isinstance(engine.optimizer.base, NoOptimizer):
         return
-    trained = {member.param for bucket in engine.optimizer.buckets for member in bucket.members}
-    names = [n for n, p in engine.module.named_parameters() if p.requires_grad and p not in trained]
-    if names:
+    if names := untrained(engine.optimizer, engine.module):
         yield (
             f"{len(names)} parameters require gradients and are in no group of the optimizer, so they are "
             f"not trained: {listed(names)}"

@@ -106,16 +106,22 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
     problem = unusable_number(optimizer.param_groups)
     if problem:
         raise ValueError(problem)
-    names = {param: name for name, param in model.named_parameters()}
+    in_model = set(model.parameters())
     given = dict.fromkeys(param for group in optimizer.param_groups for param in group["params"])
-    strange = [f"one of shape {tuple(param.shape)}" for param in given if param not in names]
-    forgotten = [name for param, name in names.items() if param.requires_grad and param not in given]
+    strange = [f"one of shape {tuple(param.shape)}" for param in given if param not in in_model]
+    forgotten = untrained(optimizer, model)
     if strange and forgotten and len(strange) < len(given):
         raise ValueError(
             f"the optimizer has {len(strange)} parameters that are not in the model ({listed(strange)}), "
             f"and not {listed(forgotten)}, which require gradients: was the model changed after the "
             "optimizer was made? Make it of the parameters of the model that initialize gets"
         )
+
+
+def untrained(optimizer: Optimizer, model: nn.Module) -> list[str]:
+    """Names of the parameters that require gradients and are in no group of the optimizer."""
+    listed_ones = {param for group in optimizer.param_groups for param in group["params"]}
+    return [name for name, p in model.named_parameters() if p.requires_grad and p not in listed_ones]
 
 
 def check_schedule(schedule: Any, optimizer: Optimizer) -> None:

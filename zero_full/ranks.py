@@ -54,7 +54,7 @@ def everyones(mine: Any, topology: Topology) -> dict[int, Any]:
     return dict(sorted(known.items()))
 
 
-class Arrivals:
+class RollCall:
     """Who has come to `initialize`, written into the store that started the process group."""
 
     def __init__(self, topology: Topology) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zero_full._compat import identity_of
+from zero_full.nest import tensors_in
 from zero_full.shard.recorded import record_of
 from zero_full.shard.values import nothing
 
@@ -179,13 +180,7 @@ def refuse(tensor: Recorded, what: str) -> NoReturn:
 
 def recorded_in(nested: Any) -> Iterator[Recorded]:
     """In nested lists, tuples and dictionaries."""
-    if isinstance(nested, Recorded):
-        yield nested
-    elif isinstance(nested, (list, tuple)):
-        for item in nested:
-            yield from recorded_in(item)
-    elif isinstance(nested, dict):
-        yield from recorded_in(list(nested.values()))
+    return (tensor for tensor in tensors_in(nested) if isinstance(tensor, Recorded))
 
 
 def has_values(tensor: Tensor) -> bool:

@@ -110,10 +110,8 @@ class _Side:
         everyones = self.pair.everyones(dict(self.doings), "what ranks would do")
         keys = list(dict.fromkeys(key for each in everyones for key in each))
         differing = [key for key in keys if len({repr(each.get(key)) for each in everyones}) > 1]
-        if differing == [
-            WRITTEN
-        ]:  # perhaps some have only written there and back, as rank 0 does to evaluate
-            self._compare_parameters()
+        if differing == [WRITTEN]:
+            self._compare_parameters()  # some may only have written there and back, as rank 0 to evaluate
             return
         told = "; ".join(
             f"{key}: " + ", ".join(f"{each.get(key)} (rank {rank})" for rank, each in enumerate(everyones))

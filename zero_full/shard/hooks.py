@@ -18,16 +18,16 @@ class Hook:
     __slots__ = ("function", "module", "more", "owner")
 
     def __init__(self, module: nn.Module, method: Any, *more: Any) -> None:
-        self.module, self.owner, self.function = (
-            weakref.ref(module),
-            weakref.ref(method.__self__),
-            method.__func__,
-        )
+        self.module, self.owner = weakref.ref(module), weakref.ref(method.__self__)
+        self.function = method.__func__
         self.more = more  # the method's first arguments
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, *arguments: Any) -> Any:
         """Do it."""
+        return self._do(module, *arguments)
+
+    def _do(self, module: nn.Module, *arguments: Any) -> Any:
         owner = self.owner()
         if owner is None or module is not self.module():
             return None
@@ -54,12 +54,7 @@ class InnerHook(Hook):
 
     def __call__(self, module: nn.Module, *arguments: Any) -> Any:
         """Do it."""
-        if torch.compiler.is_compiling():
-            return None
-        owner = self.owner()
-        if owner is None or module is not self.module():
-            return None
-        return self.function(owner, *self.more, *arguments)
+        return None if torch.compiler.is_compiling() else self._do(module, *arguments)
 
 
 def do_nothing(*arguments: Any) -> None:

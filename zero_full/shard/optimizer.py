@@ -110,8 +110,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _masters(self) -> list[list[Tensor]]:
         """What is stepped in the place of parameters, by group."""
-        owned = [owned for bucket in self.buckets for owned in bucket.owned]
-        return [[o.master for o in owned if o.member.group == n] for n in range(len(self.param_groups))]
+        masters: list[list[Tensor]] = [[] for _ in self.param_groups]
+        for owned in (owned for bucket in self.buckets for owned in bucket.owned):
+            masters[owned.member.group].append(owned.master)
+        return masters
 
     def _replace_masters(self, bucket: Bucket, before: Sequence[Owned]) -> None:
         """A bucket has woken up: the wrapped optimizer gets its new fragments, with the old ones' state."""
@@ -172,11 +174,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 f"whose scale is {held:g}: call zero_grad after every step"
             )
         gathered = self.gatherer.trail if self.gatherer is not None else 0
-        so_far = [
-            ("call of step", self.calls),
-            ("order of gathers", gathered),
-            ("loss scale", scale),
-        ]
+        so_far = [("call of step", self.calls), ("order of gathers", gathered), ("loss scale", scale)]
         doings = doings_of(self.param_groups, so_far, found, self.writes.digest(), failure)
         agreed = agree(self.groups, self.awake, self.reducer.used, self.settings.needs_norm, doings)
         if failure is not None:
@@ -260,7 +258,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.left_scale = None
         for bucket in self.buckets:
             on_cpu = bucket.kind.device.type == "cpu"
-            bucket.forget(free=not on_cpu if set_to_none is None else True)
+            bucket.forget(free=set_to_none is not None or not on_cpu)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part: fragments by parameter name, the groups' options and the loss scale."""
@@ -343,10 +341,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 gradient.mul_(factor)
         # At stage 3 so much at a time that what the step makes for itself stays small.
         at_a_time = self.settings.sub_group_numel if self.settings.stage == 3 else None
+        masters = self._masters()
         for buckets in sub_groups(stepped, at_a_time):
             for bucket in buckets:
                 bucket.hand_over(used)
-            self.redirected.step(self._masters())  # those that have no gradient now stay as they are
+            self.redirected.step(masters)  # those that have no gradient now stay as they are
             for bucket in buckets:
                 bucket.take_back()
 

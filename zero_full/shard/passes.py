@@ -32,9 +32,7 @@ class BackwardPass:
         self.divided = False  # somebody here has divided the loss by the number of micro-batches...
         self.scaled = False  # ...and multiplied it by the loss scale
         self.gated = False  # or gradients were scaled where they have reached the model's outputs
-        self.divisor: float | None = (
-            None  # what gradients are still to be divided by; None: none has come yet
-        )
+        self.divisor: float | None = None  # what gradients are still divided by; None: none has come yet
         self._number: int | None = None  # autograd's; None: it has not begun yet
         self._reached: tuple[int, Tensor] | None = None  # by which pass of autograd's, which output
 

@@ -25,8 +25,6 @@ from zero_full.shard.stand_in import UNSCALED, Found, ShownGradients, names_of
 from zero_full.shard.values import Member, Values
 
 IN_FLIGHT = 2  # reductions that may run beside backward: more would only hold more memory
-
-
 SCALED = (
     "a pass through the model's loss has brought gradients to no parameter (torch.autograd.grad, or inputs "
     "that require gradients), and what it has brought is multiplied by the loss scale: start from "
@@ -34,10 +32,12 @@ SCALED = (
 )
 
 
-def _before_accumulation(reducer: "weakref.ref[GradientReducer]", grad: Tensor) -> None:
-    alive = reducer()
-    if alive is not None and not alive.backward.running:
-        alive.come_last()
+def _before_accumulation(
+    reducer: "weakref.ref[GradientReducer]", param: "weakref.ref[Tensor]", grad: Tensor
+) -> None:
+    alive, mine = reducer(), param()
+    if alive is not None and mine is not None and not alive.backward.running:
+        alive.come_last(mine)  # the others' turn is when the pass has begun
     if alive is not None and alive.gradients.shown:
         alive.make_room()
 
@@ -83,9 +83,8 @@ class GradientReducer:
         self.on_clearing: Callable[[], None] = lambda: None  # nothing is left of the last step's gradients
         self.woken: set[Bucket] = set()  # since the last pass: some gradients may have come without a hook
         self.sleepers = [bucket for bucket in buckets if bucket.asleep]
-        self.me = weakref.ref(
-            self
-        )  # for hooks: Python cannot see through tensors to find a circle and free it
+        # For hooks: Python cannot see through tensors to find a circle and free it.
+        self.me = weakref.ref(self)
         self.hooks: dict[Tensor, list[RemovableHandle]] = {}
         for bucket in buckets:
             if not bucket.asleep:
@@ -96,7 +95,7 @@ class GradientReducer:
             if param.requires_grad and param not in self.hooks:
                 self.hooks[param] = [self._watch_arrival(param)]
                 if not bucket.direct:
-                    before = partial(_before_accumulation, self.me)
+                    before = partial(_before_accumulation, self.me, weakref.ref(param))
                     self.hooks[param].append(param.register_hook(before))
 
     def _watch_arrival(self, param: Tensor) -> RemovableHandle:
@@ -145,16 +144,17 @@ class GradientReducer:
         self.began = self.owing = True
         self.missing = {bucket: _expected(bucket) for bucket in self.buckets}
         self.producers = {bucket: [] for bucket in self.buckets}
-        self.come_last()
+        for param in self.hooks:
+            self.come_last(param)
         if current_backward() >= 0:  # nobody but autograd knows when this one ends
             when_backward_ends(self.finish)
 
-    def come_last(self) -> None:
-        """A user's hook on the same parameter must see the gradient before it moves into a bucket."""
-        for param, hooks in self.hooks.items():
-            if not is_last_hook(param, hooks[0]):
-                hooks[0].remove()
-                hooks[0] = self._watch_arrival(param)
+    def come_last(self, param: Tensor) -> None:
+        """A user's hook on this parameter must see the gradient before it moves into a bucket."""
+        hooks = self.hooks[param]
+        if not is_last_hook(param, hooks[0]):
+            hooks[0].remove()
+            hooks[0] = self._watch_arrival(param)
 
     def make_room(self) -> None:
         """Autograd adds to what is in `param.grad`: take out what only stands for gradients in buckets."""

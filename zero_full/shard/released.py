@@ -6,7 +6,6 @@ calls no hook, a weight that another module reads, a write. What does not pass t
 """
 
 import sys
-from collections.abc import Iterator
 from functools import cache
 from types import FrameType
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from zero_full.nest import tensors_in
 from zero_full.shard.harmless import CONVERSIONS, HARMLESS, plainly
 from zero_full.shard.owners import owner_of
 
@@ -43,7 +43,7 @@ class Absent(Tensor):
             return answer
         if func is Tensor.__repr__:
             return f"<{args[0].released_name}: sharded, shape {tuple(args[0].shape)}>"
-        names = [each.released_name for each in _flat((args, kwargs)) if isinstance(each, Absent)]
+        names = [each.released_name for each in tensors_in((args, kwargs)) if isinstance(each, Absent)]
         raise RuntimeError(
             f"{', '.join(dict.fromkeys(names)) or 'a parameter'} is sharded, so it has no values here, and "
             f"{_reader(args)} uses it by {getattr(func, '__name__', func)}. Call the module that holds it as "
@@ -72,16 +72,6 @@ def unmark_released(param: Parameter) -> None:
         param.__class__ = param.present  # type: ignore[attr-defined]
 
 
-def _flat(given: Any) -> Iterator[Any]:
-    if isinstance(given, (tuple, list)):
-        for each in given:
-            yield from _flat(each)
-    elif isinstance(given, dict):
-        yield from _flat(list(given.values()))
-    else:
-        yield given
-
-
 def _reader(used: Any) -> str:
     """The innermost module in whose code we are, by its name in the model or else in the outermost one."""
     frame: FrameType | None = sys._getframe(2)
@@ -94,7 +84,7 @@ def _reader(used: Any) -> str:
     if not around:
         return "code outside of modules"
     inside = around[0]
-    owners = [owner_of(each) for each in _flat(used) if isinstance(each, Absent)]
+    owners = [owner_of(each) for each in tensors_in(used) if isinstance(each, Absent)]
     roots = [*(owner.watch.model for owner in owners if owner is not None), around[-1]]
     names = [name for root in roots for name, module in root.named_modules() if module is inside]
     return f"{names[0] or 'the model' if names else 'a module'} ({type(inside).__name__})"

@@ -19,8 +19,6 @@ from zero_full.shard.harmless import CONVERSIONS, HARMLESS, plainly
 from zero_full.shard.values import Member, nothing
 
 CLEARING = {Tensor.zero_, foreach_zero}
-
-
 UNSCALED = (
     "a gradient was written into the grad of {}, and with a loss scale nobody knows whether it is scaled: "
     "use zero_full.safe_set_full_grad(param, value), which takes it unscaled"
@@ -31,6 +29,7 @@ class StandIn(Tensor):
     """See [Note: stand-ins]."""
 
     parameter = "a parameter"  # its name
+    member: Member | None = None  # None: of a conversion, which nobody's gradient depends on
     owner: Callable[[], "ShownGradients | None"] = staticmethod(lambda: None)  # weak: see `Hook`
 
     @classmethod
@@ -38,7 +37,7 @@ class StandIn(Tensor):
         """The stand-in for this parameter's gradient."""
         shown = nothing(member.param.dtype, member.param.device).expand(member.param.shape)
         made = shown.as_subclass(cls)
-        made.parameter, made.owner = member.name, weakref.ref(owner)
+        made.parameter, made.member, made.owner = member.name, member, weakref.ref(owner)
         return made
 
     @classmethod
@@ -99,9 +98,9 @@ class ShownGradients:
 
     def zero(self, stand_in: StandIn) -> None:
         """This one's gradient becomes zero."""
-        for member, shown in self.shown.items():
-            if shown is stand_in:
-                self.zero_gradient_of(member)
+        member = stand_in.member
+        if member is not None and self.shown.get(member) is stand_in:
+            self.zero_gradient_of(member)
 
     def changes(self) -> Found:
         """What was cleared or replaced; it is shown no more."""

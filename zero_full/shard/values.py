@@ -144,9 +144,9 @@ class Values:
 
     def _lay_out(self) -> None:
         """The parameters are windows into the flat buffer."""
-        shapes = [member.param.shape for member in self.members]
         self.windows = self._cut_windows()
-        self.nothings = [nothing(self.dtype, self.kind.device).expand(shape) for shape in shapes]
+        absent = nothing(self.dtype, self.kind.device)
+        self.nothings = [absent.expand(member.param.shape) for member in self.members]
         self.show()
         self.release()
 

@@ -219,14 +219,14 @@ class GatheredParameters:
                 problem = self._refuse_changes() if self.modifier_rank is None else self._keep_changes()
             while self.stack:
                 _, chosen, context = self.stack.pop()
-                self._give_back(chosen, written=[m for _, m in chosen] if failure[0] is None else None)
+                self._give_back(chosen, written={m for _, m in chosen} if failure[0] is None else None)
                 context.__exit__(*failure)
         finally:
             recorded.__exit__(*failure)
         if problem:
             raise RuntimeError(problem)
 
-    def _give_back(self, chosen: Sequence[tuple[Values, Member]], written: list[Member] | None) -> None:
+    def _give_back(self, chosen: Sequence[tuple[Values, Member]], written: set[Member] | None) -> None:
         """These writes are known; None: all are given up, as an exception ends the block."""
         for values in dict.fromkeys(values for values, _ in chosen):
             values.lent = values.sheds
