@@ -39,6 +39,11 @@ if TYPE_CHECKING:
         safe_set_local_optimizer_state,
         safe_update_full_grad_vectorized,
     )
+    from zero_full.shard.gathered import (
+        GatheredParameters,
+        register_external_parameter,
+        unwrap_model_for_generation,
+    )
     from zero_full.shard.leaves import (
         get_z3_leaf_modules,
         set_z3_leaf_module,
@@ -47,11 +52,6 @@ if TYPE_CHECKING:
         set_z3_leaf_modules_by_suffix,
         unset_z3_leaf_modules,
         z3_leaf_module,
-    )
-    from zero_full.shard.whole import (
-        GatheredParameters,
-        register_external_parameter,
-        unwrap_model_for_generation,
     )
 
 __version__ = "0.1.0"
@@ -71,7 +71,7 @@ _WHERE = {
         *("get_z3_leaf_modules", "set_z3_leaf_module", "set_z3_leaf_modules", "set_z3_leaf_modules_by_name"),
         *("set_z3_leaf_modules_by_suffix", "unset_z3_leaf_modules", "z3_leaf_module"),
     ),
-    "zero_full.shard.whole": (
+    "zero_full.shard.gathered": (
         *("GatheredParameters", "register_external_parameter", "unwrap_model_for_generation"),
     ),
     "zero_full.shard.access": (

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero_full.nest import mapped
 from zero_full.shard.hooks import Hook
 from zero_full.shard.optimizer import ZeroOptimizer
 from zero_full.shard.passes import BackwardPass
+from zero_full.trees import mapped
 
 
 class ModelCalls:

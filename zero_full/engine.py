@@ -24,20 +24,20 @@ from zero_full.calls import ModelCalls, watch_loss
 from zero_full.checkpoint import Unmatched, load_weights, save_16bit_model, save_weights
 from zero_full.config import Resolved
 from zero_full.data import RankLoader
-from zero_full.facts import EngineFacts
-from zero_full.nest import mapped
+from zero_full.deepspeed_queries import DeepSpeedQueries
 from zero_full.precision.dtypes import NAMES
-from zero_full.shard.optimizer import ZeroOptimizer
-from zero_full.shard.parking import Parking
-from zero_full.shard.passes import Rules
-from zero_full.shard.whole import (
+from zero_full.shard.gathered import (
     copy_on_cpu,
     load_own_state_dict,
     load_whole_state_dict,
     own_state_dict,
     whole_state_dict,
 )
+from zero_full.shard.offload_states import OffloadedStates
+from zero_full.shard.optimizer import ZeroOptimizer
+from zero_full.shard.passes import Rules
 from zero_full.stopwatch import Stopwatch
+from zero_full.trees import mapped
 
 log = logging.getLogger("zero_full")
 NOT_LANDED = {
@@ -46,7 +46,7 @@ NOT_LANDED = {
 }
 
 
-class Engine(EngineFacts):
+class Engine(DeepSpeedQueries):
     """A model under care. What it does not know itself, it asks the module."""
 
     def __init__(
@@ -70,7 +70,7 @@ class Engine(EngineFacts):
         self._scaled_loss: weakref.ref[Tensor] | None = None  # the last one
         self._stepping = self._stepped = False
         self._passes = 0  # backward passes until the last step
-        self.parking = Parking(optimizer)
+        self.offloaded = OffloadedStates(optimizer)
         optimizer.reducer.rules = Rules(
             self.is_gradient_accumulation_boundary,
             self._plain_divisor,
@@ -181,7 +181,7 @@ class Engine(EngineFacts):
             )
 
     def _refuse_parked(self, call: str) -> None:
-        if self.parking.parked:
+        if self.offloaded.moved:
             raise RuntimeError(f"{call} while states are offloaded: call reload_states first")
 
     # One step ------------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ class Engine(EngineFacts):
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """After every micro-batch. On a step's last one the optimizer moves, unless gradients overflow."""
         self._refuse_parked("step")
-        if self.optimizer.reducer.muted:
+        if self.optimizer.reducer.no_sync:
             raise RuntimeError("step inside no_sync: leave the block first, its gradients are not averaged")
         self._stepping = True
         try:
@@ -252,11 +252,11 @@ class Engine(EngineFacts):
         At stage 2 that saves traffic and costs the memory which the stage saves.
         """
         reducer = self.optimizer.reducer
-        before, reducer.muted = reducer.muted, True
+        before, reducer.no_sync = reducer.no_sync, True
         try:
             yield
         finally:
-            reducer.muted = before
+            reducer.no_sync = before
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the current micro-batch is the step's last."""
@@ -308,7 +308,7 @@ class Engine(EngineFacts):
 
         `keep` says what to keep of a tensor: a copy on the CPU, or what else you make of it.
         """
-        self.optimizer.settle()
+        self.optimizer.wait_for_parameters()
         return whole_state_dict(self.module, self.optimizer, keep)
 
     def load_module_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
@@ -360,12 +360,12 @@ class Engine(EngineFacts):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Move state off the device until `reload_states`: all, or the kinds in `parking.KINDS`."""
-        self.parking.offload(include, torch.device(device), pin_memory)
+        """Move state off the device until `reload_states`: all, or the kinds in `offload_states.KINDS`."""
+        self.offloaded.offload(include, torch.device(device), pin_memory)
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Bring back what `offload_states` has moved."""
-        self.parking.reload()
+        self.offloaded.reload()
 
     def empty_partition_cache(self) -> None:
         """Release what is gathered, and give the allocator's free memory back."""
@@ -379,7 +379,7 @@ class Engine(EngineFacts):
 
         At stage 3 they stay released. With `gather`, which every rank must ask for, they become whole again.
         """
-        self.parking.reload()
+        self.offloaded.reload()
         self._calls.close()
         self.optimizer.close(gather)
 

@@ -31,10 +31,10 @@ from zero_full.launch import init_distributed
 from zero_full.optim import build_optimizer, build_scheduler, check_elementwise, parameter_groups
 from zero_full.precision import StaticScale
 from zero_full.ranks import RollCall, attempt, compare, facts_of
-from zero_full.shard import Connection, Dealer, Settings, ZeroOptimizer, connect, settle_the_rest
+from zero_full.shard import Connection, Dealer, Settings, ZeroOptimizer, connect, place_the_rest
 from zero_full.shard.base import NoOptimizer
+from zero_full.shard.gathered import guard
 from zero_full.shard.units import Wrap
-from zero_full.shard.whole import guard
 from zero_full.translate import is_leaf, scaler_of, settings_of
 from zero_full.wording import listed
 
@@ -252,7 +252,7 @@ def _shard(model: nn.Module, topology: Topology, prepared: _Prepared) -> ZeroOpt
     if deferred.parameters:
         attempt(partial(deferred.fill, parts.fill), topology)
         deferred.share(parts.fill)
-    settle_the_rest(model, parts, topology, groups, settings)
+    place_the_rest(model, parts, topology, groups, settings)
     scaler = StaticScale() if isinstance(base, NoOptimizer) else scaler_of(config)
     optimizer = ZeroOptimizer(base, model, parts, groups, settings, scaler)
     optimizer.guards = guard(model) if parts.sites else []

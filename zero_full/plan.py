@@ -38,9 +38,9 @@ from zero_full.comm.topology import marked_as_expert
 from zero_full.config import Config, Resolved, resolve
 from zero_full.config.resolve import MICRO, TRAIN
 from zero_full.config.schema import ZeroConfig
-from zero_full.nest import mapped
 from zero_full.plan_table import gathered, kept, lay_out, moments, on_their_way, run_of, sent, updating
 from zero_full.precision.dtypes import NAMES, Dtypes
+from zero_full.trees import mapped
 
 STAGES = (0, 1, 2, 3)
 SCALES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))

@@ -23,11 +23,11 @@ from zero_full.kernels.load import compiled_for
 from zero_full.layout import FlatLayout, backward_order, deal, round_robin
 from zero_full.optim import build_optimizer, check_elementwise
 from zero_full.precision import Dtypes
+from zero_full.shard.flat import ALIGNMENT
+from zero_full.shard.fused_adam import is_plain_adam
 from zero_full.shard.reducer import IN_FLIGHT
 from zero_full.shard.settings import Settings
-from zero_full.shard.sweep import is_plain_adam
 from zero_full.shard.units import Unit, choose_units, kept_whole, size_limit
-from zero_full.shard.values import ALIGNMENT
 from zero_full.translate import settings_of
 
 NO_OPTIMIZER = OptimizerConfig(type="AdamW")  # where the config leaves it to the script
@@ -80,7 +80,7 @@ class Flat:
 
 
 @dataclass(frozen=True)
-class Whole:
+class UnitBytes:
     """A unit: what is gathered and released together."""
 
     name: str
@@ -96,7 +96,7 @@ class Whole:
         """Of its parameters."""
         return sum(flat.whole for flat in self.flats)
 
-    def has_inside(self, other: "Whole") -> bool:
+    def has_inside(self, other: "UnitBytes") -> bool:
         """Whether the other's module is a part of this one's."""
         return not self.name or other.name.startswith(f"{self.name}.")
 
@@ -106,7 +106,7 @@ class Laid:
     """A model, laid out."""
 
     buckets: list[Flat]
-    units: list[Whole]
+    units: list[UnitBytes]
     unmoved: int  # bytes of frozen parameters that stay where they are
 
     @property
@@ -159,7 +159,7 @@ def _buckets(trained: Sequence[Named], run: Run) -> list[Flat]:
     return flats
 
 
-def _unit(unit: Unit, run: Run) -> Whole:
+def _unit(unit: Unit, run: Run) -> UnitBytes:
     kinds: dict[tuple[torch.dtype, bool], list[Named]] = {}
     for name, p in unit.parameters:
         kinds.setdefault((p.dtype, p.requires_grad), []).append((name, p))
@@ -167,7 +167,7 @@ def _unit(unit: Unit, run: Run) -> Whole:
         Flat(run.layout(params), run.dtypes.of(dtype), trained, cut=True)
         for (dtype, trained), params in kinds.items()
     )
-    return Whole(unit.name, tuple(flats))
+    return UnitBytes(unit.name, tuple(flats))
 
 
 # What is kept ------------------------------------------------------------------------------------
@@ -261,9 +261,9 @@ def gathered(laid: Laid, run: Run) -> tuple[list[bool], int]:
 class Play:
     """Units that are gathered and released. See [Note: stage 3 in a plan]."""
 
-    def __init__(self, units: Sequence[Whole], settings: Settings) -> None:
+    def __init__(self, units: Sequence[UnitBytes], settings: Settings) -> None:
         self.units, self.limits, self.prefetches = units, settings.gathering, settings.overlap
-        self.live: dict[Whole, None] = {}
+        self.live: dict[UnitBytes, None] = {}
         self.most = 0
 
     @property
@@ -290,7 +290,7 @@ class Play:
             self._need([*around, unit], self.units[max(0, place - 1) : place])
             del self.live[unit]
 
-    def _need(self, needed: Sequence[Whole], following: Sequence[Whole]) -> None:
+    def _need(self, needed: Sequence[UnitBytes], following: Sequence[UnitBytes]) -> None:
         self.live |= dict.fromkeys(needed)
         for unit in following if self.prefetches else ():
             if unit.numel <= min(self.limits.prefetch_numel, self.limits.max_live - self.live_numel):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import zero_full
 from tests.worlds import POOL
 from tests.zero_full.runs import assert_close, config, data
-from zero_full.shard.values import State
+from zero_full.shard.flat import GatherState
 
 WIDTH = 16
 RELEASED = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0, "overlap_comm": False}
@@ -66,7 +66,7 @@ def stage3(**zero: Any) -> dict[str, Any]:
 
 def one_step(engine: zero_full.Engine, step: int, rank: int) -> float:
     """Forward, backward, step."""
-    dtype = engine.optimizer.values()[0].dtype
+    dtype = engine.optimizer.flats()[0].dtype
     for micro in range(engine.gradient_accumulation_steps()):
         loss = engine(data(step, micro, rank, dtype))
         engine.backward(loss)
@@ -91,9 +91,9 @@ def played(
     engine, optimizer, _, _ = zero_full.initialize(model=seeded(make), config=dict(keys))
     torch.manual_seed(comm.rank)
     losses = [play(engine, step, comm.rank) for step in range(steps)]
-    units = [values for values in optimizer.values() if values.sheds]
-    assert all(values.state is State.SHARDED and not values.users for values in units)
-    assert not any(values.whole.untyped_storage().nbytes() for values in units)
+    units = [values for values in optimizer.flats() if values.released_at_rest]
+    assert all(values.state is GatherState.SHARDED and not values.users for values in units)
+    assert not any(values.full.untyped_storage().nbytes() for values in units)
     found = Played(engine.module_state_dict(), losses, engine.traffic(), len(units))
     engine.destroy()
     return found

@@ -59,7 +59,7 @@ def measured(comm: Any, given: dict[str, Any]) -> dict[str, int]:
         found = {kind: held(tensors) for kind, tensors in optimizer.holdings().items()}
         found["sent"] = optimizer.groups.traffic.total()
         optimizer.zero_grad()
-    flat = {member.param for values in optimizer.values() for member in values.members}
+    flat = {member.param for values in optimizer.flats() for member in values.members}
     found["parameters"] += held(p.detach() for p in engine.module.parameters() if p not in flat)
     found["buffers"] = held(engine.module.buffers())
     pair = optimizer.groups.dense

@@ -237,7 +237,7 @@ def crossing(comm: Any) -> dict[str, tuple[int, int]]:
         assert by.group is not None
         by.transport = Exchange(by.group)
     whole, out = torch.ones(nodes.size * PART, dtype=BF16), torch.empty(PART)
-    column = nodes.inner.own(whole)
+    column = nodes.inner.slice_of(whole)
     calls = {
         "forward": lambda: QuantizedGather(nodes, block=BLOCK).all_gather(whole, "weights"),
         "backward": lambda: nodes.inner.all_gather(whole, "weights kept in the node"),

@@ -15,7 +15,7 @@ from tests.worlds import POOL
 from tests.zero_full.runs import assert_same
 from tests.zero_full.stage3_runs import Block, Tower, assert_stage_3_is_stage_2, one_step, seeded, stage3
 from tests.zero_full.test_stage3_modules import LoRA
-from zero_full.shard.values import is_released
+from zero_full.shard.flat import is_released
 
 
 def engine_of(make: Callable[[], nn.Module] = Tower) -> zero_full.Engine:

@@ -64,7 +64,7 @@ def peaks(comm: Any, make: Callable[[], nn.Module], zero: dict[str, Any]) -> lis
     def begin_and_look(values: Any) -> None:
         nonlocal most
         begin(values)
-        held = sum(v.whole.untyped_storage().nbytes() for v in engine.optimizer.values()) // 4
+        held = sum(v.full.untyped_storage().nbytes() for v in engine.optimizer.flats()) // 4
         assert held == gatherer.live == sum(v.layout.total for v in gatherer.gathered)
         most = max(most, held)
 
@@ -84,7 +84,7 @@ def peaks(comm: Any, make: Callable[[], nn.Module], zero: dict[str, Any]) -> lis
         assert gatherer.live == 0
         engine.step()
         assert gatherer.live == 0
-        assert not any(v.whole.untyped_storage().nbytes() for v in engine.optimizer.values())
+        assert not any(v.full.untyped_storage().nbytes() for v in engine.optimizer.flats())
     return found
 
 
@@ -108,7 +108,7 @@ def gradients_at_a_time(comm: Any, make: Callable[[], nn.Module]) -> int:
 
     def look(grad: Tensor) -> None:
         nonlocal most
-        waiting = {b for b in engine.optimizer.buckets if b.whole is not None or b.arrived}
+        waiting = {b for b in engine.optimizer.buckets if b.local_grads is not None or b.arrived}
         most = max(most, len(waiting))
 
     def watch(module: nn.Module, inputs: Any, output: Tensor) -> None:
@@ -218,7 +218,7 @@ class Deep(nn.Module):
 
 def seconds_per_step(comm: Any, depth: int) -> float:
     engine = engine_of(partial(Deep, depth), RELEASED)
-    assert sum(values.sheds for values in engine.optimizer.values()) == depth
+    assert sum(values.released_at_rest for values in engine.optimizer.flats()) == depth
     taken = []
     for _ in range(3):
         start = time.perf_counter()

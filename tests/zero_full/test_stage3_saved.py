@@ -264,7 +264,7 @@ def test_generation_gathers_each_time_or_once_and_changes_nothing(overlap: bool)
 
 def poisoned(engine: zero_full.Engine, step: int, rank: int) -> float:
     """In the second step the last rank's data has an inf: nobody steps."""
-    x = data(step, 0, rank, engine.optimizer.values()[0].dtype)
+    x = data(step, 0, rank, engine.optimizer.flats()[0].dtype)
     if step == 1 and rank == 1:
         x[0, 0] = float("inf")
     loss = engine(x)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tests.worlds import POOL
 from zero_full._compat import all_gather_single, reduce_scatter_single
-from zero_full.comm import meeting, shared, transport
+from zero_full.comm import shared, spin_barrier, transport
 from zero_full.comm.communicator import Communicator, choose_transport
 from zero_full.comm.ledger import Traffic
 from zero_full.comm.shared import share_memory
@@ -252,11 +252,11 @@ def test_gloo_on_one_host_gets_shared_memory_and_keeps_no_descriptor_open() -> N
 
 def by_messages(comm: Any, refuses: int) -> tuple[bool, list[float]]:
     whole = torch.full((4,), comm.rank + 1.0)
-    with mock.patch.object(meeting, "works_here", lambda: comm.rank != refuses):
+    with mock.patch.object(spin_barrier, "works_here", lambda: comm.rank != refuses):
         by = share_memory(everyone())
     assert by is not None
     by.all_reduce(whole, 1)
-    return isinstance(by.meet, meeting.Meeting), whole.tolist()
+    return isinstance(by.meet, spin_barrier.SpinBarrier), whole.tolist()
 
 
 def test_if_one_rank_cannot_meet_at_numbers_all_meet_by_messages() -> None:
@@ -275,7 +275,7 @@ def one_never_comes(comm: Any, seconds_there: float) -> str:
     return "not there"
 
 
-@pytest.mark.skipif(not meeting.works_here(), reason="ranks meet by messages here")
+@pytest.mark.skipif(not spin_barrier.works_here(), reason="ranks meet by messages here")
 @pytest.mark.parametrize(
     ("seconds_there", "reason"),
     [(1.0, "timed out: rank 1 has not come within 0.2 s"), (0, "rank 1 has left the group")],
@@ -287,11 +287,11 @@ def test_a_rank_that_does_not_come_is_named(seconds_there: float, reason: str) -
 def test_a_process_that_has_ended_is_noticed_before_anybody_collects_it() -> None:
     child = subprocess.Popen([sys.executable, "-c", "pass"])
     deadline = time.monotonic() + 20
-    while not meeting._has_ended(child.pid) and time.monotonic() < deadline:
+    while not spin_barrier._has_ended(child.pid) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert meeting._has_ended(child.pid)
+    assert spin_barrier._has_ended(child.pid)
     child.wait()
-    assert meeting._has_ended(child.pid) and not meeting._has_ended(os.getpid())
+    assert spin_barrier._has_ended(child.pid) and not spin_barrier._has_ended(os.getpid())
 
 
 def on_a_group_without_a_named_backend(comm: Any) -> tuple[str, str]:
@@ -345,7 +345,7 @@ def test_a_rank_that_is_alone_divides_copies_and_sends_nothing() -> None:
     alone.all_gather(whole, "c")
     assert alone.sum_numbers(whole, "d").tolist() == [0, 1, 2, 3]
     assert alone.gather_objects("me", "e") == ["me"]
-    assert alone.own(whole).tolist() == whole.tolist() and (alone.rank, alone.size) == (0, 1)
+    assert alone.slice_of(whole).tolist() == whole.tolist() and (alone.rank, alone.size) == (0, 1)
     assert alone.traffic.total() == 0
 
 

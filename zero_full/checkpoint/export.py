@@ -27,9 +27,9 @@ from zero_full.checkpoint.files import (
     show,
 )
 from zero_full.checkpoint.selection import Names, Selection, refuse_parts, select
+from zero_full.shard.flat import FlatParameter, Member
+from zero_full.shard.gathered import copy_on_cpu
 from zero_full.shard.optimizer import ZeroOptimizer
-from zero_full.shard.values import Member, Values
-from zero_full.shard.whole import copy_on_cpu
 
 Deliver = Callable[[str, Tensor], None]  # the tensor may be let go afterwards
 
@@ -148,28 +148,30 @@ def _export(optimizer: ZeroOptimizer, selection: Selection, sink: Sink, exact: b
 def _pass_on(optimizer: ZeroOptimizer, selection: Selection, exact: bool, deliver: Deliver) -> None:
     """Every selected tensor, whole, one flat buffer after the other. Every rank must call this."""
     names = selection.first_names()
-    masters = {bucket.values: bucket.master for bucket in optimizer.buckets} if exact else {}
-    for values in optimizer.values():
-        members = {names.pop(m.param): m for m in values.members if m.param in names}
+    masters = {bucket.flat: bucket.master for bucket in optimizer.buckets} if exact else {}
+    for flat in optimizer.flats():
+        members = {names.pop(m.param): m for m in flat.members if m.param in names}
         if members:
-            _pass_on_members(values, masters.get(values, values.own), members, deliver)
+            _pass_on_members(flat, masters.get(flat, flat.shard), members, deliver)
     for tensor, name in names.items():
         deliver(name, tensor)
 
 
-def _pass_on_members(values: Values, mine: Tensor, members: Mapping[str, Member], deliver: Deliver) -> None:
-    whole = _whole(values, mine)
+def _pass_on_members(
+    flat: FlatParameter, mine: Tensor, members: Mapping[str, Member], deliver: Deliver
+) -> None:
+    whole = _whole(flat, mine)
     for name, member in members.items():
-        deliver(name, whole[values.layout.window(member.index)].view(member.param.shape))
+        deliver(name, whole[flat.layout.window(member.index)].view(member.param.shape))
 
 
-def _whole(values: Values, mine: Tensor) -> Tensor:
+def _whole(flat: FlatParameter, mine: Tensor) -> Tensor:
     """Everyone's slices. Not by `gather`, which may round what it sends."""
-    if mine is values.own and not values.sheds:
-        return values.whole
-    whole = torch.empty(values.layout.total, dtype=mine.dtype, device=mine.device)
-    values.shard.own(whole).copy_(mine)
-    values.shard.all_gather(whole, f"parameters {values.name}")
+    if mine is flat.shard and not flat.released_at_rest:
+        return flat.full
+    whole = torch.empty(flat.layout.total, dtype=mine.dtype, device=mine.device)
+    flat.ranks.slice_of(whole).copy_(mine)
+    flat.ranks.all_gather(whole, f"parameters {flat.name}")
     return whole
 
 

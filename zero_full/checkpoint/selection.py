@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from zero_full.shard.gathered import names_and_values
 from zero_full.shard.optimizer import ZeroOptimizer
-from zero_full.shard.whole import names_and_values
 
 Names = Callable[[str], str | None]  # the name in the file; None: not in the file
 

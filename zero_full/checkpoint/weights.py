@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from zero_full.checkpoint.failure import Attempt, CheckpointError
 from zero_full.checkpoint.files import CODES, is_plain
 from zero_full.checkpoint.selection import Names, refuse_parts, select
+from zero_full.shard.flat import GatherState
 from zero_full.shard.optimizer import ZeroOptimizer
-from zero_full.shard.values import State
 from zero_full.wording import listed
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -99,9 +99,9 @@ class _Loading:
     def fill(self, optimizer: ZeroOptimizer) -> None:
         """Masters and whole tensors. Parameters follow when all ranks are done."""
         rest = dict(self.found)
-        masters = {bucket.values: bucket.master for bucket in optimizer.buckets}
-        for values in optimizer.values():
-            target = masters.get(values, values.own)
+        masters = {bucket.flat: bucket.master for bucket in optimizer.buckets}
+        for values in optimizer.flats():
+            target = masters.get(values, values.shard)
             for fragment in values.fragments():
                 stored = self.found.get(values.members[fragment.index].param)
                 if stored is not None:
@@ -116,10 +116,10 @@ class _Loading:
 def _publish(optimizer: ZeroOptimizer) -> None:
     """Parameters become what their masters say, wherever they are whole."""
     optimizer.publish(optimizer.buckets)
-    optimizer.settle()
+    optimizer.wait_for_parameters()
     for values in optimizer.frozen:
-        values.second = None
-        if values.state is State.WHOLE:
+        values.node_copy = None
+        if values.state is GatherState.WHOLE:
             values.collect()
 
 

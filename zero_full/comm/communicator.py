@@ -61,7 +61,7 @@ class Communicator:
             self.check = CallCheck(self.ranks, self.ranks[self.rank], check_timeout_s)
         self._call("opening", f"ranks {self.ranks}", torch.empty(0), 0, choose)
 
-    def own(self, whole: Tensor) -> Tensor:
+    def slice_of(self, whole: Tensor) -> Tensor:
         """This rank's slice of a flat buffer."""
         return own_slice(whole, self.rank, self.size)
 

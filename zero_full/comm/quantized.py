@@ -71,8 +71,8 @@ class QuantizedGather:
         mine = own_slice(whole, nodes.rank, nodes.size)
         size = payload_bytes(mine.numel(), self.bits, self.block)
         payload = torch.empty(nodes.size * size, dtype=torch.uint8, device=whole.device)
-        column = nodes.inner.own(payload)  # by number on the node, then by node
-        operators().quantize_blocks(mine, nodes.outer.own(column), self.bits, self.block)
+        column = nodes.inner.slice_of(payload)  # by number on the node, then by node
+        operators().quantize_blocks(mine, nodes.outer.slice_of(column), self.bits, self.block)
         nodes.outer.all_gather(column, what)
         nodes.inner.all_gather(payload, what)
         for place, came in enumerate(payload.view(nodes.size, size)):

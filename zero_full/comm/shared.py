@@ -2,8 +2,8 @@
 
 [Note: windows] Each rank owns a window of memory that all others can read, in two halves. A collective
 goes through it piece by piece: everyone writes a piece into the current half of its window, all meet (see
-`meeting.py`; where that does not work, by a tiny all-reduce), and everyone reads from the others' windows.
-The next piece uses the other half. When it is this half's turn again everybody has met once more in
+`spin_barrier.py`; where that does not work, by a tiny all-reduce), and everyone reads from the others'
+windows. The next piece uses the other half. When it is this half's turn again everybody has met once more in
 between, which nobody does before having read what was here. So one meeting a piece is enough.
 
 The memory has no name in the file system: it is gone when the last process that maps it is.
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_full._compat import timeout_of
-from zero_full.comm import meeting
+from zero_full.comm import spin_barrier
 from zero_full.comm.transport import add_up, own_slice
 
 HALF = 2 * 2**20  # bytes
@@ -40,7 +40,7 @@ class SharedMemory:
         numbers = [window[2 * HALF :] for window in windows]
         self.meet: Callable[[], object] = self._meet_by_message
         if all(pids):
-            self.meet = meeting.Meeting(numbers, self.rank, pids, timeout_of(group))
+            self.meet = spin_barrier.SpinBarrier(numbers, self.rank, pids, timeout_of(group))
 
     def _half(self, rank: int, dtype: torch.dtype) -> Tensor:
         start = self.turn % 2 * HALF
@@ -105,7 +105,7 @@ def share_memory(group: dist.ProcessGroup) -> SharedMemory | None:
     secret = secrets.token_bytes(16)
     descriptor, path = _make_window(secret)
     addresses: list[tuple[bytes, str, int]] = [(b"", "", 0)] * group.size()
-    pid = os.getpid() if meeting.works_here() else 0
+    pid = os.getpid() if spin_barrier.works_here() else 0
     dist.all_gather_object(addresses, (secret, path, pid), group=group)
     windows = [_open_window(secret, path) for secret, path, _ in addresses]
     seen = torch.tensor([float(all(window is not None for window in windows))])

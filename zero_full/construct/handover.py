@@ -19,11 +19,11 @@ from zero_full.construct.agreement import Everyone, Told
 from zero_full.construct.deferred import saved_in
 from zero_full.construct.recorded import NOT_TOLD, Record, Recorded, conceal, is_empty_shell, reveal, twin_of
 from zero_full.construct.recorder import Recorder, here, latest
-from zero_full.nest import tensors_in
 from zero_full.shard.checksum import digest
+from zero_full.shard.flat import is_released, nothing
 from zero_full.shard.groups import Pair
 from zero_full.shard.recorded import opened
-from zero_full.shard.values import is_released, nothing
+from zero_full.trees import tensors_in
 
 Put = Callable[[Parameter, Tensor], None]  # gives a parameter its values
 Deliver = Callable[[str, Tensor], None]  # gets a name and its values

@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zero_full._compat import identity_of
-from zero_full.nest import tensors_in
+from zero_full.shard.flat import nothing
 from zero_full.shard.recorded import record_of
-from zero_full.shard.values import nothing
+from zero_full.trees import tensors_in
 
 CPU = torch.device("cpu")
 

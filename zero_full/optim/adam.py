@@ -1,6 +1,6 @@
 """What Adam means here: which class of torch's, in which form, and when its fused kernel runs.
 
-Our own sweep (`shard/sweep.py`) stands in for torch's step, with these options and this state, where it can.
+Our own (`shard/fused_adam.py`) stands in for torch's step, with these options and this state, where it can.
 """
 
 import warnings

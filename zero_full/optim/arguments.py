@@ -106,7 +106,7 @@ def pair_of_betas(key: str, value: Any) -> tuple[Any, ...]:
     return tuple(beta if isinstance(beta, Tensor) else float(beta) for beta in pair)
 
 
-def whole(key: str, value: Any, least: int) -> int:
+def at_least(key: str, value: Any, least: int) -> int:
     """A JSON file may say 1e3, which is a float and still a whole number."""
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     if not is_number or value != value // 1 or value < least:

@@ -14,7 +14,16 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zero_full.optim.arguments import BELOW_1, LARGEST, check_arguments, flag, nearest, number, shown, whole
+from zero_full.optim.arguments import (
+    BELOW_1,
+    LARGEST,
+    at_least,
+    check_arguments,
+    flag,
+    nearest,
+    number,
+    shown,
+)
 from zero_full.optim.torch_schedules import checked_schedule, schedules_of_torch, try_out
 
 Rates = float | list[float] | tuple[float, ...]  # one for all parameter groups, or one for each
@@ -62,7 +71,7 @@ class Schedule:
 
     def __init__(self, optimizer: Optimizer, last_batch_iteration: int = -1) -> None:
         self.optimizer = optimizer
-        self.last_batch_iteration = whole("last_batch_iteration", last_batch_iteration, -1)
+        self.last_batch_iteration = at_least("last_batch_iteration", last_batch_iteration, -1)
         self._last_lr: list[float] = []
         self._write()
 
@@ -81,7 +90,7 @@ class Schedule:
     def step(self, last_batch_iteration: int | None = None) -> None:
         """Go to the next iteration, or to the given one."""
         following = self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
-        self.last_batch_iteration = whole("last_batch_iteration", following, -1)
+        self.last_batch_iteration = at_least("last_batch_iteration", following, -1)
         self._write()
 
     def state_dict(self) -> dict[str, int]:
@@ -95,7 +104,7 @@ class Schedule:
                 f"the saved state of a {type(self).__name__} has a last_batch_iteration, this one has "
                 f"{', '.join(state) or 'nothing'}: load it into the kind of schedule that saved it"
             )
-        self.last_batch_iteration = whole("last_batch_iteration", state["last_batch_iteration"], -1)
+        self.last_batch_iteration = at_least("last_batch_iteration", state["last_batch_iteration"], -1)
         self._write()
 
     def _write(self) -> None:
@@ -126,7 +135,7 @@ class LRRangeTest(Schedule):
         last_batch_iteration: int = -1,
     ) -> None:
         self.min_lrs = _per_group(optimizer, "lr_range_test_min_lr", lr_range_test_min_lr)
-        self.size = whole("lr_range_test_step_size", lr_range_test_step_size, 1)
+        self.size = at_least("lr_range_test_step_size", lr_range_test_step_size, 1)
         self.rate = float(number("lr_range_test_step_rate", lr_range_test_step_rate))
         self.staircase = flag("lr_range_test_staircase", lr_range_test_staircase)
         super().__init__(optimizer, last_batch_iteration)
@@ -258,14 +267,14 @@ class OneCycle(Schedule):
 
     def __post_init__(self) -> None:
         second, stairs = self.cycle_second_step_size, self.cycle_second_stair_count
-        self.first = whole("cycle_first_step_size", self.cycle_first_step_size, 1)
-        self.second = self.first if second is None else whole("cycle_second_step_size", second, 0)
-        first_stairs = whole("cycle_first_stair_count", self.cycle_first_stair_count, 0)
+        self.first = at_least("cycle_first_step_size", self.cycle_first_step_size, 1)
+        self.second = self.first if second is None else at_least("cycle_second_step_size", second, 0)
+        first_stairs = at_least("cycle_first_stair_count", self.cycle_first_stair_count, 0)
         self.stairs = (
             first_stairs,
-            first_stairs if stairs is None else whole("cycle_second_stair_count", stairs, 0),
+            first_stairs if stairs is None else at_least("cycle_second_stair_count", stairs, 0),
         )
-        self.decay_every = whole("decay_step_size", self.decay_step_size, 0)
+        self.decay_every = at_least("decay_step_size", self.decay_step_size, 0)
         self.decay_lr_rate = float(number("decay_lr_rate", self.decay_lr_rate))
         self.decay_mom_rate = float(number("decay_mom_rate", self.decay_mom_rate))
         self.lrs = self._pairs("cycle_min_lr", "cycle_max_lr")
@@ -360,12 +369,12 @@ def _warmup(steps: int, kind: str) -> tuple[int, str]:
     if kind not in ("log", "linear"):
         raise ValueError(f"warmup_type must be 'log' or 'linear', not {shown(kind)}")
     # Of one step there is no logarithm to divide by.
-    return max(2, whole("warmup_num_steps", steps, 0)), kind
+    return max(2, at_least("warmup_num_steps", steps, 0)), kind
 
 
 def _total(total: int, warmup: int) -> int:
-    steps = whole("total_num_steps", total, 1)
-    if steps < whole("warmup_num_steps", warmup, 0):
+    steps = at_least("total_num_steps", total, 1)
+    if steps < at_least("warmup_num_steps", warmup, 0):
         warnings.warn(
             f"total_num_steps {total} is less than warmup_num_steps {warmup}: the warm-up will not end",
             stacklevel=3,

@@ -1,6 +1,6 @@
 """The ZeRO runtime: buckets of parameters, when their gradients are averaged, and the sharded step."""
 
-from zero_full.shard.build import Dealer, Parts, settle_the_rest
+from zero_full.shard.build import Dealer, Sharded, place_the_rest
 from zero_full.shard.groups import Connection, Groups, connect
 from zero_full.shard.optimizer import ZeroOptimizer
 from zero_full.shard.report import StepReport
@@ -11,10 +11,10 @@ __all__ = [
     "Dealer",
     "Gathering",
     "Groups",
-    "Parts",
     "Settings",
+    "Sharded",
     "StepReport",
     "ZeroOptimizer",
     "connect",
-    "settle_the_rest",
+    "place_the_rest",
 ]

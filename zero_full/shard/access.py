@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zero_full.shard.bucket import Bucket, Owned
+from zero_full.shard.flat import Member
 from zero_full.shard.optimizer import ZeroOptimizer
 from zero_full.shard.owners import owner_of
-from zero_full.shard.values import Member
 
 
 class Place:
@@ -36,8 +36,8 @@ class Place:
     def is_averaged(self) -> bool:
         """Whether there is an averaged gradient now."""
         bucket = self.bucket
-        ready = bucket.own_is_valid or (bucket.direct and self.member.param.grad is not None)
-        return ready and not self.optimizer.reducer.owing
+        ready = bucket.slice_is_valid or (bucket.uses_param_grad and self.member.param.grad is not None)
+        return ready and not self.optimizer.reducer.unreduced
 
     def gradient(self) -> Tensor | None:
         """This rank's averaged, unscaled gradient; None if there is none now."""
@@ -51,9 +51,9 @@ class Place:
     def own_gradient(self) -> Tensor | None:
         """This rank's gradient before it is averaged, whole and unscaled; None if there is none now."""
         bucket, member = self.bucket, self.member
-        if bucket.whole is None or member not in bucket.arrived:
+        if bucket.local_grads is None or member not in bucket.arrived:
             return None
-        window = bucket.whole[bucket.layout.window(member.index)].view(member.param.shape)
+        window = bucket.local_grads[bucket.layout.window(member.index)].view(member.param.shape)
         return window.to(bucket.accumulate) / self.optimizer.gradient_scale
 
     def assemble(self, mine: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -63,7 +63,7 @@ class Place:
         if mine is not None and self.owned is not None:
             start, stop = self.owned.fragment.param_range
             whole[start:stop] = mine.reshape(-1)
-        return self.bucket.shard.sum_numbers(whole, f"fragments of {self.member.name}").view(param.shape)
+        return self.bucket.ranks.sum_numbers(whole, f"fragments of {self.member.name}").view(param.shape)
 
     def cut(self, value: Tensor) -> Tensor:
         """This rank's elements of a whole tensor."""
@@ -84,14 +84,14 @@ def _find(param: Parameter) -> Place | None:
         raise ValueError(
             "this parameter belongs to no zero_full engine (is it of the model that you have given?)"
         )
-    if optimizer.parked:
+    if optimizer.states_offloaded:
         raise RuntimeError("states are offloaded: call engine.reload_states() first")
-    optimizer.settle()
+    optimizer.wait_for_parameters()
     bucket, member = optimizer.parts.places.get(param, (None, None))
     if not isinstance(bucket, Bucket) or member is None:
         return None
-    if not bucket.values.sheds:
-        bucket.values.take_back_moved()
+    if not bucket.flat.released_at_rest:
+        bucket.flat.take_back_moved()
         bucket.follow_parameters()
     return Place(optimizer, bucket, member)
 
@@ -133,7 +133,7 @@ def safe_get_full_optimizer_state(param: Parameter, key: str) -> Tensor | None:
     if place is None:
         return None
     mine = _state(place, key)
-    known = place.bucket.shard.gather_objects(_describe(mine), f"state {key} of {place.member.name}")
+    known = place.bucket.ranks.gather_objects(_describe(mine), f"state {key} of {place.member.name}")
     kinds = [kind for kind in known if kind is not None]
     if not kinds:
         return None
@@ -225,7 +225,7 @@ def safe_set_local_grad(param: Parameter, value: Tensor) -> None:
     if place.owned is None:
         return
     gradient = place.bucket.gradient_of(place.owned)
-    if gradient is None or place.optimizer.reducer.owing:
+    if gradient is None or place.optimizer.reducer.unreduced:
         raise RuntimeError(
             f"{place.member.name} has no averaged gradient now: set it after the last backward of a step "
             "and before `step`"

@@ -26,9 +26,9 @@ from zero_full.comm.desync import DisagreementError
 from zero_full.precision.norms import squared_norm
 from zero_full.shard.bucket import Bucket
 from zero_full.shard.checksum import digest
+from zero_full.shard.flat import Member
 from zero_full.shard.groups import Groups, Pair
 from zero_full.shard.stand_in import Found, names_of
-from zero_full.shard.values import Member
 
 SQUARES = 2  # numbers before the marks
 FLAGS = 4  # numbers before the flags
@@ -88,8 +88,8 @@ class _Side:
         device = pair.shard.device
         self.numbers = torch.tensor([0.0, 0.0, mark, mark * mark, *flags], dtype=torch.float64, device=device)
         if needs_norm:
-            self.numbers[0] = squared_norm(_gradients(buckets, counts=True), device)
-            others = squared_norm(_gradients(buckets, counts=False), device)
+            self.numbers[0] = squared_norm(_gradients(buckets, in_norm=True), device)
+            others = squared_norm(_gradients(buckets, in_norm=False), device)
             self.numbers[1] = (~others.isfinite()).double()
 
     def add_up(self) -> None:
@@ -123,8 +123,8 @@ class _Side:
         )
 
     def _compare_parameters(self) -> None:
-        whole = [bucket.values for bucket in self.buckets if not bucket.values.sheds]
-        hashes = {m.name: digest(m.param) for values in whole for m in values.members}
+        whole = [bucket.flat for bucket in self.buckets if not bucket.flat.released_at_rest]
+        hashes = {m.name: digest(m.param) for flat in whole for m in flat.members}
         everyones = self.pair.everyones(hashes, "parameters")
         differing = [name for name in hashes if len({each[name] for each in everyones}) > 1]
         if differing:
@@ -135,8 +135,8 @@ class _Side:
             )
 
 
-def _gradients(buckets: Sequence[Bucket], counts: bool) -> list[Tensor]:
-    return [tensor for b in buckets if b.kind.counts == counts for tensor in b.own_gradients()]
+def _gradients(buckets: Sequence[Bucket], in_norm: bool) -> list[Tensor]:
+    return [tensor for b in buckets if b.kind.in_norm == in_norm for tensor in b.own_gradients()]
 
 
 def doings_of(

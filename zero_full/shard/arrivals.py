@@ -8,8 +8,8 @@ from torch.utils.hooks import RemovableHandle
 
 from zero_full.comm.lane import Lane, Pending
 from zero_full.shard.bucket import Bucket
+from zero_full.shard.flat import GatherState
 from zero_full.shard.hooks import Hook
-from zero_full.shard.values import State
 
 
 class Arrivals:
@@ -23,11 +23,9 @@ class Arrivals:
     def send(self, buckets: Sequence[Bucket]) -> None:
         """This rank's slices to everyone, what forward needs first at first."""
         for bucket in reversed(buckets):
-            values = bucket.values
-            if values.state is State.WHOLE:
-                self.pending[bucket] = self.lane.submit(
-                    values.collect, [values.whole], [self.lane.producer()]
-                )
+            flat = bucket.flat
+            if flat.state is GatherState.WHOLE:
+                self.pending[bucket] = self.lane.submit(flat.collect, [flat.full], [self.lane.producer()])
 
     def wait(self) -> None:
         """Until all parameters have arrived."""

@@ -26,10 +26,10 @@ from torch import Tensor
 from zero_full.kernels.reference import unless_written
 from zero_full.layout import Fragment
 from zero_full.precision.norms import squared_norm
+from zero_full.shard.flat import FlatParameter, Member
 from zero_full.shard.groups import Reduce
 from zero_full.shard.settings import Settings
 from zero_full.shard.stand_in import StandIn
-from zero_full.shard.values import Member, Values
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,36 +46,36 @@ class Bucket:
 
     def __init__(
         self,
-        values: Values,
+        flat: FlatParameter,
         settings: Settings,
         divisors: tuple[float, float],
         reduce_slices: Reduce,
         deferred: bool = False,
     ) -> None:
-        self.values, self.settings, self.divisors = values, settings, divisors
+        self.flat, self.settings, self.divisors = flat, settings, divisors
         self.reduce_slices = reduce_slices
-        self.members, self.kind, self.layout = values.members, values.kind, values.layout
-        self.shard, self.across, self.name = values.shard, values.across, values.name
-        dtypes, original = settings.dtypes, values.reserve() if deferred else values.move_in()
-        self.accumulate = dtypes.accumulate_of(values.dtype)
-        self.master_dtype = dtypes.master_of(values.dtype)
-        self.asleep, one_type = self.kind.asleep, values.dtype == self.master_dtype
+        self.members, self.kind, self.layout = flat.members, flat.kind, flat.layout
+        self.ranks, self.across, self.name = flat.ranks, flat.across, flat.name
+        dtypes, original = settings.dtypes, flat.reserve() if deferred else flat.move_in()
+        self.accumulate = dtypes.accumulate_of(flat.dtype)
+        self.master_dtype = dtypes.master_of(flat.dtype)
+        self.asleep, one_type = self.kind.asleep, flat.dtype == self.master_dtype
         if self.asleep or one_type:
-            self._let_master_be(values.own)
+            self._let_master_be(flat.shard)
         else:
             self._let_master_be(original.to(self.master_dtype, copy=True))
-        alone = self.shard.size == self.across.size == 1
-        plain = values.dtype == self.accumulate and not settings.divides_plain_backward and divisors == (1, 1)
-        self.direct = alone and one_type and plain
-        self.whole: Tensor | None = None
+        alone = self.ranks.size == self.across.size == 1
+        plain = flat.dtype == self.accumulate and not settings.divides_plain_backward and divisors == (1, 1)
+        self.uses_param_grad = alone and one_type and plain
+        self.local_grads: Tensor | None = None
         # Buffers that buckets of one optimizer hand on during a backward pass: on a CPU new pages cost more
         # than what is written to them. (On an accelerator the allocator does it, and it minds the streams.)
         self.spares: list[Tensor] = []
-        self.own: Tensor | None = None
-        self.own_is_valid = False
-        self.own_is_shared = False  # averaged over `across`, too
+        self.grad_slice: Tensor | None = None
+        self.slice_is_valid = False
+        self.slice_is_shared = False  # averaged over `across`, too
         self.arrived: set[Member] = set()
-        self.suspicion: Tensor | None = None  # not finite if this rank's own gradients are not
+        self.local_finite: Tensor | None = None  # not finite if this rank's own gradients are not
 
     # Parameters ----------------------------------------------------------------------------------
 
@@ -83,25 +83,25 @@ class Bucket:
         self.master = master
         self.owned = [
             Owned(self.members[fragment.index], fragment, self._view(master, fragment))
-            for fragment in self.values.fragments()
+            for fragment in self.flat.fragments()
         ]
 
     def wake(self) -> None:
         """Masters appear; whoever knows the old fragments must learn the new ones. See [Note: asleep]."""
         self.asleep = False
-        if self.values.dtype != self.master_dtype:
-            self._let_master_be(self.values.own.to(self.master_dtype))
+        if self.flat.dtype != self.master_dtype:
+            self._let_master_be(self.flat.shard.to(self.master_dtype))
 
     def _view(self, own: Tensor, fragment: Fragment) -> Tensor:
         """A fragment's part of this rank's slice. In the parameter's own shape where nothing is cut."""
-        flat, shape = self.values.cut(own, fragment), self.members[fragment.index].param.shape
+        flat, shape = self.flat.cut(own, fragment), self.members[fragment.index].param.shape
         return flat.view(shape) if self.layout.world == 1 or not shape else flat
 
     def copy_master(self) -> None:
         """This rank's slice of the parameters becomes what its master says."""
-        self.values.second = None
-        if self.master is not self.values.own:
-            self.values.own.copy_(self.master)
+        self.flat.node_copy = None
+        if self.master is not self.flat.shard:
+            self.flat.shard.copy_(self.master)
 
     @torch.no_grad()
     def follow_parameters(self, released: bool = False) -> None:
@@ -109,8 +109,8 @@ class Bucket:
 
         `released`: even if it is a unit's, which nobody can write to but `GatheredParameters`.
         """
-        own = self.values.own
-        if self.master is own or (self.values.sheds and not released):
+        own = self.flat.shard
+        if self.master is own or (self.flat.released_at_rest and not released):
             return
         as_it_was = own.device.type == "cpu" and torch.equal(  # elsewhere it would cost a wait for the device
             self.master.to(own.dtype).view(torch.int16), own.view(torch.int16)
@@ -121,15 +121,15 @@ class Bucket:
 
     def own_views(self, owned: Sequence[Owned]) -> list[Tensor]:
         """These fragments of this rank's slice of the parameters; none where the masters are views of it."""
-        if self.master is self.values.own:
+        if self.master is self.flat.shard:
             return []
-        return [self._view(self.values.own, each.fragment) for each in owned]
+        return [self._view(self.flat.shard, each.fragment) for each in owned]
 
     def fill(self, member: Member, value: Tensor) -> None:
         """Give a parameter and its master new values. Every rank must do the same."""
-        self.values.fill(member, value)
-        if self.master is not self.values.own:
-            self.values.write(self.master, member, value)
+        self.flat.fill(member, value)
+        if self.master is not self.flat.shard:
+            self.flat.write(self.master, member, value)
 
     # Gradients -----------------------------------------------------------------------------------
 
@@ -153,28 +153,32 @@ class Bucket:
         self._part_own()
         if not self.arrived:
             self._let_whole_be(dtype if final else self.accumulate)
-        elif self.whole is not None and member in self.arrived and self.whole.dtype != self.accumulate:
-            self.whole = self.whole.to(self.accumulate)  # it was to be final, and is not
-        assert self.whole is not None
-        return self.whole
+        elif (
+            self.local_grads is not None
+            and member in self.arrived
+            and self.local_grads.dtype != self.accumulate
+        ):
+            self.local_grads = self.local_grads.to(self.accumulate)  # it was to be final, and is not
+        assert self.local_grads is not None
+        return self.local_grads
 
     def _part_own(self) -> None:
         """A step's gradients were reduced, and more come: what was reduced must not be written over."""
-        if self.own_is_valid and self._own_is_a_window():
-            assert self.own is not None
-            self.own = self.own.clone()
+        if self.slice_is_valid and self._own_is_a_window():
+            assert self.grad_slice is not None
+            self.grad_slice = self.grad_slice.clone()
 
     def _let_whole_be(self, dtype: torch.dtype) -> None:
         """A flat buffer whose padding is zero; the rest is written over as gradients arrive."""
-        if self.whole is None or self.whole.dtype != dtype:
+        if self.local_grads is None or self.local_grads.dtype != dtype:
             if self._own_is_a_window():
-                self.own = None  # it would keep the old buffer alive
-            self.whole = self._room(dtype)
+                self.grad_slice = None  # it would keep the old buffer alive
+            self.local_grads = self._room(dtype)
             end = 0
             for index, start in enumerate(self.layout.starts):
-                self.whole[end:start].zero_()
+                self.local_grads[end:start].zero_()
                 end = start + self.layout.numels[index]
-            self.whole[end:].zero_()
+            self.local_grads[end:].zero_()
 
     def _room(self, dtype: torch.dtype) -> Tensor:
         """Memory for all gradients: another bucket's, if it is done with it. See `spares`."""
@@ -185,55 +189,55 @@ class Bucket:
         return torch.empty(self.layout.total, dtype=dtype, device=self.kind.device)
 
     def _own_is_a_window(self) -> bool:
-        if self.own is None or self.whole is None:
+        if self.grad_slice is None or self.local_grads is None:
             return False
-        return self.own.untyped_storage().data_ptr() == self.whole.untyped_storage().data_ptr()
+        return self.grad_slice.untyped_storage().data_ptr() == self.local_grads.untyped_storage().data_ptr()
 
     def reduce(self) -> None:
         """Average everyone's gradients; keep this rank's slice of them."""
         for member in self.members:
             self.take(member, final=True)
         self._part_own()
-        if self.whole is None or not self.arrived:
-            self._let_whole_be(self.values.dtype)
-        assert self.whole is not None
+        if self.local_grads is None or not self.arrived:
+            self._let_whole_be(self.flat.dtype)
+        assert self.local_grads is not None
         for member in self.members:
             if member not in self.arrived:  # not used: its gradient is zero
-                self.whole[self.layout.window(member.index)].zero_()
-        self._note_suspicion(self.whole)
-        self._average(self.whole)
+                self.local_grads[self.layout.window(member.index)].zero_()
+        self._note_whether_finite(self.local_grads)
+        self._average(self.local_grads)
         self.arrived.clear()
         if self.settings.stage >= 2:
             if self.kind.device.type == "cpu":
-                self.spares.append(self.whole)
-            self.whole = None
+                self.spares.append(self.local_grads)
+            self.local_grads = None
 
     def _average(self, whole: Tensor) -> None:
-        keep = self.settings.stage < 2 and not self.own_is_valid
+        keep = self.settings.stage < 2 and not self.slice_is_valid
         flat = whole.to(self.settings.dtypes.reduce or whole.dtype)
         in_place = keep and flat is whole and whole.dtype == self.accumulate
-        out = self.shard.own(whole) if in_place else self._slice_buffer()
+        out = self.ranks.slice_of(whole) if in_place else self._slice_buffer()
         before, after = self.divisors
         if before != 1:
             flat.div_(before)
-        share_now = self.across.size > 1 and (self.settings.stage < 2 or self.own_is_shared)
+        share_now = self.across.size > 1 and (self.settings.stage < 2 or self.slice_is_shared)
         self._sum(flat, out, 1 if share_now else after)
         if share_now:
             self._share(out, after, flat.dtype)
-        if self.own_is_valid:
-            assert self.own is not None
-            self.own.add_(out)
+        if self.slice_is_valid:
+            assert self.grad_slice is not None
+            self.grad_slice.add_(out)
         else:
-            self.own, self.own_is_valid = out, True
+            self.grad_slice, self.slice_is_valid = out, True
 
     def _sum(self, flat: Tensor, out: Tensor, divisor: float) -> None:
         what = f"gradients {self.name}"
         if self.settings.reduce_scatter:
             self.reduce_slices(flat, out, divisor, what)
             return
-        self.shard.all_reduce(flat, divisor, what)
-        if self.shard.own(flat).data_ptr() != out.data_ptr():
-            out.copy_(self.shard.own(flat))
+        self.ranks.all_reduce(flat, divisor, what)
+        if self.ranks.slice_of(flat).data_ptr() != out.data_ptr():
+            out.copy_(self.ranks.slice_of(flat))
 
     def _share(self, gradients: Tensor, divisor: float, wire: torch.dtype) -> None:
         sent = gradients.to(wire)
@@ -243,27 +247,31 @@ class Bucket:
 
     def share_own(self) -> None:
         """Average this rank's slice over the groups that hold the same one, once a step."""
-        if self.settings.stage >= 2 and self.across.size > 1 and not self.own_is_shared:
-            assert self.own is not None
-            self._share(self.own, 1, self.settings.dtypes.reduce or self.own.dtype)
-            self.own_is_shared = True
+        if self.settings.stage >= 2 and self.across.size > 1 and not self.slice_is_shared:
+            assert self.grad_slice is not None
+            self._share(self.grad_slice, 1, self.settings.dtypes.reduce or self.grad_slice.dtype)
+            self.slice_is_shared = True
 
     def _slice_buffer(self) -> Tensor:
         """Memory for an averaged slice: last step's, if it is free."""
-        if self.own is not None and not self.own_is_valid and self.own.dtype == self.accumulate:
-            return self.own
+        if (
+            self.grad_slice is not None
+            and not self.slice_is_valid
+            and self.grad_slice.dtype == self.accumulate
+        ):
+            return self.grad_slice
         return torch.empty(self.layout.shard, dtype=self.accumulate, device=self.kind.device)
 
-    def _note_suspicion(self, whole: Tensor) -> None:
+    def _note_whether_finite(self, whole: Tensor) -> None:
         """Remember, without waiting for it, whether this rank's own gradients are finite."""
         total = squared_norm([whole], whole.device)
-        self.suspicion = total if self.suspicion is None else self.suspicion + total
+        self.local_finite = total if self.local_finite is None else self.local_finite + total
 
     def drop(self, member: Member) -> None:
         """This parameter's gradient becomes zero."""
         self.arrived.discard(member)
         for owned in self.owned:
-            if owned.member is member and self.own_is_valid:
+            if owned.member is member and self.slice_is_valid:
                 gradient = self.gradient_of(owned)
                 assert gradient is not None
                 gradient.zero_()
@@ -271,9 +279,9 @@ class Bucket:
     def put(self, member: Member, gradient: Tensor) -> None:
         """This parameter's averaged gradient becomes another one, of which this rank keeps its part."""
         self.arrived.discard(member)
-        if not self.own_is_valid:
-            self.own = self._slice_buffer().zero_()
-            self.own_is_valid = self.own_is_shared = True
+        if not self.slice_is_valid:
+            self.grad_slice = self._slice_buffer().zero_()
+            self.slice_is_valid = self.slice_is_shared = True
         for owned in self.owned:
             if owned.member is member:
                 start, stop = owned.fragment.param_range
@@ -283,13 +291,15 @@ class Bucket:
 
     def own_gradients(self) -> list[Tensor]:
         """This rank's averaged gradients, as few tensors as possible."""
-        if not self.direct:
-            return [self.own] if self.own is not None and self.own_is_valid else []
+        if not self.uses_param_grad:
+            return [self.grad_slice] if self.grad_slice is not None and self.slice_is_valid else []
         return [m.param.grad for m in self.members if m.param.grad is not None]
 
     def hand_over(self, used: Container[Member]) -> None:
         """Give the optimizer's tensors their gradients, where any rank has one."""
-        own = None if self.own is None or self.direct else self.own.to(self.master.dtype)
+        own = (
+            None if self.grad_slice is None or self.uses_param_grad else self.grad_slice.to(self.master.dtype)
+        )
         for owned in self.owned:
             if owned.member in used:
                 owned.master.grad = (
@@ -303,9 +313,13 @@ class Bucket:
 
     def gradient_of(self, owned: Owned) -> Tensor | None:
         """The averaged gradient of a fragment, if there is one now."""
-        if self.direct:
+        if self.uses_param_grad:
             return owned.member.param.grad
-        return self._view(self.own, owned.fragment) if self.own is not None and self.own_is_valid else None
+        return (
+            self._view(self.grad_slice, owned.fragment)
+            if self.grad_slice is not None and self.slice_is_valid
+            else None
+        )
 
     def averaged(self, member: Member) -> Tensor:
         """A whole averaged gradient, in the parameter's type. Only stage 0 has one."""
@@ -320,13 +334,13 @@ class Bucket:
             member.param.grad = None
         self.take_back()
         self.arrived.clear()
-        self.own_is_valid = self.own_is_shared = False
-        self.suspicion = None
+        self.slice_is_valid = self.slice_is_shared = False
+        self.local_finite = None
         if free:
-            self.whole = self.own = None
+            self.local_grads = self.grad_slice = None
 
     def gradient_memory(self) -> Iterator[Tensor]:
         """Every tensor that holds gradients."""
-        yield from (t for t in (self.whole, self.own) if t is not None)
+        yield from (t for t in (self.local_grads, self.grad_slice) if t is not None)
         grads = (m.param.grad for m in self.members)
         yield from (grad for grad in grads if grad is not None and not isinstance(grad, StandIn))

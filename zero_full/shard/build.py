@@ -11,31 +11,31 @@ from torch.nn import Parameter
 from zero_full.comm.topology import Topology
 from zero_full.layout import backward_order, deal, round_robin
 from zero_full.shard.bucket import Bucket
+from zero_full.shard.flat import FROZEN, FlatParameter, Kind, Member, as_bytes, is_released
 from zero_full.shard.groups import Groups, Pair
 from zero_full.shard.owners import refuse_owned
 from zero_full.shard.settings import Settings
 from zero_full.shard.sites import Site
 from zero_full.shard.units import Unit, choose_units, kept_whole, size_limit
-from zero_full.shard.values import FROZEN, Kind, Member, Values, as_bytes, is_released
 
 
 @dataclass(frozen=True)
-class Parts:
+class Sharded:
     """A model's parameters, dealt."""
 
     buckets: list[Bucket]  # in the order in which they leave
-    frozen: list[Values]  # of stage 3: what nobody trains is gathered like the rest
+    frozen: list[FlatParameter]  # of stage 3: what nobody trains is gathered like the rest
     sites: list[Site]
 
     @property
-    def values(self) -> list[Values]:
+    def flats(self) -> list[FlatParameter]:
         """All flat buffers of parameters."""
-        return [bucket.values for bucket in self.buckets] + self.frozen
+        return [bucket.flat for bucket in self.buckets] + self.frozen
 
     @cached_property
-    def places(self) -> dict[Parameter, tuple[Bucket | Values, Member]]:
+    def places(self) -> dict[Parameter, tuple[Bucket | FlatParameter, Member]]:
         """Where each parameter is."""
-        parts: list[Bucket | Values] = [*self.buckets, *self.frozen]
+        parts: list[Bucket | FlatParameter] = [*self.buckets, *self.frozen]
         return {member.param: (part, member) for part in parts for member in part.members}
 
     def fill(self, param: Parameter, value: Tensor) -> None:
@@ -66,7 +66,7 @@ class Dealer:
         # What is listed and frozen may be trained later; numbers that cannot be trained are left alone.
         self.group_of = {p: n for p, n in listed.items() if p.requires_grad or p.is_floating_point()}
 
-    def deal(self, model: nn.Module) -> Parts:
+    def deal(self, model: nn.Module) -> Sharded:
         """Every trained parameter into a bucket, and at stage 3 every frozen one into a buffer, too."""
         names = {p: name for name, p in model.named_parameters()}
         strangers = [p for p in self.group_of if p not in names]
@@ -84,14 +84,14 @@ class Dealer:
         units = self._units(model) if self.settings.stage == 3 else []
         in_units = {p for unit in units for _, p in unit.parameters}
         kept = [(name, p) for name, p in trained if p not in in_units]
-        made: dict[Unit, list[tuple[Values, Bucket | None]]] = {u: self._unit(u) for u in units}
+        made: dict[Unit, list[tuple[FlatParameter, Bucket | None]]] = {u: self._unit(u) for u in units}
         of_units = [bucket for parts in made.values() for _, bucket in parts if bucket is not None]
         place = {p: number for number, p in enumerate(names)}
         buckets = [*self._buckets(kept), *of_units]
         buckets.sort(key=lambda bucket: min(place[m.param] for m in bucket.members), reverse=True)
-        frozen = [values for parts in made.values() for values, bucket in parts if bucket is None]
+        frozen = [flat for parts in made.values() for flat, bucket in parts if bucket is None]
         sites = [Site(unit.name, unit.module, [v for v, _ in parts]) for unit, parts in made.items()]
-        return Parts(buckets, frozen, sites)
+        return Sharded(buckets, frozen, sites)
 
     def _units(self, model: nn.Module) -> list[Unit]:
         """What is gathered for use only; nothing, if there is nobody to gather it from."""
@@ -102,10 +102,12 @@ class Dealer:
         limit = size_limit(model, limits.max_live)
         return choose_units(model, limit, limits.wrap, kept_whole(model, limits))
 
-    def _unit(self, unit: Unit) -> list[tuple[Values, Bucket | None]]:
+    def _unit(self, unit: Unit) -> list[tuple[FlatParameter, Bucket | None]]:
         kinds: dict[Kind, list[Named]] = {}
         for name, param in unit.parameters:
-            kinds.setdefault(replace(self._kind(name, param), sheds=True), []).append((name, param))
+            kinds.setdefault(replace(self._kind(name, param), released_at_rest=True), []).append(
+                (name, param)
+            )
         return [self._part(named, kind) for kind, named in kinds.items()]
 
     def _buckets(self, trained: Sequence[Named]) -> Iterator[Bucket]:
@@ -120,17 +122,17 @@ class Dealer:
             assert bucket is not None
             yield bucket
 
-    def _part(self, named: Sequence[Named], kind: Kind) -> tuple[Values, Bucket | None]:
+    def _part(self, named: Sequence[Named], kind: Kind) -> tuple[FlatParameter, Bucket | None]:
         members = [Member(*one, self.group_of.get(one[1], FROZEN), i) for i, one in enumerate(named)]
         pair, settings = self._pair(kind), self.settings
-        values = Values(members, kind, pair.shard, pair.across, settings.dtypes)
-        values.gather_slices, values.node = pair.gather, pair.node
+        flat = FlatParameter(members, kind, pair.shard, pair.across, settings.dtypes)
+        flat.gather_slices, flat.node = pair.gather, pair.node
         deferred = any(p in self.deferred for _, p in named)
         if not kind.trained:
-            values.reserve() if deferred else values.move_in()
-            return values, None
+            flat.reserve() if deferred else flat.move_in()
+            return flat, None
         divisors = settings.divisors(self.groups.data_ranks)
-        return values, Bucket(values, settings, divisors, pair.reduce, deferred)
+        return flat, Bucket(flat, settings, divisors, pair.reduce, deferred)
 
     def _pair(self, kind: Kind) -> Pair:
         return self.groups.expert if kind.expert and self.groups.expert is not None else self.groups.dense
@@ -146,16 +148,16 @@ class Dealer:
                 "pass topology=Topology(expert=..., expert_data=...)"
             )
         model = self.groups.model
-        counts = model is None or model.rank == 0 or self.topology.is_split(name, param)
+        in_norm = model is None or model.rank == 0 or self.topology.is_split(name, param)
         asleep = trained and not param.requires_grad
-        return Kind(param.dtype, param.device, expert, counts, trained, asleep)
+        return Kind(param.dtype, param.device, expert, in_norm, trained, asleep)
 
 
-def settle_the_rest(
-    model: nn.Module, parts: Parts, topology: Topology, groups: Groups, settings: Settings
+def place_the_rest(
+    model: nn.Module, parts: Sharded, topology: Topology, groups: Groups, settings: Settings
 ) -> None:
     """Frozen parameters that stay whole, and buffers: the first rank's values, in the types of training."""
-    done = {m.param for values in parts.values for m in values.members}
+    done = {m.param for flat in parts.flats for m in flat.members}
     frozen = [(name, p) for name, p in model.named_parameters() if p not in done]
     dtypes = settings.dtypes.of_buffers(model)
     for name, tensor in [*frozen, *model.named_buffers()]:

@@ -4,10 +4,10 @@
     backward   before a module's outputs pass their gradients on: gather, and begin the next; when its
                inputs have theirs: reduce its parameters' gradients, release
 
-[Note: exits] The inputs of a module pass through an exit: an identity whose backward runs when the module's
-own backward is complete. All ranks reach the exits in the same order, whichever parameters they have used:
-that is where gradients leave. A module whose inputs need no gradients has no exit, and neither has one that
-is recomputed for a graph which has it already: theirs leave, and are released, when backward ends.
+[Note: backward done] The inputs of a module pass through an identity whose backward runs when that of the
+module is done. All ranks get there in the same order, whichever parameters they have used: that is where
+gradients leave. A module whose inputs need no gradients has no such mark, and neither has one that is
+recomputed for a graph which has it already: theirs leave, and are released, when backward ends.
 
 [Note: prefetch] The order of the sites is recorded. From then on the next one is gathered while this one is
 at work, if there is a lane beside it. Where the order changes nothing is prefetched, and the new one is
@@ -32,12 +32,12 @@ from torch.utils.hooks import RemovableHandle
 
 from zero_full._compat import current_backward, identity_of, inside_transform
 from zero_full.comm.lane import Inline, Lane
-from zero_full.nest import mapped, tensors_in
+from zero_full.shard.flat import FlatParameter, GatherState
 from zero_full.shard.hooks import Hook, InnerHook
 from zero_full.shard.reducer import GradientReducer
 from zero_full.shard.settings import Gathering
 from zero_full.shard.sites import Call, Order, Site
-from zero_full.shard.values import State, Values
+from zero_full.trees import mapped, tensors_in
 
 log = logging.getLogger("zero_full")
 
@@ -56,7 +56,7 @@ class ParameterGatherer:
         self.reported = False
         self.trail = 0  # a number for what was gathered, in which order: the same on every rank
         self.live = 0  # elements gathered
-        self.gathered: set[Values] = set()
+        self.gathered: set[FlatParameter] = set()
         self.calls: set[Call] = set()  # whose backward is under way
         self.sites = {site.module: site for site in sites}
         self.root = self.sites.setdefault(model, Site("", model, []))
@@ -75,70 +75,70 @@ class ParameterGatherer:
 
     def _install_inner(self, model: nn.Module) -> None:
         """See [Note: inner modules]."""
-        site_of = {m.param: site for site in self.sites.values() for v in site.values for m in v.members}
+        site_of = {m.param: site for site in self.sites.values() for v in site.flats for m in v.members}
         for name, module in model.named_modules():
             held = dict.fromkeys(site_of[p] for p in module.parameters(recurse=False) if p in site_of)
-            elsewhere = [values for site in held if site.module is not module for values in site.values]
+            elsewhere = [flat for site in held if site.module is not module for flat in site.flats]
             if elsewhere and module in self.sites:
-                self.sites[module].values += [v for v in elsewhere if v not in self.sites[module].values]
+                self.sites[module].flats += [v for v in elsewhere if v not in self.sites[module].flats]
             elif elsewhere:
                 inner = Site(name, module, elsewhere)
-                inner.home = []  # other modules may add to the same gradients: these leave when backward ends
+                inner.reduces = []  # others may add to the same gradients: these leave when backward ends
                 self._install(inner, InnerHook, "inner_")
 
-    def add(self, module: nn.Module, values: Values) -> None:
+    def add(self, module: nn.Module, flat: FlatParameter) -> None:
         """From now on `module` needs these, too."""
         if module not in self.sites:
             self.sites[module] = Site(type(module).__name__, module, [])
             self._install(self.sites[module], Hook)
-        if values not in self.sites[module].values:
-            self.sites[module].values.append(values)
+        if flat not in self.sites[module].flats:
+            self.sites[module].flats.append(flat)
 
     # Gather and release --------------------------------------------------------------------------
 
-    def gather(self, values: Values) -> None:
+    def gather(self, flat: FlatParameter) -> None:
         """Until they are whole."""
-        self._begin(values)
-        values.finish_gather(self.lane)
+        self._begin(flat)
+        flat.finish_gather(self.lane)
 
-    def _begin(self, values: Values) -> None:
-        if values.state is State.SHARDED:
-            self.trail = crc32(values.name.encode(), self.trail)
-            values.begin_gather(self.lane)
-            self.live += values.layout.total
-            self.gathered.add(values)
+    def _begin(self, flat: FlatParameter) -> None:
+        if flat.state is GatherState.SHARDED:
+            self.trail = crc32(flat.name.encode(), self.trail)
+            flat.begin_gather(self.lane)
+            self.live += flat.layout.total
+            self.gathered.add(flat)
 
-    def release(self, values: Values) -> None:
+    def release(self, flat: FlatParameter) -> None:
         """Let go of them, unless somebody is at work with them."""
-        values.release()
-        if values.state is State.SHARDED and values in self.gathered:
-            self.gathered.remove(values)
-            self.live -= values.layout.total
+        flat.release()
+        if flat.state is GatherState.SHARDED and flat in self.gathered:
+            self.gathered.remove(flat)
+            self.live -= flat.layout.total
 
     def release_all(self) -> None:
         """Whatever is gathered and not at work."""
-        for values in list(self.gathered):
-            self.release(values)
+        for flat in list(self.gathered):
+            self.release(flat)
 
     def _need(self, site: Site) -> None:
         following = self.order.reached(site) if self.order is not None else None
-        for values in site.values:
-            self._begin(values)
+        for flat in site.flats:
+            self._begin(flat)
         if self.prefetches and following is not None:
             self._prefetch(following)
-        for values in site.values:
-            values.finish_gather(self.lane)
+        for flat in site.flats:
+            flat.finish_gather(self.lane)
 
     def _prefetch(self, site: Site) -> None:
         if site.numel <= min(self.limits.prefetch_numel, self.limits.max_live - self.live):
-            for values in site.values:
-                self._begin(values)
+            for flat in site.flats:
+                self._begin(flat)
 
     # Forward -------------------------------------------------------------------------------------
 
     def inner_before_forward(self, site: Site, args: Any, kwargs: Any) -> Any:
         """As `before_forward`, unless a module around this one has gathered already."""
-        if all(values.users for values in site.values) or self._is_transformed(site):
+        if all(flat.users for flat in site.flats) or self._is_transformed(site):
             site.active.append(None)
             return None
         return self.before_forward(site, args, kwargs)
@@ -151,7 +151,7 @@ class ParameterGatherer:
             self.after_forward(site, args, output)
 
     def before_forward(self, site: Site, args: Any, kwargs: Any) -> Any:
-        """Gather; send the inputs through an exit."""
+        """Gather; mark the inputs, to know when backward is done."""
         if self._is_transformed(site):
             site.active.append(None)
             return None
@@ -159,38 +159,38 @@ class ParameterGatherer:
         if site is self.root and not recomputed:
             self._begin_pass(self.training if torch.is_grad_enabled() else self.inference)
         if recomputed:
-            for values in site.values:
-                self.gather(values)
+            for flat in site.flats:
+                self.gather(flat)
         else:
             self._need(site)
-        for values in site.values:
-            values.users += 1
+        for flat in site.flats:
+            flat.users += 1
         call = Call(site)
         site.active.append(call)
-        if torch.is_grad_enabled() and not (recomputed and site.exits):
-            return self._through_exit(call, args, kwargs)
+        if torch.is_grad_enabled() and not (recomputed and site.backwards_due):
+            return self._mark_inputs(call, args, kwargs)
         return None
 
     def _is_transformed(self, site: Site) -> bool:
         """Whether a transform of torch.func runs this forward: when its backward ends, nobody tells."""
         if not inside_transform():
             return False
-        for values in site.values:
-            if values.sheds and not values.users:
+        for flat in site.flats:
+            if flat.released_at_rest and not flat.users:
                 raise RuntimeError(
-                    f"torch.func transforms {site.name or 'the model'}, whose {values.name} is sharded: stay "
+                    f"torch.func transforms {site.name or 'the model'}, whose {flat.name} is sharded: stay "
                     "inside zero_full.GatheredParameters(list(model.parameters())) meanwhile"
                 )
         return True
 
-    def _through_exit(self, call: Call, args: Any, kwargs: Any) -> Any:
-        """The inputs, with an exit behind all that need gradients. See [Note: exits]."""
+    def _mark_inputs(self, call: Call, args: Any, kwargs: Any) -> Any:
+        """The inputs, with a mark behind all that need gradients. See [Note: backward done]."""
         # A list or dict that the module writes to must stay the caller's: look inside only if need be.
         direct = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.requires_grad]
         inputs = direct or [t for t in tensors_in((args, kwargs)) if t.requires_grad]
         if not inputs:
             return None
-        call.site.exits += 1
+        call.site.backwards_due += 1
         if len(inputs) == 1 and inputs[0].layout == torch.strided:
             # Half as expensive as a function of our own, and the module may write to its input.
             passed = inputs[0].view_as(inputs[0])
@@ -199,7 +199,7 @@ class ParameterGatherer:
             if len(args) == 1 and args[0] is inputs[0] and not kwargs:
                 return (passed,), kwargs
             return mapped(lambda leaf: passed if leaf is inputs[0] else leaf, (args, kwargs))
-        outputs = _Exit.apply(self.me, call, *inputs)  # type: ignore[no-untyped-call]
+        outputs = _BackwardDone.apply(self.me, call, *inputs)  # type: ignore[no-untyped-call]
         behind = dict(zip(map(id, inputs), outputs, strict=True))
         return mapped(lambda leaf: behind.get(id(leaf), leaf), (args, kwargs))
 
@@ -208,8 +208,8 @@ class ParameterGatherer:
         call = site.active.pop() if site.active else None
         if call is None:
             return  # its gathering has failed
-        for values in site.values:
-            values.users -= 1
+        for flat in site.flats:
+            flat.users -= 1
         trains = torch.is_grad_enabled() and self._watch(call, output)
         self._notice_escapes(site, output)
         if current_backward() >= 0:  # recomputed: its backward follows
@@ -217,10 +217,10 @@ class ParameterGatherer:
         if site is self.root:
             self._end_forward()
         if not (trains and self._is_worth_keeping(site)):
-            for values in site.values:
+            for flat in site.flats:
                 if trains:
-                    values.keep_second()
-                self.release(values)
+                    flat.keep_node_copy()
+                self.release(flat)
 
     def _begin_pass(self, order: Order) -> None:
         if order.begin() and not self.reported:
@@ -254,18 +254,18 @@ class ParameterGatherer:
 
     def _notice_escapes(self, site: Site, output: Any) -> None:
         """An output that is a view of a parameter is used elsewhere: the model needs that one, too."""
-        if not any(values.sheds for values in site.values):
+        if not any(flat.released_at_rest for flat in site.flats):
             return
         storages = {identity_of(t.untyped_storage()) for t in _carried(output)}
-        for values in site.values:
+        for flat in site.flats:
             if (
-                values.sheds
-                and identity_of(values.whole.untyped_storage()) in storages
-                and values not in self.root.values
+                flat.released_at_rest
+                and identity_of(flat.full.untyped_storage()) in storages
+                and flat not in self.root.flats
             ):
-                self.root.values.append(values)
+                self.root.flats.append(flat)
                 if self.root.active:
-                    values.users += 1  # until the model is done
+                    flat.users += 1  # until the model is done
 
     # Backward ------------------------------------------------------------------------------------
 
@@ -279,29 +279,29 @@ class ParameterGatherer:
             self.backward.known = self.backward.known or self.training.seen[::-1]
             self._begin_pass(self.backward)
         self._need(call.site)
-        call.needed = list(call.site.values)
+        call.needed = list(call.site.flats)
         self.calls.add(call)
-        for values in call.needed:
-            values.users += 1
+        for flat in call.needed:
+            flat.users += 1
 
     def after_backward(self, call: Call) -> None:
-        """Backward has passed the exit of a call: gradients leave, parameters are released."""
+        """The backward of a call is done: gradients leave, parameters are released."""
         site = call.site
-        site.exits = max(0, site.exits - 1)
+        site.backwards_due = max(0, site.backwards_due - 1)
         self._leave(call)
-        if site.exits == 0:
-            for values in site.home:
-                self.reducer.complete(values)
+        if site.backwards_due == 0:
+            for flat in site.reduces:
+                self.reducer.complete(flat)
 
     def _leave(self, call: Call) -> None:
         self.calls.discard(call)
         needed, call.needed = call.needed, []
-        for values in needed:
-            values.users -= 1
-            self.release(values)
+        for flat in needed:
+            flat.users -= 1
+            self.release(flat)
 
     def end_backward(self) -> None:
-        """What had no exit is released now."""
+        """What had no mark is released now."""
         for call in list(self.calls):
             self._leave(call)
         self.order = None
@@ -310,11 +310,11 @@ class ParameterGatherer:
     def forget(self) -> None:
         """After a step, and after `reducer.forget`: of what had no backward, none will come."""
         for site in self.sites.values():
-            site.exits = 0
+            site.backwards_due = 0
 
     def refuse_copy(self) -> None:
         """A copy of a module would have NaN in the place of released parameters."""
-        released = [v for site in self.sites.values() for v in site.values if v.state is not State.WHOLE]
+        released = [v for site in self.sites.values() for v in site.flats if v.state is not GatherState.WHOLE]
         if released:
             raise RuntimeError(
                 f"the module cannot be copied or pickled while {released[0].name} is sharded: stay inside "
@@ -344,7 +344,7 @@ def _before_backward(gatherer: "weakref.ref[ParameterGatherer]", call: Call, gra
     alive = gatherer()
     if alive is None:
         return
-    if torch.is_grad_enabled() and any(values.users == 0 for values in call.site.values):
+    if torch.is_grad_enabled() and any(flat.users == 0 for flat in call.site.flats):
         raise RuntimeError(
             f"backward with create_graph=True needs the parameters of {call.site.name or 'the model'} again "
             "when they are released: run forward and both backwards inside "
@@ -359,7 +359,7 @@ def _after_backward(gatherer: "weakref.ref[ParameterGatherer]", call: Call, *gra
         alive.after_backward(call)
 
 
-class _Exit(torch.autograd.Function):
+class _BackwardDone(torch.autograd.Function):
     """The identity on the way forward; on the way back it tells that a call's backward is complete."""
 
     @staticmethod

@@ -31,7 +31,9 @@ from zero_full.shard.base import (
     zero_in_place,
 )
 from zero_full.shard.bucket import Bucket, Owned
-from zero_full.shard.build import Parts
+from zero_full.shard.build import Sharded
+from zero_full.shard.flat import FlatParameter, GatherState, Member
+from zero_full.shard.fused_adam import FusedAdam, sub_groups
 from zero_full.shard.gatherer import ParameterGatherer
 from zero_full.shard.groups import Groups
 from zero_full.shard.owners import register, unregister
@@ -39,8 +41,6 @@ from zero_full.shard.reducer import GradientReducer
 from zero_full.shard.report import NonFinite, StepReport
 from zero_full.shard.settings import Settings
 from zero_full.shard.stand_in import UNSCALED, Found, names_of
-from zero_full.shard.sweep import AdamSweep, sub_groups
-from zero_full.shard.values import Member, State, Values
 from zero_full.shard.watch import ModelWatch, ParameterWrites
 
 log = logging.getLogger("zero_full")
@@ -55,7 +55,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self,
         base: torch.optim.Optimizer,
         model: nn.Module,
-        parts: Parts,
+        parts: Sharded,
         groups: Groups,
         settings: Settings,
         scaler: StaticScale,
@@ -70,16 +70,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.lane = lane_for(groups.dense.shard.device, settings.overlap)
         self.report = NonFinite()
         self.last: StepReport | None = None
-        self.sweep = AdamSweep(self.redirected, settings.dtypes)
-        self.left_scale: float | None = None  # that the last step has left in the gradients
+        self.fused_adam = FusedAdam(self.redirected, settings.dtypes)
+        self.residual_scale: float | None = None  # that the last step has left in the gradients
         self.passes = 0  # backward passes until then
         self.arrivals = Arrivals(self.lane)
-        self.closed = self.parked = False  # parked: see `parking.py`
-        self.writes = ParameterWrites(m for v in self.values() if not v.sheds for m in v.members)
+        self.closed = self.states_offloaded = False  # see `offload_states.py`
+        self.writes = ParameterWrites(m for v in self.flats() if not v.released_at_rest for m in v.members)
         self.calls = 0  # of step
         self.said_nothing_to_do = False
         register(self, model.parameters())
-        register(self, (m.param for values in self.values() for m in values.members))
+        register(self, (m.param for flat in self.flats() for m in flat.members))
         self._replace_parameters()
         self.watch = ModelWatch(model, [m.param for m in self._members()], bool(parts.sites))
         self.reducer = GradientReducer(self.buckets, self.lane, settings.stage)
@@ -95,9 +95,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
             limits = settings.gathering
             self.gatherer = ParameterGatherer(model, parts.sites, beside, limits, self.reducer)
 
-    def values(self) -> list[Values]:
+    def flats(self) -> list[FlatParameter]:
         """All flat buffers of parameters."""
-        return self.parts.values
+        return self.parts.flats
 
     def _members(self) -> list[Member]:
         return [member for bucket in self.buckets for member in bucket.members]
@@ -192,7 +192,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._update(norm, held, agreed.used)
         self.last, self.report.loss = StepReport(apply, norm, scale), None
         for bucket in self.buckets:
-            bucket.suspicion = None
+            bucket.local_finite = None
         self.report.learn(self.scaler, overflow=not finite)
 
     def _say_nothing_to_do(self) -> None:
@@ -234,10 +234,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.take_back_moved()
 
     def take_back_moved(self) -> None:
-        """Parameters that were given other memory go back to their place, with their new values."""
-        for values in self.values():
-            if not values.sheds:
-                self.writes.moved.update(values.take_back_moved())
+        """Parameters that were given other memory go back to their place, with their new flat."""
+        for flat in self.flats():
+            if not flat.released_at_rest:
+                self.writes.moved.update(flat.take_back_moved())
 
     @property
     def awake(self) -> list[Bucket]:
@@ -255,7 +255,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.reducer.forget()
         if self.gatherer is not None:
             self.gatherer.forget()
-        self.left_scale = None
+        self.residual_scale = None
         for bucket in self.buckets:
             on_cpu = bucket.kind.device.type == "cpu"
             bucket.forget(free=set_to_none is not None or not on_cpu)
@@ -279,9 +279,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def catch_up(self) -> None:
         """Before parameters or masters are read: all have arrived, what was written by hand is taken in."""
-        if self.parked:
+        if self.states_offloaded:
             raise RuntimeError("states are offloaded: call engine.reload_states() first")
-        self.settle()
+        self.wait_for_parameters()
         self.take_back_moved()
         for bucket in self.buckets:
             bucket.follow_parameters()
@@ -299,39 +299,39 @@ class ZeroOptimizer(torch.optim.Optimizer):
             group.update(options)
         self.zero_grad()
         self.publish(self.buckets)
-        self.settle()
+        self.wait_for_parameters()
 
     # The parts of a step -------------------------------------------------------------------------
 
     def _forget_scale(self) -> None:
-        self.left_scale = None
+        self.residual_scale = None
 
     @property
     def gradient_scale(self) -> float:
         """What averaged gradients are multiplied by now."""
-        return self.scaler.scale if self.left_scale is None else self.left_scale
+        return self.scaler.scale if self.residual_scale is None else self.residual_scale
 
     def _update(self, norm: float | None, scale: float, used: Container[Member]) -> None:
         factor = 1.0 / scale
         if self.settings.clip > 0 and norm is not None:
             factor *= min(1.0, self.settings.clip / (norm + EPSILON))
         stepped = [bucket for bucket in self.awake if any(m in used for m in bucket.members)]
-        swept = self.sweep.takes(stepped)
-        if swept:
+        fused = self.fused_adam.takes(stepped)
+        if fused:
             for bucket in stepped:
-                self.sweep.step(bucket, factor, used)
-            self.left_scale = scale
+                self.fused_adam.step(bucket, factor, used)
+            self.residual_scale = scale
         else:
             self._step_in_passes(stepped, factor, used)
-            self.left_scale = 1.0
+            self.residual_scale = 1.0
         self.base._opt_called = True  # type: ignore[attr-defined]  # or a schedule would warn
         self.passes = self.reducer.backward.count
-        # As torch's optimizers do: a graph from before this step must not run backward with other values.
+        # As torch's optimizers do: a graph from before this step must not run backward with other flat.
         increment_version([m.param for bucket in stepped for m in bucket.members if m in used])
         self.writes.forget()
-        self.publish(self.awake, copied=swept)
+        self.publish(self.awake, copied=fused)
         if not self.settings.gather_beside_forward:
-            self.settle()
+            self.wait_for_parameters()
 
     def _step_in_passes(self, stepped: Sequence[Bucket], factor: float, used: Container[Member]) -> None:
         """With any optimizer: unscale and clip, then step."""
@@ -357,12 +357,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self.gatherer is not None:
             self.gatherer.release_all()
         for bucket in buckets:
-            bucket.values.second = None
+            bucket.flat.node_copy = None
             if not copied:
                 bucket.copy_master()
         self.arrivals.send(buckets)
 
-    def settle(self) -> None:
+    def wait_for_parameters(self) -> None:
         """Until all parameters have arrived."""
         self.arrivals.wait()
 
@@ -370,7 +370,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Leave the model without hooks, its parameters as they are or, if every rank asks for it, whole."""
         if self.closed:
             return
-        for finish in (self.settle, self.reducer.close, self.zero_grad):
+        for finish in (self.wait_for_parameters, self.reducer.close, self.zero_grad):
             with suppress(CommunicationError):  # of calls that were under way: told already
                 finish()
         self.arrivals.close()
@@ -379,20 +379,20 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self.gatherer is not None:
             self.gatherer.close()
             if gather:
-                for values in self.values():
-                    self.gatherer.gather(values)
+                for flat in self.flats():
+                    self.gatherer.gather(flat)
             self.gatherer.lane.close()
         self.lane.close()
         self.closed = True
-        if all(values.state is State.WHOLE for values in self.values()):
+        if all(flat.state is GatherState.WHOLE for flat in self.flats()):
             for handle in self.guards:
                 handle.remove()
         unregister(self.watch.names)
-        unregister(m.param for values in self.values() for m in values.members)
+        unregister(m.param for flat in self.flats() for m in flat.members)
         self.groups.close()
 
     # What this rank has --------------------------------------------------------------------------
 
     def holdings(self) -> dict[str, list[Tensor]]:
         """Every tensor that this rank keeps, by kind. Counters are the optimizer's step numbers."""
-        return sharded_state.holdings(self.values(), self.buckets, self.base.state)
+        return sharded_state.holdings(self.flats(), self.buckets, self.base.state)

@@ -20,9 +20,9 @@ from torch.utils.hooks import RemovableHandle
 from zero_full._compat import current_backward, is_last_hook, when_backward_ends
 from zero_full.comm.lane import Lane, Pending
 from zero_full.shard.bucket import Bucket, Owned
+from zero_full.shard.flat import FlatParameter, Member
 from zero_full.shard.passes import BackwardPass, Rules
 from zero_full.shard.stand_in import UNSCALED, Found, ShownGradients, names_of
-from zero_full.shard.values import Member, Values
 
 IN_FLIGHT = 2  # reductions that may run beside backward: more would only hold more memory
 SCALED = (
@@ -53,9 +53,9 @@ class GradientReducer:
 
     def __init__(self, buckets: Sequence[Bucket], lane: Lane, stage: int) -> None:
         self.every = list(buckets)
-        self.buckets = [bucket for bucket in buckets if not (bucket.direct or bucket.asleep)]
-        self.lane, self.every_backward, self.told = lane, stage >= 2, stage == 3
-        self.bucket_of = {bucket.values: bucket for bucket in buckets}
+        self.buckets = [bucket for bucket in buckets if not (bucket.uses_param_grad or bucket.asleep)]
+        self.lane, self.every_backward, self.by_module = lane, stage >= 2, stage == 3
+        self.bucket_of = {bucket.flat: bucket for bucket in buckets}
         self.spares: list[Tensor] = []
         for bucket in buckets:
             bucket.spares = self.spares
@@ -64,9 +64,9 @@ class GradientReducer:
         self.at_end: list[Callable[[], None]] = []
         self.on_waking: Callable[[Bucket, Sequence[Owned]], None] = lambda bucket, before: None
         self.boundary = True  # this backward pass is the step's last
-        self.muted = False  # inside no_sync
+        self.no_sync = False  # inside no_sync
         self.hands_back = False  # averaged gradients appear in `param.grad`, for an optimizer of the user's
-        self.owing = False  # a backward pass has left gradients that are not reduced
+        self.unreduced = False  # a backward pass has left gradients that are not reduced
         self.began = False  # there was a backward pass since the last step
         self.failed = False  # the last one has raised
         self.wait_for_end = False
@@ -94,7 +94,7 @@ class GradientReducer:
         for param in (m.param for m in bucket.members):
             if param.requires_grad and param not in self.hooks:
                 self.hooks[param] = [self._watch_arrival(param)]
-                if not bucket.direct:
+                if not bucket.uses_param_grad:
                     before = partial(_before_accumulation, self.me, weakref.ref(param))
                     self.hooks[param].append(param.register_hook(before))
 
@@ -105,7 +105,7 @@ class GradientReducer:
     @property
     def syncing(self) -> bool:
         """Whether this backward pass ends with reduced gradients."""
-        return not self.muted and (self.every_backward or self.boundary)
+        return not self.no_sync and (self.every_backward or self.boundary)
 
     # Buckets that wake up ------------------------------------------------------------------------
 
@@ -114,7 +114,7 @@ class GradientReducer:
         before = bucket.owned
         bucket.wake()
         self.on_waking(bucket, before)
-        self.buckets = [b for b in self.every if not (b.direct or b.asleep)]
+        self.buckets = [b for b in self.every if not (b.uses_param_grad or b.asleep)]
 
     def look_at_sleepers(self) -> None:
         """Wake buckets of which a parameter is not frozen any more, and watch that parameter."""
@@ -141,7 +141,7 @@ class GradientReducer:
         self.look_at_sleepers()
         self.launched.clear()
         self.zeroed.clear()
-        self.began = self.owing = True
+        self.began = self.unreduced = True
         self.missing = {bucket: _expected(bucket) for bucket in self.buckets}
         self.producers = {bucket: [] for bucket in self.buckets}
         for param in self.hooks:
@@ -185,11 +185,11 @@ class GradientReducer:
             self._start(divided=False, scaled=False)
         divisor = self.backward.bring(self.rules)
         self.used.add(member)
-        if bucket.direct:
+        if bucket.uses_param_grad:
             return
         if divisor != 1 and param.grad is not None:
             param.grad.div_(divisor)
-        if not self.backward.is_at_work() and not self.told:  # a recomputed part
+        if not self.backward.is_at_work() and not self.by_module:  # a recomputed part
             self.wait_for_end = True
         self.producers[bucket].append(self.lane.producer())
         if bucket in self.launched:  # a second helping
@@ -197,7 +197,7 @@ class GradientReducer:
         if bucket.settings.copy_on_arrival or not self.syncing:
             bucket.take(member, final=self.syncing and not self.wait_for_end)
         self.missing[bucket] -= 1
-        if self.syncing and not self.wait_for_end and not self.told:
+        if self.syncing and not self.wait_for_end and not self.by_module:
             self._launch_complete()
 
     def _launch_complete(self) -> None:
@@ -207,10 +207,10 @@ class GradientReducer:
             self._launch(bucket)
 
     @torch.no_grad()
-    def complete(self, values: Values) -> None:
+    def complete(self, flat: FlatParameter) -> None:
         """Stage 3: these parameters' gradients will not change any more, unless they are used elsewhere."""
-        bucket = self.bucket_of.get(values)
-        if bucket is not None and not (bucket.direct or bucket.asleep) and self.syncing:
+        bucket = self.bucket_of.get(flat)
+        if bucket is not None and not (bucket.uses_param_grad or bucket.asleep) and self.syncing:
             self._launch(bucket)
 
     def _launch(self, bucket: Bucket) -> None:
@@ -240,7 +240,7 @@ class GradientReducer:
         self._show_gradients()
 
     def _show_gradients(self) -> None:
-        members = [m for m in self.used if not self.place[m.param][0].direct]
+        members = [m for m in self.used if not self.place[m.param][0].uses_param_grad]
         if self.hands_back and self.syncing and self.boundary:
             for member in members:
                 self.gradients.hand_out(member, self.place[member.param][0].averaged(member))
@@ -272,7 +272,7 @@ class GradientReducer:
     def flush(self) -> None:
         """Before a step: reduce whatever backward has left."""
         self.backward.end()
-        if self.owing:
+        if self.unreduced:
             self.launched.clear()
             self._reduce_rest()
         self._share()
@@ -284,12 +284,12 @@ class GradientReducer:
     def _reduce_rest(self) -> None:
         self._drain(0)
         for bucket in self.buckets:
-            second_helping = bucket.own_is_valid and bool(bucket.arrived)
+            second_helping = bucket.slice_is_valid and bool(bucket.arrived)
             if bucket not in self.launched or second_helping:
                 self._launch(bucket)
         self._drain(0)
         self.spares.clear()
-        self.owing = False
+        self.unreduced = False
 
     # By hand -------------------------------------------------------------------------------------
 
@@ -297,7 +297,7 @@ class GradientReducer:
         """Before a step: parameters that nobody has watched until now may have a gradient, too."""
         self.look_at_sleepers()
         if any(m.param.grad is not None for bucket in self.woken for m in bucket.members):
-            self.began = self.owing = True
+            self.began = self.unreduced = True
         self._take_unnoticed()
 
     def by_hand(self) -> Found:
@@ -305,7 +305,7 @@ class GradientReducer:
         found = self.gradients.changes()
         known = {member for member, _ in found.written} | self.gradients.shown.keys()
         for bucket in self.every:
-            if not bucket.direct:
+            if not bucket.uses_param_grad:
                 found.written += [
                     (m, m.param.grad) for m in bucket.members if m not in known and m.param.grad is not None
                 ]
@@ -343,7 +343,7 @@ class GradientReducer:
         for job in pending:
             job.wait()
         self.abandon()
-        self.owing = self.began = self.failed = False
+        self.unreduced = self.began = self.failed = False
         self.used.clear()
         self.gradients.shown.clear()
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from zero_full.nest import tensors_in
 from zero_full.shard.harmless import CONVERSIONS, HARMLESS, plainly
 from zero_full.shard.owners import owner_of
+from zero_full.trees import tensors_in
 
 ALLOWED = {
     *HARMLESS,

@@ -85,9 +85,9 @@ def _look_here(buckets: Sequence[Bucket], loss: Tensor | None, rank: int) -> Fin
             gradient = bucket.gradient_of(owned)
             if gradient is not None and not bool(gradient.isfinite().all()):
                 finding.parameters.append(owned.member.name)
-                if bucket.direct:
+                if bucket.uses_param_grad:
                     finding.sources.append(rank)
-        if bucket.suspicion is not None and not bool(bucket.suspicion.isfinite()):
+        if bucket.local_finite is not None and not bool(bucket.local_finite.isfinite()):
             finding.sources.append(rank)
     if loss is not None and not bool(torch.isfinite(loss).all()):
         finding.losses.append(rank)

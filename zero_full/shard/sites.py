@@ -4,18 +4,18 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from zero_full.shard.values import Values
+from zero_full.shard.flat import FlatParameter
 
 
 class Site:
     """A module and what it needs."""
 
-    def __init__(self, name: str, module: nn.Module, values: Sequence[Values]) -> None:
-        self.name, self.module, self.values = name, module, list(values)
-        self.home = list(values)  # whose gradients leave when this module's backward is complete
-        self.numel = sum(v.layout.total for v in values)
+    def __init__(self, name: str, module: nn.Module, flats: Sequence[FlatParameter]) -> None:
+        self.name, self.module, self.flats = name, module, list(flats)
+        self.reduces = list(flats)  # whose gradients leave when this module's backward is complete
+        self.numel = sum(v.layout.total for v in flats)
         self.active: list[Call | None] = []  # whose forward is under way; None: of one that needs nothing
-        self.exits = 0  # of calls whose backward is not complete
+        self.backwards_due = 0  # of calls whose backward is not complete
         self.later: int | None = None  # elements that the rest of forward gathers; None: not known yet
 
 
@@ -26,7 +26,7 @@ class Call:
 
     def __init__(self, site: Site) -> None:
         self.site = site
-        self.needed: list[Values] = []  # while its backward is under way
+        self.needed: list[FlatParameter] = []  # while its backward is under way
 
 
 class Order:

@@ -15,8 +15,8 @@ from typing import Any
 from torch import Tensor
 
 from zero_full._compat import foreach_zero
+from zero_full.shard.flat import Member, nothing
 from zero_full.shard.harmless import CONVERSIONS, HARMLESS, plainly
-from zero_full.shard.values import Member, nothing
 
 CLEARING = {Tensor.zero_, foreach_zero}
 UNSCALED = (

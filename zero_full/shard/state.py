@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from zero_full.shard.bucket import Bucket, Owned
-from zero_full.shard.values import State as Where
-from zero_full.shard.values import Values
+from zero_full.shard.flat import FlatParameter, GatherState
 
 State = dict[str, Any]
 
@@ -39,15 +38,15 @@ def cut_state(base: torch.optim.Optimizer, whole: Mapping[str, Tensor], cut: Map
 
 
 def holdings(
-    values: Sequence[Values], buckets: Sequence[Bucket], states: Mapping[Any, Mapping[str, Any]]
+    flats: Sequence[FlatParameter], buckets: Sequence[Bucket], states: Mapping[Any, Mapping[str, Any]]
 ) -> dict[str, list[Tensor]]:
     """Every tensor that a rank keeps, by kind. Counters are the optimizer's step numbers."""
     state = [v for s in states.values() for v in s.values() if isinstance(v, Tensor)]
-    masters = [b.master for b in buckets if b.master is not b.values.own]
-    whole = [v.whole for v in values if v.state is not Where.SHARDED]
-    second = [v.second for v in values if v.second is not None]
+    masters = [b.master for b in buckets if b.master is not b.flat.shard]
+    whole = [v.full for v in flats if v.state is not GatherState.SHARDED]
+    node_copies = [v.node_copy for v in flats if v.node_copy is not None]
     return {
-        "parameters": whole + [v.own for v in values if v.sheds] + second,
+        "parameters": whole + [v.shard for v in flats if v.released_at_rest] + node_copies,
         "gradients": [t for b in buckets for t in b.gradient_memory()],
         "optimizer": masters + [t for t in state if t.dim()],
         "counters": [t for t in state if not t.dim()],

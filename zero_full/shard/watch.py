@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from zero_full.shard.checksum import digest_of
-from zero_full.shard.values import Member
+from zero_full.shard.flat import Member
 
 
 class ModelWatch:

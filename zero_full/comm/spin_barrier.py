@@ -36,7 +36,7 @@ def works_here() -> bool:
         return False
 
 
-class Meeting:
+class SpinBarrier:
     """One rank's view of everyone's number: int64 in shared memory, zero at first."""
 
     def __init__(

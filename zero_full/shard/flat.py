@@ -3,9 +3,9 @@
 [Note: released parameters] A flat buffer that is released has one storage for life, which shrinks to nothing
 and is filled again: views that autograd has saved of it come back to life with it. Meanwhile its parameters
 show one NaN, expanded to their shape: shapes and sizes are always right. Using the values is an error, see
-[Note: released]. `own`, this rank's slice, always stays.
+[Note: released]. `shard`, this rank's slice, always stays.
 
-[Note: second slices] Where a `node` is given, its ranks keep what forward has gathered, each its part, until
+[Note: node copies] Where a `node` is given, its ranks keep what forward has gathered, each its part, until
 the parameters change. Backward gathers from there, and nothing crosses between nodes.
 """
 
@@ -49,13 +49,13 @@ class Kind:
     dtype: torch.dtype  # the model's
     device: torch.device
     expert: bool = False
-    counts: bool = True  # False: another tensor-parallel rank counts the same values in the norm
+    in_norm: bool = True  # False: another tensor-parallel rank counts the same values in the norm
     trained: bool = True
     asleep: bool = False  # to be trained, but frozen at first
-    sheds: bool = False  # gathered for use only
+    released_at_rest: bool = False  # gathered for use only
 
 
-class State(Enum):
+class GatherState(Enum):
     """Where a flat buffer is in its life."""
 
     SHARDED = auto()
@@ -94,26 +94,26 @@ def _kind_of(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)} on {tensor.device}"
 
 
-class Values:
+class FlatParameter:
     """See [Note: released parameters]."""
 
     def __init__(
-        self, members: Sequence[Member], kind: Kind, shard: Communicator, across: Communicator, dtypes: Dtypes
+        self, members: Sequence[Member], kind: Kind, ranks: Communicator, across: Communicator, dtypes: Dtypes
     ) -> None:
-        self.members, self.kind, self.shard, self.across = list(members), kind, shard, across
+        self.members, self.kind, self.ranks, self.across = list(members), kind, ranks, across
         self.dtype = dtypes.of(kind.dtype)
         numels = tuple(m.param.numel() for m in members)
-        self.layout = FlatLayout(numels, shard.size, ALIGNMENT, copies=across.size)
+        self.layout = FlatLayout(numels, ranks.size, ALIGNMENT, copies=across.size)
         self.name = members[0].name if len(members) == 1 else f"{members[0].name} ... {members[-1].name}"
-        self.sheds = kind.sheds and shard.size > 1
-        self.gather_slices: Callable[[Tensor, str], None] = shard.all_gather
-        self.state, self.users = State.WHOLE, 0
+        self.released_at_rest = kind.released_at_rest and ranks.size > 1
+        self.gather_slices: Callable[[Tensor, str], None] = ranks.all_gather
+        self.state, self.users = GatherState.WHOLE, 0
         self.hidden = False  # the parameters show that they are not there
         self.versions: list[int] = []  # of the parameters, when they became whole
         self.lent = False  # somebody outside may keep views of the values
         self.pending: Pending | None = None
         self.node: Communicator | None = None
-        self.second: Tensor | None = None  # see [Note: second slices]
+        self.node_copy: Tensor | None = None  # see [Note: node copies]
 
     def move_in(self) -> Tensor:
         """Lay the parameters end to end, the first rank's values on every rank.
@@ -123,24 +123,24 @@ class Values:
         original = torch.zeros(self.layout.total, dtype=self.kind.dtype, device=self.kind.device)
         for member in self.members:
             original[self.layout.window(member.index)].view(member.param.shape).copy_(member.param.detach())
-        for group in (self.shard, self.across):
+        for group in (self.ranks, self.across):
             group.broadcast(as_bytes(original), f"parameters {self.name}")
-        self.whole = original.to(self.dtype)
-        self.own, mine = self.shard.own(self.whole), self.shard.own(original)
-        if self.sheds:
-            self.own, mine = self.own.clone(), mine.clone()
+        self.full = original.to(self.dtype)
+        self.shard, mine = self.ranks.slice_of(self.full), self.ranks.slice_of(original)
+        if self.released_at_rest:
+            self.shard, mine = self.shard.clone(), mine.clone()
         self._lay_out()
         return mine
 
     def reserve(self) -> Tensor:
         """Room for this rank's slice of parameters whose values come later, by `fill`; like `move_in`."""
-        make = torch.empty if self.sheds else torch.zeros
-        self.whole = make(self.layout.total, dtype=self.dtype, device=self.kind.device)
-        self.own = self.shard.own(self.whole)
-        if self.sheds:
-            self.own = torch.zeros_like(self.own)
+        make = torch.empty if self.released_at_rest else torch.zeros
+        self.full = make(self.layout.total, dtype=self.dtype, device=self.kind.device)
+        self.shard = self.ranks.slice_of(self.full)
+        if self.released_at_rest:
+            self.shard = torch.zeros_like(self.shard)
         self._lay_out()
-        return self.own if self.dtype == self.kind.dtype else self.own.to(self.kind.dtype)
+        return self.shard if self.dtype == self.kind.dtype else self.shard.to(self.kind.dtype)
 
     def _lay_out(self) -> None:
         """The parameters are windows into the flat buffer."""
@@ -152,7 +152,7 @@ class Values:
 
     def _cut_windows(self) -> list[Tensor]:
         shapes = [member.param.shape for member in self.members]
-        return [self.whole[self.layout.window(i)].view(shape) for i, shape in enumerate(shapes)]
+        return [self.full[self.layout.window(i)].view(shape) for i, shape in enumerate(shapes)]
 
     # Whole and sharded ---------------------------------------------------------------------------
 
@@ -219,34 +219,34 @@ class Values:
     @torch.no_grad()
     def collect(self) -> None:
         """Everyone's slice becomes everyone's. Blocks; every rank must call this."""
-        if self.node is not None and self.second is not None:
-            self.node.own(self.whole).copy_(self.second)
-            self.node.all_gather(self.whole, f"parameters {self.name}")
+        if self.node is not None and self.node_copy is not None:
+            self.node.slice_of(self.full).copy_(self.node_copy)
+            self.node.all_gather(self.full, f"parameters {self.name}")
             return
-        if self.sheds:
-            self.shard.own(self.whole).copy_(self.own)
-        self.gather_slices(as_bytes(self.whole), f"parameters {self.name}")
+        if self.released_at_rest:
+            self.ranks.slice_of(self.full).copy_(self.shard)
+        self.gather_slices(as_bytes(self.full), f"parameters {self.name}")
 
-    def keep_second(self) -> None:
+    def keep_node_copy(self) -> None:
         """Before the release after forward: keep what this node needs for backward."""
-        if self.node is not None and self.state is State.WHOLE and self.second is None:
-            self.second = self.node.own(self.whole).clone()
+        if self.node is not None and self.state is GatherState.WHOLE and self.node_copy is None:
+            self.node_copy = self.node.slice_of(self.full).clone()
 
     def begin_gather(self, lane: Lane) -> None:
         """Put the gathering on a lane, unless the values are here or on their way."""
-        if self.state is State.SHARDED:
+        if self.state is GatherState.SHARDED:
             self.take_back_moved()
-            self.whole.untyped_storage().resize_(self.whole.nbytes)
-            self.state = State.GATHERING
+            self.full.untyped_storage().resize_(self.full.nbytes)
+            self.state = GatherState.GATHERING
             self.pending = lane.submit(self.collect, [], [lane.producer()])
 
     def finish_gather(self, lane: Lane) -> None:
         """Until the values are here."""
         self.begin_gather(lane)
-        if self.state is State.GATHERING:
+        if self.state is GatherState.GATHERING:
             self._await()
             self.show()
-            self.state = State.WHOLE
+            self.state = GatherState.WHOLE
 
     def _await(self) -> None:
         pending, self.pending = self.pending, None
@@ -259,9 +259,9 @@ class Values:
 
     def release(self) -> None:
         """Let go of the others' slices, unless somebody is at work with them."""
-        if not self.sheds or self.users or self.state is State.SHARDED:
+        if not self.released_at_rest or self.users or self.state is GatherState.SHARDED:
             return
-        if self.state is State.GATHERING:
+        if self.state is GatherState.GATHERING:
             self._await()
         self._let_go()
 
@@ -269,10 +269,10 @@ class Values:
         lost = [] if self.hidden else [*(member.name for member, _ in self.moved()), *self.written()]
         self.hide()
         if self.lent:  # whoever has a view keeps the old memory, and its values
-            self.lent, self.whole = False, torch.empty_like(self.whole)
+            self.lent, self.full = False, torch.empty_like(self.full)
             self.windows = self._cut_windows()
-        self.whole.untyped_storage().resize_(0)
-        self.state = State.SHARDED
+        self.full.untyped_storage().resize_(0)
+        self.state = GatherState.SHARDED
         if lost:
             raise RuntimeError(
                 f"{', '.join(dict.fromkeys(lost))} was written while it was gathered for a forward or for "
@@ -289,21 +289,21 @@ class Values:
     @cached_property
     def _fragment_of(self) -> dict[int, Fragment]:
         """By parameter: a rank owns at most one piece of each."""
-        return {fragment.index: fragment for fragment in self.layout.fragments(self.shard.rank)}
+        return {fragment.index: fragment for fragment in self.layout.fragments(self.ranks.rank)}
 
     def cut(self, flat: Tensor, fragment: Fragment) -> Tensor:
         """A fragment's part of a flat tensor that is as long as this rank's slice."""
-        start = self.layout.slice_of(self.shard.rank).start
+        start = self.layout.slice_of(self.ranks.rank).start
         return flat[fragment.flat_range[0] - start : fragment.flat_range[1] - start]
 
     def fill(self, member: Member, value: Tensor) -> None:
         """Give a parameter new values, of which this rank keeps its part. Every rank must do the same."""
-        self.second = None
-        if self.state is State.WHOLE:
+        self.node_copy = None
+        if self.state is GatherState.WHOLE:
             self.windows[member.index].copy_(value)
-        if not self.sheds:
+        if not self.released_at_rest:
             increment_version(member.param)  # so that ranks compare what was written
-        self.write(self.own, member, value)
+        self.write(self.shard, member, value)
 
     def write(self, flat: Tensor, member: Member, value: Tensor) -> None:
         """Put this rank's part of a parameter into a flat tensor that is as long as its slice."""

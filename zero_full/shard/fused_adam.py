@@ -16,7 +16,7 @@ from zero_full.kernels.load import compiled_for, operators
 from zero_full.precision.dtypes import Dtypes
 from zero_full.shard.base import Base, steps_as_its_class
 from zero_full.shard.bucket import Bucket, Owned
-from zero_full.shard.values import Member
+from zero_full.shard.flat import Member
 
 GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 MASTERS = (torch.float32, torch.bfloat16)
@@ -44,7 +44,7 @@ def _is_plain_group(group: Mapping[str, Any]) -> bool:
     return plain and not any(isinstance(number, Tensor) for number in numbers)
 
 
-class AdamSweep:
+class FusedAdam:
     """Steps buckets in the place of a torch optimizer."""
 
     def __init__(self, redirected: Base, dtypes: Dtypes) -> None:

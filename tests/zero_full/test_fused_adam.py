@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import zero_full
 from tests.worlds import POOL
 from tests.zero_full.runs import Net, config, data
-from zero_full.shard.sweep import AdamSweep, is_plain_adam
+from zero_full.shard.fused_adam import FusedAdam, is_plain_adam
 
 STAGES = (0, 1, 2, 3)
 BF16 = {"bf16": {"enabled": True}}
@@ -35,13 +35,13 @@ def trained(
     """Parameters, this rank's state and the norms; counts that the sweep ran, or did not."""
     optimizer = {"type": kind, "params": {"lr": 0.01, "weight_decay": 0.1, "adam_w_mode": kind == "AdamW"}}
     calls: list[float] = []
-    step = AdamSweep.step
+    step = FusedAdam.step
 
-    def counted(self: AdamSweep, bucket: Any, factor: float, used: Any) -> None:
+    def counted(self: FusedAdam, bucket: Any, factor: float, used: Any) -> None:
         calls.append(factor)
         step(self, bucket, factor, used)
 
-    AdamSweep.step = counted  # type: ignore[method-assign]
+    FusedAdam.step = counted  # type: ignore[method-assign]
     try:
         engine, _, _, _ = zero_full.initialize(model=Net(), config=config(stage, optimizer=optimizer, **keys))
         if not swept:
@@ -52,7 +52,7 @@ def trained(
             engine.step()
             norms.append(engine.get_global_grad_norm() or 0.0)
     finally:
-        AdamSweep.step = step  # type: ignore[method-assign]
+        FusedAdam.step = step  # type: ignore[method-assign]
     assert len(calls) == (steps * len(engine.optimizer.buckets) if swept else 0)
     parameters = {name: p.clone() for name, p in engine.module_state_dict().items()}
     state = engine.optimizer.state_dict()["fragments"]
@@ -98,7 +98,7 @@ def copied(comm: Any, stage: int, precision: str) -> bool:
     for number in range(3):
         engine.backward(engine(data(number, 0, comm.rank, TYPES[precision])))
         engine.step()
-    same = [torch.equal(b.values.own, b.master.to(b.values.dtype)) for b in engine.optimizer.buckets]
+    same = [torch.equal(b.flat.shard, b.master.to(b.flat.dtype)) for b in engine.optimizer.buckets]
     engine.destroy()
     return all(same)
 

@@ -9,7 +9,7 @@ from zero_full.precision.scaler import DynamicScale
 from zero_full.shard.optimizer import ZeroOptimizer
 
 
-class EngineFacts:
+class DeepSpeedQueries:
     """The questions that DeepSpeed's engine answers, with its names."""
 
     config: Config

@@ -12,36 +12,36 @@ from torch.utils.hooks import RemovableHandle
 
 from zero_full.comm.topology import this_rank
 from zero_full.shard.checksum import checksum
+from zero_full.shard.flat import FlatParameter, Member, is_released
 from zero_full.shard.optimizer import ZeroOptimizer
 from zero_full.shard.owners import owner_of
 from zero_full.shard.recorded import record_of
-from zero_full.shard.values import Member, Values, is_released
 
 
 def whole_parameters(optimizer: ZeroOptimizer) -> Iterator[tuple[Member, Tensor]]:
     """Every parameter in turn. Use it before asking for the next: it may be let go. A collective."""
     optimizer.catch_up()
-    for values in optimizer.values():
-        with _gathered(optimizer, [values]):
-            yield from zip(values.members, values.windows, strict=True)
+    for flat in optimizer.flats():
+        with _gathered(optimizer, [flat]):
+            yield from zip(flat.members, flat.windows, strict=True)
 
 
 @contextmanager
-def _gathered(optimizer: ZeroOptimizer, several: Iterable[Values]) -> Iterator[None]:
-    taken: list[Values] = []
+def _gathered(optimizer: ZeroOptimizer, several: Iterable[FlatParameter]) -> Iterator[None]:
+    taken: list[FlatParameter] = []
     gatherer = optimizer.gatherer
     try:
-        for values in several:
+        for flat in several:
             if gatherer is not None:
-                gatherer.gather(values)
-            values.users += 1
-            taken.append(values)
+                gatherer.gather(flat)
+            flat.users += 1
+            taken.append(flat)
         yield
     finally:
-        for values in taken:
-            values.users -= 1
+        for flat in taken:
+            flat.users -= 1
             if gatherer is not None:
-                gatherer.release(values)
+                gatherer.release(flat)
 
 
 # The module's state dict -------------------------------------------------------------------------
@@ -92,7 +92,7 @@ def own_state_dict(module: nn.Module, optimizer: ZeroOptimizer) -> dict[str, dic
     rest = {k: v for k, v in names_and_values(module).items() if not _is_in(v, optimizer.parts.places)}
     return {
         "whole": {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in rest.items()},
-        "slices": {values.name: values.own.clone() for values in optimizer.frozen},
+        "slices": {flat.name: flat.shard.clone() for flat in optimizer.frozen},
     }
 
 
@@ -102,15 +102,15 @@ def load_own_state_dict(
     """Put back what `own_state_dict` of the same rank has returned."""
     with _unguarded():
         module.load_state_dict(state["whole"], strict=False)
-    for values in optimizer.frozen:
-        saved = state["slices"].get(values.name)
-        if saved is None or saved.shape != values.own.shape:
+    for flat in optimizer.frozen:
+        saved = state["slices"].get(flat.name)
+        if saved is None or saved.shape != flat.shard.shape:
             raise ValueError(
-                f"this rank's saved part has no slice of {values.name} like the one here. Load what the same "
+                f"this rank's saved part has no slice of {flat.name} like the one here. Load what the same "
                 "rank has saved, with the same world size and units"
             )
-        values.own.copy_(saved)
-        values.second = None
+        flat.shard.copy_(saved)
+        flat.node_copy = None
 
 
 def _is_in(value: Any, params: Container[Any]) -> bool:
@@ -186,7 +186,7 @@ class GatheredParameters:
     ) -> None:
         self.params: list[Tensor] = [params] if isinstance(params, Tensor) else list(params)
         self.modifier_rank, self.enabled = modifier_rank, enabled
-        self.stack: list[tuple[ZeroOptimizer, list[tuple[Values, Member]], Any]] = []
+        self.stack: list[tuple[ZeroOptimizer, list[tuple[FlatParameter, Member]], Any]] = []
         self.recorded: AbstractContextManager[Any] = nullcontext()  # of parameters before `initialize`
 
     def __enter__(self) -> None:
@@ -198,8 +198,8 @@ class GatheredParameters:
             self.recorded = record_of(recorded[0]).gathered(recorded, self.modifier_rank)
             self.recorded.__enter__()
         for optimizer, chosen in _by_optimizer(self.params).items():
-            optimizer.settle()
-            context = _gathered(optimizer, dict.fromkeys(values for values, _ in chosen))
+            optimizer.wait_for_parameters()
+            context = _gathered(optimizer, dict.fromkeys(flat for flat, _ in chosen))
             context.__enter__()
             self.stack.append((optimizer, chosen, context))
             self._take_back_moved(chosen)
@@ -226,15 +226,15 @@ class GatheredParameters:
         if problem:
             raise RuntimeError(problem)
 
-    def _give_back(self, chosen: Sequence[tuple[Values, Member]], written: set[Member] | None) -> None:
+    def _give_back(self, chosen: Sequence[tuple[FlatParameter, Member]], written: set[Member] | None) -> None:
         """These writes are known; None: all are given up, as an exception ends the block."""
-        for values in dict.fromkeys(values for values, _ in chosen):
-            values.lent = values.sheds
-            values.note_versions(written)
+        for flat in dict.fromkeys(flat for flat, _ in chosen):
+            flat.lent = flat.released_at_rest
+            flat.note_versions(written)
 
-    def _take_back_moved(self, chosen: Sequence[tuple[Values, Member]]) -> None:
-        for values in dict.fromkeys(values for values, _ in chosen):
-            values.take_back_moved()
+    def _take_back_moved(self, chosen: Sequence[tuple[FlatParameter, Member]]) -> None:
+        for flat in dict.fromkeys(flat for flat, _ in chosen):
+            flat.take_back_moved()
 
     def _keep_changes(self) -> str | None:
         for optimizer, chosen, _ in self.stack:
@@ -242,15 +242,15 @@ class GatheredParameters:
                 return (
                     f"modifier_rank {self.modifier_rank} is not among the ranks that share these parameters"
                 )
-            for values, member in chosen:
-                window = values.windows[member.index]
+            for flat, member in chosen:
+                window = flat.windows[member.index]
                 if this_rank() != self.modifier_rank:
                     window.zero_()
-                for group in (values.shard, values.across):
+                for group in (flat.ranks, flat.across):
                     group.sum_numbers(window, f"changes of {member.name}")
-                values.fill(member, window)
-            for values in dict.fromkeys(values for values, _ in chosen):
-                bucket = optimizer.reducer.bucket_of.get(values)
+                flat.fill(member, window)
+            for flat in dict.fromkeys(flat for flat, _ in chosen):
+                bucket = optimizer.reducer.bucket_of.get(flat)
                 if bucket is not None:  # what has not changed keeps the masters' last bits
                     bucket.follow_parameters(released=True)
         return None
@@ -268,8 +268,8 @@ class GatheredParameters:
         """By name: how often a parameter was written, and a sum over its bits, for what goes round that."""
         members = [place for _, chosen, _ in self.stack for place in chosen]
         return {
-            member.name: (member.param._version, checksum(values.windows[member.index]))
-            for values, member in members
+            member.name: (member.param._version, checksum(flat.windows[member.index]))
+            for flat, member in members
         }
 
     def _refuse_changes(self) -> str | None:
@@ -281,8 +281,8 @@ class GatheredParameters:
         if not changed:
             return None
         for _, chosen, _ in self.stack:
-            for values in dict.fromkeys(values for values, _ in chosen):
-                values.collect()  # undo
+            for flat in dict.fromkeys(flat for flat, _ in chosen):
+                flat.collect()  # undo
         return (
             f"{', '.join(changed)} changed inside GatheredParameters, and the change was undone: pass "
             "modifier_rank, the rank whose values count"
@@ -299,12 +299,12 @@ def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
         yield model if isinstance(model, nn.Module) else model.module
 
 
-def _by_optimizer(params: Iterable[Tensor]) -> dict[ZeroOptimizer, list[tuple[Values, Member]]]:
+def _by_optimizer(params: Iterable[Tensor]) -> dict[ZeroOptimizer, list[tuple[FlatParameter, Member]]]:
     """What can be gathered of these parameters, in the same order on every rank."""
     wanted = set(params)
     owners = dict.fromkeys(owner for p in params if (owner := owner_of(p)) is not None)
     return {
-        owner: [(v, m) for v in owner.values() for m in v.members if m.param in wanted] for owner in owners
+        owner: [(v, m) for v in owner.flats() for m in v.members if m.param in wanted] for owner in owners
     }
 
 
@@ -314,5 +314,5 @@ def register_external_parameter(module: nn.Module, parameter: Parameter) -> None
     if owner is None:
         raise ValueError("this parameter belongs to no zero_full engine yet: call this after initialize")
     found = _by_optimizer([parameter])[owner]
-    if owner.gatherer is not None and found and found[0][0].sheds:
+    if owner.gatherer is not None and found and found[0][0].released_at_rest:
         owner.gatherer.add(module, found[0][0])
