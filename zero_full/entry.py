@@ -35,7 +35,7 @@ from zero_full.shard import Connection, Dealer, Settings, ZeroOptimizer, connect
 from zero_full.shard.base import NoOptimizer
 from zero_full.shard.gathered import guard
 from zero_full.shard.units import Wrap
-from zero_full.translate import is_leaf, scaler_of, settings_of
+from zero_full.translate import is_leaf, scaler_of, settings_of, shard_ranks_of
 from zero_full.wording import listed
 
 log = logging.getLogger("zero_full")
@@ -87,12 +87,9 @@ def initialize(
     prepared = attempt(prepare, topology)
     resolved, base = prepared.resolved, prepared.base
     compare(facts_of(resolved.config, model, base), topology)
-    if (
-        resolved.config.zero_optimization.mics_shard_size > 0
-        and prepared.settings.stage > 0
-        and data_ranks > 1
-    ):
-        topology = topology.with_sub_groups(resolved.config.zero_optimization.mics_shard_size)
+    shard_ranks = shard_ranks_of(resolved.config, data_ranks)
+    if shard_ranks is not None:
+        topology = topology.with_sub_groups(shard_ranks)
     wrapped = _shard(model, topology, prepared)
     loader = None
     if training_data is not None:

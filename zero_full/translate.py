@@ -55,6 +55,12 @@ def settings_of(config: Config) -> Settings:
     )
 
 
+def shard_ranks_of(config: Config, data_ranks: int) -> int | None:
+    """Over how many neighbours state is cut, if not over all data-parallel ranks (`mics_shard_size`)."""
+    zero = config.zero_optimization
+    return zero.mics_shard_size if zero.mics_shard_size > 0 and zero.stage > 0 and data_ranks > 1 else None
+
+
 def _dtype(name: str | None) -> torch.dtype | None:
     return None if name is None else NAMES[name]
 

@@ -13,7 +13,9 @@ from torch import Tensor
 from zero_full._compat import backend_of
 from zero_full.comm.desync import CallCheck, DesyncError
 from zero_full.comm.ledger import Traffic
+from zero_full.comm.pretend import Pretence, PretendedGroup
 from zero_full.comm.shared import share_memory
+from zero_full.comm.topology import ranks_of
 from zero_full.comm.transport import Exchange, Native, Transport, own_slice
 
 
@@ -23,6 +25,8 @@ class CommunicationError(RuntimeError):
 
 def choose_transport(group: dist.ProcessGroup, device: torch.device) -> Transport:
     """The fastest that works for this group: see `transport.py`."""
+    if isinstance(group, PretendedGroup):
+        return Pretence(group)
     if device.type != "cpu" or backend_of(group, device) != "gloo":
         return Native(group)
     return share_memory(group) or Exchange(group)
@@ -46,7 +50,7 @@ class Communicator:
         self.group = group if group is not None and group.size() > 1 else None
         self.rank = 0 if self.group is None else self.group.rank()
         self.size = 1 if self.group is None else self.group.size()
-        self.ranks = [0] if self.group is None else dist.get_process_group_ranks(self.group)
+        self.ranks = [0] if self.group is None else ranks_of(self.group)
         self.closed = False
         self.check: CallCheck | None = None
         self.transport: Transport | None = None
@@ -93,13 +97,11 @@ class Communicator:
 
     def all_to_all(self, sent: Tensor, received: Tensor, what: str) -> None:
         """Rank r gets the r-th part of `sent`; the r-th part of `received` is what it had for this rank."""
-        if self.group is None:
+        if self.transport is None:
             received.copy_(sent)
             return
-        group, wire = self.group, (self.size - 1) * (sent.nbytes // self.size)
-        self._call(
-            "all_to_all", what, sent, wire, lambda: dist.all_to_all_single(received, sent, group=group)
-        )
+        transport, wire = self.transport, (self.size - 1) * (sent.nbytes // self.size)
+        self._call("all_to_all", what, sent, wire, lambda: transport.all_to_all(sent, received))
 
     def sum_numbers(self, numbers: Tensor, what: str) -> Tensor:
         """A few numbers, summed over the ranks. (Not counted as traffic.)"""
@@ -110,21 +112,19 @@ class Communicator:
 
     def broadcast(self, tensor: Tensor, what: str) -> None:
         """The first rank's values become everyone's."""
-        if self.group is not None:
-            first = self.ranks[0]
-            self._call("broadcast", what, tensor, 0, lambda: dist.broadcast(tensor, first, self.group))
+        transport = self.transport
+        if transport is not None:
+            self._call("broadcast", what, tensor, 0, lambda: transport.broadcast(tensor))
 
     def gather_objects(self, mine: Any, what: str) -> list[Any]:
         """Everyone's small Python object, by rank. Slow: for error reports and set-up."""
-        answers = [mine] * self.size
-        if self.group is not None:
-            self._call(
-                "gather_objects",
-                what,
-                torch.empty(0),
-                0,
-                lambda: dist.all_gather_object(answers, mine, group=self.group),
-            )
+        transport, answers = self.transport, [mine]
+        if transport is not None:
+
+            def gather() -> None:
+                answers[:] = transport.gather_objects(mine)
+
+            self._call("gather_objects", what, torch.empty(0), 0, gather)
         return answers
 
     def close(self) -> None:

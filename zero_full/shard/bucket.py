@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from zero_full._compat import identity_of
 from zero_full.kernels.reference import unless_written
 from zero_full.layout import Fragment
 from zero_full.precision.norms import squared_norm
@@ -191,7 +192,8 @@ class Bucket:
     def _own_is_a_window(self) -> bool:
         if self.grad_slice is None or self.local_grads is None:
             return False
-        return self.grad_slice.untyped_storage().data_ptr() == self.local_grads.untyped_storage().data_ptr()
+        storages = self.grad_slice.untyped_storage(), self.local_grads.untyped_storage()
+        return identity_of(storages[0]) == identity_of(storages[1])
 
     def reduce(self) -> None:
         """Average everyone's gradients; keep this rank's slice of them."""

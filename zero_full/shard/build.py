@@ -192,7 +192,7 @@ def _refuse_shared_memory(trained: Sequence[tuple[str, Parameter]]) -> None:
     spans = sorted(
         (p.untyped_storage().data_ptr() + p.storage_offset() * p.element_size(), p.nbytes, name)
         for name, p in trained
-        if p.numel()
+        if p.numel() and not p.is_meta
     )
     for (start, size, name), (next_start, _, next_name) in pairwise(spans):
         if next_start < start + size:

@@ -12,7 +12,7 @@ from torch import Tensor
 from zero_full.comm.communicator import Communicator
 from zero_full.comm.ledger import Traffic
 from zero_full.comm.quantized import Nodes, QuantizedGather, TwoHopReduce
-from zero_full.comm.topology import Topology, new_group
+from zero_full.comm.topology import Topology, new_group, ranks_of
 from zero_full.shard.settings import Settings
 
 Gather = Callable[[Tensor, str], None]  # fill in the others' slices
@@ -80,7 +80,7 @@ class Connection:
     def to(self, group: Group, label: str = "") -> Communicator:
         """A communicator for this group; None: a rank that is alone."""
         if group is not None and self.own_groups:
-            group = new_group(dist.get_process_group_ranks(group), like=group)
+            group = new_group(ranks_of(group), like=group)
             self.opened.append(group)
         made = Communicator(group, self.device, self.traffic, self.check_timeout_s, label)
         self.communicators.append(made)
