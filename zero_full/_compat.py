@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.autograd import Variable
+from torch.optim import optimizer as torch_optimizer
 from torch.utils._device import DeviceContext
 
 # torch 2.13 renamed these two; torch 2.11 knows only the old names.
@@ -105,3 +106,25 @@ def with_initial_seed(state: torch.Tensor, seed: int) -> torch.Tensor:
 def default_device_context(device: torch.device) -> Any:
     """What `with device:` enters, so that its device can be changed meanwhile."""
     return DeviceContext(device)
+
+
+def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Any], list[Any]]:
+    """What runs before and after each step of this optimizer, and of every optimizer."""
+    before = [optimizer._optimizer_step_pre_hooks, torch_optimizer._global_optimizer_pre_hooks]
+    after = [optimizer._optimizer_step_post_hooks, torch_optimizer._global_optimizer_post_hooks]
+    return [hook for some in before for hook in some.values()], [h for some in after for h in some.values()]
+
+
+def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Without this mark a schedule would warn that it is stepped before its optimizer."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def foreach_add(tensors: list[torch.Tensor], number: float) -> None:
+    """Add a number to each tensor in place, in one call."""
+    torch._foreach_add_(tensors, number)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often the tensor was written in place, as far as torch counts it."""
+    return tensor._version

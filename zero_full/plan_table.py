@@ -22,9 +22,9 @@ from zero_full.config.schema import OptimizerConfig
 from zero_full.kernels.load import compiled_for
 from zero_full.layout import FlatLayout, backward_order, deal, round_robin
 from zero_full.optim import build_optimizer, check_elementwise
+from zero_full.optim.fused_adam import is_plain_adam
 from zero_full.precision import Dtypes
 from zero_full.shard.flat import ALIGNMENT
-from zero_full.shard.fused_adam import is_plain_adam
 from zero_full.shard.reducer import IN_FLIGHT
 from zero_full.shard.settings import Settings
 from zero_full.shard.units import Unit, choose_units, kept_whole, size_limit

@@ -148,7 +148,7 @@ def _export(optimizer: ZeroOptimizer, selection: Selection, sink: Sink, exact: b
 def _pass_on(optimizer: ZeroOptimizer, selection: Selection, exact: bool, deliver: Deliver) -> None:
     """Every selected tensor, whole, one flat buffer after the other. Every rank must call this."""
     names = selection.first_names()
-    masters = {bucket.flat: bucket.master for bucket in optimizer.buckets} if exact else {}
+    masters = {owned.flat: owned.master for owned in optimizer.owned} if exact else {}
     for flat in optimizer.flats():
         members = {names.pop(m.param): m for m in flat.members if m.param in names}
         if members:
@@ -169,7 +169,7 @@ def _whole(flat: FlatParameter, mine: Tensor) -> Tensor:
     """Everyone's slices. Not by `gather`, which may round what it sends."""
     if mine is flat.shard and not flat.released_at_rest:
         return flat.full
-    whole = torch.empty(flat.layout.total, dtype=mine.dtype, device=mine.device)
+    whole = torch.empty(flat.layout.total, dtype=mine.dtype, device=flat.kind.device)
     flat.ranks.slice_of(whole).copy_(mine)
     flat.ranks.all_gather(whole, f"parameters {flat.name}")
     return whole

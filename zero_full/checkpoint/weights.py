@@ -99,7 +99,7 @@ class _Loading:
     def fill(self, optimizer: ZeroOptimizer) -> None:
         """Masters and whole tensors. Parameters follow when all ranks are done."""
         rest = dict(self.found)
-        masters = {bucket.flat: bucket.master for bucket in optimizer.buckets}
+        masters = {owned.flat: owned.master for owned in optimizer.owned}
         for values in optimizer.flats():
             target = masters.get(values, values.shard)
             for fragment in values.fragments():
@@ -115,7 +115,7 @@ class _Loading:
 @torch.no_grad()
 def _publish(optimizer: ZeroOptimizer) -> None:
     """Parameters become what their masters say, wherever they are whole."""
-    optimizer.publish(optimizer.buckets)
+    optimizer.publish()
     optimizer.wait_for_parameters()
     for values in optimizer.frozen:
         values.node_copy = None

@@ -83,9 +83,10 @@ def lamb_norms(
     """
     norms = []
     for p, g, m, v in zip(masters, grads, exp_avgs, exp_avg_sqs, strict=True):
-        scaled = g.float() * factor
-        m.copy_(m.float() + (1 - beta1) * (scaled - m.float()))
-        v.copy_(v.float() * beta2 + (1 - beta2) * scaled * scaled)
+        wide = _wide(p)
+        scaled = g.to(wide) * factor
+        m.copy_(m.to(wide) + (1 - beta1) * (scaled - m.to(wide)))
+        v.copy_(v.to(wide) * beta2 + (1 - beta2) * scaled * scaled)
         update = _lamb_update(p, m, v, eps, weight_decay, eps_inside_sqrt)
         norms.append(torch.stack([p.double().square().sum(), update.double().square().sum()]))
     return torch.stack(norms) if norms else torch.zeros(0, 2, dtype=torch.float64)
@@ -118,7 +119,7 @@ def lamb_step(
         trust = torch.where((weight > 0) & (change > 0), (weight / change).clamp(min_trust, max_trust), 1.0)
         step = float(steps[i])
         size = lr * (1 - beta2**step) ** 0.5 / (1 - beta1**step) if bias_correction else lr
-        p.copy_(p.float() - (size * trust).float() * update)
+        p.copy_(p.to(_wide(p)) - (size * trust).to(_wide(p)) * update)
         if copies:
             copies[i].copy_(p)
 
@@ -126,8 +127,14 @@ def lamb_step(
 def _lamb_update(
     p: Tensor, m: Tensor, v: Tensor, eps: float, weight_decay: float, eps_inside_sqrt: bool
 ) -> Tensor:
-    root = (v.float() + eps).sqrt() if eps_inside_sqrt else v.float().sqrt() + eps
-    return m.float() / root + weight_decay * p.float()
+    m, v, p = m.to(_wide(p)), v.to(_wide(p)), p.to(_wide(p))
+    root = (v + eps).sqrt() if eps_inside_sqrt else v.sqrt() + eps
+    return m / root + weight_decay * p
+
+
+def _wide(p: Tensor) -> torch.dtype:
+    """In what type numbers of such masters are computed."""
+    return torch.promote_types(p.dtype, torch.float32)
 
 
 def unscale_norm_check(gradients: Sequence[Tensor], factor: float) -> tuple[Tensor, Tensor]:

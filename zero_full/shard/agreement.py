@@ -136,7 +136,7 @@ class _Side:
 
 
 def _gradients(buckets: Sequence[Bucket], in_norm: bool) -> list[Tensor]:
-    return [tensor for b in buckets if b.kind.in_norm == in_norm for tensor in b.own_gradients()]
+    return [tensor for b in buckets if b.kind.in_norm == in_norm for tensor in b.averaged_gradients()]
 
 
 def doings_of(

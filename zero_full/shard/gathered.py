@@ -92,7 +92,7 @@ def own_state_dict(module: nn.Module, optimizer: ZeroOptimizer) -> dict[str, dic
     rest = {k: v for k, v in names_and_values(module).items() if not _is_in(v, optimizer.parts.places)}
     return {
         "whole": {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in rest.items()},
-        "slices": {flat.name: flat.shard.clone() for flat in optimizer.frozen},
+        "frozen": {m.name: _own_part(flat, m).clone() for flat in optimizer.frozen for m in flat.members},
     }
 
 
@@ -102,15 +102,21 @@ def load_own_state_dict(
     """Put back what `own_state_dict` of the same rank has returned."""
     with _unguarded():
         module.load_state_dict(state["whole"], strict=False)
-    for flat in optimizer.frozen:
-        saved = state["slices"].get(flat.name)
-        if saved is None or saved.shape != flat.shard.shape:
+    for flat, member in [(part, m) for part in optimizer.frozen for m in part.members]:
+        saved, mine = state["frozen"].get(member.name), _own_part(flat, member)
+        if saved is None or saved.shape != mine.shape:
             raise ValueError(
-                f"this rank's saved part has no slice of {flat.name} like the one here. Load what the same "
+                f"this rank's saved part has no slice of {member.name} like the one here. Load what the same "
                 "rank has saved, with the same world size and units"
             )
-        flat.shard.copy_(saved)
+        mine.copy_(saved)
         flat.node_copy = None
+
+
+def _own_part(flat: FlatParameter, member: Member) -> Tensor:
+    """What this rank owns of a parameter, maybe nothing."""
+    piece = flat.piece_of(flat.shard, member)
+    return flat.shard[:0] if piece is None else piece
 
 
 def _is_in(value: Any, params: Container[Any]) -> bool:
@@ -250,9 +256,9 @@ class GatheredParameters:
                     group.sum_numbers(window, f"changes of {member.name}")
                 flat.fill(member, window)
             for flat in dict.fromkeys(flat for flat, _ in chosen):
-                bucket = optimizer.reducer.bucket_of.get(flat)
-                if bucket is not None:  # what has not changed keeps the masters' last bits
-                    bucket.follow_parameters(released=True)
+                owned = optimizer.owned_of.get(flat)
+                if owned is not None:  # what has not changed keeps the masters' last bits
+                    owned.follow_parameters(released=True)
         return None
 
     def _is_known(self, optimizer: ZeroOptimizer) -> bool:

@@ -88,10 +88,10 @@ class Connection:
 
     def pair(self, settings: Settings, shard: Group, across: Group) -> Pair:
         """Stage 0 cuts nothing: its shard is this rank alone."""
-        if settings.stage == 0:
+        if not settings.cuts_state:
             shard, across = None, shard
         cut, copies = self.to(shard), self.to(across)
-        if settings.stage < 3 or shard is None or cut.size == 1:
+        if not settings.releases_parameters or shard is None or cut.size == 1:
             return Pair(cut, copies, cut.all_gather, cut.reduce_scatter)
         # Parameters travel beside gradients.
         beside = replace(self, own_groups=True) if settings.overlap else self
@@ -117,7 +117,7 @@ def connect(topology: Topology, settings: Settings, connection: Connection) -> G
     data = topology.data
     if data is None and dist.is_initialized():
         data = dist.group.WORLD
-    if topology.shard is not None and settings.stage == 0:
+    if topology.shard is not None and not settings.cuts_state:
         raise ValueError("stage 0 shards nothing: use stage 1, 2 or 3, or drop `shard` and `replicate`")
     dense = connection.pair(settings, topology.shard or data, topology.replicate)
     expert = None

@@ -71,7 +71,7 @@ class OffloadedStates:
             states = self.optimizer.base.state.values()
             yield from (v for s in states for v in s.values() if isinstance(v, Tensor) and v.dim())
         elif kind == "hp_params":
-            yield from (bucket.master for bucket in buckets if bucket.master is not bucket.flat.shard)
+            yield from (owned.master for owned in self.optimizer.owned if owned.is_separate)
         elif kind == "lp_params":
             for part in flat:
                 part.hide()

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from zero_full.offload import DeviceTier, Tier
 from zero_full.precision.dtypes import Dtypes
 
 
@@ -45,6 +46,22 @@ class Settings:
     refuse_unused: bool = False
     gathering: Gathering = field(default_factory=Gathering)
     sub_group_numel: int = 1_000_000_000  # stage 3 steps so many elements of its own at a time
+    tier: Tier = field(default_factory=DeviceTier)  # where masters and the optimizer's state wait
+
+    @property
+    def cuts_state(self) -> bool:
+        """Whether each rank keeps its slice of the optimizer's state only."""
+        return self.stage >= 1
+
+    @property
+    def frees_gradients(self) -> bool:
+        """Whether gradients are reduced in every backward pass, and each rank keeps its slice only."""
+        return self.stage >= 2
+
+    @property
+    def releases_parameters(self) -> bool:
+        """Whether parameters are whole only while they are used."""
+        return self.stage >= 3
 
     @property
     def needs_norm(self) -> bool:
