@@ -109,10 +109,15 @@ def default_device_context(device: torch.device) -> Any:
 
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Any], list[Any]]:
-    """What runs before and after each step of this optimizer, and of every optimizer."""
-    before = [optimizer._optimizer_step_pre_hooks, torch_optimizer._global_optimizer_pre_hooks]
-    after = [optimizer._optimizer_step_post_hooks, torch_optimizer._global_optimizer_post_hooks]
-    return [hook for some in before for hook in some.values()], [h for some in after for h in some.values()]
+    """What runs before and after each step of this optimizer."""
+    before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    return list(before.values()), list(after.values())
+
+
+def global_step_hooks() -> list[Any]:
+    """What runs before or after each step of every optimizer."""
+    before, after = torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks
+    return [*before.values(), *after.values()]
 
 
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:

@@ -6,6 +6,8 @@ import torch
 from torch import nn
 
 from zero_full.config import Config, LeafModuleConfig
+from zero_full.config.schema import ZeroConfig
+from zero_full.offload import DeviceTier, HostTier, Tier
 from zero_full.precision import Dtypes, DynamicScale, StaticScale
 from zero_full.precision.dtypes import NAMES
 from zero_full.shard import Gathering, Settings
@@ -52,7 +54,16 @@ def settings_of(config: Config) -> Settings:
             wrap=partial(is_leaf, zero.leaf_module),
         ),
         sub_group_numel=zero.sub_group_size,
+        tier=_tier(zero),
     )
+
+
+def _tier(zero: ZeroConfig) -> Tier:
+    """Where masters and the optimizer's state wait. At stage 0, which a plan may compare, on the device."""
+    offload = zero.offload_optimizer
+    if offload is None or offload.device == "none" or zero.stage == 0:
+        return DeviceTier()
+    return HostTier(offload.pin_memory)
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

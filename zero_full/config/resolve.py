@@ -168,6 +168,12 @@ def _clashes(config: Config, world_size: int) -> Iterator[str]:
             f"zero_optimization.zero_hpz_partition_size: {hpz} does not divide the {sharing} ranks that "
             "share the parameters; give the number of ranks on a node, or 1 for no second partition"
         )
+    offload = config.zero_optimization.offload_optimizer
+    if offload is not None and offload.device == "cpu" and stage == 0:
+        yield (
+            "zero_optimization.offload_optimizer.device: stage 0 keeps the optimizer's state beside the "
+            'parameters; use stage 1, 2 or 3, or the device "none"'
+        )
     for section, part in (("optimizer", config.optimizer), ("scheduler", config.scheduler)):
         for name, value in part.params.items() if part else ():
             if report.is_auto(value):

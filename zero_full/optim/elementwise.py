@@ -6,9 +6,12 @@ compute something else, so it is refused unless it says that it knows.
 """
 
 import inspect
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
+
+from zero_full.optim.step import Stepper, steps_as_its_class
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.Adam,
@@ -34,7 +37,7 @@ NOT_ELEMENTWISE: dict[type[Optimizer], str] = {
 def check_elementwise(optimizer: Optimizer, allow_untested: bool = False) -> None:
     """Raise TypeError, with the reason and the remedy, unless the optimizer may step on cut tensors."""
     kind, name = type(optimizer), type(optimizer).__name__
-    if _declares(kind, "zero_full_elementwise") or _declares(kind, "zero_full_handles_cut_tensors"):
+    if _declares(kind, "zero_full_elementwise") or _declares(kind, "zero_full_stepper"):
         return
     for refused, reason in NOT_ELEMENTWISE.items():
         if isinstance(optimizer, refused):
@@ -46,10 +49,24 @@ def check_elementwise(optimizer: Optimizer, allow_untested: bool = False) -> Non
         raise TypeError(
             f"zero_full does not know whether {name} can step on parameters that are cut into flat pieces. "
             "If its update of each element depends on that element alone, set the class attribute "
-            f"{name}.zero_full_elementwise = True. If it handles cut tensors itself, set "
-            f"{name}.zero_full_handles_cut_tensors = True. To try at your own risk, set "
+            f"{name}.zero_full_elementwise = True. If it can step pieces of tensors, give it a method "
+            "zero_full_stepper that returns a zero_full.optim.Stepper. To try at your own risk, set "
             '"zero_allow_untested_optimizer": true in the configuration'
         )
+
+
+def own_stepper(optimizer: Optimizer, step: Any) -> Stepper | None:
+    """What the optimizer brings to step pieces of parameters in the place of its `step`, if anything."""
+    if not hasattr(optimizer, "zero_full_stepper"):
+        return None
+    kind = type(optimizer)
+    if not (_declares(kind, "zero_full_stepper") and steps_as_its_class(optimizer, step)):
+        raise TypeError(
+            f"{kind.__name__} has another step() than the class whose zero_full_stepper it has, so that step "
+            "would never be called: give it a zero_full_stepper of its own"
+        )
+    stepper: Stepper = optimizer.zero_full_stepper()
+    return stepper
 
 
 def _declares(kind: type[Optimizer], attribute: str) -> bool:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zero_full._compat import foreach_add, step_hooks
+from zero_full._compat import foreach_add
 from zero_full.kernels.load import compiled_for, operators
-from zero_full.optim.step import AddUp, Kind, Piece, Stepper, alike, steps_as_its_class
+from zero_full.optim.step import AddUp, Kind, Piece, Stepper, alike, is_hooked, steps_as_its_class
 from zero_full.precision.dtypes import Dtypes
 
 GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
@@ -28,7 +28,7 @@ def is_plain_adam(base: Optimizer, step: Any = None) -> bool:
     is_adam = type(base) in (torch.optim.Adam, torch.optim.AdamW)
     if not is_adam or not steps_as_its_class(base, step or base.step):
         return False
-    return not any(map(bool, step_hooks(base))) and all(_is_plain_group(group) for group in base.param_groups)
+    return not is_hooked(base) and all(_is_plain_group(group) for group in base.param_groups)
 
 
 def _is_plain_group(group: Mapping[str, Any]) -> bool:

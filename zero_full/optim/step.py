@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zero_full._compat import step_hooks
+from zero_full._compat import global_step_hooks, step_hooks
 
 # Given one row of numbers about each piece: the same about the whole parameters that they are of.
 AddUp = Callable[[Sequence["Piece"], Tensor], Tensor]
@@ -73,8 +73,7 @@ class TorchStep(Stepper):
     def takes_parts(self) -> bool:
         """Only if nobody can tell: a class of ours or torch's, whose step nobody has replaced or hooked."""
         known = type(self.optimizer).__module__.split(".")[0] in ("torch", "zero_full")
-        hooked = any(map(bool, step_hooks(self.optimizer)))
-        return known and not hooked and steps_as_its_class(self.optimizer, self.own_step)
+        return known and not is_hooked(self.optimizer) and steps_as_its_class(self.optimizer, self.own_step)
 
     def begin(self, pieces: Sequence[Piece]) -> None:
         """The groups list pieces."""
@@ -97,6 +96,11 @@ class TorchStep(Stepper):
         """The groups list parameters again."""
         for group, params in zip(self.optimizer.param_groups, self.shown, strict=True):
             group["params"] = params
+
+
+def is_hooked(optimizer: Optimizer) -> bool:
+    """Whether something runs before or after each of its steps."""
+    return any(map(bool, (*step_hooks(optimizer), global_step_hooks())))
 
 
 def steps_as_its_class(optimizer: Optimizer, step: Any) -> bool:

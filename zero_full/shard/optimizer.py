@@ -18,7 +18,6 @@ from torch.utils.hooks import RemovableHandle
 from zero_full._compat import mark_stepped
 from zero_full.comm.communicator import CommunicationError
 from zero_full.comm.lane import lane_for
-from zero_full.optim.step import Piece
 from zero_full.precision.scaler import DynamicScale, StaticScale
 from zero_full.shard import owned as owned_state
 from zero_full.shard.agreement import agree, doings_of, refuse_unused
@@ -42,7 +41,7 @@ from zero_full.shard.reducer import GradientReducer
 from zero_full.shard.report import NonFinite, StepReport
 from zero_full.shard.settings import Settings
 from zero_full.shard.stand_in import UNSCALED, Found, names_of
-from zero_full.shard.stepping import Steppers, step_pieces, sub_groups
+from zero_full.shard.stepping import Steppers, sub_groups
 from zero_full.shard.watch import ModelWatch, ParameterWrites
 
 log = logging.getLogger("zero_full")
@@ -109,10 +108,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """The wrapped optimizer's state is that of this rank's pieces."""
         owned_state.cut_state(self.base, self.owned)
         self.listed = listed_in(self.param_groups)
-
-    def _pieces(self) -> list[Piece]:
-        """What is stepped in the place of parameters."""
-        return [piece for owned in self.owned for piece in owned.pieces.values()]
 
     def _wake(self, bucket: Bucket) -> None:
         """A bucket has woken up: its pieces are others now, with the old ones' state."""
@@ -325,11 +320,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 gradient.mul_(factor)
         in_parts = self.settings.releases_parameters and stepper.takes_parts
         parts = sub_groups(stepped, self.settings.sub_group_numel if in_parts else None)
-        stepper.begin(self._pieces())
-        try:
-            step_pieces(stepper, parts, used, factor, self.base.state)
-        finally:
-            stepper.end()
+        self.steppers.step(stepper, self.owned, parts, used, factor)
         self.residual_scale = scale if stepper.fuses else 1.0
         mark_stepped(self.base)
         self.passes = self.reducer.backward.count

@@ -1,12 +1,13 @@
 """One step of what a rank owns: which stepper, on which pieces, how much at a time."""
 
-from collections.abc import Container, Iterable, Mapping, MutableMapping, Sequence
-from typing import Any
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zero_full._compat import step_hooks
+from zero_full.optim.elementwise import own_stepper
 from zero_full.optim.fused_adam import FusedAdam
 from zero_full.optim.step import AddUp, Piece, Stepper, TorchStep
 from zero_full.precision.dtypes import Dtypes
@@ -20,9 +21,7 @@ class Steppers:
 
     def __init__(self, base: Base, dtypes: Dtypes) -> None:
         self.optimizer: Optimizer = base.optimizer
-        self.own: Stepper | None = None
-        if hasattr(self.optimizer, "zero_full_stepper"):
-            self.own = self.optimizer.zero_full_stepper()
+        self.own = own_stepper(self.optimizer, base.own_step)
         self.by_torch = TorchStep(self.optimizer, base.own_step)
         self.fused_adam = FusedAdam(self.optimizer, base.own_step, dtypes)
 
@@ -33,19 +32,33 @@ class Steppers:
         kinds = {(owned.master.dtype, owned.bucket.accumulate, owned.master.device) for owned in stepped}
         return self.fused_adam if self.fused_adam.takes(kinds) else self.by_torch
 
+    def step(
+        self,
+        stepper: Stepper,
+        everything: Iterable[Owned],
+        parts: Iterable[Sequence[Owned]],
+        used: Container[Member],
+        factor: float,
+    ) -> None:
+        """Step part after part; parameters without a gradient on any rank, which are not `used`, stay."""
+        before, after = step_hooks(self.optimizer) if stepper is self.own else ([], [])
+        for hook in before:
+            hook(self.optimizer, (self.optimizer,), {})
+        stepper.begin([piece for owned in everything for piece in owned.pieces.values()])
+        try:
+            for part in parts:
+                self._step_part(stepper, part, used, factor)
+        finally:
+            stepper.end()
+        for hook in after:
+            hook(self.optimizer, (self.optimizer,), {})
 
-def step_pieces(
-    stepper: Stepper,
-    parts: Iterable[Sequence[Owned]],
-    used: Container[Member],
-    factor: float,
-    states: MutableMapping[Tensor, dict[str, Any]],
-) -> None:
-    """Step part after part; parameters without a gradient on any rank, which are not `used`, stay."""
-    for part in parts:
+    def _step_part(
+        self, stepper: Stepper, part: Sequence[Owned], used: Container[Member], factor: float
+    ) -> None:
         pieces = [piece for owned in part for piece in owned.fetch(used, stepper.fuses)]
         for piece in pieces:
-            piece.state = states[piece.master]
+            piece.state = self.optimizer.state[piece.master]
         stepper.step(pieces, factor, _adding_up(part, used))
         for owned in part:
             owned.put_away()
