@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from zero_full.engine import Engine
     from zero_full.entry import initialize
     from zero_full.launch import add_config_arguments, init_distributed
+    from zero_full.optim import Lamb, Lion, Piece, Stepper
     from zero_full.plan import Plan, PlanError, plan_stages
     from zero_full.precision import ScaleExhaustedError
     from zero_full.shard import StepReport, ZeroOptimizer
@@ -64,6 +65,7 @@ _WHERE = {
     "zero_full.engine": ("Engine",),
     "zero_full.entry": ("initialize",),
     "zero_full.launch": ("add_config_arguments", "init_distributed"),
+    "zero_full.optim": ("Lamb", "Lion", "Piece", "Stepper"),
     "zero_full.plan": ("Plan", "PlanError", "plan_stages"),
     "zero_full.precision": ("ScaleExhaustedError",),
     "zero_full.shard": ("StepReport", "ZeroOptimizer"),
@@ -95,11 +97,15 @@ __all__ = [
     "Engine",
     "GatheredParameters",
     "Init",
+    "Lamb",
+    "Lion",
+    "Piece",
     "Plan",
     "PlanError",
     "RepeatingLoader",
     "ScaleExhaustedError",
     "StepReport",
+    "Stepper",
     "Topology",
     "ZeroOptimizer",
     "add_config_arguments",

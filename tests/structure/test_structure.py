@@ -50,6 +50,7 @@ ROOMS = {  # and a room of zero_full only itself and these; what is not named ma
 LONG_SIGNATURES = {
     *("initialize", "init_distributed"),  # DeepSpeed's, which scripts call by these names
     *("adam_step", "lamb_norms", "lamb_step"),  # operators take nothing but tensors and numbers
+    "zero_full.optim.lamb.__init__",  # an optimizer's options are what a file may say
 }
 
 
@@ -123,7 +124,8 @@ def test_files_and_functions_stay_short(path: Path) -> None:
             length = (node.end_lineno or 0) - node.lineno + 1
             arguments = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
             assert length <= 60, f"{node.name} has {length} lines"
-            short = len([a for a in arguments if a.arg != "self"]) <= 8 or node.name in LONG_SIGNATURES
+            known = {node.name, f"{name_of(path)}.{node.name}"} & LONG_SIGNATURES
+            short = len([a for a in arguments if a.arg != "self"]) <= 8 or known
             assert short, f"{node.name} has too many arguments"
 
 

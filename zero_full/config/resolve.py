@@ -169,6 +169,11 @@ def _clashes(config: Config, world_size: int) -> Iterator[str]:
             "share the parameters; give the number of ranks on a node, or 1 for no second partition"
         )
     offload = config.zero_optimization.offload_optimizer
+    if offload is not None and offload.device == "nvme":
+        yield (
+            "zero_optimization.offload_optimizer.device: state that waits on NVMe has not landed yet; "
+            'use "cpu"'
+        )
     if offload is not None and offload.device == "cpu" and stage == 0:
         yield (
             "zero_optimization.offload_optimizer.device: stage 0 keeps the optimizer's state beside the "

@@ -38,9 +38,8 @@ class ConfigError(ValueError):
 
 STAGE3 = Remark("only stage 3 reads it", refuses=False, below_stage=3)
 UNITS = idle("units are chosen by size; name others in leaf_module")
-OFFLOAD = "offloading has not landed in zero_full yet; everything stays on the device of the model"
+OFFLOAD = "offloading parameters has not landed in zero_full yet; they stay on the device of the model"
 OLD_OFFLOAD = 'deprecated; write "offload_optimizer": {"device": "cpu"}'
-NVME = 'state that waits on NVMe has not landed in zero_full yet; use "cpu"'
 ONLY_NVME = idle('only the device "nvme" reads it, which has not landed in zero_full yet')
 NO_OFFLOAD = idle("only offloading reads it, and that has not landed in zero_full yet")
 AUTO_TP = missing("tensor parallelism has not landed", "autotp_size", when=lambda ranks: ranks > 1)
@@ -156,7 +155,7 @@ class OffloadParamConfig(Strict):
 class OffloadOptimizerConfig(Strict):
     """Where the optimizer's state waits."""
 
-    device: Annotated[Literal["none", "cpu", "nvme"], missing(NVME, when=lambda d: d == "nvme")] = "none"
+    device: Literal["none", "cpu", "nvme"] = "none"
     nvme_path: Annotated[str | None, ONLY_NVME] = None
     buffer_count: Annotated[Count, ONLY_NVME] = 4
     pin_memory: Flag = True

@@ -16,7 +16,7 @@ from zero_full.optim.lion import Lion
 NOT_LANDED = {
     "onebitadam": "Adam",
     "zerooneadam": "Adam",
-    "onebitlamb": "AdamW",
+    "onebitlamb": "Lamb",
     "muadam": "Adam",
     "musgd": "SGD",  # and any other mu: Muon, MuAdamW
 }

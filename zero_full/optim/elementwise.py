@@ -50,7 +50,7 @@ def check_elementwise(optimizer: Optimizer, allow_untested: bool = False) -> Non
             f"zero_full does not know whether {name} can step on parameters that are cut into flat pieces. "
             "If its update of each element depends on that element alone, set the class attribute "
             f"{name}.zero_full_elementwise = True. If it can step pieces of tensors, give it a method "
-            "zero_full_stepper that returns a zero_full.optim.Stepper. To try at your own risk, set "
+            "zero_full_stepper that returns a zero_full.Stepper. To try at your own risk, set "
             '"zero_allow_untested_optimizer": true in the configuration'
         )
 

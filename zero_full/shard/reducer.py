@@ -254,7 +254,8 @@ class GradientReducer:
             for member in bucket.members:
                 if member.param.grad is not None:
                     self.used.add(member)
-                    bucket.take(member, final=False)
+                    if not bucket.uses_param_grad:
+                        bucket.take(member, final=False)
         self.woken.clear()
 
     def _close(self) -> None:
