@@ -51,7 +51,7 @@ class ModelCalls:
             self.autocasts.pop().__exit__(None, None, None)
         return mapped(self._gated, output) if self.gates and torch.is_grad_enabled() else None
 
-    def close(self) -> None:
+    def remove(self) -> None:
         """Take the hooks off."""
         for hook in self.hooks:
             hook.remove()
@@ -95,8 +95,8 @@ class _Gate(torch.autograd.Function):
         if scale != 1 and output.dim():
             raise RuntimeError(
                 "with a loss scale, gradients must be scaled before they reach the model's outputs, or small "
-                "ones are lost: use engine.backward(loss) or engine.scale(loss).backward(), or let the "
-                "model return its loss"
+                "ones are lost: use engine.backward(loss) or engine.scale(loss).backward() (with no engine "
+                "optimizer.scale(loss).backward()), or let the model return its loss"
             )
         if not backward.running:
             optimizer.reducer.begin()

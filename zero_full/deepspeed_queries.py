@@ -67,7 +67,12 @@ class DeepSpeedQueries:
 
     def train_micro_batch_size_per_gpu(self) -> int:
         """Samples a rank and micro-batch."""
-        return self.config.train_micro_batch_size_per_gpu
+        size = self.config.train_micro_batch_size_per_gpu
+        if not size:
+            raise RuntimeError(
+                "the configuration has no batch size: set train_micro_batch_size_per_gpu or train_batch_size"
+            )
+        return size
 
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches a step."""

@@ -130,11 +130,15 @@ def _in_words(known: Mapping[int, Facts]) -> str:
     return "\n  ".join(["the ranks were not given the same:", *lines[:SHOWN]]) + more
 
 
-def facts_of(config: Config, model: nn.Module, base: Optimizer | None) -> dict[str, dict[str, Any]]:
-    """What must be the same everywhere, in sections."""
+def facts_of_config(config: Config) -> dict[str, Any]:
+    """What of a configuration must be the same everywhere."""
     keys = (entry for entry in entries(config) if entry.remark is None and entry.key not in PRIVATE)
+    return {entry.key: entry.value for entry in keys}
+
+
+def facts_of(model: nn.Module, base: Optimizer | None) -> dict[str, dict[str, Any]]:
+    """What of a model and its optimizer must be the same everywhere, in sections."""
     return {
-        "configuration": {entry.key: entry.value for entry in keys},
         "optimizer": dict(_optimizer_facts(base)),
         "parameters": dict(_parameter_facts(model, base)),
         "buffers": {

@@ -38,7 +38,7 @@ def settings_of(config: Config) -> Settings:
         prescale=config.prescale_gradients,
         predivide=config.gradient_predivide_factor,
         average=config.gradient_allreduce_op == "mean",
-        divides_plain_backward=config.plain_backward_divides is True,
+        plain_divisor=config.gradient_accumulation_steps if config.plain_backward_divides else 1,
         clip=config.gradient_clipping,
         check_overflow=_checks_overflow(config),
         refuse_unused=not zero.ignore_unused_parameters,
@@ -55,6 +55,9 @@ def settings_of(config: Config) -> Settings:
         ),
         sub_group_numel=zero.sub_group_size,
         tier=_tier(zero),
+        shared_memory=config.shared_memory,
+        check_timeout_s=config.debug.timeout_s if config.debug.check_collectives else None,
+        allow_untested=config.zero_allow_untested_optimizer,
     )
 
 

@@ -23,9 +23,9 @@ from zero_full.config import Config, resolve
 from zero_full.plan import SCALES, STAGES, activations
 from zero_full.plan_table import Flat, Laid, kept, moments, on_their_way, run_of, sent, updating
 from zero_full.precision.dtypes import Dtypes
+from zero_full.shard.flat import ALIGNMENT
 from zero_full.shard.reducer import IN_FLIGHT
 from zero_full.shard.units import LIVE_PARTS, PARTS
-from zero_full.shard.flat import ALIGNMENT
 from zero_min import formula
 from zero_min.gpt import GPT, GPTConfig
 

@@ -134,7 +134,7 @@ def test_ranks_are_guessed_from_what_a_configuration_says() -> None:
     assert implied_world({"train_batch_size": "auto", "zero_optimization": 3}) == 1
     assert implied_world([1]) == 1
     assert check({"fp16": {"enabled": True}}, None, partly=True) == ([], [])
-    assert "give train_batch_size" in check({"fp16": {"enabled": True}}, None)[0][0]
+    assert check({"fp16": {"enabled": True}}, None) == ([], [])  # without a loader nobody needs a batch size
 
 
 @pytest.mark.parametrize(

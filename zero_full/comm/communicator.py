@@ -21,11 +21,11 @@ class CommunicationError(RuntimeError):
     """A collective failed, which usually means that another rank has failed first."""
 
 
-def choose_transport(group: dist.ProcessGroup, device: torch.device) -> Transport:
+def choose_transport(group: dist.ProcessGroup, device: torch.device, shared_memory: bool = True) -> Transport:
     """The fastest that works for this group: see `transport.py`."""
     if device.type != "cpu" or backend_of(group, device) != "gloo":
         return Native(group)
-    return share_memory(group) or Exchange(group)
+    return share_memory(group, shared_memory) or Exchange(group)
 
 
 NOBODY: Any = object()  # the group of a communicator that is closed
@@ -41,6 +41,7 @@ class Communicator:
         traffic: Traffic | None = None,
         check_timeout_s: float | None = None,
         label: str = "",  # what the ledger says behind the kind of a collective
+        shared_memory: bool = True,  # where ranks can: see `share_memory`
     ) -> None:
         self.device, self.traffic, self.label = device, traffic or Traffic(), label
         self.group = group if group is not None and group.size() > 1 else None
@@ -51,11 +52,11 @@ class Communicator:
         self.check: CallCheck | None = None
         self.transport: Transport | None = None
         if self.group is not None:
-            self._open(self.group, check_timeout_s)
+            self._open(self.group, check_timeout_s, shared_memory)
 
-    def _open(self, group: dist.ProcessGroup, check_timeout_s: float | None) -> None:
+    def _open(self, group: dist.ProcessGroup, check_timeout_s: float | None, shared_memory: bool) -> None:
         def choose() -> None:
-            self.transport = choose_transport(group, self.device)
+            self.transport = choose_transport(group, self.device, shared_memory)
 
         if check_timeout_s is not None:
             self.check = CallCheck(self.ranks, self.ranks[self.rank], check_timeout_s)

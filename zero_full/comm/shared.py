@@ -100,10 +100,10 @@ class SharedMemory:
         self.all_gather(whole)
 
 
-def share_memory(group: dist.ProcessGroup) -> SharedMemory | None:
-    """A transport; or None on every rank, if any two of them cannot see each other's memory."""
+def share_memory(group: dist.ProcessGroup, wanted: bool = True) -> SharedMemory | None:
+    """A transport; or None on every rank, if two cannot see each other's memory or one does not want to."""
     secret = secrets.token_bytes(16)
-    descriptor, path = _make_window(secret)
+    descriptor, path = _make_window(secret) if wanted else (None, "")
     addresses: list[tuple[bytes, str, int]] = [(b"", "", 0)] * group.size()
     pid = os.getpid() if spin_barrier.works_here() else 0
     dist.all_gather_object(addresses, (secret, path, pid), group=group)

@@ -265,6 +265,7 @@ class Config(Strict):
     train_micro_batch_size_per_gpu: BatchSize = 0
     gradient_accumulation_steps: BatchSize = 0
     managed_gradient_accumulation: Flag = True  # false: every call of engine.step() is a step
+    shared_memory: Flag = True  # false: ranks of one host send messages, as those of several hosts do
     plain_backward_divides: Flag | None = None  # whether loss.backward() divides, as engine.backward does
     steps_per_print: Annotated[Count | None, BeforeValidator(never_is_none)] = None
     optimizer: OptimizerConfig | None = None

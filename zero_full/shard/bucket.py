@@ -46,7 +46,7 @@ class Bucket:
         self.asleep = self.kind.asleep
         alone = self.ranks.size == self.across.size == 1
         one_type = flat.dtype == self.accumulate == settings.dtypes.master_of(flat.dtype)
-        plain = not settings.divides_plain_backward and divisors == (1, 1)
+        plain = settings.plain_divisor == 1 and divisors == (1, 1)
         self.uses_param_grad = alone and one_type and plain
         self.local_grads: Tensor | None = None
         # Buffers that buckets of one optimizer hand on during a backward pass: on a CPU new pages cost more

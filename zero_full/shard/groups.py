@@ -74,6 +74,7 @@ class Connection:
     traffic: Traffic
     own_groups: bool  # so that calls beside backward never mix with the user's on the same group
     check_timeout_s: float | None
+    shared_memory: bool = True  # where ranks can
     communicators: list[Communicator] = field(default_factory=list)
     opened: list[dist.ProcessGroup] = field(default_factory=list)
 
@@ -82,7 +83,7 @@ class Connection:
         if group is not None and self.own_groups:
             group = new_group(dist.get_process_group_ranks(group), like=group)
             self.opened.append(group)
-        made = Communicator(group, self.device, self.traffic, self.check_timeout_s, label)
+        made = Communicator(group, self.device, self.traffic, self.check_timeout_s, label, self.shared_memory)
         self.communicators.append(made)
         return made
 

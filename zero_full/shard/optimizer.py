@@ -7,6 +7,7 @@ It stands where the optimizer it wraps stood: same `param_groups` (so schedulers
 import logging
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from math import isfinite
 from typing import Any
 
@@ -89,7 +90,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.reducer.on_clearing = self._forget_scale
         self.reducer.at_begin.append(self.take_back_moved)
         self.reducer.hands_back = isinstance(base, NoOptimizer)
-        self.refusals = refuse_gradients(base, model, settings.stage)
+        self.hooks: list[Any] = refuse_gradients(base, model, settings.stage)
         self.guards: list[RemovableHandle] = []  # on the model's state_dict
         self.gatherer: ParameterGatherer | None = None
         if parts.sites:
@@ -299,6 +300,22 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.publish()
         self.wait_for_parameters()
 
+    def scale(self, loss: Tensor, divided: bool = False) -> Tensor:
+        """The loss times the loss scale: what a `backward` of your own starts from.
+
+        `divided`: by the number of micro-batches already.
+        """
+        scale = self.scaler.scale
+        scaled = loss * 1 if scale == 1 else loss.float() * scale  # in fp16 the product would overflow first
+        scaled.register_hook(partial(self._begin_scaled, divided))
+        return scaled
+
+    def _begin_scaled(self, divided: bool, grad: Tensor) -> None:
+        backward = self.reducer.backward
+        if not backward.is_at_work():
+            self.reducer.begin(divided, scaled=True)
+        backward.divided, backward.scaled = divided, True
+
     # The parts of a step -------------------------------------------------------------------------
 
     def _forget_scale(self) -> None:
@@ -357,7 +374,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             with suppress(CommunicationError):  # of calls that were under way: told already
                 finish()
         self.arrivals.close()
-        for handle in self.refusals:
+        for handle in self.hooks:
             handle.remove()
         if self.gatherer is not None:
             self.gatherer.close()
