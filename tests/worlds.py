@@ -1,7 +1,9 @@
 """Where the ranks of a test live: threads (fast) or real gloo processes (a pool that stays up).
 
-The pool starts once. Every job gets a fresh process group over one TCP store whose port the system
-chose; a job that overruns its limit is killed with all its ranks and the pool starts anew.
+The pool starts once: its ranks are forked from a process that has imported torch and used nothing of
+it, so that the import is paid for once, and not by every rank and after every kill. Every job gets a fresh
+process group over one TCP store whose port the system chose; a job that overruns its limit is killed with
+all its ranks and the pool starts anew.
 """
 
 import atexit
@@ -74,7 +76,8 @@ class Pool:
         if self.workers:
             return
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.imported"])
         for _ in range(SIZE):
             mine, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, self.store.port), daemon=True)
