@@ -44,7 +44,7 @@ def problems() -> list[str]:
     if torch is None:
         found.append(f"torch cannot be imported ({reason}), remedy: pip install 'torch>={least}'")
     else:
-        if version_of(torch.__version__) < TORCH_AT_LEAST:
+        if release_of(torch.__version__) < TORCH_AT_LEAST:
             found.append(f"torch {torch.__version__} is too old, remedy: pip install 'torch>={least}'")
         if not distributed_available(torch):
             found.append("this torch has no torch.distributed, remedy: install a build from pytorch.org")
@@ -69,7 +69,7 @@ def package() -> Rows:
     if torch is None:
         answer = f"not usable: {reason}"
     else:
-        good = version_of(torch.__version__) >= TORCH_AT_LEAST
+        good = release_of(torch.__version__) >= TORCH_AT_LEAST
         answer = f"{torch.__version__} ({'at least' if good else 'OLDER than'} {least})"
     return [
         ("version", installed("zero-full") or "not installed, run from its source"),
@@ -214,7 +214,7 @@ def pydantic_problems() -> list[str]:
     if pydantic is None:
         return [f"pydantic cannot be imported ({reason}), {remedy}"]
     version = str(getattr(pydantic, "VERSION", "0"))
-    return [f"pydantic {version} is too old, {remedy}"] if version_of(version) < PYDANTIC_AT_LEAST else []
+    return [f"pydantic {version} is too old, {remedy}"] if release_of(version) < PYDANTIC_AT_LEAST else []
 
 
 def safetensors_problems() -> list[str]:
@@ -259,7 +259,7 @@ def installed(distribution: str) -> str | None:
         return None
 
 
-def version_of(text: str) -> tuple[int, ...]:
+def release_of(text: str) -> tuple[int, ...]:
     """(2, 11) of "2.11.0+cpu"."""
     found = re.match(r"(\d+)\.(\d+)", text)
     return tuple(map(int, found.groups())) if found else (0,)

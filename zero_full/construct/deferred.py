@@ -28,6 +28,7 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from zero_full._compat import arguments_of, is_saved
 from zero_full.construct.generators import CPU, Streams
 from zero_full.construct.names import Names
 from zero_full.construct.recorded import twin_of
@@ -123,7 +124,7 @@ class Recording:
         refs = self._refs(tensors, targets)
         born = [self._born(leaf) for leaf in made]
         draw = self.streams.draw(generator_in((args, kwargs))) if draws else None
-        if draw and any(argument.name == "generator" for argument in func._schema.arguments):
+        if draw and any(argument.name == "generator" for argument in arguments_of(func)):
             kwargs = {**kwargs, "generator": draw.stream.generator}
         args, kwargs = (swap(given, lambda leaf: self._freeze(leaf, refs)) for given in (args, kwargs))
         reads = [ref.value for i, ref in refs.items() if not targets.get(i)]
@@ -267,7 +268,7 @@ def saved_in(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """What a module itself has in its state dict."""
     yield from module.named_parameters(recurse=False, remove_duplicate=False)
     for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-        if name not in module._non_persistent_buffers_set:
+        if is_saved(module, name):
             yield name, buffer
 
 
@@ -291,7 +292,7 @@ def written(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Tensor, str]]:
 
 @cache
 def _written_arguments(func: Any) -> list[tuple[int, str]]:
-    arguments = enumerate(func._schema.arguments)
+    arguments = enumerate(arguments_of(func))
     return [
         (i, argument.name)
         for i, argument in arguments

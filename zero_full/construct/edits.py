@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_full._compat import device_of
+from zero_full._compat import device_of, version_of
 from zero_full.comm.topology import this_rank
 from zero_full.construct.deferred import Elsewhere
 from zero_full.construct.recorded import Keeper, Record, Recorded, conceal, reveal
@@ -98,7 +98,7 @@ def _borrow(real: Tensor, rank: int) -> None:
 
 def _print(tensor: Tensor) -> Any:
     """Differs after a change: a version, and a sum for what goes round that."""
-    return tensor._version, tensor.dtype, tuple(tensor.shape), checksum(tensor)
+    return version_of(tensor), tensor.dtype, tuple(tensor.shape), checksum(tensor)
 
 
 def _settle(records: dict[Tensor, Record], before: dict[Tensor, Any], rank: int | None) -> None:

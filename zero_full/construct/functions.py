@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zero_full._compat import instance_of, without_functions
 from zero_full.construct.deferred import META, is_recorded
 from zero_full.construct.generators import CPU
 from zero_full.construct.recorded import (
@@ -107,14 +108,14 @@ def _refuse(call: Call) -> Any:
 
 
 def _do_with_both(call: Call) -> Any:
-    with torch._C.DisableTorchFunction():
+    with without_functions():
         call.func(call.shells[id(call.args[0])], *call.args[1:], **call.kwargs)
         return call.func(*call.args, **call.kwargs)
 
 
 def _detach(call: Call) -> Any:
     """Nothing to write down. (Every parameter is made by this.)"""
-    return Tensor._make_subclass(Tensor, call.args[0])
+    return instance_of(Tensor, call.args[0])
 
 
 def _index(call: Call) -> Any:
@@ -167,7 +168,7 @@ def _set_data(call: Call) -> None:
                 "zero_full.initialize places the model; to set values, write them before this assignment"
             )
         call.func(bare, source)
-        with torch._C.DisableTorchFunction():
+        with without_functions():
             show_twin(target)
     else:
         recording.refuse_if_from_file("an assignment", [bare])
@@ -212,7 +213,7 @@ def _type(call: Call) -> Any:
     """Of the twin, torch would say torch.meta.FloatTensor."""
     if len(call.args) > 1 or call.kwargs:
         return call.func(*call.args, **call.kwargs)
-    with torch._C.DisableTorchFunction():
+    with without_functions():
         return call.func(call.shells[id(call.args[0])])
 
 

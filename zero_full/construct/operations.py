@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from zero_full._compat import TorchDispatchMode, without_functions
 from zero_full.construct.deferred import META, Recording, draws_numbers, generator_in, is_recorded, written
 from zero_full.construct.functions import Shells, bare, dressed
 from zero_full.construct.generators import CPU
@@ -29,7 +29,7 @@ class Operations(TorchDispatchMode):
             return func(*args, **kwargs)
         if self.depth:
             return self._record(func, args, kwargs)
-        with torch._C.DisableTorchFunction():  # there was no function: `torch.Tensor(2, 3)` is a constructor
+        with without_functions():  # there was no function: `torch.Tensor(2, 3)` is a constructor
             shells: Shells = {}
             args, kwargs = bare(self.keeper, args, shells), bare(self.keeper, kwargs, shells)
             return dressed(self.keeper, self._record(func, args, kwargs), shells)

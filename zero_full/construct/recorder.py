@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from zero_full._compat import default_device_context
+from zero_full._compat import default_device_context, without_functions, without_overrides
 from zero_full.construct.deferred import META, Recording
 from zero_full.construct.edits import gathered
 from zero_full.construct.functions import Call, Shells, bare
@@ -141,7 +141,7 @@ class Session:
             if func in ABOUT_VALUES or func in DEVICE:
                 return func(first._record.twin, *args[1:], **kwargs)
             if func in OF_THE_SHELL:
-                with torch._C.DisableTorchFunctionSubclass():
+                with without_overrides():
                     return func(*args, **kwargs)
         shells: Shells = {}
         args = tuple([bare(self.recorder, arg, shells) for arg in args])
@@ -156,7 +156,7 @@ class Session:
             raise no_values(self.recorder.recording, f"{func.__name__} ({error})", (args, kwargs)) from error
         finally:
             self.operations.depth -= 1
-        with torch._C.DisableTorchFunction():
+        with without_functions():
             return call.dressed(out)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
+from zero_full._compat import version_of
 from zero_full.comm.topology import this_rank
 from zero_full.shard.checksum import checksum
 from zero_full.shard.flat import FlatParameter, Member, is_released
@@ -268,7 +269,7 @@ class GatheredParameters:
         """By name: how often a parameter was written, and a sum over its bits, for what goes round that."""
         members = [place for _, chosen, _ in self.stack for place in chosen]
         return {
-            member.name: (member.param._version, checksum(flat.windows[member.index]))
+            member.name: (version_of(member.param), checksum(flat.windows[member.index]))
             for flat, member in members
         }
 
