@@ -32,7 +32,8 @@ from zero_full._compat import arguments_of, is_saved
 from zero_full.construct.generators import CPU, Streams
 from zero_full.construct.names import Names
 from zero_full.construct.recorded import twin_of
-from zero_full.construct.replay import Held, Op, Player, Ref, Value, leaves, needed, schedule, swap
+from zero_full.construct.replay import Held, Op, Player, Ref, Value, needed, schedule
+from zero_full.trees import leaves, mapped, tensors_in
 
 META = torch.device("meta")
 
@@ -126,7 +127,7 @@ class Recording:
         draw = self.streams.draw(generator_in((args, kwargs))) if draws else None
         if draw and any(argument.name == "generator" for argument in arguments_of(func)):
             kwargs = {**kwargs, "generator": draw.stream.generator}
-        args, kwargs = (swap(given, lambda leaf: self._freeze(leaf, refs)) for given in (args, kwargs))
+        args, kwargs = mapped(lambda leaf: self._freeze(leaf, refs), (args, kwargs))
         reads = [ref.value for i, ref in refs.items() if not targets.get(i)]
         writes = [refs[i].value for i in targets] + [ref.value for ref in born if ref]
         self._note(Op(func, args, kwargs, born, reads, writes, torch.get_default_dtype(), draw), func.name())
@@ -136,7 +137,7 @@ class Recording:
         self._refuse(func.__name__, kwargs, True)
         refs = self._refs([kwargs["tensor"]], {id(kwargs["tensor"]): True})
         draw = self.streams.draw(generator_in(kwargs))
-        kwargs = swap(kwargs, lambda leaf: self._freeze(leaf, refs))
+        kwargs = mapped(lambda leaf: self._freeze(leaf, refs), kwargs)
         writes = [ref.value for ref in refs.values()]
         self._note(Op(func, (), kwargs, [None], [], writes, torch.get_default_dtype(), draw), func.__name__)
 
@@ -155,9 +156,9 @@ class Recording:
     def _refuse(self, name: str, given: Any, draws: bool) -> None:
         """What can only be done in another order."""
         if self.files and name not in FAITHFUL:
-            self.refuse_if_from_file(name, [leaf for leaf in leaves(given) if is_recorded(leaf)])
+            self.refuse_if_from_file(name, filter(is_recorded, tensors_in(given)))
         if draws and not self.is_construction and self.streams.has_strayed(generator_in(given)):
-            names = self.names_of(self.value_of(leaf) for leaf in leaves(given) if is_recorded(leaf))
+            names = self.names_of(map(self.value_of, filter(is_recorded, tensors_in(given))))
             raise RuntimeError(
                 f"{name} of {names} should draw what follows the random numbers of construction, but those "
                 "are only drawn in initialize, and others were drawn from the same generator meanwhile: call "
@@ -287,7 +288,7 @@ def written(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Tensor, str]]:
     """The tensors that an operation changes, and the arguments' names."""
     for position, name in _written_arguments(func):
         given = args[position] if position < len(args) else kwargs.get(name)
-        yield from ((leaf, name) for leaf in leaves(given) if isinstance(leaf, Tensor))
+        yield from ((tensor, name) for tensor in tensors_in(given))
 
 
 @cache

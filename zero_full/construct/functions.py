@@ -22,11 +22,10 @@ from zero_full.construct.recorded import (
     shell_of,
     show_twin,
 )
-from zero_full.construct.replay import leaves, swap
+from zero_full.trees import mapped, tensors_in
 
 # Functions of nn.init that draw again, depending on values, or where nobody sees it.
 WHOLE: dict[str, Any] = {"trunc_normal": nn.init.trunc_normal_, "sparse_": nn.init.sparse_}
-NESTS = (list, tuple, dict)
 RESHAPING = {
     getattr(Tensor, f"{name}_")
     for name in (*("as_strided", "resize", "resize_as", "set", "squeeze", "unsqueeze"), "t", "transpose")
@@ -59,28 +58,32 @@ class Call:
 
 
 def bare(keeper: Keeper, given: Any, shells: Shells) -> Any:
-    """The twins of what is recorded; and whose they are, in `shells`."""
-    if isinstance(given, Recorded):
-        behind = given._record
+    """The nest with twins instead of recorded tensors, which are noted in `shells`."""
+
+    def twin(leaf: Any) -> Any:
+        if not isinstance(leaf, Recorded):
+            return leaf
+        behind = leaf._record
         if behind.keeper is not keeper:
             raise RuntimeError(
                 f"{behind.name} was constructed in another zero_full.Init than what it meets here: construct "
                 "both in one, or initialize both models first"
             )
-        shells[id(behind.twin)] = given
+        shells[id(behind.twin)] = leaf
         return behind.twin
-    return swap(given, lambda leaf: bare(keeper, leaf, shells)) if isinstance(given, NESTS) else given
+
+    return mapped(twin, given)
 
 
 def dressed(keeper: Keeper, out: Any, shells: Shells) -> Any:
-    """Recorded tensors instead of their twins."""
-    if isinstance(out, Tensor):
-        if not out.is_meta:
-            return out
-        return shells[id(out)] if id(out) in shells else shell_of(keeper, out)
-    if isinstance(out, NESTS) and type(out) is not torch.Size:
-        return swap(out, lambda leaf: dressed(keeper, leaf, shells))
-    return out
+    """The nest with recorded tensors instead of their twins."""
+
+    def shell(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.is_meta:
+            return leaf
+        return shells[id(leaf)] if id(leaf) in shells else shell_of(keeper, leaf)
+
+    return mapped(shell, out)
 
 
 def _is_left_alone(call: Call) -> bool:
@@ -144,7 +147,7 @@ def _from_data(call: Call) -> Any:
     if func == Tensor.new_tensor:
         func, args, kwargs = torch.tensor, args[1:], {"dtype": args[0].dtype, **kwargs}
     place = torch.device(kwargs.get("device") or META)
-    if place != META or any(is_recorded(leaf) for leaf in leaves((args, kwargs))):
+    if place != META or any(map(is_recorded, tensors_in((args, kwargs)))):
         return func(*args, **kwargs)
     real: Tensor = func(*args, **{**kwargs, "device": CPU})
     if real.numel() == 0 and not kwargs.get("device"):

@@ -187,7 +187,7 @@ def refuse(tensor: Recorded, what: str) -> NoReturn:
 
 
 def recorded_in(nested: Any) -> Iterator[Recorded]:
-    """In nested lists, tuples and dictionaries."""
+    """The recorded tensors in a nest of values."""
     return (tensor for tensor in tensors_in(nested) if isinstance(tensor, Recorded))
 
 

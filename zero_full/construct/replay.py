@@ -11,6 +11,7 @@ from torch import Generator, Tensor
 
 from zero_full.construct.generators import CPU, Draw, Stream, as_torchs_generator
 from zero_full.shard.checksum import checksum
+from zero_full.trees import Leaf, leaves, mapped
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,7 +22,7 @@ class Value:
 
 
 @dataclass(frozen=True)
-class Ref:
+class Ref(Leaf):
     """A tensor that replay makes: a window into a value."""
 
     value: Value
@@ -32,7 +33,7 @@ class Ref:
 
 
 @dataclass(frozen=True)
-class Held:
+class Held(Leaf):
     """A real tensor that an operation reads."""
 
     tensor: Tensor
@@ -68,25 +69,6 @@ class Op:
 
 
 Wanted = Mapping[Value, list[Tensor]]
-
-
-def leaves(nested: Any) -> Iterator[Any]:
-    """What is in nested lists, tuples and dictionaries."""
-    if isinstance(nested, (list, tuple, dict)):
-        for item in nested.values() if isinstance(nested, dict) else nested:
-            yield from leaves(item)
-    else:
-        yield nested
-
-
-def swap(nested: Any, change: Callable[[Any], Any]) -> Any:
-    """The same nest with every leaf changed."""
-    if isinstance(nested, dict):
-        return {key: swap(item, change) for key, item in nested.items()}
-    if isinstance(nested, (list, tuple)):
-        items = [swap(item, change) for item in nested]
-        return nested._make(items) if hasattr(nested, "_make") else type(nested)(items)
-    return change(nested)
 
 
 # In which order --------------------------------------------------------------------------------------
@@ -220,7 +202,7 @@ class Player:
                     f"{self.names(op.writes)} was made from a tensor of shape {tuple(leaf.tensor.shape)} "
                     "that has changed since, and its values are only made now: make it from a clone"
                 )
-        args, kwargs = swap(op.args, self._thaw), swap(op.kwargs, self._thaw)
+        args, kwargs = mapped(self._thaw, (op.args, op.kwargs))
         with _default_dtype(op.default_dtype):
             out = self._draw(op, op.draw, args, kwargs) if op.draw else op.func(*args, **kwargs)
         for ref, result in zip(op.outputs, leaves(out), strict=True):

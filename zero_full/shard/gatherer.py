@@ -20,9 +20,8 @@ is gathered; if no module around it has done so, it gathers the unit for its own
 
 import logging
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from types import ModuleType
 from typing import Any
 from zlib import crc32
 
@@ -40,6 +39,7 @@ from zero_full.shard.sites import Call, Order, Site
 from zero_full.trees import mapped, tensors_in
 
 log = logging.getLogger("zero_full")
+DEPTH = 4  # of objects in objects: outputs may be distributions, caches and others that hold tensors
 
 
 class ParameterGatherer:
@@ -247,7 +247,7 @@ class ParameterGatherer:
         """Notice when backward reaches an output. Returns whether it can."""
         hook = partial(_before_backward, self.me, call)
         # A leaf is a parameter, which would keep its hooks for life: see `_notice_escapes` for those.
-        watched = [t for t in _carried(output) if t.requires_grad and not t.is_leaf]
+        watched = [t for t in tensors_in(output, DEPTH) if t.requires_grad and not t.is_leaf]
         for tensor in watched:
             tensor.register_hook(hook)
         return bool(watched)
@@ -256,7 +256,7 @@ class ParameterGatherer:
         """An output that is a view of a parameter is used elsewhere: the model needs that one, too."""
         if not any(flat.released_at_rest for flat in site.flats):
             return
-        storages = {identity_of(t.untyped_storage()) for t in _carried(output)}
+        storages = {identity_of(t.untyped_storage()) for t in tensors_in(output, DEPTH)}
         for flat in site.flats:
             if (
                 flat.released_at_rest
@@ -325,19 +325,6 @@ class ParameterGatherer:
         """Take the hooks off the modules."""
         for hook in self.hooks:
             hook.remove()
-
-
-def _carried(output: Any, depth: int = 4) -> Iterator[Tensor]:
-    """The tensors in an output, those in distributions, caches and other objects, too."""
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, Mapping):
-        yield from _carried(list(output.values()), depth)
-    elif isinstance(output, (tuple, list)):
-        for value in output:
-            yield from _carried(value, depth)
-    elif depth and hasattr(output, "__dict__") and not isinstance(output, (type, nn.Module, ModuleType)):
-        yield from _carried(vars(output), depth - 1)
 
 
 def _before_backward(gatherer: "weakref.ref[ParameterGatherer]", call: Call, grad: Tensor) -> None:
