@@ -19,7 +19,7 @@ from zero_full.config import Config
 from zero_full.config.report import entries
 from zero_full.wording import ranks_listed
 
-Made = TypeVar("Made")
+Returned = TypeVar("Returned")
 LOOK_S = 0.01  # between looks for a rank that has not come yet
 Facts = Mapping[str, Any]
 SHOWN = 8  # differences in a message
@@ -79,7 +79,7 @@ class RollCall:
             time.sleep(LOOK_S)
 
 
-def attempt(act: Callable[[], Made], topology: Topology) -> Made:
+def attempt(act: Callable[[], Returned], topology: Topology) -> Returned:
     """What `act` returns; if it fails on any rank, all raise, with the reason. Every rank must call this."""
     made, failure = None, None
     try:
@@ -106,14 +106,14 @@ def compare(sections: Mapping[str, Facts], topology: Topology) -> None:
     if not differing:
         return
     mine = {key: value for name in differing for key, value in sections[name].items()}
-    raise DisagreementError(_in_words(everyones(mine, topology)))
+    raise DisagreementError(_disagreement(everyones(mine, topology)))
 
 
 def _digest(facts: Facts) -> str:
     return hashlib.sha256(repr(list(facts.items())).encode()).hexdigest()
 
 
-def _in_words(known: Mapping[int, Facts]) -> str:
+def _disagreement(known: Mapping[int, Facts]) -> str:
     keys = dict.fromkeys(key for facts in known.values() for key in facts)
     lines = []
     for key in keys:

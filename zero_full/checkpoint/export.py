@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from zero_full.checkpoint.failure import Attempt
 from zero_full.checkpoint.files import (
-    Entry,
+    TensorEntry,
     WeightFiles,
     flush,
     new_part,
@@ -26,7 +26,7 @@ from zero_full.checkpoint.files import (
     plain_name,
     show,
 )
-from zero_full.checkpoint.selection import Names, Selection, refuse_parts, select
+from zero_full.checkpoint.selection import Renaming, Selection, refuse_parts, select
 from zero_full.shard.flat import FlatParameter, Member
 from zero_full.shard.gathered import copy_on_cpu
 from zero_full.shard.optimizer import ZeroOptimizer
@@ -57,7 +57,7 @@ def save_weights(
     directory: str | PathLike[str],
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 5 * 10**9,
-    names: Names | None = None,
+    names: Renaming | None = None,
     filename: str = "model.safetensors",
 ) -> None:
     """Write parameters and persistent buffers as safetensors. Every rank must call this.
@@ -83,7 +83,9 @@ def save_weights(
             f"max_shard_bytes must be positive and dtype floating-point, not {max_shard_bytes}, {dtype}"
         )
     entries = [
-        Entry(name, dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype, tensor.shape)
+        TensorEntry(
+            name, dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype, tensor.shape
+        )
         for tensor, name in selection.first_names().items()
     ]
     files = WeightFiles(Path(directory) / filename, entries, max_shard_bytes, selection.aliases())

@@ -32,10 +32,10 @@ class Attempt:
             for theirs in group.gather_objects(reports, "failures"):
                 reports = {**reports, **theirs}
         if failed := {rank: text for rank, text in sorted(reports.items()) if text is not None}:
-            raise CheckpointError(_in_words(failed, len(reports))) from self.error
+            raise CheckpointError(_reasons(failed, len(reports))) from self.error
 
 
-def _in_words(failed: dict[int, str], ranks: int) -> str:
+def _reasons(failed: dict[int, str], ranks: int) -> str:
     """What has failed; and where, if not everywhere alike."""
     first: dict[str, int] = {}
     for rank, text in failed.items():

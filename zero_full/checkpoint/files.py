@@ -48,7 +48,7 @@ CODES = {
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """A tensor in a file."""
 
     name: str
@@ -65,9 +65,9 @@ class Entry:
         return prod(self.shape) * self.dtype.itemsize
 
 
-def deal_out(entries: Iterable[Entry], limit: int) -> list[list[Entry]]:
+def deal_out(entries: Iterable[TensorEntry], limit: int) -> list[list[TensorEntry]]:
     """In order, so many to a file as fit into `limit` bytes, but at least one."""
-    shards: list[list[Entry]] = [[]]
+    shards: list[list[TensorEntry]] = [[]]
     room = limit
     for entry in entries:
         if shards[-1] and entry.nbytes > room:
@@ -78,7 +78,7 @@ def deal_out(entries: Iterable[Entry], limit: int) -> list[list[Entry]]:
     return shards
 
 
-def header_of(entries: Iterable[Entry], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
+def header_of(entries: Iterable[TensorEntry], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
     """What a file begins with, and where in it each tensor's numbers go. See [Note: the format]."""
     described: dict[str, object] = {"__metadata__": dict(metadata)}
     begins, end = dict[str, int](), 0
@@ -146,7 +146,7 @@ class WeightFiles:
     """An export while it is written. See [Note: complete or not there]."""
 
     def __init__(
-        self, path: Path, entries: Sequence[Entry], limit: int, aliases: Mapping[str, str] | None = None
+        self, path: Path, entries: Sequence[TensorEntry], limit: int, aliases: Mapping[str, str] | None = None
     ) -> None:
         self.single, self.index = path, path.with_name(f"{path.name}.index.json")
         shards = deal_out(entries, limit)

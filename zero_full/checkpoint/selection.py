@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from zero_full.shard.gathered import names_and_values
 from zero_full.shard.optimizer import ZeroOptimizer
 
-Names = Callable[[str], str | None]  # the name in the file; None: not in the file
+Renaming = Callable[[str], str | None]  # the name in the file; None: not in the file
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Selection:
         return {name: first[tensor] for name, tensor in self.tensors.items() if first[tensor] != name}
 
 
-def select(module: nn.Module, names: Names | None = None) -> Selection:
+def select(module: nn.Module, names: Renaming | None = None) -> Selection:
     """What the module's state dict has, renamed."""
     selection, origin = Selection(), dict[str, str]()
     for name, value in names_and_values(module).items():

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from zero_full.checkpoint.failure import Attempt, CheckpointError
 from zero_full.checkpoint.files import CODES, is_plain
-from zero_full.checkpoint.selection import Names, refuse_parts, select
+from zero_full.checkpoint.selection import Renaming, refuse_parts, select
 from zero_full.shard.flat import GatherState
 from zero_full.shard.optimizer import ZeroOptimizer
 from zero_full.wording import listed
@@ -48,7 +48,7 @@ def load_weights(
     optimizer: ZeroOptimizer,
     path: str | PathLike[str],
     strict: bool = True,
-    names: Names | None = None,
+    names: Renaming | None = None,
 ) -> Unmatched:
     """Read parameters and buffers, and masters that follow them. Every rank must call this.
 

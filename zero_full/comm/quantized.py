@@ -23,7 +23,7 @@ from zero_full.comm.transport import own_slice
 from zero_full.kernels.load import operators
 from zero_full.kernels.reference import payload_bytes
 
-Gather = Callable[[Tensor, str], None]
+Gather = Callable[[Tensor, str], None]  # fill in the others' slices
 BLOCK = 2048  # numbers that share a scale: its four bytes are 1/512 of eight bits each, 1/256 of four
 QUANTIZABLE = (torch.float32, torch.bfloat16, torch.float16)
 

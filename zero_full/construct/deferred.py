@@ -29,7 +29,7 @@ from torch import Generator, Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zero_full._compat import arguments_of, is_saved
-from zero_full.construct.generators import CPU, Streams
+from zero_full.construct.generators import CPU, RandomStreams
 from zero_full.construct.names import Names
 from zero_full.construct.recorded import twin_of
 from zero_full.construct.replay import Held, Op, Player, Ref, Value, needed, schedule
@@ -60,7 +60,7 @@ class Recording:
         self._ops: list[Op] = []
         self._values: dict[int, Value] = {}  # what each meta storage holds now, by the storage's identity
         self._written: set[Value] = set()
-        self.streams, self.names = Streams(), Names()
+        self.streams, self.names = RandomStreams(), Names()
         self.states: dict[int, Tensor] = {}  # of generators, by mark, where a replay has found them out
         self.files: dict[Value, Any] = {}  # where initialize will read it
         self.beside_files = WeakIdKeyDictionary()  # modules -> their real tensors that it will read, too

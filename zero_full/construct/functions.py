@@ -34,7 +34,7 @@ Shells = dict[int, Recorded]  # by the identity of their twins
 
 
 @dataclass(frozen=True)
-class Call:
+class FunctionCall:
     """A function and what it is given: the twins of recorded tensors."""
 
     func: Any
@@ -86,7 +86,7 @@ def dressed(keeper: Keeper, out: Any, shells: Shells) -> Any:
     return mapped(shell, out)
 
 
-def _is_left_alone(call: Call) -> bool:
+def _is_left_alone(call: FunctionCall) -> bool:
     """The answer to `tensor.is_meta`. As a rule no: who asks would leave the tensor without values.
 
     But some are recorded as one operation, with the arguments in the frame that asks.
@@ -106,22 +106,22 @@ def _is_left_alone(call: Call) -> bool:
     return True
 
 
-def _refuse(call: Call) -> Any:
+def _refuse(call: FunctionCall) -> Any:
     refuse(next(iter(call.shells.values())), f"Tensor.{call.func.__name__}")
 
 
-def _do_with_both(call: Call) -> Any:
+def _do_with_both(call: FunctionCall) -> Any:
     with without_functions():
         call.func(call.shells[id(call.args[0])], *call.args[1:], **call.kwargs)
         return call.func(*call.args, **call.kwargs)
 
 
-def _detach(call: Call) -> Any:
+def _detach(call: FunctionCall) -> Any:
     """Nothing to write down. (Every parameter is made by this.)"""
     return instance_of(Tensor, call.args[0])
 
 
-def _index(call: Call) -> Any:
+def _index(call: FunctionCall) -> Any:
     tensor, index, *rest = call.args
     return call.func(tensor, _real_index(index) if is_recorded(tensor) else index, *rest, **call.kwargs)
 
@@ -137,7 +137,7 @@ def _real_index(index: Any) -> Any:
 # Values ----------------------------------------------------------------------------------------------
 
 
-def _from_data(call: Call) -> Any:
+def _from_data(call: FunctionCall) -> Any:
     """A recorded tensor with this data, which the meta device would forget.
 
     One without elements has nothing to forget and stays on the CPU. By `torch.tensor([]).device` transformers
@@ -155,7 +155,7 @@ def _from_data(call: Call) -> Any:
     return real.detach().to(META).requires_grad_(real.requires_grad)
 
 
-def _set_data(call: Call) -> None:
+def _set_data(call: FunctionCall) -> None:
     """`target.data = source`, where at least one of them is recorded.
 
     (Of a target that is not, torch only tells while `Init` lasts. `initialize` notices others.)
@@ -181,7 +181,7 @@ def _set_data(call: Call) -> None:
 # Places ----------------------------------------------------------------------------------------------
 
 
-def _stay(call: Call) -> Any:
+def _stay(call: FunctionCall) -> Any:
     """`to`, `cpu` and `cuda` convert, but do not move: initialize places the model.
 
     What is on the CPU already is not copied, as usual; what would be a copy elsewhere is one here.
@@ -212,7 +212,7 @@ def _named(rest: list[Any]) -> dict[str, Any]:
     return {"copy": rest[1]} if rest[1:] else {}
 
 
-def _type(call: Call) -> Any:
+def _type(call: FunctionCall) -> Any:
     """Of the twin, torch would say torch.meta.FloatTensor."""
     if len(call.args) > 1 or call.kwargs:
         return call.func(*call.args, **call.kwargs)
@@ -220,7 +220,7 @@ def _type(call: Call) -> Any:
         return call.func(call.shells[id(call.args[0])])
 
 
-SPECIAL: dict[Any, Callable[[Call], Any]] = {
+SPECIAL: dict[Any, Callable[[FunctionCall], Any]] = {
     **dict.fromkeys(NEEDS_MEMORY, _refuse),
     **dict.fromkeys(OF_BOTH, _do_with_both),
     **dict.fromkeys((Tensor.__getitem__, Tensor.__setitem__), _index),

@@ -36,7 +36,7 @@ _torchs_generator = Lock()  # one for the process, as the generator is
 _stamps = count()
 
 
-class Stream:
+class RandomStream:
     """A generator's random numbers. See [Note: a generator between recordings]."""
 
     def __init__(self, generator: Generator) -> None:
@@ -133,25 +133,25 @@ def _is_stamp(seed: int) -> bool:
 class Draw:
     """Where an operation's random numbers come from."""
 
-    stream: Stream
+    stream: RandomStream
     start: Tensor | int  # a state, or the mark of the draw before
     mark: int  # stands for the generator's state afterwards
 
 
-class Streams:
+class RandomStreams:
     """The generators that a construction draws from: torch's own and what it was given."""
 
     def __init__(self) -> None:
-        self.main = Stream(torch.default_generator)
+        self.main = RandomStream(torch.default_generator)
         self._all = {id(torch.default_generator): self.main}
 
-    def __iter__(self) -> Iterator[Stream]:
+    def __iter__(self) -> Iterator[RandomStream]:
         return iter(self._all.values())
 
-    def of(self, generator: Generator) -> Stream:
+    def of(self, generator: Generator) -> RandomStream:
         """A generator's stream; from now on, its numbers are only recorded."""
         if id(generator) not in self._all:
-            self._all[id(generator)] = Stream(generator)
+            self._all[id(generator)] = RandomStream(generator)
         return self._all[id(generator)]
 
     def has_marked(self, generator: Generator) -> bool:
@@ -167,12 +167,12 @@ class Streams:
         stream = self.of(generator)
         return Draw(stream, stream.place(), stream.mark())
 
-    def ends(self) -> dict[Stream, int]:
+    def ends(self) -> dict[RandomStream, int]:
         """Marks of the draws that generators follow now."""
         with alone_with_torchs_generator():
             return {stream: mark for stream in self if (mark := stream.look()) is not None}
 
-    def settle(self, known: Mapping[Stream, tuple[int, Tensor]]) -> None:
+    def settle(self, known: Mapping[RandomStream, tuple[int, Tensor]]) -> None:
         """Generators show their real states, of which these are known, by mark."""
         with alone_with_torchs_generator():
             for stream in self:

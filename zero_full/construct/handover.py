@@ -8,7 +8,6 @@ GatheredParameters(modifier_rank).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -20,6 +19,7 @@ from zero_full.construct.deferred import saved_in
 from zero_full.construct.recorded import NOT_TOLD, Record, Recorded, conceal, is_empty_shell, reveal, twin_of
 from zero_full.construct.recorder import Recorder, here, latest
 from zero_full.shard.checksum import digest
+from zero_full.shard.extents import Extent, refuse_overlaps
 from zero_full.shard.flat import is_released, nothing
 from zero_full.shard.groups import Pair
 from zero_full.shard.recorded import opened
@@ -41,7 +41,7 @@ class Deferred:
         self.named = dict([*model.named_parameters(), *model.named_buffers()])
         for name, tensor in self.named.items():
             _refuse_unfit(name, tensor)
-        _refuse_shared_memory(self.named)
+        refuse_overlaps(_extents(self.named))
         self.weights = _files(model, self.named)  # that were named instead of initial values
         recorded = {name: tensor for name, tensor in self.named.items() if isinstance(tensor, Recorded)}
         self.records = {name: tensor._record for name, tensor in recorded.items()}
@@ -195,26 +195,16 @@ def _refuse_unfit(name: str, tensor: Tensor) -> None:
         )
 
 
-def _refuse_shared_memory(named: Mapping[str, Tensor]) -> None:
-    """Two parameters in the same memory would be torn apart, and no longer be tied."""
-    spans = []
+def _extents(named: Mapping[str, Tensor]) -> Iterator[Extent]:
+    """Where the parameters lie that have values, or will have recorded ones."""
     for name, tensor in named.items():
         twin = twin_of(tensor)
         # What another engine has released is refused later.
         is_real = twin is None and tensor.requires_grad and not is_released(tensor)
         if isinstance(tensor, Parameter) and (twin is not None or is_real) and tensor.numel():
-            place = (0, tensor.data_ptr()) if twin is None else (id(twin.untyped_storage()), _offset(twin))
-            spans.append((*place, place[1] + tensor.nbytes, name))
-    for (storage, _, stop, name), (next_storage, start, _, next_name) in pairwise(sorted(spans)):
-        if storage == next_storage and start < stop:
-            raise ValueError(
-                f"{name} and {next_name} share memory but are two parameters. To tie weights, assign the "
-                "same nn.Parameter to both modules"
-            )
-
-
-def _offset(twin: Tensor) -> int:
-    return int(twin.storage_offset()) * twin.itemsize
+            memory = 0 if twin is None else id(twin.untyped_storage())
+            start = tensor.data_ptr() if twin is None else int(twin.storage_offset()) * twin.itemsize
+            yield Extent(memory, start, start + tensor.nbytes, name)
 
 
 def _files(model: nn.Module, named: Mapping[str, Tensor]) -> list[Any]:

@@ -33,11 +33,10 @@ from zero_full._compat import (
     without_functions,
     without_overrides,
 )
+from zero_full.construct.generators import CPU
 from zero_full.shard.flat import nothing
 from zero_full.shard.recorded import record_of
 from zero_full.trees import tensors_in
-
-CPU = torch.device("cpu")
 
 
 def _slot(name: str) -> Any:

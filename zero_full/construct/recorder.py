@@ -18,12 +18,12 @@ from torch.overrides import TorchFunctionMode
 from zero_full._compat import default_device_context, without_functions, without_overrides
 from zero_full.construct.deferred import META, Recording
 from zero_full.construct.edits import gathered
-from zero_full.construct.functions import Call, Shells, bare
+from zero_full.construct.functions import FunctionCall, Shells, bare
 from zero_full.construct.generators import alone_with_torchs_generator
 from zero_full.construct.operations import Operations, no_values
 from zero_full.construct.recorded import ABOUT_VALUES, DEVICE, OF_THE_SHELL, NoValuesError, Recorded
 
-Given = ParamSpec("Given")
+Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
@@ -146,7 +146,7 @@ class Session:
         shells: Shells = {}
         args = tuple([bare(self.recorder, arg, shells) for arg in args])
         kwargs = {key: bare(self.recorder, arg, shells) for key, arg in kwargs.items()}
-        call = Call(func, args, kwargs, shells, self.recorder, self.constructs)
+        call = FunctionCall(func, args, kwargs, shells, self.recorder, self.constructs)
         self.operations.depth += 1
         try:
             out = call.run()
@@ -217,11 +217,11 @@ def resting() -> Iterator[None]:
             session.go_on()
 
 
-def outside_recording(function: Callable[Given, Result]) -> Callable[Given, Result]:
+def outside_recording(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """A function that `Init` does not see. If it fails, models are what they were."""
 
     @wraps(function)
-    def outside(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+    def outside(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         before, here.undo = here.undo, []
         try:
             with resting():

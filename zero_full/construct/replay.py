@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from zero_full.construct.generators import CPU, Draw, Stream, as_torchs_generator
+from zero_full.construct.generators import CPU, Draw, RandomStream, as_torchs_generator
 from zero_full.shard.checksum import checksum
 from zero_full.trees import Leaf, leaves, mapped
 
@@ -51,7 +51,7 @@ class Held(Leaf):
 
 @dataclass(frozen=True, eq=False)
 class Op:
-    """A recorded operation. In its arguments, tensors are `Ref` or `Held`, generators are `Stream`."""
+    """A recorded operation. In its arguments, tensors are `Ref` or `Held`, generators are `RandomStream`."""
 
     func: Any
     args: Any
@@ -147,7 +147,7 @@ class Player:
 
     def __init__(
         self,
-        streams: Iterable[Stream],
+        streams: Iterable[RandomStream],
         deliver: Callable[[Tensor, Tensor], None],
         wanted: Wanted,
         known: Mapping[int, Tensor],
@@ -156,8 +156,8 @@ class Player:
         self.deliver, self.wanted, self.names = deliver, wanted, names
         self.real: dict[Value, torch.UntypedStorage] = {}
         self.absent: set[Value] = set()
-        self.generators: dict[Stream, Generator] = {}  # its own: others may use theirs meanwhile
-        self.places: dict[Stream, int | None] = {}  # the marks that they are at
+        self.generators: dict[RandomStream, Generator] = {}  # its own: others may use theirs meanwhile
+        self.places: dict[RandomStream, int | None] = {}  # the marks that they are at
         self.states = dict(known)  # by mark
         self.keeps_all = False  # states; otherwise those that are returned to
         for stream in streams:
@@ -183,7 +183,7 @@ class Player:
                 if value in self.wanted:
                     self._hand_out(value)
 
-    def state_at(self, stream: Stream, place: Tensor | int) -> Tensor:
+    def state_at(self, stream: RandomStream, place: Tensor | int) -> Tensor:
         """A generator's state there."""
         self._go_to(stream, place)
         return self.generators[stream].get_state()
@@ -222,7 +222,7 @@ class Player:
             self.states[draw.mark] = generator.get_state()
         return out
 
-    def _go_to(self, stream: Stream, place: Tensor | int) -> None:
+    def _go_to(self, stream: RandomStream, place: Tensor | int) -> None:
         if isinstance(place, Tensor):
             self.generators[stream].set_state(place)
             self.places[stream] = None
@@ -233,7 +233,7 @@ class Player:
     def _thaw(self, leaf: Any) -> Any:
         if isinstance(leaf, Ref):
             return self._tensor(leaf)
-        if isinstance(leaf, Stream):
+        if isinstance(leaf, RandomStream):
             return self.generators[leaf]
         return leaf.tensor if isinstance(leaf, Held) else leaf
 

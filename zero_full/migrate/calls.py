@@ -7,7 +7,7 @@ from typing import Any
 
 from zero_full.migrate.names import ARGUMENTS, ENGINE, FOREIGN, PARAMETER
 from zero_full.migrate.scopes import ROOT
-from zero_full.migrate.script import Finding, Rewrite
+from zero_full.migrate.script import Leftover, Rewrite
 
 POSITIONAL = 6  # arguments of initialize before the first one that is not here
 BY_NAME = {  # functions that take the name of a package
@@ -17,7 +17,7 @@ ASKS = {"hasattr", "getattr", "setattr", "delattr"}
 OPEN = object()  # a value that is known only when the script runs
 
 
-def look_at_calls(rewrite: Rewrite) -> Iterator[Finding]:
+def look_at_calls(rewrite: Rewrite) -> Iterator[Leftover]:
     """Everything that a change of names does not settle."""
     engines = set(_engines(rewrite))
     missing = missing_of_engines()
@@ -30,21 +30,21 @@ def look_at_calls(rewrite: Rewrite) -> Iterator[Finding]:
         elif isinstance(node, ast.Attribute):
             yield from _marks(node, [ast.Constant(node.attr)])
             if node.attr in missing and ast.unparse(node.value) in engines:
-                yield Finding(node.lineno, f"Engine has no {node.attr}. Instead: {missing[node.attr]}")
+                yield Leftover(node.lineno, f"Engine has no {node.attr}. Instead: {missing[node.attr]}")
         elif isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 if alias.name in FOREIGN and (node.module or "").split(".")[0] != ROOT:
                     told = f"{alias.name} makes {FOREIGN[alias.name]} run DeepSpeed itself"
-                    yield Finding(
+                    yield Leftover(
                         node.lineno, f"{told}. Instead: a loop of your own with zero_full.initialize"
                     )
 
 
-def _marks(node: ast.expr, names: Iterable[ast.expr]) -> Iterator[Finding]:
+def _marks(node: ast.expr, names: Iterable[ast.expr]) -> Iterator[Leftover]:
     for name in names:
         mark = name.value if isinstance(name, ast.Constant) else None
         if isinstance(mark, str) and mark in PARAMETER:
-            yield Finding(node.lineno, f"parameters have no {mark} here. Instead: {PARAMETER[mark]}")
+            yield Leftover(node.lineno, f"parameters have no {mark} here. Instead: {PARAMETER[mark]}")
 
 
 def configurations(rewrite: Rewrite) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -104,28 +104,28 @@ def missing_of_engines() -> dict[str, str]:
     return {name: text for name, text in missing.items() if not hasattr(engine.Engine, name)}
 
 
-def _arguments(call: ast.Call) -> Iterator[Finding]:
+def _arguments(call: ast.Call) -> Iterator[Leftover]:
     for keyword in call.keywords:
         if keyword.arg in ARGUMENTS:
             told = f"initialize has no argument {keyword.arg}. Instead: {ARGUMENTS[keyword.arg]}"
-            yield Finding(keyword.value.lineno, told)
+            yield Leftover(keyword.value.lineno, told)
     if len(call.args) > POSITIONAL:
-        yield Finding(
+        yield Leftover(
             call.lineno, "initialize has no distributed_port: pass what comes after lr_scheduler by name"
         )
 
 
-def _by_name(call: ast.Call) -> Iterator[Finding]:
+def _by_name(call: ast.Call) -> Iterator[Leftover]:
     name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
     for value in call.args if name in BY_NAME else ():
         text = value.value if isinstance(value, ast.Constant) else None
         if isinstance(text, str) and re.fullmatch(rf"{ROOT}(\.\w+)*", text):
-            yield Finding(
+            yield Leftover(
                 value.lineno, f'{name}("{text}") asks for DeepSpeed by its name. Instead: "zero_full"'
             )
     for keyword in call.keywords:
         if keyword.arg == ROOT and name.endswith("TrainingArguments"):
             told = f"{name}(deepspeed=...) makes transformers run DeepSpeed itself"
-            yield Finding(
+            yield Leftover(
                 keyword.value.lineno, f"{told}. Instead: a loop of your own with zero_full.initialize"
             )

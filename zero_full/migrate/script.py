@@ -15,7 +15,7 @@ OURS, COMM = "zero_full", MODULES["deepspeed.comm"]
 WIDTH = 110
 
 
-class Finding(NamedTuple):
+class Leftover(NamedTuple):
     """Something that is left to do by hand."""
 
     line: int
@@ -85,7 +85,7 @@ class Rewrite:
         self.text = Text(source)
         self.tree = ast.parse(source)
         self.scopes = Scopes(self.tree)
-        self.findings: set[Finding] = set()
+        self.findings: set[Leftover] = set()
         self.meant: dict[ast.expr, str] = {}  # names and attributes -> what they are here
         self.has_torch = "torch" in self.scopes.top.others
         self.made: set[tuple[int, Made]] = set()  # per block
@@ -105,7 +105,7 @@ class Rewrite:
     def miss(self, node: ast.stmt | ast.expr | ast.alias, path: str) -> None:
         """This name has no counterpart."""
         self.findings.add(
-            Finding(node.lineno, f"{path} has no counterpart here. Instead: {instead_of(path)}")
+            Leftover(node.lineno, f"{path} has no counterpart here. Instead: {instead_of(path)}")
         )
 
     # One name -----------------------------------------------------------------------------------
@@ -113,7 +113,9 @@ class Rewrite:
     def _binding(self, binding: Binding) -> list[Made | None]:
         """The imports that take the place of this one; None: it stays, because something still needs it."""
         if binding.alias.name == "*":
-            self.findings.add(Finding(binding.statement.lineno, "import the names that are used, one by one"))
+            self.findings.add(
+                Leftover(binding.statement.lineno, "import the names that are used, one by one")
+            )
             return [None]
         target = target_of(binding.path)
         if target is not None and not is_module(binding.path):
@@ -151,7 +153,7 @@ class Rewrite:
                 if self._is_written(use, count):
                     return target, count
                 self.findings.add(
-                    Finding(use.nodes[0].lineno, f"change {path} to {target} inside this string")
+                    Leftover(use.nodes[0].lineno, f"change {path} to {target} inside this string")
                 )
                 return None
         self.miss(use.nodes[0], ".".join([binding.path, *use.names]))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 
-from zero_full.optim.arguments import BELOW_1, LARGEST, as_call, flag, number
+from zero_full.optim.arguments import BELOW_1, LARGEST, as_call, finite_number, flag
 
 NUMBERS = ("gamma", "step_size", "T_max", "T_0")  # without a default, which would say it
 PER_GROUP = ("base_lr", "max_lr", "base_momentum", "max_momentum")  # numbers, or lists of them
@@ -44,7 +44,7 @@ def checked_schedule(kind: Any, params: Mapping[str, Any]) -> dict[str, Any]:
             listed = name in PER_GROUP and isinstance(value, list | tuple)
             is_beta = name.endswith("_momentum")
             for each in value if listed else [value]:
-                number(key, each, 0.0 if is_beta else -LARGEST, BELOW_1 if is_beta else LARGEST)
+                finite_number(key, each, 0.0 if is_beta else -LARGEST, BELOW_1 if is_beta else LARGEST)
     return checked
 
 

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from zero_full.comm.communicator import Communicator
 from zero_full.comm.ledger import Traffic
-from zero_full.comm.quantized import Nodes, QuantizedGather, TwoHopReduce
+from zero_full.comm.quantized import Gather, Nodes, QuantizedGather, TwoHopReduce
 from zero_full.comm.topology import Topology, new_group
 from zero_full.shard.settings import Settings
 
-Gather = Callable[[Tensor, str], None]  # fill in the others' slices
 Reduce = Callable[[Tensor, Tensor, float, str], None]  # to this rank's slice of the sum, divided
 Group = dist.ProcessGroup | None
 
