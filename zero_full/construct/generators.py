@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 log = logging.getLogger("zero_full")
 
 _torchs_generator = Lock()  # one for the process, as the generator is
-_stamps = count()
+_stamps = count()  # no two alike in a process, or one rank would take another's for its own
 
 
 class RandomStream:

@@ -180,7 +180,7 @@ class _Here(threading.local):
         self.undo: list[Callable[[], None]] = []  # what `initialize` has done to models
 
 
-here = _Here()
+here = _Here()  # torch calls our code without an argument of ours; each thread, so each rank, has its own
 
 
 def latest() -> Recorder | None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -133,17 +134,17 @@ def _check_names(mine: Mapping[str, Any], given: Mapping[str, Any], strict: bool
         )
 
 
-_guarded = True
+# For torch's own call of our hooks, which takes no argument from us. Each thread, so each rank, has its own.
+_is_guarded = ContextVar("_is_guarded", default=True)
 
 
 @contextmanager
 def _unguarded() -> Iterator[None]:
-    global _guarded
-    before, _guarded = _guarded, False
+    before = _is_guarded.set(False)
     try:
         yield
     finally:
-        _guarded = before
+        _is_guarded.reset(before)
 
 
 def guard(module: nn.Module) -> list[RemovableHandle]:
@@ -158,7 +159,7 @@ def guard(module: nn.Module) -> list[RemovableHandle]:
 
 def _refuse(call: str, module: nn.Module, *arguments: Any) -> None:
     released = [name for name, p in module.named_parameters(recurse=False) if is_released(p)]
-    if _guarded and released:
+    if _is_guarded.get() and released:
         raise RuntimeError(
             f"{call} of a {type(module).__name__} whose {', '.join(released)} is or are sharded: call "
             f"engine.{call.replace('state_dict', 'module_state_dict')} on every rank, or stay inside "

@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.weak import WeakIdKeyDictionary
 
-# Parameter -> weak reference to its optimizer: nobody is kept alive by being known here.
+# Parameter -> weak reference to its optimizer, for calls that have nothing but a parameter. Each belongs to
+# one rank, also where ranks are threads, and nobody is kept alive by being known here.
 _owners = WeakIdKeyDictionary()
 
 

@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-# Tensors that are inside `GatheredParameters` now -> what `construct` knows of them.
+# Tensors that are inside `GatheredParameters` now -> what `construct` knows of them, as they are ordinary
+# ones meanwhile. Each belongs to one rank, also where ranks are threads.
 opened = WeakIdKeyDictionary()
 
 
