@@ -61,7 +61,7 @@ class ParameterInWaiting(Tensor):
     """
 
     def is_parameter(self) -> bool:
-        """Whether it is one by now."""
+        """Whether it is a parameter by now."""
         raise NotImplementedError
 
     def become_parameter(self, kind: type[nn.Parameter]) -> None:
@@ -89,7 +89,7 @@ def arguments_of(operation: Any) -> list[Any]:
 
 
 def default_device_context(device: torch.device) -> Any:
-    """What `with device:` enters, so that its device can be changed meanwhile."""
+    """The context that `with device:` enters, as an object whose device can be changed meanwhile."""
     return DeviceContext(device)
 
 
@@ -198,18 +198,18 @@ def open_group(ranks: list[int], name: str, backend: str, timeout: timedelta | N
 
 
 def backend_of(group: Any, device: torch.device) -> str:
-    """What moves this device's tensors. `dist.get_backend` gives what the user has asked for, if anything."""
+    """The backend that moves this device's tensors; `dist.get_backend` tells only what was asked for."""
     return str(group._get_backend(device).name())
 
 
 def device_of(group: Any) -> torch.device:
-    """Where tensors must be that this group sends: on the CPU, if it can."""
+    """The device that tensors must be on to be sent by this group: the CPU, if that is possible."""
     kinds = {torch.device(kind) for kind in group._device_types}
     cpu = torch.device("cpu")
     return cpu if cpu in kinds or not kinds else kinds.pop()
 
 
 def timeout_of(group: Any) -> timedelta | None:
-    """How long a call on this group waits for a peer; None: its backend does not tell."""
+    """How long a call on this group waits for a peer; None if its backend does not tell."""
     options = getattr(group._get_backend(group._device_types[0]), "options", None)
     return getattr(options, "_timeout", None)

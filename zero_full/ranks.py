@@ -37,7 +37,7 @@ def groups_of(topology: Topology) -> list[dist.ProcessGroup]:
 
 
 def everyones(mine: Any, topology: Topology) -> dict[int, Any]:
-    """Everyone's object by global rank. Every rank must call this."""
+    """The objects of all ranks, by global rank. Every rank must call this."""
     known = {this_rank(): mine}
     for group in groups_of(topology):
         answers: list[Any] = [None] * group.size()
@@ -55,7 +55,7 @@ def everyones(mine: Any, topology: Topology) -> dict[int, Any]:
 
 
 class RollCall:
-    """Who has come to `initialize`, written into the store that started the process group."""
+    """Notes in the process group's store which ranks have come to `initialize`."""
 
     def __init__(self, topology: Topology) -> None:
         groups = groups_of(topology)
@@ -67,7 +67,7 @@ class RollCall:
             self.store.set(str(this_rank()), "")
 
     def wait(self, patience_s: float) -> None:
-        """Until all have come; DesyncError if one does not in time."""
+        """Wait until all ranks have come; DesyncError if one does not in time."""
         deadline = time.monotonic() + patience_s
         while absent := [rank for rank in self.ranks if not self.store.check([str(rank)])]:
             if time.monotonic() > deadline:
@@ -131,7 +131,7 @@ def _disagreement(known: Mapping[int, Facts]) -> str:
 
 
 def facts_of(config: Config, model: nn.Module, base: Optimizer | None) -> dict[str, dict[str, Any]]:
-    """What must be the same everywhere, in sections."""
+    """What must be the same on all ranks, in sections."""
     keys = (entry for entry in entries(config) if entry.remark is None and entry.key not in PRIVATE)
     return {
         "configuration": {entry.key: entry.value for entry in keys},

@@ -7,12 +7,12 @@ WIDE = 60  # characters of a value
 
 
 def listed(names: Sequence[str], most: int = SHOWN) -> str:
-    """The first names, and how many more there are."""
+    """The first names in a row, and how many more there are."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def ranks_listed(ranks: Sequence[int]) -> str:
-    """All of them."""
+    """All ranks in a row: "ranks 0, 2"."""
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 

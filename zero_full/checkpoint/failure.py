@@ -11,14 +11,14 @@ class CheckpointError(RuntimeError):
 
 
 class Attempt:
-    """What this rank does on its own between collectives. A failure waits until all ranks hear of it."""
+    """Runs what this rank does between collectives, and keeps its failure until all ranks can hear of it."""
 
     def __init__(self, optimizer: ZeroOptimizer) -> None:
         self.optimizer = optimizer
         self.error: Exception | None = None
 
     def __call__(self, act: Callable[[], None]) -> None:
-        """Do it, unless something has failed before."""
+        """Call `act`, unless something has failed before."""
         if self.error is None:
             try:
                 act()
@@ -36,7 +36,7 @@ class Attempt:
 
 
 def _reasons(failed: dict[int, str], ranks: int) -> str:
-    """What has failed; and where, if not everywhere alike."""
+    """The text of an error: what has failed, and on which ranks if not on all of them alike."""
     first: dict[str, int] = {}
     for rank, text in failed.items():
         first.setdefault(text, rank)

@@ -48,7 +48,7 @@ def entries(config: Strict, prefix: str = "") -> Iterator[Entry]:
 
 
 def inner_model(annotation: Any) -> type[Strict] | None:
-    """The model that a field of this type holds, if it holds one; `X | None` holds an X."""
+    """The model that a field of this type holds, or None; `X | None` holds an X."""
     for kind in (annotation, *get_args(annotation)):
         if isinstance(kind, type) and issubclass(kind, Strict):
             return kind
@@ -134,7 +134,7 @@ def explain(error: ErrorDetails, spelled: Mapping[str, str]) -> str:
 
 
 def unfilled(key: str, expectation: str) -> str:
-    """The error of a value that is left to Hugging Face."""
+    """The text of the error for a value that is left to Hugging Face."""
     return (
         f'{key}: "auto" is filled in by Hugging Face\'s Trainer alone; a value is needed here: {expectation}'
     )

@@ -2,7 +2,7 @@
 
 Names and defaults are DeepSpeed's, so that its JSON files work unchanged. A key without a remark is
 honoured. A remark stands beside the key and nowhere else (`remarks.py`), and what a value may be is said by
-its type (`flat.py`).
+its type (`values.py`).
 """
 
 import sys

@@ -47,14 +47,14 @@ FAITHFUL = "aten::_to_copy", "aten::clone"
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """Another rank has this value: the one that may change it in GatheredParameters(modifier_rank)."""
+    """The rank that has this value's newest version, because of GatheredParameters(modifier_rank)."""
 
     rank: int
     since: tuple[str, ...] = ()  # what every rank has done to it afterwards, by its own knowledge
 
 
 class Recording:
-    """What was recorded."""
+    """The recorded operations, and what is known of the tensors that they work on."""
 
     def __init__(self) -> None:
         self._ops: list[Op] = []
@@ -69,7 +69,7 @@ class Recording:
 
     @property
     def rng_state_before(self) -> Tensor:
-        """The state of torch's generator that replay starts from. May be set to another rank's."""
+        """The state of torch's generator that replay starts from. It may be set to another rank's."""
         return self.streams.main.before
 
     @rng_state_before.setter
@@ -154,7 +154,7 @@ class Recording:
             self.elsewhere |= dict.fromkeys(op.writes, since)
 
     def _refuse(self, name: str, given: Any, draws: bool) -> None:
-        """What can only be done in another order."""
+        """RuntimeError if this operation would have to run before something that initialize does."""
         if self.files and name not in FAITHFUL:
             self.refuse_if_from_file(name, filter(is_recorded, tensors_in(given)))
         if draws and not self.is_construction and self.streams.has_strayed(generator_in(given)):
@@ -166,7 +166,7 @@ class Recording:
             )
 
     def read_later(self, file: Any, modules: Iterable[nn.Module]) -> None:
-        """initialize will read parameters and buffers of these modules from a file."""
+        """Note that initialize will read the parameters and buffers of these modules from a file."""
         for module in modules:
             real: dict[str, Tensor] = {}
             for name, tensor in saved_in(module):
@@ -178,15 +178,15 @@ class Recording:
             self.beside_files[module] = real
 
     def newest_of(self, tensor: Tensor) -> Elsewhere | None:
-        """Who has newer values, if somebody has."""
+        """Which other rank has newer values of this tensor, or None."""
         return self.elsewhere.get(self.value_of(tensor))
 
     def file_of(self, tensor: Tensor) -> Any:
-        """Where initialize will read it; None: nowhere."""
+        """The file from which initialize will read this tensor, or None."""
         return self.files.get(self.value_of(tensor))
 
     def refuse_if_from_file(self, what: str, tensors: Iterable[Tensor]) -> None:
-        """Before initialize has read it, nobody can do anything with it."""
+        """RuntimeError if initialize has yet to read one of these tensors from a file."""
         values = [self.value_of(tensor) for tensor in tensors] if self.files else []
         fixed = [value for value in values if value in self.files]
         if fixed:
@@ -198,7 +198,7 @@ class Recording:
     # Tensors and their values --------------------------------------------------------------------
 
     def value_of(self, tensor: Tensor) -> Value:
-        """What a tensor's storage holds."""
+        """The value that a tensor's storage holds now."""
         value = self._values.get(id(tensor.untyped_storage()))
         if value is None:
             names = self.names.where(lambda twin: twin is tensor)
@@ -211,7 +211,7 @@ class Recording:
         return tensor.numel() > 0 and self.value_of(tensor) not in self._written
 
     def name_of(self, tensor: Tensor) -> str:
-        """What it is called, for an error's text."""
+        """The tensor's name for the text of an error."""
         value = self._values.get(id(tensor.untyped_storage()))
         return self.names_of([] if value is None else [value])
 
@@ -258,7 +258,7 @@ class Recording:
         return isinstance(leaf, Tensor) and id(leaf.untyped_storage()) not in self._values
 
     def _born(self, leaf: Any) -> Ref | None:
-        """A reference to an operation's result if its storage is new."""
+        """A reference to an operation's result if its storage is new; else None."""
         if not self._is_new(leaf):
             return None
         self._values[id(leaf.untyped_storage())] = Value(leaf.untyped_storage())
@@ -266,7 +266,7 @@ class Recording:
 
 
 def saved_in(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """What a module itself has in its state dict."""
+    """The names and tensors that a module itself, without its children, has in its state dict."""
     yield from module.named_parameters(recurse=False, remove_duplicate=False)
     for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
         if is_saved(module, name):
@@ -274,7 +274,7 @@ def saved_in(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def is_recorded(leaf: Any) -> bool:
-    """Whether this is a tensor without values."""
+    """Whether this is a tensor on the meta device, which has no values."""
     return isinstance(leaf, Tensor) and leaf.device == META
 
 
@@ -302,13 +302,13 @@ def _written_arguments(func: Any) -> list[tuple[int, str]]:
 
 
 def generator_in(args: Any) -> Generator:
-    """The one that an operation was given, or torch's."""
+    """The generator that an operation was given, or else torch's own."""
     given = [leaf for leaf in leaves(args) if isinstance(leaf, Generator)]
     return given[0] if given else torch.default_generator
 
 
 def _targets(func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> dict[int, bool]:
-    """The tensors that an operation changes, by identity; True: without reading them."""
+    """The tensors that an operation changes, by identity, and whether it does so without reading them."""
     if not _written_arguments(func):
         return {}
     overwrites = func.name().removeprefix("aten::").split(".")[0] in BLIND.split()

@@ -63,7 +63,7 @@ def _check(records: dict[Tensor, Record], rank: int | None) -> None:
 
 
 def _open(keeper: Keeper, closed: dict[Tensor, Record]) -> None:
-    """Make values and show them."""
+    """Replay the values of these tensors and put them in."""
     behind = {id(record.twin): tensor for tensor, record in closed.items()}
     recording, twins = keeper.recording, [record.twin for record in closed.values()]
     recording.refuse_if_from_file("GatheredParameters", twins)
@@ -88,7 +88,7 @@ def _show(tensor: Tensor, real: Tensor) -> None:
 
 
 def _borrow(real: Tensor, rank: int) -> None:
-    """From the rank that has the newest values. Nobody has said yet who shares what: all ranks take part."""
+    """Take this rank's values, which are the newest. All ranks take part: groups are not known yet."""
     place = device_of(dist.group.WORLD)
     sent = real.to(place).contiguous()
     if sent.numel():
@@ -97,7 +97,7 @@ def _borrow(real: Tensor, rank: int) -> None:
 
 
 def _print(tensor: Tensor) -> Any:
-    """Differs after a change: a version, and a sum for what goes round that."""
+    """What differs after any change: torch's count of writes, and a checksum for writes that it misses."""
     return version_of(tensor), tensor.dtype, tuple(tensor.shape), checksum(tensor)
 
 

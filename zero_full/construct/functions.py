@@ -45,12 +45,12 @@ class FunctionCall:
     constructs: bool  # as opposed to a later edit
 
     def run(self) -> Any:
-        """As torch would."""
+        """Call the function, or what stands in for it here."""
         special = (SPECIAL if self.shells else FROM_DATA).get(self.func)
         return special(self) if special else self.func(*self.args, **self.kwargs)
 
     def dressed(self, out: Any) -> Any:
-        """Recorded tensors instead of their twins. (torch functions are disabled.)"""
+        """The result with recorded tensors instead of their twins. (torch functions are disabled.)"""
         if self.func in RESHAPING:
             for shell in self.shells.values():
                 show_twin(shell)
@@ -117,7 +117,7 @@ def _do_with_both(call: FunctionCall) -> Any:
 
 
 def _detach(call: FunctionCall) -> Any:
-    """Nothing to write down. (Every parameter is made by this.)"""
+    """Detach without recording it: every parameter is made by this."""
     return instance_of(Tensor, call.args[0])
 
 
@@ -127,7 +127,7 @@ def _index(call: FunctionCall) -> Any:
 
 
 def _real_index(index: Any) -> Any:
-    """The same index, where a list's or an array's numbers are not forgotten."""
+    """The same index with lists and arrays as real tensors, so that their numbers are kept."""
     if isinstance(index, tuple):
         return tuple(_real_index(part) for part in index)
     is_numbers = isinstance(index, list) or (hasattr(index, "__array__") and not isinstance(index, Tensor))
@@ -208,12 +208,12 @@ def _stay(call: FunctionCall) -> Any:
 
 
 def _named(rest: list[Any]) -> dict[str, Any]:
-    """What can follow in `to(dtype, non_blocking, copy)`."""
+    """The arguments that can follow the first in `to(dtype, non_blocking, copy)`, by name."""
     return {"copy": rest[1]} if rest[1:] else {}
 
 
 def _type(call: FunctionCall) -> Any:
-    """Of the twin, torch would say torch.meta.FloatTensor."""
+    """`tensor.type()` of the shell: of the twin, torch would say torch.meta.FloatTensor."""
     if len(call.args) > 1 or call.kwargs:
         return call.func(*call.args, **call.kwargs)
     with without_functions():

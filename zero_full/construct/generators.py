@@ -65,7 +65,7 @@ class RandomStream:
         return self.generator.initial_seed() in self.marks
 
     def place(self) -> Tensor | int:
-        """What its next numbers follow: a draw's mark, or a state that it was set to since."""
+        """What the generator's next numbers follow: a draw's mark, or a state that it was set to since."""
         seed = self.generator.initial_seed()
         if seed not in self.marks:
             return self.generator.get_state()
@@ -74,7 +74,7 @@ class RandomStream:
         return seed
 
     def start_from(self, state: Tensor) -> None:
-        """At replay, draw what a generator in this state would."""
+        """Make replay begin from this state."""
         self.is_own = self.is_own and torch.equal(state, self.before)
         self.before = state
 
@@ -120,7 +120,7 @@ class RandomStream:
         self.left, self.resume_at = self.generator.get_state(), None
 
     def _numbers(self) -> bytes:
-        """The same for generators that give the same numbers."""
+        """A digest that is the same for generators that give the same numbers."""
         state = self.generator.get_state()
         return digest(with_initial_seed(state, 0) if self.generator.device == CPU else state)
 
@@ -155,11 +155,11 @@ class RandomStreams:
         return self._all[id(generator)]
 
     def has_marked(self, generator: Generator) -> bool:
-        """Whether it cannot give real numbers, because those before are only recorded."""
+        """Whether the generator cannot give real numbers, because those before are only recorded."""
         return id(generator) in self._all and self._all[id(generator)].at_mark()
 
     def has_strayed(self, generator: Generator) -> bool:
-        """Whether somebody has drawn from it who has missed numbers that are only recorded."""
+        """Whether somebody has drawn from the generator and missed numbers that are only recorded."""
         return id(generator) in self._all and self._all[id(generator)].has_strayed
 
     def draw(self, generator: Generator) -> Draw:
@@ -173,13 +173,13 @@ class RandomStreams:
             return {stream: mark for stream in self if (mark := stream.look()) is not None}
 
     def settle(self, known: Mapping[RandomStream, tuple[int, Tensor]]) -> None:
-        """Generators show their real states, of which these are known, by mark."""
+        """Bring generators to their real states, where these marks and states are known."""
         with alone_with_torchs_generator():
             for stream in self:
                 stream.settle(*known.get(stream, (None, stream.before)))
 
     def pause(self) -> None:
-        """Leave no marks."""
+        """Leave no mark in any generator."""
         for stream in self:
             stream.pause()
 
@@ -191,7 +191,7 @@ class RandomStreams:
 
 @contextmanager
 def alone_with_torchs_generator() -> Iterator[None]:
-    """Hold torch's generator against other ranks that are threads of this process."""
+    """Inside, no other rank that is a thread of this process can use torch's generator."""
     if not _torchs_generator.acquire(timeout=PATIENCE):
         raise RuntimeError(f"another thread has been constructing its model for {PATIENCE} s")
     try:
@@ -202,7 +202,7 @@ def alone_with_torchs_generator() -> Iterator[None]:
 
 @contextmanager
 def as_torchs_generator(generator: Generator) -> Iterator[None]:
-    """For operations that take no generator."""
+    """Inside, torch's generator is in this one's state: for operations that take no generator."""
     with alone_with_torchs_generator():
         kept = torch.get_rng_state()
         torch.set_rng_state(generator.get_state())

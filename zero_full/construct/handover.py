@@ -55,7 +55,7 @@ class Deferred:
             reveal(tensor, nothing(tensor.dtype, device).expand(tensor.shape))
 
     def _recorders(self) -> list[Recorder]:
-        """Who recorded any of it; or random numbers for it, though it has got other tensors since."""
+        """The recorders of any part of the model, or of random numbers for a part that was replaced since."""
         records = (*self.records.values(), *self.attributes.values())
         found = dict.fromkeys(cast(Recorder, record.keeper) for record in records)
         last = latest()
@@ -68,7 +68,7 @@ class Deferred:
             conceal(self.named[name], record)
 
     def refuse_strangers(self, groups: Iterable[dict[str, Any]]) -> None:
-        """What an optimizer has and the model has not."""
+        """ValueError if an optimizer has recorded parameters that the model has not."""
         for param in (p for group in groups for p in group["params"]):
             if isinstance(param, Recorded):
                 raise ValueError(
@@ -102,7 +102,7 @@ class Deferred:
         self._deliver(list(self.named), deliver, to_the_end=True)
 
     def share(self, put: Put) -> None:
-        """Where ranks have other values than the one whose values count. Every rank must call this."""
+        """Send values that count to ranks that have others. Every rank must call this."""
         for speaker, names in self.everyone.who_speaks(Told(self.digests, self._elsewhere())).items():
             self._hear(speaker, names, put)
         for recorder in self.recorders:
@@ -117,7 +117,7 @@ class Deferred:
         _play(self.recorders, records, deliver, to_the_end, remember)
 
     def _hear(self, speaker: int, names: list[str], put: Put) -> None:
-        """Values from there, in the order in which they are made there."""
+        """Take the speaker's values, in the order in which the speaker makes them."""
         everyone, device = self.everyone, self.device
         number = torch.empty(1, dtype=torch.int64, device=device)
 
@@ -208,7 +208,7 @@ def _extents(named: Mapping[str, Tensor]) -> Iterator[Extent]:
 
 
 def _files(model: nn.Module, named: Mapping[str, Tensor]) -> list[Any]:
-    """What `Init(weights=...)` was given."""
+    """The files that `Init(weights=...)` was given for this model; ValueError if they would undo a change."""
     files: dict[Any, None] = {}
     covered: dict[nn.Module, dict[str, Tensor]] = {}
     for tensor in named.values():

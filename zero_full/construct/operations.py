@@ -64,7 +64,7 @@ def _is_made_anew(
 
 
 def _on_meta(recording: Recording, func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operation for its shapes."""
+    """Run an operation on the meta device, for the shapes of its results."""
     given = args, kwargs
     if any(tensor.device != META for tensor, _ in written(func, args, kwargs)):
         raise no_values(recording, f"{func} into a tensor of device='cpu'", given)
@@ -82,7 +82,7 @@ def _on_meta(recording: Recording, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def no_values(recording: Recording, what: str, given: Any) -> NoValuesError:
-    """What this wants to read is only recorded."""
+    """The error for an operation that would read values that are only recorded."""
     names = recording.names_of(map(recording.value_of, filter(is_recorded, tensors_in(given))))
     return NoValuesError(
         f"{what} needs values of {names}, as .item() and `if tensor` do, and before zero_full.initialize "

@@ -79,7 +79,7 @@ class NoValuesError(RuntimeError):
 
 
 class Keeper(Protocol):
-    """Who records what is done to a tensor."""
+    """What records the operations on a tensor."""
 
     recording: Any
 
@@ -109,7 +109,7 @@ class Record:
 
     @property
     def name(self) -> str:
-        """For an error's text."""
+        """The tensor's name for the text of an error."""
         return self.keeper.name_of(self.twin)
 
     def gathered(self, tensors: Sequence[Tensor], rank: int | None) -> AbstractContextManager[None]:
@@ -173,12 +173,12 @@ class Recorded(ParameterInWaiting):
 
 @cache
 def _recorded_kind(kind: type[Parameter] | None) -> type[Recorded]:
-    """A plain `Parameter` need not be one by its class: torch asks for `_is_param`."""
+    """The class of a recorded parameter of this kind. A plain one needs none: torch asks for a flag."""
     return Recorded if kind in (None, Parameter) else cast(Any, type)(kind.__name__, (Recorded, kind), {})
 
 
 def refuse(tensor: Recorded, what: str) -> NoReturn:
-    """There are no values for this."""
+    """Raise NoValuesError: `what` needs the tensor's values."""
     raise NoValuesError(
         f"{what} needs values of {tensor._record.name}, which come in zero_full.initialize: do it then, or "
         "inside zero_full.GatheredParameters"
@@ -196,7 +196,7 @@ def has_values(tensor: Tensor) -> bool:
 
 
 def twin_of(tensor: Any) -> Tensor | None:
-    """Behind a recorded tensor, also while it is open; None for another."""
+    """The twin of a recorded tensor, also inside GatheredParameters; None for another tensor."""
     record = record_of(tensor) if isinstance(tensor, Tensor) else None
     return None if record is None else cast(Tensor, record.twin)
 
@@ -230,14 +230,14 @@ def shell_of(keeper: Keeper, twin: Tensor) -> Recorded:
 
 
 def show_twin(tensor: Recorded) -> None:
-    """The twin has another shape or type now."""
+    """Give the shell its twin's shape and type, which may have changed."""
     twin = tensor._record.twin
     if tensor.shape != twin.shape or tensor.dtype != twin.dtype:
         tensor.data = _shown(twin.dtype, twin.shape)
 
 
 def reveal(tensor: Recorded, real: Tensor) -> Record:
-    """It has values and is an ordinary tensor or parameter. Returns what it was."""
+    """Give a recorded tensor its values: from now on it is an ordinary one. Returns its record."""
     behind = tensor._record
     with without_functions():
         tensor.data = real
@@ -247,7 +247,7 @@ def reveal(tensor: Recorded, real: Tensor) -> Record:
 
 
 def conceal(tensor: Tensor, behind: Record) -> None:
-    """It is recorded (again)."""
+    """Make a tensor a recorded one again."""
     with without_functions():
         tensor.data = _shown(behind.twin.dtype, behind.twin.shape)
     _become(tensor, _recorded_kind(behind.kind))
@@ -255,5 +255,5 @@ def conceal(tensor: Tensor, behind: Record) -> None:
 
 
 def _become(tensor: Tensor, kind: type[Tensor]) -> None:
-    """As torch does it when a lazy parameter gets a shape."""
+    """Change the tensor's class, as torch does when a lazy parameter gets a shape."""
     cast(Any, tensor).__class__ = kind

@@ -41,7 +41,7 @@ class Held(Leaf):
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Held":
-        """What it is now. Another tensor, so that it stays when the first one is given other data."""
+        """Hold this tensor's memory, also if the tensor is given other data later."""
         return cls(tensor.detach(), checksum(tensor))
 
     def has_changed(self) -> bool:
@@ -77,7 +77,7 @@ Wanted = Mapping[Value, list[Tensor]]
 def needed(
     ops: Iterable[Op], wanted: Iterable[Value], ends: Iterable[int], known: Container[int]
 ) -> list[Op]:
-    """What makes a part of what is wanted or read, and draws that those or the `ends` follow.
+    """The operations that make what is wanted, what those read, and the draws that they or the `ends` follow.
 
     A draw's numbers follow the draw before, unless the generator's state there is known.
     """
@@ -93,7 +93,7 @@ def needed(
 
 
 def schedule(ops: list[Op], wanted: Wanted) -> list[Op]:
-    """Draws in their order. After each, all that completes the wanted values which waited for no other."""
+    """The order to run them in: draws as recorded, and after each what completes values that waited."""
     after = _dependencies(ops)
     makers: dict[Value, list[Op]] = {value: [] for value in wanted}
     draws = [op for op in ops if op.draw]
@@ -112,7 +112,7 @@ def schedule(ops: list[Op], wanted: Wanted) -> list[Op]:
 
 
 def _dependencies(ops: list[Op]) -> dict[Op, list[Op]]:
-    """What must run before each operation: who wrote what it touches, and who still reads what it writes."""
+    """For each operation those that must run before: that wrote what it touches, or read what it writes."""
     writer: dict[Value, Op] = {}
     readers: dict[Value, list[Op]] = defaultdict(list)
     after: dict[Op, list[Op]] = {}
@@ -167,7 +167,7 @@ class Player:
             self.states[stream.first] = stream.before
 
     def play(self, ops: list[Op]) -> None:
-        """Run all; deliver each wanted value after its last use."""
+        """Run all operations; deliver each wanted value after its last use."""
         uses = Counter(value for op in ops for value in op.touches)
         for value in self.wanted:
             if value not in uses:  # never written: delivered as empty as it was made
@@ -184,7 +184,7 @@ class Player:
                     self._hand_out(value)
 
     def state_at(self, stream: RandomStream, place: Tensor | int) -> Tensor:
-        """A generator's state there."""
+        """The generator's state at this mark."""
         self._go_to(stream, place)
         return self.generators[stream].get_state()
 

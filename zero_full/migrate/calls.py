@@ -18,7 +18,7 @@ OPEN = object()  # a value that is known only when the script runs
 
 
 def look_at_calls(rewrite: Rewrite) -> Iterator[Leftover]:
-    """Everything that a change of names does not settle."""
+    """What a change of names does not settle, with its line."""
     engines = set(_engines(rewrite))
     missing = missing_of_engines()
     for node in ast.walk(rewrite.tree):
@@ -48,7 +48,7 @@ def _marks(node: ast.expr, names: Iterable[ast.expr]) -> Iterator[Leftover]:
 
 
 def configurations(rewrite: Rewrite) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Those that stand in the script, with their lines; values that are computed are left out."""
+    """The configurations that stand in the script, with their lines; computed values are left out."""
     assigned: dict[str, list[ast.expr]] = {}
     for node in ast.walk(rewrite.tree):
         for target in node.targets if isinstance(node, ast.Assign) else ():
@@ -79,7 +79,7 @@ def _literal(node: ast.expr) -> Any:
 
 
 def _engines(rewrite: Rewrite) -> Iterator[str]:
-    """How the script calls what `initialize` returns first."""
+    """The names that the script gives to engines, which `initialize` returns first."""
     for node in ast.walk(rewrite.tree):
         if not isinstance(node, ast.Assign):
             continue

@@ -79,7 +79,7 @@ def _script(path: Path, write: bool, world: int | None) -> int:
 
 
 def _read(path: Path) -> tuple[str, str]:
-    """The text with its line ends as they are, and its encoding."""
+    """The file's text, with line ends as they are, and its encoding."""
     try:
         with path.open("rb") as file:
             encoding, _ = tokenize.detect_encoding(file.readline)
@@ -89,7 +89,7 @@ def _read(path: Path) -> tuple[str, str]:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """All of it or nothing; whoever may run the script still may."""
+    """Write all of the file or nothing. Its permissions stay."""
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with os.fdopen(os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
@@ -150,7 +150,7 @@ def implied_world(config: Any) -> int:
 
 
 def _count(config: Mapping[str, Any], key: str) -> int:
-    """0 if it is not given, or nonsense."""
+    """The number under this key; 0 if there is none, or no sensible one."""
     value = config.get(key)
     return value if isinstance(value, int) and 0 < value < 10**6 else 0
 

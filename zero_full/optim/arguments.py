@@ -76,14 +76,14 @@ def _checked(key: str, name: str, default: Any, value: Any) -> Any:
 
 
 def flag(key: str, value: Any) -> bool:
-    """True or false, also as 1 or 0."""
+    """The value as a boolean, which may also be 1 or 0; else ValueError."""
     if isinstance(value, bool) or (isinstance(value, int) and value in (0, 1)):
         return bool(value)
     raise ValueError(f"{key} must be true or false, not {shown(value)}")
 
 
 def finite_number(key: str, value: Any, least: float = 0.0, most: float = LARGEST) -> Any:
-    """The number as torch takes it, which may be a tensor of one element; never inf or NaN."""
+    """The number, also a tensor of one element; ValueError if it is out of bounds, inf or NaN."""
     is_tensor = isinstance(value, Tensor) and value.numel() == 1
     is_number = is_tensor or (isinstance(value, Real) and not isinstance(value, bool))
     if is_number and least <= value <= most:
@@ -97,7 +97,7 @@ def finite_number(key: str, value: Any, least: float = 0.0, most: float = LARGES
 def finite_numbers(
     key: str, value: Any, count: int, least: float = 0.0, most: float = LARGEST
 ) -> tuple[Any, ...]:
-    """So many of them, as a tuple."""
+    """A list of `count` such numbers, as a tuple; else ValueError."""
     listed = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else []
     if len(listed) != count:
         raise ValueError(f"{key} must be a list of {count} numbers, not {shown(value)}")
@@ -105,13 +105,13 @@ def finite_numbers(
 
 
 def pair_of_betas(key: str, value: Any) -> tuple[Any, ...]:
-    """Two weights of averages; torch asks for floats."""
+    """Two weights of averages, as floats, which torch asks for; else ValueError."""
     pair = finite_numbers(key, value, 2, most=BELOW_1)
     return tuple(beta if isinstance(beta, Tensor) else float(beta) for beta in pair)
 
 
 def at_least(key: str, value: Any, least: int) -> int:
-    """A JSON file may say 1e3, which is a float and still a whole number."""
+    """The value as an integer of at least `least`, also given as 1e3; else ValueError."""
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     if not is_number or value != value // 1 or value < least:
         raise ValueError(f"{key} must be a whole number of at least {least}, not {shown(value)}")
@@ -121,5 +121,5 @@ def at_least(key: str, value: Any, least: int) -> int:
 
 
 def as_call(function: str, params: Mapping[str, Any]) -> str:
-    """As it would be written: `Adam(lr=1)`."""
+    """The call as it would be written: `Adam(lr=1)`."""
     return f"{function}({', '.join(f'{name}={shown(value)}' for name, value in params.items())})"

@@ -94,7 +94,7 @@ class Schedule:
         self._write()
 
     def state_dict(self) -> dict[str, int]:
-        """What to save: how far the schedule is. Its shape is the configuration's."""
+        """How far the schedule is. Its shape is not saved: the configuration has it."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -123,7 +123,7 @@ class Schedule:
 
 
 class LRRangeTest(Schedule):
-    """The learning rate grows for ever, to see where training breaks."""
+    """A learning rate that grows for ever, to see where training breaks."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class LRRangeTest(Schedule):
         super().__init__(optimizer, last_batch_iteration)
 
     def lr_at(self, it: int) -> list[float]:
-        """The lower end times a factor that grows."""
+        """The lower end of each group times a factor that grows."""
         gain = range_test_gain(it, self.size, self.rate, self.staircase)
         return [low * gain for low in self.min_lrs]
 
@@ -193,7 +193,7 @@ class WarmupDecayLR(WarmupLR):
         )
 
     def gain(self, it: int) -> float:
-        """Up, then down."""
+        """Up to 1, then down to 0."""
         if it < self.warmup_steps:
             return super().gain(it)
         return linear_decay(it, self.warmup_steps, self.total_steps)

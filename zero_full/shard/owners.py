@@ -14,7 +14,7 @@ _owners = WeakIdKeyDictionary()
 
 
 def refuse_owned(named: Iterable[tuple[str, Parameter]]) -> None:
-    """Parameters can be moved into one set of buckets at a time."""
+    """ValueError if one of these parameters belongs to an optimizer already."""
     for name, param in named:
         if owner_of(param) is not None:
             raise ValueError(
@@ -24,18 +24,18 @@ def refuse_owned(named: Iterable[tuple[str, Parameter]]) -> None:
 
 
 def register(optimizer: Any, params: Iterable[Parameter]) -> None:
-    """Remember whose these parameters are."""
+    """Note that these parameters belong to this optimizer."""
     for param in params:
         _owners[param] = weakref.ref(optimizer)
 
 
 def unregister(params: Iterable[Parameter]) -> None:
-    """These parameters are nobody's again."""
+    """Note that these parameters belong to no optimizer any more."""
     for param in params:
         _owners.pop(param, None)
 
 
 def owner_of(param: Tensor) -> Any:
-    """The optimizer, or None."""
+    """The optimizer that the parameter belongs to, or None."""
     reference = _owners.get(param)
     return None if reference is None else reference()

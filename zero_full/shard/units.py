@@ -28,7 +28,7 @@ Wrap = Callable[[str, nn.Module], bool]
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """A module before whose forward these parameters are gathered."""
+    """Parameters that are gathered together, before this module's forward."""
 
     name: str  # the module's, "" for the model
     module: nn.Module
@@ -118,5 +118,5 @@ def _site_of_each(model: nn.Module, sites: Container[nn.Module]) -> dict[Paramet
 
 
 def _common(paths: Sequence[Sequence[str]]) -> list[str]:
-    """What all of them begin with."""
+    """The names that all paths begin with."""
     return [names[0] for names in takewhile(lambda names: len(set(names)) == 1, zip(*paths, strict=False))]

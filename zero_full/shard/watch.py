@@ -75,19 +75,19 @@ class ModelWatch:
 
 
 class ParameterWrites:
-    """What is written to parameters that are always whole, as far as torch counts it."""
+    """Notices writes to parameters that are always whole, as far as torch counts them."""
 
     def __init__(self, members: Iterable[Member]) -> None:
         self.members = list(members)
         self.forget()
 
     def forget(self) -> None:
-        """Whatever was written is known."""
+        """Note that all writes until now are known."""
         self.versions = [version_of(member.param) for member in self.members]
         self.moved: set[Member] = set()  # that were given other memory
 
     def digest(self) -> str:
-        """Of the values that parameters were given since `forget`, or the last call; "" of none."""
+        """A digest of the values written since `forget` or the last call; "" if there are none."""
         before, moved = self.versions, self.moved
         self.forget()
         pairs = zip(self.members, before, self.versions, strict=True)
