@@ -18,7 +18,7 @@ from zero_full.trees import mapped
 
 
 class ModelCalls:
-    """Hooks on the model. Without a reason to be there, there are none."""
+    """The hooks around every call of the model; none, if none of the three things is wanted."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class ModelCalls:
         return mapped(self._gated, output) if self.gates and torch.is_grad_enabled() else None
 
     def remove(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for hook in self.hooks:
             hook.remove()
 
@@ -69,7 +69,7 @@ class ModelCalls:
 
 
 def watch_loss(backward: BackwardPass, output: Any) -> Any:
-    """Tell the backward pass of an output that is a loss, when autograd reaches it."""
+    """Register a hook that tells `backward` when autograd reaches this output, if it is a loss."""
     if isinstance(output, Tensor) and output.requires_grad and output.dim() == 0:
         loss = output.detach()
         output.register_hook(lambda grad: backward.reach(loss))

@@ -30,9 +30,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from zero_full._compat import identity_of
+from zero_full._compat import FakeTensorMode, identity_of
 from zero_full.comm.shared import WINDOW
 from zero_full.comm.topology import marked_as_expert
 from zero_full.config import Config, Resolved, resolve

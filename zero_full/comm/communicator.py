@@ -22,7 +22,7 @@ class CommunicationError(RuntimeError):
 
 
 def choose_transport(group: dist.ProcessGroup, device: torch.device, shared_memory: bool = True) -> Transport:
-    """The fastest that works for this group: see `transport.py`."""
+    """The fastest transport that works for this group; see `transport.py`."""
     if device.type != "cpu" or backend_of(group, device) != "gloo":
         return Native(group)
     return share_memory(group, shared_memory) or Exchange(group)
@@ -76,7 +76,7 @@ class Communicator:
         self._call("reduce_scatter", what, whole, sent, lambda: transport.reduce_scatter(whole, out, divisor))
 
     def all_gather(self, whole: Tensor, what: str) -> None:
-        """Fill in the others' slices."""
+        """Fill in the slices of the other ranks."""
         if self.transport is None:
             return
         transport = self.transport
@@ -84,7 +84,7 @@ class Communicator:
         self._call("all_gather", what, whole, sent, lambda: transport.all_gather(whole))
 
     def all_reduce(self, whole: Tensor, divisor: float, what: str) -> None:
-        """The sum of everyone's over `divisor`, in place; sizes are multiples of the group's size."""
+        """Make `whole` the sum over all ranks, divided. Its size must be a multiple of the group's."""
         if self.transport is None:
             _copy_over(whole, whole, divisor)
             return
@@ -93,7 +93,7 @@ class Communicator:
         self._call("all_reduce", what, whole, sent, lambda: transport.all_reduce(whole, divisor))
 
     def all_to_all(self, sent: Tensor, received: Tensor, what: str) -> None:
-        """Rank r gets the r-th part of `sent`; the r-th part of `received` is what it had for this rank."""
+        """Send the r-th part of `sent` to rank r, and receive rank r's into the r-th part of `received`."""
         if self.group is None:
             received.copy_(sent)
             return
@@ -103,20 +103,20 @@ class Communicator:
         )
 
     def sum_numbers(self, numbers: Tensor, what: str) -> Tensor:
-        """A few numbers, summed over the ranks. (Not counted as traffic.)"""
+        """Sum a few numbers over the ranks, in place, and return them. They do not count as traffic."""
         transport = self.transport
         if transport is not None:
             self._call("sum", what, numbers, 0, lambda: transport.sum_numbers(numbers))
         return numbers
 
     def broadcast(self, tensor: Tensor, what: str) -> None:
-        """The first rank's values become everyone's."""
+        """Give all ranks the first rank's values."""
         if self.group is not None:
             first = self.ranks[0]
             self._call("broadcast", what, tensor, 0, lambda: dist.broadcast(tensor, first, self.group))
 
     def gather_objects(self, mine: Any, what: str) -> list[Any]:
-        """Everyone's small Python object, by rank. Slow: for error reports and set-up."""
+        """The small Python objects of all ranks, by rank. It is slow: for error reports and set-up."""
         answers = [mine] * self.size
         if self.group is not None:
             self._call(
@@ -129,7 +129,7 @@ class Communicator:
         return answers
 
     def close(self) -> None:
-        """Let go of the process group, with its connections. What is called later is an error."""
+        """Let go of the process group and its connections. A later collective raises CommunicationError."""
         if self.group is not None:
             self.closed, self.group, self.transport = True, NOBODY, NOBODY
 

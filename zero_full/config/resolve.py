@@ -41,7 +41,7 @@ class Resolved:
 
 
 def _given(config: object) -> tuple[Mapping[str, Any], str]:
-    """What the user gave as a mapping, and what to call it."""
+    """What the user gave, as a mapping, and its name for messages."""
     name = "the configuration"
     if isinstance(config, Config):
         return config.model_dump(exclude_unset=True), name
@@ -142,7 +142,7 @@ def _neighbours(train: int, unit: int) -> str:
 
 
 def _clashes(config: Config, world_size: int) -> Iterator[str]:
-    """Values that are fine by themselves and cannot be had together, or not inside this optimizer."""
+    """A line for each value that is fine by itself and cannot be had beside another one."""
     if config.fp16.enabled and config.bf16.enabled:
         yield "fp16.enabled and bf16.enabled: only one of them can be true"
     if config.bf16.bf16_optimizer_states and not config.bf16.bf16_master_weights_and_grads:
@@ -186,7 +186,7 @@ def _clashes(config: Config, world_size: int) -> Iterator[str]:
 
 
 def _switches(config: Config) -> Iterator[str]:
-    """What should turn a section on or off and does neither."""
+    """A line for each switch of a section that is neither true nor false."""
     for entry in report.entries(config):
         if entry.remark and entry.remark.switch:
             value = entry.value.get(entry.remark.switch, False)
@@ -196,7 +196,7 @@ def _switches(config: Config) -> Iterator[str]:
 
 
 def _idle_together(config: Config) -> Iterator[str]:
-    """Keys that another key makes void."""
+    """A line for each key that has no effect because of another one."""
     if config.prescale_gradients and config.gradient_predivide_factor != 1.0:
         yield (
             f"gradient_predivide_factor = {config.gradient_predivide_factor} has no effect: "

@@ -145,7 +145,7 @@ FOREIGN = {  # what other libraries do with DeepSpeed, and would do with it stil
 
 
 def canonical(path: str) -> str:
-    """The documented way to a name."""
+    """The documented path of a name of DeepSpeed's."""
     for length in range(path.count(".") + 1, 0, -1):
         head, rest = ".".join(path.split(".")[:length]), path.split(".")[length:]
         if head in ALIASES and (rest or head not in NAMES):
@@ -163,7 +163,7 @@ def target_of(path: str) -> str | None:
 
 
 def is_module(path: str) -> bool:
-    """Whether what has this name here is a module, whose names are all in these tables."""
+    """Whether the name's counterpart here is a module, whose names are all in these tables."""
     return canonical(path) in MODULES
 
 

@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zero_full.optim.adam import adam_class, adam_options, fused_if_possible
-from zero_full.optim.arguments import as_call, check_arguments, checked_options, flag, nearest, shown
+from zero_full.optim.arguments import as_call, check_signature, checked_options, flag, nearest
 from zero_full.optim.lamb import Lamb
 from zero_full.optim.lion import Lion
+from zero_full.wording import shown
 
 NOT_LANDED = {
     "onebitadam": "Adam",
@@ -52,7 +53,7 @@ def build_optimizer(type: str, params: Mapping[str, Any], groups: list[dict[str,
     else:
         kind = class_of(type)
     options = _without_fixed(options, FIXED.get(name, {}))
-    check_arguments("optimizer.params", kind, options)
+    check_signature("optimizer.params", kind, options)
     groups = parameter_groups(groups)
     options = checked_options(kind, options, lambda key: f"optimizer.params.{key}")
     groups = [_checked(kind, number, group) for number, group in enumerate(groups)]

@@ -70,7 +70,7 @@ def own_stepper(optimizer: Optimizer, step: Any) -> Stepper | None:
 
 
 def _declares(kind: type[Optimizer], attribute: str) -> bool:
-    """A declaration is about the `step` of the class that makes it, not about one written later below it."""
+    """Whether a class declares this of its own `step`; a subclass with another `step` does not inherit it."""
     for each in kind.__mro__:
         if attribute in vars(each):
             return bool(vars(each)[attribute]) and _same_step(kind, each)
@@ -78,6 +78,6 @@ def _declares(kind: type[Optimizer], attribute: str) -> bool:
 
 
 def _same_step(one: type, other: type) -> bool:
-    """Inherited, and not overridden; torch wraps `step` on the class when the first instance is made."""
+    """Whether both classes have the same `step`, below the wrapper that torch puts around it."""
     steps = [inspect.unwrap(each.step) if hasattr(each, "step") else None for each in (one, other)]
     return steps[0] is steps[1]

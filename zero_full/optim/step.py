@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zero_full._compat import global_step_hooks, step_hooks
+from zero_full._compat import global_step_hooks, is_wrapped_by_schedule, step_hooks
 
 # Given one row of numbers about each piece: the same about the whole parameters that they are of.
 AddUp = Callable[[Sequence["Piece"], Tensor], Tensor]
@@ -105,7 +105,7 @@ def is_hooked(optimizer: Optimizer) -> bool:
 
 def steps_as_its_class(optimizer: Optimizer, step: Any) -> bool:
     """Whether nobody has put another `step` into this one object, but for schedules, which only watch."""
-    return getattr(step, "__func__", None) is type(optimizer).step or hasattr(step, "_wrapped_by_lr_sched")
+    return getattr(step, "__func__", None) is type(optimizer).step or is_wrapped_by_schedule(step)
 
 
 def alike(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:

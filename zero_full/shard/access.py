@@ -23,7 +23,7 @@ from zero_full.shard.owned import Owned
 from zero_full.shard.owners import owner_of
 
 
-class Place:
+class ParameterPlace:
     """Where a parameter's parts are."""
 
     def __init__(self, optimizer: ZeroOptimizer, owned: Owned, member: Member) -> None:
@@ -78,7 +78,7 @@ class Place:
         return value.detach().reshape(-1)[start:stop]
 
 
-def _find(param: Parameter) -> Place | None:
+def _find(param: Parameter) -> ParameterPlace | None:
     """None: an engine's parameter that nothing trains."""
     optimizer: ZeroOptimizer | None = owner_of(param)
     if optimizer is None:
@@ -94,10 +94,10 @@ def _find(param: Parameter) -> Place | None:
     if not owned.flat.released_at_rest:
         owned.flat.take_back_moved()
         owned.follow_parameters()
-    return Place(optimizer, owned, member)
+    return ParameterPlace(optimizer, owned, member)
 
 
-def _place(param: Parameter) -> Place:
+def _place(param: Parameter) -> ParameterPlace:
     """To write to."""
     place = _find(param)
     if place is None:
@@ -147,7 +147,7 @@ def _describe(mine: Tensor | None) -> tuple[int, torch.dtype, float] | None:
     return None if mine is None else (mine.dim(), mine.dtype, 0.0 if mine.dim() else float(mine))
 
 
-def _state(place: Place, key: str) -> Tensor | None:
+def _state(place: ParameterPlace, key: str) -> Tensor | None:
     state = place.optimizer.base.state.get(place.piece.master, {}) if place.piece is not None else {}
     value = state.get(key)
     if state and value is None:

@@ -3,7 +3,6 @@
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -11,6 +10,7 @@ from torch.nn import Parameter
 from zero_full.comm.topology import Topology
 from zero_full.layout import backward_order, deal, round_robin
 from zero_full.shard.bucket import Bucket
+from zero_full.shard.extents import Extent, refuse_overlaps
 from zero_full.shard.flat import FROZEN, FlatParameter, Kind, Member, as_bytes, is_released
 from zero_full.shard.groups import Groups, Pair
 from zero_full.shard.owned import Owned
@@ -86,7 +86,8 @@ class Dealer:
         refuse_owned(everything)
         trained = [(name, p) for name, p in everything if p in self.group_of]
         _refuse_released([(name, p) for name, p in everything if p not in self.deferred])
-        _refuse_shared_memory([(name, p) for name, p in trained if p not in self.deferred])
+        here = [(name, p) for name, p in trained if p not in self.deferred and p.numel()]
+        refuse_overlaps(Extent(0, p.data_ptr(), p.data_ptr() + p.nbytes, name) for name, p in here)
         units = self._units(model) if self.settings.releases_parameters else []
         in_units = {p for unit in units for _, p in unit.parameters}
         kept = [(name, p) for name, p in trained if p not in in_units]
@@ -190,19 +191,4 @@ def _refuse_released(named: Sequence[Named]) -> None:
             raise ValueError(
                 f"{name} was released by an engine that is gone: end that one with destroy(gather=True), on "
                 "every rank, so that it leaves whole parameters"
-            )
-
-
-def _refuse_shared_memory(trained: Sequence[tuple[str, Parameter]]) -> None:
-    """Two parameters in the same memory would be torn apart, and no longer be tied."""
-    spans = sorted(
-        (p.untyped_storage().data_ptr() + p.storage_offset() * p.element_size(), p.nbytes, name)
-        for name, p in trained
-        if p.numel()
-    )
-    for (start, size, name), (next_start, _, next_name) in pairwise(spans):
-        if next_start < start + size:
-            raise ValueError(
-                f"{name} and {next_name} share memory but are two parameters. To tie weights, assign the "
-                "same nn.Parameter to both modules"
             )

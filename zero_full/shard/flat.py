@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
-from zero_full._compat import identity_of, without_overrides
+from zero_full._compat import identity_of, version_of, without_overrides
 from zero_full.comm.lane import Lane, Pending
 from zero_full.layout import FlatLayout, Fragment
 from zero_full.precision.dtypes import NAMES, Dtypes
@@ -175,14 +175,14 @@ class FlatParameter:
         """Writes until now are known: they have been taken over, or given up. None: those of all members."""
         before = self.versions or [0] * len(self.members)
         self.versions = [
-            member.param._version if of is None or member in of else version
+            version_of(member.param) if of is None or member in of else version
             for member, version in zip(self.members, before, strict=True)
         ]
 
     def written(self) -> list[str]:
         """Parameters that somebody has written to since they are whole, as far as torch counts it."""
         pairs = zip(self.members, self.versions, strict=True)
-        return [member.name for member, version in pairs if member.param._version != version]
+        return [member.name for member, version in pairs if version_of(member.param) != version]
 
     def hide(self) -> None:
         """The parameters show that they are not there."""

@@ -18,7 +18,7 @@ KINDS = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_
 
 
 class OffloadedStates:
-    """What of an optimizer's state is off the device."""
+    """The part of an optimizer's state that is off the device."""
 
     def __init__(self, optimizer: ZeroOptimizer) -> None:
         self.optimizer = optimizer
@@ -54,7 +54,7 @@ class OffloadedStates:
 
     @torch.no_grad()
     def reload(self) -> None:
-        """Everything comes back."""
+        """Bring everything back."""
         while self.moved:
             storage, copy = self.moved.pop()
             storage.resize_(copy.numel())
