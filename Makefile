@@ -6,7 +6,7 @@ BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 TORCHRUN := $(BIN)/python -m torch.distributed.run --standalone
 
-.PHONY: help demo test test-all test-gpu test-hf bench bench-gpu lab site weave browser clean
+.PHONY: help demo test test-all test-worlds test-others test-gpu test-hf bench bench-gpu lab site weave browser clean
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -21,14 +21,26 @@ demo: .venv/ready  ## train a small GPT at every stage on 2 processes; table and
 	@$(TORCHRUN) --nproc-per-node 2 -m lessons.train
 
 PYTEST := $(BIN)/python -m pytest -q --durations=20
+# Two halves, beside each other: where ranks wait for each other, the other half computes. Each line says whose it is.
+WORLDS := tests/zero_full tests/conformance tests/hostile
+WHICH = not slow and not gpu and not hf
+BOTH_HALVES = @$(MAKE) --no-print-directory -j2 test-worlds test-others WHICH="$(WHICH)"
 test: .venv/ready browser  ## what CI runs: lint, types, all tests but the slow ones
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	@command -v chromium > /dev/null || export ZERO_FULL_NO_BROWSER=1; $(PYTEST) -m "not slow and not gpu and not hf"
+	$(BOTH_HALVES)
 
+test-all: WHICH = not gpu and not hf
 test-all: .venv/ready browser  ## all tests, the slow ones too
-	@command -v chromium > /dev/null || export ZERO_FULL_NO_BROWSER=1; $(PYTEST) -m "not gpu and not hf"
+	$(BOTH_HALVES)
+
+test-worlds: .venv/ready
+	@$(PYTEST) -m "$(WHICH)" $(WORLDS) 2>&1 | sed -u 's/^/worlds: /'
+
+test-others: .venv/ready
+	@command -v chromium > /dev/null || export ZERO_FULL_NO_BROWSER=1; \
+	$(PYTEST) -m "$(WHICH)" tests $(WORLDS:%=--ignore=%) 2>&1 | sed -u 's/^/others: /'
 
 lab: .venv/ready  ## JupyterLab, opened at notebooks/
 	$(BIN)/jupyter lab --notebook-dir . --LabApp.default_url=/lab/tree/notebooks

@@ -5,6 +5,7 @@ process over the whole batch with PyTorch's own Adam. Each rank and micro-batch 
 """
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,9 +139,14 @@ class Run:
     losses: list[float]
 
 
-def train(comm: Comm, subject: Subject, case: Case, resume: Mapping[str, Any] | None = None) -> Run:
-    """Run the case on this rank. With `resume`, its first half is loaded instead of trained."""
-    with comm.ledger.watch():
+def train(
+    comm: Comm, subject: Subject, case: Case, watched: bool = False, resume: Mapping[str, Any] | None = None
+) -> Run:
+    """Run the case on this rank. With `resume`, its first half is loaded instead of trained.
+
+    `live` is 0 unless the ledger watched, which takes as long as the training.
+    """
+    with comm.ledger.watch() if watched else nullcontext():
         model = case.model()
         trainer = subject.build(model, comm, case.groups(model), **subject.options(case))
         first = 0
@@ -161,7 +167,7 @@ def train(comm: Comm, subject: Subject, case: Case, resume: Mapping[str, Any] | 
             reports.append(trainer.step())
         sent, sent_by = trainer.ledger().total_sent(), dict(trainer.ledger().sent)
         trainer.settle()
-        live = comm.ledger.live() - held(tensors_in(state))
+        live = comm.ledger.live() - held(tensors_in(state)) if watched else 0
         kept = trainer.held()
         full = trainer.full_parameters()
         return Run(full, reports, kept, live, sent, sent_by, state, losses)

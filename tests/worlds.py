@@ -1,7 +1,9 @@
 """Where the ranks of a test live: threads (fast) or real gloo processes (a pool that stays up).
 
-The pool starts once. Every job gets a fresh process group over one TCP store whose port the system
-chose; a job that overruns its limit is killed with all its ranks and the pool starts anew.
+The pool starts once: its ranks are forked from a process that has imported torch and used nothing of
+it, so that the import is paid for once, and not by every rank and after every kill. Every job gets a fresh
+process group over one TCP store whose port the system chose; a job that overruns its limit is killed with
+all its ranks and the pool starts anew.
 """
 
 import atexit
@@ -12,7 +14,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -74,7 +76,8 @@ class Pool:
         if self.workers:
             return
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.imported"])
         for _ in range(SIZE):
             mine, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, self.store.port), daemon=True)
@@ -127,3 +130,23 @@ atexit.register(POOL.stop)
 def run_in(place: str, fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
     """Run `fn(comm, *args)` on every rank, as "threads" or as "processes"."""
     return run_world(fn, world_size, *args) if place == "threads" else POOL.run(fn, world_size, *args)
+
+
+def run_each(fn: Callable[..., Any], world_size: int, cases: Sequence[tuple[Any, ...]]) -> list[list[Any]]:
+    """Run `fn(comm, *case)` on processes, for one case after the other in one job; by case, then by rank.
+
+    A job of its own costs a case a process group, which is often more than what it tests. The first case that
+    fails says which it is, and ends the job.
+    """
+    by_rank = POOL.run(_one_after_another, world_size, fn, cases)
+    return [list(answers) for answers in zip(*by_rank, strict=True)]
+
+
+def _one_after_another(comm: Any, fn: Callable[..., Any], cases: Sequence[tuple[Any, ...]]) -> list[Any]:
+    answers = []
+    for case in cases:
+        try:
+            answers.append(fn(comm, *case))
+        except Exception as error:
+            raise RuntimeError(f"{fn.__name__}{case}: {type(error).__name__}: {error}") from error
+    return answers

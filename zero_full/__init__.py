@@ -21,9 +21,11 @@ if TYPE_CHECKING:
     from zero_full.engine import Engine
     from zero_full.entry import initialize
     from zero_full.launch import add_config_arguments, init_distributed
+    from zero_full.offload import DeviceTier, HostTier
+    from zero_full.optim import Lamb, Lion, Piece, Stepper
     from zero_full.plan import Plan, PlanError, plan_stages
-    from zero_full.precision import ScaleExhaustedError
-    from zero_full.shard import StepReport, ZeroOptimizer
+    from zero_full.precision import Dtypes, DynamicScale, ScaleExhaustedError, StaticScale
+    from zero_full.shard import Gathering, Settings, StepReport, ZeroOptimizer
     from zero_full.shard.access import (
         safe_get_full_fp32_param,
         safe_get_full_grad,
@@ -64,9 +66,11 @@ _WHERE = {
     "zero_full.engine": ("Engine",),
     "zero_full.entry": ("initialize",),
     "zero_full.launch": ("add_config_arguments", "init_distributed"),
+    "zero_full.offload": ("DeviceTier", "HostTier"),
+    "zero_full.optim": ("Lamb", "Lion", "Piece", "Stepper"),
     "zero_full.plan": ("Plan", "PlanError", "plan_stages"),
-    "zero_full.precision": ("ScaleExhaustedError",),
-    "zero_full.shard": ("StepReport", "ZeroOptimizer"),
+    "zero_full.precision": ("Dtypes", "DynamicScale", "ScaleExhaustedError", "StaticScale"),
+    "zero_full.shard": ("Gathering", "Settings", "StepReport", "ZeroOptimizer"),
     "zero_full.shard.leaves": (
         *("get_z3_leaf_modules", "set_z3_leaf_module", "set_z3_leaf_modules", "set_z3_leaf_modules_by_name"),
         *("set_z3_leaf_modules_by_suffix", "unset_z3_leaf_modules", "z3_leaf_module"),
@@ -91,15 +95,26 @@ __all__ = [
     "Config",
     "ConfigError",
     "DesyncError",
+    "DeviceTier",
     "DisagreementError",
+    "Dtypes",
+    "DynamicScale",
     "Engine",
     "GatheredParameters",
+    "Gathering",
+    "HostTier",
     "Init",
+    "Lamb",
+    "Lion",
+    "Piece",
     "Plan",
     "PlanError",
     "RepeatingLoader",
     "ScaleExhaustedError",
+    "Settings",
+    "StaticScale",
     "StepReport",
+    "Stepper",
     "Topology",
     "ZeroOptimizer",
     "add_config_arguments",
@@ -135,6 +150,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "assemble":  # a module, not a name of one
+        return import_module("zero_full.assemble")
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'zero_full' has no attribute {name!r}")
     value = getattr(import_module(_MODULE_OF[name]), name)

@@ -18,7 +18,7 @@ from zero_full.trees import mapped
 
 
 class ModelCalls:
-    """Hooks on the model. Without a reason to be there, there are none."""
+    """The hooks around every call of the model; none, if none of the three things is wanted."""
 
     def __init__(
         self,
@@ -51,8 +51,8 @@ class ModelCalls:
             self.autocasts.pop().__exit__(None, None, None)
         return mapped(self._gated, output) if self.gates and torch.is_grad_enabled() else None
 
-    def close(self) -> None:
-        """Take the hooks off."""
+    def remove(self) -> None:
+        """Remove the hooks."""
         for hook in self.hooks:
             hook.remove()
 
@@ -69,7 +69,7 @@ class ModelCalls:
 
 
 def watch_loss(backward: BackwardPass, output: Any) -> Any:
-    """Tell the backward pass of an output that is a loss, when autograd reaches it."""
+    """Register a hook that tells `backward` when autograd reaches this output, if it is a loss."""
     if isinstance(output, Tensor) and output.requires_grad and output.dim() == 0:
         loss = output.detach()
         output.register_hook(lambda grad: backward.reach(loss))
@@ -95,8 +95,8 @@ class _Gate(torch.autograd.Function):
         if scale != 1 and output.dim():
             raise RuntimeError(
                 "with a loss scale, gradients must be scaled before they reach the model's outputs, or small "
-                "ones are lost: use engine.backward(loss) or engine.scale(loss).backward(), or let the "
-                "model return its loss"
+                "ones are lost: use engine.backward(loss) or engine.scale(loss).backward() (with no engine "
+                "optimizer.scale(loss).backward()), or let the model return its loss"
             )
         if not backward.running:
             optimizer.reducer.begin()

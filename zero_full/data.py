@@ -38,7 +38,7 @@ class RankLoader:
 
 
 class RepeatingLoader:
-    """A loader that begins anew when it ends, and so never does. What it does not know, it asks the loader.
+    """Repeats a loader for ever. Attributes that it does not have are the loader's.
 
     A sampler with `set_epoch` is told each new pass, so that it shuffles anew.
     """
@@ -84,7 +84,7 @@ NOTHING = object()
 
 
 def synced(batches: Iterable[Any], group: dist.ProcessGroup | None = None) -> Iterator[tuple[Any, bool]]:
-    """Batches until the last rank has no more: (batch, whether it counts).
+    """Yield (batch, whether it counts) until no rank has a batch left.
 
     At stage 3 every rank takes part in every forward. A rank that runs out of batches before the others gets
     its last one again, which does not count.

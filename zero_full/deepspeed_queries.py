@@ -53,24 +53,29 @@ class DeepSpeedQueries:
 
     @property
     def global_rank(self) -> int:
-        """This process, among all."""
+        """This process's rank among all."""
         return this_rank()
 
     @property
     def local_rank(self) -> int:
-        """This process, among those on its host."""
+        """This process's rank among those on its host."""
         return int(os.environ.get("LOCAL_RANK", "0"))
 
     def train_batch_size(self) -> int:
-        """Samples a step, over all ranks and micro-batches."""
+        """How many samples a step takes, over all ranks and micro-batches."""
         return self.train_micro_batch_size_per_gpu() * self._micro_batches * self.world_size
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples a rank and micro-batch."""
-        return self.config.train_micro_batch_size_per_gpu
+        """How many samples a rank takes in a micro-batch."""
+        size = self.config.train_micro_batch_size_per_gpu
+        if not size:
+            raise RuntimeError(
+                "the configuration has no batch size: set train_micro_batch_size_per_gpu or train_batch_size"
+            )
+        return size
 
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches a step."""
+        """How many micro-batches a step takes."""
         return self._micro_batches
 
     def get_batch_info(self) -> tuple[int, int, int]:
@@ -78,7 +83,7 @@ class DeepSpeedQueries:
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self._micro_batches
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Another number of samples a step from now on, by another number of micro-batches."""
+        """Take so many samples a step from now on, by changing the number of micro-batches."""
         each = self.train_micro_batch_size_per_gpu() * self.world_size
         if self.micro_steps % self._micro_batches:
             raise RuntimeError("the batch size can change between steps, not inside one")
@@ -89,7 +94,7 @@ class DeepSpeedQueries:
         self._micro_batches, self.micro_steps = train_batch_size // each, 0
 
     def zero_optimization_stage(self) -> int:
-        """0, 1, 2 or 3."""
+        """The stage: 0, 1, 2 or 3."""
         return self.optimizer.settings.stage
 
     def zero_optimization(self) -> bool:
@@ -105,5 +110,5 @@ class DeepSpeedQueries:
         return self.config.bf16.enabled
 
     def gradient_clipping(self) -> float:
-        """The largest gradient norm; 0: any."""
+        """The largest gradient norm that a step takes; 0 if any."""
         return self.config.gradient_clipping

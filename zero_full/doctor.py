@@ -19,7 +19,7 @@ Rows = list[tuple[str, str]]
 
 
 def report() -> str:
-    """The sections, as aligned plain text."""
+    """All sections as aligned plain text."""
     sections = {
         "zero_full": package(),
         "machine": machine(),
@@ -44,7 +44,7 @@ def problems() -> list[str]:
     if torch is None:
         found.append(f"torch cannot be imported ({reason}), remedy: pip install 'torch>={least}'")
     else:
-        if version_of(torch.__version__) < TORCH_AT_LEAST:
+        if release_of(torch.__version__) < TORCH_AT_LEAST:
             found.append(f"torch {torch.__version__} is too old, remedy: pip install 'torch>={least}'")
         if not distributed_available(torch):
             found.append("this torch has no torch.distributed, remedy: install a build from pytorch.org")
@@ -69,7 +69,7 @@ def package() -> Rows:
     if torch is None:
         answer = f"not usable: {reason}"
     else:
-        good = version_of(torch.__version__) >= TORCH_AT_LEAST
+        good = release_of(torch.__version__) >= TORCH_AT_LEAST
         answer = f"{torch.__version__} ({'at least' if good else 'OLDER than'} {least})"
     return [
         ("version", installed("zero-full") or "not installed, run from its source"),
@@ -95,14 +95,14 @@ def machine() -> Rows:
 
 
 def usable_cpus() -> int:
-    """Fewer than the machine has where an affinity mask says so."""
+    """How many CPUs this process may use, which an affinity mask may limit."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def memory() -> str:
-    """Of the machine, and of the container if that has a limit."""
+    """The memory of the machine, and the limit of the container if there is one."""
     try:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
@@ -137,7 +137,7 @@ def cuda_device(torch: Any, index: int) -> str:
 
 
 def why_no_cuda(torch: Any) -> str:
-    """The build, the environment or the driver."""
+    """Why torch sees no CUDA device: the build, the environment or the driver."""
     built_for = torch.version.cuda or torch.version.hip
     if built_for is None:
         return "this torch is built for CPU only; pytorch.org has builds for GPUs"
@@ -190,7 +190,7 @@ def launcher() -> Rows:
 
 
 def launcher_problems() -> list[str]:
-    """What `init_distributed` would raise here."""
+    """The errors that `init_distributed` would raise here."""
     launch, _ = imported("zero_full.launch")
     if launch is None:
         return []
@@ -207,25 +207,25 @@ def launcher_problems() -> list[str]:
 
 
 def pydantic_problems() -> list[str]:
-    """The configuration is read with pydantic."""
+    """A line if pydantic, which reads the configuration, is missing or too old."""
     least = ".".join(map(str, PYDANTIC_AT_LEAST))
     remedy = f"remedy: pip install 'pydantic>={least}'"
     pydantic, reason = imported("pydantic")
     if pydantic is None:
         return [f"pydantic cannot be imported ({reason}), {remedy}"]
     version = str(getattr(pydantic, "VERSION", "0"))
-    return [f"pydantic {version} is too old, {remedy}"] if version_of(version) < PYDANTIC_AT_LEAST else []
+    return [f"pydantic {version} is too old, {remedy}"] if release_of(version) < PYDANTIC_AT_LEAST else []
 
 
 def safetensors_problems() -> list[str]:
-    """Weights are written and read with safetensors."""
+    """A line if safetensors, which reads and writes weights, is missing."""
     safetensors, reason = imported("safetensors")
     missing = f"safetensors cannot be imported ({reason}), remedy: pip install safetensors"
     return [missing] if safetensors is None else []
 
 
 def optional_packages() -> Rows:
-    """What is looked at if it is there, and never needed."""
+    """Packages that are never needed, and their versions."""
     return [
         ("numpy", installed("numpy") or "not installed"),
         ("deepspeed", f"{installed('deepspeed') or 'not installed'} (not needed)"),
@@ -233,13 +233,13 @@ def optional_packages() -> Rows:
 
 
 def compiled_ops() -> Rows:
-    """What each operator runs on, and why nothing better."""
+    """What each operator runs on, and the reason if it is not a compiled one."""
     load, reason = imported("zero_full.kernels.load")
     return [("none", f"torch is not usable: {reason}")] if load is None else list(load.rows())
 
 
 def distributed_available(torch: Any) -> bool:
-    """False in builds without it."""
+    """Whether this build of torch has torch.distributed."""
     return hasattr(torch, "distributed") and bool(torch.distributed.is_available())
 
 
@@ -252,26 +252,26 @@ def imported(name: str) -> tuple[Any, str]:
 
 
 def installed(distribution: str) -> str | None:
-    """Its version, without importing it."""
+    """The version of an installed distribution, which is not imported; else None."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
 
 
-def version_of(text: str) -> tuple[int, ...]:
-    """(2, 11) of "2.11.0+cpu"."""
+def release_of(text: str) -> tuple[int, ...]:
+    """Major and minor release of a version: (2, 11) of "2.11.0+cpu"."""
     found = re.match(r"(\d+)\.(\d+)", text)
     return tuple(map(int, found.groups())) if found else (0,)
 
 
 def in_gib(size: int) -> str:
-    """Bytes for people."""
+    """A number of bytes in GiB, as text."""
     return f"{size / 2**30:.1f} GiB"
 
 
 def text_of(path: str) -> str:
-    """What the file says, or nothing if this system has no such file."""
+    """The file's text; empty if this system has no such file."""
     try:
         return Path(path).read_text()
     except OSError:

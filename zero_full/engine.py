@@ -63,7 +63,9 @@ class Engine(DeepSpeedQueries):
         self.lr_scheduler, self.training_dataloader = lr_scheduler, training_dataloader
         self.resolved, self.config = resolved, resolved.config
         self.world_size = world_size
-        self.micro_steps = self.global_steps = self.global_samples = self.skipped_steps = 0
+        self.micro_steps = self.global_steps = self.skipped_steps = 0
+        # None: the configuration has no batch size
+        self.global_samples: int | None = 0 if self.config.train_micro_batch_size_per_gpu else None
         self.stopwatch = Stopwatch(device, self.config.wall_clock_breakdown)
         self._micro_batches = self.config.gradient_accumulation_steps
         self._boundary: bool | None = None  # what the user says, if anything
@@ -116,7 +118,9 @@ class Engine(DeepSpeedQueries):
         is_scaled = self._scaled_loss is not None and self._scaled_loss() is loss
         if scale_wrt_gas and self._micro_batches > 1 and not is_scaled:
             loss = loss / self._micro_batches
-        scaled = loss if is_scaled else self._times_loss_scale(loss)
+        scale = self.optimizer.scaler.scale
+        # In fp16 the product would overflow first of all.
+        scaled = loss if is_scaled or scale == 1 else loss.float() * scale
         with self.stopwatch.measure("backward"):
             self.optimizer.report.note_loss(loss)
             self.optimizer.reducer.begin(divided=True, scaled=True)
@@ -133,20 +137,9 @@ class Engine(DeepSpeedQueries):
 
         For a `backward` of your own: `engine.scale(loss).backward()`.
         """
-        scaled = self._times_loss_scale(loss / self._micro_batches)
-        scaled.register_hook(self._begin_prepared)
+        scaled = self.optimizer.scale(loss / self._micro_batches, divided=True)
         self._scaled_loss = weakref.ref(scaled)
         return scaled
-
-    def _times_loss_scale(self, loss: Tensor) -> Tensor:
-        scale = self.optimizer.scaler.scale
-        return loss if scale == 1 else loss.float() * scale  # in fp16 the product would overflow first of all
-
-    def _begin_prepared(self, grad: Tensor) -> None:
-        backward = self.optimizer.reducer.backward
-        if not backward.is_at_work():
-            self.optimizer.reducer.begin(divided=True, scaled=True)
-        backward.divided = backward.scaled = True
 
     def _plain_divisor(self) -> float:
         """What gradients of a plain `loss.backward()` are divided by; an error if the file does not say."""
@@ -211,7 +204,8 @@ class Engine(DeepSpeedQueries):
             )
         self.optimizer.zero_grad()
         self.global_steps += 1
-        self.global_samples += self._samples_of_this_step()
+        if self.global_samples is not None:
+            self.global_samples += self._samples_of_this_step()
         if self.was_step_applied():
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step(**lr_kwargs)
@@ -380,7 +374,7 @@ class Engine(DeepSpeedQueries):
         At stage 3 they stay released. With `gather`, which every rank must ask for, they become whole again.
         """
         self.offloaded.reload()
-        self._calls.close()
+        self._calls.remove()
         self.optimizer.close(gather)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

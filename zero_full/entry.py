@@ -1,9 +1,8 @@
 """`initialize`: a model, a config, and what to make of them."""
 
 import logging
-import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,11 +11,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero_full.checkpoint import load_weights
-from zero_full.comm.ledger import Traffic
+from zero_full.assemble import Prepared, assemble, prepared_with, take_model
 from zero_full.comm.topology import Topology
-from zero_full.config import LeafModuleConfig, Resolved, resolve
-from zero_full.construct import Deferred, has_values, outside_recording
+from zero_full.config import Config, ConfigError, LeafModuleConfig, Resolved, resolve
+from zero_full.config.resolve import MICRO, TRAIN
+from zero_full.construct import outside_recording
 from zero_full.data import RankLoader
 from zero_full.engine import Engine
 from zero_full.given import (
@@ -28,12 +27,10 @@ from zero_full.given import (
     untrained,
 )
 from zero_full.launch import init_distributed
-from zero_full.optim import build_optimizer, build_scheduler, check_elementwise, parameter_groups
-from zero_full.precision import StaticScale
-from zero_full.ranks import RollCall, attempt, compare, facts_of
-from zero_full.shard import Connection, Dealer, Settings, ZeroOptimizer, connect, place_the_rest
+from zero_full.optim import build_optimizer, build_scheduler, parameter_groups
+from zero_full.ranks import RollCall, attempt, compare, facts_of, facts_of_config
+from zero_full.shard import ZeroOptimizer
 from zero_full.shard.base import NoOptimizer
-from zero_full.shard.gathered import guard
 from zero_full.shard.units import Wrap
 from zero_full.translate import is_leaf, scaler_of, settings_of, shard_ranks_of
 from zero_full.wording import listed
@@ -84,31 +81,21 @@ def initialize(
 
     configs, trained = (args, config, config_params), (optimizer, model_parameters, lr_scheduler)
     prepare = partial(_prepare, model, configs, data_ranks, trained, wrap, RollCall(topology))
-    prepared = attempt(prepare, topology)
-    resolved, base = prepared.resolved, prepared.base
-    compare(facts_of(resolved.config, model, base), topology)
-    shard_ranks = shard_ranks_of(resolved.config, data_ranks)
+    resolved, schedule, prepared = attempt(prepare, topology)
+    checked = resolved.config
+    attempt(partial(_check_batches, checked, training_data), topology)
+    compare({"configuration": facts_of_config(checked), **facts_of(model, prepared.base)}, topology)
+    shard_ranks = shard_ranks_of(checked, data_ranks)
     if shard_ranks is not None:
         topology = topology.with_sub_groups(shard_ranks)
-    wrapped = _shard(model, topology, prepared)
+    wrapped = assemble(model, topology, prepared)
     loader = None
     if training_data is not None:
-        batch, drop = resolved.config.train_micro_batch_size_per_gpu, resolved.config.dataloader_drop_last
+        batch, drop = checked.train_micro_batch_size_per_gpu, checked.dataloader_drop_last
         loader = RankLoader(training_data, batch, data_rank, data_ranks, collate_fn, drop)
-    engine = Engine(model, wrapped, resolved, prepared.deferred.device, prepared.schedule, loader, data_ranks)
+    engine = Engine(model, wrapped, resolved, prepared.deferred.device, schedule, loader, data_ranks)
     _announce(engine, _unheard(engine, optimizer, lr_scheduler))
-    return engine, wrapped, loader, prepared.schedule
-
-
-@dataclass(frozen=True)
-class _Prepared:
-    """What a rank can make on its own."""
-
-    resolved: Resolved
-    settings: Settings
-    deferred: Deferred
-    base: torch.optim.Optimizer
-    schedule: Any
+    return engine, wrapped, loader, schedule
 
 
 def _prepare(
@@ -118,22 +105,26 @@ def _prepare(
     trained: tuple[Any, Any, Any],
     wrap: Wrap | None,
     roll_call: RollCall,
-) -> _Prepared:
+) -> tuple[Resolved, Any, Prepared]:
+    """What a rank can make on its own: the configuration, the schedule, and what is to be assembled."""
     resolved = resolve(_config(*configs), data_ranks)
-    if resolved.config.debug.check_collectives:
-        roll_call.wait(resolved.config.debug.timeout_s)
     settings = settings_of(resolved.config)
+    if settings.check_timeout_s is not None:
+        roll_call.wait(settings.check_timeout_s)
     if wrap is not None:
         settings = replace(settings, gathering=replace(settings.gathering, wrap=wrap))
     check_model(model)
-    deferred = Deferred(model, _device(model))
-    model.to(deferred.device)
+    deferred = take_model(model)
     optimizer, parameters, schedule = trained
     base = _optimizer(resolved, model, optimizer, parameters)
     check_optimizer(base, model)
-    if isinstance(base, NoOptimizer):  # nothing is stepped, so nothing needs another precision than it has
-        settings = replace(settings, dtypes=replace(settings.dtypes, low_master=True))
-    return _Prepared(resolved, settings, deferred, base, _schedule(resolved, base, schedule))
+    prepared = prepared_with(deferred, base, settings, scaler_of(resolved.config))
+    return resolved, _schedule(resolved, base, schedule), prepared
+
+
+def _check_batches(config: Config, training_data: Any) -> None:
+    if training_data is not None and not config.train_micro_batch_size_per_gpu:
+        raise ConfigError(f"training_data needs a batch size: set {MICRO} or {TRAIN} in the configuration")
 
 
 def _config(args: Any, config: Any, config_params: Any) -> Any:
@@ -168,19 +159,6 @@ def _place_among_data(topology: Topology) -> tuple[int, int]:
         return copies.rank() * shard.size() + shard.rank(), copies.size() * shard.size()
     group = topology.data if topology.data is not None else _world()
     return (group.rank(), group.size()) if group is not None else (0, 1)
-
-
-def _device(model: nn.Module) -> torch.device:
-    """The model's, if it is on an accelerator already; else this rank's accelerator, if it can talk there."""
-    real = (p.device for p in model.parameters() if has_values(p))
-    here = next(real, torch.device("cpu"))
-    if here.type != "cpu" or not torch.accelerator.is_available():
-        return here
-    if dist.is_initialized() and dist.get_backend() in ("gloo", "cpu:gloo"):
-        return here
-    kind = torch.accelerator.current_accelerator()
-    assert kind is not None
-    return torch.device(kind.type, int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def _optimizer(
@@ -226,36 +204,6 @@ def _schedule(resolved: Resolved, base: torch.optim.Optimizer, given: Any) -> An
     if section is None or isinstance(base, NoOptimizer):
         return None
     return build_scheduler(section.type, section.params, base)
-
-
-def _shard(model: nn.Module, topology: Topology, prepared: _Prepared) -> ZeroOptimizer:
-    config, settings, deferred, base = (
-        prepared.resolved.config,
-        prepared.settings,
-        prepared.deferred,
-        prepared.base,
-    )
-    device = deferred.device
-    timeout = config.debug.timeout_s if config.debug.check_collectives else None
-    separate = settings.overlap and device.type == "cpu"
-    groups = connect(topology, settings, Connection(device, Traffic(), separate, timeout))
-    if groups.dense.shard.size > 1 or (groups.expert is not None and groups.expert.shard.size > 1):
-        check_elementwise(base, config.zero_allow_untested_optimizer)
-    deferred.refuse_strangers(base.param_groups)
-    deferred.meet(groups.dense)
-    if groups.expert is not None and deferred.parameters:
-        raise ValueError("experts are initialised differently on each rank: construct them without Init")
-    parts = Dealer(base.param_groups, topology, groups, settings, deferred.parameters).deal(model)
-    if deferred.parameters:
-        attempt(partial(deferred.fill, parts.fill), topology)
-        deferred.share(parts.fill)
-    place_the_rest(model, parts, topology, groups, settings)
-    scaler = StaticScale() if isinstance(base, NoOptimizer) else scaler_of(config)
-    optimizer = ZeroOptimizer(base, model, parts, groups, settings, scaler)
-    optimizer.guards = guard(model) if parts.sites else []
-    for path in deferred.weights:
-        load_weights(model, optimizer, path)
-    return optimizer
 
 
 def _idle_leaves(engine: Engine) -> Iterator[str]:

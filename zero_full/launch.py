@@ -105,7 +105,7 @@ def _rank_of(given: Mapping[str, str]) -> tuple[int, int]:
 
 
 def _size(other: Other, environment: Mapping[str, str]) -> int:
-    """How many processes it says that it has started; 0 if it has not started this one."""
+    """How many processes this launcher says that it has started; 0 if it has not started this one."""
     for name in other.sizes:
         # In a batch script, which is one process, Slurm tells how many tasks there will be.
         if name == "SLURM_NTASKS" and not environment.get("SLURM_STEP_ID"):
@@ -203,7 +203,7 @@ def init_distributed(
 
 
 def _told(rank: int, world_size: int, where: str) -> Place | None:
-    """What the arguments say, if they do."""
+    """The place that the arguments tell, or None."""
     local = os.environ.get("LOCAL_RANK")
     variables = {"LOCAL_RANK": local} if local else {}
     if rank == world_size == -1:
@@ -222,7 +222,7 @@ def _told(rank: int, world_size: int, where: str) -> Place | None:
 
 
 def _use(place: Place, backend: str | None, verbose: bool) -> None:
-    """Tell torch, and choose this process's device."""
+    """Set the variables that torch reads, and choose this process's device."""
     import torch
 
     os.environ.update(place.variables)
@@ -239,7 +239,7 @@ def _use(place: Place, backend: str | None, verbose: bool) -> None:
 
 
 def device_problem(local_rank: str | None, devices: int, world_size: int) -> str | None:
-    """Why this process cannot have the device with the number LOCAL_RANK."""
+    """Why this process cannot have the device with the number LOCAL_RANK; None if it can."""
     sees = f"this process sees {devices} device{'' if devices == 1 else 's'}"
     if local_rank is None:
         alone = world_size == 1 or devices == 1
@@ -270,7 +270,7 @@ def _leave() -> None:
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """The command-line arguments that DeepSpeed scripts have."""
+    """Add the command-line arguments that DeepSpeed scripts have; return the parser."""
     group = parser.add_argument_group("zero_full")
     group.add_argument(
         "--deepspeed", action="store_true", help="accepted and ignored: there is no other mode"

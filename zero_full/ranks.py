@@ -19,7 +19,7 @@ from zero_full.config import Config
 from zero_full.config.report import entries
 from zero_full.wording import ranks_listed
 
-Made = TypeVar("Made")
+Returned = TypeVar("Returned")
 LOOK_S = 0.01  # between looks for a rank that has not come yet
 Facts = Mapping[str, Any]
 SHOWN = 8  # differences in a message
@@ -37,7 +37,7 @@ def groups_of(topology: Topology) -> list[dist.ProcessGroup]:
 
 
 def everyones(mine: Any, topology: Topology) -> dict[int, Any]:
-    """Everyone's object by global rank. Every rank must call this."""
+    """The objects of all ranks, by global rank. Every rank must call this."""
     known = {this_rank(): mine}
     for group in groups_of(topology):
         answers: list[Any] = [None] * group.size()
@@ -55,7 +55,7 @@ def everyones(mine: Any, topology: Topology) -> dict[int, Any]:
 
 
 class RollCall:
-    """Who has come to `initialize`, written into the store that started the process group."""
+    """Notes in the process group's store which ranks have come to `initialize`."""
 
     def __init__(self, topology: Topology) -> None:
         groups = groups_of(topology)
@@ -67,7 +67,7 @@ class RollCall:
             self.store.set(str(this_rank()), "")
 
     def wait(self, patience_s: float) -> None:
-        """Until all have come; DesyncError if one does not in time."""
+        """Wait until all ranks have come; DesyncError if one does not in time."""
         deadline = time.monotonic() + patience_s
         while absent := [rank for rank in self.ranks if not self.store.check([str(rank)])]:
             if time.monotonic() > deadline:
@@ -79,7 +79,7 @@ class RollCall:
             time.sleep(LOOK_S)
 
 
-def attempt(act: Callable[[], Made], topology: Topology) -> Made:
+def attempt(act: Callable[[], Returned], topology: Topology) -> Returned:
     """What `act` returns; if it fails on any rank, all raise, with the reason. Every rank must call this."""
     made, failure = None, None
     try:
@@ -106,14 +106,14 @@ def compare(sections: Mapping[str, Facts], topology: Topology) -> None:
     if not differing:
         return
     mine = {key: value for name in differing for key, value in sections[name].items()}
-    raise DisagreementError(_in_words(everyones(mine, topology)))
+    raise DisagreementError(_disagreement(everyones(mine, topology)))
 
 
 def _digest(facts: Facts) -> str:
     return hashlib.sha256(repr(list(facts.items())).encode()).hexdigest()
 
 
-def _in_words(known: Mapping[int, Facts]) -> str:
+def _disagreement(known: Mapping[int, Facts]) -> str:
     keys = dict.fromkeys(key for facts in known.values() for key in facts)
     lines = []
     for key in keys:
@@ -130,11 +130,15 @@ def _in_words(known: Mapping[int, Facts]) -> str:
     return "\n  ".join(["the ranks were not given the same:", *lines[:SHOWN]]) + more
 
 
-def facts_of(config: Config, model: nn.Module, base: Optimizer | None) -> dict[str, dict[str, Any]]:
-    """What must be the same everywhere, in sections."""
+def facts_of_config(config: Config) -> dict[str, Any]:
+    """What of a configuration must be the same on all ranks."""
     keys = (entry for entry in entries(config) if entry.remark is None and entry.key not in PRIVATE)
+    return {entry.key: entry.value for entry in keys}
+
+
+def facts_of(model: nn.Module, base: Optimizer | None) -> dict[str, dict[str, Any]]:
+    """What of a model and its optimizer must be the same everywhere, in sections."""
     return {
-        "configuration": {entry.key: entry.value for entry in keys},
         "optimizer": dict(_optimizer_facts(base)),
         "parameters": dict(_parameter_facts(model, base)),
         "buffers": {

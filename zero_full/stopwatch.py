@@ -9,7 +9,7 @@ import torch
 
 
 class Stopwatch:
-    """Seconds by name. Off, it costs nothing; on, it waits for the device at every reading."""
+    """Adds up seconds by name. Off, it costs nothing; on, it waits for the device at every reading."""
 
     def __init__(self, device: torch.device, on: bool) -> None:
         self.device, self.on = device, on
@@ -33,7 +33,7 @@ class Stopwatch:
             self.seconds[name] += self._now() - start
 
     def lap(self) -> str:
-        """What was measured since the last lap, as text."""
+        """The times measured since the last lap, as text; they start from zero again."""
         text = ", ".join(f"{name} {1000 * seconds:.1f} ms" for name, seconds in self.seconds.items())
         self.seconds.clear()
         return text

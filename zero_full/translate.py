@@ -6,6 +6,8 @@ import torch
 from torch import nn
 
 from zero_full.config import Config, LeafModuleConfig
+from zero_full.config.schema import ZeroConfig
+from zero_full.offload import DeviceTier, HostTier, Tier
 from zero_full.precision import Dtypes, DynamicScale, StaticScale
 from zero_full.precision.dtypes import NAMES
 from zero_full.shard import Gathering, Settings
@@ -36,7 +38,7 @@ def settings_of(config: Config) -> Settings:
         prescale=config.prescale_gradients,
         predivide=config.gradient_predivide_factor,
         average=config.gradient_allreduce_op == "mean",
-        divides_plain_backward=config.plain_backward_divides is True,
+        plain_divisor=config.gradient_accumulation_steps if config.plain_backward_divides else 1,
         clip=config.gradient_clipping,
         check_overflow=_checks_overflow(config),
         refuse_unused=not zero.ignore_unused_parameters,
@@ -52,13 +54,25 @@ def settings_of(config: Config) -> Settings:
             wrap=partial(is_leaf, zero.leaf_module),
         ),
         sub_group_numel=zero.sub_group_size,
+        tier=_tier(zero),
+        shared_memory=config.shared_memory,
+        check_timeout_s=config.debug.timeout_s if config.debug.check_collectives else None,
+        allow_untested=config.zero_allow_untested_optimizer,
     )
 
 
 def shard_ranks_of(config: Config, data_ranks: int) -> int | None:
-    """Over how many neighbours state is cut, if not over all data-parallel ranks (`mics_shard_size`)."""
+    """Over how many neighbours state is cut; None: over all data-parallel ranks (no `mics_shard_size`)."""
     zero = config.zero_optimization
     return zero.mics_shard_size if zero.mics_shard_size > 0 and zero.stage > 0 and data_ranks > 1 else None
+
+
+def _tier(zero: ZeroConfig) -> Tier:
+    """Where masters and the optimizer's state wait. At stage 0, which a plan may compare, on the device."""
+    offload = zero.offload_optimizer
+    if offload is None or offload.device == "none" or zero.stage == 0:
+        return DeviceTier()
+    return HostTier(offload.pin_memory)
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

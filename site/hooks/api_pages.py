@@ -23,7 +23,7 @@ def exported(package: str) -> tuple[str, ...]:
 
 def home_of(package: str, name: str) -> str:
     """The file that defines what a package gives under this name."""
-    path = f"{package}/__init__.py"
+    path = _module_file(package.replace(".", "/"))
     while True:
         tree = tree_of(path)
         if any(getattr(node, "name", None) == name or _assigns(node, name) for node in tree.body):
@@ -44,6 +44,10 @@ def home_of(package: str, name: str) -> str:
 def _file_of(source: ast.ImportFrom, importer: str) -> str:
     above = importer.split("/")[: -source.level] if source.level else []
     base = "/".join([*above, *(source.module or "").split(".")])
+    return _module_file(base)
+
+
+def _module_file(base: str) -> str:
     return f"{base}.py" if (ROOT / f"{base}.py").exists() else f"{base}/__init__.py"
 
 
@@ -54,7 +58,7 @@ def _assigns(node: ast.stmt, name: str) -> bool:
 
 def render(dotted: str, page: str) -> str:
     """Markdown for `zero_full.Engine`: heading, signature, docstring and, for a class, its public members."""
-    package, _, name = dotted.partition(".")
+    package, _, name = dotted.rpartition(".")
     path = home_of(package, name)
     defined = [n for n in tree_of(path).body if getattr(n, "name", None) == name]
     if not defined:

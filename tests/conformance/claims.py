@@ -1,5 +1,7 @@
 """What every implementation must establish. A claim is a function, so that cheats can be tried on it."""
 
+from copy import deepcopy
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,11 +14,29 @@ from tests.worlds import run_in
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5}
 
 
-def runs_of(
-    subject: Subject, case: Case, world_size: int, place: str = "threads", resume: Any = None
+def fresh_runs_of(
+    subject: Subject,
+    case: Case,
+    world_size: int,
+    place: str = "threads",
+    watched: bool = False,
+    resume: Any = None,
 ) -> list[Run]:
-    """What every rank has to show after the case."""
-    return run_in(subject.where(place), train, world_size, subject, case, resume)
+    """What every rank has to show after the case. `watched`: its live bytes, too."""
+    return run_in(subject.where(place), train, world_size, subject, case, watched, resume)
+
+
+_kept = cache(fresh_runs_of)
+
+
+def runs_of(
+    subject: Subject, case: Case, world_size: int, place: str = "threads", watched: bool = False
+) -> list[Run]:
+    """The same, but all claims look at one and the same run, which they may not change.
+
+    A cheat is never equal to the stage that it claims to be, so it is run by itself.
+    """
+    return _kept(subject, case, world_size, subject.where(place), watched)
 
 
 def parity(subject: Subject, case: Case, world_size: int, place: str = "threads") -> list[Run]:
@@ -37,7 +57,10 @@ def parity(subject: Subject, case: Case, world_size: int, place: str = "threads"
 
 def memory(subject: Subject, case: Case, world_size: int, place: str = "threads") -> None:
     """Between steps a rank holds exactly what the formula says, and nothing that nobody admits to."""
-    for rank, run in enumerate(runs_of(subject, case, world_size, place)):
+    runs_of(
+        subject, Case(dtype=case.dtype), world_size, place
+    )  # the first makes constants that stay for life
+    for rank, run in enumerate(runs_of(subject, case, world_size, place, watched=True)):
         want = expected.held(subject, case, world_size, rank)
         assert run.held == want, f"rank {rank} holds {run.held} bytes, the formula says {want}"
         assert run.live == sum(want.values()), (
@@ -47,7 +70,7 @@ def memory(subject: Subject, case: Case, world_size: int, place: str = "threads"
 
 def traffic(subject: Subject, case: Case, world_size: int, place: str = "threads") -> None:
     """All ranks together send exactly what the formula says in one step."""
-    runs = runs_of(subject, case, world_size, place)
+    runs = runs_of(subject, case, world_size, place, watched=True)  # the run that `memory` looks at
     want, got = expected.sent(subject, case, world_size), sum(run.sent for run in runs)
     by_rank = [run.sent_by for run in runs]
     assert got == want, f"the ranks sent {got} bytes, the formula says {want}: {by_rank}"
@@ -56,8 +79,8 @@ def traffic(subject: Subject, case: Case, world_size: int, place: str = "threads
 def resume(subject: Subject, case: Case, world_size: int, place: str = "threads") -> None:
     """Saved in the middle and continued, a run ends in the same bits as one that never stopped."""
     whole = runs_of(subject, case, world_size, place)
-    saved = {"half": [run.state for run in whole]}
-    continued = runs_of(subject, case, world_size, place, saved)
+    saved = {"half": [deepcopy(run.state) for run in whole]}  # a thread trains on what it loads
+    continued = fresh_runs_of(subject, case, world_size, place, resume=saved)
     for rank in range(world_size):
         for name, want in whole[rank].parameters.items():
             got = continued[rank].parameters[name]

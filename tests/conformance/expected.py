@@ -2,7 +2,6 @@
 
 from tests.cases import Case, frozen_sizes, sizes
 from tests.trainers import Subject
-from zero_full.shard.units import choose_units, size_limit
 from zero_min import formula
 
 ALIGNED = 8  # elements: zero_full starts every parameter and every slice at a multiple of it
@@ -14,6 +13,11 @@ def rounded(number: int, multiple: int) -> int:
 
 def units(case: Case, trained: bool) -> list[list[int]]:
     """zero_full's units at stage 3: those of their parameters that are trained, or those that are frozen."""
+    from zero_full.shard.units import (
+        choose_units,
+        size_limit,
+    )  # a learner's `check` waits for no import of it
+
     model = case.model()
     chosen = choose_units(model, size_limit(model, 10**9))
     found = [[p.numel() for _, p in unit.parameters if p.requires_grad == trained] for unit in chosen]

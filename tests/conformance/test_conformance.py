@@ -7,7 +7,7 @@ from tests.cases import Case
 from tests.conformance import claims
 from tests.trainers import Subject
 
-CASES = [
+CASES = [  # at worlds 1 and 3
     Case(),
     Case(dtype=torch.float32),
     Case("small"),
@@ -30,6 +30,13 @@ CASES = [
     Case(max_grad_norm=0.1),
     Case("frozen", max_grad_norm=0.1, micro_batches=2),
 ]
+AT_2_AND_4 = [
+    Case(),
+    Case("small"),
+    Case("uneven"),
+    Case("tied", two_groups=True, decoupled=True, weight_decay=0.1),
+    Case("frozen", max_grad_norm=0.1, micro_batches=2),
+]
 PROCESS_CASES = [Case(), Case("tied", two_groups=True, micro_batches=2, max_grad_norm=0.1), Case("uneven")]
 BYTES = [
     Case(dtype=torch.float32),
@@ -40,6 +47,8 @@ BYTES = [
     Case(dtype=torch.float32, micro_batches=3),
 ]
 WORLDS = [1, 2, 3, 4]
+SOON = [(case, world_size) for case in CASES for world_size in WORLDS if world_size % 2 or case in AT_2_AND_4]
+LATER = [(case, world_size) for case in CASES for world_size in WORLDS if (case, world_size) not in SOON]
 
 
 def skip_if_ranks_differ(subject: Subject, case: Case) -> None:
@@ -47,8 +56,9 @@ def skip_if_ranks_differ(subject: Subject, case: Case) -> None:
         pytest.skip("at stage 3 a module that one rank skips is an error: see test_stage3.py")
 
 
-@pytest.mark.parametrize("world_size", WORLDS)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "case, world_size", [*SOON, *(pytest.param(*each, marks=pytest.mark.slow) for each in LATER)], ids=str
+)
 def test_ends_where_plain_adam_ends(subject: Subject, case: Case, world_size: int) -> None:
     skip_if_ranks_differ(subject, case)
     claims.parity(subject, case, world_size)
@@ -100,6 +110,8 @@ def test_the_bucket_size_changes_no_bit(subject: Subject, bucket_size: int) -> N
 
 
 def test_the_stage_changes_no_bit(subject: Subject) -> None:
+    if subject.stage == 0:
+        pytest.skip("the other stages are compared with this one")
     unsharded = claims.runs_of(Subject(subject.impl, 0), Case("tied", two_groups=True), 3)
     sharded = claims.runs_of(subject, Case("tied", two_groups=True), 3)
     for name, want in unsharded[0].parameters.items():
@@ -107,9 +119,11 @@ def test_the_stage_changes_no_bit(subject: Subject) -> None:
 
 
 def test_a_run_repeats_bit_for_bit(subject: Subject) -> None:
-    first, second = (claims.runs_of(subject, Case(micro_batches=2), 4) for _ in range(2))
-    for name, want in first[0].parameters.items():
-        assert torch.equal(second[0].parameters[name], want), name
+    first = claims.runs_of(subject, Case(micro_batches=2), 3)  # many claims have looked at it
+    second = claims.fresh_runs_of(subject, Case(micro_batches=2), 3)
+    for rank, run in enumerate(first):
+        for name, want in run.parameters.items():
+            assert torch.equal(second[rank].parameters[name], want), f"rank {rank}: {name}"
 
 
 def test_the_reported_norm_is_the_norm_before_clipping(subject: Subject) -> None:

@@ -103,6 +103,12 @@ def cheat(name: str, stage: int) -> Cheat:
     return Cheat("cheat", stage, name)
 
 
+def test_a_cheat_is_not_judged_by_the_run_of_another() -> None:
+    honest, cheats = Subject("min", 1), [cheat("skips_averaging", 1), cheat("sums", 1)]
+    kept = [claims.runs_of(subject, CASE, 3) for subject in (honest, *cheats)]
+    assert len({id(runs) for runs in kept}) == 3 and claims.runs_of(honest, CASE, 3) is kept[0]
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_plain_adam_on_every_rank_is_not_a_sharded_stage(stage: int) -> None:
     claims.parity(cheat("unsharded", stage), CASE, 3)  # its numbers are right: parity alone proves nothing

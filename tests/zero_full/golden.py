@@ -65,12 +65,12 @@ def processor() -> str:
     return " ".join(sorted(names)) or platform.processor()
 
 
-def losses(comm: Any, name: str) -> list[float]:
+def losses(comm: Any, name: str, steps: int) -> list[float]:
     """This rank's loss in every micro-batch."""
     engine, _, _, _ = zero_full.initialize(model=GPT(TINY), config=CONFIGS[name])
     generator = torch.Generator().manual_seed(comm.rank)
     found = []
-    for _ in range(STEPS * engine.gradient_accumulation_steps()):
+    for _ in range(steps * engine.gradient_accumulation_steps()):
         loss = engine(*batch(load_text(), 4, TINY.context, generator))
         found.append(float(loss.detach()))
         engine.backward(loss)
@@ -78,9 +78,9 @@ def losses(comm: Any, name: str) -> list[float]:
     return found
 
 
-def run(name: str) -> list[float]:
+def run(name: str, steps: int = STEPS) -> list[float]:
     """The first rank's losses."""
-    first: list[float] = POOL.run(losses, WORLD, name)[0]
+    first: list[float] = POOL.run(losses, WORLD, name, steps)[0]
     return first
 
 

@@ -92,6 +92,9 @@ OPTIONS: dict[str, Keys] = {  # for two ranks
     "SGD": optimizer("SGD"),
     "momentum": optimizer("SGD", momentum=0.9),
     "Lion": optimizer("Lion"),
+    "LAMB": optimizer("Lamb"),
+    "state on the host": zero(offload_optimizer={"device": "cpu"}),
+    "state on the host, LAMB": {**zero(offload_optimizer={"device": "cpu"}), **optimizer("Lamb"), **AGAIN},
     "amsgrad": optimizer("Adam", amsgrad=True),
 }
 FOR_FOUR: dict[str, Keys] = {
@@ -181,8 +184,9 @@ def measured(comm: Any, case: Case) -> dict[str, int]:
         found["sent"] = optimizer.groups.traffic.total()
         optimizer.zero_grad()
     state = [t for state in optimizer.base.state.values() for t in state.values() if isinstance(t, Tensor)]
-    found["moments"] = held(t for t in state if t.dim())
-    found["master"] = found.pop("optimizer") - found["moments"]
+    found["moments"] = held(t for t in state if t.dim()) if "optimizer" in found else 0
+    found["master"] = found.pop("optimizer", 0) - found["moments"]
+    found.setdefault("host", 0)
     flat = {member.param for values in optimizer.flats() for member in values.members}
     found["parameters"] += held(p.detach() for p in engine.module.parameters() if p not in flat)
     found["buffers"] = held(engine.module.buffers())

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zero_full.optim import Lion, build_optimizer, check_elementwise, parameter_groups
+from zero_full.optim import Lion, Stepper, build_optimizer, check_elementwise, parameter_groups
 from zero_full.optim.elementwise import ELEMENTWISE
 
 
@@ -164,8 +164,8 @@ BAD = [
     ("Adam", {"params": []}, r"optimizer\.params\.params"),
     ("OneBitAdam", {}, "OneBitAdam has not landed in zero_full yet; the nearest is Adam"),
     ("ZeroOneAdam", {}, "not landed"),
-    ("OneBitLamb", {}, "nearest is AdamW"),
-    ("Lamb", {}, "nearest is AdamW"),
+    ("OneBitLamb", {}, "nearest is Lamb"),
+    ("OneBitLamb", {}, "nearest is Lamb"),
     ("Muon", {}, "nearest is AdamW"),
     ("MuAdamW", {}, "nearest is AdamW"),
     ("MuSGD", {}, "nearest is SGD"),
@@ -256,7 +256,8 @@ class Withdrawn(Declared):
 
 
 class WholeVectors(torch.optim.LBFGS):
-    zero_full_handles_cut_tensors = True
+    def zero_full_stepper(self) -> Stepper:
+        return Stepper()
 
 
 @pytest.mark.parametrize("name", [*(kind.__name__ for kind in ELEMENTWISE), "Lion"])
@@ -287,9 +288,7 @@ def test_inherited_steps_and_declarations_are_believed(kind: Any) -> None:
 )
 def test_an_unknown_step_is_refused_unless_the_user_insists(kind: Any) -> None:
     optimizer = kind([nn.Parameter(torch.zeros(2))])
-    message = (
-        "zero_full_elementwise = True.*zero_full_handles_cut_tensors = True.*zero_allow_untested_optimizer"
-    )
+    message = "zero_full_elementwise = True.*zero_full_stepper.*zero_allow_untested_optimizer"
     with pytest.raises(TypeError, match=message):
         check_elementwise(optimizer)
     check_elementwise(optimizer, allow_untested=True)

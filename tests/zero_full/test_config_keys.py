@@ -122,7 +122,10 @@ IDLE: dict[str, Any] = in_full(  # set to this, a key costs one line of warning
   "save_muon_momentum_buffer_in_memory": true, "leaf_module.names": ["moe"],
   "leaf_module.classes": [], "leaf_module.name_suffixes": ["moe"],
   "zero_hpz_partition_size": 2, "zero_quantized_weights": true, "zero_quantized_gradients": true,
-  "stage3_gather_fp16_weights_on_model_save": true
+  "stage3_gather_fp16_weights_on_model_save": true,
+  "offload_optimizer.nvme_path": "/nvme", "offload_optimizer.buffer_count": 5,
+  "offload_optimizer.pipeline_read": true, "offload_optimizer.pipeline_write": true,
+  "offload_optimizer.fast_init": true, "offload_optimizer.cpuadam_cores_perc": 0.5
 }""",
 )
 MISSING: dict[str, Any] = in_full(  # set to this, a key is an error
@@ -136,7 +139,8 @@ MISSING: dict[str, Any] = in_full(  # set to this, a key is an error
 }""",
     """{
   "zenflow": {}, "zero_quantized_nontrainable_weights": true, "cpu_offload": true,
-  "cpu_offload_param": true, "offload_param.device": "cpu", "offload_optimizer.device": "nvme"
+  "cpu_offload_param": true, "offload_param.device": "cpu",
+  "offload_optimizer.ratio": 0.5, "offload_optimizer.super_offload": true
 }""",
 )
 REMOVED = {  # by DeepSpeed itself: (since, a value that asks for it, values that do not)

@@ -4,8 +4,8 @@ import json
 import re
 import subprocess
 import sys
-
-import pytest
+from itertools import groupby
+from pathlib import Path
 
 from zero_full.examples import from_deepspeed
 
@@ -15,16 +15,47 @@ SPECIFIED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("dtype", "stage"), [("fp32", 0), ("fp32", 1), ("bf16", 2), ("fp16", 2)])
-def test_the_script_runs_and_learns(dtype: str, stage: int) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "zero_full.examples.from_deepspeed", "--dtype", dtype, "--stage", str(stage)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+LAUNCHED = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+IN_ONE_LAUNCH = [("fp32", 0), ("fp32", 1), ("bf16", 2)]
+ONE_AFTER_ANOTHER = f"""
+import sys
+from zero_full.examples import from_deepspeed
+for dtype, stage in {IN_ONE_LAUNCH}:
+    sys.argv[1:] = ["--dtype", dtype, "--stage", str(stage)]
+    from_deepspeed.main()
+"""
+
+
+def shares_and_errors(*arguments: str) -> tuple[list[float], str]:
+    """What the first rank says is right, epoch by epoch in per cent, and what was written to stderr."""
+    done = subprocess.run([*LAUNCHED, *arguments], capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
-    right = [float(share) for share in re.findall(r"([\d.]+)% right", done.stdout)]
-    assert len(right) == 2 and right[1] > 80 > right[0]
-    assert re.search(rf"zero_optimization.stage +{stage} +user", done.stderr)
     assert "Error" not in done.stderr
+    return [float(share) for share in re.findall(r"([\d.]+)% right", done.stdout)], done.stderr
+
+
+def assert_stages(stages: list[int], said: str) -> None:
+    """The report of the configuration, which one rank or more write, has these stages in this order."""
+    reported = re.findall(r"zero_optimization.stage +(\d) +user", said)
+    assert [stage for stage, _ in groupby(map(int, reported))] == stages
+
+
+def test_the_script_runs_and_learns() -> None:
+    (before, after), said = shares_and_errors(
+        "-m", "zero_full.examples.from_deepspeed", "--dtype", "fp16", "--stage", "2"
+    )
+    assert after > 80 > before
+    assert_stages([2], said)
+
+
+def test_the_script_learns_at_other_stages_and_in_other_numbers(tmp_path: Path) -> None:
+    """In the same processes: most of a launch is the import of torch."""
+    script = tmp_path / "one_after_another.py"
+    script.write_text(ONE_AFTER_ANOTHER)
+    shares, said = shares_and_errors(str(script))
+    assert len(shares) == 2 * len(IN_ONE_LAUNCH)
+    assert all(after > 80 > before for before, after in zip(shares[::2], shares[1::2], strict=True))
+    assert_stages([stage for _, stage in IN_ONE_LAUNCH], said)
 
 
 def test_its_configuration_is_the_specifications() -> None:

@@ -19,7 +19,7 @@ from tests.worlds import RankError, run_in
 from tests.zero_full.exported import BF16, DTYPES, PLACES, Other, Zoo, engine_of, masters, save
 from tests.zero_full.runs import assert_same
 from zero_full.checkpoint import CheckpointError, export, load_weights, save_16bit_model, save_weights
-from zero_full.checkpoint.files import Entry, WeightFiles, deal_out, header_of
+from zero_full.checkpoint.files import TensorEntry, WeightFiles, deal_out, header_of
 
 
 def keys_of(dtype: str) -> dict[str, Any]:
@@ -145,7 +145,7 @@ def test_what_safetensors_cannot_hold_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"_extra_state is or are none.*names=.*\.bin"):
         save_weights(engine.module, engine.optimizer, "nowhere")
     with pytest.raises(ValueError, match=r"x is torch.complex128, which safetensors does not know"):
-        Entry("x", torch.complex128, (1,))
+        TensorEntry("x", torch.complex128, (1,))
     with pytest.raises(ValueError, match=r"floating-point, not 5, torch.int8"):
         engine = engine_of(2, {})
         save_weights(engine.module, engine.optimizer, "nowhere", dtype=torch.int8, max_shard_bytes=5)
@@ -358,7 +358,7 @@ def test_what_an_older_export_has_besides_goes(tmp_path: Path) -> None:
 
 
 def test_files_are_filled_in_order_up_to_the_limit() -> None:
-    entries = [Entry(str(size), torch.int8, (size,)) for size in (3, 4, 5, 20, 0, 1)]
+    entries = [TensorEntry(str(size), torch.int8, (size,)) for size in (3, 4, 5, 20, 0, 1)]
     dealt = [[entry.name for entry in shard] for shard in deal_out(entries, 8)]
     assert dealt == [["3", "4"], ["5"], ["20"], ["0", "1"]]
     assert deal_out([], 8) == [[]]
@@ -366,7 +366,7 @@ def test_files_are_filled_in_order_up_to_the_limit() -> None:
 
 def test_numbers_are_aligned_and_without_gaps(tmp_path: Path) -> None:
     dtypes = [torch.bool, torch.bfloat16, torch.int64, torch.float32, torch.uint8, torch.float16]
-    entries = [Entry(f"{i}", dtype, (i, 3)) for i, dtype in enumerate(dtypes)]
+    entries = [TensorEntry(f"{i}", dtype, (i, 3)) for i, dtype in enumerate(dtypes)]
     header, places = header_of(entries, {"é": '"'})
     assert len(header) % 8 == 0
     ends = sorted((places[e.name], places[e.name] + e.nbytes) for e in entries)

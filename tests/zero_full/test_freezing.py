@@ -35,15 +35,15 @@ def adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=0.01, weight_decay=0.1)
 
 
-def by_torch(schedule: str) -> dict[str, Tensor]:
+def by_torch(schedule: str, world: int) -> dict[str, Tensor]:
     model = Net()
     switch(model, SCHEDULES[schedule](0))
     optimizer = adamw(model.parameters())
     for step in range(STEPS):
         switch(model, SCHEDULES[schedule](step))
         optimizer.zero_grad()
-        for rank in range(2):
-            (model(data(step, 0, rank)) / 2).backward()
+        for rank in range(world):
+            (model(data(step, 0, rank)) / world).backward()
         optimizer.step()
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
@@ -77,8 +77,9 @@ def by_us(
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_freezing_and_unfreezing_is_torchs(schedule: str, stage: int) -> None:
-    for got in POOL.run(by_us, 2, stage, schedule, {}, None):
-        assert_close(got, by_torch(schedule))
+    for world in (1, 2):
+        for got in POOL.run(by_us, world, stage, schedule, {}, None):
+            assert_close(got, by_torch(schedule, world))
 
 
 @pytest.mark.parametrize("stage", [1, 3])

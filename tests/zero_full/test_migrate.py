@@ -34,8 +34,8 @@ def test_what_is_here_is_not_called_missing() -> None:
 
 
 def test_an_optimizer_that_has_not_landed_is_told_before_the_run() -> None:
-    errors, _ = check({"train_batch_size": 1, "optimizer": {"type": "Lamb", "params": {}}}, 1)
-    assert errors == ["optimizer.type: Lamb has not landed in zero_full yet; the nearest is AdamW"]
+    errors, _ = check({"train_batch_size": 1, "optimizer": {"type": "OneBitLamb", "params": {}}}, 1)
+    assert errors == ["optimizer.type: OneBitLamb has not landed in zero_full yet; the nearest is Lamb"]
 
 
 @pytest.mark.parametrize("ends", ["\n", "\r\n"], ids=["lf", "crlf"])
@@ -134,7 +134,7 @@ def test_ranks_are_guessed_from_what_a_configuration_says() -> None:
     assert implied_world({"train_batch_size": "auto", "zero_optimization": 3}) == 1
     assert implied_world([1]) == 1
     assert check({"fp16": {"enabled": True}}, None, partly=True) == ([], [])
-    assert "give train_batch_size" in check({"fp16": {"enabled": True}}, None)[0][0]
+    assert check({"fp16": {"enabled": True}}, None) == ([], [])  # without a loader nobody needs a batch size
 
 
 @pytest.mark.parametrize(

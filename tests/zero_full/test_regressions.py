@@ -47,6 +47,10 @@ def test_2_6_1_the_step_in_which_the_scale_grows_unscales_with_the_scale_of_back
         assert moved == [[0.5] * 3] * 5
 
 
+def masters_of(optimizer: Any) -> list[Tensor]:
+    return [piece.master for owned in optimizer.owned for piece in owned.pieces.values()]
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("stage", STAGES)
 def test_2_6_2_no_optimizer_step_runs_at_construction(stage: int, precision: str) -> None:
@@ -57,11 +61,11 @@ def test_2_6_2_no_optimizer_step_runs_at_construction(stage: int, precision: str
     keys = config(stage, optimizer=adam, **PRECISIONS[precision])
     engine, optimizer, _, _ = zero_full.initialize(model=model, config=keys)
     assert not optimizer.state and torch.equal(model.weight.detach().float(), torch.ones(3))
-    assert all(torch.equal(t, torch.ones(3)) for b in optimizer.buckets for t in (o.master for o in b.owned))
+    assert all(torch.equal(t, torch.ones(3)) for t in masters_of(optimizer))
     engine.backward(engine(torch.full((3,), 0.5)))
     engine.step()
-    (owned,) = optimizer.buckets[0].owned
-    assert owned.master.detach().tolist() == pytest.approx([1 - 0.01 * 0.1 - 0.01] * 3, abs=1e-6)
+    (master,) = masters_of(optimizer)
+    assert master.detach().tolist() == pytest.approx([1 - 0.01 * 0.1 - 0.01] * 3, abs=1e-6)
     assert int(optimizer.state[model.weight]["step"]) == 1
 
 
@@ -214,8 +218,9 @@ def after_a_step(comm: Any, stage: int) -> list[str]:
     engine.backward(engine(data(0, 0, comm.rank)))
     engine.step()
     left = [name for name, p in engine.named_parameters() if p.grad is not None]
-    left += [o.member.name for b in optimizer.buckets for o in b.owned if o.master.grad is not None]
-    left += [o.member.name for b in optimizer.buckets for o in b.owned if b.gradient_of(o) is not None]
+    pieces = [(o.bucket, member, p) for o in optimizer.owned for member, p in o.pieces.items()]
+    left += [p.name for _, _, p in pieces if p.master.grad is not None or p.gradient is not None]
+    left += [p.name for bucket, member, p in pieces if bucket.gradient_of(member) is not None]
     return left
 
 

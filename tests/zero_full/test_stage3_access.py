@@ -2,6 +2,7 @@
 
 import copy
 import io
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,7 +16,8 @@ from tests.worlds import POOL
 from tests.zero_full.runs import assert_same
 from tests.zero_full.stage3_runs import Block, Tower, assert_stage_3_is_stage_2, one_step, seeded, stage3
 from tests.zero_full.test_stage3_modules import LoRA
-from zero_full.shard.flat import is_released
+from zero_full.shard.flat import is_released, nothing
+from zero_full.shard.gathered import guard, names_and_values
 
 
 def engine_of(make: Callable[[], nn.Module] = Tower) -> zero_full.Engine:
@@ -205,3 +207,20 @@ def peeking() -> nn.Module:
 
 def test_parameters_can_be_gathered_inside_forward() -> None:
     assert_stage_3_is_stage_2(peeking, units=8)
+
+
+def test_while_a_rank_saves_another_one_that_is_a_thread_is_still_guarded() -> None:
+    released, saved = nn.Linear(2, 2), nn.Linear(2, 2)
+    released.weight.data = nothing(torch.float32, torch.device("cpu")).expand(2, 2)
+    guard(released)
+    inside, done = threading.Event(), threading.Event()
+    saved.register_state_dict_pre_hook(lambda *_: (inside.set(), done.wait(60)))
+    other = threading.Thread(target=names_and_values, args=(saved,))
+    other.start()
+    assert inside.wait(60)
+    try:
+        with pytest.raises(RuntimeError, match="weight is or are sharded"):
+            released.state_dict()
+    finally:
+        done.set()
+        other.join()

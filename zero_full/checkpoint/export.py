@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from zero_full.checkpoint.failure import Attempt
 from zero_full.checkpoint.files import (
-    Entry,
+    TensorEntry,
     WeightFiles,
     flush,
     new_part,
@@ -26,7 +26,7 @@ from zero_full.checkpoint.files import (
     plain_name,
     show,
 )
-from zero_full.checkpoint.selection import Names, Selection, refuse_parts, select
+from zero_full.checkpoint.selection import Renaming, Selection, refuse_parts, select
 from zero_full.shard.flat import FlatParameter, Member
 from zero_full.shard.gathered import copy_on_cpu
 from zero_full.shard.optimizer import ZeroOptimizer
@@ -35,19 +35,19 @@ Deliver = Callable[[str, Tensor], None]  # the tensor may be let go afterwards
 
 
 class Sink(Protocol):
-    """Where the first rank puts what it sees."""
+    """Where the first rank writes the whole tensors that it sees."""
 
     def begin(self) -> None:
-        """Before the first tensor."""
+        """Called before the first tensor."""
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """A whole tensor, which may be let go afterwards."""
+        """Take a whole tensor. The caller may free it afterwards."""
 
     def finish(self) -> None:
-        """After the last tensor."""
+        """Called after the last tensor."""
 
     def discard(self) -> None:
-        """If it is not complete: leave nothing."""
+        """Remove what was written, if it is not complete."""
 
 
 @torch.no_grad()
@@ -57,7 +57,7 @@ def save_weights(
     directory: str | PathLike[str],
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 5 * 10**9,
-    names: Names | None = None,
+    names: Renaming | None = None,
     filename: str = "model.safetensors",
 ) -> None:
     """Write parameters and persistent buffers as safetensors. Every rank must call this.
@@ -83,7 +83,9 @@ def save_weights(
             f"max_shard_bytes must be positive and dtype floating-point, not {max_shard_bytes}, {dtype}"
         )
     entries = [
-        Entry(name, dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype, tensor.shape)
+        TensorEntry(
+            name, dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype, tensor.shape
+        )
         for tensor, name in selection.first_names().items()
     ]
     files = WeightFiles(Path(directory) / filename, entries, max_shard_bytes, selection.aliases())
@@ -98,7 +100,7 @@ def save_16bit_model(
     save_filename: str = "pytorch_model.bin",
     exclude_frozen_parameters: bool = False,
 ) -> bool:
-    """DeepSpeed's: one file with the parameters as they are trained. Every rank must call this.
+    """Write one file with the parameters as they are trained, as DeepSpeed does. Every rank must call this.
 
     A name that ends with .safetensors makes a safetensors file, any other one what `torch.load` reads: for
     that, the first rank needs memory for the whole model. Returns True, or raises on every rank.
@@ -122,7 +124,7 @@ def save_16bit_model(
 
 
 def _export(optimizer: ZeroOptimizer, selection: Selection, sink: Sink, exact: bool) -> None:
-    """Pass everything to the first rank's sink."""
+    """Gather every selected tensor and pass it to the first rank's sink."""
     attempt = Attempt(optimizer)
     writes = all(group.rank == 0 for group in optimizer.groups.everyone)
 
@@ -146,9 +148,9 @@ def _export(optimizer: ZeroOptimizer, selection: Selection, sink: Sink, exact: b
 
 
 def _pass_on(optimizer: ZeroOptimizer, selection: Selection, exact: bool, deliver: Deliver) -> None:
-    """Every selected tensor, whole, one flat buffer after the other. Every rank must call this."""
+    """Deliver every selected tensor, whole, one flat buffer after the other. Every rank must call this."""
     names = selection.first_names()
-    masters = {bucket.flat: bucket.master for bucket in optimizer.buckets} if exact else {}
+    masters = {owned.flat: owned.master for owned in optimizer.owned} if exact else {}
     for flat in optimizer.flats():
         members = {names.pop(m.param): m for m in flat.members if m.param in names}
         if members:
@@ -166,17 +168,17 @@ def _pass_on_members(
 
 
 def _whole(flat: FlatParameter, mine: Tensor) -> Tensor:
-    """Everyone's slices. Not by `gather`, which may round what it sends."""
+    """The slices of all ranks in one tensor, gathered without the rounding that `gather` may do."""
     if mine is flat.shard and not flat.released_at_rest:
         return flat.full
-    whole = torch.empty(flat.layout.total, dtype=mine.dtype, device=mine.device)
+    whole = torch.empty(flat.layout.total, dtype=mine.dtype, device=flat.kind.device)
     flat.ranks.slice_of(whole).copy_(mine)
     flat.ranks.all_gather(whole, f"parameters {flat.name}")
     return whole
 
 
 class _PickledFile:
-    """What `torch.load` reads: a state dict."""
+    """A sink that collects a state dict and pickles it for `torch.load`."""
 
     def __init__(self, path: Path, selection: Selection) -> None:
         self.path, self.selection = path, selection

@@ -11,14 +11,14 @@ class CheckpointError(RuntimeError):
 
 
 class Attempt:
-    """What this rank does on its own between collectives. A failure waits until all ranks hear of it."""
+    """Runs what this rank does between collectives, and keeps its failure until all ranks can hear of it."""
 
     def __init__(self, optimizer: ZeroOptimizer) -> None:
         self.optimizer = optimizer
         self.error: Exception | None = None
 
     def __call__(self, act: Callable[[], None]) -> None:
-        """Do it, unless something has failed before."""
+        """Call `act`, unless something has failed before."""
         if self.error is None:
             try:
                 act()
@@ -32,11 +32,11 @@ class Attempt:
             for theirs in group.gather_objects(reports, "failures"):
                 reports = {**reports, **theirs}
         if failed := {rank: text for rank, text in sorted(reports.items()) if text is not None}:
-            raise CheckpointError(_in_words(failed, len(reports))) from self.error
+            raise CheckpointError(_reasons(failed, len(reports))) from self.error
 
 
-def _in_words(failed: dict[int, str], ranks: int) -> str:
-    """What has failed; and where, if not everywhere alike."""
+def _reasons(failed: dict[int, str], ranks: int) -> str:
+    """The text of an error: what has failed, and on which ranks if not on all of them alike."""
     first: dict[str, int] = {}
     for rank, text in failed.items():
         first.setdefault(text, rank)

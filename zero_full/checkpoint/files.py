@@ -48,8 +48,8 @@ CODES = {
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A tensor in a file."""
+class TensorEntry:
+    """A tensor to be written: its name, type and shape."""
 
     name: str
     dtype: torch.dtype
@@ -61,13 +61,13 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of numbers."""
+        """How many bytes its numbers take."""
         return prod(self.shape) * self.dtype.itemsize
 
 
-def deal_out(entries: Iterable[Entry], limit: int) -> list[list[Entry]]:
-    """In order, so many to a file as fit into `limit` bytes, but at least one."""
-    shards: list[list[Entry]] = [[]]
+def deal_out(entries: Iterable[TensorEntry], limit: int) -> list[list[TensorEntry]]:
+    """The entries dealt to files in order: as many to a file as fit into `limit` bytes, but at least one."""
+    shards: list[list[TensorEntry]] = [[]]
     room = limit
     for entry in entries:
         if shards[-1] and entry.nbytes > room:
@@ -78,8 +78,8 @@ def deal_out(entries: Iterable[Entry], limit: int) -> list[list[Entry]]:
     return shards
 
 
-def header_of(entries: Iterable[Entry], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
-    """What a file begins with, and where in it each tensor's numbers go. See [Note: the format]."""
+def header_of(entries: Iterable[TensorEntry], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
+    """A file's header, and the offset in the file of each tensor's numbers. See [Note: the format]."""
     described: dict[str, object] = {"__metadata__": dict(metadata)}
     begins, end = dict[str, int](), 0
     for entry in sorted(entries, key=lambda entry: -entry.dtype.itemsize):
@@ -101,17 +101,17 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def part_of(path: Path) -> Path:
-    """Where a file is written before it is complete."""
+    """The path under which a file is written until it is complete."""
     return path.with_name(f"{path.name}.part")
 
 
 def is_plain(name: str) -> bool:
-    """Whether it names something in a folder, and no way out of it."""
+    """Whether the name means a file in a folder and cannot lead out of that folder."""
     return name not in ("", ".", "..") and not set(name) & set("/\\\0")
 
 
 def plain_name(argument: str, name: str | os.PathLike[str]) -> str:
-    """The name of a file that is to be written into a folder."""
+    """The name as text, or ValueError if it is not the name of a file inside a folder."""
     text = str(name)
     if not is_plain(text):
         raise ValueError(
@@ -121,32 +121,32 @@ def plain_name(argument: str, name: str | os.PathLike[str]) -> str:
 
 
 def new_part(path: Path) -> BinaryIO:
-    """An empty part, in the place of whatever lies there."""
+    """A new empty part of this file, in place of whatever lies there, open for writing."""
     part_of(path).unlink(missing_ok=True)
     return os.fdopen(os.open(part_of(path), os.O_CREAT | os.O_EXCL | os.O_WRONLY | NO_LINKS, 0o666), "wb")
 
 
 def open_part(path: Path) -> BinaryIO:
-    """The part, to be written on; never what a link there leads to."""
+    """The part of this file, open for writing; an error if a link lies there."""
     return os.fdopen(os.open(part_of(path), os.O_RDWR | NO_LINKS), "r+b")
 
 
 def flush(path: Path) -> None:
-    """The complete part is on the disk."""
+    """Wait until the part is on the disk."""
     with open_part(path) as part:
         os.fsync(part.fileno())
 
 
 def show(path: Path) -> None:
-    """The complete part becomes the file."""
+    """Rename the complete part to the file."""
     part_of(path).replace(path)
 
 
 class WeightFiles:
-    """An export while it is written. See [Note: complete or not there]."""
+    """The files of one export while they are written. See [Note: complete or not there]."""
 
     def __init__(
-        self, path: Path, entries: Sequence[Entry], limit: int, aliases: Mapping[str, str] | None = None
+        self, path: Path, entries: Sequence[TensorEntry], limit: int, aliases: Mapping[str, str] | None = None
     ) -> None:
         self.single, self.index = path, path.with_name(f"{path.name}.index.json")
         shards = deal_out(entries, limit)
@@ -165,7 +165,7 @@ class WeightFiles:
         return self.single.with_name(f"{self.single.stem}-{number:05}-of-{count:05}{self.single.suffix}")
 
     def begin(self) -> None:
-        """Make the folder and the files, with their headers."""
+        """Make the folder and the parts, and write their headers."""
         self.single.parent.mkdir(parents=True, exist_ok=True)
         for path, entries in self.shards.items():
             tied = {alias: name for alias, name in self.aliases.items() if self.path_of[name] == path}
@@ -175,7 +175,7 @@ class WeightFiles:
             self.places |= places
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """One tensor's numbers; the order does not matter."""
+        """Write one tensor's numbers. Tensors may come in any order."""
         entry, path = self.entries[name], self.path_of[name]
         assert tensor.shape == entry.shape, (entry, tensor.shape)
         numbers = tensor.detach().to("cpu", entry.dtype).contiguous()
@@ -189,7 +189,7 @@ class WeightFiles:
         self.awaited.remove(name)
 
     def finish(self) -> None:
-        """Everything is written: show it, and remove what an older export has left besides."""
+        """Rename all parts to files, and remove other files of an older export."""
         assert not self.awaited, self.awaited
         mine = list(self.paths)
         if len(self.paths) > 1:
@@ -216,6 +216,6 @@ class WeightFiles:
         return [path for path in self.single.parent.iterdir() if re.fullmatch(pattern, path.name)]
 
     def discard(self) -> None:
-        """Remove what is not complete."""
+        """Remove all parts."""
         for path in (*self.paths, self.index):
             part_of(path).unlink(missing_ok=True)

@@ -9,31 +9,31 @@ from torch import Tensor, nn
 from zero_full.shard.gathered import names_and_values
 from zero_full.shard.optimizer import ZeroOptimizer
 
-Names = Callable[[str], str | None]  # the name in the file; None: not in the file
+Renaming = Callable[[str], str | None]  # the name in the file; None: not in the file
 
 
 @dataclass
 class Selection:
-    """By their names in the file, in the module's order. What is sharded may be released."""
+    """What goes into a file, by its name there, in the module's order. Parameters may be released."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)  # tied ones under every name
     others: dict[str, Any] = field(default_factory=dict)  # `get_extra_state`
 
     def first_names(self) -> dict[Tensor, str]:
-        """Every tensor once."""
+        """Every tensor once, with its first name."""
         first: dict[Tensor, str] = {}
         for name, tensor in self.tensors.items():
             first.setdefault(tensor, name)
         return first
 
     def aliases(self) -> dict[str, str]:
-        """The further names of tied tensors, each with the first one."""
+        """Each further name of a tied tensor, with that tensor's first name."""
         first = self.first_names()
         return {name: first[tensor] for name, tensor in self.tensors.items() if first[tensor] != name}
 
 
-def select(module: nn.Module, names: Names | None = None) -> Selection:
-    """What the module's state dict has, renamed."""
+def select(module: nn.Module, names: Renaming | None = None) -> Selection:
+    """The entries of the module's state dict, renamed by `names`; without `names`, as they are."""
     selection, origin = Selection(), dict[str, str]()
     for name, value in names_and_values(module).items():
         renamed = name if names is None else names(name)
@@ -48,7 +48,7 @@ def select(module: nn.Module, names: Names | None = None) -> Selection:
 
 
 def refuse_parts(optimizer: ZeroOptimizer) -> None:
-    """Where ranks have different parameters of the same name, one file cannot hold them."""
+    """ValueError if ranks have different parameters of the same name, which one file cannot hold."""
     groups = optimizer.groups
     if groups.expert is not None or (groups.model is not None and groups.model.size > 1):
         raise ValueError(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from zero_full.checkpoint.failure import Attempt, CheckpointError
 from zero_full.checkpoint.files import CODES, is_plain
-from zero_full.checkpoint.selection import Names, refuse_parts, select
+from zero_full.checkpoint.selection import Renaming, refuse_parts, select
 from zero_full.shard.flat import GatherState
 from zero_full.shard.optimizer import ZeroOptimizer
 from zero_full.wording import listed
@@ -35,7 +35,7 @@ class Unmatched(NamedTuple):
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file."""
+    """A tensor that was found in a file."""
 
     file: Path
     key: str
@@ -48,9 +48,9 @@ def load_weights(
     optimizer: ZeroOptimizer,
     path: str | PathLike[str],
     strict: bool = True,
-    names: Names | None = None,
+    names: Renaming | None = None,
 ) -> Unmatched:
-    """Read parameters and buffers, and masters that follow them. Every rank must call this.
+    """Read parameters, their masters and buffers from files. Every rank must call this.
 
     path     a .safetensors file, an index, or a folder with model.safetensors or its index
     strict   False: what is missing keeps its values, what is unexpected is left alone; both are returned
@@ -70,7 +70,7 @@ def load_weights(
 
 
 class _Loading:
-    """What is to be read."""
+    """One load: the files' tensors, matched with the module's, then read."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.reader = path, _Reader()
@@ -78,7 +78,7 @@ class _Loading:
         self.unmatched = Unmatched([], [])
 
     def match(self, mine: Mapping[str, Tensor], strict: bool) -> None:
-        """Find every tensor's place; raise if there is anything wrong with the files."""
+        """Find the file of every tensor; CheckpointError if anything is wrong with the files."""
         stored = self.reader.catalogue(self.path)
         wrong: list[str] = []
         for name in mine.keys() & stored.keys():
@@ -97,9 +97,9 @@ class _Loading:
 
     @torch.no_grad()
     def fill(self, optimizer: ZeroOptimizer) -> None:
-        """Masters and whole tensors. Parameters follow when all ranks are done."""
+        """Read this rank's masters, and tensors that are whole. Parameters follow when all ranks are done."""
         rest = dict(self.found)
-        masters = {bucket.flat: bucket.master for bucket in optimizer.buckets}
+        masters = {owned.flat: owned.master for owned in optimizer.owned}
         for values in optimizer.flats():
             target = masters.get(values, values.shard)
             for fragment in values.fragments():
@@ -114,8 +114,8 @@ class _Loading:
 
 @torch.no_grad()
 def _publish(optimizer: ZeroOptimizer) -> None:
-    """Parameters become what their masters say, wherever they are whole."""
-    optimizer.publish(optimizer.buckets)
+    """Copy masters to parameters, and send them to where they are whole."""
+    optimizer.publish()
     optimizer.wait_for_parameters()
     for values in optimizer.frozen:
         values.node_copy = None
@@ -131,7 +131,7 @@ def _differences(name: str, tensor: Tensor, stored: Stored) -> Iterator[str]:
 
 
 def _family(code: str) -> str:
-    """Of numbers that can be converted into each other."""
+    """The family of a type: types of one family can be converted into each other."""
     return "floating" if code.startswith(("F", "BF")) else "complex" if code.startswith("C") else "whole"
 
 
@@ -139,13 +139,13 @@ def _family(code: str) -> str:
 
 
 class _Reader:
-    """Open safetensors files. They are mapped: memory and the disk see only what is asked for."""
+    """The safetensors files that are open. They are mapped, so only what is asked for is read."""
 
     def __init__(self) -> None:
         self.files: dict[Path, Any] = {}
 
     def catalogue(self, path: Path) -> dict[str, Stored]:
-        """Everything in there, by name; tied parameters under every name."""
+        """Every tensor in a file, index or folder, by name; tied parameters under each of their names."""
         if path.is_dir():
             path = _in_folder(path)
         if path.suffix != ".json":
@@ -182,7 +182,7 @@ class _Reader:
         return self.files[file]
 
     def read(self, stored: Stored, start: int, stop: int) -> Tensor:
-        """Elements of the flattened tensor."""
+        """The elements from `start` up to `stop` of the flattened tensor."""
         opened = self._open(stored.file)
         try:
             if not stored.shape or start == stop:
@@ -221,9 +221,10 @@ def _in_folder(folder: Path) -> Path:
 
 
 def _beside(index: Path, name: str) -> Path:
-    """The file that an index names. Whoever wrote the index says which file of ours is read: one beside it.
+    """The path of a file that an index names; CheckpointError unless it is in the same folder.
 
-    In Hugging Face's cache these are links from `snapshots/REVISION` to `blobs`.
+    Whoever wrote the index could name any file of this user. In Hugging Face's cache the files are links from
+    `snapshots/REVISION` to `blobs`.
     """
     folder, file = index.parent.resolve(), index.parent / name
     place = file.resolve().parent

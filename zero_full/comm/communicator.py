@@ -23,13 +23,13 @@ class CommunicationError(RuntimeError):
     """A collective failed, which usually means that another rank has failed first."""
 
 
-def choose_transport(group: dist.ProcessGroup, device: torch.device) -> Transport:
-    """The fastest that works for this group: see `transport.py`."""
+def choose_transport(group: dist.ProcessGroup, device: torch.device, shared_memory: bool = True) -> Transport:
+    """The fastest transport that works for this group; see `transport.py`."""
     if isinstance(group, PretendedGroup):
         return Pretence(group)
     if device.type != "cpu" or backend_of(group, device) != "gloo":
         return Native(group)
-    return share_memory(group) or Exchange(group)
+    return share_memory(group, shared_memory) or Exchange(group)
 
 
 NOBODY: Any = object()  # the group of a communicator that is closed
@@ -45,6 +45,7 @@ class Communicator:
         traffic: Traffic | None = None,
         check_timeout_s: float | None = None,
         label: str = "",  # what the ledger says behind the kind of a collective
+        shared_memory: bool = True,  # where ranks can: see `share_memory`
     ) -> None:
         self.device, self.traffic, self.label = device, traffic or Traffic(), label
         self.group = group if group is not None and group.size() > 1 else None
@@ -55,11 +56,11 @@ class Communicator:
         self.check: CallCheck | None = None
         self.transport: Transport | None = None
         if self.group is not None:
-            self._open(self.group, check_timeout_s)
+            self._open(self.group, check_timeout_s, shared_memory)
 
-    def _open(self, group: dist.ProcessGroup, check_timeout_s: float | None) -> None:
+    def _open(self, group: dist.ProcessGroup, check_timeout_s: float | None, shared_memory: bool) -> None:
         def choose() -> None:
-            self.transport = choose_transport(group, self.device)
+            self.transport = choose_transport(group, self.device, shared_memory)
 
         if check_timeout_s is not None:
             self.check = CallCheck(self.ranks, self.ranks[self.rank], check_timeout_s)
@@ -79,7 +80,7 @@ class Communicator:
         self._call("reduce_scatter", what, whole, sent, lambda: transport.reduce_scatter(whole, out, divisor))
 
     def all_gather(self, whole: Tensor, what: str) -> None:
-        """Fill in the others' slices."""
+        """Fill in the slices of the other ranks."""
         if self.transport is None:
             return
         transport = self.transport
@@ -87,7 +88,7 @@ class Communicator:
         self._call("all_gather", what, whole, sent, lambda: transport.all_gather(whole))
 
     def all_reduce(self, whole: Tensor, divisor: float, what: str) -> None:
-        """The sum of everyone's over `divisor`, in place; sizes are multiples of the group's size."""
+        """Make `whole` the sum over all ranks, divided. Its size must be a multiple of the group's."""
         if self.transport is None:
             _copy_over(whole, whole, divisor)
             return
@@ -96,7 +97,7 @@ class Communicator:
         self._call("all_reduce", what, whole, sent, lambda: transport.all_reduce(whole, divisor))
 
     def all_to_all(self, sent: Tensor, received: Tensor, what: str) -> None:
-        """Rank r gets the r-th part of `sent`; the r-th part of `received` is what it had for this rank."""
+        """Send the r-th part of `sent` to rank r, and receive rank r's into the r-th part of `received`."""
         if self.transport is None:
             received.copy_(sent)
             return
@@ -104,20 +105,20 @@ class Communicator:
         self._call("all_to_all", what, sent, wire, lambda: transport.all_to_all(sent, received))
 
     def sum_numbers(self, numbers: Tensor, what: str) -> Tensor:
-        """A few numbers, summed over the ranks. (Not counted as traffic.)"""
+        """Sum a few numbers over the ranks, in place, and return them. They do not count as traffic."""
         transport = self.transport
         if transport is not None:
             self._call("sum", what, numbers, 0, lambda: transport.sum_numbers(numbers))
         return numbers
 
     def broadcast(self, tensor: Tensor, what: str) -> None:
-        """The first rank's values become everyone's."""
+        """Give all ranks the first rank's values."""
         transport = self.transport
         if transport is not None:
             self._call("broadcast", what, tensor, 0, lambda: transport.broadcast(tensor))
 
     def gather_objects(self, mine: Any, what: str) -> list[Any]:
-        """Everyone's small Python object, by rank. Slow: for error reports and set-up."""
+        """The small Python objects of all ranks, by rank. It is slow: for error reports and set-up."""
         transport, answers = self.transport, [mine]
         if transport is not None:
 
@@ -128,7 +129,7 @@ class Communicator:
         return answers
 
     def close(self) -> None:
-        """Let go of the process group, with its connections. What is called later is an error."""
+        """Let go of the process group and its connections. A later collective raises CommunicationError."""
         if self.group is not None:
             self.closed, self.group, self.transport = True, NOBODY, NOBODY
 

@@ -24,7 +24,7 @@ class DisagreementError(ValueError):
 
 
 class CallCheck:
-    """One communicator's record of calls."""
+    """Compares the calls on one communicator between its ranks."""
 
     def __init__(self, ranks: Sequence[int], rank: int, timeout_s: float) -> None:
         self.ranks, self.rank, self.patience_s = list(ranks), rank, timeout_s
@@ -47,7 +47,7 @@ class CallCheck:
                 self.store.delete_key(f"{self.number - KEEP}/verdict")
 
     def _opinion(self) -> str:
-        """`GO`, or what is wrong with this call."""
+        """`GO` if all ranks make the same call; else the text of the error."""
         keys = {rank: f"{self.number}/{rank}" for rank in self.ranks}
         deadline = time.monotonic() + self.patience_s
         # Not `store.wait`: it would keep the connection from calls that this rank makes beside this one.

@@ -20,7 +20,7 @@ class Pending(Protocol):
     """A job that may still run."""
 
     def wait(self) -> None:
-        """Until it is done. Raises what the job raised."""
+        """Wait until the job is done. Raises what the job raised."""
 
 
 class Lane(Protocol):
@@ -30,33 +30,33 @@ class Lane(Protocol):
         """Run the job, which uses these tensors, after what `producers` (streams) have queued so far."""
 
     def producer(self) -> Any:
-        """What stands for 'everything queued so far, here': to be passed to `submit` later."""
+        """A mark for all work that the caller has queued so far, to be passed to `submit` later."""
 
     def close(self) -> None:
-        """No more jobs come."""
+        """Free what the lane holds. No job may be submitted afterwards."""
 
 
 class Done:
     """A job that is over."""
 
     def wait(self) -> None:
-        """Nothing to wait for."""
+        """Return at once."""
 
 
 class Inline:
-    """No overlap: the caller does it now."""
+    """No overlap: the caller runs each job when it submits it."""
 
     def submit(self, job: Job, tensors: Iterable[Tensor], producers: Iterable[Any]) -> Pending:
-        """Run the job."""
+        """Run the job and return when it is done."""
         job()
         return Done()
 
     def producer(self) -> Any:
-        """On one stream everything is in order already."""
+        """None: on one stream everything is in order already."""
         return None
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing."""
 
 
 class Late:
@@ -102,11 +102,11 @@ class Thread:
         self.worker = ThreadPoolExecutor(1, thread_name_prefix="zero_full-collectives")
 
     def submit(self, job: Job, tensors: Iterable[Tensor], producers: Iterable[Any]) -> Pending:
-        """Hand the job over."""
+        """Queue the job for the thread."""
         return _Future(self.worker.submit(_without_grad, job))
 
     def producer(self) -> Any:
-        """The CPU has finished what it has computed."""
+        """None: what the CPU has computed is complete."""
         return None
 
     def close(self) -> None:
@@ -154,7 +154,7 @@ class Stream:
         return _Event(self)
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing."""
 
 
 class _Event:

@@ -15,14 +15,14 @@ class Traffic:
         self.sent: Counter[str] = Counter()
 
     def add(self, kind: str, sent: int) -> None:
-        """Count one collective."""
+        """Count the bytes of one collective."""
         if sent:
             self.sent[kind] += sent
 
     def total(self) -> int:
-        """All kinds together."""
+        """Bytes of all kinds together."""
         return sum(self.sent.values())
 
     def clear(self) -> None:
-        """Start again from zero."""
+        """Start counting from zero again."""
         self.sent.clear()

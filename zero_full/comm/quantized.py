@@ -23,14 +23,14 @@ from zero_full.comm.transport import own_slice
 from zero_full.kernels.load import operators
 from zero_full.kernels.reference import payload_bytes
 
-Gather = Callable[[Tensor, str], None]
+Gather = Callable[[Tensor, str], None]  # fill in the others' slices
 BLOCK = 2048  # numbers that share a scale: its four bytes are 1/512 of eight bits each, 1/256 of four
 QUANTIZABLE = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """The ranks as nodes of equal size: rank r is number r % inner.size of node r // inner.size.
+    """Ranks on nodes of equal size: rank r is number r % inner.size of node r // inner.size.
 
     `inner` are the ranks of this node, `outer` those of the same number on all nodes. See [Note: nodes].
     """
@@ -40,12 +40,12 @@ class Nodes:
 
     @classmethod
     def flat(cls, world: Communicator) -> "Nodes":
-        """No two ranks share a node: everything takes one hop."""
+        """Nodes of one rank each, so that everything takes one hop."""
         return cls(Communicator(None, world.device), world)
 
     @property
     def size(self) -> int:
-        """Of all ranks."""
+        """How many ranks there are."""
         return self.inner.size * self.outer.size
 
     @property
@@ -61,7 +61,7 @@ class QuantizedGather:
         self.nodes, self.bits, self.block = nodes, bits, block
 
     def all_gather(self, whole: Tensor, what: str) -> None:
-        """Fill in everyone's slices, rounded: this rank's, too, so that all ranks hold the same bits.
+        """Fill in the slices of all ranks, rounded; this rank's too, so that all ranks hold the same bits.
 
         Who needs the exact values keeps them elsewhere. A rank that is alone rounds nothing.
         """
@@ -81,7 +81,7 @@ class QuantizedGather:
             operators().dequantize_blocks(came, target, self.bits, self.block, False)
 
     def or_exactly(self, exactly: Gather) -> Gather:
-        """This for numbers of 32 and 16 bits, the other for what must not be rounded, such as integers."""
+        """A gather that uses this one for floats of 32 and 16 bits, and `exactly` for all else."""
 
         def all_gather(whole: Tensor, what: str) -> None:
             (self.all_gather if whole.dtype in QUANTIZABLE else exactly)(whole, what)
@@ -109,7 +109,7 @@ class TwoHopReduce:
         out.copy_(total[0])
 
     def _hop(self, comm: Communicator, pieces: Tensor, what: str) -> Tensor:
-        """Piece r of everyone's goes to rank r, which sums them. A piece is a row or more of numbers."""
+        """Send piece r, of one row or more, to rank r; return the sum of all pieces for this rank."""
         total = pieces[comm.rank].to(torch.float32, copy=True)
         if comm.size == 1:
             return total

@@ -28,7 +28,7 @@ WINDOW = 2 * HALF + 8  # and a number at which ranks meet
 
 
 class SharedMemory(OverGroup):
-    """For gloo ranks on one Linux host. See [Note: windows]."""
+    """A transport for gloo ranks on one Linux host. See [Note: windows]."""
 
     name = "shared memory"
 
@@ -46,7 +46,7 @@ class SharedMemory(OverGroup):
         return self.windows[rank][start : start + HALF].view(dtype)
 
     def _slot(self, owner: int, reader: int, like: Tensor) -> Tensor:
-        """The part of `owner`'s window that is for `reader`. Nobody shows anything to himself."""
+        """The part of `owner`'s window that is for `reader`. No rank has a part for itself."""
         place = reader - (reader > owner)
         return self._half(owner, like.dtype)[place * like.numel() : (place + 1) * like.numel()]
 
@@ -54,7 +54,7 @@ class SharedMemory(OverGroup):
         dist.barrier(self.group)
 
     def reduce_scatter(self, whole: Tensor, out: Tensor, divisor: float) -> None:
-        """Everyone shows the others their slices; each sums its own."""
+        """Each rank shows the others their slices, and sums its own."""
         slices = [own_slice(whole, rank, self.size) for rank in range(self.size)]
         room = HALF // whole.element_size() // (self.size - 1)
         for low in range(0, out.numel(), room):
@@ -70,7 +70,7 @@ class SharedMemory(OverGroup):
             self.turn += 1
 
     def all_gather(self, whole: Tensor) -> None:
-        """Everyone shows its slice; each copies the others'."""
+        """Each rank shows its slice, and copies the others'."""
         slices = [own_slice(whole, rank, self.size) for rank in range(self.size)]
         room = HALF // whole.element_size()
         for low in range(0, slices[0].numel(), room):
@@ -83,7 +83,7 @@ class SharedMemory(OverGroup):
             self.turn += 1
 
     def sum_numbers(self, numbers: Tensor) -> None:
-        """An all-reduce with something behind the numbers, so that it can be cut."""
+        """An all-reduce of the numbers and of padding, so that they can be cut evenly."""
         if not numbers.is_floating_point():  # fp32, in which slices are summed, does not hold all of them
             super().sum_numbers(numbers)
             return
@@ -99,10 +99,10 @@ class SharedMemory(OverGroup):
         self.all_gather(whole)
 
 
-def share_memory(group: dist.ProcessGroup) -> SharedMemory | None:
-    """A transport; or None on every rank, if any two of them cannot see each other's memory."""
+def share_memory(group: dist.ProcessGroup, wanted: bool = True) -> SharedMemory | None:
+    """A transport; or None on every rank, if two cannot see each other's memory or one does not want to."""
     secret = secrets.token_bytes(16)
-    descriptor, path = _make_window(secret)
+    descriptor, path = _make_window(secret) if wanted else (None, "")
     addresses: list[tuple[bytes, str, int]] = [(b"", "", 0)] * group.size()
     pid = os.getpid() if spin_barrier.works_here() else 0
     dist.all_gather_object(addresses, (secret, path, pid), group=group)

@@ -52,7 +52,7 @@ class SpinBarrier:
         self.met = 0
 
     def __call__(self) -> None:
-        """Until everyone has come as often as this rank."""
+        """Wait until every rank has come as often as this one."""
         self.met += 1
         self.mine.value = self.met
         for rank, theirs in self.others.items():
@@ -87,7 +87,7 @@ class SpinBarrier:
 
 
 def _leave(mine: ctypes.c_int64, memory: Sequence[Tensor]) -> None:
-    """Nobody need wait for this rank any more; how often it has come can still be read."""
+    """Mark that this rank has left. How often it had come can still be read."""
     mine.value = -mine.value - 1
 
 

@@ -28,12 +28,12 @@ MESH_NAMES = {
 
 
 def marked_as_expert(name: str, parameter: Parameter) -> bool:
-    """DeepSpeed's mark: `parameter.allreduce = False`."""
+    """Whether the parameter has DeepSpeed's mark, `parameter.allreduce = False`."""
     return getattr(parameter, "allreduce", True) is False
 
 
 def marked_as_split(name: str, parameter: Parameter) -> bool:
-    """Megatron's marks for a parameter that each tensor-parallel rank holds a different part of."""
+    """Whether each tensor-parallel rank holds a different part of it, by Megatron's marks."""
     return bool(
         getattr(parameter, "model_parallel", False) or getattr(parameter, "tensor_model_parallel", False)
     )
@@ -77,7 +77,7 @@ class Topology:
 
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh) -> "Topology":
-        """From a named device mesh: ("data",), ("replicate", "shard"), ("data", "model"), ..."""
+        """The topology of a named mesh: ("data",), ("replicate", "shard"), ("data", "model"), ..."""
         names = mesh.mesh_dim_names
         if names is None:
             if mesh.ndim == 1:
@@ -97,18 +97,18 @@ class Topology:
 
     @classmethod
     def from_mpu(cls, mpu: Any) -> "Topology":
-        """From a Megatron-style object with `get_data_parallel_group()` and its model-parallel twin."""
+        """The topology of a Megatron-style object, which has `get_data_parallel_group()` and the like."""
         getters = ("get_tensor_model_parallel_group", "get_model_parallel_group")
         model = next((getattr(mpu, name)() for name in getters if hasattr(mpu, name)), None)
         return cls(data=mpu.get_data_parallel_group(), model=model)
 
     def with_sub_groups(self, size: int) -> "Topology":
-        """The data group cut into shard groups of `size` neighbours (`mics_shard_size`)."""
+        """This topology, its data group cut into shard groups of `size` neighbours (`mics_shard_size`)."""
         shard, replicate = self.sub_groups(size, "mics_shard_size")
         return replace(self, shard=shard, replicate=replicate, opened=(shard, replicate))
 
     def sub_groups(self, size: int, key: str) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-        """Of the data group: this rank and its `size - 1` neighbours; those that have its place elsewhere."""
+        """Of the data group, this rank and its `size - 1` neighbours, and the ranks in its place elsewhere"""
         if self.shard is not None or self.expert is not None:
             raise ValueError(f"{key} needs a topology without `shard` and `expert` groups")
         data = self.data if self.data is not None else dist.group.WORLD
@@ -129,12 +129,12 @@ def ranks_of(group: dist.ProcessGroup) -> list[int]:
 
 
 def this_rank() -> int:
-    """This process, among all."""
+    """This process's rank among all."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def new_group(ranks: list[int], like: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group of its own with the backend and the patience of `like`. Only its members need to call.
+    """A new group with the backend and timeout of `like`. Only its members need to call this.
 
     torch would give it the default backend, and half an hour to wait for a rank that has died.
     """

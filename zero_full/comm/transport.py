@@ -24,21 +24,21 @@ CACHED = 2**17  # elements summed at a time, so that a sum and its division meet
 
 
 class Transport(Protocol):
-    """What a strategy can do."""
+    """What each strategy can do."""
 
     name: str
 
     def reduce_scatter(self, whole: Tensor, out: Tensor, divisor: float) -> None:
-        """`out` becomes the sum of everyone's slice for this rank, divided; it may lie in `whole`."""
+        """Make `out`, which may lie in `whole`, the sum over all ranks of this rank's slice, divided."""
 
     def all_gather(self, whole: Tensor) -> None:
-        """Everyone's own slice becomes everyone's; this rank's is already in place."""
+        """Fill in the slices of the other ranks; this rank's is in place already."""
 
     def all_reduce(self, whole: Tensor, divisor: float) -> None:
-        """`whole` becomes the sum of everyone's, divided; all ranks get the same bits."""
+        """Make `whole` the sum over all ranks, divided; all ranks get the same bits."""
 
     def sum_numbers(self, numbers: Tensor) -> None:
-        """The same for a few numbers of any size, not divided."""
+        """Make `numbers`, of any size, their sum over all ranks."""
 
     def all_to_all(self, sent: Tensor, received: Tensor) -> None:
         """Rank r gets the r-th part of `sent`; the r-th part of `received` is what it had for this rank."""
@@ -155,7 +155,7 @@ class Exchange(OverGroup):
             work.wait()
 
     def reduce_scatter(self, whole: Tensor, out: Tensor, divisor: float) -> None:
-        """Swap slices, sum locally."""
+        """Exchange slices, and sum locally."""
         slices = [own_slice(whole, rank, self.size) for rank in range(self.size)]
         for low in range(0, out.numel(), MESSAGE):
             pieces = [s[low : low + MESSAGE] for s in slices]
@@ -165,13 +165,13 @@ class Exchange(OverGroup):
             add_up([received[rank] for rank in range(self.size)], out[low : low + MESSAGE], divisor)
 
     def all_gather(self, whole: Tensor) -> None:
-        """Send my slice to everyone; receive theirs where they belong."""
+        """Send this rank's slice to all others, and receive theirs where they belong."""
         mine = own_slice(whole, self.rank, self.size)
         if mine.numel():
             theirs = {rank: own_slice(whole, rank, self.size) for rank in self.others}
             self._swap(dict.fromkeys(self.others, mine), theirs)
 
     def all_reduce(self, whole: Tensor, divisor: float) -> None:
-        """A reduce-scatter and an all-gather, which is what an all-reduce is."""
+        """A reduce-scatter and an all-gather."""
         self.reduce_scatter(whole, own_slice(whole, self.rank, self.size), divisor)
         self.all_gather(whole)

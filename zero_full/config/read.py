@@ -42,7 +42,7 @@ def repeated(given: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def read(path: Path) -> Any:
-    """What the file says; ConfigError with the place where it says nothing."""
+    """The file's content as objects; ConfigError with line and column if it is not JSON."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
@@ -74,7 +74,7 @@ def plain(text: str) -> str:
 
 
 def refuse_nests(given: Mapping[Any, Any]) -> None:
-    """Before anything walks through it: what is nested without end has no end."""
+    """ConfigError if objects and lists are nested too deep, or without end."""
     waiting: list[tuple[tuple[str, ...], Any]] = [((), given)]
     while waiting:
         path, value = waiting.pop()

@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Remark:
-    """What to say. `switch` is the key inside a section that turns it on; `when` knows values that ask."""
+    """A text about a key. `switch` is the key in a section that turns it on; `when` picks values."""
 
     text: str
     refuses: bool

@@ -4,9 +4,12 @@ import difflib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, get_args
 
 from pydantic_core import ErrorDetails
+
+from zero_full import wording
 
 from .remarks import Remark
 from .schema import Config, Strict
@@ -45,7 +48,7 @@ def entries(config: Strict, prefix: str = "") -> Iterator[Entry]:
 
 
 def inner_model(annotation: Any) -> type[Strict] | None:
-    """The model that a field of this type holds, if it holds one; `X | None` holds an X."""
+    """The model that a field of this type holds, or None; `X | None` holds an X."""
     for kind in (annotation, *get_args(annotation)):
         if isinstance(kind, type) and issubclass(kind, Strict):
             return kind
@@ -63,15 +66,7 @@ def known_keys(model: type[Strict] = Config, prefix: str = "") -> Iterator[str]:
 
 def shown(value: object) -> str:
     """A value as JSON writes it, cut to what fits into a line."""
-    try:
-        text = json.dumps(value, default=repr)
-    except (
-        TypeError,
-        ValueError,
-        RecursionError,
-    ):  # keys that JSON does not have, numbers of thousands of digits
-        text = f"something of type {type(value).__name__}"
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return wording.shown(value, partial(json.dumps, default=repr))
 
 
 def dotted(path: Location) -> str:
@@ -139,7 +134,7 @@ def explain(error: ErrorDetails, spelled: Mapping[str, str]) -> str:
 
 
 def unfilled(key: str, expectation: str) -> str:
-    """The error of a value that is left to Hugging Face."""
+    """The text of the error for a value that is left to Hugging Face."""
     return (
         f'{key}: "auto" is filled in by Hugging Face\'s Trainer alone; a value is needed here: {expectation}'
     )

@@ -41,7 +41,7 @@ class Resolved:
 
 
 def _given(config: object) -> tuple[Mapping[str, Any], str]:
-    """What the user gave as a mapping, and what to call it."""
+    """What the user gave, as a mapping, and its name for messages."""
     name = "the configuration"
     if isinstance(config, Config):
         return config.model_dump(exclude_unset=True), name
@@ -113,9 +113,7 @@ def _solved(config: Config, world_size: int) -> dict[str, int]:
     train, micro, steps = (getattr(config, name) for name in BATCH)
     rule = f"{TRAIN} = {MICRO} * {STEPS} * world size"
     if not train and not micro:
-        raise ConfigError(
-            f"give {TRAIN} or {MICRO}: a number is needed ({rule}, the world size is {world_size})"
-        )
+        return dict(zip(BATCH, (0, 0, steps or 1), strict=True))  # nobody needs them but the data loader
     if not train:
         steps = steps or 1
         train = micro * steps * world_size
@@ -144,7 +142,7 @@ def _neighbours(train: int, unit: int) -> str:
 
 
 def _clashes(config: Config, world_size: int) -> Iterator[str]:
-    """Values that are fine by themselves and cannot be had together, or not inside this optimizer."""
+    """A line for each value that is fine by itself and cannot be had beside another one."""
     if config.fp16.enabled and config.bf16.enabled:
         yield "fp16.enabled and bf16.enabled: only one of them can be true"
     if config.bf16.bf16_optimizer_states and not config.bf16.bf16_master_weights_and_grads:
@@ -168,6 +166,17 @@ def _clashes(config: Config, world_size: int) -> Iterator[str]:
             f"zero_optimization.zero_hpz_partition_size: {hpz} does not divide the {sharing} ranks that "
             "share the parameters; give the number of ranks on a node, or 1 for no second partition"
         )
+    offload = config.zero_optimization.offload_optimizer
+    if offload is not None and offload.device == "nvme":
+        yield (
+            "zero_optimization.offload_optimizer.device: state that waits on NVMe has not landed yet; "
+            'use "cpu"'
+        )
+    if offload is not None and offload.device == "cpu" and stage == 0:
+        yield (
+            "zero_optimization.offload_optimizer.device: stage 0 keeps the optimizer's state beside the "
+            'parameters; use stage 1, 2 or 3, or the device "none"'
+        )
     for section, part in (("optimizer", config.optimizer), ("scheduler", config.scheduler)):
         for name, value in part.params.items() if part else ():
             if report.is_auto(value):
@@ -177,7 +186,7 @@ def _clashes(config: Config, world_size: int) -> Iterator[str]:
 
 
 def _switches(config: Config) -> Iterator[str]:
-    """What should turn a section on or off and does neither."""
+    """A line for each switch of a section that is neither true nor false."""
     for entry in report.entries(config):
         if entry.remark and entry.remark.switch:
             value = entry.value.get(entry.remark.switch, False)
@@ -187,7 +196,7 @@ def _switches(config: Config) -> Iterator[str]:
 
 
 def _idle_together(config: Config) -> Iterator[str]:
-    """Keys that another key makes void."""
+    """A line for each key that has no effect because of another one."""
     if config.prescale_gradients and config.gradient_predivide_factor != 1.0:
         yield (
             f"gradient_predivide_factor = {config.gradient_predivide_factor} has no effect: "

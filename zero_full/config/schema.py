@@ -2,7 +2,7 @@
 
 Names and defaults are DeepSpeed's, so that its JSON files work unchanged. A key without a remark is
 honoured. A remark stands beside the key and nowhere else (`remarks.py`), and what a value may be is said by
-its type (`flat.py`).
+its type (`values.py`).
 """
 
 import sys
@@ -38,7 +38,9 @@ class ConfigError(ValueError):
 
 STAGE3 = Remark("only stage 3 reads it", refuses=False, below_stage=3)
 UNITS = idle("units are chosen by size; name others in leaf_module")
-OFFLOAD = "offloading has not landed in zero_full yet; everything stays on the device of the model"
+OFFLOAD = "offloading parameters has not landed in zero_full yet; they stay on the device of the model"
+OLD_OFFLOAD = 'deprecated; write "offload_optimizer": {"device": "cpu"}'
+ONLY_NVME = idle('only the device "nvme" reads it, which has not landed in zero_full yet')
 NO_OFFLOAD = idle("only offloading reads it, and that has not landed in zero_full yet")
 AUTO_TP = missing("tensor parallelism has not landed", "autotp_size", when=lambda ranks: ranks > 1)
 NO_MONITOR = idle("no metrics are written; log what the engine returns with a logger of yours", "enabled")
@@ -153,16 +155,16 @@ class OffloadParamConfig(Strict):
 class OffloadOptimizerConfig(Strict):
     """Where the optimizer's state waits."""
 
-    device: Annotated[Literal["none", "cpu", "nvme"], missing(OFFLOAD)] = "none"
-    nvme_path: str | None = None
-    buffer_count: Count = 4
+    device: Literal["none", "cpu", "nvme"] = "none"
+    nvme_path: Annotated[str | None, ONLY_NVME] = None
+    buffer_count: Annotated[Count, ONLY_NVME] = 4
     pin_memory: Flag = True
-    pipeline_read: Flag = False
-    pipeline_write: Flag = False
-    fast_init: Flag = False
-    ratio: Amount = 1.0
-    super_offload: Flag = False
-    cpuadam_cores_perc: Amount = 0.8
+    pipeline_read: Annotated[Flag, ONLY_NVME] = False
+    pipeline_write: Annotated[Flag, ONLY_NVME] = False
+    fast_init: Annotated[Flag, ONLY_NVME] = False
+    ratio: Annotated[Amount, missing("all of the optimizer's state waits there; use 1")] = 1.0
+    super_offload: Annotated[Flag, missing("it has not landed in zero_full yet")] = False
+    cpuadam_cores_perc: Annotated[Amount, idle("OMP_NUM_THREADS says how many cores step")] = 0.8
 
 
 class LeafModuleConfig(Strict):
@@ -241,7 +243,7 @@ class ZeroConfig(Strict):
     save_muon_momentum_buffer_in_memory: Annotated[Flag, idle("there is no Muon here")] = False
     leaf_module: LeafModuleConfig = LeafModuleConfig()
     # The old names. False asks for what happens anyway.
-    cpu_offload: Annotated[Flag | None, missing(f"deprecated, and {OFFLOAD}; use false", when=bool)] = None
+    cpu_offload: Annotated[Flag | None, missing(OLD_OFFLOAD, when=bool)] = None
     cpu_offload_param: Annotated[Flag | None, missing(f"deprecated, and {OFFLOAD}", when=bool)] = None
     cpu_offload_use_pin_memory: Annotated[Flag | None, NO_OFFLOAD] = None
     stage3_gather_fp16_weights_on_model_save: Annotated[
@@ -263,6 +265,7 @@ class Config(Strict):
     train_micro_batch_size_per_gpu: BatchSize = 0
     gradient_accumulation_steps: BatchSize = 0
     managed_gradient_accumulation: Flag = True  # false: every call of engine.step() is a step
+    shared_memory: Flag = True  # false: ranks of one host send messages, as those of several hosts do
     plain_backward_divides: Flag | None = None  # whether loss.backward() divides, as engine.backward does
     steps_per_print: Annotated[Count | None, BeforeValidator(never_is_none)] = None
     optimizer: OptimizerConfig | None = None

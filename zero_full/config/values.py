@@ -14,7 +14,7 @@ MOST = sys.maxsize
 
 
 def expected(what: str) -> PydanticCustomError:
-    """The error of a value that is not what it should be."""
+    """The error for a value that is not what is expected."""
     return PydanticCustomError("expected", "{what}", {"what": what})
 
 
@@ -53,17 +53,17 @@ def _zero_or_one(value: object) -> object:
 
 
 def lower(value: object) -> object:
-    """Words in any case."""
+    """The word in lower case, so that any case is accepted."""
     return value.lower() if isinstance(value, str) else value
 
 
 def capital(value: object) -> object:
-    """Words in any case, which DeepSpeed writes with a capital."""
+    """The word with a capital, as DeepSpeed writes it, so that any case is accepted."""
     return value.capitalize() if isinstance(value, str) else value
 
 
 def never_is_none(value: object) -> object:
-    """Some launchers write infinity for 'never print'."""
+    """None instead of infinity, which some launchers write for 'never print'."""
     return None if isinstance(value, float) and value == math.inf else value
 
 

@@ -13,7 +13,7 @@ from zero_full.shard.groups import Pair
 
 @dataclass(frozen=True)
 class Told:
-    """What a rank says of its values."""
+    """What a rank tells the others about its values."""
 
     digests: dict[str, bytes]
     elsewhere: dict[str, Elsewhere]
@@ -28,7 +28,7 @@ class Everyone:
         self.ranks: list[int] = pair.everyones(this_rank(), "ranks")
 
     def who_speaks(self, mine: Told) -> dict[int, list[str]]:
-        """Whose values are to be sent: places among everyone, and names in an order that all agree on."""
+        """The names of the values that each speaker sends, by its place; the same on all ranks."""
         short = hashlib.blake2b(repr(sorted(mine.digests.items())).encode()).digest(), bool(mine.elsewhere)
         if set(self.pair.everyones(short, "values")) == {(short[0], False)}:
             return {}
@@ -41,7 +41,7 @@ class Everyone:
         return dict(sorted(speaking.items()))
 
     def hear(self, speaker: int, tensor: Tensor, what: str) -> Tensor:
-        """What this tensor is where the speaker is. Here it may be written over."""
+        """The speaker's values of this tensor. On other ranks the tensor may be written over."""
         raw = tensor.contiguous().view(-1).view(torch.uint8)
         if not raw.numel():
             return tensor

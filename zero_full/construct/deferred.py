@@ -28,10 +28,12 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zero_full.construct.generators import CPU, Streams
+from zero_full._compat import arguments_of, is_saved
+from zero_full.construct.generators import CPU, RandomStreams
 from zero_full.construct.names import Names
 from zero_full.construct.recorded import twin_of
-from zero_full.construct.replay import Held, Op, Player, Ref, Value, leaves, needed, schedule, swap
+from zero_full.construct.replay import Held, Op, Player, Ref, Value, needed, schedule
+from zero_full.trees import leaves, mapped, tensors_in
 
 META = torch.device("meta")
 
@@ -45,20 +47,20 @@ FAITHFUL = "aten::_to_copy", "aten::clone"
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """Another rank has this value: the one that may change it in GatheredParameters(modifier_rank)."""
+    """The rank that has this value's newest version, because of GatheredParameters(modifier_rank)."""
 
     rank: int
     since: tuple[str, ...] = ()  # what every rank has done to it afterwards, by its own knowledge
 
 
 class Recording:
-    """What was recorded."""
+    """The recorded operations, and what is known of the tensors that they work on."""
 
     def __init__(self) -> None:
         self._ops: list[Op] = []
         self._values: dict[int, Value] = {}  # what each meta storage holds now, by the storage's identity
         self._written: set[Value] = set()
-        self.streams, self.names = Streams(), Names()
+        self.streams, self.names = RandomStreams(), Names()
         self.states: dict[int, Tensor] = {}  # of generators, by mark, where a replay has found them out
         self.files: dict[Value, Any] = {}  # where initialize will read it
         self.beside_files = WeakIdKeyDictionary()  # modules -> their real tensors that it will read, too
@@ -67,7 +69,7 @@ class Recording:
 
     @property
     def rng_state_before(self) -> Tensor:
-        """The state of torch's generator that replay starts from. May be set to another rank's."""
+        """The state of torch's generator that replay starts from. It may be set to another rank's."""
         return self.streams.main.before
 
     @rng_state_before.setter
@@ -123,9 +125,9 @@ class Recording:
         refs = self._refs(tensors, targets)
         born = [self._born(leaf) for leaf in made]
         draw = self.streams.draw(generator_in((args, kwargs))) if draws else None
-        if draw and any(argument.name == "generator" for argument in func._schema.arguments):
+        if draw and any(argument.name == "generator" for argument in arguments_of(func)):
             kwargs = {**kwargs, "generator": draw.stream.generator}
-        args, kwargs = (swap(given, lambda leaf: self._freeze(leaf, refs)) for given in (args, kwargs))
+        args, kwargs = mapped(lambda leaf: self._freeze(leaf, refs), (args, kwargs))
         reads = [ref.value for i, ref in refs.items() if not targets.get(i)]
         writes = [refs[i].value for i in targets] + [ref.value for ref in born if ref]
         self._note(Op(func, args, kwargs, born, reads, writes, torch.get_default_dtype(), draw), func.name())
@@ -135,7 +137,7 @@ class Recording:
         self._refuse(func.__name__, kwargs, True)
         refs = self._refs([kwargs["tensor"]], {id(kwargs["tensor"]): True})
         draw = self.streams.draw(generator_in(kwargs))
-        kwargs = swap(kwargs, lambda leaf: self._freeze(leaf, refs))
+        kwargs = mapped(lambda leaf: self._freeze(leaf, refs), kwargs)
         writes = [ref.value for ref in refs.values()]
         self._note(Op(func, (), kwargs, [None], [], writes, torch.get_default_dtype(), draw), func.__name__)
 
@@ -152,11 +154,11 @@ class Recording:
             self.elsewhere |= dict.fromkeys(op.writes, since)
 
     def _refuse(self, name: str, given: Any, draws: bool) -> None:
-        """What can only be done in another order."""
+        """RuntimeError if this operation would have to run before something that initialize does."""
         if self.files and name not in FAITHFUL:
-            self.refuse_if_from_file(name, [leaf for leaf in leaves(given) if is_recorded(leaf)])
+            self.refuse_if_from_file(name, filter(is_recorded, tensors_in(given)))
         if draws and not self.is_construction and self.streams.has_strayed(generator_in(given)):
-            names = self.names_of(self.value_of(leaf) for leaf in leaves(given) if is_recorded(leaf))
+            names = self.names_of(map(self.value_of, filter(is_recorded, tensors_in(given))))
             raise RuntimeError(
                 f"{name} of {names} should draw what follows the random numbers of construction, but those "
                 "are only drawn in initialize, and others were drawn from the same generator meanwhile: call "
@@ -164,7 +166,7 @@ class Recording:
             )
 
     def read_later(self, file: Any, modules: Iterable[nn.Module]) -> None:
-        """initialize will read parameters and buffers of these modules from a file."""
+        """Note that initialize will read the parameters and buffers of these modules from a file."""
         for module in modules:
             real: dict[str, Tensor] = {}
             for name, tensor in saved_in(module):
@@ -176,15 +178,15 @@ class Recording:
             self.beside_files[module] = real
 
     def newest_of(self, tensor: Tensor) -> Elsewhere | None:
-        """Who has newer values, if somebody has."""
+        """Which other rank has newer values of this tensor, or None."""
         return self.elsewhere.get(self.value_of(tensor))
 
     def file_of(self, tensor: Tensor) -> Any:
-        """Where initialize will read it; None: nowhere."""
+        """The file from which initialize will read this tensor, or None."""
         return self.files.get(self.value_of(tensor))
 
     def refuse_if_from_file(self, what: str, tensors: Iterable[Tensor]) -> None:
-        """Before initialize has read it, nobody can do anything with it."""
+        """RuntimeError if initialize has yet to read one of these tensors from a file."""
         values = [self.value_of(tensor) for tensor in tensors] if self.files else []
         fixed = [value for value in values if value in self.files]
         if fixed:
@@ -196,7 +198,7 @@ class Recording:
     # Tensors and their values --------------------------------------------------------------------
 
     def value_of(self, tensor: Tensor) -> Value:
-        """What a tensor's storage holds."""
+        """The value that a tensor's storage holds now."""
         value = self._values.get(id(tensor.untyped_storage()))
         if value is None:
             names = self.names.where(lambda twin: twin is tensor)
@@ -209,7 +211,7 @@ class Recording:
         return tensor.numel() > 0 and self.value_of(tensor) not in self._written
 
     def name_of(self, tensor: Tensor) -> str:
-        """What it is called, for an error's text."""
+        """The tensor's name for the text of an error."""
         value = self._values.get(id(tensor.untyped_storage()))
         return self.names_of([] if value is None else [value])
 
@@ -256,7 +258,7 @@ class Recording:
         return isinstance(leaf, Tensor) and id(leaf.untyped_storage()) not in self._values
 
     def _born(self, leaf: Any) -> Ref | None:
-        """A reference to an operation's result if its storage is new."""
+        """A reference to an operation's result if its storage is new; else None."""
         if not self._is_new(leaf):
             return None
         self._values[id(leaf.untyped_storage())] = Value(leaf.untyped_storage())
@@ -264,15 +266,15 @@ class Recording:
 
 
 def saved_in(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """What a module itself has in its state dict."""
+    """The names and tensors that a module itself, without its children, has in its state dict."""
     yield from module.named_parameters(recurse=False, remove_duplicate=False)
     for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-        if name not in module._non_persistent_buffers_set:
+        if is_saved(module, name):
             yield name, buffer
 
 
 def is_recorded(leaf: Any) -> bool:
-    """Whether this is a tensor without values."""
+    """Whether this is a tensor on the meta device, which has no values."""
     return isinstance(leaf, Tensor) and leaf.device == META
 
 
@@ -286,12 +288,12 @@ def written(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Tensor, str]]:
     """The tensors that an operation changes, and the arguments' names."""
     for position, name in _written_arguments(func):
         given = args[position] if position < len(args) else kwargs.get(name)
-        yield from ((leaf, name) for leaf in leaves(given) if isinstance(leaf, Tensor))
+        yield from ((tensor, name) for tensor in tensors_in(given))
 
 
 @cache
 def _written_arguments(func: Any) -> list[tuple[int, str]]:
-    arguments = enumerate(func._schema.arguments)
+    arguments = enumerate(arguments_of(func))
     return [
         (i, argument.name)
         for i, argument in arguments
@@ -300,13 +302,13 @@ def _written_arguments(func: Any) -> list[tuple[int, str]]:
 
 
 def generator_in(args: Any) -> Generator:
-    """The one that an operation was given, or torch's."""
+    """The generator that an operation was given, or else torch's own."""
     given = [leaf for leaf in leaves(args) if isinstance(leaf, Generator)]
     return given[0] if given else torch.default_generator
 
 
 def _targets(func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> dict[int, bool]:
-    """The tensors that an operation changes, by identity; True: without reading them."""
+    """The tensors that an operation changes, by identity, and whether it does so without reading them."""
     if not _written_arguments(func):
         return {}
     overwrites = func.name().removeprefix("aten::").split(".")[0] in BLIND.split()

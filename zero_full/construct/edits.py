@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_full._compat import device_of
+from zero_full._compat import device_of, version_of
 from zero_full.comm.topology import this_rank
 from zero_full.construct.deferred import Elsewhere
 from zero_full.construct.recorded import Keeper, Record, Recorded, conceal, reveal
@@ -63,7 +63,7 @@ def _check(records: dict[Tensor, Record], rank: int | None) -> None:
 
 
 def _open(keeper: Keeper, closed: dict[Tensor, Record]) -> None:
-    """Make values and show them."""
+    """Replay the values of these tensors and put them in."""
     behind = {id(record.twin): tensor for tensor, record in closed.items()}
     recording, twins = keeper.recording, [record.twin for record in closed.values()]
     recording.refuse_if_from_file("GatheredParameters", twins)
@@ -88,7 +88,7 @@ def _show(tensor: Tensor, real: Tensor) -> None:
 
 
 def _borrow(real: Tensor, rank: int) -> None:
-    """From the rank that has the newest values. Nobody has said yet who shares what: all ranks take part."""
+    """Take this rank's values, which are the newest. All ranks take part: groups are not known yet."""
     place = device_of(dist.group.WORLD)
     sent = real.to(place).contiguous()
     if sent.numel():
@@ -97,8 +97,8 @@ def _borrow(real: Tensor, rank: int) -> None:
 
 
 def _print(tensor: Tensor) -> Any:
-    """Differs after a change: a version, and a sum for what goes round that."""
-    return tensor._version, tensor.dtype, tuple(tensor.shape), checksum(tensor)
+    """What differs after any change: torch's count of writes, and a checksum for writes that it misses."""
+    return version_of(tensor), tensor.dtype, tuple(tensor.shape), checksum(tensor)
 
 
 def _settle(records: dict[Tensor, Record], before: dict[Tensor, Any], rank: int | None) -> None:

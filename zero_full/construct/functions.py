@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zero_full._compat import instance_of, without_functions
 from zero_full.construct.deferred import META, is_recorded
 from zero_full.construct.generators import CPU
 from zero_full.construct.recorded import (
@@ -21,11 +22,10 @@ from zero_full.construct.recorded import (
     shell_of,
     show_twin,
 )
-from zero_full.construct.replay import leaves, swap
+from zero_full.trees import mapped, tensors_in
 
 # Functions of nn.init that draw again, depending on values, or where nobody sees it.
 WHOLE: dict[str, Any] = {"trunc_normal": nn.init.trunc_normal_, "sparse_": nn.init.sparse_}
-NESTS = (list, tuple, dict)
 RESHAPING = {
     getattr(Tensor, f"{name}_")
     for name in (*("as_strided", "resize", "resize_as", "set", "squeeze", "unsqueeze"), "t", "transpose")
@@ -34,7 +34,7 @@ Shells = dict[int, Recorded]  # by the identity of their twins
 
 
 @dataclass(frozen=True)
-class Call:
+class FunctionCall:
     """A function and what it is given: the twins of recorded tensors."""
 
     func: Any
@@ -45,12 +45,12 @@ class Call:
     constructs: bool  # as opposed to a later edit
 
     def run(self) -> Any:
-        """As torch would."""
+        """Call the function, or what stands in for it here."""
         special = (SPECIAL if self.shells else FROM_DATA).get(self.func)
         return special(self) if special else self.func(*self.args, **self.kwargs)
 
     def dressed(self, out: Any) -> Any:
-        """Recorded tensors instead of their twins. (torch functions are disabled.)"""
+        """The result with recorded tensors instead of their twins. (torch functions are disabled.)"""
         if self.func in RESHAPING:
             for shell in self.shells.values():
                 show_twin(shell)
@@ -58,31 +58,35 @@ class Call:
 
 
 def bare(keeper: Keeper, given: Any, shells: Shells) -> Any:
-    """The twins of what is recorded; and whose they are, in `shells`."""
-    if isinstance(given, Recorded):
-        behind = given._record
+    """The nest with twins instead of recorded tensors, which are noted in `shells`."""
+
+    def twin(leaf: Any) -> Any:
+        if not isinstance(leaf, Recorded):
+            return leaf
+        behind = leaf._record
         if behind.keeper is not keeper:
             raise RuntimeError(
                 f"{behind.name} was constructed in another zero_full.Init than what it meets here: construct "
                 "both in one, or initialize both models first"
             )
-        shells[id(behind.twin)] = given
+        shells[id(behind.twin)] = leaf
         return behind.twin
-    return swap(given, lambda leaf: bare(keeper, leaf, shells)) if isinstance(given, NESTS) else given
+
+    return mapped(twin, given)
 
 
 def dressed(keeper: Keeper, out: Any, shells: Shells) -> Any:
-    """Recorded tensors instead of their twins."""
-    if isinstance(out, Tensor):
-        if not out.is_meta:
-            return out
-        return shells[id(out)] if id(out) in shells else shell_of(keeper, out)
-    if isinstance(out, NESTS) and type(out) is not torch.Size:
-        return swap(out, lambda leaf: dressed(keeper, leaf, shells))
-    return out
+    """The nest with recorded tensors instead of their twins."""
+
+    def shell(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.is_meta:
+            return leaf
+        return shells[id(leaf)] if id(leaf) in shells else shell_of(keeper, leaf)
+
+    return mapped(shell, out)
 
 
-def _is_left_alone(call: Call) -> bool:
+def _is_left_alone(call: FunctionCall) -> bool:
     """The answer to `tensor.is_meta`. As a rule no: who asks would leave the tensor without values.
 
     But some are recorded as one operation, with the arguments in the frame that asks.
@@ -102,28 +106,28 @@ def _is_left_alone(call: Call) -> bool:
     return True
 
 
-def _refuse(call: Call) -> Any:
+def _refuse(call: FunctionCall) -> Any:
     refuse(next(iter(call.shells.values())), f"Tensor.{call.func.__name__}")
 
 
-def _do_with_both(call: Call) -> Any:
-    with torch._C.DisableTorchFunction():
+def _do_with_both(call: FunctionCall) -> Any:
+    with without_functions():
         call.func(call.shells[id(call.args[0])], *call.args[1:], **call.kwargs)
         return call.func(*call.args, **call.kwargs)
 
 
-def _detach(call: Call) -> Any:
-    """Nothing to write down. (Every parameter is made by this.)"""
-    return Tensor._make_subclass(Tensor, call.args[0])
+def _detach(call: FunctionCall) -> Any:
+    """Detach without recording it: every parameter is made by this."""
+    return instance_of(Tensor, call.args[0])
 
 
-def _index(call: Call) -> Any:
+def _index(call: FunctionCall) -> Any:
     tensor, index, *rest = call.args
     return call.func(tensor, _real_index(index) if is_recorded(tensor) else index, *rest, **call.kwargs)
 
 
 def _real_index(index: Any) -> Any:
-    """The same index, where a list's or an array's numbers are not forgotten."""
+    """The same index with lists and arrays as real tensors, so that their numbers are kept."""
     if isinstance(index, tuple):
         return tuple(_real_index(part) for part in index)
     is_numbers = isinstance(index, list) or (hasattr(index, "__array__") and not isinstance(index, Tensor))
@@ -133,7 +137,7 @@ def _real_index(index: Any) -> Any:
 # Values ----------------------------------------------------------------------------------------------
 
 
-def _from_data(call: Call) -> Any:
+def _from_data(call: FunctionCall) -> Any:
     """A recorded tensor with this data, which the meta device would forget.
 
     One without elements has nothing to forget and stays on the CPU. By `torch.tensor([]).device` transformers
@@ -143,7 +147,7 @@ def _from_data(call: Call) -> Any:
     if func == Tensor.new_tensor:
         func, args, kwargs = torch.tensor, args[1:], {"dtype": args[0].dtype, **kwargs}
     place = torch.device(kwargs.get("device") or META)
-    if place != META or any(is_recorded(leaf) for leaf in leaves((args, kwargs))):
+    if place != META or any(map(is_recorded, tensors_in((args, kwargs)))):
         return func(*args, **kwargs)
     real: Tensor = func(*args, **{**kwargs, "device": CPU})
     if real.numel() == 0 and not kwargs.get("device"):
@@ -151,7 +155,7 @@ def _from_data(call: Call) -> Any:
     return real.detach().to(META).requires_grad_(real.requires_grad)
 
 
-def _set_data(call: Call) -> None:
+def _set_data(call: FunctionCall) -> None:
     """`target.data = source`, where at least one of them is recorded.
 
     (Of a target that is not, torch only tells while `Init` lasts. `initialize` notices others.)
@@ -167,7 +171,7 @@ def _set_data(call: Call) -> None:
                 "zero_full.initialize places the model; to set values, write them before this assignment"
             )
         call.func(bare, source)
-        with torch._C.DisableTorchFunction():
+        with without_functions():
             show_twin(target)
     else:
         recording.refuse_if_from_file("an assignment", [bare])
@@ -177,7 +181,7 @@ def _set_data(call: Call) -> None:
 # Places ----------------------------------------------------------------------------------------------
 
 
-def _stay(call: Call) -> Any:
+def _stay(call: FunctionCall) -> Any:
     """`to`, `cpu` and `cuda` convert, but do not move: initialize places the model.
 
     What is on the CPU already is not copied, as usual; what would be a copy elsewhere is one here.
@@ -204,19 +208,19 @@ def _stay(call: Call) -> Any:
 
 
 def _named(rest: list[Any]) -> dict[str, Any]:
-    """What can follow in `to(dtype, non_blocking, copy)`."""
+    """The arguments that can follow the first in `to(dtype, non_blocking, copy)`, by name."""
     return {"copy": rest[1]} if rest[1:] else {}
 
 
-def _type(call: Call) -> Any:
-    """Of the twin, torch would say torch.meta.FloatTensor."""
+def _type(call: FunctionCall) -> Any:
+    """`tensor.type()` of the shell: of the twin, torch would say torch.meta.FloatTensor."""
     if len(call.args) > 1 or call.kwargs:
         return call.func(*call.args, **call.kwargs)
-    with torch._C.DisableTorchFunction():
+    with without_functions():
         return call.func(call.shells[id(call.args[0])])
 
 
-SPECIAL: dict[Any, Callable[[Call], Any]] = {
+SPECIAL: dict[Any, Callable[[FunctionCall], Any]] = {
     **dict.fromkeys(NEEDS_MEMORY, _refuse),
     **dict.fromkeys(OF_BOTH, _do_with_both),
     **dict.fromkeys((Tensor.__getitem__, Tensor.__setitem__), _index),

@@ -33,10 +33,10 @@ CPU = torch.device("cpu")
 log = logging.getLogger("zero_full")
 
 _torchs_generator = Lock()  # one for the process, as the generator is
-_stamps = count()
+_stamps = count()  # no two alike in a process, or one rank would take another's for its own
 
 
-class Stream:
+class RandomStream:
     """A generator's random numbers. See [Note: a generator between recordings]."""
 
     def __init__(self, generator: Generator) -> None:
@@ -65,7 +65,7 @@ class Stream:
         return self.generator.initial_seed() in self.marks
 
     def place(self) -> Tensor | int:
-        """What its next numbers follow: a draw's mark, or a state that it was set to since."""
+        """What the generator's next numbers follow: a draw's mark, or a state that it was set to since."""
         seed = self.generator.initial_seed()
         if seed not in self.marks:
             return self.generator.get_state()
@@ -74,7 +74,7 @@ class Stream:
         return seed
 
     def start_from(self, state: Tensor) -> None:
-        """At replay, draw what a generator in this state would."""
+        """Make replay begin from this state."""
         self.is_own = self.is_own and torch.equal(state, self.before)
         self.before = state
 
@@ -120,7 +120,7 @@ class Stream:
         self.left, self.resume_at = self.generator.get_state(), None
 
     def _numbers(self) -> bytes:
-        """The same for generators that give the same numbers."""
+        """A digest that is the same for generators that give the same numbers."""
         state = self.generator.get_state()
         return digest(with_initial_seed(state, 0) if self.generator.device == CPU else state)
 
@@ -133,33 +133,33 @@ def _is_stamp(seed: int) -> bool:
 class Draw:
     """Where an operation's random numbers come from."""
 
-    stream: Stream
+    stream: RandomStream
     start: Tensor | int  # a state, or the mark of the draw before
     mark: int  # stands for the generator's state afterwards
 
 
-class Streams:
+class RandomStreams:
     """The generators that a construction draws from: torch's own and what it was given."""
 
     def __init__(self) -> None:
-        self.main = Stream(torch.default_generator)
+        self.main = RandomStream(torch.default_generator)
         self._all = {id(torch.default_generator): self.main}
 
-    def __iter__(self) -> Iterator[Stream]:
+    def __iter__(self) -> Iterator[RandomStream]:
         return iter(self._all.values())
 
-    def of(self, generator: Generator) -> Stream:
+    def of(self, generator: Generator) -> RandomStream:
         """A generator's stream; from now on, its numbers are only recorded."""
         if id(generator) not in self._all:
-            self._all[id(generator)] = Stream(generator)
+            self._all[id(generator)] = RandomStream(generator)
         return self._all[id(generator)]
 
     def has_marked(self, generator: Generator) -> bool:
-        """Whether it cannot give real numbers, because those before are only recorded."""
+        """Whether the generator cannot give real numbers, because those before are only recorded."""
         return id(generator) in self._all and self._all[id(generator)].at_mark()
 
     def has_strayed(self, generator: Generator) -> bool:
-        """Whether somebody has drawn from it who has missed numbers that are only recorded."""
+        """Whether somebody has drawn from the generator and missed numbers that are only recorded."""
         return id(generator) in self._all and self._all[id(generator)].has_strayed
 
     def draw(self, generator: Generator) -> Draw:
@@ -167,19 +167,19 @@ class Streams:
         stream = self.of(generator)
         return Draw(stream, stream.place(), stream.mark())
 
-    def ends(self) -> dict[Stream, int]:
+    def ends(self) -> dict[RandomStream, int]:
         """Marks of the draws that generators follow now."""
         with alone_with_torchs_generator():
             return {stream: mark for stream in self if (mark := stream.look()) is not None}
 
-    def settle(self, known: Mapping[Stream, tuple[int, Tensor]]) -> None:
-        """Generators show their real states, of which these are known, by mark."""
+    def settle(self, known: Mapping[RandomStream, tuple[int, Tensor]]) -> None:
+        """Bring generators to their real states, where these marks and states are known."""
         with alone_with_torchs_generator():
             for stream in self:
                 stream.settle(*known.get(stream, (None, stream.before)))
 
     def pause(self) -> None:
-        """Leave no marks."""
+        """Leave no mark in any generator."""
         for stream in self:
             stream.pause()
 
@@ -191,7 +191,7 @@ class Streams:
 
 @contextmanager
 def alone_with_torchs_generator() -> Iterator[None]:
-    """Hold torch's generator against other ranks that are threads of this process."""
+    """Inside, no other rank that is a thread of this process can use torch's generator."""
     if not _torchs_generator.acquire(timeout=PATIENCE):
         raise RuntimeError(f"another thread has been constructing its model for {PATIENCE} s")
     try:
@@ -202,7 +202,7 @@ def alone_with_torchs_generator() -> Iterator[None]:
 
 @contextmanager
 def as_torchs_generator(generator: Generator) -> Iterator[None]:
-    """For operations that take no generator."""
+    """Inside, torch's generator is in this one's state: for operations that take no generator."""
     with alone_with_torchs_generator():
         kept = torch.get_rng_state()
         torch.set_rng_state(generator.get_state())

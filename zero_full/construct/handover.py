@@ -8,7 +8,6 @@ GatheredParameters(modifier_rank).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -20,6 +19,7 @@ from zero_full.construct.deferred import saved_in
 from zero_full.construct.recorded import NOT_TOLD, Record, Recorded, conceal, is_empty_shell, reveal, twin_of
 from zero_full.construct.recorder import Recorder, here, latest
 from zero_full.shard.checksum import digest
+from zero_full.shard.extents import Extent, refuse_overlaps
 from zero_full.shard.flat import is_released, nothing
 from zero_full.shard.groups import Pair
 from zero_full.shard.recorded import opened
@@ -41,7 +41,7 @@ class Deferred:
         self.named = dict([*model.named_parameters(), *model.named_buffers()])
         for name, tensor in self.named.items():
             _refuse_unfit(name, tensor)
-        _refuse_shared_memory(self.named)
+        refuse_overlaps(_extents(self.named))
         self.weights = _files(model, self.named)  # that were named instead of initial values
         recorded = {name: tensor for name, tensor in self.named.items() if isinstance(tensor, Recorded)}
         self.records = {name: tensor._record for name, tensor in recorded.items()}
@@ -55,7 +55,7 @@ class Deferred:
             reveal(tensor, nothing(tensor.dtype, device).expand(tensor.shape))
 
     def _recorders(self) -> list[Recorder]:
-        """Who recorded any of it; or random numbers for it, though it has got other tensors since."""
+        """The recorders of any part of the model, or of random numbers for a part that was replaced since."""
         records = (*self.records.values(), *self.attributes.values())
         found = dict.fromkeys(cast(Recorder, record.keeper) for record in records)
         last = latest()
@@ -68,7 +68,7 @@ class Deferred:
             conceal(self.named[name], record)
 
     def refuse_strangers(self, groups: Iterable[dict[str, Any]]) -> None:
-        """What an optimizer has and the model has not."""
+        """ValueError if an optimizer has recorded parameters that the model has not."""
         for param in (p for group in groups for p in group["params"]):
             if isinstance(param, Recorded):
                 raise ValueError(
@@ -102,7 +102,7 @@ class Deferred:
         self._deliver(list(self.named), deliver, to_the_end=True)
 
     def share(self, put: Put) -> None:
-        """Where ranks have other values than the one whose values count. Every rank must call this."""
+        """Send values that count to ranks that have others. Every rank must call this."""
         for speaker, names in self.everyone.who_speaks(Told(self.digests, self._elsewhere())).items():
             self._hear(speaker, names, put)
         for recorder in self.recorders:
@@ -117,7 +117,7 @@ class Deferred:
         _play(self.recorders, records, deliver, to_the_end, remember)
 
     def _hear(self, speaker: int, names: list[str], put: Put) -> None:
-        """Values from there, in the order in which they are made there."""
+        """Take the speaker's values, in the order in which the speaker makes them."""
         everyone, device = self.everyone, self.device
         number = torch.empty(1, dtype=torch.int64, device=device)
 
@@ -195,30 +195,20 @@ def _refuse_unfit(name: str, tensor: Tensor) -> None:
         )
 
 
-def _refuse_shared_memory(named: Mapping[str, Tensor]) -> None:
-    """Two parameters in the same memory would be torn apart, and no longer be tied."""
-    spans = []
+def _extents(named: Mapping[str, Tensor]) -> Iterator[Extent]:
+    """Where the parameters lie that have values, or will have recorded ones."""
     for name, tensor in named.items():
         twin = twin_of(tensor)
         # What another engine has released is refused later.
         is_real = twin is None and tensor.requires_grad and not is_released(tensor)
         if isinstance(tensor, Parameter) and (twin is not None or is_real) and tensor.numel():
-            place = (0, tensor.data_ptr()) if twin is None else (id(twin.untyped_storage()), _offset(twin))
-            spans.append((*place, place[1] + tensor.nbytes, name))
-    for (storage, _, stop, name), (next_storage, start, _, next_name) in pairwise(sorted(spans)):
-        if storage == next_storage and start < stop:
-            raise ValueError(
-                f"{name} and {next_name} share memory but are two parameters. To tie weights, assign the "
-                "same nn.Parameter to both modules"
-            )
-
-
-def _offset(twin: Tensor) -> int:
-    return int(twin.storage_offset()) * twin.itemsize
+            memory = 0 if twin is None else id(twin.untyped_storage())
+            start = tensor.data_ptr() if twin is None else int(twin.storage_offset()) * twin.itemsize
+            yield Extent(memory, start, start + tensor.nbytes, name)
 
 
 def _files(model: nn.Module, named: Mapping[str, Tensor]) -> list[Any]:
-    """What `Init(weights=...)` was given."""
+    """The files that `Init(weights=...)` was given for this model; ValueError if they would undo a change."""
     files: dict[Any, None] = {}
     covered: dict[nn.Module, dict[str, Tensor]] = {}
     for tensor in named.values():

@@ -81,7 +81,7 @@ class Init:
         return self
 
     def __exit__(self, *failure: Any) -> None:
-        """The model is constructed."""
+        """Stop recording."""
         self._stacks.pop().__exit__(*failure)
 
     def _record(self, stack: ExitStack, usual_dtype: torch.dtype) -> None:

@@ -47,7 +47,7 @@ class Names:
             self.modules[module] = finalize(module, id, owner)
 
     def let_go(self) -> None:
-        """Of the owner."""
+        """Stop keeping the owner alive."""
         for keeper in self.modules.values():
             keeper.detach()
 
@@ -65,7 +65,7 @@ class Names:
 
 
 def refuse_lazy(name: str, tensor: Any) -> None:
-    """torch's lazy modules make up their parameters in the first forward."""
+    """ValueError for a parameter of a lazy module, which has no shape before the first forward."""
     if is_lazy(tensor):
         raise ValueError(
             f"{name} has no shape yet: give its module the sizes (nn.Linear instead of nn.LazyLinear), or "

@@ -5,13 +5,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from zero_full._compat import TorchDispatchMode, without_functions
 from zero_full.construct.deferred import META, Recording, draws_numbers, generator_in, is_recorded, written
 from zero_full.construct.functions import Shells, bare, dressed
 from zero_full.construct.generators import CPU
 from zero_full.construct.recorded import Keeper, NoValuesError
-from zero_full.construct.replay import leaves, swap
+from zero_full.trees import mapped, tensors_in
 
 
 class Operations(TorchDispatchMode):
@@ -29,13 +29,13 @@ class Operations(TorchDispatchMode):
             return func(*args, **kwargs)
         if self.depth:
             return self._record(func, args, kwargs)
-        with torch._C.DisableTorchFunction():  # there was no function: `torch.Tensor(2, 3)` is a constructor
+        with without_functions():  # there was no function: `torch.Tensor(2, 3)` is a constructor
             shells: Shells = {}
             args, kwargs = bare(self.keeper, args, shells), bare(self.keeper, kwargs, shells)
             return dressed(self.keeper, self._record(func, args, kwargs), shells)
 
     def _record(self, func: Any, args: Any, kwargs: Any) -> Any:
-        tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = list(tensors_in((args, kwargs)))
         recorded = [tensor for tensor in tensors if tensor.device == META]
         device = kwargs.get("device")
         if device is not None and _is_made_anew(func, args, tensors, recorded, device):
@@ -64,15 +64,15 @@ def _is_made_anew(
 
 
 def _on_meta(recording: Recording, func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operation for its shapes."""
+    """Run an operation on the meta device, for the shapes of its results."""
     given = args, kwargs
     if any(tensor.device != META for tensor, _ in written(func, args, kwargs)):
         raise no_values(recording, f"{func} into a tensor of device='cpu'", given)
     with suppress(RuntimeError):  # some do not like real tensors among the others
         out = func(*args, **kwargs)
-        if all(leaf.device == META for leaf in leaves(out) if isinstance(leaf, Tensor)):
+        if all(tensor.device == META for tensor in tensors_in(out)):
             return out  # others make room beside a real tensor, and leave it empty
-    args, kwargs = swap(given, lambda leaf: leaf.to(META) if isinstance(leaf, Tensor) else leaf)
+    args, kwargs = mapped(lambda leaf: leaf.to(META) if isinstance(leaf, Tensor) else leaf, given)
     try:
         return func(*args, **kwargs)
     except RuntimeError as error:
@@ -82,8 +82,8 @@ def _on_meta(recording: Recording, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def no_values(recording: Recording, what: str, given: Any) -> NoValuesError:
-    """What this wants to read is only recorded."""
-    names = recording.names_of(recording.value_of(leaf) for leaf in leaves(given) if is_recorded(leaf))
+    """The error for an operation that would read values that are only recorded."""
+    names = recording.names_of(map(recording.value_of, filter(is_recorded, tensors_in(given))))
     return NoValuesError(
         f"{what} needs values of {names}, as .item() and `if tensor` do, and before zero_full.initialize "
         "there are none. Do it after construction, inside zero_full.GatheredParameters (which takes buffers, "

@@ -11,7 +11,6 @@ Whatever torch does with a `Recorded` goes through `__torch_function__`. The twi
 hands out memory is refused (NEEDS_MEMORY). Everything else is the keeper's business: it records it.
 """
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
@@ -22,12 +21,22 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from zero_full._compat import identity_of
+from zero_full._compat import (
+    BACKWARD_HOOKS,
+    BESIDE_VALUES,
+    VIEWED,
+    ParameterInWaiting,
+    has_compatible_type,
+    identity_of,
+    instance_of,
+    typed_storage,
+    without_functions,
+    without_overrides,
+)
+from zero_full.construct.generators import CPU
 from zero_full.shard.flat import nothing
 from zero_full.shard.recorded import record_of
 from zero_full.trees import tensors_in
-
-CPU = torch.device("cpu")
 
 
 def _slot(name: str) -> Any:
@@ -48,12 +57,12 @@ ABOUT_VALUES |= _methods(
 )
 ABOUT_VALUES |= _methods("is_floating_point is_complex is_signed is_conj is_neg is_inference __len__")
 DEVICE = _getters("device is_cpu is_cuda") | _methods("get_device")
-OF_THE_SHELL = _getters("grad _backward_hooks _post_accumulate_grad_hooks retains_grad name _version _base")
+OF_THE_SHELL = _getters("grad retains_grad name") | {_slot(name).__get__ for name in (*BESIDE_VALUES, VIEWED)}
 OF_THE_SHELL |= _methods("register_hook register_post_accumulate_grad_hook is_shared is_pinned")
-OF_THE_SHELL |= {_slot("grad").__set__, _slot("grad").__delete__, _slot("_backward_hooks").__set__}
-OF_THE_SHELL |= {torch._has_compatible_shallow_copy_type}
+OF_THE_SHELL |= {_slot("grad").__set__, _slot("grad").__delete__, _slot(BACKWARD_HOOKS).__set__}
+OF_THE_SHELL |= {has_compatible_type}
 OF_BOTH = {Tensor.requires_grad_, _slot("requires_grad").__set__}
-NEEDS_MEMORY = _methods("data_ptr untyped_storage storage _typed_storage share_memory_ pin_memory")
+NEEDS_MEMORY = _methods("data_ptr untyped_storage storage share_memory_ pin_memory") | {typed_storage}
 NEEDS_MEMORY |= _methods("backward numpy __array__ tolist __dlpack__ apply_ map_ map2_")
 NEEDS_MEMORY |= {torch.autograd.backward, torch.autograd.grad}
 
@@ -70,7 +79,7 @@ class NoValuesError(RuntimeError):
 
 
 class Keeper(Protocol):
-    """Who records what is done to a tensor."""
+    """What records the operations on a tensor."""
 
     recording: Any
 
@@ -100,7 +109,7 @@ class Record:
 
     @property
     def name(self) -> str:
-        """For an error's text."""
+        """The tensor's name for the text of an error."""
         return self.keeper.name_of(self.twin)
 
     def gathered(self, tensors: Sequence[Tensor], rank: int | None) -> AbstractContextManager[None]:
@@ -108,7 +117,7 @@ class Record:
         return self.keeper.gathered(tensors, rank)
 
 
-class Recorded(Tensor):
+class Recorded(ParameterInWaiting):
     """See [Note: recorded tensors]."""
 
     _record: Record
@@ -120,18 +129,16 @@ class Recorded(Tensor):
             if func in ABOUT_VALUES:
                 return func(args[0]._record.twin, *args[1:], **kwargs)
             if func in OF_THE_SHELL or func in DEVICE:
-                with torch._C.DisableTorchFunctionSubclass():
+                with without_overrides():
                     return func(*args, **kwargs)
         return next(recorded_in((args, kwargs)))._record.keeper.run(func, args, kwargs)
 
-    @property
-    def _is_param(self) -> bool:
+    def is_parameter(self) -> bool:
+        """Whether somebody has made a parameter of it."""
         return self._record.kind is not None
 
-    @_is_param.setter
-    def _is_param(self, value: bool) -> None:
-        """`Parameter(tensor)` says so to the tensor that it makes of a `Recorded`. It is one from now on."""
-        kind = sys._getframe(1).f_locals.get("cls", Parameter)  # or a subclass
+    def become_parameter(self, kind: type[Parameter]) -> None:
+        """From now on it is a parameter of this class."""
         self._record.kind = kind
         _become(self, _recorded_kind(kind))
 
@@ -166,12 +173,12 @@ class Recorded(Tensor):
 
 @cache
 def _recorded_kind(kind: type[Parameter] | None) -> type[Recorded]:
-    """A plain `Parameter` need not be one by its class: torch asks for `_is_param`."""
+    """The class of a recorded parameter of this kind. A plain one needs none: torch asks for a flag."""
     return Recorded if kind in (None, Parameter) else cast(Any, type)(kind.__name__, (Recorded, kind), {})
 
 
 def refuse(tensor: Recorded, what: str) -> NoReturn:
-    """There are no values for this."""
+    """Raise NoValuesError: `what` needs the tensor's values."""
     raise NoValuesError(
         f"{what} needs values of {tensor._record.name}, which come in zero_full.initialize: do it then, or "
         "inside zero_full.GatheredParameters"
@@ -179,7 +186,7 @@ def refuse(tensor: Recorded, what: str) -> NoReturn:
 
 
 def recorded_in(nested: Any) -> Iterator[Recorded]:
-    """In nested lists, tuples and dictionaries."""
+    """The recorded tensors in a nest of values."""
     return (tensor for tensor in tensors_in(nested) if isinstance(tensor, Recorded))
 
 
@@ -189,7 +196,7 @@ def has_values(tensor: Tensor) -> bool:
 
 
 def twin_of(tensor: Any) -> Tensor | None:
-    """Behind a recorded tensor, also while it is open; None for another."""
+    """The twin of a recorded tensor, also inside GatheredParameters; None for another tensor."""
     record = record_of(tensor) if isinstance(tensor, Tensor) else None
     return None if record is None else cast(Tensor, record.twin)
 
@@ -217,22 +224,22 @@ def is_empty_shell(tensor: Tensor) -> bool:
 def shell_of(keeper: Keeper, twin: Tensor) -> Recorded:
     """A new recorded tensor. (torch functions are disabled, here and in `show_twin`.)"""
     shown = _shown(twin.dtype, twin.shape).data  # with a version of its own
-    made = Tensor._make_subclass(Recorded, shown)
+    made: Recorded = instance_of(Recorded, shown)
     made._record = Record(keeper, twin)
     return made
 
 
 def show_twin(tensor: Recorded) -> None:
-    """The twin has another shape or type now."""
+    """Give the shell its twin's shape and type, which may have changed."""
     twin = tensor._record.twin
     if tensor.shape != twin.shape or tensor.dtype != twin.dtype:
         tensor.data = _shown(twin.dtype, twin.shape)
 
 
 def reveal(tensor: Recorded, real: Tensor) -> Record:
-    """It has values and is an ordinary tensor or parameter. Returns what it was."""
+    """Give a recorded tensor its values: from now on it is an ordinary one. Returns its record."""
     behind = tensor._record
-    with torch._C.DisableTorchFunction():
+    with without_functions():
         tensor.data = real
     del tensor._record
     _become(tensor, behind.kind or Tensor)
@@ -240,13 +247,13 @@ def reveal(tensor: Recorded, real: Tensor) -> Record:
 
 
 def conceal(tensor: Tensor, behind: Record) -> None:
-    """It is recorded (again)."""
-    with torch._C.DisableTorchFunction():
+    """Make a tensor a recorded one again."""
+    with without_functions():
         tensor.data = _shown(behind.twin.dtype, behind.twin.shape)
     _become(tensor, _recorded_kind(behind.kind))
     vars(tensor)["_record"] = behind
 
 
 def _become(tensor: Tensor, kind: type[Tensor]) -> None:
-    """As torch does it when a lazy parameter gets a shape."""
+    """Change the tensor's class, as torch does when a lazy parameter gets a shape."""
     cast(Any, tensor).__class__ = kind

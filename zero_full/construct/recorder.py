@@ -15,15 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from zero_full._compat import default_device_context
+from zero_full._compat import default_device_context, without_functions, without_overrides
 from zero_full.construct.deferred import META, Recording
 from zero_full.construct.edits import gathered
-from zero_full.construct.functions import Call, Shells, bare
+from zero_full.construct.functions import FunctionCall, Shells, bare
 from zero_full.construct.generators import alone_with_torchs_generator
 from zero_full.construct.operations import Operations, no_values
 from zero_full.construct.recorded import ABOUT_VALUES, DEVICE, OF_THE_SHELL, NoValuesError, Recorded
 
-Given = ParamSpec("Given")
+Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
@@ -43,7 +43,7 @@ class Recorder:
             return func(*args, **kwargs)
 
     def gathered(self, tensors: Sequence[Tensor], rank: int | None) -> AbstractContextManager[None]:
-        """Inside, these tensors have values."""
+        """A context in which these tensors have values."""
         return gathered(tensors, rank, resting)
 
     def name_of(self, twin: Tensor) -> str:
@@ -60,7 +60,7 @@ class Recorder:
         return any(id(module) not in inside for module in self.recording.names.modules)
 
     def has_played(self) -> None:
-        """A model has got its values. What is constructed now is another story."""
+        """Note that a model has got its values: what is constructed later belongs to another recording."""
         self.is_played = True
         self.recording.names.let_go()
 
@@ -75,7 +75,7 @@ class Session:
         self.at_the_end: Callable[[], None] = lambda: None
 
     def __enter__(self) -> "Session":
-        """Begin."""
+        """Begin to record."""
         self.outer = here.session
         self.usual_device = torch.get_default_device() if self.outer is None else self.outer.place.device
         if self.constructs and self.usual_device == META:
@@ -94,13 +94,13 @@ class Session:
         return self
 
     def __exit__(self, *failure: Any) -> None:
-        """End."""
+        """End the session."""
         here.session = self.outer
         self.modes.close()
         self.end()
 
     def end(self) -> None:
-        """Rest for ever."""
+        """Stop recording for good."""
         if self.is_on:
             self.rest()
         if not self.is_over:
@@ -108,7 +108,7 @@ class Session:
             self.at_the_end()
 
     def go_on(self) -> None:
-        """Record."""
+        """Record again after a rest."""
         self._alone()
         self.recorder.recording.streams.resume()
         self._switch(True)
@@ -130,23 +130,23 @@ class Session:
 
     @property
     def recorder(self) -> Recorder:
-        """Whose session this is."""
+        """The recorder whose session this is."""
         assert self._recorder is not None
         return self._recorder
 
     def do(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A function, on the twins of what is recorded."""
+        """Call a function of torch on the twins of recorded tensors."""
         first = args[0] if args else None
         if isinstance(first, Recorded):
             if func in ABOUT_VALUES or func in DEVICE:
                 return func(first._record.twin, *args[1:], **kwargs)
             if func in OF_THE_SHELL:
-                with torch._C.DisableTorchFunctionSubclass():
+                with without_overrides():
                     return func(*args, **kwargs)
         shells: Shells = {}
         args = tuple([bare(self.recorder, arg, shells) for arg in args])
         kwargs = {key: bare(self.recorder, arg, shells) for key, arg in kwargs.items()}
-        call = Call(func, args, kwargs, shells, self.recorder, self.constructs)
+        call = FunctionCall(func, args, kwargs, shells, self.recorder, self.constructs)
         self.operations.depth += 1
         try:
             out = call.run()
@@ -156,12 +156,12 @@ class Session:
             raise no_values(self.recorder.recording, f"{func.__name__} ({error})", (args, kwargs)) from error
         finally:
             self.operations.depth -= 1
-        with torch._C.DisableTorchFunction():
+        with without_functions():
             return call.dressed(out)
 
 
 class _Functions(TorchFunctionMode):
-    """Hands functions to the session."""
+    """Hands every call of a torch function to the session."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -180,11 +180,11 @@ class _Here(threading.local):
         self.undo: list[Callable[[], None]] = []  # what `initialize` has done to models
 
 
-here = _Here()
+here = _Here()  # torch calls our code without an argument of ours; each thread, so each rank, has its own
 
 
 def latest() -> Recorder | None:
-    """Who recorded last in this thread, and waits for initialize."""
+    """The last recorder of this thread, if its model waits for initialize; else None."""
     found = here.latest() if here.latest is not None else None
     return None if found is None or found.is_played else found
 
@@ -217,11 +217,11 @@ def resting() -> Iterator[None]:
             session.go_on()
 
 
-def outside_recording(function: Callable[Given, Result]) -> Callable[Given, Result]:
-    """A function that `Init` does not see. If it fails, models are what they were."""
+def outside_recording(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """The function, made so that `Init` records nothing of it. If it fails, models are what they were."""
 
     @wraps(function)
-    def outside(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+    def outside(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         before, here.undo = here.undo, []
         try:
             with resting():

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from zero_full.construct.generators import CPU, Draw, Stream, as_torchs_generator
+from zero_full.construct.generators import CPU, Draw, RandomStream, as_torchs_generator
 from zero_full.shard.checksum import checksum
+from zero_full.trees import Leaf, leaves, mapped
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,7 +22,7 @@ class Value:
 
 
 @dataclass(frozen=True)
-class Ref:
+class Ref(Leaf):
     """A tensor that replay makes: a window into a value."""
 
     value: Value
@@ -32,7 +33,7 @@ class Ref:
 
 
 @dataclass(frozen=True)
-class Held:
+class Held(Leaf):
     """A real tensor that an operation reads."""
 
     tensor: Tensor
@@ -40,7 +41,7 @@ class Held:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Held":
-        """What it is now. Another tensor, so that it stays when the first one is given other data."""
+        """Hold this tensor's memory, also if the tensor is given other data later."""
         return cls(tensor.detach(), checksum(tensor))
 
     def has_changed(self) -> bool:
@@ -50,7 +51,7 @@ class Held:
 
 @dataclass(frozen=True, eq=False)
 class Op:
-    """A recorded operation. In its arguments, tensors are `Ref` or `Held`, generators are `Stream`."""
+    """A recorded operation. In its arguments, tensors are `Ref` or `Held`, generators are `RandomStream`."""
 
     func: Any
     args: Any
@@ -70,32 +71,13 @@ class Op:
 Wanted = Mapping[Value, list[Tensor]]
 
 
-def leaves(nested: Any) -> Iterator[Any]:
-    """What is in nested lists, tuples and dictionaries."""
-    if isinstance(nested, (list, tuple, dict)):
-        for item in nested.values() if isinstance(nested, dict) else nested:
-            yield from leaves(item)
-    else:
-        yield nested
-
-
-def swap(nested: Any, change: Callable[[Any], Any]) -> Any:
-    """The same nest with every leaf changed."""
-    if isinstance(nested, dict):
-        return {key: swap(item, change) for key, item in nested.items()}
-    if isinstance(nested, (list, tuple)):
-        items = [swap(item, change) for item in nested]
-        return nested._make(items) if hasattr(nested, "_make") else type(nested)(items)
-    return change(nested)
-
-
 # In which order --------------------------------------------------------------------------------------
 
 
 def needed(
     ops: Iterable[Op], wanted: Iterable[Value], ends: Iterable[int], known: Container[int]
 ) -> list[Op]:
-    """What makes a part of what is wanted or read, and draws that those or the `ends` follow.
+    """The operations that make what is wanted, what those read, and the draws that they or the `ends` follow.
 
     A draw's numbers follow the draw before, unless the generator's state there is known.
     """
@@ -111,7 +93,7 @@ def needed(
 
 
 def schedule(ops: list[Op], wanted: Wanted) -> list[Op]:
-    """Draws in their order. After each, all that completes the wanted values which waited for no other."""
+    """The order to run them in: draws as recorded, and after each what completes values that waited."""
     after = _dependencies(ops)
     makers: dict[Value, list[Op]] = {value: [] for value in wanted}
     draws = [op for op in ops if op.draw]
@@ -130,7 +112,7 @@ def schedule(ops: list[Op], wanted: Wanted) -> list[Op]:
 
 
 def _dependencies(ops: list[Op]) -> dict[Op, list[Op]]:
-    """What must run before each operation: who wrote what it touches, and who still reads what it writes."""
+    """For each operation those that must run before: that wrote what it touches, or read what it writes."""
     writer: dict[Value, Op] = {}
     readers: dict[Value, list[Op]] = defaultdict(list)
     after: dict[Op, list[Op]] = {}
@@ -165,7 +147,7 @@ class Player:
 
     def __init__(
         self,
-        streams: Iterable[Stream],
+        streams: Iterable[RandomStream],
         deliver: Callable[[Tensor, Tensor], None],
         wanted: Wanted,
         known: Mapping[int, Tensor],
@@ -174,8 +156,8 @@ class Player:
         self.deliver, self.wanted, self.names = deliver, wanted, names
         self.real: dict[Value, torch.UntypedStorage] = {}
         self.absent: set[Value] = set()
-        self.generators: dict[Stream, Generator] = {}  # its own: others may use theirs meanwhile
-        self.places: dict[Stream, int | None] = {}  # the marks that they are at
+        self.generators: dict[RandomStream, Generator] = {}  # its own: others may use theirs meanwhile
+        self.places: dict[RandomStream, int | None] = {}  # the marks that they are at
         self.states = dict(known)  # by mark
         self.keeps_all = False  # states; otherwise those that are returned to
         for stream in streams:
@@ -185,7 +167,7 @@ class Player:
             self.states[stream.first] = stream.before
 
     def play(self, ops: list[Op]) -> None:
-        """Run all; deliver each wanted value after its last use."""
+        """Run all operations; deliver each wanted value after its last use."""
         uses = Counter(value for op in ops for value in op.touches)
         for value in self.wanted:
             if value not in uses:  # never written: delivered as empty as it was made
@@ -201,8 +183,8 @@ class Player:
                 if value in self.wanted:
                     self._hand_out(value)
 
-    def state_at(self, stream: Stream, place: Tensor | int) -> Tensor:
-        """A generator's state there."""
+    def state_at(self, stream: RandomStream, place: Tensor | int) -> Tensor:
+        """The generator's state at this mark."""
         self._go_to(stream, place)
         return self.generators[stream].get_state()
 
@@ -220,7 +202,7 @@ class Player:
                     f"{self.names(op.writes)} was made from a tensor of shape {tuple(leaf.tensor.shape)} "
                     "that has changed since, and its values are only made now: make it from a clone"
                 )
-        args, kwargs = swap(op.args, self._thaw), swap(op.kwargs, self._thaw)
+        args, kwargs = mapped(self._thaw, (op.args, op.kwargs))
         with _default_dtype(op.default_dtype):
             out = self._draw(op, op.draw, args, kwargs) if op.draw else op.func(*args, **kwargs)
         for ref, result in zip(op.outputs, leaves(out), strict=True):
@@ -240,7 +222,7 @@ class Player:
             self.states[draw.mark] = generator.get_state()
         return out
 
-    def _go_to(self, stream: Stream, place: Tensor | int) -> None:
+    def _go_to(self, stream: RandomStream, place: Tensor | int) -> None:
         if isinstance(place, Tensor):
             self.generators[stream].set_state(place)
             self.places[stream] = None
@@ -251,7 +233,7 @@ class Player:
     def _thaw(self, leaf: Any) -> Any:
         if isinstance(leaf, Ref):
             return self._tensor(leaf)
-        if isinstance(leaf, Stream):
+        if isinstance(leaf, RandomStream):
             return self.generators[leaf]
         return leaf.tensor if isinstance(leaf, Held) else leaf
 

@@ -51,7 +51,7 @@ class NotTrustedError(BuildError):
 
 @dataclass(frozen=True)
 class Toolchain:
-    """What compiles and where torch is."""
+    """The compilers, and where torch is."""
 
     cxx: str
     nvcc: str | None
@@ -59,17 +59,17 @@ class Toolchain:
 
     @property
     def name(self) -> str:
-        """For messages, and to see that another one could be tried."""
+        """The compilers in words: for messages, and to notice that others are used now."""
         return self.cxx if self.nvcc is None else f"{self.cxx} and {self.nvcc}"
 
     @property
     def includes(self) -> list[str]:
-        """Torch's headers, whose warnings are not ours."""
+        """The compiler's options for headers: torch's as a system's, whose warnings are not shown."""
         return ["-isystem", str(self.torch / "include"), f"-I{sources()}"]
 
 
 def sources() -> Path:
-    """csrc/: beside the package in a checkout, inside it in a wheel."""
+    """The path of csrc/: beside the package in a checkout, inside it in a wheel."""
     places = [HERE.parents[1] / "csrc", HERE.parent / "csrc"]
     for place in places:
         if (place / "bind_cpu.cpp").exists():
@@ -78,7 +78,7 @@ def sources() -> Path:
 
 
 def cache() -> Path:
-    """Where a build on first use goes: ZERO_FULL_CACHE, or zero_full in the user's cache."""
+    """The folder for builds on first use: ZERO_FULL_CACHE, or zero_full in the user's cache."""
     if chosen := os.environ.get("ZERO_FULL_CACHE"):
         return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zero_full"
@@ -128,7 +128,7 @@ def _first_that_works(names: list[str]) -> str | None:
 
 
 def architectures() -> list[str]:
-    """For nvcc: ZERO_FULL_CUDA_ARCHS, as in "80;90+PTX". PTX lets newer devices compile for themselves."""
+    """nvcc's options for ZERO_FULL_CUDA_ARCHS, as in "80;90+PTX". PTX serves newer devices, too."""
     text = os.environ.get("ZERO_FULL_CUDA_ARCHS", ARCHITECTURES)
     flags = []
     for each in re.split(r"[;, ]+", text.strip()):
@@ -143,7 +143,7 @@ def architectures() -> list[str]:
 
 
 def key(part: str) -> str:
-    """Changes whenever the library would: sources, flags, torch, machine, architectures."""
+    """A hash of all that the library is made from: sources, flags, torch, machine, architectures."""
     digest = hashlib.sha256()
     for path in sorted(path for each in MADE_OF[part] for path in sources().glob(each)):
         digest.update(path.relative_to(sources()).as_posix().encode() + path.read_bytes())
@@ -155,12 +155,12 @@ def key(part: str) -> str:
 
 
 def file_name(part: str) -> str:
-    """Of the library that fits this environment."""
+    """The file name of the library that fits this environment."""
     return f"zf_{part}-{key(part)}.so"
 
 
 def find(part: str) -> Path | None:
-    """The library, if it has been built: by the installation or on first use. See [Note: trust]."""
+    """The library's path if it has been built, by the installation or on first use. See [Note: trust]."""
     name = file_name(part)
     if (BUILT / name).exists():
         return BUILT / name
@@ -168,7 +168,7 @@ def find(part: str) -> Path | None:
 
 
 def _trusted(path: Path) -> Path | None:
-    """A library in the cache if there is one; an error if somebody else may have put it there."""
+    """The path if a library is there; NotTrustedError if somebody else may have put it there."""
     try:
         folder = path.parent.resolve(strict=True)
         inside = {place: place.lstat() for place in (path.parent, folder)}
@@ -203,7 +203,7 @@ def _others_may_write(status: os.stat_result) -> bool:
 
 
 def _make_private(directory: Path) -> None:
-    """The folder and those above it, for this user only where they are new."""
+    """Make the folder and those above it; new ones are this user's only."""
     for place in (*reversed(directory.parents), directory):
         if not place.exists():
             with contextlib.suppress(FileExistsError):  # another rank was faster
@@ -211,7 +211,7 @@ def _make_private(directory: Path) -> None:
 
 
 def build(part: str, directory: Path, again: bool = False) -> Path:
-    """The library in `directory`, compiled now unless somebody else has just done it.
+    """The path of the library in `directory`, compiled now unless another process has just done it.
 
     One process compiles and the others wait for it, so all ranks of a run may call this. What has failed is
     not tried again with the same compiler, unless `again`.
@@ -249,14 +249,14 @@ def last_failure(part: str, directory: Path, tools: Toolchain) -> str | None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """The lock goes when its holder does, however it ends; the file stays."""
+    """Inside, this process holds a lock on the file. The lock ends with the process; the file stays."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def commands(part: str, tools: Toolchain, directory: Path) -> dict[Path, list[str]]:
-    """What makes each object file."""
+    """The command that makes each object file."""
     csrc, found = sources(), {}
     bindings = ["bind_cuda.cpp"] if part == "cuda" else ["bind_cpu.cpp", "bind_io.cpp"]
     for name in bindings:
@@ -288,7 +288,7 @@ def commands(part: str, tools: Toolchain, directory: Path) -> dict[Path, list[st
 
 
 def link_command(part: str, tools: Toolchain, objects: list[Path], target: Path) -> list[str]:
-    """What makes the library of the objects. Torch is loaded when the library is."""
+    """The command that links the objects. Torch itself is found when the library is loaded."""
     names = [str(each) for each in objects]
     lib = tools.torch / "lib"
     if part == "cpu":

@@ -18,7 +18,7 @@ POLL_MILLISECONDS = 100  # how long Ctrl-C may wait
 
 
 class Span(NamedTuple):
-    """A stretch of memory and of a file; where `file` cannot go on, `buffered` does."""
+    """A stretch of memory and of a file, open as `file` and, for when that fails, as `buffered`."""
 
     file: int
     buffered: int
@@ -35,26 +35,26 @@ class Failure(NamedTuple):
 
 
 class Threads(Protocol):
-    """What moves blocks. `close` finishes what was started and ends the threads."""
+    """The threads that move blocks. `close` finishes what was started and ends them."""
 
     @property
     def close(self) -> Callable[[], object]: ...  # noqa: D102
 
     def start(self, spans: list[Span], block: int, write: bool, keep: object) -> Any:
-        """Returns at once. `keep`: what must not be freed before the end."""
+        """Start a transfer, and return at once. `keep` is not freed before the transfer ends."""
 
     def finish(self, started: Any) -> Failure:
-        """Wait for all blocks. Once for each transfer."""
+        """Wait for all blocks of a transfer. To be called once for each."""
 
 
 class PythonThreads:
-    """Without a compiler. System calls do not hold the interpreter's lock."""
+    """Python's threads, for when nothing is compiled. System calls do not hold the interpreter's lock."""
 
     def __init__(self, threads: int) -> None:
         self._pool = ThreadPoolExecutor(threads, "zero_full_io")
 
     def start(self, spans: list[Span], block: int, write: bool, keep: object) -> Any:
-        """Every block holds `keep`: a pool that is forgotten goes on without its owner."""
+        """Queue the blocks. Each holds `keep`, because a pool that nobody holds still finishes its jobs."""
         failures: list[Failure] = []
 
         def work(span: Span, keep: object = keep) -> None:
@@ -77,19 +77,19 @@ class PythonThreads:
         return jobs, failures
 
     def finish(self, started: tuple[list[Future[None]], list[Failure]]) -> Failure:
-        """The first failure."""
+        """Wait, and return the first failure."""
         jobs, failures = started
         for job in jobs:
             job.result()
         return failures[0] if failures else Failure(0, 0)
 
     def close(self) -> None:
-        """Wait for everybody."""
+        """Wait for all blocks, and end the threads."""
         self._pool.shutdown()
 
 
 def transfer_block(span: Span, write: bool) -> Failure:
-    """As in csrc/io/block_io.cpp; Python itself goes on after an interruption."""
+    """Move one stretch, as csrc/io/block_io.cpp does; Python itself goes on after an interruption."""
     file, buffered, memory, left, offset = span
     while left:
         part = (ctypes.c_char * left).from_address(memory)
@@ -142,7 +142,7 @@ class CompiledThreads:
         self.close = weakref.finalize(self, _close, self._functions, self._pool, os.getpid())
 
     def start(self, spans: list[Span], block: int, write: bool, keep: object) -> Any:
-        """The number of the transfer."""
+        """Start a transfer and return its number."""
         array = (_CSpan * len(spans))(*(_CSpan(*span) for span in spans))
         number = self._functions.zf_io_start(self._pool, array, len(spans), block, write)
         if number < 0:
@@ -150,7 +150,7 @@ class CompiledThreads:
         return number
 
     def finish(self, started: int) -> Failure:
-        """The first failure. Looks up now and then, for Ctrl-C."""
+        """Wait, and return the first failure. Ctrl-C is noticed meanwhile."""
         found = _CFailure()
         while not self._functions.zf_io_wait(self._pool, started, POLL_MILLISECONDS, found):
             pass

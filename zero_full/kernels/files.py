@@ -60,7 +60,7 @@ class Opened(NamedTuple):
     why: str  # there is no `direct`
 
     def close(self) -> None:
-        """Raises what the file system has kept back until now."""
+        """Close the file. Raises errors that the file system has kept back until now."""
         try:
             if self.direct is not None:
                 self.direct.close()
@@ -96,7 +96,7 @@ def _open(path: str, write: bool, direct: bool) -> Opened:
 
 
 def _units(file: int) -> tuple[int, int]:
-    """What O_DIRECT asks of memory and of offsets; 0 if it does not work, a page if nobody says."""
+    """The units that O_DIRECT asks of memory and of offsets: 0 if it does not work, a page if unknown."""
     statx = getattr(_libc(), "statx", None)
     at_empty_path, statx_dioalign, answer = 0x1000, 0x2000, ctypes.create_string_buffer(256)
     if statx is None or statx(file, b"", at_empty_path, statx_dioalign, answer):
@@ -111,7 +111,7 @@ def _libc() -> ctypes.CDLL:
 
 
 def _spans(memory: int, size: int, offset: int, opened: Opened) -> list[Span]:
-    """Head, whole units and tail; see [Note: direct and buffered]."""
+    """A transfer cut into head, whole units and tail; see [Note: direct and buffered]."""
     end, unit, buffered = offset + size, opened.unit, opened.buffered.fileno()
     begin, stop, direct = end, end, buffered
     if opened.direct is not None and (memory - offset) % opened.memory_unit == 0:
@@ -123,7 +123,7 @@ def _spans(memory: int, size: int, offset: int, opened: Opened) -> list[Span]:
 
 
 class Transfer:
-    """A tensor on its way; it stays alive. Leave it, and its storage, alone until it has arrived."""
+    """A tensor on its way, which this keeps alive. Leave it and its storage alone until it has arrived."""
 
     def __init__(self, io: "BlockIO", path: str, tensor: Tensor, offset: int, write: bool) -> None:
         self.path, self.offset, self.bytes, self.write = path, offset, tensor.nbytes, write
@@ -136,7 +136,7 @@ class Transfer:
 
     @property
     def direct_bytes(self) -> int:
-        """How much of it goes past the page cache."""
+        """How many of its bytes go past the page cache."""
         return sum(span.bytes for span in self._spans if span.file != span.buffered)
 
     def _begin(self) -> None:
@@ -145,7 +145,7 @@ class Transfer:
         self._started = self._io.threads.start(self._spans, block, self.write, (self._tensor, self._opened))
 
     def wait(self) -> None:
-        """Until the tensor has arrived. Raises the first error; more than once, if asked more than once."""
+        """Wait until the tensor has arrived. Raises the first error, each time that it is called."""
         if self._failure is None:
             self._io._check_process()
             self._finish()
@@ -221,7 +221,7 @@ class BlockIO:
         return self._start(path, tensor, offset, write=False)
 
     def wait(self) -> None:
-        """Until everything has arrived. Raises the first error that no `Transfer.wait` has raised."""
+        """Wait until everything has arrived. Raises the first error that no `Transfer.wait` has raised."""
         self._check_process()
         with self._lock:
             transfers = list(self._in_flight)
@@ -233,7 +233,7 @@ class BlockIO:
             raise error
 
     def sync(self, path: AnyPath) -> None:
-        """Wait for everything, then until the file (and that it exists) would survive a crash."""
+        """Wait for all transfers, then until the file and its name would survive a crash."""
         self.wait()
         directory = Path(path).resolve().parent
         for name, flush in ((path, os.fdatasync), (directory, os.fsync)):
@@ -244,7 +244,7 @@ class BlockIO:
                 os.close(file)
 
     def close(self) -> None:
-        """Finish everything and end the threads. Raises as `wait` does."""
+        """Finish all transfers and end the threads. Raises as `wait` does."""
         self._check_process()
         with self._lock:
             self._closed = True
@@ -336,7 +336,7 @@ class Description:
 
 
 def describe(path: AnyPath) -> Description:
-    """Try it with a temporary file in that directory, or in that file's."""
+    """Find out, with a temporary file, how files in this directory (or this file's) are read and written."""
     place = Path(path).resolve()
     directory = place if place.is_dir() else place.parent
     with tempfile.NamedTemporaryFile(dir=directory, prefix=".zero_full_") as file:

@@ -21,26 +21,26 @@ CHOICES = ("auto", "all", "off")
 
 @dataclass(frozen=True)
 class Loaded:
-    """One part: the library in use, or the reason why the reference is."""
+    """One part's library, or the reason why there is none and the reference is used."""
 
     path: Path | None
     reason: str = ""
 
 
 def operators() -> Any:
-    """`torch.ops.zero_full`, compiled where that is possible."""
+    """`torch.ops.zero_full`, with the compiled versions loaded where that is possible."""
     load()
     return torch.ops.zero_full
 
 
 @functools.cache
 def load() -> dict[str, Loaded]:
-    """Once in a process, when an operator is first needed; compiling takes up to a minute, once a machine."""
+    """Find or build the libraries, and load them, once in a process. Building takes up to a minute."""
     return {part: _load(part, _build) for part in build.PARTS}
 
 
 def look() -> dict[str, Loaded]:
-    """The same without building anything, for the doctor."""
+    """What `load` would find, without building anything: for the doctor."""
     return {part: _load(part, _why_not_built) for part in build.PARTS}
 
 
@@ -102,7 +102,7 @@ def _why_not_built(part: str) -> Path:
 
 
 def rows() -> list[tuple[str, str]]:
-    """For the doctor: each part, and what each operator runs."""
+    """Rows for the doctor: each part, and what each operator runs."""
     parts = look()
     found = []
     for part, loaded in parts.items():

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zero_full.kernels import reference
 
-LIBRARY = torch.library.Library("zero_full", "DEF")
+LIBRARY = torch.library.Library("zero_full", "DEF")  # torch has one set of operators in a process
 Fake = Callable[..., Any]
 
 SCHEMAS = {

@@ -59,7 +59,7 @@ def adam_step(
 
 
 def unless_written(master: Tensor, copy: Tensor) -> Tensor:
-    """The master, but the copy's value wherever that is not what the master rounds to."""
+    """The master, with the copy's value wherever the copy is not what the master rounds to."""
     rounded = master.to(copy.dtype)
     same = rounded.view(torch.int16) == copy.view(torch.int16)
     return torch.where(same, master, copy.to(master.dtype))
@@ -83,9 +83,10 @@ def lamb_norms(
     """
     norms = []
     for p, g, m, v in zip(masters, grads, exp_avgs, exp_avg_sqs, strict=True):
-        scaled = g.float() * factor
-        m.copy_(m.float() + (1 - beta1) * (scaled - m.float()))
-        v.copy_(v.float() * beta2 + (1 - beta2) * scaled * scaled)
+        wide = _wide(p)
+        scaled = g.to(wide) * factor
+        m.copy_(m.to(wide) + (1 - beta1) * (scaled - m.to(wide)))
+        v.copy_(v.to(wide) * beta2 + (1 - beta2) * scaled * scaled)
         update = _lamb_update(p, m, v, eps, weight_decay, eps_inside_sqrt)
         norms.append(torch.stack([p.double().square().sum(), update.double().square().sum()]))
     return torch.stack(norms) if norms else torch.zeros(0, 2, dtype=torch.float64)
@@ -118,7 +119,7 @@ def lamb_step(
         trust = torch.where((weight > 0) & (change > 0), (weight / change).clamp(min_trust, max_trust), 1.0)
         step = float(steps[i])
         size = lr * (1 - beta2**step) ** 0.5 / (1 - beta1**step) if bias_correction else lr
-        p.copy_(p.float() - (size * trust).float() * update)
+        p.copy_(p.to(_wide(p)) - (size * trust).to(_wide(p)) * update)
         if copies:
             copies[i].copy_(p)
 
@@ -126,12 +127,18 @@ def lamb_step(
 def _lamb_update(
     p: Tensor, m: Tensor, v: Tensor, eps: float, weight_decay: float, eps_inside_sqrt: bool
 ) -> Tensor:
-    root = (v.float() + eps).sqrt() if eps_inside_sqrt else v.float().sqrt() + eps
-    return m.float() / root + weight_decay * p.float()
+    m, v, p = m.to(_wide(p)), v.to(_wide(p)), p.to(_wide(p))
+    root = (v + eps).sqrt() if eps_inside_sqrt else v.sqrt() + eps
+    return m / root + weight_decay * p
+
+
+def _wide(p: Tensor) -> torch.dtype:
+    """In what type numbers of such masters are computed."""
+    return torch.promote_types(p.dtype, torch.float32)
 
 
 def unscale_norm_check(gradients: Sequence[Tensor], factor: float) -> tuple[Tensor, Tensor]:
-    """Multiply in place; the sum of squares in fp64, and where the first non-finite element is, or -1.
+    """Multiply in place; return the sum of squares in fp64, and the first non-finite place or -1.
 
     Elements are counted through all tensors.
     """
@@ -155,7 +162,7 @@ def unscale_norm_check(gradients: Sequence[Tensor], factor: float) -> tuple[Tens
 
 
 def sign_pack(values: Tensor | None, error: Tensor, ends: Tensor, l1: bool) -> tuple[Tensor, Tensor]:
-    """Signs of `values` plus what they got wrong before, eight to a byte, and a scale for each piece.
+    """Pack the signs of `values + error`, eight to a byte, and return them with a scale for each piece.
 
     Pieces end at `ends`; what lies behind is padding and has the scale 0. A scale is the root mean square, or
     with `l1` the mean size. `error` becomes what scale times sign gets wrong now. Zero counts as plus; the
@@ -174,7 +181,7 @@ def sign_pack(values: Tensor | None, error: Tensor, ends: Tensor, l1: bool) -> t
 
 
 def sign_unpack_mean(packed: Tensor, scales: Tensor, ends: Tensor, out: Tensor, add: bool) -> None:
-    """The mean of the rows, each its signs times its scales, becomes `out` or is added to it."""
+    """Write the mean of the rows, each its signs times its scales, to `out`, or add it to what is there."""
     places = torch.arange(8, device=packed.device, dtype=torch.uint8)
     total = torch.zeros(len(out), dtype=torch.float32, device=out.device)
     for row, scale in zip(packed, scales, strict=True):
@@ -191,7 +198,7 @@ def _scale(piece: Tensor, l1: bool) -> Tensor:
 
 
 def _spread(scales: Tensor, ends: Tensor, numel: int) -> Tensor:
-    """Every element's scale."""
+    """A tensor with the scale of every element; 0 behind the last end."""
     sizes = ends.diff(prepend=ends.new_zeros(1))
     return torch.nn.functional.pad(scales.repeat_interleave(sizes), (0, numel - int(ends[-1])))
 
@@ -200,7 +207,7 @@ def _spread(scales: Tensor, ends: Tensor, numel: int) -> Tensor:
 
 
 class Part(NamedTuple):
-    """Where some numbers are that begin with a block and with a byte."""
+    """Where a run of numbers, which begins with a block and with a byte, lies in tensor and payload."""
 
     numbers: slice
     integers: slice
@@ -208,12 +215,12 @@ class Part(NamedTuple):
 
 
 def payload_bytes(numel: int, bits: int, block: int) -> int:
-    """What so many numbers become. See [Note: blocks of integers]."""
+    """How many bytes so many numbers become. See [Note: blocks of integers]."""
     return value_bytes(numel, bits) + 4 * -(-numel // block)
 
 
 def value_bytes(numel: int, bits: int) -> int:
-    """Of these, the integers."""
+    """How many of these bytes are integers."""
     return -(-numel * bits // 8)
 
 
@@ -234,7 +241,7 @@ def quantize_blocks(numbers: Tensor, payload: Tensor, bits: int, block: int) -> 
 
 
 def dequantize_blocks(payload: Tensor, out: Tensor, bits: int, block: int, add: bool) -> None:
-    """Write the numbers to `out`, or add them to what is there."""
+    """Write the payload's numbers to `out`, or add them to what is there."""
     size = value_bytes(out.numel(), bits)
     values, scales = payload[:size].view(torch.int8), payload[size:].clone().view(torch.float32)
     for part in _parts(out, bits, block):
@@ -268,7 +275,7 @@ def _in_rows(flat: Tensor, block: int) -> Tensor:
 
 
 def _fitting(rows: Tensor, largest: int) -> Tensor:
-    """What makes `largest` the largest integer of each row; 0 for zeros, NaN if a number is not finite."""
+    """The scales that make each row's largest number `largest`; 0 for zeros, NaN if one is not finite."""
     reach = rows.abs().amax(dim=1)
     # Far from where numbers lose bits, and not so far that the largest integer comes back as inf.
     scales = reach.div(largest).clamp_(FINITE.tiny, FINITE.max / largest * (1 - FINITE.eps))
@@ -282,5 +289,5 @@ def _pack(integers: Tensor) -> Tensor:
 
 
 def _unpack(packed: Tensor) -> Tensor:
-    """The right shift brings the sign."""
+    """Two integers of each byte. The right shift brings the sign."""
     return torch.stack((packed << 4 >> 4, packed >> 4), dim=1).flatten()

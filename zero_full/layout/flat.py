@@ -14,7 +14,7 @@ class Fragment:
 
     @property
     def numel(self) -> int:
-        """How many elements."""
+        """How many elements it has."""
         return self.flat_range[1] - self.flat_range[0]
 
 
@@ -70,7 +70,7 @@ class FlatLayout:
         return slice(self.starts[index], self.starts[index] + self.numels[index])
 
     def fragments(self, rank: int) -> list[Fragment]:
-        """What `rank` owns: at most one piece of each parameter, in order; empty pieces are left out."""
+        """The pieces that `rank` owns: at most one of each parameter, in order; empty ones are left out."""
         own = self.slice_of(rank)
         fragments = []
         for index, start in enumerate(self.starts):

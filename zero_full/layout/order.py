@@ -4,17 +4,17 @@ from collections.abc import Hashable, Sequence
 
 
 def in_order(count: int) -> list[int]:
-    """As the model lists them."""
+    """The order in which the model lists its parameters."""
     return list(range(count))
 
 
 def backward_order(count: int) -> list[int]:
-    """Last first: roughly the order in which backward completes their gradients."""
+    """The last parameter first: roughly the order in which backward completes gradients."""
     return list(reversed(range(count)))
 
 
 def round_robin(indices: Sequence[int], world: int) -> list[int]:
-    """Dealt to `world` hands like cards, hand after hand: neighbours end up with different owners."""
+    """The indices dealt like cards to `world` hands, hand after hand: neighbours get different owners."""
     return [index for hand in range(world) for index in indices[hand::world]]
 
 

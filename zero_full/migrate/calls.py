@@ -7,7 +7,7 @@ from typing import Any
 
 from zero_full.migrate.names import ARGUMENTS, ENGINE, FOREIGN, PARAMETER
 from zero_full.migrate.scopes import ROOT
-from zero_full.migrate.script import Finding, Rewrite
+from zero_full.migrate.script import Leftover, Rewrite
 
 POSITIONAL = 6  # arguments of initialize before the first one that is not here
 BY_NAME = {  # functions that take the name of a package
@@ -17,8 +17,8 @@ ASKS = {"hasattr", "getattr", "setattr", "delattr"}
 OPEN = object()  # a value that is known only when the script runs
 
 
-def look_at_calls(rewrite: Rewrite) -> Iterator[Finding]:
-    """Everything that a change of names does not settle."""
+def look_at_calls(rewrite: Rewrite) -> Iterator[Leftover]:
+    """What a change of names does not settle, with its line."""
     engines = set(_engines(rewrite))
     missing = missing_of_engines()
     for node in ast.walk(rewrite.tree):
@@ -30,25 +30,25 @@ def look_at_calls(rewrite: Rewrite) -> Iterator[Finding]:
         elif isinstance(node, ast.Attribute):
             yield from _marks(node, [ast.Constant(node.attr)])
             if node.attr in missing and ast.unparse(node.value) in engines:
-                yield Finding(node.lineno, f"Engine has no {node.attr}. Instead: {missing[node.attr]}")
+                yield Leftover(node.lineno, f"Engine has no {node.attr}. Instead: {missing[node.attr]}")
         elif isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 if alias.name in FOREIGN and (node.module or "").split(".")[0] != ROOT:
                     told = f"{alias.name} makes {FOREIGN[alias.name]} run DeepSpeed itself"
-                    yield Finding(
+                    yield Leftover(
                         node.lineno, f"{told}. Instead: a loop of your own with zero_full.initialize"
                     )
 
 
-def _marks(node: ast.expr, names: Iterable[ast.expr]) -> Iterator[Finding]:
+def _marks(node: ast.expr, names: Iterable[ast.expr]) -> Iterator[Leftover]:
     for name in names:
         mark = name.value if isinstance(name, ast.Constant) else None
         if isinstance(mark, str) and mark in PARAMETER:
-            yield Finding(node.lineno, f"parameters have no {mark} here. Instead: {PARAMETER[mark]}")
+            yield Leftover(node.lineno, f"parameters have no {mark} here. Instead: {PARAMETER[mark]}")
 
 
 def configurations(rewrite: Rewrite) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Those that stand in the script, with their lines; values that are computed are left out."""
+    """The configurations that stand in the script, with their lines; computed values are left out."""
     assigned: dict[str, list[ast.expr]] = {}
     for node in ast.walk(rewrite.tree):
         for target in node.targets if isinstance(node, ast.Assign) else ():
@@ -79,7 +79,7 @@ def _literal(node: ast.expr) -> Any:
 
 
 def _engines(rewrite: Rewrite) -> Iterator[str]:
-    """How the script calls what `initialize` returns first."""
+    """The names that the script gives to engines, which `initialize` returns first."""
     for node in ast.walk(rewrite.tree):
         if not isinstance(node, ast.Assign):
             continue
@@ -104,28 +104,28 @@ def missing_of_engines() -> dict[str, str]:
     return {name: text for name, text in missing.items() if not hasattr(engine.Engine, name)}
 
 
-def _arguments(call: ast.Call) -> Iterator[Finding]:
+def _arguments(call: ast.Call) -> Iterator[Leftover]:
     for keyword in call.keywords:
         if keyword.arg in ARGUMENTS:
             told = f"initialize has no argument {keyword.arg}. Instead: {ARGUMENTS[keyword.arg]}"
-            yield Finding(keyword.value.lineno, told)
+            yield Leftover(keyword.value.lineno, told)
     if len(call.args) > POSITIONAL:
-        yield Finding(
+        yield Leftover(
             call.lineno, "initialize has no distributed_port: pass what comes after lr_scheduler by name"
         )
 
 
-def _by_name(call: ast.Call) -> Iterator[Finding]:
+def _by_name(call: ast.Call) -> Iterator[Leftover]:
     name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
     for value in call.args if name in BY_NAME else ():
         text = value.value if isinstance(value, ast.Constant) else None
         if isinstance(text, str) and re.fullmatch(rf"{ROOT}(\.\w+)*", text):
-            yield Finding(
+            yield Leftover(
                 value.lineno, f'{name}("{text}") asks for DeepSpeed by its name. Instead: "zero_full"'
             )
     for keyword in call.keywords:
         if keyword.arg == ROOT and name.endswith("TrainingArguments"):
             told = f"{name}(deepspeed=...) makes transformers run DeepSpeed itself"
-            yield Finding(
+            yield Leftover(
                 keyword.value.lineno, f"{told}. Instead: a loop of your own with zero_full.initialize"
             )

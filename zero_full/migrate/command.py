@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from zero_full.config import ConfigError, resolve
 from zero_full.config.read import read
 from zero_full.migrate.calls import configurations, look_at_calls
-from zero_full.migrate.script import Finding, Rewrite
+from zero_full.migrate.script import Leftover, Rewrite
 
 
 class MigrateError(Exception):
@@ -27,8 +27,8 @@ class Migrated(NamedTuple):
 
     source: str
     result: str
-    findings: list[Finding]
-    remarks: list[Finding]  # nothing has to be done about these
+    findings: list[Leftover]
+    remarks: list[Leftover]  # nothing has to be done about these
     moved: Callable[[int], int]  # a line's number in the result
 
 
@@ -49,11 +49,11 @@ def main(files: Sequence[str], write: bool = False, world: int | None = None) ->
 def migrate(source: str, world: int | None = None) -> Migrated:
     """A script's new text and what is left to do. SyntaxError if it is no Python of this version."""
     rewrite = Rewrite(source)
-    findings, remarks = set(look_at_calls(rewrite)), set[Finding]()
+    findings, remarks = set(look_at_calls(rewrite)), set[Leftover]()
     for line, config in configurations(rewrite):
         errors, warnings = check(config, world, partly=True)
-        findings |= {Finding(line, text) for text in errors}
-        remarks |= {Finding(line, text) for text in warnings}
+        findings |= {Leftover(line, text) for text in errors}
+        remarks |= {Leftover(line, text) for text in warnings}
     findings |= rewrite.findings
     return Migrated(source, rewrite.result(), sorted(findings), sorted(remarks), rewrite.text.moved)
 
@@ -79,7 +79,7 @@ def _script(path: Path, write: bool, world: int | None) -> int:
 
 
 def _read(path: Path) -> tuple[str, str]:
-    """The text with its line ends as they are, and its encoding."""
+    """The file's text, with line ends as they are, and its encoding."""
     try:
         with path.open("rb") as file:
             encoding, _ = tokenize.detect_encoding(file.readline)
@@ -89,7 +89,7 @@ def _read(path: Path) -> tuple[str, str]:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """All of it or nothing; whoever may run the script still may."""
+    """Write all of the file or nothing. Its permissions stay."""
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with os.fdopen(os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
@@ -150,7 +150,7 @@ def implied_world(config: Any) -> int:
 
 
 def _count(config: Mapping[str, Any], key: str) -> int:
-    """0 if it is not given, or nonsense."""
+    """The number under this key; 0 if there is none, or no sensible one."""
     value = config.get(key)
     return value if isinstance(value, int) and 0 < value < 10**6 else 0
 

@@ -58,7 +58,6 @@ NOT_IN_TORCH = {
 }
 
 CHECKPOINTING = "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
-NO_LAMB = "Lamb has not landed in zero_full yet"
 INFERENCE = (
     "zero_full.initialize without an optimizer shards a model for forward; for fast inference save the "
     "weights and load them into another library"
@@ -94,8 +93,8 @@ INSTEAD = {  # the longest that a name begins with counts
         "torch.optim.AdamW(..., weight_decay=0.0), because its default is 0.01 and DeepSpeed's is 0, or "
         '"optimizer": {"type": "Adam"} in the configuration'
     ),
-    "deepspeed.ops.lamb": f"{NO_LAMB}; the nearest is AdamW",
-    "deepspeed.runtime.fp16": f"{NO_LAMB}, and neither have 1-bit optimizers; the nearest are AdamW and Adam",
+    "deepspeed.ops.lamb": 'zero_full.Lamb, or "optimizer": {"type": "Lamb"} in the configuration',
+    "deepspeed.runtime.fp16": "1-bit optimizers have not landed yet; the nearest are Adam and Lamb",
     "deepspeed.pipe": "there are no pipelines: train the model as one nn.Module",
     "deepspeed.runtime.pipe": "there are no pipelines: train the model as one nn.Module",
     "deepspeed.profiling": "torch.profiler, or torch.utils.flop_counter",
@@ -146,7 +145,7 @@ FOREIGN = {  # what other libraries do with DeepSpeed, and would do with it stil
 
 
 def canonical(path: str) -> str:
-    """The documented way to a name."""
+    """The documented path of a name of DeepSpeed's."""
     for length in range(path.count(".") + 1, 0, -1):
         head, rest = ".".join(path.split(".")[:length]), path.split(".")[length:]
         if head in ALIASES and (rest or head not in NAMES):
@@ -164,7 +163,7 @@ def target_of(path: str) -> str | None:
 
 
 def is_module(path: str) -> bool:
-    """Whether what has this name here is a module, whose names are all in these tables."""
+    """Whether the name's counterpart here is a module, whose names are all in these tables."""
     return canonical(path) in MODULES
 
 

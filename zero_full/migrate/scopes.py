@@ -120,7 +120,7 @@ class Scopes(ast.NodeVisitor):
             self._bind(node.id)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
-        """The whole chain at once."""
+        """A chain of attributes, taken as one use."""
         chain: list[ast.expr] = [node]
         while isinstance(chain[-1], ast.Attribute):
             chain.append(chain[-1].value)
@@ -133,7 +133,7 @@ class Scopes(ast.NodeVisitor):
             self.generic_visit(node)
 
     def visit_Assign(self, node: ast.Assign) -> None:
-        """`deepspeed = None` belongs to the import that may have failed."""
+        """An assignment. `deepspeed = None` belongs to the import that may have failed."""
         nothing = isinstance(node.value, ast.Constant) and node.value.value in (None, False)
         for target in node.targets:
             if nothing and isinstance(target, ast.Name) and target.id not in self.scope.of_module:
@@ -157,11 +157,11 @@ class Scopes(ast.NodeVisitor):
         self._enter(Scope(self.scope, others={each.arg for each in every}), inside)
 
     def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> None:
-        """As any function."""
+        """The same as any function."""
         self.visit_FunctionDef(node)
 
     def visit_Lambda(self, node: ast.Lambda) -> None:
-        """As any function."""
+        """The same as any function."""
         self.visit_FunctionDef(node)
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
@@ -172,7 +172,7 @@ class Scopes(ast.NodeVisitor):
         self._enter(Scope(self.scope, is_class=True), list(node.body))
 
     def visit(self, node: ast.AST) -> None:
-        """Comprehensions are scopes, too."""
+        """Visit a node; comprehensions are scopes, too."""
         if isinstance(node, Comprehension):
             self._enter(Scope(self.scope), ast.iter_child_nodes(node))
         else:
@@ -187,7 +187,7 @@ class Scopes(ast.NodeVisitor):
     # Other ways to bind -------------------------------------------------------------------------
 
     def visit_Global(self, node: ast.Global) -> None:
-        """These names are the module's."""
+        """Names that are the module's."""
         self.scope.of_module.update(node.names)
 
     def visit_ExceptHandler(self, node: ast.ExceptHandler) -> None:

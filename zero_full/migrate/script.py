@@ -15,7 +15,7 @@ OURS, COMM = "zero_full", MODULES["deepspeed.comm"]
 WIDTH = 110
 
 
-class Finding(NamedTuple):
+class Leftover(NamedTuple):
     """Something that is left to do by hand."""
 
     line: int
@@ -31,7 +31,7 @@ class Made(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Without `import`, and without `from module`."""
+        """The import's text without `import`, and without `from module`."""
         name = self.name or self.module
         return name if self.local in (None, name) else f"{name} as {self.local}"
 
@@ -52,26 +52,26 @@ class Text:
         self.newline = "\r\n" if "\r\n" in self.source else "\n"
 
     def at(self, line: int, column: int) -> int:
-        """Where in the text; the column counts bytes of UTF-8, as Python's does."""
+        """The place in the text of a line and column, which counts bytes of UTF-8, as Python's does."""
         before = self.lines[line - 1].encode()[:column].decode()
         return self.starts[line - 1] + len(before)
 
     def span(self, node: ast.stmt | ast.expr | ast.alias) -> tuple[int, int]:
-        """From its first character to behind its last one."""
+        """The places of a node's first character and behind its last one."""
         assert node.end_lineno is not None and node.end_col_offset is not None
         return self.at(node.lineno, node.col_offset), self.at(node.end_lineno, node.end_col_offset)
 
     def replace(self, start: int, stop: int, text: str) -> None:
-        """To be done in the end."""
+        """Note a replacement; `result` makes it."""
         self.edits.append((start, stop, text))
 
     def moved(self, line: int) -> int:
-        """Where a line is in the result."""
+        """The number that a line has in the result."""
         before = {edit for edit in self.edits if edit[1] <= self.starts[line - 1]}
         return line + sum(new.count("\n") - self.source[a:b].count("\n") for a, b, new in before)
 
     def result(self) -> str:
-        """With all that was replaced."""
+        """The text with all replacements made."""
         text = self.source
         for start, stop, new in sorted(set(self.edits), reverse=True):
             text = text[:start] + new + text[stop:]
@@ -79,13 +79,13 @@ class Text:
 
 
 class Rewrite:
-    """One script."""
+    """A script, and what becomes of its names."""
 
     def __init__(self, source: str) -> None:
         self.text = Text(source)
         self.tree = ast.parse(source)
         self.scopes = Scopes(self.tree)
-        self.findings: set[Finding] = set()
+        self.findings: set[Leftover] = set()
         self.meant: dict[ast.expr, str] = {}  # names and attributes -> what they are here
         self.has_torch = "torch" in self.scopes.top.others
         self.made: set[tuple[int, Made]] = set()  # per block
@@ -103,9 +103,9 @@ class Rewrite:
         return made
 
     def miss(self, node: ast.stmt | ast.expr | ast.alias, path: str) -> None:
-        """This name has no counterpart."""
+        """Note that this name has no counterpart here."""
         self.findings.add(
-            Finding(node.lineno, f"{path} has no counterpart here. Instead: {instead_of(path)}")
+            Leftover(node.lineno, f"{path} has no counterpart here. Instead: {instead_of(path)}")
         )
 
     # One name -----------------------------------------------------------------------------------
@@ -113,7 +113,9 @@ class Rewrite:
     def _binding(self, binding: Binding) -> list[Made | None]:
         """The imports that take the place of this one; None: it stays, because something still needs it."""
         if binding.alias.name == "*":
-            self.findings.add(Finding(binding.statement.lineno, "import the names that are used, one by one"))
+            self.findings.add(
+                Leftover(binding.statement.lineno, "import the names that are used, one by one")
+            )
             return [None]
         target = target_of(binding.path)
         if target is not None and not is_module(binding.path):
@@ -151,7 +153,7 @@ class Rewrite:
                 if self._is_written(use, count):
                     return target, count
                 self.findings.add(
-                    Finding(use.nodes[0].lineno, f"change {path} to {target} inside this string")
+                    Leftover(use.nodes[0].lineno, f"change {path} to {target} inside this string")
                 )
                 return None
         self.miss(use.nodes[0], ".".join([binding.path, *use.names]))
@@ -176,7 +178,7 @@ class Rewrite:
         return None if need == COMM and self.has_torch else Made(need)
 
     def _annotations(self) -> None:
-        """Types that are written as strings."""
+        """Replace names in types that are written as strings."""
         for node in ast.walk(self.tree):
             places = [getattr(node, name, None) for name in ("annotation", "returns")]
             inside = (each for place in places if isinstance(place, ast.expr) for each in ast.walk(place))
@@ -234,7 +236,7 @@ class Rewrite:
         return True
 
     def _comments(self, statement: ast.stmt) -> list[str]:
-        """Those inside the statement, which is written anew."""
+        """The comments inside a statement, which is written anew."""
         start, stop = self.text.span(statement)
         tokens = tokenize.generate_tokens(io.StringIO(self.text.source[start:stop]).readline)
         return [token.string for token in tokens if token.type == tokenize.COMMENT]

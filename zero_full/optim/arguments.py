@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero_full.wording import shown
+
 LARGEST = torch.finfo(torch.float32).max
 MOST_STEPS = 10**12
 # What torch's optimizers call a number that cannot be negative; others, such as Adafactor's beta2_decay, can.
@@ -26,7 +28,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {by_lower[close[0]]}?" if close else ""
 
 
-def check_arguments(key: str, target: Callable[..., Any], params: Mapping[str, Any]) -> None:
+def check_signature(key: str, target: Callable[..., Any], params: Mapping[str, Any]) -> None:
     """Refuse arguments that `target` does not have and ask for those that it cannot do without.
 
     `key` says where in the configuration `params` stand. The first argument, parameters or an optimizer,
@@ -66,22 +68,22 @@ def _checked(key: str, name: str, default: Any, value: Any) -> Any:
     if name == "betas":
         return pair_of_betas(key, value)
     if name in WEIGHTS:
-        return number(key, value, most=BELOW_1)
+        return finite_number(key, value, most=BELOW_1)
     least = 0.0 if name in NOT_NEGATIVE else -LARGEST
     if isinstance(default, tuple) and None not in default:
-        return numbers(key, value, len(default), least)
-    return number(key, value, least) if isinstance(default, int | float) else value
+        return finite_numbers(key, value, len(default), least)
+    return finite_number(key, value, least) if isinstance(default, int | float) else value
 
 
 def flag(key: str, value: Any) -> bool:
-    """True or false, also as 1 or 0."""
+    """The value as a boolean, which may also be 1 or 0; else ValueError."""
     if isinstance(value, bool) or (isinstance(value, int) and value in (0, 1)):
         return bool(value)
     raise ValueError(f"{key} must be true or false, not {shown(value)}")
 
 
-def number(key: str, value: Any, least: float = 0.0, most: float = LARGEST) -> Any:
-    """The number as torch takes it, which may be a tensor of one element; never inf or NaN."""
+def finite_number(key: str, value: Any, least: float = 0.0, most: float = LARGEST) -> Any:
+    """The number, also a tensor of one element; ValueError if it is out of bounds, inf or NaN."""
     is_tensor = isinstance(value, Tensor) and value.numel() == 1
     is_number = is_tensor or (isinstance(value, Real) and not isinstance(value, bool))
     if is_number and least <= value <= most:
@@ -92,22 +94,24 @@ def number(key: str, value: Any, least: float = 0.0, most: float = LARGEST) -> A
     raise ValueError(f"{key} must be {kind}, not {shown(value)}")
 
 
-def numbers(key: str, value: Any, count: int, least: float = 0.0, most: float = LARGEST) -> tuple[Any, ...]:
-    """So many of them, as a tuple."""
+def finite_numbers(
+    key: str, value: Any, count: int, least: float = 0.0, most: float = LARGEST
+) -> tuple[Any, ...]:
+    """A list of `count` such numbers, as a tuple; else ValueError."""
     listed = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else []
     if len(listed) != count:
         raise ValueError(f"{key} must be a list of {count} numbers, not {shown(value)}")
-    return tuple(number(f"{key}[{place}]", each, least, most) for place, each in enumerate(listed))
+    return tuple(finite_number(f"{key}[{place}]", each, least, most) for place, each in enumerate(listed))
 
 
 def pair_of_betas(key: str, value: Any) -> tuple[Any, ...]:
-    """Two weights of averages; torch asks for floats."""
-    pair = numbers(key, value, 2, most=BELOW_1)
+    """Two weights of averages, as floats, which torch asks for; else ValueError."""
+    pair = finite_numbers(key, value, 2, most=BELOW_1)
     return tuple(beta if isinstance(beta, Tensor) else float(beta) for beta in pair)
 
 
 def at_least(key: str, value: Any, least: int) -> int:
-    """A JSON file may say 1e3, which is a float and still a whole number."""
+    """The value as an integer of at least `least`, also given as 1e3; else ValueError."""
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     if not is_number or value != value // 1 or value < least:
         raise ValueError(f"{key} must be a whole number of at least {least}, not {shown(value)}")
@@ -117,14 +121,5 @@ def at_least(key: str, value: Any, least: int) -> int:
 
 
 def as_call(function: str, params: Mapping[str, Any]) -> str:
-    """As it would be written: `Adam(lr=1)`."""
+    """The call as it would be written: `Adam(lr=1)`."""
     return f"{function}({', '.join(f'{name}={shown(value)}' for name, value in params.items())})"
-
-
-def shown(value: object) -> str:
-    """A value in an error message, whatever it is."""
-    try:
-        text = " ".join(repr(value).split())
-    except (ValueError, RecursionError):  # an integer of thousands of digits, a list in a list in ...
-        text = f"something of type {type(value).__name__}"
-    return text if len(text) <= 60 else f"{text[:57]}..."

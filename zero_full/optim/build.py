@@ -9,22 +9,28 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zero_full.optim.adam import adam_class, adam_options, fused_if_possible
-from zero_full.optim.arguments import as_call, check_arguments, checked_options, flag, nearest, shown
+from zero_full.optim.arguments import as_call, check_signature, checked_options, flag, nearest
+from zero_full.optim.lamb import Lamb
 from zero_full.optim.lion import Lion
+from zero_full.wording import shown
 
 NOT_LANDED = {
     "onebitadam": "Adam",
     "zerooneadam": "Adam",
-    "lamb": "AdamW",
-    "onebitlamb": "AdamW",
+    "onebitlamb": "Lamb",
     "muadam": "Adam",
     "musgd": "SGD",  # and any other mu: Muon, MuAdamW
 }
 OURS = {"adam_w_mode", "torch_adam"}  # they choose between torch's classes
-# DeepSpeed's switches that torch does not have, at the value which torch's optimizers have anyway.
-FIXED = {
+# DeepSpeed's switches that our classes do not have, at the value which they have anyway.
+OF_TORCH = {
     "bias_correction": (True, "torch always corrects the bias; remove it"),
     "fp32_optimizer_states": (True, "the state has the type of the master parameters; remove it"),
+}
+OF_LAMB = {"amsgrad": (False, "LAMB has no such variant; remove it")}
+FIXED = {
+    **dict.fromkeys(("adam", "adamw", "adagrad", "lion"), OF_TORCH),
+    **dict.fromkeys(("lamb", "fusedlamb"), OF_LAMB),
 }
 
 
@@ -46,9 +52,8 @@ def build_optimizer(type: str, params: Mapping[str, Any], groups: list[dict[str,
         options = adam_options(options)
     else:
         kind = class_of(type)
-    if name in ("adam", "adamw", "adagrad", "lion"):
-        options = _without_fixed(options)
-    check_arguments("optimizer.params", kind, options)
+    options = _without_fixed(options, FIXED.get(name, {}))
+    check_signature("optimizer.params", kind, options)
     groups = parameter_groups(groups)
     options = checked_options(kind, options, lambda key: f"optimizer.params.{key}")
     groups = [_checked(kind, number, group) for number, group in enumerate(groups)]
@@ -100,7 +105,7 @@ def class_of(type: str) -> Any:
     if name in NOT_LANDED or name.startswith("mu"):
         instead = NOT_LANDED.get(name, "AdamW")
         raise ValueError(f"optimizer.type: {type} has not landed in zero_full yet; the nearest is {instead}")
-    known: dict[str, Any] = {"Lion": Lion, **_optimizers_of_torch()}
+    known: dict[str, Any] = {"Lion": Lion, "Lamb": Lamb, "FusedLamb": Lamb, **_optimizers_of_torch()}
     for each, kind in known.items():
         if each.lower() == name:
             return kind
@@ -117,8 +122,8 @@ def _optimizers_of_torch() -> dict[str, Any]:
     }
 
 
-def _without_fixed(options: Mapping[str, Any]) -> dict[str, Any]:
-    for key, (only, reason) in FIXED.items():
+def _without_fixed(options: Mapping[str, Any], fixed: Mapping[str, tuple[bool, str]]) -> dict[str, Any]:
+    for key, (only, reason) in fixed.items():
         if key in options and flag(f"optimizer.params.{key}", options[key]) != only:
             raise ValueError(f"optimizer.params.{key} cannot be {options[key]}: {reason}")
-    return {key: value for key, value in options.items() if key not in FIXED}
+    return {key: value for key, value in options.items() if key not in fixed}

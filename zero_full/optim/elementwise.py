@@ -6,9 +6,12 @@ compute something else, so it is refused unless it says that it knows.
 """
 
 import inspect
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
+
+from zero_full.optim.step import Stepper, steps_as_its_class
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.Adam,
@@ -34,7 +37,7 @@ NOT_ELEMENTWISE: dict[type[Optimizer], str] = {
 def check_elementwise(optimizer: Optimizer, allow_untested: bool = False) -> None:
     """Raise TypeError, with the reason and the remedy, unless the optimizer may step on cut tensors."""
     kind, name = type(optimizer), type(optimizer).__name__
-    if _declares(kind, "zero_full_elementwise") or _declares(kind, "zero_full_handles_cut_tensors"):
+    if _declares(kind, "zero_full_elementwise") or _declares(kind, "zero_full_stepper"):
         return
     for refused, reason in NOT_ELEMENTWISE.items():
         if isinstance(optimizer, refused):
@@ -46,14 +49,28 @@ def check_elementwise(optimizer: Optimizer, allow_untested: bool = False) -> Non
         raise TypeError(
             f"zero_full does not know whether {name} can step on parameters that are cut into flat pieces. "
             "If its update of each element depends on that element alone, set the class attribute "
-            f"{name}.zero_full_elementwise = True. If it handles cut tensors itself, set "
-            f"{name}.zero_full_handles_cut_tensors = True. To try at your own risk, set "
+            f"{name}.zero_full_elementwise = True. If it can step pieces of tensors, give it a method "
+            "zero_full_stepper that returns a zero_full.Stepper. To try at your own risk, set "
             '"zero_allow_untested_optimizer": true in the configuration'
         )
 
 
+def own_stepper(optimizer: Optimizer, step: Any) -> Stepper | None:
+    """What the optimizer brings to step pieces of parameters in the place of its `step`, if anything."""
+    if not hasattr(optimizer, "zero_full_stepper"):
+        return None
+    kind = type(optimizer)
+    if not (_declares(kind, "zero_full_stepper") and steps_as_its_class(optimizer, step)):
+        raise TypeError(
+            f"{kind.__name__} has another step() than the class whose zero_full_stepper it has, so that step "
+            "would never be called: give it a zero_full_stepper of its own"
+        )
+    stepper: Stepper = optimizer.zero_full_stepper()
+    return stepper
+
+
 def _declares(kind: type[Optimizer], attribute: str) -> bool:
-    """A declaration is about the `step` of the class that makes it, not about one written later below it."""
+    """Whether a class declares this of its own `step`; a subclass with another `step` does not inherit it."""
     for each in kind.__mro__:
         if attribute in vars(each):
             return bool(vars(each)[attribute]) and _same_step(kind, each)
@@ -61,6 +78,6 @@ def _declares(kind: type[Optimizer], attribute: str) -> bool:
 
 
 def _same_step(one: type, other: type) -> bool:
-    """Inherited, and not overridden; torch wraps `step` on the class when the first instance is made."""
+    """Whether both classes have the same `step`, below the wrapper that torch puts around it."""
     steps = [inspect.unwrap(each.step) if hasattr(each, "step") else None for each in (one, other)]
     return steps[0] is steps[1]

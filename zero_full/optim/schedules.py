@@ -18,13 +18,13 @@ from zero_full.optim.arguments import (
     BELOW_1,
     LARGEST,
     at_least,
-    check_arguments,
+    check_signature,
+    finite_number,
     flag,
     nearest,
-    number,
-    shown,
 )
 from zero_full.optim.torch_schedules import checked_schedule, schedules_of_torch, try_out
+from zero_full.wording import shown
 
 Rates = float | list[float] | tuple[float, ...]  # one for all parameter groups, or one for each
 BETA2_OF_ONE_CYCLE = 0.99
@@ -94,7 +94,7 @@ class Schedule:
         self._write()
 
     def state_dict(self) -> dict[str, int]:
-        """What to save: how far the schedule is. Its shape is the configuration's."""
+        """How far the schedule is. Its shape is not saved: the configuration has it."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -123,7 +123,7 @@ class Schedule:
 
 
 class LRRangeTest(Schedule):
-    """The learning rate grows for ever, to see where training breaks."""
+    """A learning rate that grows for ever, to see where training breaks."""
 
     def __init__(
         self,
@@ -136,12 +136,12 @@ class LRRangeTest(Schedule):
     ) -> None:
         self.min_lrs = _per_group(optimizer, "lr_range_test_min_lr", lr_range_test_min_lr)
         self.size = at_least("lr_range_test_step_size", lr_range_test_step_size, 1)
-        self.rate = float(number("lr_range_test_step_rate", lr_range_test_step_rate))
+        self.rate = float(finite_number("lr_range_test_step_rate", lr_range_test_step_rate))
         self.staircase = flag("lr_range_test_staircase", lr_range_test_staircase)
         super().__init__(optimizer, last_batch_iteration)
 
     def lr_at(self, it: int) -> list[float]:
-        """The lower end times a factor that grows."""
+        """The lower end of each group times a factor that grows."""
         gain = range_test_gain(it, self.size, self.rate, self.staircase)
         return [low * gain for low in self.min_lrs]
 
@@ -193,7 +193,7 @@ class WarmupDecayLR(WarmupLR):
         )
 
     def gain(self, it: int) -> float:
-        """Up, then down."""
+        """Up to 1, then down to 0."""
         if it < self.warmup_steps:
             return super().gain(it)
         return linear_decay(it, self.warmup_steps, self.total_steps)
@@ -218,8 +218,8 @@ class WarmupCosineLR(Schedule):
         self.base_lrs = _own_rates(optimizer)
         self.total_steps = _total(total_num_steps, warmup_num_steps)
         self.warmup_steps, self.warmup_type = _warmup(warmup_num_steps, warmup_type)
-        self.warmup_min_ratio = float(number("warmup_min_ratio", warmup_min_ratio))
-        self.cos_min_ratio = float(number("cos_min_ratio", cos_min_ratio))
+        self.warmup_min_ratio = float(finite_number("warmup_min_ratio", warmup_min_ratio))
+        self.cos_min_ratio = float(finite_number("cos_min_ratio", cos_min_ratio))
         super().__init__(optimizer, last_batch_iteration)
 
     def ratio(self, it: int) -> float:
@@ -275,8 +275,8 @@ class OneCycle(Schedule):
             first_stairs if stairs is None else at_least("cycle_second_stair_count", stairs, 0),
         )
         self.decay_every = at_least("decay_step_size", self.decay_step_size, 0)
-        self.decay_lr_rate = float(number("decay_lr_rate", self.decay_lr_rate))
-        self.decay_mom_rate = float(number("decay_mom_rate", self.decay_mom_rate))
+        self.decay_lr_rate = float(finite_number("decay_lr_rate", self.decay_lr_rate))
+        self.decay_mom_rate = float(finite_number("decay_mom_rate", self.decay_mom_rate))
         self.lrs = self._pairs("cycle_min_lr", "cycle_max_lr")
         self.moms = self._pairs("cycle_min_mom", "cycle_max_mom", most=BELOW_1)
         self.cycle_momentum = flag("cycle_momentum", self.cycle_momentum)
@@ -342,7 +342,7 @@ def build_scheduler(type: str, params: Mapping[str, Any], optimizer: Optimizer) 
     if type not in known:
         hint = nearest(type, known) or f"; there are {', '.join(OURS)} and those of torch.optim.lr_scheduler"
         raise ValueError(f"scheduler.type: no schedule is named {type!r}{hint}")
-    check_arguments("scheduler.params", known[type], params)
+    check_signature("scheduler.params", known[type], params)
     if type not in OURS:
         params = checked_schedule(known[type], params)
         try_out(known[type], params, optimizer)
@@ -351,18 +351,20 @@ def build_scheduler(type: str, params: Mapping[str, Any], optimizer: Optimizer) 
 
 def _own_rates(optimizer: Optimizer) -> list[float]:
     rates = [group["lr"] for group in optimizer.param_groups]
-    return [float(number(f'"lr" of parameter group {place}', rate)) for place, rate in enumerate(rates)]
+    return [
+        float(finite_number(f'"lr" of parameter group {place}', rate)) for place, rate in enumerate(rates)
+    ]
 
 
 def _per_group(optimizer: Optimizer, key: str, value: Rates, most: float = LARGEST) -> list[float]:
     groups = len(optimizer.param_groups)
     if not isinstance(value, list | tuple):
-        return [float(number(key, value, most=most))] * groups
+        return [float(finite_number(key, value, most=most))] * groups
     if len(value) != groups:
         raise ValueError(
             f"{key} lists {len(value)} values for {groups} parameter groups: give one or {groups}"
         )
-    return [float(number(f"{key}[{place}]", each, most=most)) for place, each in enumerate(value)]
+    return [float(finite_number(f"{key}[{place}]", each, most=most)) for place, each in enumerate(value)]
 
 
 def _warmup(steps: int, kind: str) -> tuple[int, str]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 
-from zero_full.optim.arguments import BELOW_1, LARGEST, as_call, flag, number
+from zero_full.optim.arguments import BELOW_1, LARGEST, as_call, finite_number, flag
 
 NUMBERS = ("gamma", "step_size", "T_max", "T_0")  # without a default, which would say it
 PER_GROUP = ("base_lr", "max_lr", "base_momentum", "max_momentum")  # numbers, or lists of them
@@ -22,7 +22,7 @@ HAVE_SCHEDULES_INSIDE = ("ChainedScheduler", "SequentialLR")  # which know the o
 
 
 def schedules_of_torch() -> dict[str, Any]:
-    """By name."""
+    """torch's schedules by name."""
     found = {name: getattr(lr_scheduler, name) for name in dir(lr_scheduler)}
     return {
         name: each
@@ -34,7 +34,7 @@ def schedules_of_torch() -> dict[str, Any]:
 
 
 def checked_schedule(kind: Any, params: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments, of the kinds that they must have, or ValueError."""
+    """The arguments if each is of the kind that it must be; else ValueError."""
     checked, declared = dict(params), inspect.signature(kind).parameters
     for name, value in params.items():
         key, default = f"scheduler.params.{name}", declared[name].default
@@ -44,7 +44,7 @@ def checked_schedule(kind: Any, params: Mapping[str, Any]) -> dict[str, Any]:
             listed = name in PER_GROUP and isinstance(value, list | tuple)
             is_beta = name.endswith("_momentum")
             for each in value if listed else [value]:
-                number(key, each, 0.0 if is_beta else -LARGEST, BELOW_1 if is_beta else LARGEST)
+                finite_number(key, each, 0.0 if is_beta else -LARGEST, BELOW_1 if is_beta else LARGEST)
     return checked
 
 
@@ -70,7 +70,7 @@ def try_out(kind: Any, params: Mapping[str, Any], optimizer: Optimizer) -> None:
 
 
 class _StandIn(Optimizer):
-    """The options of another optimizer's groups, and nothing to move."""
+    """An optimizer with the options of another one's groups, and nothing to move."""
 
     def __init__(self, other: Optimizer) -> None:
         groups = [
@@ -83,4 +83,4 @@ class _StandIn(Optimizer):
         super().__init__(groups, dict(other.defaults))
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Nothing."""
+        """Do nothing."""

@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from zero_full._compat import identity_of
+from zero_full._compat import FakeTensorMode, identity_of
 from zero_full.plan.failure import PlanError
 from zero_full.precision.dtypes import Dtypes
 from zero_full.trees import mapped

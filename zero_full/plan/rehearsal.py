@@ -9,7 +9,7 @@ differ only in how much of a slice is padding, of which an optimizer keeps no st
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from zero_full.config import Config, ConfigError, Resolved
 from zero_full.config.schema import OptimizerConfig
 from zero_full.engine import Engine
 from zero_full.kernels.load import meta_means
+from zero_full.offload import HostTier
 from zero_full.optim import build_optimizer, check_elementwise
 from zero_full.plan.shadow import new_pass, shadow_of
 from zero_full.plan.watch import Watch
@@ -55,6 +56,22 @@ class Place:
         return topology if ranks is None else topology.with_sub_groups(ranks)
 
 
+@dataclass(frozen=True)
+class PretendedHost(HostTier):
+    """Where state waits that is on no device: for a plan, on the meta device, too, and unwatched."""
+
+    watch: Watch = field(kw_only=True)
+
+    def room(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """No memory."""
+        return torch.empty(numel, dtype=dtype, device=META)
+
+    def fetch(self, tensor: Tensor) -> Tensor:
+        """A copy, as if it were elsewhere."""
+        with self.watch.of(None):
+            return tensor.clone()
+
+
 def held(tensors: Iterable[Tensor]) -> int:
     """Bytes behind these tensors; what several of them share is counted once."""
     storages = {identity_of(t.untyped_storage()): t.untyped_storage() for t in tensors}
@@ -83,6 +100,8 @@ class Rehearsal:
 
     def _optimizer(self) -> ZeroOptimizer:
         settings, topology = settings_of(self.config), self.place.topology(self.config)
+        if settings.tier.apart:
+            settings = replace(settings, tier=PretendedHost(watch=self.watch))
         groups = connect(topology, settings, Connection(META, Traffic(), False, None))
         groups = replace(groups, dense=self._watched(groups.dense))
         if groups.expert is not None:
@@ -93,7 +112,9 @@ class Rehearsal:
         parts = Dealer(base.param_groups, topology, groups, settings).deal(self.shadow)
         place_the_rest(self.shadow, parts, topology, groups, settings)
         made = ZeroOptimizer(base, self.shadow, parts, groups, settings, scaler_of(self.config))
-        made.redirected.step = self.watch.around(None, made.redirected.step)  # type: ignore[method-assign]
+        for stepper in (made.steppers.own, made.steppers.by_torch, made.steppers.fused_adam):
+            if stepper is not None:
+                stepper.step = self.watch.around(None, stepper.step)  # type: ignore[method-assign]
         return made
 
     def _base(self, is_cut: bool) -> torch.optim.Optimizer:
@@ -126,7 +147,7 @@ class Rehearsal:
             with self.watch.of("buckets"):
                 self.engine.backward(loss)
             sent.append(self.optimizer.groups.traffic.total())
-        with self.watch.of("update"):
+        with self.watch.of(None if self.optimizer.settings.tier.apart else "update"):
             self.optimizer.step()
             self.optimizer.wait_for_parameters()
         return sent
@@ -146,44 +167,45 @@ class Rehearsal:
         """Bytes from step to step, by kind."""
         done = {member.param for flat in self.optimizer.flats() for member in flat.members}
         elsewhere = [p for p in self.shadow.parameters() if p not in done]
-        state = self._state_of(self.optimizer.base.state.values())
-        owned = held(self.holdings["optimizer"])
+        host, owned = (held(self.holdings.get(kind, [])) for kind in ("host", "optimizer"))
+        state, surplus = held(_state_in(self.optimizer.base.state.values())), self._surplus()
         return {
             "parameters": held([*self.holdings["parameters"], *elsewhere]),
             "buffers": held(self.shadow.buffers()),
             "gradients": held(self.holdings["gradients"]),
-            "master": owned - held(state),
-            "moments": self._most_state(),
+            "master": owned - state if owned else 0,
+            "moments": state + surplus if owned else 0,
             "communication": self._windows(),
-            "host": held(self.holdings.get("host", [])),
+            "host": host + surplus if host else 0,
         }
 
     def passing(self) -> dict[str, int]:
         """The most bytes at a time of what comes and goes within a step, by kind."""
         return {kind: self.watch.most(kind) for kind in ("gathered", "buckets", "update")}
 
-    def _state_of(self, states: Iterable[Mapping[str, Any]]) -> list[Tensor]:
-        """The tensors in these that are on the device. Counters do not count."""
-        here = {identity_of(t.untyped_storage()) for t in self.holdings["optimizer"]}
-        tensors = (t for state in states for t in state.values() if isinstance(t, Tensor))
-        return [t for t in tensors if identity_of(t.untyped_storage()) in here]
-
-    def _most_state(self) -> int:
-        """Bytes of the optimizer's state on the rank that has most."""
+    def _surplus(self) -> int:
+        """Bytes of state that another rank has more than this one. See [Note: the rank that holds most]."""
         groups, shown = self.optimizer.groups, self.optimizer.state
         dense, experts = ([0] * pair.shard.size for pair in (groups.dense, groups.expert or groups.dense))
         for flat in self.optimizer.flats():
-            ours = held(self._state_of(shown[m.param] for m in flat.members if m.param in shown))
+            ours = held(_state_in(shown[m.param] for m in flat.members if m.param in shown))
             ranks = experts if flat.kind.expert else dense
             for rank, numel in enumerate(flat.layout.owned if ours else ()):
                 ranks[rank] += ours * numel // flat.layout.owned[0]
         neighbours = self.place.experts or 1
-        return max(
+        totals = [
             dense[rank % len(dense)] + experts[rank // neighbours % len(experts)]
             for rank in range(self.place.world)
-        )
+        ]
+        return max(totals) - totals[0]
 
     def _windows(self) -> int:
         """Of shared memory, if all ranks are on one host."""
         groups = [each for each in self.optimizer.groups.communicators if each.size > 1]
-        return len(groups) * WINDOW if self.place.device == "cpu" else 0
+        shared = self.place.device == "cpu" and self.optimizer.settings.shared_memory
+        return len(groups) * WINDOW if shared else 0
+
+
+def _state_in(states: Iterable[Mapping[str, Any]]) -> list[Tensor]:
+    """The tensors in these. Counters do not count."""
+    return [t for state in states for t in state.values() if isinstance(t, Tensor) and t.dim()]

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from zero_full._compat import identity_of
+from zero_full._compat import TorchDispatchMode, identity_of, returns_new
 from zero_full.trees import tensors_in
 
 WHOLE = 0  # stands in the log for all buffers that grow and shrink
@@ -49,9 +48,8 @@ class Watch(TorchDispatchMode):
         return result
 
     def _is_new(self, func: Any) -> bool:
-        """Whether what this operation returns is neither a view nor one of its arguments."""
         if func not in self.makes_new:
-            self.makes_new[func] = all(each.alias_info is None for each in func._schema.returns)
+            self.makes_new[func] = returns_new(func)
         return self.makes_new[func]
 
     def _counts(self, tensor: Tensor) -> bool:

@@ -45,19 +45,19 @@ class Dtypes:
         return found
 
     def master_of(self, parameter: torch.dtype) -> torch.dtype:
-        """What the optimizer steps: fp32 for 16-bit parameters unless asked otherwise."""
+        """The dtype of masters: fp32 for 16-bit parameters unless asked otherwise."""
         return torch.float32 if parameter in LOW and not self.low_master else parameter
 
     def moments_of(self, master: torch.dtype) -> torch.dtype:
-        """What Adam's moments of such a master are kept in."""
+        """The dtype of Adam's moments for a master of this dtype."""
         return torch.float32 if master == torch.bfloat16 and not self.low_state else master
 
     def accumulate_of(self, parameter: torch.dtype) -> torch.dtype:
-        """What reduced gradients, and gradients of several micro-batches, add up in."""
+        """The dtype in which gradients are kept after reduction, and add up over micro-batches."""
         return self.accumulate or self.master_of(parameter)
 
     def table(self, model: torch.dtype) -> dict[str, str]:
-        """For the log."""
+        """Every dtype in words, by what it is of: for the log."""
         parameter = self.of(model)
         master = self.master_of(parameter)
         rows = {

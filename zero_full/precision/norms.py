@@ -29,7 +29,7 @@ def squared_norm(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def _by_torch(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The same; on a CPU in fp32 first, which is twenty times faster, and whose squares rarely overflow."""
+    """The same by torch: on a CPU in fp32 first, which is twenty times faster and rarely overflows."""
     if device.type == "cpu":  # elsewhere reading the answer would stall the device
         wide = (t.float() if t.dtype.itemsize < 4 else t for t in tensors)
         quick = torch.stack([torch.linalg.vector_norm(t).double() for t in wide]).square().sum()

@@ -13,7 +13,7 @@ class ScaleExhaustedError(RuntimeError):
 
 
 class StaticScale:
-    """The same scale for ever; 1 for everything but fp16."""
+    """A scale that never changes; 1 for everything but fp16."""
 
     def __init__(self, scale: float = 1.0) -> None:
         if not scale > 0:
@@ -21,10 +21,10 @@ class StaticScale:
         self.scale = float(scale)
 
     def update(self, overflow: bool) -> None:
-        """Nothing to learn."""
+        """Do nothing."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What to save: everything."""
+        """All that is needed to go on."""
         return dict(vars(self))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -38,7 +38,7 @@ class StaticScale:
 
 
 class DynamicScale(StaticScale):
-    """As large as goes: halved by overflows, doubled after `window` good steps.
+    """A scale that is halved by overflows, and doubled after `window` good steps.
 
     The first `hysteresis - 1` overflows are forgiven. They are forgiven anew whenever the scale grows, or
     after every good step if `consecutive_hysteresis`.
@@ -59,7 +59,7 @@ class DynamicScale(StaticScale):
         self.steps, self.last_overflow = 0, -1
 
     def update(self, overflow: bool) -> None:
-        """Learn from one step, after its gradients have been unscaled."""
+        """Change the scale after a step, whose gradients must be unscaled already."""
         if overflow:
             self._shrink()
         else:

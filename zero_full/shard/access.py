@@ -16,22 +16,23 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from zero_full.shard.bucket import Bucket, Owned
+from zero_full.optim.step import Piece
 from zero_full.shard.flat import Member
 from zero_full.shard.optimizer import ZeroOptimizer
+from zero_full.shard.owned import Owned
 from zero_full.shard.owners import owner_of
 
 
-class Place:
+class ParameterPlace:
     """Where a parameter's parts are."""
 
-    def __init__(self, optimizer: ZeroOptimizer, bucket: Bucket, member: Member) -> None:
-        self.optimizer, self.bucket, self.member = optimizer, bucket, member
+    def __init__(self, optimizer: ZeroOptimizer, owned: Owned, member: Member) -> None:
+        self.optimizer, self.owned, self.bucket, self.member = optimizer, owned, owned.bucket, member
 
     @property
-    def owned(self) -> Owned | None:
-        """This rank's fragment, if it owns any of the parameter."""
-        return next((o for o in self.bucket.owned if o.member is self.member), None)
+    def piece(self) -> Piece | None:
+        """What this rank owns, if it owns any of the parameter."""
+        return self.owned.pieces.get(self.member)
 
     def is_averaged(self) -> bool:
         """Whether there is an averaged gradient now."""
@@ -43,9 +44,9 @@ class Place:
         """This rank's averaged, unscaled gradient; None if there is none now."""
         if not self.is_averaged():
             return None
-        if self.owned is None:
-            return self.bucket.master.new_empty(0, dtype=self.bucket.accumulate)
-        gradient = self.bucket.gradient_of(self.owned)
+        if self.piece is None:
+            return torch.empty(0, dtype=self.bucket.accumulate, device=self.bucket.kind.device)
+        gradient = self.bucket.gradient_of(self.member)
         return None if gradient is None else gradient.detach().reshape(-1) / self.optimizer.gradient_scale
 
     def own_gradient(self) -> Tensor | None:
@@ -60,8 +61,8 @@ class Place:
         """Everyone's fragments as one tensor."""
         param = self.member.param
         whole = torch.zeros(param.numel(), dtype=dtype, device=param.device)
-        if mine is not None and self.owned is not None:
-            start, stop = self.owned.fragment.param_range
+        if mine is not None and self.piece is not None:
+            start, stop = self.piece.param_range
             whole[start:stop] = mine.reshape(-1)
         return self.bucket.ranks.sum_numbers(whole, f"fragments of {self.member.name}").view(param.shape)
 
@@ -71,13 +72,13 @@ class Place:
             raise ValueError(
                 f"{self.member.name} has shape {tuple(self.member.param.shape)}, got {tuple(value.shape)}"
             )
-        if self.owned is None:
+        if self.piece is None:
             return value.reshape(-1)[:0]
-        start, stop = self.owned.fragment.param_range
+        start, stop = self.piece.param_range
         return value.detach().reshape(-1)[start:stop]
 
 
-def _find(param: Parameter) -> Place | None:
+def _find(param: Parameter) -> ParameterPlace | None:
     """None: an engine's parameter that nothing trains."""
     optimizer: ZeroOptimizer | None = owner_of(param)
     if optimizer is None:
@@ -87,16 +88,16 @@ def _find(param: Parameter) -> Place | None:
     if optimizer.states_offloaded:
         raise RuntimeError("states are offloaded: call engine.reload_states() first")
     optimizer.wait_for_parameters()
-    bucket, member = optimizer.parts.places.get(param, (None, None))
-    if not isinstance(bucket, Bucket) or member is None:
+    owned, member = optimizer.parts.places.get(param, (None, None))
+    if not isinstance(owned, Owned) or member is None:
         return None
-    if not bucket.flat.released_at_rest:
-        bucket.flat.take_back_moved()
-        bucket.follow_parameters()
-    return Place(optimizer, bucket, member)
+    if not owned.flat.released_at_rest:
+        owned.flat.take_back_moved()
+        owned.follow_parameters()
+    return ParameterPlace(optimizer, owned, member)
 
 
-def _place(param: Parameter) -> Place:
+def _place(param: Parameter) -> ParameterPlace:
     """To write to."""
     place = _find(param)
     if place is None:
@@ -112,8 +113,8 @@ def safe_get_full_fp32_param(param: Parameter) -> Tensor | None:
     place = _find(param)
     if place is None:
         return None
-    mine = place.owned.master if place.owned is not None else None
-    return place.assemble(mine, place.bucket.master.dtype)
+    mine = place.piece.master if place.piece is not None else None
+    return place.assemble(mine, place.owned.master.dtype)
 
 
 def safe_get_full_grad(param: Parameter) -> Tensor | None:
@@ -146,8 +147,8 @@ def _describe(mine: Tensor | None) -> tuple[int, torch.dtype, float] | None:
     return None if mine is None else (mine.dim(), mine.dtype, 0.0 if mine.dim() else float(mine))
 
 
-def _state(place: Place, key: str) -> Tensor | None:
-    state = place.optimizer.base.state.get(place.owned.master, {}) if place.owned is not None else {}
+def _state(place: ParameterPlace, key: str) -> Tensor | None:
+    state = place.optimizer.base.state.get(place.piece.master, {}) if place.piece is not None else {}
     value = state.get(key)
     if state and value is None:
         raise KeyError(f"the optimizer keeps no {key!r} for {place.member.name}, only {', '.join(state)}")
@@ -159,7 +160,7 @@ def safe_set_full_fp32_param(param: Parameter, value: Tensor) -> None:
     place = _place(param)
     place.cut(value)  # checks its shape
     with torch.no_grad():
-        place.bucket.fill(place.member, value)
+        place.owned.fill(place.member, value)
 
 
 def safe_set_full_grad(param: Parameter, value: Tensor) -> None:
@@ -189,7 +190,7 @@ def safe_get_local_fp32_param(param: Parameter) -> Tensor | None:
     place = _find(param)
     if place is None:
         return None
-    return place.bucket.master[:0] if place.owned is None else place.owned.master.detach().reshape(-1)
+    return place.owned.master[:0] if place.piece is None else place.piece.master.detach().reshape(-1)
 
 
 def safe_get_local_grad(param: Parameter) -> Tensor | None:
@@ -213,18 +214,18 @@ def safe_get_local_optimizer_state(param: Parameter, key: str) -> Tensor | None:
 def safe_set_local_fp32_param(param: Parameter, value: Tensor) -> None:
     """New values for this rank's elements. The other ranks see them after the next step."""
     place = _place(param)
-    if place.owned is not None:
-        place.owned.master.detach().reshape(-1).copy_(value.reshape(-1))
-        place.bucket.copy_master()
+    if place.piece is not None:
+        place.piece.master.detach().reshape(-1).copy_(value.reshape(-1))
+        place.owned.copy_master()
 
 
 def safe_set_local_grad(param: Parameter, value: Tensor) -> None:
     """Replace this rank's elements of the averaged gradient between backward and `step`."""
     place = _place(param)
     place.optimizer.reducer.used.add(place.member)
-    if place.owned is None:
+    if place.piece is None:
         return
-    gradient = place.bucket.gradient_of(place.owned)
+    gradient = place.bucket.gradient_of(place.member)
     if gradient is None or place.optimizer.reducer.unreduced:
         raise RuntimeError(
             f"{place.member.name} has no averaged gradient now: set it after the last backward of a step "
@@ -237,7 +238,7 @@ def safe_set_local_optimizer_state(param: Parameter, value: Tensor, key: str) ->
     """Replace this rank's elements of an entry of the optimizer's state."""
     place = _place(param)
     current = _state(place, key)
-    if place.owned is None:
+    if place.piece is None:
         return
     if current is None:
         raise KeyError(f"{place.member.name} has no optimizer state before the first step")

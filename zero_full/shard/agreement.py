@@ -39,7 +39,7 @@ Doings = Sequence[tuple[str, Any]]  # what, and how
 
 @dataclass(frozen=True)
 class Agreement:
-    """What everybody knows."""
+    """What all ranks know after they have met."""
 
     norm: float | None  # of the averaged gradients, as they are; None: nobody has asked
     used: Container[Member]  # parameters that have a gradient on any rank
@@ -48,7 +48,7 @@ class Agreement:
 def agree(
     groups: Groups, buckets: Sequence[Bucket], used: set[Member], needs_norm: bool, doings: Doings
 ) -> Agreement:
-    """Every rank must call this."""
+    """Exchange norm, marks and flags, or raise if marks differ. Every rank must call this."""
     dense = [bucket for bucket in buckets if not bucket.kind.expert]
     sides = [_Side(groups.dense, dense, used, needs_norm, doings)]
     if groups.expert is not None:
@@ -94,7 +94,7 @@ class _Side:
             self.numbers[1] = (~others.isfinite()).double()
 
     def add_up(self) -> None:
-        """Over everyone who shares this state, and, but for the squares, everyone who repeats it."""
+        """Sum over the ranks that share this state and, but for the squares, over those that repeat it."""
         what = "norm and parameters in use"
         self.pair.shard.sum_numbers(self.numbers, what)
         self.pair.across.sum_numbers(self.numbers[SQUARES:], what)
@@ -137,7 +137,7 @@ class _Side:
 
 
 def _gradients(buckets: Sequence[Bucket], in_norm: bool) -> list[Tensor]:
-    return [tensor for b in buckets if b.kind.in_norm == in_norm for tensor in b.own_gradients()]
+    return [tensor for b in buckets if b.kind.in_norm == in_norm for tensor in b.averaged_gradients()]
 
 
 def doings_of(
@@ -162,7 +162,7 @@ def doings_of(
 
 
 def _comparable(value: Any) -> Any:
-    """An option, if its text is the same on every rank that has the same; None: nobody can tell."""
+    """An option in a form that has the same text on every rank, or None if there is none."""
     if isinstance(value, Tensor):
         return float(value) if value.numel() == 1 and value.device.type == "cpu" else None
     if isinstance(value, (tuple, list)):

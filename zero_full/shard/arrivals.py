@@ -13,7 +13,7 @@ from zero_full.shard.hooks import Hook
 
 
 class Arrivals:
-    """Parameters that do not wait for use, on a lane of their own."""
+    """New parameters that are being gathered on a lane, and the hooks that wait for them."""
 
     def __init__(self, lane: Lane) -> None:
         self.lane = lane
@@ -21,20 +21,20 @@ class Arrivals:
         self.hooks: list[RemovableHandle] = []  # on modules that wait for their parameters
 
     def send(self, buckets: Sequence[Bucket]) -> None:
-        """This rank's slices to everyone, what forward needs first at first."""
+        """Send this rank's slices to all ranks, beginning with what forward needs first."""
         for bucket in reversed(buckets):
             flat = bucket.flat
             if flat.state is GatherState.WHOLE:
                 self.pending[bucket] = self.lane.submit(flat.collect, [flat.full], [self.lane.producer()])
 
     def wait(self) -> None:
-        """Until all parameters have arrived."""
+        """Wait until all parameters have arrived."""
         while self.pending:
             _, pending = self.pending.popitem()
             pending.wait()
 
     def hold_back(self, model: nn.Module, buckets: Sequence[Bucket]) -> None:
-        """Each module waits for its own parameters, not for all."""
+        """Make each module wait for its own parameters before its forward."""
         bucket_of = {m.param: bucket for bucket in buckets for m in bucket.members}
         for module in model.modules():
             needed = {bucket_of[p] for p in module.parameters(recurse=False) if p in bucket_of}

@@ -19,7 +19,7 @@ REDIRECTED = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_g
 
 
 class Base:
-    """A torch optimizer whose methods lead to its owner, and which the owner can still step."""
+    """A torch optimizer whose methods lead to its owner, which can still step it by `own_step`."""
 
     def __init__(self, optimizer: Optimizer, owner: Optimizer) -> None:
         self.optimizer = optimizer
@@ -27,18 +27,6 @@ class Base:
         me = weakref.ref(owner)
         for name in REDIRECTED:
             setattr(optimizer, name, MethodType(_leading_to(me, name, getattr(optimizer, name)), optimizer))
-
-    def step(self, masters: Sequence[list[Tensor]]) -> None:
-        """Step those of these tensors that have a gradient, by group, instead of the parameters."""
-        groups = self.optimizer.param_groups
-        shown = [group["params"] for group in groups]
-        try:
-            for group, listed in zip(groups, masters, strict=True):
-                group["params"] = listed
-            self.own_step()
-        finally:
-            for group, listed in zip(groups, shown, strict=True):
-                group["params"] = listed
 
 
 class ShownState(MutableMapping[Any, dict[str, Any]]):
@@ -71,11 +59,6 @@ class ShownState(MutableMapping[Any, dict[str, Any]]):
 
     def __contains__(self, param: Any) -> bool:
         return param in self.masters and self.masters[param] in self.state
-
-
-def steps_as_its_class(optimizer: Optimizer, step: Any) -> bool:
-    """Whether nobody has put another `step` into this one object, but for schedules, which only watch."""
-    return getattr(step, "__func__", None) is type(optimizer).step or hasattr(step, "_wrapped_by_lr_sched")
 
 
 def _leading_to(owner: "weakref.ref[Optimizer]", name: str, method: Any) -> Any:

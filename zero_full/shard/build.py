@@ -3,7 +3,6 @@
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -11,8 +10,10 @@ from torch.nn import Parameter
 from zero_full.comm.topology import Topology
 from zero_full.layout import backward_order, deal, round_robin
 from zero_full.shard.bucket import Bucket
+from zero_full.shard.extents import Extent, refuse_overlaps
 from zero_full.shard.flat import FROZEN, FlatParameter, Kind, Member, as_bytes, is_released
 from zero_full.shard.groups import Groups, Pair
+from zero_full.shard.owned import Owned
 from zero_full.shard.owners import refuse_owned
 from zero_full.shard.settings import Settings
 from zero_full.shard.sites import Site
@@ -23,20 +24,25 @@ from zero_full.shard.units import Unit, choose_units, kept_whole, size_limit
 class Sharded:
     """A model's parameters, dealt."""
 
-    buckets: list[Bucket]  # in the order in which they leave
+    owned: list[Owned]  # what is trained, in the order in which gradients leave
     frozen: list[FlatParameter]  # of stage 3: what nobody trains is gathered like the rest
     sites: list[Site]
 
     @property
     def flats(self) -> list[FlatParameter]:
         """All flat buffers of parameters."""
-        return [bucket.flat for bucket in self.buckets] + self.frozen
+        return [owned.flat for owned in self.owned] + self.frozen
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """All gradient buckets."""
+        return [owned.bucket for owned in self.owned]
 
     @cached_property
-    def places(self) -> dict[Parameter, tuple[Bucket | FlatParameter, Member]]:
+    def places(self) -> dict[Parameter, tuple[Owned | FlatParameter, Member]]:
         """Where each parameter is."""
-        parts: list[Bucket | FlatParameter] = [*self.buckets, *self.frozen]
-        return {member.param: (part, member) for part in parts for member in part.members}
+        trained = {m.param: (owned, m) for owned in self.owned for m in owned.flat.members}
+        return trained | {m.param: (flat, m) for flat in self.frozen for m in flat.members}
 
     def fill(self, param: Parameter, value: Tensor) -> None:
         """Give a parameter new values. Every rank must do the same."""
@@ -80,18 +86,19 @@ class Dealer:
         refuse_owned(everything)
         trained = [(name, p) for name, p in everything if p in self.group_of]
         _refuse_released([(name, p) for name, p in everything if p not in self.deferred])
-        _refuse_shared_memory([(name, p) for name, p in trained if p not in self.deferred])
-        units = self._units(model) if self.settings.stage == 3 else []
+        here = [(name, p) for name, p in trained if p not in self.deferred and p.numel() and not p.is_meta]
+        refuse_overlaps(Extent(0, p.data_ptr(), p.data_ptr() + p.nbytes, name) for name, p in here)
+        units = self._units(model) if self.settings.releases_parameters else []
         in_units = {p for unit in units for _, p in unit.parameters}
         kept = [(name, p) for name, p in trained if p not in in_units]
-        made: dict[Unit, list[tuple[FlatParameter, Bucket | None]]] = {u: self._unit(u) for u in units}
-        of_units = [bucket for parts in made.values() for _, bucket in parts if bucket is not None]
+        made: dict[Unit, list[Owned | FlatParameter]] = {unit: self._unit(unit) for unit in units}
+        of_units = [part for parts in made.values() for part in parts]
         place = {p: number for number, p in enumerate(names)}
-        buckets = [*self._buckets(kept), *of_units]
-        buckets.sort(key=lambda bucket: min(place[m.param] for m in bucket.members), reverse=True)
-        frozen = [flat for parts in made.values() for flat, bucket in parts if bucket is None]
-        sites = [Site(unit.name, unit.module, [v for v, _ in parts]) for unit, parts in made.items()]
-        return Sharded(buckets, frozen, sites)
+        owned = [*self._buckets(kept), *(part for part in of_units if isinstance(part, Owned))]
+        owned.sort(key=lambda part: min(place[m.param] for m in part.flat.members), reverse=True)
+        frozen = [part for part in of_units if isinstance(part, FlatParameter)]
+        sites = [Site(unit.name, unit.module, list(map(_flat_of, parts))) for unit, parts in made.items()]
+        return Sharded(owned, frozen, sites)
 
     def _units(self, model: nn.Module) -> list[Unit]:
         """What is gathered for use only; nothing, if there is nobody to gather it from."""
@@ -102,15 +109,15 @@ class Dealer:
         limit = size_limit(model, limits.max_live)
         return choose_units(model, limit, limits.wrap, kept_whole(model, limits))
 
-    def _unit(self, unit: Unit) -> list[tuple[FlatParameter, Bucket | None]]:
+    def _unit(self, unit: Unit) -> list[Owned | FlatParameter]:
         kinds: dict[Kind, list[Named]] = {}
         for name, param in unit.parameters:
-            kinds.setdefault(replace(self._kind(name, param), released_at_rest=True), []).append(
-                (name, param)
-            )
-        return [self._part(named, kind) for kind, named in kinds.items()]
+            kind = replace(self._kind(name, param), released_at_rest=True)
+            kinds.setdefault(kind, []).append((name, param))
+        flats = [self._flat(named, kind) for kind, named in kinds.items()]
+        return [self._owned(flat) if flat.kind.trained else flat for flat in flats]
 
-    def _buckets(self, trained: Sequence[Named]) -> Iterator[Bucket]:
+    def _buckets(self, trained: Sequence[Named]) -> Iterator[Owned]:
         kinds = [self._kind(name, p) for name, p in trained]
         numels = [p.numel() for _, p in trained]
         order = backward_order(len(trained))
@@ -118,21 +125,17 @@ class Dealer:
             kind = kinds[indices[0]]
             if self.settings.round_robin:
                 indices = round_robin(indices, self._pair(kind).shard.size)
-            _, bucket = self._part([trained[index] for index in indices], kind)
-            assert bucket is not None
-            yield bucket
+            yield self._owned(self._flat([trained[index] for index in indices], kind))
 
-    def _part(self, named: Sequence[Named], kind: Kind) -> tuple[FlatParameter, Bucket | None]:
+    def _flat(self, named: Sequence[Named], kind: Kind) -> FlatParameter:
         members = [Member(*one, self.group_of.get(one[1], FROZEN), i) for i, one in enumerate(named)]
-        pair, settings = self._pair(kind), self.settings
-        flat = FlatParameter(members, kind, pair.shard, pair.across, settings.dtypes)
-        flat.gather_slices, flat.node = pair.gather, pair.node
         deferred = any(p in self.deferred for _, p in named)
-        if not kind.trained:
-            flat.reserve() if deferred else flat.move_in()
-            return flat, None
-        divisors = settings.divisors(self.groups.data_ranks)
-        return flat, Bucket(flat, settings, divisors, pair.reduce, deferred)
+        return FlatParameter(members, kind, self._pair(kind), self.settings.dtypes, deferred)
+
+    def _owned(self, flat: FlatParameter) -> Owned:
+        settings, divisors = self.settings, self.settings.divisors(self.groups.data_ranks)
+        bucket = Bucket(flat, settings, divisors, self._pair(flat.kind).reduce)
+        return Owned(flat, bucket, settings.dtypes, settings.tier)
 
     def _pair(self, kind: Kind) -> Pair:
         return self.groups.expert if kind.expert and self.groups.expert is not None else self.groups.dense
@@ -151,6 +154,10 @@ class Dealer:
         in_norm = model is None or model.rank == 0 or self.topology.is_split(name, param)
         asleep = trained and not param.requires_grad
         return Kind(param.dtype, param.device, expert, in_norm, trained, asleep)
+
+
+def _flat_of(part: Owned | FlatParameter) -> FlatParameter:
+    return part.flat if isinstance(part, Owned) else part
 
 
 def place_the_rest(
@@ -184,19 +191,4 @@ def _refuse_released(named: Sequence[Named]) -> None:
             raise ValueError(
                 f"{name} was released by an engine that is gone: end that one with destroy(gather=True), on "
                 "every rank, so that it leaves whole parameters"
-            )
-
-
-def _refuse_shared_memory(trained: Sequence[tuple[str, Parameter]]) -> None:
-    """Two parameters in the same memory would be torn apart, and no longer be tied."""
-    spans = sorted(
-        (p.untyped_storage().data_ptr() + p.storage_offset() * p.element_size(), p.nbytes, name)
-        for name, p in trained
-        if p.numel() and not p.is_meta
-    )
-    for (start, size, name), (next_start, _, next_name) in pairwise(spans):
-        if next_start < start + size:
-            raise ValueError(
-                f"{name} and {next_name} share memory but are two parameters. To tie weights, assign the "
-                "same nn.Parameter to both modules"
             )

@@ -11,19 +11,19 @@ from torch import Tensor
 
 
 def digest(tensor: Tensor) -> bytes:
-    """Of shape, type and values: the same on two ranks only if these are."""
+    """A digest of shape, type and values: the same on two ranks only if these are."""
     told = f"{tuple(tensor.shape)} {tensor.dtype}".encode()
     whole = _in_one_piece(tensor)
     return hashlib.blake2b(_bytes_of(whole), digest_size=16, key=hashlib.blake2b(told).digest()).digest()
 
 
 def digest_of(named: Iterable[tuple[str, Tensor]]) -> str:
-    """Of several tensors and their names."""
+    """One digest of several tensors and their names."""
     return hashlib.blake2b(repr([(name, digest(t)) for name, t in named]).encode(), digest_size=8).hexdigest()
 
 
 def checksum(tensor: Tensor) -> int:
-    """To notice a change. Five times as fast. (0 for a tensor that has no elements side by side.)
+    """A number to notice changes by, five times as fast as a digest; 0 if elements do not lie side by side.
 
     On the CPU it also tells the same elements in another order; elsewhere the device does it, which does not.
     """

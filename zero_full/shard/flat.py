@@ -9,7 +9,7 @@ show one NaN, expanded to their shape: shapes and sizes are always right. Using 
 the parameters change. Backward gathers from there, and nothing crosses between nodes.
 """
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cache, cached_property
@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
-from zero_full._compat import identity_of, without_overrides
-from zero_full.comm.communicator import Communicator
+from zero_full._compat import identity_of, version_of, without_overrides
 from zero_full.comm.lane import Lane, Pending
 from zero_full.layout import FlatLayout, Fragment
 from zero_full.precision.dtypes import NAMES, Dtypes
+from zero_full.shard.groups import Pair
 from zero_full.shard.released import mark_released, unmark_released
 
 ALIGNMENT = 8  # elements: 16 bytes of 16-bit numbers, which is what kernels like to start at
@@ -98,49 +98,56 @@ class FlatParameter:
     """See [Note: released parameters]."""
 
     def __init__(
-        self, members: Sequence[Member], kind: Kind, ranks: Communicator, across: Communicator, dtypes: Dtypes
+        self, members: Sequence[Member], kind: Kind, pair: Pair, dtypes: Dtypes, deferred: bool = False
     ) -> None:
-        self.members, self.kind, self.ranks, self.across = list(members), kind, ranks, across
+        """`deferred`: the values come later, by `fill`. Every rank must do the same."""
+        self.members, self.kind = list(members), kind
+        self.ranks, self.across = pair.shard, pair.across
+        self.gather_slices, self.node = pair.gather, pair.node
         self.dtype = dtypes.of(kind.dtype)
         numels = tuple(m.param.numel() for m in members)
-        self.layout = FlatLayout(numels, ranks.size, ALIGNMENT, copies=across.size)
+        self.layout = FlatLayout(numels, self.ranks.size, ALIGNMENT, copies=self.across.size)
         self.name = members[0].name if len(members) == 1 else f"{members[0].name} ... {members[-1].name}"
-        self.released_at_rest = kind.released_at_rest and ranks.size > 1
-        self.gather_slices: Callable[[Tensor, str], None] = ranks.all_gather
+        self.released_at_rest = kind.released_at_rest and self.ranks.size > 1
         self.state, self.users = GatherState.WHOLE, 0
         self.hidden = False  # the parameters show that they are not there
         self.versions: list[int] = []  # of the parameters, when they became whole
         self.lent = False  # somebody outside may keep views of the values
         self.pending: Pending | None = None
-        self.node: Communicator | None = None
         self.node_copy: Tensor | None = None  # see [Note: node copies]
+        self.unrounded: Tensor | None = None
+        if deferred:
+            self._reserve()
+        else:
+            self._move_in()
+        self._lay_out()
 
-    def move_in(self) -> Tensor:
-        """Lay the parameters end to end, the first rank's values on every rank.
-
-        Returns this rank's slice as the model had it: what 16 bits round off is not lost.
-        """
+    def _move_in(self) -> None:
+        """Lay the parameters end to end, the first rank's values on every rank."""
         original = torch.zeros(self.layout.total, dtype=self.kind.dtype, device=self.kind.device)
         for member in self.members:
             original[self.layout.window(member.index)].view(member.param.shape).copy_(member.param.detach())
         for group in (self.ranks, self.across):
             group.broadcast(as_bytes(original), f"parameters {self.name}")
         self.full = original.to(self.dtype)
-        self.shard, mine = self.ranks.slice_of(self.full), self.ranks.slice_of(original)
+        self.shard = self.ranks.slice_of(self.full)
         if self.released_at_rest:
-            self.shard, mine = self.shard.clone(), mine.clone()
-        self._lay_out()
-        return mine
+            self.shard = self.shard.clone()
+        if self.kind.trained and self.dtype != self.kind.dtype:
+            self.unrounded = self.ranks.slice_of(original)
 
-    def reserve(self) -> Tensor:
-        """Room for this rank's slice of parameters whose values come later, by `fill`; like `move_in`."""
+    def _reserve(self) -> None:
+        """Room for this rank's slice; of a buffer that is gathered for use, nothing else is ever filled."""
         make = torch.empty if self.released_at_rest else torch.zeros
         self.full = make(self.layout.total, dtype=self.dtype, device=self.kind.device)
         self.shard = self.ranks.slice_of(self.full)
         if self.released_at_rest:
             self.shard = torch.zeros_like(self.shard)
-        self._lay_out()
-        return self.shard if self.dtype == self.kind.dtype else self.shard.to(self.kind.dtype)
+
+    def take_unrounded(self) -> Tensor:
+        """This rank's slice as the model had it, once: what 16 bits round off is not lost."""
+        values, self.unrounded = self.unrounded, None
+        return self.shard if values is None else values
 
     def _lay_out(self) -> None:
         """The parameters are windows into the flat buffer."""
@@ -168,14 +175,14 @@ class FlatParameter:
         """Writes until now are known: they have been taken over, or given up. None: those of all members."""
         before = self.versions or [0] * len(self.members)
         self.versions = [
-            member.param._version if of is None or member in of else version
+            version_of(member.param) if of is None or member in of else version
             for member, version in zip(self.members, before, strict=True)
         ]
 
     def written(self) -> list[str]:
         """Parameters that somebody has written to since they are whole, as far as torch counts it."""
         pairs = zip(self.members, self.versions, strict=True)
-        return [member.name for member, version in pairs if member.param._version != version]
+        return [member.name for member, version in pairs if version_of(member.param) != version]
 
     def hide(self) -> None:
         """The parameters show that they are not there."""
@@ -290,6 +297,17 @@ class FlatParameter:
     def _fragment_of(self) -> dict[int, Fragment]:
         """By parameter: a rank owns at most one piece of each."""
         return {fragment.index: fragment for fragment in self.layout.fragments(self.ranks.rank)}
+
+    def piece_of(self, flat: Tensor, member: Member) -> Tensor | None:
+        """A parameter's part of a flat tensor that is as long as this rank's slice; None: it has none.
+
+        In the parameter's own shape where nothing is cut.
+        """
+        fragment = self._fragment_of.get(member.index)
+        if fragment is None:
+            return None
+        piece, shape = self.cut(flat, fragment), member.param.shape
+        return piece.view(shape) if self.layout.world == 1 or not shape else piece
 
     def cut(self, flat: Tensor, fragment: Fragment) -> Tensor:
         """A fragment's part of a flat tensor that is as long as this rank's slice."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
+from zero_full._compat import version_of
 from zero_full.comm.topology import this_rank
 from zero_full.shard.checksum import checksum
 from zero_full.shard.flat import FlatParameter, Member, is_released
@@ -19,7 +21,7 @@ from zero_full.shard.recorded import record_of
 
 
 def whole_parameters(optimizer: ZeroOptimizer) -> Iterator[tuple[Member, Tensor]]:
-    """Every parameter in turn. Use it before asking for the next: it may be let go. A collective."""
+    """Yield every parameter, whole until the next one is asked for. Every rank must iterate to the end."""
     optimizer.catch_up()
     for flat in optimizer.flats():
         with _gathered(optimizer, [flat]):
@@ -48,7 +50,7 @@ def _gathered(optimizer: ZeroOptimizer, several: Iterable[FlatParameter]) -> Ite
 
 
 def copy_on_cpu(tensor: Tensor) -> Tensor:
-    """What a state dict keeps of a tensor that may be let go."""
+    """A copy on the CPU, for a state dict: the tensor itself may be released."""
     return tensor.detach().to("cpu", copy=True)
 
 
@@ -73,7 +75,7 @@ def whole_state_dict(
 def load_whole_state_dict(
     module: nn.Module, optimizer: ZeroOptimizer, state: Mapping[str, Any], strict: bool
 ) -> None:
-    """Each rank takes its slices out of a whole state dict. Every rank must have the same one."""
+    """Take this rank's slices out of a whole state dict, which must be the same on every rank."""
     optimizer.catch_up()
     mine, places = names_and_values(module), optimizer.parts.places
     names = {name for name, value in mine.items() if _is_in(value, places)}
@@ -88,29 +90,35 @@ def load_whole_state_dict(
 
 
 def own_state_dict(module: nn.Module, optimizer: ZeroOptimizer) -> dict[str, dict[str, Any]]:
-    """This rank's part of what the optimizer does not keep: frozen slices, and what is whole."""
+    """This rank's frozen slices and whole tensors, which the optimizer's state does not have."""
     rest = {k: v for k, v in names_and_values(module).items() if not _is_in(v, optimizer.parts.places)}
     return {
         "whole": {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in rest.items()},
-        "slices": {flat.name: flat.shard.clone() for flat in optimizer.frozen},
+        "frozen": {m.name: _own_part(flat, m).clone() for flat in optimizer.frozen for m in flat.members},
     }
 
 
 def load_own_state_dict(
     module: nn.Module, optimizer: ZeroOptimizer, state: Mapping[str, Mapping[str, Any]]
 ) -> None:
-    """Put back what `own_state_dict` of the same rank has returned."""
+    """Restore what `own_state_dict` of the same rank has returned."""
     with _unguarded():
         module.load_state_dict(state["whole"], strict=False)
-    for flat in optimizer.frozen:
-        saved = state["slices"].get(flat.name)
-        if saved is None or saved.shape != flat.shard.shape:
+    for flat, member in [(part, m) for part in optimizer.frozen for m in part.members]:
+        saved, mine = state["frozen"].get(member.name), _own_part(flat, member)
+        if saved is None or saved.shape != mine.shape:
             raise ValueError(
-                f"this rank's saved part has no slice of {flat.name} like the one here. Load what the same "
+                f"this rank's saved part has no slice of {member.name} like the one here. Load what the same "
                 "rank has saved, with the same world size and units"
             )
-        flat.shard.copy_(saved)
+        mine.copy_(saved)
         flat.node_copy = None
+
+
+def _own_part(flat: FlatParameter, member: Member) -> Tensor:
+    """What this rank owns of a parameter, maybe nothing."""
+    piece = flat.piece_of(flat.shard, member)
+    return flat.shard[:0] if piece is None else piece
 
 
 def _is_in(value: Any, params: Container[Any]) -> bool:
@@ -118,7 +126,7 @@ def _is_in(value: Any, params: Container[Any]) -> bool:
 
 
 def names_and_values(module: nn.Module) -> dict[str, Any]:
-    """The state dict with the parameters themselves, which may be released."""
+    """The module's state dict with the parameters themselves, which may be released."""
     with _unguarded():
         state: dict[str, Any] = module.state_dict(keep_vars=True)
     return state
@@ -132,21 +140,21 @@ def _check_names(mine: Mapping[str, Any], given: Mapping[str, Any], strict: bool
         )
 
 
-_guarded = True
+# For torch's own call of our hooks, which takes no argument from us. Each thread, so each rank, has its own.
+_is_guarded = ContextVar("_is_guarded", default=True)
 
 
 @contextmanager
 def _unguarded() -> Iterator[None]:
-    global _guarded
-    before, _guarded = _guarded, False
+    before = _is_guarded.set(False)
     try:
         yield
     finally:
-        _guarded = before
+        _is_guarded.reset(before)
 
 
 def guard(module: nn.Module) -> list[RemovableHandle]:
-    """A plain `state_dict` or `load_state_dict` of a model with released parameters is an error, not NaN."""
+    """Make `state_dict` and `load_state_dict` of a model with released parameters raise; return the hooks."""
     handles = []
     for inner in module.modules():
         if next(inner.parameters(recurse=False), None) is not None:
@@ -157,7 +165,7 @@ def guard(module: nn.Module) -> list[RemovableHandle]:
 
 def _refuse(call: str, module: nn.Module, *arguments: Any) -> None:
     released = [name for name, p in module.named_parameters(recurse=False) if is_released(p)]
-    if _guarded and released:
+    if _is_guarded.get() and released:
         raise RuntimeError(
             f"{call} of a {type(module).__name__} whose {', '.join(released)} is or are sharded: call "
             f"engine.{call.replace('state_dict', 'module_state_dict')} on every rank, or stay inside "
@@ -190,7 +198,7 @@ class GatheredParameters:
         self.recorded: AbstractContextManager[Any] = nullcontext()  # of parameters before `initialize`
 
     def __enter__(self) -> None:
-        """Gather them."""
+        """Gather the parameters."""
         if not self.enabled:
             return
         recorded = [p for p in self.params if record_of(p) is not None]
@@ -227,7 +235,7 @@ class GatheredParameters:
             raise RuntimeError(problem)
 
     def _give_back(self, chosen: Sequence[tuple[FlatParameter, Member]], written: set[Member] | None) -> None:
-        """These writes are known; None: all are given up, as an exception ends the block."""
+        """Note that these members' writes are taken over; None: all are given up, after an exception."""
         for flat in dict.fromkeys(flat for flat, _ in chosen):
             flat.lent = flat.released_at_rest
             flat.note_versions(written)
@@ -250,9 +258,9 @@ class GatheredParameters:
                     group.sum_numbers(window, f"changes of {member.name}")
                 flat.fill(member, window)
             for flat in dict.fromkeys(flat for flat, _ in chosen):
-                bucket = optimizer.reducer.bucket_of.get(flat)
-                if bucket is not None:  # what has not changed keeps the masters' last bits
-                    bucket.follow_parameters(released=True)
+                owned = optimizer.owned_of.get(flat)
+                if owned is not None:  # what has not changed keeps the masters' last bits
+                    owned.follow_parameters(released=True)
         return None
 
     def _is_known(self, optimizer: ZeroOptimizer) -> bool:
@@ -268,7 +276,7 @@ class GatheredParameters:
         """By name: how often a parameter was written, and a sum over its bits, for what goes round that."""
         members = [place for _, chosen, _ in self.stack for place in chosen]
         return {
-            member.name: (member.param._version, checksum(flat.windows[member.index]))
+            member.name: (version_of(member.param), checksum(flat.windows[member.index]))
             for flat, member in members
         }
 
@@ -291,7 +299,7 @@ class GatheredParameters:
 
 @contextmanager
 def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
-    """The model (of an engine: the one inside) with whole parameters, so that generating gathers nothing.
+    """A context with the model (an engine's own) and whole parameters, so that generating gathers nothing.
 
     Every rank must enter and leave; in between ranks may call the model as often as they like.
     """
@@ -300,7 +308,7 @@ def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
 
 
 def _by_optimizer(params: Iterable[Tensor]) -> dict[ZeroOptimizer, list[tuple[FlatParameter, Member]]]:
-    """What can be gathered of these parameters, in the same order on every rank."""
+    """By optimizer, those of these parameters that it has, in the same order on every rank."""
     wanted = set(params)
     owners = dict.fromkeys(owner for p in params if (owner := owner_of(p)) is not None)
     return {
@@ -309,7 +317,7 @@ def _by_optimizer(params: Iterable[Tensor]) -> dict[ZeroOptimizer, list[tuple[Fl
 
 
 def register_external_parameter(module: nn.Module, parameter: Parameter) -> None:
-    """`module` reads this parameter of another module: gather it for both."""
+    """Gather this parameter for `module`, too, which reads it although another module has it."""
     owner = owner_of(parameter)
     if owner is None:
         raise ValueError("this parameter belongs to no zero_full engine yet: call this after initialize")

@@ -20,9 +20,8 @@ is gathered; if no module around it has done so, it gathers the unit for its own
 
 import logging
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from types import ModuleType
 from typing import Any
 from zlib import crc32
 
@@ -40,10 +39,11 @@ from zero_full.shard.sites import Call, Order, Site
 from zero_full.trees import mapped, tensors_in
 
 log = logging.getLogger("zero_full")
+DEPTH = 4  # of objects in objects: outputs may be distributions, caches and others that hold tensors
 
 
 class ParameterGatherer:
-    """Watches all sites of a model."""
+    """Gathers and releases parameters around the calls of all sites of a model."""
 
     def __init__(
         self, model: nn.Module, sites: Sequence[Site], lane: Lane, limits: Gathering, reducer: GradientReducer
@@ -87,7 +87,7 @@ class ParameterGatherer:
                 self._install(inner, InnerHook, "inner_")
 
     def add(self, module: nn.Module, flat: FlatParameter) -> None:
-        """From now on `module` needs these, too."""
+        """Gather these parameters for `module`, too, from now on."""
         if module not in self.sites:
             self.sites[module] = Site(type(module).__name__, module, [])
             self._install(self.sites[module], Hook)
@@ -97,7 +97,7 @@ class ParameterGatherer:
     # Gather and release --------------------------------------------------------------------------
 
     def gather(self, flat: FlatParameter) -> None:
-        """Until they are whole."""
+        """Gather the parameters, and wait until they are whole."""
         self._begin(flat)
         flat.finish_gather(self.lane)
 
@@ -109,14 +109,14 @@ class ParameterGatherer:
             self.gathered.add(flat)
 
     def release(self, flat: FlatParameter) -> None:
-        """Let go of them, unless somebody is at work with them."""
+        """Release the parameters, unless a module is at work with them."""
         flat.release()
         if flat.state is GatherState.SHARDED and flat in self.gathered:
             self.gathered.remove(flat)
             self.live -= flat.layout.total
 
     def release_all(self) -> None:
-        """Whatever is gathered and not at work."""
+        """Release all parameters that no module is at work with."""
         for flat in list(self.gathered):
             self.release(flat)
 
@@ -137,14 +137,14 @@ class ParameterGatherer:
     # Forward -------------------------------------------------------------------------------------
 
     def inner_before_forward(self, site: Site, args: Any, kwargs: Any) -> Any:
-        """As `before_forward`, unless a module around this one has gathered already."""
+        """Do as `before_forward`, unless a module around this one has gathered already."""
         if all(flat.users for flat in site.flats) or self._is_transformed(site):
             site.active.append(None)
             return None
         return self.before_forward(site, args, kwargs)
 
     def inner_after_forward(self, site: Site, args: Any, output: Any) -> None:
-        """As `after_forward`, if this module has gathered itself."""
+        """Do as `after_forward`, if this module has gathered itself."""
         if site.active and site.active[-1] is None:
             site.active.pop()
         else:
@@ -172,7 +172,7 @@ class ParameterGatherer:
         return None
 
     def _is_transformed(self, site: Site) -> bool:
-        """Whether a transform of torch.func runs this forward: when its backward ends, nobody tells."""
+        """Whether a transform of torch.func runs this forward; then nothing tells when its backward ends."""
         if not inside_transform():
             return False
         for flat in site.flats:
@@ -239,7 +239,7 @@ class ParameterGatherer:
         self.order = None
 
     def _is_worth_keeping(self, site: Site) -> bool:
-        """Whether backward needs it soon: what comes later is gathered, and gathered again, in between."""
+        """Whether backward needs it soon: what is gathered in between is less than `max_reuse`."""
         soon = site.later is not None and 2 * site.later < self.limits.max_reuse
         return soon and self.live <= self.limits.max_live
 
@@ -247,7 +247,7 @@ class ParameterGatherer:
         """Notice when backward reaches an output. Returns whether it can."""
         hook = partial(_before_backward, self.me, call)
         # A leaf is a parameter, which would keep its hooks for life: see `_notice_escapes` for those.
-        watched = [t for t in _carried(output) if t.requires_grad and not t.is_leaf]
+        watched = [t for t in tensors_in(output, DEPTH) if t.requires_grad and not t.is_leaf]
         for tensor in watched:
             tensor.register_hook(hook)
         return bool(watched)
@@ -256,7 +256,7 @@ class ParameterGatherer:
         """An output that is a view of a parameter is used elsewhere: the model needs that one, too."""
         if not any(flat.released_at_rest for flat in site.flats):
             return
-        storages = {identity_of(t.untyped_storage()) for t in _carried(output)}
+        storages = {identity_of(t.untyped_storage()) for t in tensors_in(output, DEPTH)}
         for flat in site.flats:
             if (
                 flat.released_at_rest
@@ -270,7 +270,7 @@ class ParameterGatherer:
     # Backward ------------------------------------------------------------------------------------
 
     def before_backward(self, call: Call) -> None:
-        """Backward has reached the outputs of a call: gather."""
+        """Gather, as backward has reached the outputs of a call."""
         if call.needed:
             return
         if not self.reducer.backward.running:
@@ -285,7 +285,7 @@ class ParameterGatherer:
             flat.users += 1
 
     def after_backward(self, call: Call) -> None:
-        """The backward of a call is done: gradients leave, parameters are released."""
+        """Reduce gradients and release parameters, as the backward of a call is done."""
         site = call.site
         site.backwards_due = max(0, site.backwards_due - 1)
         self._leave(call)
@@ -301,19 +301,19 @@ class ParameterGatherer:
             self.release(flat)
 
     def end_backward(self) -> None:
-        """What had no mark is released now."""
+        """Release what had no mark, as the backward pass ends."""
         for call in list(self.calls):
             self._leave(call)
         self.order = None
         self.release_all()
 
     def forget(self) -> None:
-        """After a step, and after `reducer.forget`: of what had no backward, none will come."""
+        """Expect no more backwards of earlier calls: for after a step, and after `reducer.forget`."""
         for site in self.sites.values():
             site.backwards_due = 0
 
     def refuse_copy(self) -> None:
-        """A copy of a module would have NaN in the place of released parameters."""
+        """RuntimeError if parameters are released: a copy of the module would have NaN in their place."""
         released = [v for site in self.sites.values() for v in site.flats if v.state is not GatherState.WHOLE]
         if released:
             raise RuntimeError(
@@ -325,19 +325,6 @@ class ParameterGatherer:
         """Take the hooks off the modules."""
         for hook in self.hooks:
             hook.remove()
-
-
-def _carried(output: Any, depth: int = 4) -> Iterator[Tensor]:
-    """The tensors in an output, those in distributions, caches and other objects, too."""
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, Mapping):
-        yield from _carried(list(output.values()), depth)
-    elif isinstance(output, (tuple, list)):
-        for value in output:
-            yield from _carried(value, depth)
-    elif depth and hasattr(output, "__dict__") and not isinstance(output, (type, nn.Module, ModuleType)):
-        yield from _carried(vars(output), depth - 1)
 
 
 def _before_backward(gatherer: "weakref.ref[ParameterGatherer]", call: Call, grad: Tensor) -> None:

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from zero_full.comm.communicator import Communicator
 from zero_full.comm.ledger import Traffic
-from zero_full.comm.quantized import Nodes, QuantizedGather, TwoHopReduce
+from zero_full.comm.quantized import Gather, Nodes, QuantizedGather, TwoHopReduce
 from zero_full.comm.topology import Topology, new_group, ranks_of
 from zero_full.shard.settings import Settings
 
-Gather = Callable[[Tensor, str], None]  # fill in the others' slices
 Reduce = Callable[[Tensor, Tensor, float, str], None]  # to this rank's slice of the sum, divided
 Group = dist.ProcessGroup | None
 
@@ -31,7 +30,7 @@ class Pair:
     node: Communicator | None = None  # the ranks of `shard` that keep what they have gathered among them
 
     def everyones(self, mine: Any, what: str) -> list[Any]:
-        """Everyone's small object, those of one `shard` side by side. Every rank must call this."""
+        """The small objects of all ranks, those of one `shard` side by side. Every rank must call this."""
         everyones = [mine]
         for group in (self.shard, self.across):
             everyones = [each for some in group.gather_objects(everyones, what) for each in some]
@@ -40,7 +39,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Groups:
-    """The topology as communicators, made once."""
+    """The communicators of a topology."""
 
     dense: Pair
     expert: Pair | None
@@ -74,24 +73,25 @@ class Connection:
     traffic: Traffic
     own_groups: bool  # so that calls beside backward never mix with the user's on the same group
     check_timeout_s: float | None
+    shared_memory: bool = True  # where ranks can
     communicators: list[Communicator] = field(default_factory=list)
     opened: list[dist.ProcessGroup] = field(default_factory=list)
 
     def to(self, group: Group, label: str = "") -> Communicator:
-        """A communicator for this group; None: a rank that is alone."""
+        """A communicator for this group, or for a rank that is alone if it is None."""
         if group is not None and self.own_groups:
             group = new_group(ranks_of(group), like=group)
             self.opened.append(group)
-        made = Communicator(group, self.device, self.traffic, self.check_timeout_s, label)
+        made = Communicator(group, self.device, self.traffic, self.check_timeout_s, label, self.shared_memory)
         self.communicators.append(made)
         return made
 
     def pair(self, settings: Settings, shard: Group, across: Group) -> Pair:
-        """Stage 0 cuts nothing: its shard is this rank alone."""
-        if settings.stage == 0:
+        """The communicators for one kind of state. Stage 0 cuts nothing: its shard is this rank alone."""
+        if not settings.cuts_state:
             shard, across = None, shard
         cut, copies = self.to(shard), self.to(across)
-        if settings.stage < 3 or shard is None or cut.size == 1:
+        if not settings.releases_parameters or shard is None or cut.size == 1:
             return Pair(cut, copies, cut.all_gather, cut.reduce_scatter)
         # Parameters travel beside gradients.
         beside = replace(self, own_groups=True) if settings.overlap else self
@@ -117,7 +117,7 @@ def connect(topology: Topology, settings: Settings, connection: Connection) -> G
     data = topology.data
     if data is None and dist.is_initialized():
         data = dist.group.WORLD
-    if topology.shard is not None and settings.stage == 0:
+    if topology.shard is not None and not settings.cuts_state:
         raise ValueError("stage 0 shards nothing: use stage 1, 2 or 3, or drop `shard` and `replicate`")
     dense = connection.pair(settings, topology.shard or data, topology.replicate)
     expert = None

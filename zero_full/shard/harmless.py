@@ -35,6 +35,6 @@ HARMLESS = {
 
 
 def plainly(func: Any, args: Any, kwargs: Any) -> Any:
-    """What torch answers, as if the tensor's class were a plain one."""
+    """The function's result, with every tensor subclass treated as a plain tensor."""
     with without_overrides():
         return func(*args, **(kwargs or {}))

@@ -24,7 +24,7 @@ class Hook:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, *arguments: Any) -> Any:
-        """Do it."""
+        """Call the method, if its object is alive and this is the hook's own module."""
         return self._do(module, *arguments)
 
     def _do(self, module: nn.Module, *arguments: Any) -> Any:
@@ -53,7 +53,7 @@ class InnerHook(Hook):
     __slots__ = ()
 
     def __call__(self, module: nn.Module, *arguments: Any) -> Any:
-        """Do it."""
+        """Call the method, if its object is alive and this is the hook's own module."""
         return None if torch.compiler.is_compiling() else self._do(module, *arguments)
 
 

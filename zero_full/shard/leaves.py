@@ -11,7 +11,7 @@ from torch import nn
 from zero_full.shard.owners import owner_of
 
 MARK = "_z3_leaf"
-Kind = type[nn.Module] | str
+ClassOrName = type[nn.Module] | str
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
@@ -37,14 +37,14 @@ def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
 
 
 def set_z3_leaf_modules(
-    model: nn.Module, leaf_module_classes: Sequence[Kind], raise_if_not_found: bool = True
+    model: nn.Module, leaf_module_classes: Sequence[ClassOrName], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
     """Mark all modules of these classes, or whose class has one of these names; return them."""
     return _flag_classes(model, leaf_module_classes, True, raise_if_not_found)
 
 
 def unset_z3_leaf_modules(
-    model: nn.Module, leaf_module_classes: Sequence[Kind], raise_if_not_found: bool = True
+    model: nn.Module, leaf_module_classes: Sequence[ClassOrName], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
     """Take their marks away; return them."""
     return _flag_classes(model, leaf_module_classes, False, raise_if_not_found)
@@ -58,7 +58,7 @@ def set_z3_leaf_modules_by_name(
     modules = dict(model.named_modules(remove_duplicate=False))
     missing = [name for name in module_names if name not in modules]
     if missing and raise_if_not_found:
-        raise ValueError(f"no module of {type(model).__name__} is named {_listed(missing)}")
+        raise ValueError(f"no module of {type(model).__name__} is named {_any_of(missing)}")
     return _flag([modules[name] for name in module_names if name in modules], flag), missing
 
 
@@ -70,13 +70,13 @@ def set_z3_leaf_modules_by_suffix(
     named = list(model.named_modules(remove_duplicate=False))
     missing = [end for end in module_name_suffixes if not any(name.endswith(end) for name, _ in named)]
     if missing and raise_if_not_found:
-        raise ValueError(f"no name of a module of {type(model).__name__} ends with {_listed(missing)}")
+        raise ValueError(f"no name of a module of {type(model).__name__} ends with {_any_of(missing)}")
     found = [module for end in module_name_suffixes for name, module in named if name.endswith(end)]
     return _flag(found, flag), missing
 
 
 def _flag_classes(
-    model: nn.Module, kinds: Sequence[Kind], flag: bool, raise_if_not_found: bool
+    model: nn.Module, kinds: Sequence[ClassOrName], flag: bool, raise_if_not_found: bool
 ) -> list[nn.Module]:
     _refuse_one("leaf_module_classes", kinds)
     for kind in kinds:
@@ -93,7 +93,7 @@ def _flag_classes(
 
     model.apply(look)  # inner modules come first, as in DeepSpeed's answer
     if not found and raise_if_not_found:
-        raise ValueError(f"no module of {type(model).__name__} is of the class {_listed(kinds)}")
+        raise ValueError(f"no module of {type(model).__name__} is of the class {_any_of(kinds)}")
     return _flag(found, flag)
 
 
@@ -109,5 +109,5 @@ def _refuse_one(argument: str, given: object) -> None:
         raise TypeError(f"{argument} must be a list, not {given!r}")
 
 
-def _listed(kinds: Sequence[Kind]) -> str:
+def _any_of(kinds: Sequence[ClassOrName]) -> str:
     return " or ".join(kind if isinstance(kind, str) else kind.__qualname__ for kind in kinds) or "nothing"

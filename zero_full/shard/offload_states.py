@@ -18,7 +18,7 @@ KINDS = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_
 
 
 class OffloadedStates:
-    """What of an optimizer's state is off the device."""
+    """The part of an optimizer's state that is off the device."""
 
     def __init__(self, optimizer: ZeroOptimizer) -> None:
         self.optimizer = optimizer
@@ -54,7 +54,7 @@ class OffloadedStates:
 
     @torch.no_grad()
     def reload(self) -> None:
-        """Everything comes back."""
+        """Bring everything back."""
         while self.moved:
             storage, copy = self.moved.pop()
             storage.resize_(copy.numel())
@@ -71,7 +71,7 @@ class OffloadedStates:
             states = self.optimizer.base.state.values()
             yield from (v for s in states for v in s.values() if isinstance(v, Tensor) and v.dim())
         elif kind == "hp_params":
-            yield from (bucket.master for bucket in buckets if bucket.master is not bucket.flat.shard)
+            yield from (owned.master for owned in self.optimizer.owned if owned.is_separate)
         elif kind == "lp_params":
             for part in flat:
                 part.hide()

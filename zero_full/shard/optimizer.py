@@ -7,6 +7,7 @@ It stands where the optimizer it wraps stood: same `param_groups` (so schedulers
 import logging
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from math import isfinite
 from typing import Any
 
@@ -15,10 +16,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.utils.hooks import RemovableHandle
 
+from zero_full._compat import mark_stepped
 from zero_full.comm.communicator import CommunicationError
 from zero_full.comm.lane import lane_for
 from zero_full.precision.scaler import DynamicScale, StaticScale
-from zero_full.shard import state as sharded_state
+from zero_full.shard import owned as owned_state
 from zero_full.shard.agreement import agree, doings_of, refuse_unused
 from zero_full.shard.arrivals import Arrivals
 from zero_full.shard.base import (
@@ -30,10 +32,9 @@ from zero_full.shard.base import (
     refuse_unusable,
     zero_in_place,
 )
-from zero_full.shard.bucket import Bucket, Owned
+from zero_full.shard.bucket import Bucket
 from zero_full.shard.build import Sharded
 from zero_full.shard.flat import FlatParameter, GatherState, Member
-from zero_full.shard.fused_adam import FusedAdam, sub_groups
 from zero_full.shard.gatherer import ParameterGatherer
 from zero_full.shard.groups import Groups
 from zero_full.shard.owners import register, unregister
@@ -41,6 +42,7 @@ from zero_full.shard.reducer import GradientReducer
 from zero_full.shard.report import NonFinite, StepReport
 from zero_full.shard.settings import Settings
 from zero_full.shard.stand_in import UNSCALED, Found, names_of
+from zero_full.shard.stepping import Steppers, sub_groups
 from zero_full.shard.watch import ModelWatch, ParameterWrites
 
 log = logging.getLogger("zero_full")
@@ -65,12 +67,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         # the rest of what torch keeps: hooks, and the names that profilers show.
         self.__setstate__({})
         self.redirected = Base(base, self)
-        self.buckets, self.frozen = parts.buckets, parts.frozen
+        self.owned, self.frozen, self.buckets = parts.owned, parts.frozen, parts.buckets
+        self.owned_of = {owned.flat: owned for owned in parts.owned}
         self.settings, self.scaler = settings, scaler
         self.lane = lane_for(groups.dense.shard.device, settings.overlap)
         self.report = NonFinite()
         self.last: StepReport | None = None
-        self.fused_adam = FusedAdam(self.redirected, settings.dtypes)
+        self.steppers = Steppers(self.redirected, settings.dtypes)
         self.residual_scale: float | None = None  # that the last step has left in the gradients
         self.passes = 0  # backward passes until then
         self.arrivals = Arrivals(self.lane)
@@ -82,12 +85,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         register(self, (m.param for flat in self.flats() for m in flat.members))
         self._replace_parameters()
         self.watch = ModelWatch(model, [m.param for m in self._members()], bool(parts.sites))
-        self.reducer = GradientReducer(self.buckets, self.lane, settings.stage)
-        self.reducer.on_waking = self._replace_masters
+        self.reducer = GradientReducer(self.buckets, self.lane, settings)
+        self.reducer.on_waking = self._wake
         self.reducer.on_clearing = self._forget_scale
         self.reducer.at_begin.append(self.take_back_moved)
         self.reducer.hands_back = isinstance(base, NoOptimizer)
-        self.refusals = refuse_gradients(base, model, settings.stage)
+        self.hooks: list[Any] = refuse_gradients(base, model, settings.stage)
         self.guards: list[RemovableHandle] = []  # on the model's state_dict
         self.gatherer: ParameterGatherer | None = None
         if parts.sites:
@@ -103,23 +106,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return [member for bucket in self.buckets for member in bucket.members]
 
     def _replace_parameters(self) -> None:
-        """The wrapped optimizer gets this rank's fragments instead of parameters."""
-        whole = {m.name: m.param for m in self._members()}
-        sharded_state.cut_state(self.base, whole, sharded_state.fragments(self.buckets))
+        """The wrapped optimizer's state is that of this rank's pieces."""
+        owned_state.cut_state(self.base, self.owned)
         self.listed = listed_in(self.param_groups)
 
-    def _masters(self) -> list[list[Tensor]]:
-        """What is stepped in the place of parameters, by group."""
-        masters: list[list[Tensor]] = [[] for _ in self.param_groups]
-        for owned in (owned for bucket in self.buckets for owned in bucket.owned):
-            masters[owned.member.group].append(owned.master)
-        return masters
-
-    def _replace_masters(self, bucket: Bucket, before: Sequence[Owned]) -> None:
-        """A bucket has woken up: the wrapped optimizer gets its new fragments, with the old ones' state."""
-        for old, new in zip(before, bucket.owned, strict=True):
-            if old.master in self.base.state and old.master is not new.master:
-                self.base.state[new.master] = self.base.state.pop(old.master)
+    def _wake(self, bucket: Bucket) -> None:
+        """A bucket has woken up: its pieces are others now, with the old ones' state."""
+        owned = self.owned_of[bucket.flat]
+        before = owned.pieces
+        owned.wake()
+        for member, piece in owned.pieces.items():
+            old = before[member].master
+            if old in self.base.state and old is not piece.master:
+                self.base.state[piece.master] = self.base.state.pop(old)
 
     # What torch's optimizers have ----------------------------------------------------------------
 
@@ -131,7 +130,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     @property
     def state(self) -> Any:  # type: ignore[override]
         """Of the wrapped optimizer, what this rank keeps, by parameter."""
-        masters = {o.member.param: o.master for bucket in self.buckets for o in bucket.owned}
+        masters = {m.param: piece.master for owned in self.owned for m, piece in owned.pieces.items()}
         return ShownState(self.base.state, masters)
 
     @property
@@ -208,7 +207,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self.closed:
             raise RuntimeError("step after destroy: initialize the model again")
         if isinstance(self.base, NoOptimizer):
-            self.redirected.step([])  # which says what to do
+            self.redirected.own_step()  # which says what to do
         if self.reducer.failed or self.reducer.backward.running:
             raise RuntimeError("the last backward pass has failed: call zero_grad before the next forward")
         try:
@@ -271,7 +270,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         options = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
         return {
             "format": 1,
-            "fragments": sharded_state.save(self.base, self.buckets),
+            "fragments": owned_state.save(self.base, self.owned),
             "groups": options,
             "asleep": [m.name for bucket in self.buckets if bucket.asleep for m in bucket.members],
             "scaler": self.scaler.state_dict(),
@@ -283,23 +282,39 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise RuntimeError("states are offloaded: call engine.reload_states() first")
         self.wait_for_parameters()
         self.take_back_moved()
-        for bucket in self.buckets:
-            bucket.follow_parameters()
+        for owned in self.owned:
+            owned.follow_parameters()
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from this rank's part. Every rank must call this: parameters are gathered."""
-        sharded_state.refuse_unfit(state_dict, len(self.param_groups))
+        owned_state.refuse_unfit(state_dict, len(self.param_groups))
         for bucket in self.buckets:
             if bucket.asleep and bucket.members[0].name not in state_dict.get("asleep", ()):
                 self.reducer.wake(bucket)
-        sharded_state.load(self.base, self.buckets, state_dict["fragments"])
+        owned_state.load(self.base, self.owned, state_dict["fragments"])
         self.scaler.load_state_dict(state_dict["scaler"])
         for group, options in zip(self.param_groups, state_dict["groups"], strict=True):
             group.update(options)
         self.zero_grad()
-        self.publish(self.buckets)
+        self.publish()
         self.wait_for_parameters()
+
+    def scale(self, loss: Tensor, divided: bool = False) -> Tensor:
+        """The loss times the loss scale: what a `backward` of your own starts from.
+
+        `divided`: by the number of micro-batches already.
+        """
+        scale = self.scaler.scale
+        scaled = loss * 1 if scale == 1 else loss.float() * scale  # in fp16 the product would overflow first
+        scaled.register_hook(partial(self._begin_scaled, divided))
+        return scaled
+
+    def _begin_scaled(self, divided: bool, grad: Tensor) -> None:
+        backward = self.reducer.backward
+        if not backward.is_at_work():
+            self.reducer.begin(divided, scaled=True)
+        backward.divided, backward.scaled = divided, True
 
     # The parts of a step -------------------------------------------------------------------------
 
@@ -315,51 +330,36 @@ class ZeroOptimizer(torch.optim.Optimizer):
         factor = 1.0 / scale
         if self.settings.clip > 0 and norm is not None:
             factor *= min(1.0, self.settings.clip / (norm + EPSILON))
-        stepped = [bucket for bucket in self.awake if any(m in used for m in bucket.members)]
-        fused = self.fused_adam.takes(stepped)
-        if fused:
-            for bucket in stepped:
-                self.fused_adam.step(bucket, factor, used)
-            self.residual_scale = scale
-        else:
-            self._step_in_passes(stepped, factor, used)
-            self.residual_scale = 1.0
-        self.base._opt_called = True  # type: ignore[attr-defined]  # or a schedule would warn
+        stepped = [o for o in self.owned if not o.bucket.asleep and any(m in used for m in o.flat.members)]
+        stepper = self.steppers.choose(stepped)
+        if not stepper.fuses and factor != 1.0:
+            for gradient in (g for bucket in self.awake for g in bucket.averaged_gradients()):
+                gradient.mul_(factor)
+        in_parts = self.settings.releases_parameters and stepper.takes_parts
+        parts = sub_groups(stepped, self.settings.sub_group_numel if in_parts else None)
+        self.steppers.step(stepper, self.owned, parts, used, factor)
+        self.residual_scale = scale if stepper.fuses else 1.0
+        mark_stepped(self.base)
         self.passes = self.reducer.backward.count
-        # As torch's optimizers do: a graph from before this step must not run backward with other flat.
-        increment_version([m.param for bucket in stepped for m in bucket.members if m in used])
+        # As torch's optimizers do: a graph from before this step must not run backward with other values.
+        increment_version([m.param for owned in stepped for m in owned.flat.members if m in used])
         self.writes.forget()
-        self.publish(self.awake, copied=fused)
+        self.send(self.awake)
         if not self.settings.gather_beside_forward:
             self.wait_for_parameters()
 
-    def _step_in_passes(self, stepped: Sequence[Bucket], factor: float, used: Container[Member]) -> None:
-        """With any optimizer: unscale and clip, then step."""
-        for bucket in self.awake:
-            bucket.follow_parameters()
-            for gradient in bucket.own_gradients() if factor != 1.0 else ():
-                gradient.mul_(factor)
-        # At stage 3 so much at a time that what the step makes for itself stays small.
-        at_a_time = self.settings.sub_group_numel if self.settings.stage == 3 else None
-        masters = self._masters()
-        for buckets in sub_groups(stepped, at_a_time):
-            for bucket in buckets:
-                bucket.hand_over(used)
-            self.redirected.step(masters)  # those that have no gradient now stay as they are
-            for bucket in buckets:
-                bucket.take_back()
+    def publish(self) -> None:
+        """All parameters follow their masters."""
+        for owned in self.owned:
+            owned.copy_master()
+        self.send(self.buckets)
 
-    def publish(self, buckets: Sequence[Bucket], copied: bool = False) -> None:
-        """Parameters follow their masters, what forward needs first at first; `settle` waits for all.
-
-        `copied`: this rank's own slices do already.
-        """
+    def send(self, buckets: Sequence[Bucket]) -> None:
+        """This rank's slices to everyone, what forward needs first at first; then `wait_for_parameters`."""
         if self.gatherer is not None:
             self.gatherer.release_all()
         for bucket in buckets:
             bucket.flat.node_copy = None
-            if not copied:
-                bucket.copy_master()
         self.arrivals.send(buckets)
 
     def wait_for_parameters(self) -> None:
@@ -374,7 +374,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             with suppress(CommunicationError):  # of calls that were under way: told already
                 finish()
         self.arrivals.close()
-        for handle in self.refusals:
+        for handle in self.hooks:
             handle.remove()
         if self.gatherer is not None:
             self.gatherer.close()
@@ -395,4 +395,4 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def holdings(self) -> dict[str, list[Tensor]]:
         """Every tensor that this rank keeps, by kind. Counters are the optimizer's step numbers."""
-        return sharded_state.holdings(self.flats(), self.buckets, self.base.state)
+        return owned_state.holdings(self.flats(), self.owned, self.base.state)

@@ -24,7 +24,7 @@ class Rules:
 
 
 class BackwardPass:
-    """At most one is running on a rank at a time."""
+    """What is known of the backward pass that runs, if one does; a rank runs one at a time."""
 
     def __init__(self) -> None:
         self.running = False
@@ -37,24 +37,24 @@ class BackwardPass:
         self._reached: tuple[int, Tensor] | None = None  # by which pass of autograd's, which output
 
     def reach(self, loss: Tensor) -> None:
-        """Autograd has reached an output that is a loss, perhaps on its way to parameters."""
+        """Note that autograd has reached an output that is a loss, perhaps on its way to parameters."""
         if self._reached is None or self._reached[0] != current_backward():
             self._reached = current_backward(), loss
 
     def begin(self, divided: bool, scaled: bool) -> None:
-        """It starts: by a call of the engine, a hook on the model's output, or with its first gradient."""
+        """Start: by a call of the engine, a hook on the model's output, or with the first gradient."""
         now = current_backward()
         self._number = now if now >= 0 else None
         self.running, self.divided, self.scaled, self.gated = True, divided, scaled, False
         self.divisor = None
 
     def join(self) -> None:
-        """Autograd is at work on it: take its number, which nobody knows before."""
+        """Take autograd's number of the pass, which is not known before autograd is at work on it."""
         if self._number is None:
             self._number = current_backward()
 
     def bring(self, rules: Rules) -> float:
-        """A gradient has come. Returns what it is to be divided by; raises if it lacks the loss scale."""
+        """The divisor of a gradient that has come; raises if the gradient lacks the loss scale."""
         self.join()
         if not (self.scaled or self.gated):
             rules.refuse_unscaled()
@@ -70,5 +70,5 @@ class BackwardPass:
         return self.running and self._number in (None, current_backward())
 
     def end(self) -> None:
-        """It is over."""
+        """Note that the pass is over."""
         self.running, self._number, self._reached = False, None, None

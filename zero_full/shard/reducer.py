@@ -19,9 +19,10 @@ from torch.utils.hooks import RemovableHandle
 
 from zero_full._compat import current_backward, is_last_hook, when_backward_ends
 from zero_full.comm.lane import Lane, Pending
-from zero_full.shard.bucket import Bucket, Owned
+from zero_full.shard.bucket import Bucket
 from zero_full.shard.flat import FlatParameter, Member
 from zero_full.shard.passes import BackwardPass, Rules
+from zero_full.shard.settings import Settings
 from zero_full.shard.stand_in import UNSCALED, Found, ShownGradients, names_of
 
 IN_FLIGHT = 2  # reductions that may run beside backward: more would only hold more memory
@@ -51,10 +52,11 @@ def _arrived(reducer: "weakref.ref[GradientReducer]", param: Tensor) -> None:
 class GradientReducer:
     """Watches the gradients of all buckets."""
 
-    def __init__(self, buckets: Sequence[Bucket], lane: Lane, stage: int) -> None:
+    def __init__(self, buckets: Sequence[Bucket], lane: Lane, settings: Settings) -> None:
         self.every = list(buckets)
         self.buckets = [bucket for bucket in buckets if not (bucket.uses_param_grad or bucket.asleep)]
-        self.lane, self.every_backward, self.by_module = lane, stage >= 2, stage == 3
+        self.lane, self.every_backward = lane, settings.frees_gradients
+        self.by_module = settings.releases_parameters  # modules tell when gradients are complete
         self.bucket_of = {bucket.flat: bucket for bucket in buckets}
         self.spares: list[Tensor] = []
         for bucket in buckets:
@@ -62,7 +64,7 @@ class GradientReducer:
         self.backward, self.rules = BackwardPass(), Rules()
         self.at_begin: list[Callable[[], None]] = []  # of a backward pass
         self.at_end: list[Callable[[], None]] = []
-        self.on_waking: Callable[[Bucket, Sequence[Owned]], None] = lambda bucket, before: None
+        self.on_waking: Callable[[Bucket], None] = lambda bucket: None
         self.boundary = True  # this backward pass is the step's last
         self.no_sync = False  # inside no_sync
         self.hands_back = False  # averaged gradients appear in `param.grad`, for an optimizer of the user's
@@ -111,9 +113,8 @@ class GradientReducer:
 
     def wake(self, bucket: Bucket) -> None:
         """From now on it takes part."""
-        before = bucket.owned
-        bucket.wake()
-        self.on_waking(bucket, before)
+        bucket.asleep = False
+        self.on_waking(bucket)
         self.buckets = [b for b in self.every if not (b.uses_param_grad or b.asleep)]
 
     def look_at_sleepers(self) -> None:
@@ -253,7 +254,8 @@ class GradientReducer:
             for member in bucket.members:
                 if member.param.grad is not None:
                     self.used.add(member)
-                    bucket.take(member, final=False)
+                    if not bucket.uses_param_grad:
+                        bucket.take(member, final=False)
         self.woken.clear()
 
     def _close(self) -> None:
@@ -279,7 +281,7 @@ class GradientReducer:
 
     def _share(self) -> None:
         for bucket in self.buckets:
-            bucket.share_own()
+            bucket.share_slice()
 
     def _reduce_rest(self) -> None:
         self._drain(0)

@@ -28,7 +28,7 @@ VIEWS = {Tensor.data.__get__, *CONVERSIONS}  # type: ignore[attr-defined]  # wha
 
 
 class Absent(Tensor):
-    """See [Note: released]. By itself: what `.data` of a released parameter gives, or a conversion of it."""
+    """See [Note: released]. By itself, the class of a released parameter's `.data` and conversions."""
 
     released_name = "a parameter"
 
@@ -60,14 +60,14 @@ def _released(kind: type[Parameter]) -> type[Parameter]:
 
 
 def mark_released(param: Parameter, name: str) -> None:
-    """From now on a use of it is an error."""
+    """Make every use of the parameter an error."""
     if not isinstance(param, Absent):
         param.released_name = name  # type: ignore[attr-defined]
         param.__class__ = _released(type(param))
 
 
 def unmark_released(param: Parameter) -> None:
-    """It may be used again."""
+    """Make the parameter an ordinary one again."""
     if isinstance(param, Absent):
         param.__class__ = param.present  # type: ignore[attr-defined]
 

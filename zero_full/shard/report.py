@@ -81,10 +81,10 @@ def investigate(
 def _look_here(buckets: Sequence[Bucket], loss: Tensor | None, rank: int) -> Finding:
     finding = Finding()
     for bucket in buckets:
-        for owned in bucket.owned:
-            gradient = bucket.gradient_of(owned)
+        for member in bucket.members:
+            gradient = bucket.gradient_of(member)
             if gradient is not None and not bool(gradient.isfinite().all()):
-                finding.parameters.append(owned.member.name)
+                finding.parameters.append(member.name)
                 if bucket.uses_param_grad:
                     finding.sources.append(rank)
         if bucket.local_finite is not None and not bool(bucket.local_finite.isfinite()):

@@ -3,9 +3,11 @@
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import inf
 
 from torch import nn
 
+from zero_full.offload import DeviceTier, Tier
 from zero_full.precision.dtypes import Dtypes
 
 
@@ -26,7 +28,7 @@ class Gathering:
 
 @dataclass(frozen=True)
 class Settings:
-    """Defaults are DeepSpeed's where it has the same choice."""
+    """What a run may choose. Defaults are DeepSpeed's where it has the same choice; numel are elements."""
 
     stage: int = 1
     dtypes: Dtypes = field(default_factory=Dtypes)
@@ -39,12 +41,43 @@ class Settings:
     prescale: bool = False
     predivide: float = 1.0
     average: bool = True
-    divides_plain_backward: bool = False  # by the number of micro-batches, as engine.backward does
+    plain_divisor: float = 1.0  # what gradients are divided by whose loss nobody here has divided
     clip: float = 0.0
     check_overflow: bool = True  # a step with inf or NaN in its gradients is skipped
     refuse_unused: bool = False
     gathering: Gathering = field(default_factory=Gathering)
     sub_group_numel: int = 1_000_000_000  # stage 3 steps so many elements of its own at a time
+    tier: Tier = field(default_factory=DeviceTier)  # where masters and the optimizer's state wait
+    shared_memory: bool = True  # among ranks of one host over gloo; without it they send messages
+    check_timeout_s: float | None = None  # compare every collective call, waiting so long for a rank
+    allow_untested: bool = False  # optimizers that nobody has said can step pieces of tensors
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for what cannot be meant."""
+        if self.stage not in (0, 1, 2, 3):
+            raise ValueError(f"stage must be 0, 1, 2 or 3, not {self.stage!r}")
+        for name in ("bucket_numel", "sub_group_numel", "predivide", "plain_divisor"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be above 0, not {getattr(self, name)!r}")
+        if not 0 <= self.clip < inf:
+            raise ValueError(f"clip must be a norm, or 0 for no clipping, not {self.clip!r}")
+        if self.stage == 0 and self.tier.apart:
+            raise ValueError("stage 0 keeps the optimizer's state beside the parameters: use stage 1, 2 or 3")
+
+    @property
+    def cuts_state(self) -> bool:
+        """Whether each rank keeps its slice of the optimizer's state only."""
+        return self.stage >= 1
+
+    @property
+    def frees_gradients(self) -> bool:
+        """Whether gradients are reduced in every backward pass, and each rank keeps its slice only."""
+        return self.stage >= 2
+
+    @property
+    def releases_parameters(self) -> bool:
+        """Whether parameters are whole only while they are used."""
+        return self.stage >= 3
 
     @property
     def needs_norm(self) -> bool:

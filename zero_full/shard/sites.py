@@ -8,7 +8,7 @@ from zero_full.shard.flat import FlatParameter
 
 
 class Site:
-    """A module and what it needs."""
+    """A module and the parameters that it needs."""
 
     def __init__(self, name: str, module: nn.Module, flats: Sequence[FlatParameter]) -> None:
         self.name, self.module, self.flats = name, module, list(flats)
@@ -30,20 +30,20 @@ class Call:
 
 
 class Order:
-    """In which order sites are reached in one kind of pass."""
+    """The order in which sites are reached in one kind of pass."""
 
     def __init__(self) -> None:
         self.known: list[Site] = []
         self.seen: list[Site] = []
 
     def begin(self) -> bool:
-        """A new pass. Returns whether the last one was other than known."""
+        """Begin a new pass. Returns whether the order of the last one was another than the known one."""
         changed = bool(self.known and self.seen) and self.seen != self.known
         self.known, self.seen = self.seen or self.known, []
         return changed
 
     def reached(self, site: Site) -> Site | None:
-        """Remember it. Returns what comes next, if this is the place where it was last time."""
+        """Note that a site is reached. Returns the next one, if the order is the known one so far."""
         self.seen.append(site)
         place = len(self.seen)
         as_known = place < len(self.known) and self.known[place - 1] is site

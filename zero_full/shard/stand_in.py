@@ -87,23 +87,23 @@ class ShownGradients:
         self.shown: dict[Member, Tensor] = {}
 
     def show(self, members: Iterable[Member]) -> None:
-        """These have a gradient, and it is in a buffer."""
+        """Put stand-ins into `grad` of these parameters, whose gradients are in a buffer."""
         for member in members:
             # A new one each time: one that somebody has kept stands for a gradient that is gone.
             self.hand_out(member, StandIn.of(member, self))
 
     def hand_out(self, member: Member, gradient: Tensor) -> None:
-        """This parameter's gradient, or what stands for it."""
+        """Put this gradient, or what stands for it, into `param.grad`."""
         member.param.grad = self.shown[member] = gradient
 
     def zero(self, stand_in: StandIn) -> None:
-        """This one's gradient becomes zero."""
+        """Make the gradient that this stands for zero."""
         member = stand_in.member
         if member is not None and self.shown.get(member) is stand_in:
             self.zero_gradient_of(member)
 
     def changes(self) -> Found:
-        """What was cleared or replaced; it is shown no more."""
+        """What was cleared or replaced since it was shown. It counts as shown no more."""
         found = Found()
         for member, stand_in in list(self.shown.items()):
             grad = member.param.grad
@@ -117,7 +117,7 @@ class ShownGradients:
         return found
 
     def lift(self) -> None:
-        """Make room for autograd, which adds to what is in `param.grad`."""
+        """Take all stand-ins out of `param.grad`: autograd adds to what is there."""
         for member, stand_in in self.shown.items():
             if member.param.grad is stand_in:
                 member.param.grad = None
@@ -125,5 +125,5 @@ class ShownGradients:
 
 
 def names_of(members: Iterable[Member]) -> str:
-    """For messages, and the same on every rank."""
+    """The parameters' names in an order that is the same on every rank: for messages."""
     return ", ".join(sorted(member.name for member in members))

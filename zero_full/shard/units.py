@@ -28,7 +28,7 @@ Wrap = Callable[[str, nn.Module], bool]
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """A module before whose forward these parameters are gathered."""
+    """Parameters that are gathered together, before this module's forward."""
 
     name: str  # the module's, "" for the model
     module: nn.Module
@@ -58,7 +58,7 @@ def choose_units(
     sites: dict[nn.Module, str] = {}
     for name, module in ("", model), *_sites("", model, limit, wrap):
         sites.setdefault(module, name)
-    owner = _owners(model, sites)
+    owner = _site_of_each(model, sites)
     left_out = set(leave_out)
     held: dict[nn.Module, list[tuple[str, Parameter]]] = {}
     for name, param in model.named_parameters():
@@ -96,7 +96,7 @@ def _is_named(name: str, module: nn.Module, wrap: Wrap | None) -> bool:
     return z3_leaf_module(module) or (wrap is not None and bool(name) and wrap(name, module))
 
 
-def _owners(model: nn.Module, sites: Container[nn.Module]) -> dict[Parameter, nn.Module]:
+def _site_of_each(model: nn.Module, sites: Container[nn.Module]) -> dict[Parameter, nn.Module]:
     """For each parameter the innermost site that has all modules inside which hold it."""
     modules = dict(model.named_modules(remove_duplicate=False))
     paths: dict[Parameter, list[list[str]]] = {}
@@ -118,5 +118,5 @@ def _owners(model: nn.Module, sites: Container[nn.Module]) -> dict[Parameter, nn
 
 
 def _common(paths: Sequence[Sequence[str]]) -> list[str]:
-    """What all of them begin with."""
+    """The names that all paths begin with."""
     return [names[0] for names in takewhile(lambda names: len(set(names)) == 1, zip(*paths, strict=False))]

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 from torch.nn import Parameter
 
+from zero_full._compat import held_by, version_of
 from zero_full.shard.checksum import digest_of
 from zero_full.shard.flat import Member
 
@@ -27,11 +28,11 @@ class ModelWatch:
     def _remember(self) -> None:
         self.names |= {p: name for name, p in self.model.named_parameters()}
         self.slots = list(self._slots())
-        self.sizes = [(held, len(held)) for module in self.model.modules() for held in _held(module)]
+        self.sizes = [(held, len(held)) for module in self.model.modules() for held in held_by(module)]
 
     def _slots(self) -> Iterator[tuple[dict[str, Any], str, Any]]:
         for module in self.model.modules():
-            for held in _held(module):
+            for held in held_by(module):
                 yield from ((held, key, value) for key, value in held.items())
 
     def check(self) -> None:
@@ -74,25 +75,21 @@ class ModelWatch:
 
 
 class ParameterWrites:
-    """What is written to parameters that are always whole, as far as torch counts it."""
+    """Notices writes to parameters that are always whole, as far as torch counts them."""
 
     def __init__(self, members: Iterable[Member]) -> None:
         self.members = list(members)
         self.forget()
 
     def forget(self) -> None:
-        """Whatever was written is known."""
-        self.versions = [member.param._version for member in self.members]
+        """Note that all writes until now are known."""
+        self.versions = [version_of(member.param) for member in self.members]
         self.moved: set[Member] = set()  # that were given other memory
 
     def digest(self) -> str:
-        """Of the values that parameters were given since `forget`, or the last call; "" of none."""
+        """A digest of the values written since `forget` or the last call; "" if there are none."""
         before, moved = self.versions, self.moved
         self.forget()
         pairs = zip(self.members, before, self.versions, strict=True)
         written = [(m.name, m.param) for m, old, new in pairs if old != new or m in moved]
         return digest_of(written) if written else ""
-
-
-def _held(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    return module._parameters, module._modules

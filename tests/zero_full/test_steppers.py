@@ -1,0 +1,265 @@
+"""Rules that move what a rank owns: LAMB on cut tensors, rules of users, and one begin and end a step."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero_full
+from tests.worlds import POOL
+from tests.zero_full.runs import Net, assert_close, config, data, reference, train
+from zero_full.optim import Lamb, Piece, Stepper, build_optimizer
+
+STAGES = [0, 1, 2, 3]
+CUT = {
+    "stage3_param_persistence_threshold": 0,
+    "stage3_max_live_parameters": 100,
+    "sub_group_size": 60,
+}
+OPTIONS = {"lr": 0.05, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1}
+
+
+class PlainLamb(torch.optim.Optimizer):
+    """The formula, tensor by tensor, in fp64."""
+
+    def __init__(
+        self, params: Any, bias_correction: bool = True, inside: bool = False, most: float = 10.0
+    ) -> None:
+        self.bias_correction, self.inside, self.most = bias_correction, inside, most
+        super().__init__(params, dict(OPTIONS))
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                if not state:
+                    state["t"], state["m"], state["v"] = (
+                        0,
+                        torch.zeros_like(p).double(),
+                        torch.zeros_like(p).double(),
+                    )
+                g, w = p.grad.double(), p.double()
+                state["t"] += 1
+                state["m"] = m = beta1 * state["m"] + (1 - beta1) * g
+                state["v"] = v = beta2 * state["v"] + (1 - beta2) * g * g
+                root = (v + group["eps"]).sqrt() if self.inside else v.sqrt() + group["eps"]
+                update = m / root + group["weight_decay"] * w
+                ratio = float(w.norm() / update.norm()) if w.norm() > 0 and update.norm() > 0 else 1.0
+                t, lr = state["t"], group["lr"]
+                size = lr * (1 - beta2**t) ** 0.5 / (1 - beta1**t) if self.bias_correction else lr
+                p.copy_(w - size * min(max(ratio, 0.01), self.most) * update)
+
+
+def lamb(**more: Any) -> dict[str, Any]:
+    return {"type": "Lamb", "params": {**OPTIONS, "betas": list(OPTIONS["betas"]), **more}}  # type: ignore[call-overload]
+
+
+def at_all_stages(comm: Any, keys: dict[str, Any]) -> list[dict[str, Tensor]]:
+    """Parameters at the end, by stage."""
+    found = []
+    for stage in STAGES:
+        zero = {"stage": stage, **(CUT if stage == 3 else {})}
+        engine, *_ = zero_full.initialize(model=Net(), config=config(stage, zero_optimization=zero, **keys))
+        dtype = next(engine.parameters()).dtype
+        for step in range(4):
+            for micro in range(engine.gradient_accumulation_steps()):
+                engine.backward(engine(data(step, micro, comm.rank, dtype)))
+                engine.step()
+        found.append(engine.module_state_dict())
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"bias_correction": False}, {"eps_inside_sqrt": True}, {"max_coeff": 0.5}],
+    ids=str,
+)
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_lamb_on_cut_tensors_is_lamb_on_whole_ones(world: int, options: dict[str, Any]) -> None:
+    def make(params: Any) -> PlainLamb:
+        inside, most = options.get("eps_inside_sqrt", False), options.get("max_coeff", 10.0)
+        return PlainLamb(params, options.get("bias_correction", True), inside, most)
+
+    want = reference(world, make=make, micro_batches=2, clip=0.1)
+    keys = {"optimizer": lamb(**options), "gradient_accumulation_steps": 2, "gradient_clipping": 0.1}
+    for stages in POOL.run(at_all_stages, world, keys):
+        for got in stages:
+            assert_close(got, want, 5e-6)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_lamb_in_16_bits_is_the_same_at_every_stage(precision: str) -> None:
+    for whole, *others in POOL.run(at_all_stages, 3, {"optimizer": lamb(), precision: {"enabled": True}}):
+        for got in others:
+            assert_close(got, whole, 2**-6)
+        assert not torch.equal(whole["layers.0.weight"].float(), Net().layers[0].weight)  # it has moved
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "transposed", "fp64", "fp16"])
+def test_lamb_by_itself_is_an_optimizer_of_torch(kind: str) -> None:
+    start = torch.linspace(-1, 1, 12).view(3, 4)
+    start = {"transposed": start.t(), "fp64": start.double(), "fp16": start.half()}.get(kind, start)
+    mine, plain = (nn.Parameter(start.clone(memory_format=torch.preserve_format)) for _ in range(2))
+    ours, theirs = Lamb([mine], **OPTIONS), PlainLamb([plain])  # type: ignore[arg-type]
+    for step in range(3):
+        for p in (mine, plain):
+            p.grad = (p.detach() * 3).sin() * (step + 1)
+        ours.step()
+        theirs.step()
+    tolerance = {"fp64": 1e-12, "fp16": 2e-3}.get(kind, 2e-6)
+    torch.testing.assert_close(mine, plain, rtol=tolerance, atol=tolerance)
+
+
+def test_lambs_options_are_checked_and_deepspeeds_names_taken() -> None:
+    params = [{"params": [nn.Parameter(torch.ones(2))]}]
+    made = build_optimizer("FusedLamb", {"amsgrad": False, "max_coeff": 5, "eps_inside_sqrt": True}, params)
+    assert isinstance(made, Lamb) and made.defaults["max_coeff"] == 5
+    for name, value in (("amsgrad", True), ("min_coeff", 11.0), ("min_coeff", -1.0), ("betas", [1.0, 0.9])):
+        with pytest.raises(ValueError, match=name):
+            build_optimizer("Lamb", {name: value}, params)
+
+
+class Lookahead(Lamb):
+    def step(self, closure: Any = None) -> None: ...  # type: ignore[override]
+
+
+def test_a_step_that_would_never_be_called_is_an_error() -> None:
+    for stage in (0, 2):
+        model = Net()
+        with pytest.raises(TypeError, match="Lookahead has another step"):
+            zero_full.initialize(model=model, optimizer=Lookahead(model.parameters()), config=config(stage))
+
+
+# A rule of the user's ----------------------------------------------------------------------------
+
+
+class ByNorm(torch.optim.Optimizer):
+    """Moves each tensor by `lr` along its gradient, whose norm becomes 1."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01})
+
+    def zero_full_stepper(self) -> Stepper:
+        return ByNormStep(self)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            p.sub_(p.grad / p.grad.norm(), alpha=0.01)
+
+
+class ByNormStep(Stepper):
+    def __init__(self, optimizer: ByNorm) -> None:
+        self.optimizer, self.told = optimizer, list[str]()
+
+    def begin(self, pieces: Sequence[Piece]) -> None:
+        self.told.append("begin")
+
+    def step(self, pieces: Sequence[Piece], factor: float, add_up: Callable[..., Tensor]) -> None:
+        self.told.append("step")
+        rows = torch.zeros(len(pieces), 1, dtype=torch.float64)
+        for number, piece in enumerate(pieces):
+            assert piece.gradient is not None and piece.gradient.dtype == piece.master.dtype
+            rows[number] = piece.gradient.double().square().sum()
+        for piece, (square,) in zip(pieces, add_up(pieces, rows).tolist(), strict=True):
+            assert piece.gradient is not None
+            piece.master.sub_(piece.gradient / square**0.5, alpha=0.01)
+            piece.state["steps"] = piece.state.get("steps", 0) + 1
+
+    def end(self) -> None:
+        self.told.append("end")
+
+
+def noted(said: list[str], what: str, *_: Any) -> None:
+    said.append(what)
+
+
+def by_norm(comm: Any) -> list[tuple[dict[str, Tensor], list[str], list[str]]]:
+    """Parameters, what the stepper was told and what hooks were, by stage."""
+    found = []
+    for stage in STAGES:
+        model, hooked = Net(), list[str]()
+        base = ByNorm(model.parameters())
+        base.register_step_pre_hook(partial(noted, hooked, "before"))
+        base.register_step_post_hook(partial(noted, hooked, "after"))
+        zero = {"stage": stage, **(CUT if stage == 3 else {})}
+        engine, *_ = zero_full.initialize(
+            model=model, optimizer=base, config=config(stage, zero_optimization=zero)
+        )
+        for step in range(2):
+            engine.backward(engine(data(step, 0, comm.rank)))
+            engine.step()
+        found.append((engine.module_state_dict(), engine.optimizer.steppers.own.told, hooked))
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_a_stepper_of_the_users_steps_pieces(world: int) -> None:
+    want = reference(world, steps=2, make=ByNorm)
+    for stages in POOL.run(by_norm, world):
+        for stage, (got, told, hooked) in enumerate(stages):
+            assert_close(got, want)
+            assert told[0] == "begin" and told[-1] == "end" and told.count("begin") == told.count("end") == 2
+            assert (told.count("step") > 2) == (stage == 3), "parts of a step"
+            assert hooked == ["before", "after"] * 2
+
+
+# One step is one step ----------------------------------------------------------------------------
+
+
+class Counting(torch.optim.SGD):
+    zero_full_elementwise = True
+    steps = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.steps += 1
+        super().step()
+
+
+def counted(comm: Any, hooked: bool) -> tuple[int, dict[str, Tensor]]:
+    """How often a step was counted, in 3 steps of many sub-groups each; and the parameters."""
+    model, calls = Net(), list[int]()
+    base = torch.optim.SGD(model.parameters(), lr=0.01) if hooked else Counting(model.parameters(), lr=0.01)
+    if hooked:
+        base.register_step_pre_hook(lambda *_: calls.append(1))
+    zero = {"stage": 3, **CUT}
+    engine, *_ = zero_full.initialize(model=model, optimizer=base, config=config(3, zero_optimization=zero))
+    for step in range(3):
+        engine.backward(engine(data(step, 0, comm.rank)))
+        engine.step()
+    got = engine.module_state_dict()
+    engine.destroy()
+    return (len(calls) if hooked else base.steps), got  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_however_many_sub_groups_a_step_is_counted_once(hooked: bool) -> None:
+    want = reference(2, 3, make=lambda params: torch.optim.SGD(params, lr=0.01))
+    for count, got in POOL.run(counted, 2, hooked):
+        assert count == 3
+        assert_close(got, want)
+
+
+def note_sums(comm: Any, check: bool) -> int:
+    """How often `squared_norm` has read a bucket's own gradients in two steps."""
+    from zero_full.shard import bucket
+
+    calls, real = list[int](), bucket.squared_norm
+    bucket.squared_norm = lambda *given: (calls.append(1), real(*given))[1]  # type: ignore[assignment]
+    try:
+        train(comm, config(2, bf16={"enabled": True, "check_grad_overflow": check}), steps=2)
+    finally:
+        bucket.squared_norm = real  # type: ignore[assignment]
+    return len(calls)
+
+
+def test_own_gradients_are_looked_at_only_where_somebody_asks_for_a_norm() -> None:
+    assert POOL.run(note_sums, 2, False) == [0, 0]
+    assert all(count > 0 for count in POOL.run(note_sums, 2, True))

@@ -1,0 +1,203 @@
+"""The typed way in: a model, an optimizer and `Settings` become an optimizer over shards, without any JSON.
+
+    optimizer = shard(model, torch.optim.AdamW(model.parameters()), Settings(stage=3))
+    for inputs, targets in loader:
+        loss_of(model(inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+`initialize` reads a DeepSpeed file, makes the same values of it, and puts an engine around the result.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zero_full.calls import ModelCalls
+from zero_full.checkpoint import load_weights
+from zero_full.comm.ledger import Traffic
+from zero_full.comm.topology import Topology
+from zero_full.construct import Deferred, has_values, outside_recording
+from zero_full.given import check_arguments, check_model, check_optimizer
+from zero_full.optim import check_elementwise
+from zero_full.precision import DynamicScale, StaticScale
+from zero_full.ranks import attempt, compare, facts_of
+from zero_full.shard import Connection, Dealer, Settings, ZeroOptimizer, connect, place_the_rest
+from zero_full.shard.base import NoOptimizer
+from zero_full.shard.gathered import guard
+from zero_full.shard.passes import Rules
+
+SWITCH = "ZERO_FULL_SHARED_MEMORY"
+
+
+@outside_recording
+def shard(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    settings: Settings | None = None,
+    topology: Topology | None = None,
+    *,
+    scaler: StaticScale | None = None,
+) -> ZeroOptimizer:
+    """Share parameters, gradients and optimizer state among ranks. Every rank must call this.
+
+    model      moved to this rank's device; every rank gets the first rank's values
+    optimizer  over parameters of the model; None: the model only serves, cut as the stage says
+    settings   stage, precision, tiers and the rest; None: stage 1 in the model's own precision
+    topology   which ranks share what; None: all ranks of torch.distributed share everything
+    scaler     by what the loss is multiplied; None: with fp16 parameters a `DynamicScale`, else by nothing.
+               Where there is one, call `optimizer.scale(loss).backward()`, or let the model return its loss
+
+    Returns what stands in the optimizer's place: `step`, `zero_grad`, `state_dict`, and `last`, which tells
+    what the last step did. Gradients of several backward passes add up until `step`, as in torch.
+    """
+    settings, topology = settings or Settings(), topology or Topology()
+    given = {"process_group": None, "mesh": None, "mpu": None, "topology": topology}
+    check_arguments(model, optimizer, None, settings.gathering.wrap, given)
+    if not (optimizer is None or isinstance(optimizer, torch.optim.Optimizer)):
+        raise TypeError(f"optimizer must be a torch optimizer or None, not {type(optimizer).__name__}")
+    _refuse_not_started(topology)
+    prepared = attempt(partial(_prepare, model, optimizer, settings, scaler), topology)
+    compare({"settings": dict(_facts(settings)), **facts_of(model, prepared.base)}, topology)
+    made = assemble(model, topology, prepared)
+    made.reducer.rules = Rules(
+        plain_divisor=lambda: settings.plain_divisor,
+        refuse_unscaled=partial(_refuse_unscaled, made.scaler),
+        scale=lambda: made.scaler.scale,
+        note_loss=made.report.note_loss,
+    )
+    if not _is_one(made.scaler):
+        made.hooks.append(ModelCalls(model, made, gates=True))
+    if settings.gather_beside_forward:
+        made.arrivals.hold_back(model, made.buckets)
+    return made
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a rank can make on its own, before it needs the others."""
+
+    deferred: Deferred
+    base: torch.optim.Optimizer
+    settings: Settings
+    scaler: StaticScale
+
+
+def _prepare(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings, scaler: StaticScale | None
+) -> Prepared:
+    check_model(model)
+    deferred = take_model(model)
+    if optimizer is None:
+        trained = [p for p in model.parameters() if p.requires_grad and not settings.cuts_state]
+        return prepared_with(deferred, NoOptimizer(trained), settings, StaticScale(1.0))
+    check_optimizer(optimizer, model)
+    if scaler is None:
+        scaler = DynamicScale() if settings.dtypes.parameter == torch.float16 else StaticScale(1.0)
+    return prepared_with(deferred, optimizer, settings, scaler)
+
+
+def take_model(model: nn.Module) -> Deferred:
+    """Move the model to this rank's device; what is constructed later stays where it is."""
+    deferred = Deferred(model, _device(model))
+    model.to(deferred.device)
+    return deferred
+
+
+def prepared_with(
+    deferred: Deferred, base: torch.optim.Optimizer, settings: Settings, scaler: StaticScale
+) -> Prepared:
+    """Without an optimizer nothing is stepped, so nothing needs another precision than it has, or a scale."""
+    if not _shares_memory():
+        settings = replace(settings, shared_memory=False)
+    if isinstance(base, NoOptimizer):
+        settings = replace(settings, dtypes=replace(settings.dtypes, low_master=True))
+        scaler = StaticScale(1.0)
+    return Prepared(deferred, base, settings, scaler)
+
+
+def assemble(model: nn.Module, topology: Topology, prepared: Prepared) -> ZeroOptimizer:
+    """Open the groups, deal the parameters, put the optimizer over them. Every rank must call this."""
+    settings, deferred, base = prepared.settings, prepared.deferred, prepared.base
+    device = deferred.device
+    separate = settings.overlap and device.type == "cpu"
+    connection = Connection(device, Traffic(), separate, settings.check_timeout_s, settings.shared_memory)
+    groups = connect(topology, settings, connection)
+    if groups.dense.shard.size > 1 or (groups.expert is not None and groups.expert.shard.size > 1):
+        check_elementwise(base, settings.allow_untested)
+    deferred.refuse_strangers(base.param_groups)
+    deferred.meet(groups.dense)
+    if groups.expert is not None and deferred.parameters:
+        raise ValueError("experts are initialised differently on each rank: construct them without Init")
+    parts = Dealer(base.param_groups, topology, groups, settings, deferred.parameters).deal(model)
+    if deferred.parameters:
+        attempt(partial(deferred.fill, parts.fill), topology)
+        deferred.share(parts.fill)
+    place_the_rest(model, parts, topology, groups, settings)
+    optimizer = ZeroOptimizer(base, model, parts, groups, settings, prepared.scaler)
+    optimizer.guards = guard(model) if parts.sites else []
+    for path in deferred.weights:
+        load_weights(model, optimizer, path)
+    return optimizer
+
+
+def _device(model: nn.Module) -> torch.device:
+    """The model's, if it is on an accelerator already; else this rank's accelerator, if it can talk there."""
+    real = (p.device for p in model.parameters() if has_values(p))
+    here = next(real, torch.device("cpu"))
+    if here.type != "cpu" or not torch.accelerator.is_available():
+        return here
+    if dist.is_initialized() and dist.get_backend() in ("gloo", "cpu:gloo"):
+        return here
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None
+    return torch.device(kind.type, int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def _shares_memory() -> bool:
+    """Whether this process wants to, where the ranks of a host can: ZERO_FULL_SHARED_MEMORY=off says no."""
+    said = os.environ.get(SWITCH, "on").lower()
+    if said not in ("on", "off"):
+        raise ValueError(f"{SWITCH}={said!r}: it can be on or off")
+    return said == "on"
+
+
+def _refuse_not_started(topology: Topology) -> None:
+    """Under a launcher, ranks that do not know each other would each train a model of their own."""
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    if topology == Topology() and not dist.is_initialized() and ranks != "1":
+        raise RuntimeError(
+            f"this is one of {ranks} ranks (WORLD_SIZE), and torch.distributed is not initialised, so they "
+            "would train apart: call zero_full.init_distributed() first"
+        )
+
+
+def _is_one(scaler: StaticScale) -> bool:
+    return scaler.scale == 1 and not isinstance(scaler, DynamicScale)
+
+
+def _refuse_unscaled(scaler: StaticScale) -> None:
+    if not _is_one(scaler) and scaler.scale != 1:
+        raise RuntimeError(
+            "a backward pass has brought gradients without the loss scale, which a step would divide them "
+            "by: use optimizer.scale(loss).backward(), or let the model return its loss"
+        )
+
+
+def _facts(settings: Settings) -> Iterator[tuple[str, Any]]:
+    """What must be the same on every rank; functions cannot be compared."""
+
+    def flat(prefix: str, section: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        for key, value in section.items():
+            if isinstance(value, Mapping):
+                yield from flat(f"{prefix}{key}.", value)
+            elif not callable(value):
+                yield f"settings.{prefix}{key}", repr(value)
+
+    yield from flat("", asdict(settings))

@@ -1,0 +1,75 @@
+"""Tiers: where masters and moments wait between steps, and where they are stepped.
+
+[Note: tiers] Owned state is made in a tier's `room`, and the optimizer steps it there. Before a step
+`fetch` brings an averaged gradient to where the state is, and afterwards `put_away` sends the new values of
+the parameters' slice back. With state on the host (ZeRO-Offload) the device holds neither masters nor
+moments, and what travels are gradients one way and parameters the other.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+class Tier(ABC):
+    """See [Note: tiers]."""
+
+    apart: bool  # whether masters never lie in the parameters' own memory
+
+    @abstractmethod
+    def room(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for state of parameters that are on `device`. It is not filled."""
+
+    @abstractmethod
+    def fetch(self, tensor: Tensor) -> Tensor:
+        """This tensor of the device, or a copy of it, where state is stepped."""
+
+    @abstractmethod
+    def put_away(self, updated: Tensor, on_device: Tensor) -> None:
+        """What was stepped becomes the values of a tensor of the device."""
+
+
+@dataclass(frozen=True)
+class DeviceTier(Tier):
+    """State stays beside the parameters. A master of their own type is their memory."""
+
+    apart = False
+
+    def room(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory on the parameters' device."""
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def fetch(self, tensor: Tensor) -> Tensor:
+        """The tensor itself."""
+        return tensor
+
+    def put_away(self, updated: Tensor, on_device: Tensor) -> None:
+        """Copy, unless it is the same memory."""
+        if updated is not on_device:
+            on_device.copy_(updated)
+
+
+@dataclass(frozen=True)
+class HostTier(Tier):
+    """State waits in host memory and is stepped there. Copies wait until they are done."""
+
+    pin_memory: bool = (
+        False  # an accelerator copies from page-locked memory faster; a CPU knows no difference
+    )
+    apart = True
+
+    def room(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Host memory."""
+        pinned = self.pin_memory and device.type != "cpu"
+        return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=pinned)
+
+    def fetch(self, tensor: Tensor) -> Tensor:
+        """A copy on the host; on a CPU the tensor itself."""
+        return tensor.to("cpu")
+
+    def put_away(self, updated: Tensor, on_device: Tensor) -> None:
+        """Copy to the device."""
+        if updated is not on_device:
+            on_device.copy_(updated)

@@ -1,0 +1,90 @@
+"""Adam in one sweep: unscaling, clipping, the update and the low-precision copy touch each number once.
+
+Torch does these one after the other, each a pass over memory, which is what they wait for. The sweep stands
+in for a torch Adam or AdamW and keeps its options and its state as torch does; anything that could notice the
+difference (a subclass, a hook, a variant that the operator does not know) gets torch's own step.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zero_full._compat import foreach_add
+from zero_full.kernels.load import compiled_for, operators
+from zero_full.optim.step import AddUp, Kind, Piece, Stepper, alike, is_hooked, steps_as_its_class
+from zero_full.precision.dtypes import Dtypes
+
+GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
+MASTERS = (torch.float32, torch.bfloat16)
+VARIANTS = ("amsgrad", "maximize", "capturable", "differentiable", "foreach")
+NUMBERS = ("lr", "eps", "weight_decay")
+
+
+def is_plain_adam(base: Optimizer, step: Any = None) -> bool:
+    """Whether its step (or `step`, if that is another) is torch's own and does no more than the operator."""
+    is_adam = type(base) in (torch.optim.Adam, torch.optim.AdamW)
+    if not is_adam or not steps_as_its_class(base, step or base.step):
+        return False
+    return not is_hooked(base) and all(_is_plain_group(group) for group in base.param_groups)
+
+
+def _is_plain_group(group: Mapping[str, Any]) -> bool:
+    plain = not any(group.get(variant) for variant in VARIANTS) and group.get("fused") is not False
+    numbers = [*(group[name] for name in NUMBERS), *group["betas"]]
+    return plain and not any(isinstance(number, Tensor) for number in numbers)
+
+
+class FusedAdam(Stepper):
+    """Steps pieces in the place of a torch optimizer."""
+
+    fuses = True
+
+    def __init__(self, base: Optimizer, own_step: Any, dtypes: Dtypes) -> None:
+        self.base, self.own_step, self.dtypes = base, own_step, dtypes
+
+    def takes(self, kinds: Collection[Kind]) -> bool:
+        """Whether it can, for all of them, and is faster than torch, or says something that torch cannot."""
+        return is_plain_adam(self.base, self.own_step) and all(self._takes(*kind) for kind in kinds)
+
+    def _takes(self, master: torch.dtype, gradient: torch.dtype, device: torch.device) -> bool:
+        if master not in MASTERS or gradient not in GRADIENTS:
+            return False
+        return compiled_for(device) or self.dtypes.moments_of(master) != master
+
+    def step(self, pieces: Sequence[Piece], factor: float, add_up: AddUp) -> None:
+        """Masters, state and copies change."""
+        for some in alike(pieces):
+            self._step_group(some, self.base.param_groups[some[0].group], factor)
+
+    def _step_group(self, pieces: Sequence[Piece], group: Mapping[str, Any], factor: float) -> None:
+        states = [self._state_of(piece) for piece in pieces]
+        steps = [state["step"] for state in states]
+        foreach_add(steps, 1)
+        operators().adam_step(
+            [piece.master for piece in pieces],
+            [piece.gradient.contiguous() for piece in pieces if piece.gradient is not None],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            steps,
+            [piece.copy for piece in pieces if piece.copy is not None],
+            group["lr"],
+            *group["betas"],
+            group["eps"],
+            group["weight_decay"],
+            group.get("decoupled_weight_decay", False),
+            factor,
+        )
+
+    def _state_of(self, piece: Piece) -> dict[str, Tensor]:
+        state, master = piece.state, piece.master
+        if not state:
+            moments = self.dtypes.moments_of(master.dtype)
+            state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
+            state["exp_avg"] = torch.zeros_like(master, dtype=moments)
+            state["exp_avg_sq"] = torch.zeros_like(master, dtype=moments)
+        if state["step"].device != master.device or state["step"].dtype != torch.float32:
+            state["step"] = state["step"].to(master.device, torch.float32)
+        return state

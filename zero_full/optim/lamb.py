@@ -1,0 +1,150 @@
+"""LAMB: Adam's direction for each parameter, in a length that fits the parameter's own."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zero_full._compat import foreach_add
+from zero_full.kernels import reference
+from zero_full.kernels.load import operators
+from zero_full.optim.arguments import checked_options
+from zero_full.optim.step import AddUp, Piece, Stepper, alike, alone
+
+
+class Lamb(Optimizer):
+    """Moves each parameter by `lr` times its norm over its update's norm, kept between two bounds.
+
+    The defaults are DeepSpeed's. As there, the bias correction scales the step, not the norms' ratio, which
+    is 1 where either norm is zero. At every stage the norms are those of whole parameters.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        bias_correction: bool = True,
+        eps_inside_sqrt: bool = False,
+        *,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+    ) -> None:
+        given = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "bias_correction": bias_correction,
+            "eps_inside_sqrt": eps_inside_sqrt,
+            "max_coeff": max_coeff,
+            "min_coeff": min_coeff,
+        }
+        options = checked_options(Lamb, given, str)
+        if not 0 <= options["min_coeff"] <= options["max_coeff"]:
+            raise ValueError(f"min_coeff must be from 0 to max_coeff, {max_coeff}, not {min_coeff}")
+        super().__init__(params, options)
+
+    def zero_full_stepper(self) -> Stepper:
+        """What steps pieces of parameters."""
+        return LambStep(self)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Move every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        listed = [(number, p) for number, group in enumerate(self.param_groups) for p in group["params"]]
+        whole = [
+            Piece("", p.shape, (0, p.numel()), number, p, p.grad, state=self.state[p])
+            for number, p in listed
+            if p.grad is not None
+        ]
+        self.zero_full_stepper().step(whole, 1.0, alone)
+        return loss
+
+
+class LambStep(Stepper):
+    """In two halves, with one sum of two numbers a parameter between them."""
+
+    fuses = True
+
+    def __init__(self, optimizer: Lamb) -> None:
+        self.optimizer = optimizer
+
+    def step(self, pieces: Sequence[Piece], factor: float, add_up: AddUp) -> None:
+        """Masters, state and copies change."""
+        together = list(alike(pieces))
+        ordered = [piece for some in together for piece in some]
+        norms = [self._first_half(some, factor) for some in together]
+        device = pieces[0].master.device if pieces else None
+        rows = torch.cat(norms) if norms else torch.zeros(0, 2, dtype=torch.float64, device=device)
+        totals = add_up(ordered, rows)
+        for some in together:
+            mine, totals = totals[: len(some)], totals[len(some) :]
+            self._second_half(some, mine)
+
+    def _first_half(self, pieces: Sequence[Piece], factor: float) -> Tensor:
+        group = self._group(pieces)
+        for piece in pieces:
+            if piece.copy is not None:
+                piece.master.copy_(reference.unless_written(piece.master, piece.copy))
+        norms: Tensor = _operators(pieces).lamb_norms(
+            [piece.master for piece in pieces],
+            [piece.gradient.contiguous() for piece in pieces if piece.gradient is not None],
+            [self._state_of(piece)["exp_avg"] for piece in pieces],
+            [self._state_of(piece)["exp_avg_sq"] for piece in pieces],
+            *group["betas"],
+            group["eps"],
+            group["weight_decay"],
+            group["eps_inside_sqrt"],
+            factor,
+        )
+        return norms
+
+    def _second_half(self, pieces: Sequence[Piece], norms: Tensor) -> None:
+        group = self._group(pieces)
+        steps = [self._state_of(piece)["step"] for piece in pieces]
+        foreach_add(steps, 1)
+        _operators(pieces).lamb_step(
+            [piece.master for piece in pieces],
+            [piece.state["exp_avg"] for piece in pieces],
+            [piece.state["exp_avg_sq"] for piece in pieces],
+            steps,
+            [piece.copy for piece in pieces if piece.copy is not None],
+            norms,
+            float(group["lr"]),
+            *group["betas"],
+            group["eps"],
+            group["weight_decay"],
+            group["bias_correction"],
+            group["eps_inside_sqrt"],
+            group["min_coeff"],
+            group["max_coeff"],
+        )
+
+    def _group(self, pieces: Sequence[Piece]) -> Mapping[str, Any]:
+        group: Mapping[str, Any] = self.optimizer.param_groups[pieces[0].group]
+        return group
+
+    def _state_of(self, piece: Piece) -> dict[str, Tensor]:
+        state, master = piece.state, piece.master
+        if not state:
+            moments = torch.promote_types(master.dtype, torch.float32)
+            state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
+            state["exp_avg"] = torch.zeros_like(master, dtype=moments)
+            state["exp_avg_sq"] = torch.zeros_like(master, dtype=moments)
+        return state
+
+
+def _operators(pieces: Sequence[Piece]) -> Any:
+    """The compiled ones, for all that they take; else the plain ones, which take everything."""
+    masters = [piece.master for piece in pieces]
+    takes = all(p.dtype in (torch.float32, torch.bfloat16) and p.is_contiguous() for p in masters)
+    return operators() if takes else reference

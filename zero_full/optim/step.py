@@ -1,0 +1,122 @@
+"""By which rule owned state moves: a stepper steps the pieces that this rank owns of parameters.
+
+[Note: steppers] A step of training is one `begin`, one `step` for each part of the pieces, and one `end`:
+what counts steps, or is called at every step, is so once. A piece is a range of a parameter's elements, in
+one dimension; where nothing is cut it is the whole parameter, in its own shape. A rule that needs to know
+about whole parameters, such as their norms, adds up over the ranks by `add_up`, which every rank must call
+equally often, also one that owns no piece.
+
+An optimizer brings its own stepper by a method `zero_full_stepper` that returns one.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zero_full._compat import global_step_hooks, is_wrapped_by_schedule, step_hooks
+
+# Given one row of numbers about each piece: the same about the whole parameters that they are of.
+AddUp = Callable[[Sequence["Piece"], Tensor], Tensor]
+Kind = tuple[torch.dtype, torch.dtype, torch.device]  # of masters and of their gradients, and where they are
+
+
+@dataclass(eq=False)
+class Piece:
+    """What this rank owns of a parameter."""
+
+    name: str  # of the parameter
+    shape: torch.Size  # of the whole parameter
+    param_range: tuple[int, int]  # which of its elements
+    group: int  # which of the optimizer's parameter groups
+    master: Tensor  # what moves
+    gradient: Tensor | None = None  # averaged; only while the piece is stepped
+    copy: Tensor | None = None  # the parameter's own elements, if they are of another type; only then, too
+    state: dict[str, Any] = field(default_factory=dict)  # what the rule remembers
+
+
+class Stepper:
+    """See [Note: steppers]."""
+
+    # True: `step` multiplies gradients by its factor and takes them in any type. It minds copies: elements
+    # that are not what their master rounds to were written by somebody, and count; all are written then.
+    # False: gradients are multiplied already and of the master's type, and there are no copies.
+    fuses = False
+
+    @property
+    def takes_parts(self) -> bool:
+        """Whether `step` may be called for a part of the pieces at a time."""
+        return True
+
+    def begin(self, pieces: Sequence[Piece]) -> None:
+        """A step begins. `pieces`: all that this rank owns, also what has no gradient now."""
+
+    def step(self, pieces: Sequence[Piece], factor: float, add_up: AddUp) -> None:
+        """Move these pieces, all of which have a gradient. Gradients count times `factor`."""
+        raise NotImplementedError
+
+    def end(self) -> None:
+        """The step is over, or has failed."""
+
+
+class TorchStep(Stepper):
+    """Any torch optimizer, by its own `step`, with the pieces in the place of its parameters."""
+
+    def __init__(self, optimizer: Optimizer, own_step: Callable[[], Any]) -> None:
+        self.optimizer, self.own_step = optimizer, own_step
+        self.shown: list[Any] = []
+
+    @property
+    def takes_parts(self) -> bool:
+        """Only if nobody can tell: a class of ours or torch's, whose step nobody has replaced or hooked."""
+        known = type(self.optimizer).__module__.split(".")[0] in ("torch", "zero_full")
+        return known and not is_hooked(self.optimizer) and steps_as_its_class(self.optimizer, self.own_step)
+
+    def begin(self, pieces: Sequence[Piece]) -> None:
+        """The groups list pieces."""
+        groups = self.optimizer.param_groups
+        self.shown = [group["params"] for group in groups]
+        for number, group in enumerate(groups):
+            group["params"] = [piece.master for piece in pieces if piece.group == number]
+
+    def step(self, pieces: Sequence[Piece], factor: float, add_up: AddUp) -> None:
+        """What has no gradient now stays as it is."""
+        for piece in pieces:
+            piece.master.grad = piece.gradient
+        try:
+            self.own_step()
+        finally:
+            for piece in pieces:
+                piece.master.grad = None
+
+    def end(self) -> None:
+        """The groups list parameters again."""
+        for group, params in zip(self.optimizer.param_groups, self.shown, strict=True):
+            group["params"] = params
+
+
+def is_hooked(optimizer: Optimizer) -> bool:
+    """Whether something runs before or after each of its steps."""
+    return any(map(bool, (*step_hooks(optimizer), global_step_hooks())))
+
+
+def steps_as_its_class(optimizer: Optimizer, step: Any) -> bool:
+    """Whether nobody has put another `step` into this one object, but for schedules, which only watch."""
+    return getattr(step, "__func__", None) is type(optimizer).step or is_wrapped_by_schedule(step)
+
+
+def alike(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+    """The pieces, those together that an operator can take at once: of one group, types and device."""
+    together: dict[Any, list[Piece]] = {}
+    for piece in pieces:
+        kinds = [None if t is None else t.dtype for t in (piece.master, piece.gradient, piece.copy)]
+        together.setdefault((piece.group, *kinds, piece.master.device), []).append(piece)
+    yield from together.values()
+
+
+def alone(pieces: Sequence[Piece], rows: Tensor) -> Tensor:
+    """How who owns whole parameters adds up."""
+    return rows

@@ -1,0 +1,236 @@
+"""What this rank owns of a flat parameter: the master that the optimizer steps, in pieces of parameters.
+
+    master   this rank's slice, in the type in which it is stepped. It is the memory of the parameters' slice
+             itself where the types are the same and state waits beside the parameters
+    pieces   windows into the master, one for each parameter of which this rank owns something
+    tier     where the master waits, and with it the optimizer's state
+
+A checkpoint of one rank has, for every piece, the parameter's name and shape and the range of its elements:
+all that is needed to put the pieces together again.
+"""
+
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_full.kernels.reference import unless_written
+from zero_full.offload import Tier
+from zero_full.optim.step import Piece
+from zero_full.precision.dtypes import Dtypes
+from zero_full.shard.bucket import Bucket
+from zero_full.shard.flat import FlatParameter, GatherState, Member
+
+Saved = dict[str, Any]
+
+
+class Owned:
+    """See the module's docstring."""
+
+    def __init__(self, flat: FlatParameter, bucket: Bucket, dtypes: Dtypes, tier: Tier) -> None:
+        self.flat, self.bucket, self.tier = flat, bucket, tier
+        self.dtype = dtypes.master_of(flat.dtype)
+        values = flat.take_unrounded()
+        self._let_master_be(flat.shard if bucket.asleep else self._master_of(values))
+
+    def _master_of(self, values: Tensor) -> Tensor:
+        if self.dtype == self.flat.dtype and not self.tier.apart:
+            return self.flat.shard
+        return self.tier.room(values.numel(), self.dtype, values.device).copy_(values)
+
+    def _let_master_be(self, master: Tensor) -> None:
+        self.master, self.pieces = master, dict[Member, Piece]()
+        for fragment in self.flat.fragments():
+            member = self.flat.members[fragment.index]
+            mine = self.flat.piece_of(master, member)
+            assert mine is not None
+            shape = member.param.shape
+            self.pieces[member] = Piece(member.name, shape, fragment.param_range, member.group, mine)
+
+    @property
+    def is_separate(self) -> bool:
+        """Whether the master has memory of its own."""
+        return self.master is not self.flat.shard
+
+    def wake(self) -> None:
+        """Masters appear: see [Note: asleep] in `bucket.py`. The pieces are others now."""
+        self._let_master_be(self._master_of(self.flat.shard))
+
+    # A step --------------------------------------------------------------------------------------
+
+    def fetch(self, used: Container[Member], fuses: bool) -> list[Piece]:
+        """The pieces of these parameters with their gradients, where they are stepped.
+
+        `fuses`: the stepper takes gradients in any type, and minds the copies of another type.
+        """
+        pieces = {member: piece for member, piece in self.pieces.items() if member in used}
+        has_copies = self.is_separate and self.flat.dtype != self.dtype
+        self.copies = self.tier.fetch(self.flat.shard) if fuses and has_copies else None
+        if self.copies is None:
+            self.follow_parameters()
+        gradients = self._gradients(None if fuses else self.dtype)
+        for member, piece in pieces.items():
+            piece.gradient = member.param.grad if gradients is None else self.flat.piece_of(gradients, member)
+            if gradients is None and piece.gradient is not None:
+                piece.gradient = self.tier.fetch(piece.gradient)
+            piece.copy = None if self.copies is None else self.flat.piece_of(self.copies, member)
+        return list(pieces.values())
+
+    def _gradients(self, dtype: torch.dtype | None) -> Tensor | None:
+        """This rank's slice of the averaged gradients; None: they are in `param.grad`."""
+        if self.bucket.uses_param_grad:
+            return None
+        assert self.bucket.grad_slice is not None
+        fetched = self.tier.fetch(self.bucket.grad_slice)
+        return fetched if dtype is None else fetched.to(dtype)
+
+    def put_away(self) -> None:
+        """After a step: this rank's slice of the parameters becomes what the pieces are now."""
+        for piece in self.pieces.values():
+            piece.gradient = piece.copy = None
+        self.flat.node_copy = None
+        self.tier.put_away(self.master if self.copies is None else self.copies, self.flat.shard)
+        self.copies = None
+
+    # Values --------------------------------------------------------------------------------------
+
+    def copy_master(self) -> None:
+        """This rank's slice of the parameters becomes what its master says."""
+        self.flat.node_copy = None
+        self.tier.put_away(self.master, self.flat.shard)
+
+    @torch.no_grad()
+    def follow_parameters(self, released: bool = False) -> None:
+        """Masters take what somebody has written to this rank's slice of the parameters.
+
+        `released`: even if it is a unit's, which nobody can write to but `GatheredParameters`.
+        """
+        if not self.is_separate or (self.flat.released_at_rest and not released):
+            return
+        slice_, master = self.tier.fetch(self.flat.shard), self.master
+        if slice_.dtype == master.dtype:
+            master.copy_(slice_)
+            return
+        as_it_was = (
+            slice_.device.type == "cpu"
+            and torch.equal(  # elsewhere it would cost a wait for the device
+                master.to(slice_.dtype).view(torch.int16), slice_.view(torch.int16)
+            )
+        )
+        if not as_it_was:
+            master.copy_(unless_written(master, slice_))
+
+    def fill(self, member: Member, value: Tensor) -> None:
+        """Give a parameter and its master new values. Every rank must do the same."""
+        self.flat.fill(member, value)
+        if self.is_separate:
+            self.flat.write(self.master, member, value)
+
+
+# All that a rank owns ----------------------------------------------------------------------------
+
+
+def pieces_of(owned: Iterable[Owned]) -> dict[str, Piece]:
+    """Everything this rank owns, by parameter name."""
+    return {piece.name: piece for each in owned for piece in each.pieces.values()}
+
+
+def cut_state(base: torch.optim.Optimizer, owned: Iterable[Owned]) -> None:
+    """An optimizer that has already stepped whole parameters keeps its state: cut it like them."""
+    for each in owned:
+        for member in each.flat.members:
+            state, piece = base.state.pop(member.param, None), each.pieces.get(member)
+            if state and piece is not None:
+                base.state[piece.master] = {k: _cut(v, member.param, piece) for k, v in state.items()}
+
+
+def _cut(value: Any, param: Tensor, piece: Piece) -> Any:
+    if not isinstance(value, Tensor) or value.shape != param.shape or not value.dim():
+        return value
+    start, stop = piece.param_range
+    return value.reshape(-1)[start:stop].reshape(piece.master.shape).to(piece.master.device, copy=True)
+
+
+def holdings(
+    flats: Sequence[FlatParameter], owned: Sequence[Owned], states: Mapping[Any, Mapping[str, Any]]
+) -> dict[str, list[Tensor]]:
+    """Every tensor that a rank keeps, by kind. Counters are the optimizer's step numbers.
+
+    What waits on the host is there in the place of what the optimizer would keep on the device.
+    """
+    state = [v for s in states.values() for v in s.values() if isinstance(v, Tensor)]
+    masters = [each.master for each in owned if each.is_separate]
+    is_apart = any(each.tier.apart for each in owned)
+    whole = [flat.full for flat in flats if flat.state is not GatherState.SHARDED]
+    copies = [flat.node_copy for flat in flats if flat.node_copy is not None]
+    return {
+        "parameters": whole + [flat.shard for flat in flats if flat.released_at_rest] + copies,
+        "gradients": [tensor for each in owned for tensor in each.bucket.gradient_memory()],
+        "host" if is_apart else "optimizer": masters + [t for t in state if t.dim()],
+        "counters": [t for t in state if not t.dim()],
+    }
+
+
+def save(base: torch.optim.Optimizer, owned: Iterable[Owned]) -> Saved:
+    """This rank's pieces. The tensors are copies."""
+    return {
+        name: {
+            "shape": tuple(piece.shape),
+            "range": piece.param_range,
+            "master": piece.master.detach().clone(),
+            "state": {key: _copy(value) for key, value in base.state.get(piece.master, {}).items()},
+        }
+        for name, piece in pieces_of(owned).items()
+    }
+
+
+def load(base: torch.optim.Optimizer, owned: Iterable[Owned], saved: Mapping[str, Any]) -> None:
+    """Put a saved part back. It must be from the same rank of a run with the same layout."""
+    mine = pieces_of(owned)
+    _check(mine, saved)
+    for name, piece in mine.items():
+        piece.master.detach().copy_(saved[name]["master"])
+        base.state[piece.master] = {
+            key: _copy(value, piece.master.device) for key, value in saved[name]["state"].items()
+        }
+
+
+def refuse_unfit(state_dict: Mapping[str, Any], groups: int) -> None:
+    """Raise if this is not the state of such an optimizer."""
+    if "fragments" not in state_dict:
+        raise ValueError(
+            "this is not what the state_dict of zero_full's optimizer has returned: load a plain optimizer's "
+            "state into it before initialize, which keeps it"
+        )
+    if len(state_dict["groups"]) != groups:
+        raise ValueError(
+            f"{len(state_dict['groups'])} parameter groups were saved, but the optimizer has {groups}"
+        )
+
+
+def _check(mine: Mapping[str, Piece], saved: Mapping[str, Any]) -> None:
+    missing, surplus = sorted(mine.keys() - saved.keys()), sorted(saved.keys() - mine.keys())
+    if missing or surplus:
+        raise ValueError(
+            f"this rank's saved part lacks {missing or 'nothing'} and has {surplus or 'nothing'} besides. "
+            "Load what the same rank has saved, with the same world size, stage and bucket size"
+        )
+    for name, piece in mine.items():
+        shape, cut = tuple(saved[name]["shape"]), tuple(saved[name]["range"])
+        if shape != tuple(piece.shape):
+            raise ValueError(f"{name} has shape {tuple(piece.shape)}, but was saved as {shape}")
+        if cut != piece.param_range:
+            raise ValueError(
+                f"{name}: this rank owns elements {piece.param_range}, the saved part has {cut}. "
+                "It was saved by another rank, or with another world size, stage or bucket size"
+            )
+
+
+def _copy(value: Any, device: torch.device | None = None) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    # A counter (no dimensions) may live elsewhere than what it counts for.
+    if device is None or not value.dim():
+        return value.detach().clone()
+    return value.detach().to(device, copy=True)

@@ -1,0 +1,102 @@
+"""One step of what a rank owns: which stepper, on which pieces, how much at a time."""
+
+from collections.abc import Container, Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zero_full._compat import step_hooks
+from zero_full.optim.elementwise import own_stepper
+from zero_full.optim.fused_adam import FusedAdam
+from zero_full.optim.step import AddUp, Piece, Stepper, TorchStep
+from zero_full.precision.dtypes import Dtypes
+from zero_full.shard.base import Base
+from zero_full.shard.flat import Member
+from zero_full.shard.owned import Owned
+
+
+class Steppers:
+    """The steppers that an optimizer can be stepped by."""
+
+    def __init__(self, base: Base, dtypes: Dtypes) -> None:
+        self.optimizer: Optimizer = base.optimizer
+        self.own = own_stepper(self.optimizer, base.own_step)
+        self.by_torch = TorchStep(self.optimizer, base.own_step)
+        self.fused_adam = FusedAdam(self.optimizer, base.own_step, dtypes)
+
+    def choose(self, stepped: Iterable[Owned]) -> Stepper:
+        """The optimizer's own, if it brings one; else the fastest that does the same as its `step`."""
+        if self.own is not None:
+            return self.own
+        kinds = {(owned.master.dtype, owned.bucket.accumulate, owned.master.device) for owned in stepped}
+        return self.fused_adam if self.fused_adam.takes(kinds) else self.by_torch
+
+    def step(
+        self,
+        stepper: Stepper,
+        everything: Iterable[Owned],
+        parts: Iterable[Sequence[Owned]],
+        used: Container[Member],
+        factor: float,
+    ) -> None:
+        """Step part after part; parameters without a gradient on any rank, which are not `used`, stay."""
+        before, after = step_hooks(self.optimizer) if stepper is self.own else ([], [])
+        for hook in before:
+            hook(self.optimizer, (self.optimizer,), {})
+        stepper.begin([piece for owned in everything for piece in owned.pieces.values()])
+        try:
+            for part in parts:
+                self._step_part(stepper, part, used, factor)
+        finally:
+            stepper.end()
+        for hook in after:
+            hook(self.optimizer, (self.optimizer,), {})
+
+    def _step_part(
+        self, stepper: Stepper, part: Sequence[Owned], used: Container[Member], factor: float
+    ) -> None:
+        pieces = [piece for owned in part for piece in owned.fetch(used, stepper.fuses)]
+        for piece in pieces:
+            piece.state = self.optimizer.state[piece.master]
+        stepper.step(pieces, factor, _adding_up(part, used))
+        for owned in part:
+            owned.put_away()
+
+
+def sub_groups(stepped: Sequence[Owned], limit: int | None) -> list[list[Owned]]:
+    """Neighbours together, as many as have `limit` elements on this rank, but at least one; None: all."""
+    if limit is None:
+        return [list(stepped)]
+    together: list[list[Owned]] = []
+    room = 0
+    for owned in stepped:
+        numel = owned.flat.layout.shard
+        if not together or numel > room:
+            together.append([])
+            room = limit
+        together[-1].append(owned)
+        room -= numel
+    return together
+
+
+def _adding_up(part: Sequence[Owned], used: Container[Member]) -> AddUp:
+    """Sums of numbers about pieces, over the ranks that have the other pieces of the same parameters.
+
+    All ranks number the parameters in the same way, whichever pieces they own.
+    """
+    named = [(m.name, owned.flat.ranks) for owned in part for m in owned.flat.members if m in used]
+    place: Mapping[str, int] = {name: number for number, (name, _) in enumerate(named)}
+
+    def add_up(pieces: Sequence[Piece], rows: Tensor) -> Tensor:
+        mine = [place[piece.name] for piece in pieces]
+        totals = torch.zeros(len(named), *rows.shape[1:], dtype=rows.dtype, device=rows.device)
+        totals[mine] = rows
+        for ranks in dict.fromkeys(ranks for _, ranks in named):
+            if ranks.size > 1:
+                theirs = [number for number, (_, each) in enumerate(named) if each is ranks]
+                summed = ranks.sum_numbers(totals[theirs].to(ranks.device), "numbers about whole parameters")
+                totals[theirs] = summed.to(totals.device)
+        return totals[mine]
+
+    return add_up
