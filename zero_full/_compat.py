@@ -88,6 +88,9 @@ def arguments_of(operation: Any) -> list[Any]:
     return list(operation._schema.arguments)
 
 
+reads_value = torch.ops.aten._local_scalar_dense.default  # what `item`, `float` and `if tensor:` come to
+
+
 def returns_new(operation: Any) -> bool:
     """Whether what a `torch.ops` operation returns is neither a view nor one of its arguments."""
     return all(each.alias_info is None for each in operation._schema.returns)

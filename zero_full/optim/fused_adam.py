@@ -44,6 +44,7 @@ class FusedAdam(Stepper):
 
     def __init__(self, base: Optimizer, own_step: Any, dtypes: Dtypes) -> None:
         self.base, self.own_step, self.dtypes = base, own_step, dtypes
+        self.compiled_for = compiled_for
 
     def takes(self, kinds: Collection[Kind]) -> bool:
         """Whether it can, for all of them, and is faster than torch, or says something that torch cannot."""
@@ -52,7 +53,7 @@ class FusedAdam(Stepper):
     def _takes(self, master: torch.dtype, gradient: torch.dtype, device: torch.device) -> bool:
         if master not in MASTERS or gradient not in GRADIENTS:
             return False
-        return compiled_for(device) or self.dtypes.moments_of(master) != master
+        return self.compiled_for(device) or self.dtypes.moments_of(master) != master
 
     def step(self, pieces: Sequence[Piece], factor: float, add_up: AddUp) -> None:
         """Masters, state and copies change."""

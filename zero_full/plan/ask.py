@@ -16,7 +16,7 @@ from zero_full.given import check_model
 from zero_full.plan.activations import activations
 from zero_full.plan.answer import Plan
 from zero_full.plan.failure import PlanError
-from zero_full.plan.rehearsal import Place, Rehearsal
+from zero_full.plan.rehearsal import Cluster, Rehearsal
 from zero_full.translate import settings_of
 
 STAGES = (0, 1, 2, 3)
@@ -40,8 +40,8 @@ def plan(
     device   where it will run: only on "cpu" are there windows of shared memory
     expert_parallel  how many neighbours hold different experts, if parameters are marked as experts
     """
-    resolved, place = _resolved(config, world), Place(world, expert_parallel, device)
-    return _plan(model, resolved, place, _activations(model, resolved.config, inputs))
+    resolved, cluster = _resolved(config, world), Cluster(world, expert_parallel, device)
+    return _plan(model, resolved, cluster, _activations(model, resolved.config, inputs))
 
 
 def plan_stages(
@@ -54,9 +54,9 @@ def plan_stages(
     expert_parallel: int | None = None,
 ) -> list[Plan]:
     """The same for every stage, whatever the config says, to choose from."""
-    resolved, place = _resolved(config, world), Place(world, expert_parallel, device)
+    resolved, cluster = _resolved(config, world), Cluster(world, expert_parallel, device)
     left = _activations(model, resolved.config, inputs)
-    return [_plan(model, _at_stage(resolved, stage), place, left) for stage in STAGES]
+    return [_plan(model, _at_stage(resolved, stage), cluster, left) for stage in STAGES]
 
 
 def _resolved(config: Any, world: int) -> Resolved:
@@ -81,18 +81,18 @@ def _at_stage(resolved: Resolved, stage: int) -> Resolved:
     return replace(resolved, config=resolved.config.model_copy(update={"zero_optimization": zero}))
 
 
-def _plan(model: nn.Module, resolved: Resolved, place: Place, left: int | None) -> Plan:
+def _plan(model: nn.Module, resolved: Resolved, cluster: Cluster, left: int | None) -> Plan:
     try:
         check_model(model)
-        _check_experts(model, place)
-        rehearsed = Rehearsal(model, resolved, place)
+        _check_experts(model, cluster)
+        rehearsed = Rehearsal(model, resolved, cluster)
     except ConfigError:
         raise
     except (TypeError, ValueError) as error:  # what `initialize` would say
         raise PlanError(str(error)) from error
     return Plan(
         stage=resolved.config.zero_optimization.stage,
-        world=place.world,
+        world=cluster.world,
         numel=sum(p.numel() for p in model.parameters()),
         **rehearsed.kept(),
         **rehearsed.passing(),
@@ -101,15 +101,18 @@ def _plan(model: nn.Module, resolved: Resolved, place: Place, left: int | None) 
     )
 
 
-def _check_experts(model: nn.Module, place: Place) -> None:
-    experts, size = [name for name, p in model.named_parameters() if marked_as_expert(name, p)], place.experts
+def _check_experts(model: nn.Module, cluster: Cluster) -> None:
+    experts, size = (
+        [name for name, p in model.named_parameters() if marked_as_expert(name, p)],
+        cluster.experts,
+    )
     if experts and size is None:
         raise PlanError(
             f"{experts[0]} is marked as an expert (allreduce = False): how many ranks hold different "
             "ones? Say it with expert_parallel=, or --expert-parallel"
         )
-    if size is not None and (size < 1 or place.world % size):
-        raise PlanError(f"expert_parallel {size} does not divide the {place.world} ranks")
+    if size is not None and (size < 1 or cluster.world % size):
+        raise PlanError(f"expert_parallel {size} does not divide the {cluster.world} ranks")
 
 
 def _activations(model: nn.Module, config: Config, inputs: Sequence[Tensor]) -> int | None:

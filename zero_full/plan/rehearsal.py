@@ -23,7 +23,8 @@ from zero_full.comm.topology import Topology
 from zero_full.config import Config, ConfigError, Resolved
 from zero_full.config.schema import OptimizerConfig
 from zero_full.engine import Engine
-from zero_full.kernels.load import meta_means
+from zero_full.given import check_optimizer
+from zero_full.kernels.load import compiled_for
 from zero_full.offload import HostTier
 from zero_full.optim import build_optimizer, check_elementwise
 from zero_full.plan.shadow import new_pass, shadow_of
@@ -38,7 +39,7 @@ DIFFERENT = 3  # of a step's micro-batches: the first, the last, and all in betw
 
 
 @dataclass(frozen=True)
-class Place:
+class Cluster:
     """Where a run will be."""
 
     world: int  # data-parallel ranks
@@ -84,22 +85,21 @@ class Rehearsal:
     See [Note: the rank that holds most].
     """
 
-    def __init__(self, model: nn.Module, resolved: Resolved, place: Place) -> None:
-        self.config, self.place, self.shadow = resolved.config, place, shadow_of(model)
+    def __init__(self, model: nn.Module, resolved: Resolved, cluster: Cluster) -> None:
+        self.config, self.cluster, self.shadow = resolved.config, cluster, shadow_of(model)
         self.watch = Watch()
-        with meta_means(torch.device(place.device)):
-            self.optimizer = self._optimizer()
-            self.engine = Engine(self.shadow, self.optimizer, resolved, CPU)
+        self.optimizer = self._optimizer()
+        self.engine = Engine(self.shadow, self.optimizer, resolved, CPU)
+        with self.watch:
             if self.optimizer.parts.sites:
                 self._step([True])  # in the first one nobody knows yet in which order modules are called
                 self.optimizer.zero_grad()
-            self.watch.whole_of(flat.full for flat in self.optimizer.flats() if flat.released_at_rest)
-            with self.watch:
-                self.sent = self._watched_step()
+            self.watch.begin(flat.full for flat in self.optimizer.flats() if flat.released_at_rest)
+            self.sent = self._watched_step()
         self.holdings = self.optimizer.holdings()
 
     def _optimizer(self) -> ZeroOptimizer:
-        settings, topology = settings_of(self.config), self.place.topology(self.config)
+        settings, topology = settings_of(self.config), self.cluster.topology(self.config)
         if settings.tier.apart:
             settings = replace(settings, tier=PretendedHost(watch=self.watch))
         groups = connect(topology, settings, Connection(META, Traffic(), False, None))
@@ -112,7 +112,9 @@ class Rehearsal:
         parts = Dealer(base.param_groups, topology, groups, settings).deal(self.shadow)
         place_the_rest(self.shadow, parts, topology, groups, settings)
         made = ZeroOptimizer(base, self.shadow, parts, groups, settings, scaler_of(self.config))
-        for stepper in (made.steppers.own, made.steppers.by_torch, made.steppers.fused_adam):
+        steppers, planned = made.steppers, torch.device(self.cluster.device)
+        steppers.fused_adam.compiled_for = lambda device: compiled_for(planned)
+        for stepper in (steppers.own, steppers.by_torch, steppers.fused_adam):
             if stepper is not None:
                 stepper.step = self.watch.around(None, stepper.step)  # type: ignore[method-assign]
         return made
@@ -126,6 +128,7 @@ class Rehearsal:
             base = build_optimizer(chosen.type, chosen.params, [{"params": trained}])
             if is_cut:
                 check_elementwise(base, self.config.zero_allow_untested_optimizer)
+            check_optimizer(base, self.shadow)
         except (TypeError, ValueError) as error:
             raise ConfigError(str(error)) from error
         return base
@@ -192,17 +195,17 @@ class Rehearsal:
             ranks = experts if flat.kind.expert else dense
             for rank, numel in enumerate(flat.layout.owned if ours else ()):
                 ranks[rank] += ours * numel // flat.layout.owned[0]
-        neighbours = self.place.experts or 1
+        neighbours = self.cluster.experts or 1
         totals = [
             dense[rank % len(dense)] + experts[rank // neighbours % len(experts)]
-            for rank in range(self.place.world)
+            for rank in range(self.cluster.world)
         ]
         return max(totals) - totals[0]
 
     def _windows(self) -> int:
         """Of shared memory, if all ranks are on one host."""
         groups = [each for each in self.optimizer.groups.communicators if each.size > 1]
-        shared = self.place.device == "cpu" and self.optimizer.settings.shared_memory
+        shared = self.cluster.device == "cpu" and self.optimizer.settings.shared_memory
         return len(groups) * WINDOW if shared else 0
 
 

@@ -40,9 +40,8 @@ class _Maker:
             nn.Module.register_parameter(made, name, self._parameter(param))
         for name, buffer in _own(module.named_buffers):
             nn.Module.register_buffer(made, name, self._tensor(buffer))
-        for name, child in module._modules.items():
-            if child is not None:
-                nn.Module.add_module(made, name, self.of(child))
+        for name, child in module.named_children():
+            nn.Module.add_module(made, name, self.of(child))
         vars(made)["forward"] = PretendedForward(made, self.called)
         return made
 

@@ -4,12 +4,13 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zero_full._compat import TorchDispatchMode, identity_of, returns_new
+from zero_full._compat import TorchDispatchMode, identity_of, reads_value, returns_new
 from zero_full.trees import tensors_in
 
 WHOLE = 0  # stands in the log for all buffers that grow and shrink
@@ -18,7 +19,7 @@ WHOLE = 0  # stands in the log for all buffers that grow and shrink
 class Watch(TorchDispatchMode):
     """Writes down every storage that an operation makes, and when it is gone.
 
-    A single number counts nothing.
+    A single number counts nothing. Who asks for the value of one that has none is told 1.
     """
 
     def __init__(self) -> None:
@@ -28,16 +29,22 @@ class Watch(TorchDispatchMode):
         self.kind: str | None = None  # what is made now is for; None: nothing that counts
         self.log: list[tuple[str, int, int]] = []  # for what, which storage, and bytes that came or went
         self.alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.numbers = count(WHOLE + 1)
         self.makes_new: dict[Any, bool] = {}
 
-    def whole_of(self, tensors: Iterable[Tensor]) -> None:
-        """These are there already, and empty now and then.
+    def begin(self, whole: Iterable[Tensor]) -> None:
+        """Forget what was. `whole` are buffers that are there already, and empty now and then.
 
         Their size is looked at whenever somebody copies into one: that is what one has grown for.
         """
-        self.whole = {identity_of(t.untyped_storage()): t.untyped_storage() for t in tensors}
+        self.log.clear()
+        self.alive.clear()
+        self.size_of_whole = 0
+        self.whole = {identity_of(t.untyped_storage()): t.untyped_storage() for t in whole}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is reads_value and args[0].is_meta:
+            return 1
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.copy_.default and identity_of(args[0].untyped_storage()) in self.whole:
             self._look_at_whole()
@@ -62,13 +69,13 @@ class Watch(TorchDispatchMode):
         self.size_of_whole = size
 
     def _born(self, storage: torch.UntypedStorage, kind: str) -> None:
-        number, size = len(self.log) + 1, storage.nbytes()
+        number, size = next(self.numbers), storage.nbytes()
         self.log.append((kind, number, size))
         self.alive[number] = weakref.ref(storage, partial(self._gone, kind, number, size))
 
     def _gone(self, kind: str, number: int, size: int, _: object) -> None:
-        self.log.append((kind, number, -size))
-        del self.alive[number]
+        if self.alive.pop(number, None) is not None:
+            self.log.append((kind, number, -size))
 
     @contextmanager
     def of(self, kind: str | None) -> Iterator[None]:
