@@ -75,6 +75,8 @@ class QuantizedGather:
         operators().quantize_blocks(mine, nodes.outer.slice_of(column), self.bits, self.block)
         nodes.outer.all_gather(column, what)
         nodes.inner.all_gather(payload, what)
+        if whole.is_meta:
+            return  # a plan's, without values: of a thousand ranks each turn of the loop would only take time
         for place, came in enumerate(payload.view(nodes.size, size)):
             number, node = divmod(place, nodes.outer.size)
             target = own_slice(whole, node * nodes.inner.size + number, nodes.size)
@@ -117,7 +119,8 @@ class TwoHopReduce:
         size = payload_bytes(numel, self.bits, self.block)
         sent = torch.empty(comm.size, rows, size, dtype=torch.uint8, device=total.device)
         received = torch.empty_like(sent)
-        others = [(rank, row) for rank in range(comm.size) if rank != comm.rank for row in range(rows)]
+        ranks = [] if total.is_meta else [rank for rank in range(comm.size) if rank != comm.rank]
+        others = [(rank, row) for rank in ranks for row in range(rows)]
         for place in others:
             numbers = pieces[place] if pieces.dtype in QUANTIZABLE else pieces[place].float()
             operators().quantize_blocks(numbers, sent[place], self.bits, self.block)

@@ -199,20 +199,22 @@ const zeroPlan = (() => {
   const firstOf = (flat) => Math.min(...flat.parameters.map(({ place }) => place))
   const inOrder = (flats) => [...flats].sort((a, b) => firstOf(b) - firstOf(a))
 
-  // What the optimizer's step makes: for one buffer that is always whole after the other, and for all together, of
-  // which stage 3 steps a part at a time.
+  // What the optimizer's step makes: for every buffer something that stays until all are stepped, of which stage 3
+  // steps a part at a time; and before that, for one that is always whole, something that is gone at once.
   function updating(laid, run) {
-    const { updating, following } = stateOf(run), parts = [0]
-    let room = 0
+    const { updating, following } = stateOf(run)
+    let made = 0, highest = 0, room = 0
     for (const flat of inOrder([...laid.buckets, ...laid.units])) {
       if (run.stage === 3 && flat.slice > room) {
-        parts.push(0)
+        made = 0
         room = data.limits[run.stage].subGroup
       }
       room -= flat.slice
-      parts[parts.length - 1] += updating * flat.slice
+      highest = Math.max(highest, made + (laid.buckets.includes(flat) ? following : 0) * flat.slice)
+      made += updating * flat.slice
+      highest = Math.max(highest, made)
     }
-    return Math.max(most(parts), most(laid.buckets.map((bucket) => following * bucket.slice)))
+    return highest
   }
 
   function activationsOf(shape, run) {
