@@ -88,7 +88,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.reducer = GradientReducer(self.buckets, self.lane, settings)
         self.reducer.on_waking = self._wake
         self.reducer.on_clearing = self._forget_scale
-        self.reducer.at_begin.append(self.take_back_moved)
+        self.reducer.backward.at_begin.append(self.take_back_moved)
         self.reducer.hands_back = isinstance(base, NoOptimizer)
         self.hooks: list[Any] = refuse_gradients(base, model, settings.stage)
         self.guards: list[RemovableHandle] = []  # on the model's state_dict
@@ -208,7 +208,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise RuntimeError("step after destroy: initialize the model again")
         if isinstance(self.base, NoOptimizer):
             self.redirected.own_step()  # which says what to do
-        if self.reducer.failed or self.reducer.backward.running:
+        if self.reducer.backward.failed or self.reducer.backward.running:
             raise RuntimeError("the last backward pass has failed: call zero_grad before the next forward")
         try:
             refuse_unusable(self.param_groups, self.listed)
@@ -249,7 +249,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         By default their memory is freed on accelerators and kept on the CPU, where getting fresh pages
         from the system would cost more than the step. With False they become zero, as in torch.
         """
-        if set_to_none is False and not self.reducer.failed:
+        if set_to_none is False and not self.reducer.backward.failed:
             return zero_in_place(m.param for m in self._members())
         self.reducer.forget()
         if self.gatherer is not None:
