@@ -14,7 +14,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -130,3 +130,23 @@ atexit.register(POOL.stop)
 def run_in(place: str, fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
     """Run `fn(comm, *args)` on every rank, as "threads" or as "processes"."""
     return run_world(fn, world_size, *args) if place == "threads" else POOL.run(fn, world_size, *args)
+
+
+def run_each(fn: Callable[..., Any], world_size: int, cases: Sequence[tuple[Any, ...]]) -> list[list[Any]]:
+    """Run `fn(comm, *case)` on processes, for one case after the other in one job; by case, then by rank.
+
+    A job of its own costs a case a process group, which is often more than what it tests. The first case that
+    fails says which it is, and ends the job.
+    """
+    by_rank = POOL.run(_one_after_another, world_size, fn, cases)
+    return [list(answers) for answers in zip(*by_rank, strict=True)]
+
+
+def _one_after_another(comm: Any, fn: Callable[..., Any], cases: Sequence[tuple[Any, ...]]) -> list[Any]:
+    answers = []
+    for case in cases:
+        try:
+            answers.append(fn(comm, *case))
+        except Exception as error:
+            raise RuntimeError(f"{fn.__name__}{case}: {type(error).__name__}: {error}") from error
+    return answers

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import zero_full
-from tests.worlds import run_in
+from tests.worlds import run_each, run_in
 from tests.zero_full.runs import Net, config, data
 from tests.zero_full.sixteen_bits import STAGES, Line
 
@@ -44,30 +44,32 @@ def hooked(
         engine.backward(engine(data(step, 0, comm.rank, next(engine.parameters()).dtype)))
         engine.step()
         assert engine.was_step_applied() == (step == 0)
-    return optimizer.report.finding, engine.was_step_applied(), engine.get_global_grad_norm()
+    found = optimizer.report.finding, engine.was_step_applied(), engine.get_global_grad_norm()
+    engine.destroy()
+    return found
 
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_nan_in_one_gradient_names_the_parameter_and_the_rank(world_size: int, stage: int) -> None:
-    for number, (precision, keys) in enumerate(PRECISIONS.items()):
-        name = NAMES[number]
-        for element in (0, -1):  # another rank may own it than has it
-            ranks = [world_size - 1]
-            want = f"gradients of {name} are inf or NaN on {where_it_is(ranks)}; {FINE}"
-            for finding, _, norm in run_in(
-                "processes", hooked, world_size, stage, keys, name, element, ranks
-            ):
-                assert finding == want, precision
-                assert norm is not None and norm != norm
+    ranks = [world_size - 1]
+    cases = [
+        (stage, keys, name, element, ranks)
+        for keys, name in zip(PRECISIONS.values(), NAMES[: len(PRECISIONS)], strict=True)
+        for element in (0, -1)  # another rank may own it than has it
+    ]
+    for (_, keys, name, _, _), by_rank in zip(cases, run_each(hooked, world_size, cases), strict=True):
+        for finding, _, norm in by_rank:
+            assert finding == f"gradients of {name} are inf or NaN on {where_it_is(ranks)}; {FINE}", keys
+            assert norm is not None and norm != norm
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_all_ranks_that_have_one_are_named(stage: int) -> None:
-    for ranks in ([0], [0, 2], [0, 1, 2]):
-        for finding, _, _ in run_in(
-            "processes", hooked, 3, stage, {"bf16": {"enabled": True}}, NAMES[3], 1, ranks
-        ):
+    some = ([0], [0, 2], [0, 1, 2])
+    cases = [(stage, {"bf16": {"enabled": True}}, NAMES[3], 1, ranks) for ranks in some]
+    for ranks, by_rank in zip(some, run_each(hooked, 3, cases), strict=True):
+        for finding, _, _ in by_rank:
             assert finding == f"gradients of {NAMES[3]} are inf or NaN on {where_it_is(ranks)}; {FINE}"
 
 
@@ -84,6 +86,7 @@ def bad_loss(comm: Any, stage: int, keys: dict[str, Any], bad: float, ranks: lis
         _ = loss.backward() if plain else engine.backward(loss)
         engine.step()
     assert not engine.was_step_applied()
+    engine.destroy()
     return str(optimizer.report.finding)
 
 
@@ -99,9 +102,8 @@ def test_a_loss_that_is_not_finite_is_named_with_its_rank(
         f"{where_it_is(ranks)}; the loss itself is not finite on {where_it_is(ranks)}: scaling cannot help, "
         "look at inputs and weights"
     )
-    for stage in STAGES:
-        found = run_in("processes", bad_loss, world_size, stage, PRECISIONS[precision], NAN, ranks, plain)
-        assert found == [want] * world_size
+    cases = [(stage, PRECISIONS[precision], NAN, ranks, plain) for stage in STAGES]
+    assert run_each(bad_loss, world_size, cases) == [[want] * world_size] * len(STAGES)
 
 
 @pytest.mark.parametrize("plain", [False, True])

@@ -1,5 +1,6 @@
 """Gradients that are inf, NaN, zero or merely huge: which step is skipped, and that it leaves no trace."""
 
+from functools import cache
 from math import isnan
 from typing import Any, NamedTuple
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import zero_full
-from tests.worlds import run_in
+from tests.worlds import run_each, run_in
 from tests.zero_full.runs import Net, assert_same, config, data
 from tests.zero_full.sixteen_bits import STAGES, Line, snapshot
 
@@ -52,7 +53,16 @@ def history(comm: Any, stage: int, keys: dict[str, Any], inputs: list[int | None
         seen.applied.append(engine.was_step_applied())
         seen.norms.append(engine.get_global_grad_norm())
     assert engine.global_steps == len(inputs)
-    return seen._replace(skipped=engine.skipped_steps, final=snapshot(engine))
+    seen = seen._replace(skipped=engine.skipped_steps, final=snapshot(engine))
+    engine.destroy()
+    return seen
+
+
+@cache
+def recorded(world_size: int, stage: int, precision: str) -> list[History]:
+    """One history for all tests that can do with it, by rank. They may not change it."""
+    inputs = [0, 1, None, 2, None, None, 3]
+    return run_in("processes", history, world_size, stage, PRECISIONS[precision], inputs)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -61,8 +71,7 @@ def history(comm: Any, stage: int, keys: dict[str, Any], inputs: list[int | None
 def test_an_inf_on_one_rank_skips_the_step_on_all_and_touches_nothing(
     world_size: int, stage: int, precision: str
 ) -> None:
-    keys = PRECISIONS[precision]
-    ranks = run_in("processes", history, world_size, stage, keys, [0, 1, None, 2, None, None, 3])
+    ranks = recorded(world_size, stage, precision)
     for seen in ranks:
         assert seen.applied == [True, True, False, True, False, False, True] and seen.skipped == 3
         assert [bool(names) for names in seen.touched] == seen.applied
@@ -83,8 +92,8 @@ def test_an_inf_on_one_rank_skips_the_step_on_all_and_touches_nothing(
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_run_with_skipped_steps_ends_where_one_without_them_ends(stage: int, precision: str) -> None:
     keys = PRECISIONS[precision]
-    with_skips = run_in("processes", history, 2, stage, keys, [0, 1, None, 2, 3])
-    without = run_in("processes", history, 2, stage, keys, [0, 1, 2, 3])
+    inputs = ([0, 1, None, 2, 3], [0, 1, 2, 3])
+    with_skips, without = run_each(history, 2, [(stage, keys, each) for each in inputs])
     for rank in range(2):
         assert_same(with_skips[rank].final, without[rank].final)
 
@@ -99,26 +108,30 @@ def steps_of(comm: Any, stage: int, keys: dict[str, Any], rows: list[list[float]
         engine.step()
         moved = (engine.module.weight.detach() - before).double()
         found.append((engine.was_step_applied(), engine.get_global_grad_norm(), moved.tolist()))
+    engine.destroy()
     return found
+
+
+def at_every_stage(world_size: int, keys: dict[str, Any], rows: list[list[float]]) -> list[Any]:
+    """`steps_of` these rows, on every rank at every stage."""
+    by_stage = run_each(steps_of, world_size, [(stage, keys, rows) for stage in STAGES])
+    return [found for by_rank in by_stage for found in by_rank]
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_gradients_of_zero_are_a_step_like_any_other(world_size: int, precision: str) -> None:
-    for stage in STAGES:
-        for rank in run_in("processes", steps_of, world_size, stage, PRECISIONS[precision], [[0.0] * 3]):
-            assert rank == [(True, 0.0, [0.0] * 3)]
+    for found in at_every_stage(world_size, PRECISIONS[precision], [[0.0] * 3]):
+        assert found == [(True, 0.0, [0.0] * 3)]
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_nan_norm_is_reported_as_nan_and_the_next_step_is_fine(world_size: int, precision: str) -> None:
     rows = [[0.0, float("nan"), 0.0], [0.0, 0.5, 0.0]]
-    for stage in STAGES:
-        for rank in run_in("processes", steps_of, world_size, stage, PRECISIONS[precision], rows):
-            applied, norm, moved = rank[0]
-            assert not applied and isnan(norm) and moved == [0.0] * 3
-            assert rank[1] == (True, 0.5, [0.0, -0.5, 0.0])
+    for (applied, norm, moved), after in at_every_stage(world_size, PRECISIONS[precision], rows):
+        assert not applied and isnan(norm) and moved == [0.0] * 3
+        assert after == (True, 0.5, [0.0, -0.5, 0.0])
 
 
 @pytest.mark.parametrize("huge", [1e25, 1e37])
@@ -126,27 +139,25 @@ def test_a_nan_norm_is_reported_as_nan_and_the_next_step_is_fine(world_size: int
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_huge_finite_gradients_are_no_overflow(world_size: int, precision: str, huge: float) -> None:
     keys = {**PRECISIONS[precision], "gradient_clipping": 1.0}
-    for stage in STAGES:
-        for rank in run_in("processes", steps_of, world_size, stage, keys, [[huge, 0.0, -huge]]):
-            applied, norm, moved = rank[0]
-            assert applied and norm == pytest.approx(huge * 2**0.5, rel=0.01)
-            assert moved == pytest.approx([-(0.5**0.5), 0.0, 0.5**0.5], rel=0.01)
+    for ((applied, norm, moved),) in at_every_stage(world_size, keys, [[huge, 0.0, -huge]]):
+        assert applied and norm == pytest.approx(huge * 2**0.5, rel=0.01)
+        assert moved == pytest.approx([-(0.5**0.5), 0.0, 0.5**0.5], rel=0.01)
 
 
-@pytest.mark.parametrize("clip", [0.0, 0.01])
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_norm_is_torchs_of_the_averaged_gradients_unscaled_and_before_clipping(
-    world_size: int, precision: str, clip: float
+    world_size: int, precision: str
 ) -> None:
     model = Net()
     for rank in range(world_size):
         (model(data(0, 0, rank)) / world_size).backward()
     want = float(nn.utils.clip_grad_norm_(model.parameters(), 1e9))
-    keys = {**PRECISIONS[precision], "gradient_clipping": clip or (1e9 if precision == "fp32" else 0.0)}
-    for stage in STAGES:
-        for seen in run_in("processes", history, world_size, stage, keys, [0]):
-            assert seen.norms == [pytest.approx(want, rel=1e-6 if precision == "fp32" else 0.02)]
+    keys = {**PRECISIONS[precision], "gradient_clipping": 0.01}
+    clipped = run_each(history, world_size, [(stage, keys, [0]) for stage in STAGES])
+    as_usual = [recorded(world_size, stage, precision) for stage in STAGES]
+    for seen in (seen for by_rank in (*clipped, *as_usual) for seen in by_rank):
+        assert seen.norms[0] == pytest.approx(want, rel=1e-6 if precision == "fp32" else 0.02)
 
 
 def test_without_the_check_a_bf16_step_is_applied_nevertheless_and_says_so(
@@ -168,6 +179,6 @@ def test_without_the_check_a_bf16_step_is_applied_nevertheless_and_says_so(
 @pytest.mark.parametrize("check", [True, False])
 def test_with_and_without_the_check_all_ranks_do_the_same(check: bool) -> None:
     keys = {"bf16": {"enabled": True, "check_grad_overflow": check}}
-    for stage in STAGES:
-        for seen in run_in("processes", history, 2, stage, keys, [0, None]):
+    for by_rank in run_each(history, 2, [(stage, keys, [0, None]) for stage in STAGES]):
+        for seen in by_rank:
             assert seen.applied == [True, not check] and seen.skipped == check
