@@ -11,7 +11,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import notebook_pages
 import pytest
 
@@ -24,6 +23,8 @@ each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path
 
 
 def read(path: Path) -> Any:
+    import nbformat  # its checks of addresses take two seconds to import
+
     return nbformat.read(path, as_version=4)
 
 
@@ -69,6 +70,8 @@ def test_no_results_are_stored(path: Path) -> None:
 
 @each_notebook
 def test_the_file_is_of_the_format_with_readable_ids(path: Path) -> None:
+    import nbformat
+
     notebook = read(path)
     nbformat.validate(notebook)
     assert (notebook.nbformat, notebook.nbformat_minor) == (4, 5)

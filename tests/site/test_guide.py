@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -118,13 +119,15 @@ def texts() -> Iterator[str]:
                 yield "".join(map(str, parts))
 
 
-SOURCE = list(texts())
+@cache
+def source() -> list[str]:
+    return list(texts())
 
 
 def occurs(quote: str) -> bool:
     """Whether one string of the package has all fixed parts of the quote, in their order."""
     wanted = ".*".join(re.escape(part) for part in quote.split(GAP) if part.strip())
-    return any(re.search(wanted, text, re.S) for text in SOURCE)
+    return any(re.search(wanted, text, re.S) for text in source())
 
 
 QUOTES = [
