@@ -51,6 +51,12 @@ def _describe_plan(parser: argparse.ArgumentParser) -> None:
         metavar="SHAPE:TYPE",
         help="the model's inputs for one micro-batch, as in 2x1024:int64, to predict activations",
     )
+    parser.add_argument(
+        "--expert-parallel",
+        type=int,
+        metavar="N",
+        help="neighbours that hold different experts, if there are any",
+    )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="where the run will be")
     parser.add_argument("--stages", action="store_true", help="compare all stages")
     parser.add_argument("--json", action="store_true", help="one line of JSON for each stage")

@@ -88,6 +88,11 @@ def arguments_of(operation: Any) -> list[Any]:
     return list(operation._schema.arguments)
 
 
+def returns_new(operation: Any) -> bool:
+    """Whether what a `torch.ops` operation returns is neither a view nor one of its arguments."""
+    return all(each.alias_info is None for each in operation._schema.returns)
+
+
 def default_device_context(device: torch.device) -> Any:
     """The context that `with device:` enters, as an object whose device can be changed meanwhile."""
     return DeviceContext(device)

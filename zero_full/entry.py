@@ -32,7 +32,7 @@ from zero_full.ranks import RollCall, attempt, compare, facts_of, facts_of_confi
 from zero_full.shard import ZeroOptimizer
 from zero_full.shard.base import NoOptimizer
 from zero_full.shard.units import Wrap
-from zero_full.translate import is_leaf, scaler_of, settings_of
+from zero_full.translate import is_leaf, scaler_of, settings_of, shard_ranks_of
 from zero_full.wording import listed
 
 log = logging.getLogger("zero_full")
@@ -85,9 +85,9 @@ def initialize(
     checked = resolved.config
     attempt(partial(_check_batches, checked, training_data), topology)
     compare({"configuration": facts_of_config(checked), **facts_of(model, prepared.base)}, topology)
-    mics = checked.zero_optimization.mics_shard_size
-    if mics > 0 and prepared.settings.cuts_state and data_ranks > 1:
-        topology = topology.with_sub_groups(mics)
+    shard_ranks = shard_ranks_of(checked, data_ranks)
+    if shard_ranks is not None:
+        topology = topology.with_sub_groups(shard_ranks)
     wrapped = assemble(model, topology, prepared)
     loader = None
     if training_data is not None:

@@ -61,6 +61,12 @@ def settings_of(config: Config) -> Settings:
     )
 
 
+def shard_ranks_of(config: Config, data_ranks: int) -> int | None:
+    """Over how many neighbours state is cut; None: over all data-parallel ranks (no `mics_shard_size`)."""
+    zero = config.zero_optimization
+    return zero.mics_shard_size if zero.mics_shard_size > 0 and zero.stage > 0 and data_ranks > 1 else None
+
+
 def _tier(zero: ZeroConfig) -> Tier:
     """Where masters and the optimizer's state wait. At stage 0, which a plan may compare, on the device."""
     offload = zero.offload_optimizer

@@ -1,17 +1,18 @@
 """What the calculator must know: bytes of every kind, read off `zero_full plan` when the site is built.
 
 The page (assets/js/calculator_plan.js) knows how parameters are laid out in buffers: arithmetic of a few
-lines, ported from zero_full/layout and zero_full/shard/units. What a buffer costs it does not know: that is
-in the table made here, by asking the functions of zero_full/plan_table.py about a buffer with sizes that no
-real buffer has: powers of a large number, so that the digits of the answer are the bytes for each size.
-tests/site/test_calculator.py compares the page with `zero_full.plan` and zero_min's formulas, as integers.
+lines, ported from zero_full/layout and zero_full/shard/units, and in which order buffers fill and leave.
+What a buffer costs it does not know: that is in the table made here, by planning models of few parameters
+and looking for the bytes an element that explain all answers. tests/site/test_calculator.py compares the
+page with `zero_full.plan` and zero_min's formulas, as integers.
 """
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
+from itertools import product
 from typing import Any
 
 import torch
@@ -19,13 +20,15 @@ from made_once import made_once
 from places import ROOT, SiteError
 from torch import nn
 
-from zero_full.config import Config, resolve
-from zero_full.plan import SCALES, STAGES, activations
-from zero_full.plan_table import Flat, Laid, kept, moments, on_their_way, run_of, sent, updating
+from zero_full.config import resolve
+from zero_full.layout import FlatLayout
+from zero_full.plan import SCALES, STAGES, Plan, activations, plan
 from zero_full.precision.dtypes import Dtypes
+from zero_full.shard import Settings
 from zero_full.shard.flat import ALIGNMENT
 from zero_full.shard.reducer import IN_FLIGHT
 from zero_full.shard.units import LIVE_PARTS, PARTS
+from zero_full.translate import settings_of
 from zero_min import formula
 from zero_min.gpt import GPT, GPTConfig
 
@@ -83,26 +86,30 @@ def table() -> dict[str, Any]:
         "terms": dict(_terms()),
         "state": {f"{p} {o}": _state(p, o) for p in PRECISIONS for o in OPTIMIZERS},
         "model": model_tree(),
-        "activations": {
-            p: activation_terms(run_of(_config(0, precision=p), 1).dtypes.parameter) for p in PRECISIONS
-        },
+        "activations": {p: activation_terms(_settings(0, precision=p).dtypes.parameter) for p in PRECISIONS},
         "offload": {**OFFLOADED, "each": asdict(formula.MIXED), "flag": formula.flag(2)},
     }
 
 
-def _config(stage: int, micro_batches: int = 1, precision: str = "fp32", optimizer: str = "adamw") -> Config:
+def _config(
+    stage: int, micro_batches: int = 1, precision: str = "fp32", optimizer: str = "adamw", **zero: Any
+) -> dict[str, Any]:
     keys = {**PRECISIONS[precision][1], "optimizer": OPTIMIZERS[optimizer][1]}
     steps = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": micro_batches}
-    return resolve({**keys, **steps, "zero_optimization": {"stage": stage}}, 2).config
+    return {**keys, **steps, "zero_optimization": {"stage": stage, **zero}}
+
+
+def _settings(stage: int, precision: str = "fp32") -> Settings:
+    return settings_of(resolve(_config(stage, precision=precision), 2).config)
 
 
 def _limits(stage: int) -> dict[str, Any]:
     """In elements, unless the name says otherwise; the defaults of zero_full."""
-    settings = run_of(_config(stage), 2).settings
+    settings = _settings(stage)
     gathering = settings.gathering
     return {
         "bucket": settings.bucket_numel,
-        "bucketsAtOnce": IN_FLIGHT + 1 if settings.overlap else 1,
+        "inFlight": IN_FLIGHT if settings.overlap else 0,  # buckets that may be on their way at a time
         "prefetch": gathering.prefetch_numel if settings.overlap else -1,
         "live": gathering.max_live,
         "reuse": gathering.max_reuse,
@@ -114,82 +121,123 @@ def _limits(stage: int) -> dict[str, Any]:
 
 # Bytes a buffer costs ----------------------------------------------------------------------------
 
-FAR = 10**6  # larger than any coefficient
+
+class Numbers(nn.Module):
+    """A model that is nothing but parameters of these sizes."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        super().__init__()
+        self.each = nn.ParameterList(torch.empty(size, device="meta") for size in sizes)
+
+    def forward(self) -> None:
+        """Nobody calls it."""
+
+
+NUMEL = 2**13  # of a probe, and of one bucket
+ONE, MANY, ODD = (NUMEL,), (NUMEL // 16,) * 16, (NUMEL - 9, 1, 5)
+BYTES = range(9)  # what an element of anything may cost
 
 
 @dataclass(frozen=True)
-class Probe:
-    """Stands in for a FlatLayout: sizes so far apart that an answer in bytes can be taken to pieces."""
+class Case:
+    """What decides about the bytes of a buffer."""
 
-    total: int = FAR**3
-    shard: int = FAR**2
-    numels: tuple[int, ...] = (FAR, 1)
+    precision: str
+    stage: int
+    alone: bool
+    micro_batches: int
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """To ask for; of many, a slice is next to nothing."""
+        return (1,) if self.alone else (2, 64)
 
-def coefficients(answer: int) -> dict[str, int]:
-    """Bytes for each element of the whole buffer, of a slice, of the largest parameter, of all parameters."""
-    rest, numbers = divmod(answer, FAR)
-    rest, largest = divmod(rest, FAR)
-    whole, piece = divmod(rest, FAR)
-    found = {"whole": whole, "slice": piece, "largest": largest - numbers, "numbers": numbers}
-    return {size: each for size, each in found.items() if each}
+    @cache  # noqa: B019  # cases are few
+    def plan(self, sizes: tuple[int, ...], ranks: int, reuse: int = 10**9) -> Plan:
+        """Of parameters of these sizes in one buffer."""
+        zero = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": reuse}
+        config = _config(self.stage, self.micro_batches, self.precision, **zero)
+        return plan(Numbers(sizes), config, ranks)
+
+    def layout(self, sizes: Sequence[int], ranks: int) -> FlatLayout:
+        """Of this buffer. At stage 0 nothing is cut."""
+        world, copies = (1, ranks) if self.stage == 0 else (ranks, 1)
+        return FlatLayout(tuple(sizes), world, ALIGNMENT, copies)
 
 
 def _terms() -> Iterator[tuple[str, dict[str, Any]]]:
-    for precision in PRECISIONS:
-        for stage in STAGES:
-            for ranks in (1, 2):
-                for micro_batches in (1, 2):
-                    key = f"{precision} {stage} {'alone' if ranks == 1 else 'shared'} "
-                    key += "once" if micro_batches == 1 else "again"
-                    yield key, _terms_of(precision, stage, ranks, micro_batches)
+    for precision, stage, alone in product(PRECISIONS, STAGES, (True, False)):
+        waiting: Sequence[int] = BYTES
+        for micro_batches, times in ((1, "once"), (2, "again")):
+            case = Case(precision, stage, alone, micro_batches)
+            terms = _terms_of(case, waiting)
+            waiting = (terms["waiting"],)  # what need not differ does not
+            yield f"{precision} {stage} {'alone' if alone else 'shared'} {times}", terms
 
 
-def _terms_of(precision: str, stage: int, ranks: int, micro_batches: int) -> dict[str, Any]:
-    run = run_of(_config(stage, micro_batches, precision), ranks)
-    flat = Flat(Probe(), run.dtypes.of(torch.float32))
-    laid = Laid([flat], [], 0)
-    held, passing = kept(laid, run), coefficients(on_their_way(laid, run))
-    waiting = flat.dtype.itemsize if stage >= 2 and passing else 0  # until the whole buffer is complete
+def _terms_of(case: Case, waiting: Sequence[int]) -> dict[str, Any]:
+    parameter = _settings(case.stage, case.precision).dtypes.of(torch.float32).itemsize
     return {
-        "parameter": flat.dtype.itemsize,
-        "gradients": coefficients(held["gradients"]),
-        "master": coefficients(held["master"]),
-        "arriving": passing.get("largest", 0),
-        "waiting": waiting,
-        "reducing": {"whole": passing.get("whole", 0) - waiting, "slice": passing.get("slice", 0)},
-        "sent": _sent(precision, stage, micro_batches),
+        "parameter": parameter,
+        "gradients": _kept(case, "gradients"),
+        "master": _kept(case, "master"),
+        **_passing(case, waiting, (parameter, *BYTES)),
+        "sent": _sent(case),
     }
 
 
-def _sent(precision: str, stage: int, micro_batches: int) -> dict[str, int]:
-    """Bytes to each other rank for an element of a slice: of gradients in a step and in each micro-batch, and
-    of parameters whenever they are gathered."""
-    whole = 2 * FAR
-    probe = Probe(whole, whole if stage == 0 else FAR)
+def _kept(case: Case, kind: str) -> dict[str, int]:
+    """Bytes for each element of the whole buffer, of a slice, of all parameters."""
+    asked = [(sizes, ranks) for sizes in (ONE, MANY, ODD) for ranks in case.ranks]
+    answers = [getattr(case.plan(*each), kind) for each in asked]
+    layouts = [case.layout(*each) for each in asked]
+    for found in product(BYTES, BYTES, BYTES):  # the first that needs no more than it must
+        each = dict(zip(("slice", "whole", "numbers"), found, strict=True))
+        if answers == [
+            each["slice"] * at.shard + each["whole"] * at.total + each["numbers"] * sum(at.numels)
+            for at in layouts
+        ]:
+            return {size: number for size, number in each.items() if number}
+    raise SiteError(f"site/hooks/calculator.py: {kind} of {case} are no sum of sizes any more: {answers}")
 
-    def bytes_of(count: int, trained: bool) -> int:
-        run = run_of(_config(stage, count, precision), 2)
-        flat = Flat(probe, run.dtypes.of(torch.float32), trained)
-        return sent(Laid([flat], [], 0), run) // FAR
 
-    gathered = bytes_of(1, trained=False)
-    each = bytes_of(3, trained=True) - bytes_of(2, trained=True) if micro_batches > 1 else 0
-    once = bytes_of(micro_batches, trained=True) - gathered - micro_batches * each
+def _passing(case: Case, *candidates: Sequence[int]) -> dict[str, int]:
+    """Bytes for an element of the buffer while it fills, of what arrives, of a slice while it is reduced."""
+    asked = [(sizes, ranks) for sizes in (ONE, MANY) for ranks in case.ranks]
+    answers = [case.plan(*each).buckets for each in asked]
+    layouts = [case.layout(*each) for each in asked]
+    for waiting, arriving, reducing in product(*candidates, BYTES):
+        if answers == [
+            waiting * at.total + max(arriving * max(at.numels), reducing * at.shard) for at in layouts
+        ]:
+            return {"waiting": waiting, "arriving": arriving, "reducing": reducing}
+    raise SiteError(f"site/hooks/calculator.py: gradients of {case} pass in another way now: {answers}")
+
+
+def _sent(case: Case) -> dict[str, int]:
+    """Bytes to each other rank for an element of a slice: in a step and in each micro-batch, and whenever
+    parameters of stage 3 are gathered. All others are gathered once a step, and are in the first."""
+    if case.alone:
+        return {"once": 0, "each": 0, "gathered": 0}
+
+    def of(micro_batches: int, *reuse: int) -> int:
+        asked = Case(case.precision, case.stage, False, micro_batches)
+        return asked.plan(ONE, 2, *reuse).sent // (NUMEL // 2)
+
+    gathered = of(1, 0) - of(1)
+    each = of(3) - of(2) - gathered if case.micro_batches > 1 else 0
+    once = of(case.micro_batches) - case.micro_batches * (each + gathered)
     return {"once": once, "each": each, "gathered": gathered}
 
 
 def _state(precision: str, optimizer: str) -> dict[str, int]:
-    """Bytes for an element that a rank owns: kept by the optimizer, and made when it steps."""
-    config = _config(1, 1, precision, optimizer)
-    run = run_of(config, 2)
-    flat = Flat(run.layout([("", nn.Parameter(torch.empty(2 * ALIGNMENT)))]), run.dtypes.of(torch.float32))
-    laid = Laid([flat], [], 0)
-    owned = flat.layout.shard
-    return {
-        "kept": moments(laid, config, run) // owned,
-        "updating": updating(laid, config, run, "cuda") // owned,
-    }
+    """Bytes for an element that a rank owns: what the optimizer keeps, and what is made when it steps, for
+    all buffers together and for one after the other."""
+    config = _config(1, 1, precision, optimizer, reduce_bucket_size=NUMEL)
+    one, many = (plan(Numbers(ONE * count), config, 2) for count in (1, 16))
+    owned = NUMEL // 2
+    together = many.update // owned // 16 if many.update > one.update else 0
+    return {"kept": one.moments // owned, "updating": together, "following": one.update // owned}
 
 
 # The model ---------------------------------------------------------------------------------------
@@ -213,12 +261,13 @@ def model_tree() -> dict[str, Any]:
 
     def node(name: str, module: nn.Module) -> dict[str, Any]:
         own = [p for p in module.parameters(recurse=False) if len(holders[p]) == 1]
-        if module is model:  # tied weights belong to the module around all that use them: here, the model
-            own += [param for param, names in holders.items() if len(names) > 1]
+        # Tied weights belong to the module around all that use them: here, the model.
+        tied = [param for param, names in holders.items() if len(names) > 1] if module is model else []
         return {
             "name": name,
             "called": type(module).forward is not nn.Module.forward,
             "own": [shape(param) for param in own],
+            "tied": [shape(param) for param in tied],
             "each": [node(name, child) for name, child in module.named_children()],
             "repeated": isinstance(module, nn.ModuleList),  # its one child stands for every layer
         }

@@ -5,11 +5,13 @@ import io
 import json
 import random
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import calculator
 import pytest
 import torch
+from places import SiteError
 from torch import nn
 
 from tests.site.browser import Open
@@ -225,11 +227,20 @@ def test_counts_can_be_written_as_people_write_them(open_page: Open) -> None:
 # The table ---------------------------------------------------------------------------------------
 
 
-def test_digits_of_an_answer_are_the_bytes_for_each_size() -> None:
-    far = calculator.FAR
-    whole, piece, (largest, one) = far**3, far**2, (far, 1)
-    answer = 4 * whole + 2 * piece + 8 * largest + 3 * (largest + one)
-    assert calculator.coefficients(answer) == {"whole": 4, "slice": 2, "largest": 8, "numbers": 3}
+def test_a_plan_that_the_table_cannot_explain_stops_the_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = calculator.Case("mixed", 2, False, 2)
+    assert calculator._kept(case, "master") == {"slice": 4}
+    other = calculator.Case("mixed", 1, False, 2)
+    answers = {"master": 4 * calculator.NUMEL + 2, "buckets": 7}
+    monkeypatch.setattr(calculator, "plan", lambda *given: SimpleNamespace(**answers))
+    calculator.Case.plan.cache_clear()
+    with pytest.raises(
+        SiteError, match=r"master of Case\(precision='mixed', stage=1, .* are no sum of sizes"
+    ):
+        calculator._kept(other, "master")
+    with pytest.raises(SiteError, match="pass in another way"):
+        calculator._passing(other, calculator.BYTES, calculator.BYTES)
+    calculator.Case.plan.cache_clear()
 
 
 def test_the_page_is_given_one_line_of_javascript_that_is_json() -> None:

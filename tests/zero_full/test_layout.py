@@ -50,6 +50,13 @@ def test_a_fragment_lies_in_its_owners_slice_at_its_parameters_place(layout: Fla
 
 
 @given(LAYOUTS)
+def test_a_rank_owns_its_fragments(layout: FlatLayout) -> None:
+    assert layout.owned == tuple(
+        sum(fragment.numel for fragment in layout.fragments(rank)) for rank in range(layout.world)
+    )
+
+
+@given(LAYOUTS)
 def test_slices_are_equal_side_by_side_and_multiples_of_what_all_ranks_need(layout: FlatLayout) -> None:
     slices = [layout.slice_of(rank) for rank in range(layout.world)]
     assert slices[0].start == 0 and slices[-1].stop == layout.total

@@ -13,7 +13,9 @@ from torch import Tensor
 from zero_full._compat import backend_of
 from zero_full.comm.desync import CallCheck, DesyncError
 from zero_full.comm.ledger import Traffic
+from zero_full.comm.pretend import Pretence, PretendedGroup
 from zero_full.comm.shared import share_memory
+from zero_full.comm.topology import ranks_of
 from zero_full.comm.transport import Exchange, Native, Transport, own_slice
 
 
@@ -23,6 +25,8 @@ class CommunicationError(RuntimeError):
 
 def choose_transport(group: dist.ProcessGroup, device: torch.device, shared_memory: bool = True) -> Transport:
     """The fastest transport that works for this group; see `transport.py`."""
+    if isinstance(group, PretendedGroup):
+        return Pretence(group)
     if device.type != "cpu" or backend_of(group, device) != "gloo":
         return Native(group)
     return share_memory(group, shared_memory) or Exchange(group)
@@ -47,7 +51,7 @@ class Communicator:
         self.group = group if group is not None and group.size() > 1 else None
         self.rank = 0 if self.group is None else self.group.rank()
         self.size = 1 if self.group is None else self.group.size()
-        self.ranks = [0] if self.group is None else dist.get_process_group_ranks(self.group)
+        self.ranks = [0] if self.group is None else ranks_of(self.group)
         self.closed = False
         self.check: CallCheck | None = None
         self.transport: Transport | None = None
@@ -94,13 +98,11 @@ class Communicator:
 
     def all_to_all(self, sent: Tensor, received: Tensor, what: str) -> None:
         """Send the r-th part of `sent` to rank r, and receive rank r's into the r-th part of `received`."""
-        if self.group is None:
+        if self.transport is None:
             received.copy_(sent)
             return
-        group, wire = self.group, (self.size - 1) * (sent.nbytes // self.size)
-        self._call(
-            "all_to_all", what, sent, wire, lambda: dist.all_to_all_single(received, sent, group=group)
-        )
+        transport, wire = self.transport, (self.size - 1) * (sent.nbytes // self.size)
+        self._call("all_to_all", what, sent, wire, lambda: transport.all_to_all(sent, received))
 
     def sum_numbers(self, numbers: Tensor, what: str) -> Tensor:
         """Sum a few numbers over the ranks, in place, and return them. They do not count as traffic."""
@@ -111,21 +113,19 @@ class Communicator:
 
     def broadcast(self, tensor: Tensor, what: str) -> None:
         """Give all ranks the first rank's values."""
-        if self.group is not None:
-            first = self.ranks[0]
-            self._call("broadcast", what, tensor, 0, lambda: dist.broadcast(tensor, first, self.group))
+        transport = self.transport
+        if transport is not None:
+            self._call("broadcast", what, tensor, 0, lambda: transport.broadcast(tensor))
 
     def gather_objects(self, mine: Any, what: str) -> list[Any]:
         """The small Python objects of all ranks, by rank. It is slow: for error reports and set-up."""
-        answers = [mine] * self.size
-        if self.group is not None:
-            self._call(
-                "gather_objects",
-                what,
-                torch.empty(0),
-                0,
-                lambda: dist.all_gather_object(answers, mine, group=self.group),
-            )
+        transport, answers = self.transport, [mine]
+        if transport is not None:
+
+            def gather() -> None:
+                answers[:] = transport.gather_objects(mine)
+
+            self._call("gather_objects", what, torch.empty(0), 0, gather)
         return answers
 
     def close(self) -> None:

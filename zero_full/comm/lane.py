@@ -4,8 +4,10 @@ A job put on a lane runs after all jobs put there before, and `wait` returns (on
 current stream) until it is done. That is all that "overlap" means in this package.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -55,6 +57,42 @@ class Inline:
 
     def close(self) -> None:
         """Do nothing."""
+
+
+class Late:
+    """For tensors without values: a job is done when somebody waits for it. Till then most is in memory."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[Job] = deque()
+        self.begun = self.done = 0
+
+    def submit(self, job: Job, tensors: Iterable[Tensor], producers: Iterable[Any]) -> Pending:
+        """Put the job behind the others."""
+        self.waiting.append(job)
+        self.begun += 1
+        return _Place(self, self.begun)
+
+    def do(self, until: int) -> None:
+        """Jobs in their order, up to this one."""
+        while self.done < until:
+            self.done += 1
+            _without_grad(self.waiting.popleft())
+
+    def producer(self) -> Any:
+        """Nothing is queued."""
+        return None
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+@dataclass
+class _Place:
+    lane: Late
+    number: int
+
+    def wait(self) -> None:
+        self.lane.do(self.number)
 
 
 class Thread:
@@ -131,4 +169,6 @@ def lane_for(device: torch.device, overlap: bool) -> Lane:
     """The lane on which this device's collectives run."""
     if not overlap:
         return Inline()
+    if device.type == "meta":
+        return Late()
     return Thread() if device.type == "cpu" else Stream(device)

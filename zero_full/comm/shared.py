@@ -21,20 +21,19 @@ from torch import Tensor
 
 from zero_full._compat import timeout_of
 from zero_full.comm import spin_barrier
-from zero_full.comm.transport import add_up, own_slice
+from zero_full.comm.transport import OverGroup, add_up, own_slice
 
 HALF = 2 * 2**20  # bytes
 WINDOW = 2 * HALF + 8  # and a number at which ranks meet
 
 
-class SharedMemory:
+class SharedMemory(OverGroup):
     """A transport for gloo ranks on one Linux host. See [Note: windows]."""
 
     name = "shared memory"
 
     def __init__(self, group: dist.ProcessGroup, windows: list[Tensor], pids: Sequence[int]) -> None:
-        self.group, self.rank, self.size = group, group.rank(), group.size()
-        self.others = [rank for rank in range(self.size) if rank != self.rank]
+        super().__init__(group)
         self.windows = windows
         self.turn = 0
         numbers = [window[2 * HALF :] for window in windows]
@@ -86,7 +85,7 @@ class SharedMemory:
     def sum_numbers(self, numbers: Tensor) -> None:
         """An all-reduce of the numbers and of padding, so that they can be cut evenly."""
         if not numbers.is_floating_point():  # fp32, in which slices are summed, does not hold all of them
-            dist.all_reduce(numbers, group=self.group)
+            super().sum_numbers(numbers)
             return
         flat = numbers.reshape(-1)
         padded = flat.new_zeros(-(-flat.numel() // self.size) * self.size)

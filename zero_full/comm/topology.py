@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 
 from zero_full._compat import default_store, open_group, timeout_of
+from zero_full.comm.pretend import PretendedGroup
 
 Predicate = Callable[[str, Parameter], bool]
 MESH_NAMES = {
@@ -112,12 +113,19 @@ class Topology:
             raise ValueError(f"{key} needs a topology without `shard` and `expert` groups")
         data = self.data if self.data is not None else dist.group.WORLD
         assert data is not None
-        ranks = dist.get_process_group_ranks(data)
+        ranks = ranks_of(data)
         if size < 1 or len(ranks) % size:
             raise ValueError(f"{key} {size} does not divide the data-parallel world {len(ranks)}")
         rows = [ranks[start : start + size] for start in range(0, len(ranks), size)]
         columns = [list(column) for column in zip(*rows, strict=True)]
         return _group_of_mine(rows, data), _group_of_mine(columns, data)
+
+
+def ranks_of(group: dist.ProcessGroup) -> list[int]:
+    """The group's members, by their numbers among all."""
+    if isinstance(group, PretendedGroup):
+        return group.ranks
+    return dist.get_process_group_ranks(group)
 
 
 def this_rank() -> int:
@@ -130,6 +138,8 @@ def new_group(ranks: list[int], like: dist.ProcessGroup) -> dist.ProcessGroup:
 
     torch would give it the default backend, and half an hour to wait for a rank that has died.
     """
+    if isinstance(like, PretendedGroup):
+        return PretendedGroup(ranks, like.me)
     members = f"zero_full/{'-'.join(map(str, ranks))}"
     number = default_store().add(f"{members}/opened by {dist.get_rank()}", 1)  # how often these have met
     group: dist.ProcessGroup = open_group(
@@ -140,7 +150,8 @@ def new_group(ranks: list[int], like: dist.ProcessGroup) -> dist.ProcessGroup:
 
 def _group_of_mine(partition: list[list[int]], like: dist.ProcessGroup) -> dist.ProcessGroup:
     """The group that this rank is in."""
-    return new_group(next(ranks for ranks in partition if dist.get_rank() in ranks), like)
+    me = ranks_of(like)[like.rank()]
+    return new_group(next(ranks for ranks in partition if me in ranks), like)
 
 
 def _known() -> str:

@@ -11,7 +11,7 @@ current stream).
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,15 @@ class Transport(Protocol):
 
     def sum_numbers(self, numbers: Tensor) -> None:
         """Make `numbers`, of any size, their sum over all ranks."""
+
+    def all_to_all(self, sent: Tensor, received: Tensor) -> None:
+        """Rank r gets the r-th part of `sent`; the r-th part of `received` is what it had for this rank."""
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """The first rank's values become everyone's."""
+
+    def gather_objects(self, mine: Any) -> list[Any]:
+        """Everyone's small Python object, by rank."""
 
 
 def own_slice(whole: Tensor, rank: int, size: int) -> Tensor:
@@ -71,13 +80,36 @@ def add_up(pieces: Sequence[Tensor], out: Tensor, divisor: float) -> None:
             target.copy_(total)
 
 
-class Native:
-    """The backend's own collectives."""
-
-    name = "native"
+class OverGroup:
+    """What every strategy leaves to the backend."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.rank, self.size = group, group.rank(), group.size()
+        self.others = [rank for rank in range(self.size) if rank != self.rank]
+
+    def sum_numbers(self, numbers: Tensor) -> None:
+        """One all-reduce: for a few numbers it takes fewer turns than anything cleverer."""
+        dist.all_reduce(numbers, group=self.group)
+
+    def all_to_all(self, sent: Tensor, received: Tensor) -> None:
+        """One call."""
+        dist.all_to_all_single(received, sent, group=self.group)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """One call."""
+        dist.broadcast(tensor, dist.get_global_rank(self.group, 0), self.group)
+
+    def gather_objects(self, mine: Any) -> list[Any]:
+        """Pickled, twice the way that tensors take."""
+        answers = [mine] * self.size
+        dist.all_gather_object(answers, mine, group=self.group)
+        return answers
+
+
+class Native(OverGroup):
+    """The backend's own collectives."""
+
+    name = "native"
 
     def reduce_scatter(self, whole: Tensor, out: Tensor, divisor: float) -> None:
         """One reduce-scatter. 16-bit sums could overflow, so they are divided first."""
@@ -102,19 +134,14 @@ class Native:
         if divisor != 1:
             whole.div_(divisor)
 
-    def sum_numbers(self, numbers: Tensor) -> None:
-        """One all-reduce."""
-        dist.all_reduce(numbers, group=self.group)
 
-
-class Exchange:
+class Exchange(OverGroup):
     """For gloo: every rank sends every other rank exactly what that one needs."""
 
     name = "exchange"
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group, self.rank, self.size = group, group.rank(), group.size()
-        self.others = [rank for rank in range(self.size) if rank != self.rank]
+        super().__init__(group)
         self.address = {rank: dist.get_global_rank(group, rank) for rank in self.others}
 
     def _swap(self, send: dict[int, Tensor], receive: dict[int, Tensor]) -> None:
@@ -148,7 +175,3 @@ class Exchange:
         """A reduce-scatter and an all-gather."""
         self.reduce_scatter(whole, own_slice(whole, self.rank, self.size), divisor)
         self.all_gather(whole)
-
-    def sum_numbers(self, numbers: Tensor) -> None:
-        """gloo's own all-reduce: for a few numbers it takes fewer turns."""
-        dist.all_reduce(numbers, group=self.group)

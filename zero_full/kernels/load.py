@@ -4,6 +4,9 @@ import functools
 import logging
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,8 +44,23 @@ def look() -> dict[str, Loaded]:
     return {part: _load(part, _why_not_built) for part in build.PARTS}
 
 
+_meant: ContextVar[torch.device | None] = ContextVar("the device that meta tensors stand for", default=None)
+
+
+@contextmanager
+def meta_means(device: torch.device) -> Iterator[None]:
+    """Meanwhile `compiled_for` says of the meta device what it says of this one."""
+    token = _meant.set(device)
+    try:
+        yield
+    finally:
+        _meant.reset(token)
+
+
 def compiled_for(device: torch.device) -> bool:
     """Whether operators on such a device are the compiled ones."""
+    if device.type == "meta":
+        device = _meant.get() or device
     return device.type in build.PARTS and load()[device.type].path is not None
 
 

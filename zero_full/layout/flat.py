@@ -80,6 +80,18 @@ class FlatLayout:
                 fragments.append(Fragment(index, (low - start, high - start), (low, high)))
         return fragments
 
+    @cached_property
+    def owned(self) -> tuple[int, ...]:
+        """Elements of parameters that each rank owns: its slice without padding."""
+        owned = [0] * self.world
+        for start, numel in zip(self.starts, self.numels, strict=True):
+            while numel:
+                rank = start // self.shard
+                here = min(numel, (rank + 1) * self.shard - start)
+                owned[rank] += here
+                start, numel = start + here, numel - here
+        return tuple(owned)
+
 
 def _rounded_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple

@@ -11,10 +11,13 @@ COMPILED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def squared_norm(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """The sum of squares in fp64, which no finite number of 32 bits can make overflow."""
+    """The sum of squares in fp64, which no finite number of 32 bits can make overflow.
+
+    Tensors without values, on the meta device, count as zeros.
+    """
     total = torch.zeros((), dtype=torch.float64, device=device)
     kinds: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
+    for tensor in (t for t in tensors if not t.is_meta):
         kinds.setdefault(tensor.dtype, []).append(tensor)
     for dtype, alike in kinds.items():
         if dtype in COMPILED and compiled_for(device):

@@ -85,7 +85,8 @@ class _Side:
         self.length = FLAGS - SQUARES + len(self.members)
         mark = float(zlib.crc32(repr(doings).encode()) >> (32 - MARK_BITS))
         flags = [float(member in used) for member in self.members]
-        device = pair.shard.device
+        is_plan = pair.shard.device.type == "meta"  # then these numbers have values nevertheless
+        device = torch.device("cpu") if is_plan else pair.shard.device
         self.numbers = torch.tensor([0.0, 0.0, mark, mark * mark, *flags], dtype=torch.float64, device=device)
         if needs_norm:
             self.numbers[0] = squared_norm(_gradients(buckets, in_norm=True), device)

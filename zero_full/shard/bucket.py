@@ -25,6 +25,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+from zero_full._compat import identity_of
 from zero_full.precision.norms import squared_norm
 from zero_full.shard.flat import FlatParameter, Member
 from zero_full.shard.groups import Reduce
@@ -118,7 +119,7 @@ class Bucket:
         if self.grad_slice is None or self.local_grads is None:
             return False
         mine, everything = self.grad_slice.untyped_storage(), self.local_grads.untyped_storage()
-        return mine.data_ptr() == everything.data_ptr()
+        return identity_of(mine) == identity_of(everything)
 
     # Averaged ------------------------------------------------------------------------------------
 

@@ -86,7 +86,7 @@ class Dealer:
         refuse_owned(everything)
         trained = [(name, p) for name, p in everything if p in self.group_of]
         _refuse_released([(name, p) for name, p in everything if p not in self.deferred])
-        here = [(name, p) for name, p in trained if p not in self.deferred and p.numel()]
+        here = [(name, p) for name, p in trained if p not in self.deferred and p.numel() and not p.is_meta]
         refuse_overlaps(Extent(0, p.data_ptr(), p.data_ptr() + p.nbytes, name) for name, p in here)
         units = self._units(model) if self.settings.releases_parameters else []
         in_units = {p for unit in units for _, p in unit.parameters}

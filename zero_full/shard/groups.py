@@ -12,7 +12,7 @@ from torch import Tensor
 from zero_full.comm.communicator import Communicator
 from zero_full.comm.ledger import Traffic
 from zero_full.comm.quantized import Gather, Nodes, QuantizedGather, TwoHopReduce
-from zero_full.comm.topology import Topology, new_group
+from zero_full.comm.topology import Topology, new_group, ranks_of
 from zero_full.shard.settings import Settings
 
 Reduce = Callable[[Tensor, Tensor, float, str], None]  # to this rank's slice of the sum, divided
@@ -80,7 +80,7 @@ class Connection:
     def to(self, group: Group, label: str = "") -> Communicator:
         """A communicator for this group, or for a rank that is alone if it is None."""
         if group is not None and self.own_groups:
-            group = new_group(dist.get_process_group_ranks(group), like=group)
+            group = new_group(ranks_of(group), like=group)
             self.opened.append(group)
         made = Communicator(group, self.device, self.traffic, self.check_timeout_s, label, self.shared_memory)
         self.communicators.append(made)

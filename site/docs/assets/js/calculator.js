@@ -13,7 +13,7 @@ const zeroCalculatorPage = (() => {
     gathered: "gathered parameters",
     buckets: "gradients on their way",
     activations: "activations",
-    update: "gradients as the master's type",
+    update: "copies for the optimizer",
   }
   const NAMES = { ...KEPT, ...PASSING }
   const LOOKS = { gathered: "parameters", buckets: "gradients", update: "moments" } // striped, in that kind's colour

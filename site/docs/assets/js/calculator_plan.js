@@ -12,17 +12,22 @@ const zeroPlan = (() => {
   const most = (numbers) => numbers.reduce((best, each) => Math.max(best, each), 0)
   const roundedUp = (number, multiple) => Math.ceil(number / multiple) * multiple
 
-  // The model: modules, each with the sizes of its own parameters -------------------------------
+  // The model: modules, each with its own parameters --------------------------------------------
 
+  // Parameters have numbers in the order in which the model lists them. A tied one, which the last module uses
+  // as well, comes first.
   function modelOf(shape) {
     const numel = (dimensions) => dimensions.reduce((n, [times, letter]) => n * times * shape[letter], 1)
+    let count = 0
     const built = (node, path) => {
+      const parameter = (tied) => (dimensions) => ({ numel: numel(dimensions), tied, place: count++ })
+      const own = [...node.tied.map(parameter(true)), ...node.own.map(parameter(false))]
       const inside = (name) => (path ? `${path}.${name}` : name)
       const children = node.repeated
         ? Array.from({ length: shape.layers }, (_, place) => built(node.each[0], inside(String(place))))
         : node.each.map((child) => built(child, inside(child.name)))
-      const own = node.own.map(numel)
-      return { path, called: node.called, own, children, numel: sum(own) + sum(children.map((c) => c.numel)) }
+      const all = sum(own.map((each) => each.numel)) + sum(children.map((child) => child.numel))
+      return { path, called: node.called, own, children, numel: all }
     }
     return built(data.model, "")
   }
@@ -34,8 +39,8 @@ const zeroPlan = (() => {
   // Flat buffers: zero_full/layout ---------------------------------------------------------------
 
   // At stage 0 nothing is cut, and a rank's slice is the whole; `piece` is what it sends another rank at a time.
-  function bufferOf(numels, run) {
-    const starts = []
+  function bufferOf(parameters, run) {
+    const starts = [], numels = parameters.map((each) => each.numel)
     let end = 0
     for (const numel of numels) {
       starts.push(end)
@@ -44,12 +49,12 @@ const zeroPlan = (() => {
     const whole = roundedUp(end, data.alignment * run.ranks)
     const piece = whole / run.ranks
     const slice = run.stage === 0 ? whole : piece
-    return { numels, starts, whole, piece, slice, numbers: sum(numels), largest: most(numels) }
+    return { parameters, starts, whole, piece, slice, numbers: sum(numels) }
   }
 
   // Elements of parameters, so without padding, that each rank owns of a buffer.
   function addOwned(buffer, owned) {
-    buffer.numels.forEach((numel, place) => {
+    buffer.parameters.forEach(({ numel }, place) => {
       const start = buffer.starts[place], end = start + numel
       for (let rank = Math.floor(start / buffer.slice); rank * buffer.slice < end; rank += 1) {
         owned[rank] += Math.min(end, (rank + 1) * buffer.slice) - Math.max(start, rank * buffer.slice)
@@ -58,16 +63,16 @@ const zeroPlan = (() => {
   }
 
   // Last first, into buckets of limited size; a larger parameter travels alone.
-  function bucketsOf(numels, run) {
+  function bucketsOf(parameters, run) {
     const buckets = []
     let room = 0
-    for (const numel of [...numels].reverse()) {
-      if (buckets.length === 0 || numel > room) {
+    for (const each of [...parameters].reverse()) {
+      if (buckets.length === 0 || each.numel > room) {
         buckets.push([])
         room = data.limits[run.stage].bucket
       }
-      buckets[buckets.length - 1].push(numel)
-      room -= numel
+      buckets[buckets.length - 1].push(each)
+      room -= each.numel
     }
     return buckets.map((bucket) => bufferOf(bucket, run))
   }
@@ -79,33 +84,34 @@ const zeroPlan = (() => {
     if (run.stage < 3 || run.ranks === 1) return { buckets: bucketsOf(parametersOf(model), run), units: [] }
     const limit = Math.max(1, Math.min(Math.ceil(model.numel / data.parts), Math.floor(limits.live / data.liveParts)))
     const stays = [], units = []
-    let room = limits.keepTotal
+    let room = limits.keepTotal, entered = 0
     const walk = (node, unitAround, mayCut) => {
       let unit = unitAround
       if (node.called && mayCut) {
-        unit = { path: node.path, numels: [] }
+        unit = { path: node.path, own: [], enteredAt: entered }
         units.push(unit)
       }
-      for (const numel of node.own) {
-        if (numel <= Math.min(limits.keep, room)) {
-          stays.push(numel)
-          room -= numel
+      for (const each of node.own) {
+        if (each.numel <= Math.min(limits.keep, room)) {
+          stays.push(each)
+          room -= each.numel
         } else {
-          unit.numels.push(numel)
+          unit.own.push(each)
         }
+        entered += 1
       }
       const isOne = node.called && node.path !== "" && node.numel <= limit
       for (const child of node.children) walk(child, unit, mayCut && !isOne)
     }
     walk(model, null, true)
-    const used = units.filter((unit) => unit.numels.length > 0)
+    const used = units.filter((unit) => unit.own.length > 0)
     return {
       buckets: bucketsOf(stays, run),
-      units: used.map((unit) => ({ path: unit.path, ...bufferOf(unit.numels, run) })),
+      units: used.map(({ path, enteredAt, own }) => ({ path, enteredAt, ...bufferOf(own, run) })),
     }
   }
 
-  // Which units are whole at a time: `Play` in zero_full/plan_table.py. In elements.
+  // Which units are whole at a time: zero_full/shard/gatherer. In elements.
   function played(units, run) {
     const limits = data.limits[run.stage], live = new Set()
     let highest = 0
@@ -149,31 +155,64 @@ const zeroPlan = (() => {
 
   const gradientsSent = (terms, run) => terms.sent.once + run.microBatches * terms.sent.each
 
+  // Backward, parameter by parameter from the last one: gradients arrive, buffers fill, and leave when they are
+  // complete; a unit, when backward has left its module. The first module, whose inputs need no gradient, tells
+  // nobody: then a unit leaves in the end, as small parameters of stage 3 do. A tied gradient waits for its other
+  // half, and is the sum of two.
   function onTheirWay(laid, flats, terms, run) {
-    const arriving = most(flats.map((flat) => terms.arriving * flat.largest))
-    const standing = arriving + most(flats.map((flat) => bytes(terms.reducing, flat)))
-    const waiting = (buffers) => buffers.map((buffer) => terms.waiting * buffer.whole)
-    const neighbours = (sizes) => {
-      const count = data.limits[run.stage].bucketsAtOnce
-      return most(sizes.map((_, place) => sum(sizes.slice(place, place + count))))
+    const { inFlight } = data.limits[run.stage], pending = [], left = new Set(), filling = new Set(), bufferOfPlace = []
+    flats.forEach((flat) => flat.parameters.forEach(({ place }) => (bufferOfPlace[place] = flat)))
+    let alive = 0, held = 0, highest = 0
+    const parameters = flats.flatMap((flat) => flat.parameters).sort((a, b) => b.place - a.place)
+    const note = (extra) => (highest = Math.max(highest, alive + held + extra))
+    const reduce = (flat) => {
+      note(terms.reducing * flat.slice)
+      alive -= terms.waiting * flat.whole
     }
-    if (run.stage === 3) return standing + neighbours(waiting(laid.units)) + sum(waiting(laid.buckets))
-    return standing + neighbours(waiting(laid.buckets))
+    const drain = (leave) => {
+      while (pending.length > leave) reduce(pending.shift())
+    }
+    const launch = (flat) => {
+      left.add(flat)
+      drain(Math.max(0, inFlight - 1))
+      pending.push(flat)
+      if (inFlight === 0) drain(0)
+    }
+    parameters.forEach(({ tied, numel }) => (held += tied ? terms.parameter * numel : 0))
+    for (const { numel, tied, place } of parameters) {
+      const flat = bufferOfPlace[place]
+      if (tied) note((terms.arriving + terms.parameter) * numel)
+      if (tied) held -= terms.parameter * numel
+      if (!filling.has(flat)) alive += terms.waiting * flat.whole
+      filling.add(flat)
+      note(terms.arriving * numel)
+      if (run.stage < 3 && flat.parameters[flat.parameters.length - 1].place === place) launch(flat)
+      laid.units.filter((unit) => place > 0 && unit.enteredAt === place).reverse().forEach(launch)
+    }
+    drain(0)
+    inOrder(flats).filter((flat) => !left.has(flat)).forEach(launch)
+    drain(0)
+    return highest
   }
 
-  // Stage 3 steps a part at a time.
-  function updating(flats, run) {
-    const parts = [0]
+  // The order in which buffers are stepped: that of backward.
+  const firstOf = (flat) => Math.min(...flat.parameters.map(({ place }) => place))
+  const inOrder = (flats) => [...flats].sort((a, b) => firstOf(b) - firstOf(a))
+
+  // What the optimizer's step makes: for one buffer that is always whole after the other, and for all together, of
+  // which stage 3 steps a part at a time.
+  function updating(laid, run) {
+    const { updating, following } = stateOf(run), parts = [0]
     let room = 0
-    for (const flat of flats) {
+    for (const flat of inOrder([...laid.buckets, ...laid.units])) {
       if (run.stage === 3 && flat.slice > room) {
         parts.push(0)
         room = data.limits[run.stage].subGroup
       }
       room -= flat.slice
-      parts[parts.length - 1] += stateOf(run).updating * flat.slice
+      parts[parts.length - 1] += updating * flat.slice
     }
-    return most(parts)
+    return Math.max(most(parts), most(laid.buckets.map((bucket) => following * bucket.slice)))
   }
 
   function activationsOf(shape, run) {
@@ -205,7 +244,7 @@ const zeroPlan = (() => {
       gathered: terms.parameter * play.highest,
       buckets: onTheirWay(laid, flats, terms, run),
       activations: activationsOf(shape, run),
-      update: updating(flats, run),
+      update: updating(laid, run),
       sent: (run.ranks - 1) * (gradientsSent(terms, run) * gradientPieces + terms.sent.gathered * pieces),
     })
   }
@@ -213,7 +252,7 @@ const zeroPlan = (() => {
   // A number of parameters and nothing else: what is kept, without padding, and the most that stage 3 can send.
   function ofCount(numel, run) {
     const terms = termsOf(run), piece = Math.ceil(numel / run.ranks), slice = run.stage === 0 ? numel : piece
-    const buffer = { whole: numel, slice, numbers: numel, largest: 0 }
+    const buffer = { whole: numel, slice, numbers: numel }
     const gathers = run.stage === 3 && run.ranks > 1 ? 2 * run.microBatches : 1
     return totals({
       parameters: terms.parameter * (run.stage === 3 ? slice : numel),

@@ -1,0 +1,214 @@
+"""Runs to be planned and to be measured: one list of cases, and what real ranks find in them."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import zero_full
+from tests.worlds import POOL
+from tests.zero_full.runs import WIDTH, config
+from tests.zero_full.test_experts import topology_of
+from zero_full.comm.shared import SharedMemory
+from zero_min.ledger import held
+
+
+class Odd(nn.Module):
+    """Sizes that no world divides, a frozen layer, a buffer and a layer of another type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, 13)
+        self.frozen = nn.Linear(13, 13).requires_grad_(False)
+        self.last = nn.Linear(13, 3)
+        self.scale = nn.Parameter(torch.ones(3, dtype=torch.float64))
+        self.register_buffer("offsets", torch.zeros(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The loss."""
+        y = self.last(self.frozen(self.first(x.to(self.first.weight.dtype)).tanh()).tanh())
+        return (y * self.scale).float().square().mean()
+
+
+class WithExperts(Odd):
+    """The same, the last layer of which is an expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for p in self.last.parameters():
+            p.allreduce = False  # type: ignore[attr-defined]
+
+
+BF16 = {"bf16": {"enabled": True}}
+STAGES = [0, 1, 2, 3]
+SMALL = {"stage3_param_persistence_threshold": 20}  # elements: biases stay whole
+AGAIN = {"gradient_accumulation_steps": 2}
+Keys = dict[str, Any]
+PRECISIONS: dict[str, Keys] = {
+    "bf16": BF16,
+    "fp32": {},
+    "bf16 added up in bf16": {**BF16, "data_types": {"grad_accum_dtype": "bf16"}},
+    "fp16": {"fp16": {"enabled": True}},
+    "fp32 added up in fp16": {"data_types": {"grad_accum_dtype": "fp16"}},
+    "no master": {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+    "nothing but bf16": {
+        "bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    },
+}
+
+
+def zero(**keys: Any) -> Keys:
+    return {"zero_optimization": keys}
+
+
+def optimizer(type: str, **params: Any) -> Keys:
+    return {"optimizer": {"type": type, "params": {"lr": 0.1, **params}}}
+
+
+OPTIONS: dict[str, Keys] = {  # for two ranks
+    "2 micro-batches": AGAIN,
+    "5 micro-batches": {"gradient_accumulation_steps": 5},
+    "overlap": {**zero(overlap_comm=True), **AGAIN},
+    "no overlap": zero(overlap_comm=False),
+    "round robin": zero(round_robin_gradients=True),
+    "all-reduce": zero(reduce_scatter=False),
+    "no copy on arrival": {**zero(contiguous_gradients=False), **AGAIN},
+    "one bucket": zero(reduce_bucket_size=10_000),
+    "travel in fp32": {"communication_data_type": "fp32", **AGAIN},
+    "travel in bf16": {"communication_data_type": "bf16"},
+    "clipping": {"gradient_clipping": 1.0},
+    "predivided": {"gradient_predivide_factor": 2.0},
+    "sums": {"prescale_gradients": True, "gradient_allreduce_op": "sum"},
+    "buffers in bf16": {"data_types": {"buffer_dtype": "bf16"}},
+    "nothing stays": {**zero(stage3_max_reuse_distance=0), **AGAIN},
+    "little may be live": zero(stage3_max_live_parameters=300),
+    "no prefetch": zero(stage3_prefetch_bucket_size=0),
+    "small steps": zero(sub_group_size=50),
+    "all in units": zero(stage3_param_persistence_threshold=0),
+    "none in units": zero(stage3_param_persistence_threshold=1000),
+    "SGD": optimizer("SGD"),
+    "momentum": optimizer("SGD", momentum=0.9),
+    "Lion": optimizer("Lion"),
+    "LAMB": optimizer("Lamb"),
+    "state on the host": zero(offload_optimizer={"device": "cpu"}),
+    "state on the host, LAMB": {**zero(offload_optimizer={"device": "cpu"}), **optimizer("Lamb"), **AGAIN},
+    "amsgrad": optimizer("Adam", amsgrad=True),
+}
+FOR_FOUR: dict[str, Keys] = {
+    "4 ranks": AGAIN,
+    "MiCS": zero(mics_shard_size=2),
+    "MiCS, fp32": {**zero(mics_shard_size=2), **AGAIN, "communication_data_type": "fp32"},
+    "no shards": zero(mics_shard_size=1),
+    "node copies": zero(zero_hpz_partition_size=2),
+    "node copies, released": {
+        **zero(zero_hpz_partition_size=2, stage3_max_reuse_distance=0),
+        "gradient_accumulation_steps": 4,
+    },
+    "quantized weights": zero(zero_quantized_weights=True),
+    "quantized gradients": zero(zero_quantized_gradients=True),
+    "ZeRO++": zero(
+        zero_hpz_partition_size=2,
+        zero_quantized_weights=True,
+        zero_quantized_gradients=True,
+        stage3_max_reuse_distance=0,
+    ),
+}
+FOR_EXPERTS: dict[str, tuple[int, Keys]] = {  # on four ranks: how many hold different ones
+    "2 experts": (2, AGAIN),
+    "4 experts": (4, {"gradient_clipping": 1.0}),
+    "1 expert": (1, {}),
+    "2 experts, overlap": (2, zero(overlap_comm=True)),
+    "2 experts, ZeRO++": (2, zero(zero_hpz_partition_size=2, zero_quantized_weights=True)),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run to be planned and to be measured."""
+
+    world: int
+    stage: int
+    option: str
+    precision: str
+
+    def __str__(self) -> str:
+        return f"{self.world} ranks, stage {self.stage}, {self.option}, {self.precision}"
+
+    @property
+    def experts(self) -> int | None:
+        """How many ranks hold different ones; None: the model has none."""
+        return FOR_EXPERTS[self.option][0] if self.option in FOR_EXPERTS else None
+
+    @property
+    def config(self) -> Keys:
+        """The precision's keys and the option's."""
+        keys = {**OPTIONS, **FOR_FOUR, **{name: keys for name, (_, keys) in FOR_EXPERTS.items()}}
+        given, chosen = config(self.stage, **PRECISIONS[self.precision]), keys.get(self.option, {})
+        given["zero_optimization"] |= SMALL
+        for key, value in chosen.items():
+            merge = isinstance(value, dict) and isinstance(given.get(key), dict) and key != "optimizer"
+            given[key] = {**given[key], **value} if merge else value
+        return given
+
+    def model(self) -> nn.Module:
+        """With an expert, or without."""
+        return Odd() if self.experts is None else WithExperts()
+
+
+def matrix() -> Iterator[Case]:
+    """Every option at every stage, each time with another precision; plain runs in every precision."""
+    options = {2: OPTIONS, 4: {**FOR_FOUR, **FOR_EXPERTS}}
+    for stage in STAGES:
+        for precision in PRECISIONS:
+            yield from (Case(world, stage, "plain", precision) for world in (1, 2))
+        yield Case(1, stage, "predivided", "fp32")
+        for world, names in options.items():
+            for place, name in enumerate(names):
+                yield Case(world, stage, name, list(PRECISIONS)[(2 * place + stage) % len(PRECISIONS)])
+
+
+def measured(comm: Any, case: Case) -> dict[str, int]:
+    """What this rank holds after two steps, before its gradients are let go, and sends in one."""
+    topology = None if case.experts is None else topology_of(comm.rank, case.experts)[0]
+    engine, optimizer, _, _ = zero_full.initialize(model=case.model(), config=case.config, topology=topology)
+    for _ in range(2):
+        optimizer.groups.traffic.clear()
+        for micro in reversed(range(engine.gradient_accumulation_steps())):
+            engine.set_gradient_accumulation_boundary(micro == 0)
+            engine.backward(engine(torch.randn(5, WIDTH)))
+        optimizer.step()
+        found = {kind: held(tensors) for kind, tensors in optimizer.holdings().items() if kind != "counters"}
+        found["sent"] = optimizer.groups.traffic.total()
+        optimizer.zero_grad()
+    state = [t for state in optimizer.base.state.values() for t in state.values() if isinstance(t, Tensor)]
+    found["moments"] = held(t for t in state if t.dim()) if "optimizer" in found else 0
+    found["master"] = found.pop("optimizer", 0) - found["moments"]
+    found.setdefault("host", 0)
+    flat = {member.param for values in optimizer.flats() for member in values.members}
+    found["parameters"] += held(p.detach() for p in engine.module.parameters() if p not in flat)
+    found["buffers"] = held(engine.module.buffers())
+    transports = [each.transport for each in optimizer.groups.communicators]
+    found["communication"] = sum(t.windows[0].nbytes for t in transports if isinstance(t, SharedMemory))
+    engine.destroy()
+    return found
+
+
+def all_measured(comm: Any, cases: Sequence[Case]) -> dict[Case, dict[str, int]]:
+    """One after the other: to start a job takes as long as a case."""
+    found = {}
+    for case in cases:
+        try:
+            found[case] = measured(comm, case)
+        except Exception as error:
+            raise RuntimeError(f"in {case}") from error
+    return found
+
+
+@cache
+def by_real_ranks(world: int, stage: int) -> list[dict[Case, dict[str, int]]]:
+    """What each rank has measured in all cases for so many ranks at that stage."""
+    cases = [case for case in matrix() if (case.world, case.stage) == (world, stage)]
+    return POOL.run(all_measured, world, cases, limit=300, collective=60)

@@ -1,0 +1,57 @@
+"""What a forward leaves behind for its backward."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero_full._compat import FakeTensorMode, identity_of
+from zero_full.plan.failure import PlanError
+from zero_full.precision.dtypes import Dtypes
+from zero_full.trees import mapped
+
+
+def activations(model: nn.Module, inputs: Sequence[Tensor], dtypes: Dtypes) -> int:
+    """Bytes that a forward leaves behind for its backward, with its inputs and outputs.
+
+    Fake tensors and not meta ones: on meta, attention takes a way that saves all scores, which neither a CPU
+    nor a GPU does.
+    """
+    seen: dict[int, torch.UntypedStorage] = {}
+    own: dict[int, torch.UntypedStorage] = {}
+
+    def note(into: dict[int, torch.UntypedStorage], value: Any) -> Any:
+        if isinstance(value, Tensor):
+            storage = value.untyped_storage()
+            into[identity_of(storage)] = storage  # kept, or another one might get its number
+        return value
+
+    with FakeTensorMode(), torch.device("cpu"):
+        state = {name: _like(t, dtypes.of(t.dtype)) for name, t in model.named_parameters()}
+        buffers = dtypes.of_buffers(model)
+        state |= {name: _like(t, buffers[name]) for name, t in model.named_buffers()}
+        given = tuple(_like(t, t.dtype) for t in inputs)
+        mapped(partial(note, own), state)
+        mapped(partial(note, seen), given)
+        with torch.autograd.graph.saved_tensors_hooks(partial(note, seen), lambda saved: saved):
+            outputs = _forward(model, state, given)
+        mapped(partial(note, seen), outputs)
+    return sum(storage.nbytes() for key, storage in seen.items() if key not in own)
+
+
+def _like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty(tensor.shape, dtype=dtype).requires_grad_(tensor.requires_grad)
+
+
+def _forward(model: nn.Module, state: dict[str, Tensor], given: tuple[Tensor, ...]) -> Any:
+    try:
+        return torch.func.functional_call(model, state, given)
+    except Exception as error:
+        shapes = ", ".join(f"{'x'.join(map(str, t.shape))}:{t.dtype}".replace("torch.", "") for t in given)
+        raise PlanError(
+            f"the model's forward failed on {shapes} with {type(error).__name__}: {error}\n"
+            "Nothing is computed here, so it must not look at values; without a batch there is a plan for "
+            "everything else"
+        ) from error

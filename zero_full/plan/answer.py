@@ -1,0 +1,100 @@
+"""What a plan says, and how it looks."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+SCALES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+KEPT = {
+    "parameters": "parameters",
+    "buffers": "buffers",
+    "gradients": "gradients",
+    "master": "master",
+    "moments": "optimizer state",
+    "communication": "shared memory",
+}
+PASSING = {
+    "gathered": "gathered parameters",
+    "buckets": "gradients on their way",
+    "activations": "activations",
+    "update": "copies for the optimizer",
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Bytes on the rank that holds most, by kind. See [Note: what is exact] in `zero_full.plan`."""
+
+    stage: int
+    world: int
+    numel: int  # elements of the model's parameters
+    # Kept from step to step; gradients until `zero_grad`, which the engine calls after the step.
+    parameters: int
+    buffers: int
+    gradients: int
+    master: int  # a copy of what this rank owns of the parameters, if those have 16 bits
+    moments: int  # what the optimizer remembers
+    communication: int  # windows in shared memory
+    host: int  # beside that, and not on the device: what waits in the host's memory
+    # Beside that, at a step's worst moment.
+    gathered: int  # whole parameters of units, while they are used
+    buckets: int  # gradients that are not reduced yet, or are being reduced
+    activations: int | None  # None: nobody has said what a batch is
+    update: int  # what the step makes for the optimizer; by then the three above are gone
+    sent: int  # bytes that this rank sends in a step
+
+    @property
+    def between_steps(self) -> int:
+        """All that is kept."""
+        return sum(getattr(self, kind) for kind in KEPT)
+
+    @property
+    def peak(self) -> int:
+        """The most at one time: in backward, or while the optimizer steps."""
+        backward = self.gathered + self.buckets + (self.activations or 0)
+        return self.between_steps + max(backward, self.update)
+
+    def table(self) -> str:
+        """Every kind in human units and in bytes, and the totals."""
+        rows = [
+            *((f"  {name}", getattr(self, kind)) for kind, name in KEPT.items()),
+            ("between steps", self.between_steps),
+            *([("waiting on the host", self.host)] if self.host else []),
+            *((f"  {name}", getattr(self, kind)) for kind, name in PASSING.items()),
+            ("peak", self.peak),
+            ("sent in a step", self.sent),
+        ]
+        title = f"stage {self.stage}, {self.world:,} ranks, {self.numel:,} parameters: bytes a rank"
+        lines = [
+            f"{name:<34}{human(size):>9}" + (f"{size:>24,}" if size is not None else "")
+            for name, size in rows
+        ]
+        return "\n".join([title, *lines])
+
+    def as_json(self) -> str:
+        """One line with every number."""
+        return json.dumps({**asdict(self), "between_steps": self.between_steps, "peak": self.peak})
+
+
+def side_by_side(plans: Sequence[Plan]) -> str:
+    """One row for each stage."""
+    kinds = ["parameters", "gradients", "master", "moments", "gathered", "buckets", "activations"]
+    rows = [["stage", *kinds, "between steps", "peak", "sent in a step"]]
+    for each in plans:
+        sizes = [getattr(each, kind) for kind in kinds]
+        sizes += [each.between_steps, each.peak, each.sent]
+        rows.append([str(each.stage), *map(human, sizes)])
+    wide = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
+    lines = ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, wide, strict=True)) for row in rows]
+    return "\n".join([f"{plans[0].world:,} ranks, {plans[0].numel:,} parameters: bytes a rank", *lines])
+
+
+def human(size: int | None) -> str:
+    """Three digits and a unit; decimal, as in the papers."""
+    if size is None:
+        return "unknown"
+    for scale, unit in SCALES:
+        if size >= scale * 0.9995:
+            number = size / scale
+            return f"{number:.{max(0, 3 - len(str(round(number))))}f} {unit}"
+    return f"{size} B"

@@ -1,0 +1,116 @@
+"""From a model and a configuration to plans."""
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from zero_full.comm.topology import marked_as_expert
+from zero_full.config import Config, ConfigError, Resolved, resolve
+from zero_full.config.resolve import MICRO, TRAIN
+from zero_full.given import check_model
+from zero_full.plan.activations import activations
+from zero_full.plan.answer import Plan
+from zero_full.plan.failure import PlanError
+from zero_full.plan.rehearsal import Place, Rehearsal
+from zero_full.translate import settings_of
+
+STAGES = (0, 1, 2, 3)
+
+
+def plan(
+    model: nn.Module,
+    config: Any,
+    world: int,
+    *,
+    inputs: Sequence[Tensor] = (),
+    device: str = "cuda",
+    expert_parallel: int | None = None,
+) -> Plan:
+    """What the rank that holds most will hold, with `world` data-parallel ranks.
+
+    model    as one rank has it: of experts, those that live there
+    config   a dict or the path of a JSON file, as for `initialize`; batch sizes may be missing
+    inputs   tensors like a micro-batch's positional inputs, on meta if you like; without them activations
+             are unknown
+    device   where it will run: only on "cpu" are there windows of shared memory
+    expert_parallel  how many neighbours hold different experts, if parameters are marked as experts
+    """
+    resolved, place = _resolved(config, world), Place(world, expert_parallel, device)
+    return _plan(model, resolved, place, _activations(model, resolved.config, inputs))
+
+
+def plan_stages(
+    model: nn.Module,
+    config: Any,
+    world: int,
+    *,
+    inputs: Sequence[Tensor] = (),
+    device: str = "cuda",
+    expert_parallel: int | None = None,
+) -> list[Plan]:
+    """The same for every stage, whatever the config says, to choose from."""
+    resolved, place = _resolved(config, world), Place(world, expert_parallel, device)
+    left = _activations(model, resolved.config, inputs)
+    return [_plan(model, _at_stage(resolved, stage), place, left) for stage in STAGES]
+
+
+def _resolved(config: Any, world: int) -> Resolved:
+    """The checked configuration; with micro-batches of 1 where it does not say."""
+    given: Any = config.model_dump(exclude_unset=True) if isinstance(config, Config) else config
+    if isinstance(given, str | Path):
+        with suppress(OSError, ValueError):  # `resolve` tells what is wrong
+            read = json.loads(Path(given).read_text(encoding="utf-8-sig"))
+            given = read if _lacks_batch(read) else given
+    return resolve({**given, MICRO: 1} if _lacks_batch(given) else given, world)
+
+
+def _lacks_batch(config: Any) -> bool:
+    return isinstance(config, Mapping) and config.get(TRAIN) is None and config.get(MICRO) is None
+
+
+def _at_stage(resolved: Resolved, stage: int) -> Resolved:
+    update: dict[str, Any] = {"stage": stage}
+    if resolved.origins["zero_optimization.overlap_comm"] == "derived":
+        update["overlap_comm"] = stage == 3
+    zero = resolved.config.zero_optimization.model_copy(update=update)
+    return replace(resolved, config=resolved.config.model_copy(update={"zero_optimization": zero}))
+
+
+def _plan(model: nn.Module, resolved: Resolved, place: Place, left: int | None) -> Plan:
+    try:
+        check_model(model)
+        _check_experts(model, place)
+        rehearsed = Rehearsal(model, resolved, place)
+    except ConfigError:
+        raise
+    except (TypeError, ValueError) as error:  # what `initialize` would say
+        raise PlanError(str(error)) from error
+    return Plan(
+        stage=resolved.config.zero_optimization.stage,
+        world=place.world,
+        numel=sum(p.numel() for p in model.parameters()),
+        **rehearsed.kept(),
+        **rehearsed.passing(),
+        activations=left,
+        sent=rehearsed.sent,
+    )
+
+
+def _check_experts(model: nn.Module, place: Place) -> None:
+    experts, size = [name for name, p in model.named_parameters() if marked_as_expert(name, p)], place.experts
+    if experts and size is None:
+        raise PlanError(
+            f"{experts[0]} is marked as an expert (allreduce = False): how many ranks hold different "
+            "ones? Say it with expert_parallel=, or --expert-parallel"
+        )
+    if size is not None and (size < 1 or place.world % size):
+        raise PlanError(f"expert_parallel {size} does not divide the {place.world} ranks")
+
+
+def _activations(model: nn.Module, config: Config, inputs: Sequence[Tensor]) -> int | None:
+    return activations(model, inputs, settings_of(config).dtypes) if inputs else None

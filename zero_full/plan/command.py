@@ -1,0 +1,83 @@
+"""The command `python -m zero_full plan`."""
+
+import argparse
+import importlib
+import inspect
+import re
+import sys
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero_full.plan.answer import side_by_side
+from zero_full.plan.ask import plan, plan_stages
+from zero_full.plan.failure import PlanError
+from zero_full.precision.dtypes import NAMES
+
+
+def main(options: argparse.Namespace) -> int:
+    """Print what `python -m zero_full plan` was asked for."""
+    model = model_of(options.model)
+    inputs = [input_of(text) for text in options.batch]
+    make = plan_stages if options.stages else lambda *given, **named: [plan(*given, **named)]
+    more = {"inputs": inputs, "device": options.device, "expert_parallel": options.expert_parallel}
+    plans = make(model, options.config, options.world, **more)
+    if options.json:
+        print("\n".join(each.as_json() for each in plans))
+    else:
+        print(side_by_side(plans) if options.stages else plans[0].table())
+    return 0
+
+
+def model_of(name: str) -> nn.Module:
+    """The model that `module:function` makes, on the meta device."""
+    module_name, _, attribute = name.partition(":")
+    if not module_name or not attribute:
+        raise PlanError(f'--model {name}: give it as module:function, such as "my_models:llama_7b"')
+    make = _attribute(_module(module_name), attribute)
+    if isinstance(make, nn.Module):
+        return make
+    try:
+        with suppress(ValueError):  # builtins have no signature
+            inspect.signature(make).bind()
+    except TypeError as error:
+        raise PlanError(
+            f"--model {name}: it cannot be called without arguments ({error}); name a function that can, and "
+            "returns the model"
+        ) from None
+    with torch.device("meta"):
+        model = make()
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"--model {name}: it returned {model!r:.60}, not an nn.Module")
+    return model
+
+
+def _module(name: str) -> Any:
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # it is there, and misses something itself
+        raise PlanError(
+            f"--model {name}:...: there is no module {error.name}; run this in the folder that has it"
+        ) from None
+
+
+def _attribute(module: Any, name: str) -> Any:
+    if not hasattr(module, name):
+        known = [each for each, value in vars(module).items() if callable(value) and each[0] != "_"]
+        raise PlanError(f"--model: {module.__name__} has no {name}; it has {', '.join(known) or 'nothing'}")
+    return getattr(module, name)
+
+
+def input_of(text: str) -> Tensor:
+    """ "2x1024:int64" as a tensor without values."""
+    found = re.fullmatch(r"(\d+(?:x\d+)*):(\w+)", text)
+    dtype = NAMES.get(found[2], getattr(torch, found[2], None)) if found else None
+    if found is None or not isinstance(dtype, torch.dtype):
+        raise PlanError(f'--batch {text}: give shape and type of an input, such as "2x1024:int64"')
+    return torch.empty([int(size) for size in found[1].split("x")], dtype=dtype, device="meta")

@@ -1,0 +1,211 @@
+"""The runtime on the meta device: a step of one rank of many, without values and without the others.
+
+Dealing, hooks, buckets, collectives and the optimizer are those of a run. Three things stand in for what is
+not there: the model's shadow (`shadow.py`), groups whose collectives move nothing (`comm/pretend.py`), and a
+lane on which reductions and gathers come as late as they can (`Late` in `comm/lane.py`).
+
+[Note: the rank that holds most] The first one is rehearsed. All ranks hold slices of the same size; they
+differ only in how much of a slice is padding, of which an optimizer keeps no state.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero_full._compat import identity_of
+from zero_full.comm.ledger import Traffic
+from zero_full.comm.pretend import PretendedGroup
+from zero_full.comm.shared import WINDOW
+from zero_full.comm.topology import Topology
+from zero_full.config import Config, ConfigError, Resolved
+from zero_full.config.schema import OptimizerConfig
+from zero_full.engine import Engine
+from zero_full.kernels.load import meta_means
+from zero_full.offload import HostTier
+from zero_full.optim import build_optimizer, check_elementwise
+from zero_full.plan.shadow import new_pass, shadow_of
+from zero_full.plan.watch import Watch
+from zero_full.shard import Connection, Dealer, ZeroOptimizer, connect, place_the_rest
+from zero_full.shard.groups import Pair
+from zero_full.translate import scaler_of, settings_of, shard_ranks_of
+
+NO_OPTIMIZER = OptimizerConfig(type="AdamW")  # where the config leaves it to the script
+META, CPU = torch.device("meta"), torch.device("cpu")
+DIFFERENT = 3  # of a step's micro-batches: the first, the last, and all in between, which are alike
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run will be."""
+
+    world: int  # data-parallel ranks
+    experts: int | None  # ranks, neighbours, that hold different experts
+    device: str
+
+    def topology(self, config: Config) -> Topology:
+        """The groups of the first rank."""
+        everyone, size = range(self.world), self.experts
+        topology = Topology(data=PretendedGroup(everyone, 0))
+        if size is not None:
+            neighbours, twins = PretendedGroup(everyone[:size], 0), PretendedGroup(everyone[::size], 0)
+            topology = replace(topology, expert=neighbours, expert_data=twins)
+        ranks = shard_ranks_of(config, self.world)
+        return topology if ranks is None else topology.with_sub_groups(ranks)
+
+
+@dataclass(frozen=True)
+class PretendedHost(HostTier):
+    """Where state waits that is on no device: for a plan, on the meta device, too, and unwatched."""
+
+    watch: Watch = field(kw_only=True)
+
+    def room(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """No memory."""
+        return torch.empty(numel, dtype=dtype, device=META)
+
+    def fetch(self, tensor: Tensor) -> Tensor:
+        """A copy, as if it were elsewhere."""
+        with self.watch.of(None):
+            return tensor.clone()
+
+
+def held(tensors: Iterable[Tensor]) -> int:
+    """Bytes behind these tensors; what several of them share is counted once."""
+    storages = {identity_of(t.untyped_storage()): t.untyped_storage() for t in tensors}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+class Rehearsal:
+    """A model and its optimizer as the first rank has them, after a step and before its gradients are let go.
+
+    See [Note: the rank that holds most].
+    """
+
+    def __init__(self, model: nn.Module, resolved: Resolved, place: Place) -> None:
+        self.config, self.place, self.shadow = resolved.config, place, shadow_of(model)
+        self.watch = Watch()
+        with meta_means(torch.device(place.device)):
+            self.optimizer = self._optimizer()
+            self.engine = Engine(self.shadow, self.optimizer, resolved, CPU)
+            if self.optimizer.parts.sites:
+                self._step([True])  # in the first one nobody knows yet in which order modules are called
+                self.optimizer.zero_grad()
+            self.watch.whole_of(flat.full for flat in self.optimizer.flats() if flat.released_at_rest)
+            with self.watch:
+                self.sent = self._watched_step()
+        self.holdings = self.optimizer.holdings()
+
+    def _optimizer(self) -> ZeroOptimizer:
+        settings, topology = settings_of(self.config), self.place.topology(self.config)
+        if settings.tier.apart:
+            settings = replace(settings, tier=PretendedHost(watch=self.watch))
+        groups = connect(topology, settings, Connection(META, Traffic(), False, None))
+        groups = replace(groups, dense=self._watched(groups.dense))
+        if groups.expert is not None:
+            groups = replace(groups, expert=self._watched(groups.expert))
+        base = self._base(
+            is_cut=any(p is not None and p.shard.size > 1 for p in (groups.dense, groups.expert))
+        )
+        parts = Dealer(base.param_groups, topology, groups, settings).deal(self.shadow)
+        place_the_rest(self.shadow, parts, topology, groups, settings)
+        made = ZeroOptimizer(base, self.shadow, parts, groups, settings, scaler_of(self.config))
+        for stepper in (made.steppers.own, made.steppers.by_torch, made.steppers.fused_adam):
+            if stepper is not None:
+                stepper.step = self.watch.around(None, stepper.step)  # type: ignore[method-assign]
+        return made
+
+    def _base(self, is_cut: bool) -> torch.optim.Optimizer:
+        chosen = self.config.optimizer or NO_OPTIMIZER
+        trained = [p for p in self.shadow.parameters() if p.requires_grad]
+        if not trained:
+            raise ValueError("there is nothing to train: no parameter requires gradients")
+        try:
+            base = build_optimizer(chosen.type, chosen.params, [{"params": trained}])
+            if is_cut:
+                check_elementwise(base, self.config.zero_allow_untested_optimizer)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(str(error)) from error
+        return base
+
+    def _watched(self, pair: Pair) -> Pair:
+        return replace(pair, gather=self.watch.around("gathered", pair.gather))
+
+    # A step --------------------------------------------------------------------------------------
+
+    def _step(self, boundaries: Sequence[bool]) -> list[int]:
+        """With so many micro-batches, of which the last is the boundary; returns what was sent until then."""
+        sent = []
+        for is_boundary in boundaries:
+            if self.config.managed_gradient_accumulation:
+                self.engine.set_gradient_accumulation_boundary(is_boundary)
+            new_pass(self.shadow)
+            with self.watch.of("gathered"):
+                loss = self.engine(torch.zeros((), device=META))
+            with self.watch.of("buckets"):
+                self.engine.backward(loss)
+            sent.append(self.optimizer.groups.traffic.total())
+        with self.watch.of(None if self.optimizer.settings.tier.apart else "update"):
+            self.optimizer.step()
+            self.optimizer.wait_for_parameters()
+        return sent
+
+    def _watched_step(self) -> int:
+        """Returns the bytes that are sent in it."""
+        traffic, micro_batches = self.optimizer.groups.traffic, self.config.gradient_accumulation_steps
+        traffic.clear()
+        count = min(micro_batches, DIFFERENT)
+        sent = self._step([place + 1 == count for place in range(count)])
+        alike = micro_batches - count
+        return traffic.total() + (alike * (sent[1] - sent[0]) if alike else 0)
+
+    # What it shows -------------------------------------------------------------------------------
+
+    def kept(self) -> dict[str, int]:
+        """Bytes from step to step, by kind."""
+        done = {member.param for flat in self.optimizer.flats() for member in flat.members}
+        elsewhere = [p for p in self.shadow.parameters() if p not in done]
+        host, owned = (held(self.holdings.get(kind, [])) for kind in ("host", "optimizer"))
+        state, surplus = held(_state_in(self.optimizer.base.state.values())), self._surplus()
+        return {
+            "parameters": held([*self.holdings["parameters"], *elsewhere]),
+            "buffers": held(self.shadow.buffers()),
+            "gradients": held(self.holdings["gradients"]),
+            "master": owned - state if owned else 0,
+            "moments": state + surplus if owned else 0,
+            "communication": self._windows(),
+            "host": host + surplus if host else 0,
+        }
+
+    def passing(self) -> dict[str, int]:
+        """The most bytes at a time of what comes and goes within a step, by kind."""
+        return {kind: self.watch.most(kind) for kind in ("gathered", "buckets", "update")}
+
+    def _surplus(self) -> int:
+        """Bytes of state that another rank has more than this one. See [Note: the rank that holds most]."""
+        groups, shown = self.optimizer.groups, self.optimizer.state
+        dense, experts = ([0] * pair.shard.size for pair in (groups.dense, groups.expert or groups.dense))
+        for flat in self.optimizer.flats():
+            ours = held(_state_in(shown[m.param] for m in flat.members if m.param in shown))
+            ranks = experts if flat.kind.expert else dense
+            for rank, numel in enumerate(flat.layout.owned if ours else ()):
+                ranks[rank] += ours * numel // flat.layout.owned[0]
+        neighbours = self.place.experts or 1
+        totals = [
+            dense[rank % len(dense)] + experts[rank // neighbours % len(experts)]
+            for rank in range(self.place.world)
+        ]
+        return max(totals) - totals[0]
+
+    def _windows(self) -> int:
+        """Of shared memory, if all ranks are on one host."""
+        groups = [each for each in self.optimizer.groups.communicators if each.size > 1]
+        shared = self.place.device == "cpu" and self.optimizer.settings.shared_memory
+        return len(groups) * WINDOW if shared else 0
+
+
+def _state_in(states: Iterable[Mapping[str, Any]]) -> list[Tensor]:
+    """The tensors in these. Counters do not count."""
+    return [t for state in states for t in state.values() if isinstance(t, Tensor) and t.dim()]

@@ -1,0 +1,101 @@
+"""A model's shadow on the meta device: the same modules, names and shapes; forward only uses parameters.
+
+[Note: a pretended pass] Modules are called in the order in which the model lists them, each once, outer ones
+around inner ones; each uses its own parameters first. What travels is one number without a value. So autograd
+brings every parameter's gradient, last first, and all hooks of the runtime are called as in a real pass. Two
+modules that hold the same parameter both use it.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+
+def shadow_of(model: nn.Module) -> nn.Module:
+    """Modules of the same classes with the same attributes, but for parameters, buffers and hooks."""
+    return _Maker().of(model)
+
+
+def new_pass(shadow: nn.Module) -> None:
+    """Before its forward: no module was called yet."""
+    vars(shadow)["forward"].called.clear()
+
+
+class _Maker:
+    def __init__(self) -> None:
+        self.modules: dict[nn.Module, nn.Module] = {}
+        self.tensors: dict[Tensor, Tensor] = {}
+        self.called: set[nn.Module] = set()  # in this pass
+
+    def of(self, module: nn.Module) -> nn.Module:
+        if module in self.modules:
+            return self.modules[module]
+        made: nn.Module = object.__new__(type(module))
+        self.modules[module] = made
+        vars(made).update({**vars(module), **vars(nn.Module())})  # its own dictionaries, and no hooks
+        for name, param in _own(module.named_parameters):
+            nn.Module.register_parameter(made, name, self._parameter(param))
+        for name, buffer in _own(module.named_buffers):
+            nn.Module.register_buffer(made, name, self._tensor(buffer))
+        for name, child in module._modules.items():
+            if child is not None:
+                nn.Module.add_module(made, name, self.of(child))
+        vars(made)["forward"] = PretendedForward(made, self.called)
+        return made
+
+    def _tensor(self, tensor: Tensor) -> Tensor:
+        if tensor not in self.tensors:
+            self.tensors[tensor] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        return self.tensors[tensor]
+
+    def _parameter(self, param: Parameter) -> Parameter:
+        if param not in self.tensors:
+            empty = torch.empty(param.shape, dtype=param.dtype, device="meta")
+            self.tensors[param] = made = Parameter(empty, requires_grad=param.requires_grad)
+            vars(made).update(vars(param))  # marks, such as `allreduce`
+        found = self.tensors[param]
+        assert isinstance(found, Parameter)
+        return found
+
+
+def _own(named: Any) -> Iterator[tuple[str, Any]]:
+    return named(recurse=False, remove_duplicate=False)  # type: ignore[no-any-return]
+
+
+class PretendedForward:
+    """A module's pretended forward. See [Note: a pretended pass]."""
+
+    def __init__(self, module: nn.Module, called: set[nn.Module]) -> None:
+        self.module, self.called = module, called
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Use what the module holds itself, then call the modules in it."""
+        for param in self.module.parameters(recurse=False):
+            if param.requires_grad:
+                x = _Use.apply(x, param)  # type: ignore[no-untyped-call]
+        for child in self.module.children():
+            if child in self.called:
+                continue
+            self.called.add(child)
+            is_called = type(child).forward is not nn.Module.forward
+            x = nn.Module.__call__(child, x) if is_called else vars(child)["forward"](x)
+        return x
+
+
+class _Use(torch.autograd.Function):
+    """Uses a parameter: its gradient comes in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, param: Tensor) -> Tensor:
+        """The same number."""
+        ctx.like = param.shape, param.dtype, param.device
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """The same, and a gradient: of zeros, where there are values."""
+        shape, dtype, device = ctx.like
+        return grad, torch.zeros(shape, dtype=dtype, device=device)

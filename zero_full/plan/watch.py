@@ -1,0 +1,98 @@
+"""Bytes that come and go while the runtime is at work, by what they are for."""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_full._compat import TorchDispatchMode, identity_of, returns_new
+from zero_full.trees import tensors_in
+
+WHOLE = 0  # stands in the log for all buffers that grow and shrink
+
+
+class Watch(TorchDispatchMode):
+    """Writes down every storage that an operation makes, and when it is gone.
+
+    A single number counts nothing.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.whole: dict[int, torch.UntypedStorage] = {}
+        self.size_of_whole = 0
+        self.kind: str | None = None  # what is made now is for; None: nothing that counts
+        self.log: list[tuple[str, int, int]] = []  # for what, which storage, and bytes that came or went
+        self.alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.makes_new: dict[Any, bool] = {}
+
+    def whole_of(self, tensors: Iterable[Tensor]) -> None:
+        """These are there already, and empty now and then.
+
+        Their size is looked at whenever somebody copies into one: that is what one has grown for.
+        """
+        self.whole = {identity_of(t.untyped_storage()): t.untyped_storage() for t in tensors}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.copy_.default and identity_of(args[0].untyped_storage()) in self.whole:
+            self._look_at_whole()
+        elif self._is_new(func) and self.kind is not None:
+            for tensor in tensors_in(result):
+                if self._counts(tensor):
+                    self._born(tensor.untyped_storage(), self.kind)
+        return result
+
+    def _is_new(self, func: Any) -> bool:
+        if func not in self.makes_new:
+            self.makes_new[func] = returns_new(func)
+        return self.makes_new[func]
+
+    def _counts(self, tensor: Tensor) -> bool:
+        """What is not on the meta device is on nobody's."""
+        return tensor.is_meta and tensor.dim() > 0
+
+    def _look_at_whole(self) -> None:
+        size = sum(storage.nbytes() for storage in self.whole.values())
+        self.log.append(("gathered", WHOLE, size - self.size_of_whole))
+        self.size_of_whole = size
+
+    def _born(self, storage: torch.UntypedStorage, kind: str) -> None:
+        number, size = len(self.log) + 1, storage.nbytes()
+        self.log.append((kind, number, size))
+        self.alive[number] = weakref.ref(storage, partial(self._gone, kind, number, size))
+
+    def _gone(self, kind: str, number: int, size: int, _: object) -> None:
+        self.log.append((kind, number, -size))
+        del self.alive[number]
+
+    @contextmanager
+    def of(self, kind: str | None) -> Iterator[None]:
+        """What is made in this block is for that."""
+        before, self.kind = self.kind, kind
+        try:
+            yield
+        finally:
+            self.kind = before
+
+    def around(self, kind: str | None, call: Callable[..., None]) -> Callable[..., None]:
+        """The same call, with all it makes for that."""
+
+        def watched(*given: Any) -> None:
+            with self.of(kind):
+                call(*given)
+
+        return watched
+
+    def most(self, kind: str) -> int:
+        """The most bytes at a time, without what is still alive."""
+        now = most = 0
+        for each, number, size in self.log:
+            if each == kind and number not in self.alive:
+                now += size
+                most = max(most, now)
+        return most
