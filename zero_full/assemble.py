@@ -66,7 +66,7 @@ def shard(
     prepared = attempt(partial(_prepare, model, optimizer, settings, scaler), topology)
     compare({"settings": dict(_facts(settings)), **facts_of(model, prepared.base)}, topology)
     made = assemble(model, topology, prepared)
-    made.reducer.rules = Rules(
+    made.reducer.backward.rules = Rules(
         plain_divisor=lambda: settings.plain_divisor,
         refuse_unscaled=partial(_refuse_unscaled, made.scaler),
         scale=lambda: made.scaler.scale,

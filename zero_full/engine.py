@@ -73,7 +73,7 @@ class Engine(DeepSpeedQueries):
         self._stepping = self._stepped = False
         self._passes = 0  # backward passes until the last step
         self.offloaded = OffloadedStates(optimizer)
-        optimizer.reducer.rules = Rules(
+        optimizer.reducer.backward.rules = Rules(
             self.is_gradient_accumulation_boundary,
             self._plain_divisor,
             self._refuse_unscaled,
@@ -127,7 +127,7 @@ class Engine(DeepSpeedQueries):
             try:
                 scaled.backward(retain_graph=retain_graph)
             except BaseException:
-                self.optimizer.reducer.abandon()
+                self.optimizer.reducer.backward.fail()
                 raise
             self.optimizer.reducer.finish()
         return loss

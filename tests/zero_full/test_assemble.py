@@ -1,5 +1,6 @@
 """`assemble.shard`: the typed way in does what `initialize` does with the same choices, and says no."""
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -109,16 +110,25 @@ def test_gradients_of_several_passes_add_up_until_the_step(stage: int) -> None:
             assert_close(got, want)
 
 
-def served(comm: Any) -> Tensor:
+def served(comm: Any) -> tuple[Tensor, str]:
+    """The loss; and what is said when nobody has kept what `shard` returned."""
     model = Net()
-    shard(model, None, settings_of(3, "fp32"))
+    optimizer = shard(model, None, settings_of(3, "fp32"))
     with torch.no_grad():
-        return model(data(0, 0, 0))
+        loss = model(data(0, 0, 0))
+        del optimizer
+        gc.collect()
+        try:
+            model(data(0, 0, 0))
+        except RuntimeError as error:
+            return loss, str(error)
+    return loss, "nothing was said"
 
 
 def test_without_an_optimizer_the_model_serves() -> None:
-    for loss in POOL.run(served, 2):
+    for loss, said in POOL.run(served, 2):
         torch.testing.assert_close(loss, Net()(data(0, 0, 0)).detach())
+        assert "keep it as long as the model is used" in said
 
 
 # Mistakes ----------------------------------------------------------------------------------------

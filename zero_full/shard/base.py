@@ -2,8 +2,8 @@
 
 import functools
 import weakref
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections import UserDict, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite
 from types import MethodType
 from typing import Any
@@ -29,36 +29,50 @@ class Base:
             setattr(optimizer, name, MethodType(_leading_to(me, name, getattr(optimizer, name)), optimizer))
 
 
-class ShownState(MutableMapping[Any, dict[str, Any]]):
-    """An optimizer's state by parameter, as far as this rank keeps it: that of the parameter's fragment."""
+class StateByParameter(UserDict[Any, dict[str, Any]]):
+    """An optimizer's state by parameter, as far as this rank keeps it; a piece stands for its parameter.
 
-    def __init__(
-        self, state: MutableMapping[Any, dict[str, Any]], masters: Mapping[Parameter, Tensor]
-    ) -> None:
-        self.state, self.masters = state, masters
+    So the optimizer, which steps pieces, finds the same state as a user, who knows parameters. As in torch,
+    it appears when it is first asked for.
+    """
 
-    def __getitem__(self, param: Any) -> dict[str, Any]:
-        master = self.masters.get(param)
-        if master is None or master not in self.state:
-            raise KeyError(f"this rank keeps no optimizer state of {_in_words(param)}")
-        return self.state[master]
+    def __init__(self) -> None:
+        super().__init__()
+        self.owners: dict[Tensor, Parameter] = {}  # by piece; and each parameter of which there is a piece
 
-    def __setitem__(self, param: Any, state: dict[str, Any]) -> None:
-        raise RuntimeError(
-            "set optimizer state with zero_full.safe_set_full_optimizer_state(param, value, key)"
-        )
+    def add(self, piece: Tensor, param: Parameter) -> None:
+        """From now on `piece` stands for `param`."""
+        self.owners[piece] = self.owners[param] = param
 
-    def __delitem__(self, param: Any) -> None:
-        del self.state[self.masters[param]]
+    def _owner(self, key: Any) -> Parameter:
+        if not isinstance(key, Tensor) or key not in self.owners:
+            what = f"a tensor of shape {tuple(key.shape)}" if isinstance(key, Tensor) else repr(key)
+            raise KeyError(f"this rank keeps no optimizer state of {what}")
+        return self.owners[key]
 
-    def __iter__(self) -> Iterator[Any]:
-        return (param for param, master in self.masters.items() if master in self.state)
+    def __getitem__(self, key: Any) -> dict[str, Any]:
+        return self.data.setdefault(self._owner(key), {})
 
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
+    def __setitem__(self, key: Any, state: dict[str, Any]) -> None:
+        if self._owner(key) is key:
+            raise RuntimeError(
+                "set optimizer state with zero_full.safe_set_full_optimizer_state(param, value, key)"
+            )
+        self.data[self._owner(key)] = state
 
-    def __contains__(self, param: Any) -> bool:
-        return param in self.masters and self.masters[param] in self.state
+    def __delitem__(self, key: Any) -> None:
+        del self.data[self._owner(key)]
+
+    def __contains__(self, key: Any) -> bool:
+        return isinstance(key, Tensor) and key in self.owners and self.owners[key] in self.data
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """The state, if there is any; nothing appears."""
+        return self.data[self._owner(key)] if key in self else default
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        """The state, which is kept no more."""
+        return self.data.pop(self._owner(key)) if key in self or not default else default[0]
 
 
 def _leading_to(owner: "weakref.ref[Optimizer]", name: str, method: Any) -> Any:
@@ -112,10 +126,6 @@ def refuse_gradients(base: Optimizer, model: nn.Module, stage: int) -> list[Remo
         return []
     trained = [p for p in model.parameters() if p.requires_grad]
     return [param.register_post_accumulate_grad_hook(refuse) for param in trained]
-
-
-def _in_words(key: Any) -> str:
-    return f"a tensor of shape {tuple(key.shape)}" if isinstance(key, Tensor) else repr(key)
 
 
 def listed_in(param_groups: Iterable[Mapping[str, Any]]) -> list[list[int]]:

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from zero_full._compat import current_backward, identity_of, inside_transform
+from zero_full._compat import identity_of, inside_transform
 from zero_full.comm.lane import Inline, Lane
 from zero_full.shard.flat import FlatParameter, GatherState
 from zero_full.shard.hooks import Hook, InnerHook
@@ -64,7 +64,7 @@ class ParameterGatherer:
         for site in self.sites.values():
             self._install(site, Hook)
         self._install_inner(model)
-        reducer.at_end.append(self.end_backward)
+        reducer.backward.at_end.append(self.end_backward)
 
     def _install(self, site: Site, kind: type[Hook], prefix: str = "") -> None:
         module = site.module
@@ -155,7 +155,7 @@ class ParameterGatherer:
         if self._is_transformed(site):
             site.active.append(None)
             return None
-        recomputed = current_backward() >= 0
+        recomputed = self.reducer.backward.inside_autograd()
         if site is self.root and not recomputed:
             self._begin_pass(self.training if torch.is_grad_enabled() else self.inference)
         if recomputed:
@@ -212,7 +212,7 @@ class ParameterGatherer:
             flat.users -= 1
         trains = torch.is_grad_enabled() and self._watch(call, output)
         self._notice_escapes(site, output)
-        if current_backward() >= 0:  # recomputed: its backward follows
+        if self.reducer.backward.inside_autograd():  # recomputed: its backward follows
             return
         if site is self.root:
             self._end_forward()

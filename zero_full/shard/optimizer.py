@@ -26,7 +26,6 @@ from zero_full.shard.arrivals import Arrivals
 from zero_full.shard.base import (
     Base,
     NoOptimizer,
-    ShownState,
     listed_in,
     refuse_gradients,
     refuse_unusable,
@@ -66,6 +65,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         # torch's own constructor would copy the groups; here they stay the wrapped optimizer's. This makes
         # the rest of what torch keeps: hooks, and the names that profilers show.
         self.__setstate__({})
+        self.state = owned_state.cut_state(base, parts.owned)  # type: ignore[assignment]
         self.redirected = Base(base, self)
         self.owned, self.frozen, self.buckets = parts.owned, parts.frozen, parts.buckets
         self.owned_of = {owned.flat: owned for owned in parts.owned}
@@ -83,12 +83,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.said_nothing_to_do = False
         register(self, model.parameters())
         register(self, (m.param for flat in self.flats() for m in flat.members))
-        self._replace_parameters()
+        self.listed = listed_in(self.param_groups)
         self.watch = ModelWatch(model, [m.param for m in self._members()], bool(parts.sites))
         self.reducer = GradientReducer(self.buckets, self.lane, settings)
         self.reducer.on_waking = self._wake
         self.reducer.on_clearing = self._forget_scale
-        self.reducer.at_begin.append(self.take_back_moved)
+        self.reducer.backward.at_begin.append(self.take_back_moved)
         self.reducer.hands_back = isinstance(base, NoOptimizer)
         self.hooks: list[Any] = refuse_gradients(base, model, settings.stage)
         self.guards: list[RemovableHandle] = []  # on the model's state_dict
@@ -105,20 +105,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _members(self) -> list[Member]:
         return [member for bucket in self.buckets for member in bucket.members]
 
-    def _replace_parameters(self) -> None:
-        """The wrapped optimizer's state is that of this rank's pieces."""
-        owned_state.cut_state(self.base, self.owned)
-        self.listed = listed_in(self.param_groups)
-
     def _wake(self, bucket: Bucket) -> None:
-        """A bucket has woken up: its pieces are others now, with the old ones' state."""
+        """A bucket has woken up: its pieces are others now."""
         owned = self.owned_of[bucket.flat]
-        before = owned.pieces
         owned.wake()
+        state: Any = self.state
         for member, piece in owned.pieces.items():
-            old = before[member].master
-            if old in self.base.state and old is not piece.master:
-                self.base.state[piece.master] = self.base.state.pop(old)
+            state.add(piece.master, member.param)
 
     # What torch's optimizers have ----------------------------------------------------------------
 
@@ -126,12 +119,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """The wrapped optimizer's."""
         return self.base.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        """Of the wrapped optimizer, what this rank keeps, by parameter."""
-        masters = {m.param: piece.master for owned in self.owned for m, piece in owned.pieces.items()}
-        return ShownState(self.base.state, masters)
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
@@ -208,7 +195,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise RuntimeError("step after destroy: initialize the model again")
         if isinstance(self.base, NoOptimizer):
             self.redirected.own_step()  # which says what to do
-        if self.reducer.failed or self.reducer.backward.running:
+        if self.reducer.backward.failed or self.reducer.backward.running:
             raise RuntimeError("the last backward pass has failed: call zero_grad before the next forward")
         try:
             refuse_unusable(self.param_groups, self.listed)
@@ -249,7 +236,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         By default their memory is freed on accelerators and kept on the CPU, where getting fresh pages
         from the system would cost more than the step. With False they become zero, as in torch.
         """
-        if set_to_none is False and not self.reducer.failed:
+        if set_to_none is False and not self.reducer.backward.failed:
             return zero_in_place(m.param for m in self._members())
         self.reducer.forget()
         if self.gatherer is not None:

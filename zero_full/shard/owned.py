@@ -19,6 +19,7 @@ from zero_full.kernels.reference import unless_written
 from zero_full.offload import Tier
 from zero_full.optim.step import Piece
 from zero_full.precision.dtypes import Dtypes
+from zero_full.shard.base import StateByParameter
 from zero_full.shard.bucket import Bucket
 from zero_full.shard.flat import FlatParameter, GatherState, Member
 
@@ -136,13 +137,16 @@ def pieces_of(owned: Iterable[Owned]) -> dict[str, Piece]:
     return {piece.name: piece for each in owned for piece in each.pieces.values()}
 
 
-def cut_state(base: torch.optim.Optimizer, owned: Iterable[Owned]) -> None:
-    """An optimizer that has already stepped whole parameters keeps its state: cut it like them."""
+def cut_state(base: torch.optim.Optimizer, owned: Iterable[Owned]) -> StateByParameter:
+    """The optimizer's state becomes that of pieces; what it knows already of whole parameters is cut."""
+    before, state = base.state, StateByParameter()
     for each in owned:
-        for member in each.flat.members:
-            state, piece = base.state.pop(member.param, None), each.pieces.get(member)
-            if state and piece is not None:
-                base.state[piece.master] = {k: _cut(v, member.param, piece) for k, v in state.items()}
+        for member, piece in each.pieces.items():
+            state.add(piece.master, member.param)
+            if known := before.get(member.param):
+                state[piece.master] = {k: _cut(v, member.param, piece) for k, v in known.items()}
+    base.state = state  # type: ignore[assignment]
+    return state
 
 
 def _cut(value: Any, param: Tensor, piece: Piece) -> Any:

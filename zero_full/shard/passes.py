@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from zero_full._compat import current_backward
+from zero_full._compat import current_backward, when_backward_ends
 
 
 @dataclass
@@ -24,10 +24,18 @@ class Rules:
 
 
 class BackwardPass:
-    """What is known of the backward pass that runs, if one does; a rank runs one at a time."""
+    """The backward pass of this rank: whether one is running, what it must be told, and when it is over.
+
+    Whoever must know when one begins or is over puts a function into `at_begin` or `at_end`.
+    """
 
     def __init__(self) -> None:
+        self.rules = Rules()
+        self.at_begin: list[Callable[[], None]] = []
+        self.at_end: list[Callable[[], None]] = []
         self.running = False
+        self.failed = False  # the last one has raised
+        self.is_boundary = True  # it is the step's last
         self.count = 0  # passes that have brought gradients, so far
         self.divided = False  # somebody here has divided the loss by the number of micro-batches...
         self.scaled = False  # ...and multiplied it by the loss scale
@@ -36,39 +44,57 @@ class BackwardPass:
         self._number: int | None = None  # autograd's; None: it has not begun yet
         self._reached: tuple[int, Tensor] | None = None  # by which pass of autograd's, which output
 
-    def reach(self, loss: Tensor) -> None:
-        """Note that autograd has reached an output that is a loss, perhaps on its way to parameters."""
-        if self._reached is None or self._reached[0] != current_backward():
-            self._reached = current_backward(), loss
-
     def begin(self, divided: bool, scaled: bool) -> None:
-        """Start: by a call of the engine, a hook on the model's output, or with the first gradient."""
+        """It starts: by a call of the engine, a hook on the model's output, or with its first gradient."""
+        for act in self.at_begin:
+            act()
         now = current_backward()
         self._number = now if now >= 0 else None
         self.running, self.divided, self.scaled, self.gated = True, divided, scaled, False
-        self.divisor = None
+        self.divisor, self.failed = None, False
+        self.is_boundary = self.rules.is_boundary()
 
-    def join(self) -> None:
-        """Take autograd's number of the pass, which is not known before autograd is at work on it."""
-        if self._number is None:
-            self._number = current_backward()
+    def end(self) -> None:
+        """It is over."""
+        self.running, self._number, self._reached = False, None, None
+        for act in self.at_end:
+            act()
 
-    def bring(self, rules: Rules) -> float:
-        """The divisor of a gradient that has come; raises if the gradient lacks the loss scale."""
-        self.join()
-        if not (self.scaled or self.gated):
-            rules.refuse_unscaled()
-        if self.divisor is None:
-            self.divisor = 1.0 if self.divided else rules.plain_divisor()
-            self.count += 1
-            if self._reached is not None and self._reached[0] == self._number and not self.divided:
-                rules.note_loss(self._reached[1])
-        return self.divisor
+    def fail(self) -> None:
+        """It is over, if it was running, because something has raised."""
+        self.failed = self.failed or self.running
+        self.end()
+
+    # What autograd does --------------------------------------------------------------------------
+
+    @staticmethod
+    def inside_autograd() -> bool:
+        """Whether autograd is at work in this thread: a forward that runs now is recomputed."""
+        return current_backward() >= 0
+
+    def when_autograd_ends(self, act: Callable[[], None]) -> None:
+        """Run `act` when the pass of autograd's that calls this is over; never, if none does."""
+        if self.inside_autograd():
+            when_backward_ends(act)
 
     def is_at_work(self) -> bool:
         """Whether autograd is at work on this pass, and not on a recomputed part of it."""
         return self.running and self._number in (None, current_backward())
 
-    def end(self) -> None:
-        """Note that the pass is over."""
-        self.running, self._number, self._reached = False, None, None
+    def reach(self, loss: Tensor) -> None:
+        """Autograd has reached an output that is a loss, perhaps on its way to parameters."""
+        if self._reached is None or self._reached[0] != current_backward():
+            self._reached = current_backward(), loss
+
+    def bring(self) -> float:
+        """A gradient has come. Returns what it is to be divided by; raises if it lacks the loss scale."""
+        if self._number is None:  # nobody knows it before
+            self._number = current_backward()
+        if not (self.scaled or self.gated):
+            self.rules.refuse_unscaled()
+        if self.divisor is None:
+            self.divisor = 1.0 if self.divided else self.rules.plain_divisor()
+            self.count += 1
+            if self._reached is not None and self._reached[0] == self._number and not self.divided:
+                self.rules.note_loss(self._reached[1])
+        return self.divisor

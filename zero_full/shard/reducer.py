@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from zero_full._compat import current_backward, is_last_hook, when_backward_ends
+from zero_full._compat import is_last_hook
 from zero_full.comm.lane import Lane, Pending
 from zero_full.shard.bucket import Bucket
 from zero_full.shard.flat import FlatParameter, Member
-from zero_full.shard.passes import BackwardPass, Rules
+from zero_full.shard.passes import BackwardPass
 from zero_full.shard.settings import Settings
 from zero_full.shard.stand_in import UNSCALED, Found, ShownGradients, names_of
 
@@ -61,16 +61,12 @@ class GradientReducer:
         self.spares: list[Tensor] = []
         for bucket in buckets:
             bucket.spares = self.spares
-        self.backward, self.rules = BackwardPass(), Rules()
-        self.at_begin: list[Callable[[], None]] = []  # of a backward pass
-        self.at_end: list[Callable[[], None]] = []
+        self.backward = BackwardPass()
         self.on_waking: Callable[[Bucket], None] = lambda bucket: None
-        self.boundary = True  # this backward pass is the step's last
         self.no_sync = False  # inside no_sync
         self.hands_back = False  # averaged gradients appear in `param.grad`, for an optimizer of the user's
         self.unreduced = False  # a backward pass has left gradients that are not reduced
         self.began = False  # there was a backward pass since the last step
-        self.failed = False  # the last one has raised
         self.wait_for_end = False
         self.launched: set[Bucket] = set()
         self.missing: dict[Bucket, int] = {}
@@ -107,7 +103,7 @@ class GradientReducer:
     @property
     def syncing(self) -> bool:
         """Whether this backward pass ends with reduced gradients."""
-        return not self.no_sync and (self.every_backward or self.boundary)
+        return not self.no_sync and (self.every_backward or self.backward.is_boundary)
 
     # Buckets that wake up ------------------------------------------------------------------------
 
@@ -134,10 +130,8 @@ class GradientReducer:
         self._refuse_unscaled_presets()
 
     def _start(self, divided: bool, scaled: bool) -> None:
-        for act in self.at_begin:
-            act()
         self.backward.begin(divided, scaled)
-        self.boundary, self.wait_for_end, self.failed = self.rules.is_boundary(), False, False
+        self.wait_for_end = False
         self.make_room()
         self.look_at_sleepers()
         self.launched.clear()
@@ -147,8 +141,7 @@ class GradientReducer:
         self.producers = {bucket: [] for bucket in self.buckets}
         for param in self.hooks:
             self.come_last(param)
-        if current_backward() >= 0:  # nobody but autograd knows when this one ends
-            when_backward_ends(self.finish)
+        self.backward.when_autograd_ends(self.finish)
 
     def come_last(self, param: Tensor) -> None:
         """A user's hook on this parameter must see the gradient before it moves into a bucket."""
@@ -164,12 +157,12 @@ class GradientReducer:
         # What was written stays in `param.grad`, and autograd adds to it.
         shown = list(self.gradients.shown)
         self.gradients.lift()
-        if not self.backward.running and current_backward() >= 0:
-            when_backward_ends(lambda: self._show_again(shown))
+        if not self.backward.running:
+            self.backward.when_autograd_ends(lambda: self._show_again(shown))
 
     def _refuse_unscaled_presets(self) -> None:
         """Autograd would add gradients with a loss scale to what was written without one."""
-        if self.rules.scale() != 1:
+        if self.backward.rules.scale() != 1:
             preset = names_of(m for b in self.buckets for m in b.members if m.param.grad is not None)
             if preset:
                 raise RuntimeError(UNSCALED.format(preset))
@@ -184,7 +177,7 @@ class GradientReducer:
         bucket, member = self.place[param]
         if not self.backward.running:
             self._start(divided=False, scaled=False)
-        divisor = self.backward.bring(self.rules)
+        divisor = self.backward.bring()
         self.used.add(member)
         if bucket.uses_param_grad:
             return
@@ -230,19 +223,19 @@ class GradientReducer:
         """The backward pass is over: what has not left leaves now."""
         if not self.backward.running:
             return
-        self._close()
+        self.backward.end()
         self._take_unnoticed()
         if self.backward.gated and self.backward.divisor is None and not self.backward.scaled:
             raise RuntimeError(SCALED)
         if self.syncing:
             self._reduce_rest()
-            if self.boundary:
+            if self.backward.is_boundary:
                 self._share()
         self._show_gradients()
 
     def _show_gradients(self) -> None:
         members = [m for m in self.used if not self.place[m.param][0].uses_param_grad]
-        if self.hands_back and self.syncing and self.boundary:
+        if self.hands_back and self.syncing and self.backward.is_boundary:
             for member in members:
                 self.gradients.hand_out(member, self.place[member.param][0].averaged(member))
         else:
@@ -258,22 +251,13 @@ class GradientReducer:
                         bucket.take(member, final=False)
         self.woken.clear()
 
-    def _close(self) -> None:
-        self.backward.end()
-        for tell in self.at_end:
-            tell()
-
-    def abandon(self) -> None:
-        """The backward pass has failed. What it has done is forgotten by `zero_grad`, as in torch."""
-        self.failed = self.failed or self.backward.running
-        self._close()
-
     # Between passes ------------------------------------------------------------------------------
 
     @torch.no_grad()
     def flush(self) -> None:
         """Before a step: reduce whatever backward has left."""
-        self.backward.end()
+        if self.backward.running:
+            self.backward.end()
         if self.unreduced:
             self.launched.clear()
             self._reduce_rest()
@@ -344,8 +328,8 @@ class GradientReducer:
         pending, self.pending = self.pending, []
         for job in pending:
             job.wait()
-        self.abandon()
-        self.unreduced = self.began = self.failed = False
+        self.backward.end()
+        self.backward.failed = self.unreduced = self.began = False
         self.used.clear()
         self.gradients.shown.clear()
 

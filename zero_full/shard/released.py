@@ -43,9 +43,17 @@ class Absent(Tensor):
             return answer
         if func is Tensor.__repr__:
             return f"<{args[0].released_name}: sharded, shape {tuple(args[0].shape)}>"
-        names = [each.released_name for each in tensors_in((args, kwargs)) if isinstance(each, Absent)]
+        found = [each for each in tensors_in((args, kwargs)) if isinstance(each, Absent)]
+        names = ", ".join(dict.fromkeys(each.released_name for each in found)) or "a parameter"
+        held = [each for each in found if isinstance(each, Parameter)]
+        if held and all(owner_of(each) is None for each in held):
+            raise RuntimeError(
+                f"{names} is sharded, and what initialize or assemble.shard has returned is gone, which "
+                "would gather it: keep it as long as the model is used. (To end with whole parameters, call "
+                "destroy(gather=True) first)"
+            )
         raise RuntimeError(
-            f"{', '.join(dict.fromkeys(names)) or 'a parameter'} is sharded, so it has no values here, and "
+            f"{names} is sharded, so it has no values here, and "
             f"{_reader(args)} uses it by {getattr(func, '__name__', func)}. Call the module that holds it as "
             "module(x), not module.forward(x); let another module that reads it ask for it by "
             "zero_full.register_external_parameter; elsewhere read or write it inside "

@@ -56,7 +56,7 @@ class Settings:
         """Raise ValueError for what cannot be meant."""
         if self.stage not in (0, 1, 2, 3):
             raise ValueError(f"stage must be 0, 1, 2 or 3, not {self.stage!r}")
-        for name in ("bucket_numel", "sub_group_numel", "predivide", "plain_divisor"):
+        for name in ("bucket_numel", "predivide", "plain_divisor"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above 0, not {getattr(self, name)!r}")
         if not 0 <= self.clip < inf:
