@@ -87,22 +87,22 @@ class Rehearsal:
 
     def __init__(self, model: nn.Module, resolved: Resolved, cluster: Cluster) -> None:
         self.config, self.cluster, self.shadow = resolved.config, cluster, shadow_of(model)
-        self.watch = Watch()
+        self.watch, self.traffic = Watch(), Traffic()
         self.optimizer = self._optimizer()
         self.engine = Engine(self.shadow, self.optimizer, resolved, CPU)
         with self.watch:
             if self.optimizer.parts.sites:
-                self._step([True])  # in the first one nobody knows yet in which order modules are called
+                self._step(1)  # till then nobody knows in which order modules are called
                 self.optimizer.zero_grad()
             self.watch.begin(flat.full for flat in self.optimizer.flats() if flat.released_at_rest)
-            self.sent = self._watched_step()
+            self.sent = self._step(self.config.gradient_accumulation_steps)
         self.holdings = self.optimizer.holdings()
 
     def _optimizer(self) -> ZeroOptimizer:
         settings, topology = settings_of(self.config), self.cluster.topology(self.config)
         if settings.tier.apart:
             settings = replace(settings, tier=PretendedHost(watch=self.watch))
-        groups = connect(topology, settings, Connection(META, Traffic(), False, None))
+        groups = connect(topology, settings, Connection(META, self.traffic, False, None))
         groups = replace(groups, dense=self._watched(groups.dense))
         if groups.expert is not None:
             groups = replace(groups, expert=self._watched(groups.expert))
@@ -138,31 +138,31 @@ class Rehearsal:
 
     # A step --------------------------------------------------------------------------------------
 
-    def _step(self, boundaries: Sequence[bool]) -> list[int]:
-        """With so many micro-batches, of which the last is the boundary; returns what was sent until then."""
+    def _passes(self, boundaries: Sequence[bool]) -> list[int]:
+        """Forward and backward for each micro-batch, which may be the boundary. Returns what each sends."""
         sent = []
         for is_boundary in boundaries:
             if self.config.managed_gradient_accumulation:
                 self.engine.set_gradient_accumulation_boundary(is_boundary)
             new_pass(self.shadow)
+            before = self.traffic.total()
             with self.watch.of("gathered"):
                 loss = self.engine(torch.zeros((), device=META))
             with self.watch.of("buckets"):
                 self.engine.backward(loss)
-            sent.append(self.optimizer.groups.traffic.total())
+            sent.append(self.traffic.total() - before)
+        return sent
+
+    def _step(self, micro_batches: int) -> int:
+        """A whole step. Returns the bytes that are sent in it."""
+        self.traffic.clear()
+        count = min(micro_batches, DIFFERENT)
+        sent = self._passes([place + 1 == count for place in range(count)])
         with self.watch.of(None if self.optimizer.settings.tier.apart else "update"):
             self.optimizer.step()
             self.optimizer.wait_for_parameters()
-        return sent
-
-    def _watched_step(self) -> int:
-        """Returns the bytes that are sent in it."""
-        traffic, micro_batches = self.optimizer.groups.traffic, self.config.gradient_accumulation_steps
-        traffic.clear()
-        count = min(micro_batches, DIFFERENT)
-        sent = self._step([place + 1 == count for place in range(count)])
         alike = micro_batches - count
-        return traffic.total() + (alike * (sent[1] - sent[0]) if alike else 0)
+        return self.traffic.total() + (alike * sent[1] if alike else 0)
 
     # What it shows -------------------------------------------------------------------------------
 
