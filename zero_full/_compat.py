@@ -88,7 +88,9 @@ def arguments_of(operation: Any) -> list[Any]:
     return list(operation._schema.arguments)
 
 
-reads_value = torch.ops.aten._local_scalar_dense.default  # what `item`, `float` and `if tensor:` come to
+def reads_value(operation: Any) -> bool:
+    """Whether this is the `torch.ops` operation that `item`, `float` and `if tensor:` come to."""
+    return operation is torch.ops.aten._local_scalar_dense.default
 
 
 def returns_new(operation: Any) -> bool:

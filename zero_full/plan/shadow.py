@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from zero_full._compat import held_by
+
 
 def shadow_of(model: nn.Module) -> nn.Module:
     """Modules of the same classes with the same attributes, but for parameters, buffers and hooks."""
@@ -40,8 +42,10 @@ class _Maker:
             nn.Module.register_parameter(made, name, self._parameter(param))
         for name, buffer in _own(module.named_buffers):
             nn.Module.register_buffer(made, name, self._tensor(buffer))
-        for name, child in module.named_children():
-            nn.Module.add_module(made, name, self.of(child))
+        _, children = held_by(module)
+        for name, child in children.items():  # one that has two names has them here, too
+            if child is not None:
+                nn.Module.add_module(made, name, self.of(child))
         vars(made)["forward"] = PretendedForward(made, self.called)
         return made
 
