@@ -266,7 +266,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             "asleep": [m.name for bucket in self.buckets if bucket.asleep for m in bucket.members],
             "scaler": self.scaler.state_dict(),
         }
-        state = run_hooks((self, self.base), state_dict_hooks, AFTER, state)
+        state = dict(run_hooks((self, self.base), state_dict_hooks, AFTER, state))
         return state
 
     def catch_up(self) -> None:
