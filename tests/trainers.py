@@ -166,6 +166,7 @@ class Subject:
 
     impl: str
     stage: int
+    by_messages: bool = False  # zero_full's ranks, which would share memory
 
     def __str__(self) -> str:
         return f"{self.impl}-stage{self.stage}"
@@ -189,7 +190,8 @@ class Subject:
     ) -> Trainer:
         """Put the model under this stage's care."""
         if self.impl == "full":
-            return FullTrainer(model, groups, full_config(self.stage, **options))
+            keys = {**full_config(self.stage, **options), "shared_memory": not self.by_messages}
+            return FullTrainer(model, groups, keys)
         if self.stage != 2:
             options.pop("bucket_size", None)
         options["optimizer"] = getattr(zero_min, options["optimizer"])

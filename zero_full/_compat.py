@@ -7,6 +7,7 @@ imported, or in the test of what the helper is for.
 import sys
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -148,6 +149,24 @@ def step_hooks(optimizer: Optimizer) -> tuple[list[Any], list[Any]]:
     """The hooks that run before and after `optimizer.step`, but for those of all optimizers."""
     before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     return list(before.values()), list(after.values())
+
+
+def without_hooks(optimizer: Optimizer) -> Callable[[], Any]:
+    """`optimizer.step` as its class was written: torch puts what calls the hooks around it, once a class."""
+    step: Any = type(optimizer).step
+    return partial(step.__wrapped__ if hasattr(step, "hooked") else step, optimizer)
+
+
+def state_dict_hooks(optimizer: Optimizer) -> tuple[list[Any], list[Any]]:
+    """The hooks that run before and after `optimizer.state_dict`."""
+    before, after = optimizer._optimizer_state_dict_pre_hooks, optimizer._optimizer_state_dict_post_hooks
+    return list(before.values()), list(after.values())
+
+
+def load_hooks(optimizer: Optimizer) -> tuple[list[Any], list[Any]]:
+    """The hooks that run before and after `optimizer.load_state_dict`."""
+    before = optimizer._optimizer_load_state_dict_pre_hooks
+    return list(before.values()), list(optimizer._optimizer_load_state_dict_post_hooks.values())
 
 
 def global_step_hooks() -> list[Any]:

@@ -28,11 +28,11 @@ from zero_full.given import (
 )
 from zero_full.launch import init_distributed
 from zero_full.optim import build_optimizer, build_scheduler, parameter_groups
-from zero_full.ranks import RollCall, attempt, compare, facts_of, facts_of_config
+from zero_full.ranks import RollCall, attempt, compare, facts_of
 from zero_full.shard import ZeroOptimizer
 from zero_full.shard.base import NoOptimizer
 from zero_full.shard.units import Wrap
-from zero_full.translate import is_leaf, scaler_of, settings_of, shard_ranks_of
+from zero_full.translate import facts_of_config, is_leaf, scaler_of, settings_of, shard_ranks_of
 from zero_full.wording import listed
 
 log = logging.getLogger("zero_full")
@@ -70,6 +70,8 @@ def initialize(
     process_group     the ranks that share the state; or a named `mesh`, Megatron's `mpu`, a `topology`
     wrap              stage 3: (name, module) -> whether it is gathered as a whole; None: the config's way
     """
+    if isinstance(model, Engine):
+        raise TypeError("the model is an engine already: initialize gets the module itself, engine.module")
     given = {"process_group": process_group, "mesh": mesh, "mpu": mpu, "topology": topology}
     check_arguments(model, optimizer, lr_scheduler, wrap, given)
     check_training_data(training_data)

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from zero_full.comm.topology import Topology
 from zero_full.construct import has_values
-from zero_full.engine import Engine
 from zero_full.shard.base import unusable_number
 from zero_full.wording import listed
 
@@ -24,8 +23,6 @@ def check_arguments(
     model: Any, optimizer: Any, lr_scheduler: Any, wrap: Any, groups: Mapping[str, Any]
 ) -> None:
     """Raise TypeError or ValueError for what cannot be meant."""
-    if isinstance(model, Engine):
-        raise TypeError("the model is an engine already: initialize gets the module itself, engine.module")
     if not isinstance(model, nn.Module):
         raise ValueError(f"initialize needs a model, an nn.Module, and got {_kind(model)}")
     if not (optimizer is None or isinstance(optimizer, Optimizer) or callable(optimizer)):

@@ -15,15 +15,12 @@ from torch.optim import Optimizer
 from zero_full._compat import default_store, keys_under
 from zero_full.comm import CommunicationError, DesyncError, DisagreementError
 from zero_full.comm.topology import Topology, this_rank
-from zero_full.config import Config
-from zero_full.config.report import entries
 from zero_full.wording import ranks_listed
 
 Returned = TypeVar("Returned")
 LOOK_S = 0.01  # between looks for a rank that has not come yet
 Facts = Mapping[str, Any]
 SHOWN = 8  # differences in a message
-PRIVATE = ("steps_per_print", "wall_clock_breakdown")  # a rank may choose what it prints
 
 
 def groups_of(topology: Topology) -> list[dist.ProcessGroup]:
@@ -128,12 +125,6 @@ def _disagreement(known: Mapping[int, Facts]) -> str:
         lines = ["the same things in another order"]
     more = f"\n  and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
     return "\n  ".join(["the ranks were not given the same:", *lines[:SHOWN]]) + more
-
-
-def facts_of_config(config: Config) -> dict[str, Any]:
-    """What of a configuration must be the same on all ranks."""
-    keys = (entry for entry in entries(config) if entry.remark is None and entry.key not in PRIVATE)
-    return {entry.key: entry.value for entry in keys}
 
 
 def facts_of(model: nn.Module, base: Optimizer | None) -> dict[str, dict[str, Any]]:

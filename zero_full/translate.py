@@ -1,16 +1,20 @@
 """From a configuration to what the runtime is made of. Nothing is built here."""
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from zero_full.config import Config, LeafModuleConfig
+from zero_full.config.report import entries
 from zero_full.config.schema import ZeroConfig
 from zero_full.offload import DeviceTier, HostTier, Tier
 from zero_full.precision import Dtypes, DynamicScale, StaticScale
 from zero_full.precision.dtypes import NAMES
 from zero_full.shard import Gathering, Settings
+
+PRIVATE = ("steps_per_print", "wall_clock_breakdown")  # a rank may choose what it prints
 
 
 def settings_of(config: Config) -> Settings:
@@ -114,3 +118,9 @@ def scaler_of(config: Config) -> StaticScale:
         fp16.hysteresis,
         fp16.consecutive_hysteresis,
     )
+
+
+def facts_of_config(config: Config) -> dict[str, Any]:
+    """What of a configuration must be the same on all ranks."""
+    keys = (entry for entry in entries(config) if entry.remark is None and entry.key not in PRIVATE)
+    return {entry.key: entry.value for entry in keys}

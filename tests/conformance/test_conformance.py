@@ -1,5 +1,7 @@
 """The contract: implementations x cases x world sizes. The claims themselves are in `claims.py`."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -97,6 +99,20 @@ def test_real_processes_hold_and_send_exactly_the_formula(subject: Subject) -> N
     case = Case(dtype=torch.float32, micro_batches=2)
     claims.memory(subject, case, 3, "processes")
     claims.traffic(subject, case, 3, "processes")
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("case", [*PROCESS_CASES, Case(dtype=torch.float32, micro_batches=3)], ids=str)
+def test_ranks_of_one_host_may_send_messages(subject: Subject, case: Case, world_size: int) -> None:
+    if subject.impl != "full":
+        pytest.skip("only zero_full's ranks share memory")
+    skip_if_ranks_differ(subject, case)
+    sender = replace(subject, by_messages=True)
+    by_messages, shared = claims.parity(sender, case, world_size), claims.runs_of(subject, case, world_size)
+    for mine, theirs in zip(by_messages, shared, strict=True):
+        assert mine.sent == theirs.sent
+        for name, want in theirs.parameters.items():
+            assert torch.equal(mine.parameters[name], want), name
 
 
 @pytest.mark.parametrize("bucket_size", [1, 13, 1000])

@@ -37,6 +37,12 @@ ROOMS = {  # and a room of zero_full only itself and these; what is not named ma
     "checkpoint": {"comm", "layout", "trees", "shard", "wording"},
     "deepspeed_queries": {"comm", "config", "precision", "shard"},
     "calls": {"trees", "shard"},
+    "given": {"comm", "construct", "shard", "wording"},
+    "ranks": {"_compat", "comm", "wording"},
+    "assemble": {  # no configuration: it is typed
+        *("calls", "checkpoint", "comm", "construct", "given", "optim", "precision", "ranks", "shard"),
+    },
+    "translate": {"config", "offload", "precision", "shard"},
     "engine": {
         "calls",
         "checkpoint",

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import zero_full
 from tests.worlds import POOL
@@ -56,6 +57,42 @@ def test_stepping_the_optimizer_that_was_passed_in_trains(stage: int) -> None:
 def test_hooks_on_the_optimizer_are_called(stage: int) -> None:
     for _, seen in POOL.run(train_by_hand, 2, stage, True):
         assert seen == {"before": 4, "after": 4}
+
+
+def hooks_of(optimizer: Any, said: list[str]) -> None:
+    names = ("step_pre", "step_post", "state_dict_pre", "state_dict_post")
+    for name in (*names, "load_state_dict_pre", "load_state_dict_post"):
+        getattr(optimizer, f"register_{name}_hook")(lambda *_, name=name: said.append(name))
+
+
+@pytest.mark.parametrize("whose", ["the one that was passed in", "ours"])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, zero_full.Lamb])
+def test_every_hook_is_called_once(whose: str, kind: Any) -> None:
+    model, said = Net(), list[str]()
+    raw = kind(model.parameters())
+    schedule = torch.optim.lr_scheduler.ConstantLR(raw)  # which wraps step
+    engine, optimizer, _, _ = zero_full.initialize(model=model, optimizer=raw, config=own(2))
+    hooks_of(optimizer if whose == "ours" else raw, said)
+    everywhere = register_optimizer_step_pre_hook(lambda *_: said.append("of every optimizer"))
+    try:
+        engine.backward(engine(data(0, 0, 0)))
+        engine.step()
+        schedule.step()
+    finally:
+        everywhere.remove()
+    assert sorted(said) == ["of every optimizer", "step_post", "step_pre"]
+    said.clear()
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert said == ["state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"]
+
+
+def test_hooks_may_change_what_is_saved_and_loaded() -> None:
+    _, optimizer, _, _ = zero_full.initialize(model=Net(), config=config(1))
+    optimizer.register_state_dict_post_hook(lambda _, state: {**state, "mine": 1})
+    optimizer.register_load_state_dict_pre_hook(lambda _, state: {**state, "scaler": saved["scaler"]})
+    saved = optimizer.state_dict()
+    assert saved["mine"] == 1
+    optimizer.load_state_dict({**saved, "scaler": "lost"})
 
 
 def test_the_passed_in_optimizer_of_an_engine_that_is_gone_says_so() -> None:

@@ -28,7 +28,7 @@ from .values import (
     capital,
     lower,
     never_is_none,
-    whole,
+    whole_number,
 )
 
 
@@ -183,7 +183,7 @@ class LeafModuleConfig(Strict):
 class ZeroConfig(Strict):
     """What is sharded and how gradients travel. `overlap_comm` is None until `resolve` decides it."""
 
-    stage: Annotated[Literal[0, 1, 2, 3], whole(0)] = 0
+    stage: Annotated[Literal[0, 1, 2, 3], whole_number(0)] = 0
     contiguous_gradients: Flag = True
     reduce_scatter: Flag = True
     reduce_bucket_size: Count = 500_000_000
@@ -231,7 +231,7 @@ class ZeroConfig(Strict):
     zeropp_loco_param: Annotated[
         Given | None, removed("0.19.8", "quantized gradients work without it; remove it")
     ] = None
-    mics_shard_size: Annotated[int, whole(-1)] = -1
+    mics_shard_size: Annotated[int, whole_number(-1)] = -1
     mics_hierarchical_params_gather: Annotated[
         Flag, idle("gathers never leave the shard group, where one hop is enough")
     ] = False

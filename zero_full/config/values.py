@@ -18,7 +18,7 @@ def expected(what: str) -> PydanticCustomError:
     return PydanticCustomError("expected", "{what}", {"what": what})
 
 
-def whole(least: int, most: int = MOST) -> BeforeValidator:
+def whole_number(least: int, most: int = MOST) -> BeforeValidator:
     """Whole numbers from `least` to `most`; 5e8 is one, true is not."""
 
     def check(value: object) -> int:
@@ -80,9 +80,9 @@ def _short_dtype(value: object) -> object:
 
 
 Flag = Annotated[bool, BeforeValidator(_zero_or_one)]
-Count = Annotated[int, whole(1)]
-Size = Annotated[int, whole(0)]
-BatchSize = Annotated[int, whole(1, 2**31 - 1)]
+Count = Annotated[int, whole_number(1)]
+Size = Annotated[int, whole_number(0)]
+BatchSize = Annotated[int, whole_number(1, 2**31 - 1)]
 Amount = Annotated[float, number(FINEST, or_zero=True)]
 Seconds = Annotated[float, number(1e-3, 1e6)]
 Divisor = Annotated[float, number(1e-6, 1e6)]
@@ -93,5 +93,5 @@ Given = Annotated[Section, BeforeValidator(_nothing_is_empty)]  # null and false
 # [Note: loss scales] A loss of about 1 times the scale, and 1 / scale, must both be numbers that fp32 holds.
 SCALE_POWERS = 126
 Scale = Annotated[float, number(2.0**-SCALE_POWERS, 2.0**SCALE_POWERS, or_zero=True)]
-ScalePower = Annotated[int, whole(0, SCALE_POWERS)]
-SmallestScale = Annotated[int, whole(1, 2**SCALE_POWERS)]
+ScalePower = Annotated[int, whole_number(0, SCALE_POWERS)]
+SmallestScale = Annotated[int, whole_number(1, 2**SCALE_POWERS)]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zero_full._compat import global_step_hooks, is_wrapped_by_schedule, step_hooks
+from zero_full._compat import global_step_hooks, is_wrapped_by_schedule, step_hooks, without_hooks
 
 # Given one row of numbers about each piece: the same about the whole parameters that they are of.
 AddUp = Callable[[Sequence["Piece"], Tensor], Tensor]
@@ -87,10 +87,22 @@ class TorchStep(Stepper):
         for piece in pieces:
             piece.master.grad = piece.gradient
         try:
-            self.own_step()
+            self._step()
         finally:
             for piece in pieces:
                 piece.master.grad = None
+
+    def _step(self) -> None:
+        """With the hooks of this optimizer; those of all optimizers see the step from outside."""
+        if not steps_as_its_class(self.optimizer, self.own_step):
+            self.own_step()
+            return
+        before, after = step_hooks(self.optimizer)
+        for hook in before:
+            hook(self.optimizer, (self.optimizer,), {})
+        without_hooks(self.optimizer)()
+        for hook in after:
+            hook(self.optimizer, (self.optimizer,), {})
 
     def end(self) -> None:
         """The groups list parameters again."""

@@ -3,7 +3,7 @@
 import functools
 import weakref
 from collections import UserDict, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import isfinite
 from types import MethodType
 from typing import Any
@@ -73,6 +73,23 @@ class StateByParameter(UserDict[Any, dict[str, Any]]):
     def pop(self, key: Any, *default: Any) -> Any:
         """The state, which is kept no more."""
         return self.data.pop(self._owner(key)) if key in self or not default else default[0]
+
+
+BEFORE, AFTER = 0, 1
+
+
+def run_hooks(
+    owners: Iterable[Optimizer],
+    hooks_of: Callable[[Any], tuple[list[Any], list[Any]]],
+    when: int,
+    *state: Any,
+) -> Any:
+    """Run the hooks of these optimizers. What one returns takes the place of `state`, which is returned."""
+    for owner in owners:
+        for hook in hooks_of(owner)[when]:
+            answer = hook(owner, *state)
+            state = (answer,) if state and answer is not None else state
+    return state[0] if state else None
 
 
 def _leading_to(owner: "weakref.ref[Optimizer]", name: str, method: Any) -> Any:

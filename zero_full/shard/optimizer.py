@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.utils.hooks import RemovableHandle
 
-from zero_full._compat import mark_stepped
+from zero_full._compat import load_hooks, mark_stepped, state_dict_hooks
 from zero_full.comm.communicator import CommunicationError
 from zero_full.comm.lane import lane_for
 from zero_full.precision.scaler import DynamicScale, StaticScale
@@ -24,11 +24,14 @@ from zero_full.shard import owned as owned_state
 from zero_full.shard.agreement import agree, doings_of, refuse_unused
 from zero_full.shard.arrivals import Arrivals
 from zero_full.shard.base import (
+    AFTER,
+    BEFORE,
     Base,
     NoOptimizer,
     listed_in,
     refuse_gradients,
     refuse_unusable,
+    run_hooks,
     zero_in_place,
 )
 from zero_full.shard.bucket import Bucket
@@ -253,15 +256,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "state_dict between the backward passes of a step: their gradients would be lost. Save after "
                 "step, or give the gradients up with zero_grad first"
             )
+        run_hooks((self, self.base), state_dict_hooks, BEFORE)
         self.catch_up()
         options = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
-        return {
+        state = {
             "format": 1,
             "fragments": owned_state.save(self.base, self.owned),
             "groups": options,
             "asleep": [m.name for bucket in self.buckets if bucket.asleep for m in bucket.members],
             "scaler": self.scaler.state_dict(),
         }
+        state = dict(run_hooks((self, self.base), state_dict_hooks, AFTER, state))
+        return state
 
     def catch_up(self) -> None:
         """Before parameters or masters are read: all have arrived, what was written by hand is taken in."""
@@ -275,6 +281,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from this rank's part. Every rank must call this: parameters are gathered."""
+        state_dict = run_hooks((self, self.base), load_hooks, BEFORE, state_dict)
         owned_state.refuse_unfit(state_dict, len(self.param_groups))
         for bucket in self.buckets:
             if bucket.asleep and bucket.members[0].name not in state_dict.get("asleep", ()):
@@ -286,6 +293,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.zero_grad()
         self.publish()
         self.wait_for_parameters()
+        run_hooks((self, self.base), load_hooks, AFTER)
 
     def scale(self, loss: Tensor, divided: bool = False) -> Tensor:
         """The loss times the loss scale: what a `backward` of your own starts from.
