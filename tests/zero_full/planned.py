@@ -167,7 +167,7 @@ class Case:
 
 
 def matrix() -> Iterator[Case]:
-    """Every option at every stage that knows it, each time with another precision; plain runs in all of them."""
+    """Every option at each stage that knows it, with another precision each time; plain runs in all."""
     options = {2: OPTIONS, 4: {**FOR_FOUR, **FOR_EXPERTS}}
     for stage in STAGES:
         for precision in PRECISIONS:

@@ -21,7 +21,7 @@ from tests.zero_full.planned import BF16, SMALL, STAGES, Case, Odd, WithExperts,
 from tests.zero_full.runs import WIDTH, config
 from zero_full.__main__ import main
 from zero_full.config import ConfigError
-from zero_full.plan import Plan, PlanError, human, input_of, plan, plan_stages
+from zero_full.plan import Plan, PlanError, human, input_of, plan, plan_stages, side_by_side
 from zero_full.plan.shadow import PretendedForward
 from zero_full.plan.watch import Watch
 from zero_min.ledger import Ledger
@@ -294,7 +294,19 @@ def test_the_table_has_every_number() -> None:
     text = each.table()
     for number in (each.parameters, each.gradients, each.moments, each.between_steps, each.peak, each.sent):
         assert f"{number:,}" in text
-    assert "unknown" in plan(Odd(), config(1), 2).table()
+    assert "unknown" in plan(Odd(), config(1), 2).table() and "on the host" not in text
+
+
+def test_what_waits_on_the_host_is_told_beside_the_device() -> None:
+    given = config(1, zero_optimization={"offload_optimizer": {"device": "cpu"}}, **BF16)
+    plans = plan_stages(Odd(), given, 2)
+    assert [each.host > 0 for each in plans] == [False, True, True, True]
+    beside = plan(Odd(), config(1, **BF16), 2)
+    assert plans[1].host == beside.master + beside.moments > 0
+    assert plans[1].between_steps == beside.between_steps - beside.master - beside.moments
+    assert f"{human(plans[1].host)}{plans[1].host:>24,}" in plans[1].table()
+    assert "host" in side_by_side(plans).splitlines()[1].split()
+    assert "host" not in side_by_side([beside]).splitlines()[1].split()
 
 
 def test_numbers_for_people_have_three_digits() -> None:

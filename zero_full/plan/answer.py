@@ -79,6 +79,8 @@ class Plan:
 def side_by_side(plans: Sequence[Plan]) -> str:
     """One row for each stage."""
     kinds = ["parameters", "gradients", "master", "moments", "gathered", "buckets", "activations"]
+    if any(each.host for each in plans):
+        kinds.insert(4, "host")
     rows = [["stage", *kinds, "between steps", "peak", "sent in a step"]]
     for each in plans:
         sizes = [getattr(each, kind) for kind in kinds]
