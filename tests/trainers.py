@@ -6,7 +6,7 @@ package depends on the other; each implementation gets a thin adapter.
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -166,7 +166,7 @@ class Subject:
 
     impl: str
     stage: int
-    by_messages: bool = False  # zero_full's ranks, which would share memory
+    by_messages: bool = field(default=False, kw_only=True)  # zero_full's ranks, which would share memory
 
     def __str__(self) -> str:
         return f"{self.impl}-stage{self.stage}"

@@ -11,6 +11,7 @@ import gc
 import itertools
 import multiprocessing
 import os
+import pickle
 import sys
 import time
 import traceback
@@ -61,7 +62,8 @@ def _serve(pipe: Connection, port: int) -> None:
                 dist.destroy_process_group()
             if job % 16 == 0:
                 gc.collect()  # process groups have threads: do not let those of a hundred jobs pile up
-        pipe.send(answer)
+        # By value: tensors handed over as shared memory would keep a file open each, and results are kept.
+        pipe.send_bytes(pickle.dumps(answer))
 
 
 class Pool:
@@ -109,7 +111,7 @@ class Pool:
             for pipe in wait(list(pipes), timeout=max(0.0, deadline - time.monotonic())):
                 rank = pipes[pipe]  # type: ignore[index]
                 try:
-                    answers[rank] = pipe.recv()  # type: ignore[union-attr]
+                    answers[rank] = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
                 except EOFError:
                     answers[rank] = (False, "the process died")
         silent = [rank for rank in range(world_size) if rank not in answers]
