@@ -54,6 +54,20 @@ ROOMS = {  # and a room of zero_full only itself and these; what is not named ma
         "shard",
         "stopwatch",
     },
+    "plan": {
+        "_compat",
+        "comm",
+        "config",
+        "engine",
+        "given",
+        "kernels",
+        "offload",
+        "optim",
+        "precision",
+        "shard",
+        "translate",
+        "trees",
+    },
 }
 LONG_SIGNATURES = {
     *("initialize", "init_distributed"),  # DeepSpeed's, which scripts call by these names

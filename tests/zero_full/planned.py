@@ -130,7 +130,10 @@ ONLY_AT_STAGE_3 = {
     *("node copies", "node copies, released", "quantized weights", "quantized gradients"),
     *("ZeRO++", "2 experts, ZeRO++"),
 }
-NOT_AT_STAGE_0 = {"state on the host", "state on the host, LAMB"}  # they are refused there
+NOT_AT_STAGE_0 = {  # where nothing is cut, and state on the host is refused
+    *("MiCS", "MiCS, fp32", "no shards"),
+    *("state on the host", "state on the host, LAMB"),
+}
 
 
 @dataclass(frozen=True)

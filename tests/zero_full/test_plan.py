@@ -103,11 +103,10 @@ def passing(comm: Any, models: Sequence[nn.Module], given: dict[str, Any]) -> li
     return found
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("stage", STAGES)
-def test_what_passes_within_a_step_is_what_a_rank_sees(stage: int, micro_batches: int) -> None:
+def test_what_passes_within_a_step_is_what_a_rank_sees(stage: int) -> None:
     zero = {"reduce_bucket_size": 60_000, "stage3_max_reuse_distance": 30_000, "overlap_comm": False}
-    given = config(stage, gradient_accumulation_steps=micro_batches, zero_optimization=zero | SMALL)
+    given = config(stage, gradient_accumulation_steps=2, zero_optimization=zero | SMALL)
     models = [layers(*WIDE), transformer(), transformer()]
     models[2].head.weight = models[2].embedding.weight
     ranks = run_in("processes", passing, 2, models, given)
@@ -163,15 +162,13 @@ class Llama(nn.Module):
         return self.head(self.norm(x))
 
 
-LLAMA_7B = ((4096, 32, 32, 11008), 32)
 LLAMA_70B = ((8192, 64, 8, 28672), 80)
 
 
-@pytest.mark.parametrize("sizes", [LLAMA_7B, LLAMA_70B], ids=["7B", "70B"])
-def test_large_models_take_seconds_and_no_memory(sizes: tuple[tuple[int, ...], int]) -> None:
+def test_large_models_take_seconds_and_no_memory() -> None:
     start = time.monotonic()
     with torch.device("meta"):
-        model = Llama(*sizes, words=32_000)
+        model = Llama(*LLAMA_70B, words=32_000)
     words = torch.empty(1, 4096, dtype=torch.int64, device="meta")
     plans = plan_stages(model, {**BF16, "optimizer": {"type": "AdamW"}}, 64, inputs=[words])
     assert time.monotonic() - start < 60
