@@ -25,6 +25,7 @@ from zero_full.comm.ledger import Traffic
 from zero_full.comm.topology import Topology
 from zero_full.construct import Deferred, has_values, outside_recording
 from zero_full.given import check_arguments, check_model, check_optimizer
+from zero_full.offload import Tier
 from zero_full.optim import check_elementwise
 from zero_full.precision import DynamicScale, StaticScale
 from zero_full.ranks import attempt, compare, facts_of
@@ -32,6 +33,7 @@ from zero_full.shard import Connection, Dealer, Settings, ZeroOptimizer, connect
 from zero_full.shard.base import NoOptimizer
 from zero_full.shard.gathered import guard
 from zero_full.shard.passes import Rules
+from zero_full.wording import listed
 
 SWITCH = "ZERO_FULL_SHARED_MEMORY"
 
@@ -99,7 +101,8 @@ def _prepare(
         return prepared_with(deferred, NoOptimizer(trained), settings, StaticScale(1.0))
     check_optimizer(optimizer, model)
     if scaler is None:
-        scaler = DynamicScale() if settings.dtypes.parameter == torch.float16 else StaticScale(1.0)
+        in_fp16 = any(settings.dtypes.of(p.dtype) == torch.float16 for p in model.parameters())
+        scaler = DynamicScale() if in_fp16 else StaticScale(1.0)
     return prepared_with(deferred, optimizer, settings, scaler)
 
 
@@ -131,6 +134,8 @@ def assemble(model: nn.Module, topology: Topology, prepared: Prepared) -> ZeroOp
     groups = connect(topology, settings, connection)
     if groups.dense.shard.size > 1 or (groups.expert is not None and groups.expert.shard.size > 1):
         check_elementwise(base, settings.allow_untested)
+    if topology.model is not None and hasattr(base, "zero_full_stepper"):
+        _refuse_split(model, base, topology)
     deferred.refuse_strangers(base.param_groups)
     deferred.meet(groups.dense)
     if groups.expert is not None and deferred.parameters:
@@ -145,6 +150,15 @@ def assemble(model: nn.Module, topology: Topology, prepared: Prepared) -> ZeroOp
     for path in deferred.weights:
         load_weights(model, optimizer, path)
     return optimizer
+
+
+def _refuse_split(model: nn.Module, base: torch.optim.Optimizer, topology: Topology) -> None:
+    split = [name for name, p in model.named_parameters() if topology.is_split(name, p)]
+    if split:
+        raise ValueError(
+            f"{type(base).__name__} needs to know about whole tensors, and {listed(split)} are split over "
+            "tensor-parallel ranks: use an elementwise optimizer such as AdamW"
+        )
 
 
 def _device(model: nn.Module) -> torch.device:
@@ -197,6 +211,8 @@ def _facts(settings: Settings) -> Iterator[tuple[str, Any]]:
         for key, value in section.items():
             if isinstance(value, Mapping):
                 yield from flat(f"{prefix}{key}.", value)
+            elif isinstance(value, Tier):  # of somebody's own, without a text that is the same everywhere
+                yield f"settings.{prefix}{key}", type(value).__qualname__
             elif not callable(value):
                 yield f"settings.{prefix}{key}", repr(value)
 

@@ -344,8 +344,11 @@ class Engine(DeepSpeedQueries):
         if self.lr_scheduler is not None and state["lr_scheduler"] is not None:
             self.lr_scheduler.load_state_dict(state["lr_scheduler"])
         self.optimizer.load_state_dict(state["optimizer"])
+        counters = dict(state["counters"])
+        if self.global_samples is None:  # without a batch size nobody can go on counting
+            counters["global_samples"] = None
         for name in COUNTERS:
-            setattr(self, name, state["counters"][name])
+            setattr(self, name, counters[name])
 
     def offload_states(
         self,

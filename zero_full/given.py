@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from zero_full.comm.topology import Topology
 from zero_full.construct import has_values
-from zero_full.shard.base import unusable_number
+from zero_full.shard.base import StateByParameter, unusable_number
 from zero_full.wording import listed
 
 # Whoever averages gradients himself would do so a second time.
@@ -100,6 +100,12 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
     """Raise if a step of this optimizer would not train the model as its user believes."""
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"the function that was passed as optimizer must return one, not {_kind(optimizer)}")
+    state: Any = optimizer.state
+    if isinstance(state, StateByParameter):
+        raise ValueError(
+            "this optimizer was given to an engine before, and steps pieces of that one's parameters: make a "
+            "new one of the model's parameters"
+        )
     problem = unusable_number(optimizer.param_groups)
     if problem:
         raise ValueError(problem)

@@ -145,6 +145,9 @@ class LambStep(Stepper):
 
 def _operators(pieces: Sequence[Piece]) -> Any:
     """The compiled ones, for all that they take; else the plain ones, which take everything."""
-    masters = [piece.master for piece in pieces]
-    takes = all(p.dtype in (torch.float32, torch.bfloat16) and p.is_contiguous() for p in masters)
+    given = [t for piece in pieces for t in (piece.master, piece.gradient) if t is not None]
+    fine = (torch.float32, torch.bfloat16, torch.float16)
+    takes = all(t.dtype in fine for t in given) and all(
+        piece.master.dtype != torch.float16 and piece.master.is_contiguous() for piece in pieces
+    )
     return operators() if takes else reference

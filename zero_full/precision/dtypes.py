@@ -22,6 +22,13 @@ class Dtypes:
     low_master: bool = False  # master and gradients in the parameters' 16 bits
     low_state: bool = False  # with such masters: bf16 moments for Adam, too
 
+    def __post_init__(self) -> None:
+        """Raise TypeError for what is no type of floating-point numbers."""
+        for name in ("parameter", "reduce", "accumulate", "buffer"):
+            dtype = getattr(self, name)
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                raise TypeError(f"{name} must be a floating-point type such as torch.bfloat16, not {dtype!r}")
+
     def of(self, model: torch.dtype) -> torch.dtype:
         """The parameters' dtype during training, for a parameter that the model has as `model`."""
         return self.parameter if self.parameter is not None and model.is_floating_point else model

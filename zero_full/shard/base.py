@@ -39,6 +39,7 @@ class StateByParameter(UserDict[Any, dict[str, Any]]):
     def __init__(self) -> None:
         super().__init__()
         self.owners: dict[Tensor, Parameter] = {}  # by piece; and each parameter of which there is a piece
+        self.is_away = False  # see `offload_states.py`
 
     def add(self, piece: Tensor, param: Parameter) -> None:
         """From now on `piece` stands for `param`."""
@@ -51,6 +52,8 @@ class StateByParameter(UserDict[Any, dict[str, Any]]):
         return self.owners[key]
 
     def __getitem__(self, key: Any) -> dict[str, Any]:
+        if self.is_away:
+            raise RuntimeError("states are offloaded: call engine.reload_states() first")
         return self.data.setdefault(self._owner(key), {})
 
     def __setitem__(self, key: Any, state: dict[str, Any]) -> None:
@@ -65,6 +68,10 @@ class StateByParameter(UserDict[Any, dict[str, Any]]):
 
     def __contains__(self, key: Any) -> bool:
         return isinstance(key, Tensor) and key in self.owners and self.owners[key] in self.data
+
+    def values(self) -> Any:
+        """All of it, also while it is away."""
+        return self.data.values()
 
     def get(self, key: Any, default: Any = None) -> Any:
         """The state, if there is any; nothing appears."""
@@ -162,6 +169,8 @@ def refuse_unusable(param_groups: Sequence[Mapping[str, Any]], listed: list[list
 
 
 def _is_usable(value: Any) -> bool:
+    if isinstance(value, Tensor) and value.numel() == 1 and value.device.type == "cpu":
+        value = value.item()  # elsewhere it would cost a wait for the device
     return isinstance(value, Tensor) or (isinstance(value, (int, float)) and isfinite(value))
 
 

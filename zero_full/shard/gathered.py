@@ -102,6 +102,9 @@ def load_own_state_dict(
     module: nn.Module, optimizer: ZeroOptimizer, state: Mapping[str, Mapping[str, Any]]
 ) -> None:
     """Restore what `own_state_dict` of the same rank has returned."""
+    here = own_state_dict(module, optimizer)
+    _refuse_other_names("whole and not trained", here["whole"], state["whole"])
+    _refuse_other_names("frozen and sharded", here["frozen"], state["frozen"])
     with _unguarded():
         module.load_state_dict(state["whole"], strict=False)
     for flat, member in [(part, m) for part in optimizer.frozen for m in part.members]:
@@ -113,6 +116,16 @@ def load_own_state_dict(
             )
         mine.copy_(saved)
         flat.node_copy = None
+
+
+def _refuse_other_names(what: str, here: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    missing, surplus = sorted(here.keys() - saved.keys()), sorted(saved.keys() - here.keys())
+    if missing or surplus:
+        raise ValueError(
+            f"of what is {what} this rank's saved part lacks {missing or 'nothing'} and has "
+            f"{surplus or 'nothing'} besides. Load what the same rank has saved, with the same model, "
+            "world size, stage and units"
+        )
 
 
 def _own_part(flat: FlatParameter, member: Member) -> Tensor:

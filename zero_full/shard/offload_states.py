@@ -5,11 +5,13 @@ A flat buffer that is moved keeps its storage, which shrinks to nothing, as a re
 """
 
 from collections.abc import Collection, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from zero_full._compat import identity_of
+from zero_full.shard.base import StateByParameter
 from zero_full.shard.flat import GatherState
 from zero_full.shard.optimizer import ZeroOptimizer
 
@@ -24,6 +26,11 @@ class OffloadedStates:
         self.optimizer = optimizer
         self.moved: list[tuple[torch.UntypedStorage, Tensor]] = []
 
+    def _say_away(self, is_away: bool) -> None:
+        state: Any = self.optimizer.base.state
+        if isinstance(state, StateByParameter):  # and nobody has put another one there
+            state.is_away = is_away
+
     @torch.no_grad()
     def offload(self, include: Collection[str] | None, device: torch.device, pin_memory: bool) -> None:
         """Move the kinds given, or everything. Gradients that are not averaged yet are refused."""
@@ -36,6 +43,7 @@ class OffloadedStates:
         if self.optimizer.gatherer is not None:
             self.optimizer.gatherer.release_all()
         self.optimizer.states_offloaded = True
+        self._say_away(True)
         done = {identity_of(storage) for storage, _ in self.moved}
         for kind in include or KINDS:
             for tensor in self._tensors(kind):
@@ -60,6 +68,7 @@ class OffloadedStates:
             storage.resize_(copy.numel())
             torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).copy_(copy)
         self.optimizer.states_offloaded = False
+        self._say_away(False)
         for flat in self.optimizer.flats():
             if flat.state is GatherState.WHOLE and flat.hidden:
                 flat.take_back_moved()

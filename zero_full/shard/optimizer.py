@@ -6,7 +6,6 @@ It stands where the optimizer it wraps stood: same `param_groups` (so schedulers
 
 import logging
 from collections.abc import Callable, Container, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from math import isfinite
 from typing import Any
@@ -17,7 +16,6 @@ from torch.autograd.graph import increment_version
 from torch.utils.hooks import RemovableHandle
 
 from zero_full._compat import load_hooks, mark_stepped, state_dict_hooks
-from zero_full.comm.communicator import CommunicationError
 from zero_full.comm.lane import lane_for
 from zero_full.precision.scaler import DynamicScale, StaticScale
 from zero_full.shard import owned as owned_state
@@ -36,10 +34,11 @@ from zero_full.shard.base import (
 )
 from zero_full.shard.bucket import Bucket
 from zero_full.shard.build import Sharded
-from zero_full.shard.flat import FlatParameter, GatherState, Member
+from zero_full.shard.flat import FlatParameter, Member
 from zero_full.shard.gatherer import ParameterGatherer
 from zero_full.shard.groups import Groups
-from zero_full.shard.owners import register, unregister
+from zero_full.shard.leaving import leave_model
+from zero_full.shard.owners import register
 from zero_full.shard.reducer import GradientReducer
 from zero_full.shard.report import NonFinite, StepReport
 from zero_full.shard.settings import Settings
@@ -49,6 +48,8 @@ from zero_full.shard.watch import ModelWatch, ParameterWrites
 
 log = logging.getLogger("zero_full")
 EPSILON = 1e-6
+CLOSED = "step after destroy: initialize the model again"
+OFFLOADED = "states are offloaded: call engine.reload_states() first"
 NO_COPY = "this optimizer cannot be copied or pickled: it belongs to a model. Save its state_dict() instead"
 
 
@@ -68,7 +69,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         # torch's own constructor would copy the groups; here they stay the wrapped optimizer's. This makes
         # the rest of what torch keeps: hooks, and the names that profilers show.
         self.__setstate__({})
-        self.state = owned_state.cut_state(base, parts.owned)  # type: ignore[assignment]
+        owned_state.cut_state(base, parts.owned, settings.dtypes)
         self.redirected = Base(base, self)
         self.owned, self.frozen, self.buckets = parts.owned, parts.frozen, parts.buckets
         self.owned_of = {owned.flat: owned for owned in parts.owned}
@@ -79,6 +80,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.steppers = Steppers(self.redirected, settings.dtypes)
         self.residual_scale: float | None = None  # that the last step has left in the gradients
         self.passes = 0  # backward passes until then
+        self.unclipped = 1.0  # by what the last step has multiplied gradients for itself only
         self.arrivals = Arrivals(self.lane)
         self.closed = self.states_offloaded = False  # see `offload_states.py`
         self.writes = ParameterWrites(m for v in self.flats() if not v.released_at_rest for m in v.members)
@@ -91,7 +93,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.reducer = GradientReducer(self.buckets, self.lane, settings)
         self.reducer.on_waking = self._wake
         self.reducer.on_clearing = self._forget_scale
-        self.reducer.backward.at_begin.append(self.take_back_moved)
+        self.reducer.backward.at_begin += [self.take_back_moved, self._clip_what_is_added_to]
         self.reducer.hands_back = isinstance(base, NoOptimizer)
         self.hooks: list[Any] = refuse_gradients(base, model, settings.stage)
         self.guards: list[RemovableHandle] = []  # on the model's state_dict
@@ -112,9 +114,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """A bucket has woken up: its pieces are others now."""
         owned = self.owned_of[bucket.flat]
         owned.wake()
-        state: Any = self.state
         for member, piece in owned.pieces.items():
-            state.add(piece.master, member.param)
+            self.state.add(piece.master, member.param)
 
     # What torch's optimizers have ----------------------------------------------------------------
 
@@ -122,6 +123,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """The wrapped optimizer's."""
         return self.base.param_groups
+
+    @property
+    def state(self) -> Any:
+        """The wrapped optimizer's state: what this rank keeps, by parameter."""
+        return self.base.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        """Forget it, if `state` is empty."""
+        if state:
+            raise RuntimeError("set optimizer state with zero_full.safe_set_full_optimizer_state")
+        self.base.state.clear()
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
@@ -194,8 +207,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         A refusal is returned: other ranks, which may have no reason for one, must hear of it.
         """
-        if self.closed:
-            raise RuntimeError("step after destroy: initialize the model again")
+        if self.closed or self.states_offloaded:
+            raise RuntimeError(OFFLOADED if self.states_offloaded else CLOSED)
         if isinstance(self.base, NoOptimizer):
             self.redirected.own_step()  # which says what to do
         if self.reducer.backward.failed or self.reducer.backward.running:
@@ -244,7 +257,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.reducer.forget()
         if self.gatherer is not None:
             self.gatherer.forget()
-        self.residual_scale = None
+        self._forget_scale()
         for bucket in self.buckets:
             on_cpu = bucket.kind.device.type == "cpu"
             bucket.forget(free=set_to_none is not None or not on_cpu)
@@ -272,7 +285,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def catch_up(self) -> None:
         """Before parameters or masters are read: all have arrived, what was written by hand is taken in."""
         if self.states_offloaded:
-            raise RuntimeError("states are offloaded: call engine.reload_states() first")
+            raise RuntimeError(OFFLOADED)
         self.wait_for_parameters()
         self.take_back_moved()
         for owned in self.owned:
@@ -314,7 +327,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
     # The parts of a step -------------------------------------------------------------------------
 
     def _forget_scale(self) -> None:
-        self.residual_scale = None
+        self.residual_scale, self.unclipped = None, 1.0
+
+    def _clip_what_is_added_to(self) -> None:
+        """Without zero_grad, backward adds to the last step's gradients: as in torch, to clipped ones."""
+        if self.unclipped != 1.0:
+            for gradient in (g for bucket in self.awake for g in bucket.averaged_gradients()):
+                gradient.mul_(self.unclipped)
+        self.unclipped = 1.0
 
     @property
     def gradient_scale(self) -> float:
@@ -332,8 +352,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 gradient.mul_(factor)
         in_parts = self.settings.releases_parameters and stepper.takes_parts
         parts = sub_groups(stepped, self.settings.sub_group_numel if in_parts else None)
+        if self.steppers.run_hooks(stepper, BEFORE) and (late := self.reducer.by_hand()):
+            late.refuse("a hook that runs before the optimizer's step")
         self.steppers.step(stepper, self.owned, parts, used, factor)
+        self.steppers.run_hooks(stepper, AFTER)
         self.residual_scale = scale if stepper.fuses else 1.0
+        self.unclipped = factor * scale if stepper.fuses else 1.0
         mark_stepped(self.base)
         self.passes = self.reducer.backward.count
         # As torch's optimizers do: a graph from before this step must not run backward with other values.
@@ -363,28 +387,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def close(self, gather: bool) -> None:
         """Leave the model without hooks, its parameters as they are or, if every rank asks for it, whole."""
-        if self.closed:
-            return
-        for finish in (self.wait_for_parameters, self.reducer.close, self.zero_grad):
-            with suppress(CommunicationError):  # of calls that were under way: told already
-                finish()
-        self.arrivals.close()
-        for handle in self.hooks:
-            handle.remove()
-        if self.gatherer is not None:
-            self.gatherer.close()
-            if gather:
-                for flat in self.flats():
-                    self.gatherer.gather(flat)
-            self.gatherer.lane.close()
-        self.lane.close()
-        self.closed = True
-        if all(flat.state is GatherState.WHOLE for flat in self.flats()):
-            for handle in self.guards:
-                handle.remove()
-        unregister(self.watch.names)
-        unregister(m.param for flat in self.flats() for m in flat.members)
-        self.groups.close()
+        if not self.closed:
+            try:
+                leave_model(self, gather)
+            finally:
+                self.closed = True
 
     # What this rank has --------------------------------------------------------------------------
 

@@ -76,7 +76,7 @@ class Owned:
             if gradients is None and piece.gradient is not None:
                 piece.gradient = self.tier.fetch(piece.gradient)
             piece.copy = None if self.copies is None else self.flat.piece_of(self.copies, member)
-        return list(pieces.values())
+        return [piece for piece in pieces.values() if piece.gradient is not None]  # some was cleared by hand
 
     def _gradients(self, dtype: torch.dtype | None) -> Tensor | None:
         """This rank's slice of the averaged gradients; None: they are in `param.grad`."""
@@ -137,23 +137,31 @@ def pieces_of(owned: Iterable[Owned]) -> dict[str, Piece]:
     return {piece.name: piece for each in owned for piece in each.pieces.values()}
 
 
-def cut_state(base: torch.optim.Optimizer, owned: Iterable[Owned]) -> StateByParameter:
-    """The optimizer's state becomes that of pieces; what it knows already of whole parameters is cut."""
+def cut_state(base: torch.optim.Optimizer, owned: Iterable[Owned], dtypes: Dtypes) -> StateByParameter:
+    """The optimizer's state becomes that of pieces; what it knows already of whole parameters is cut.
+
+    What has the parameter's type gets the type that state of the piece's master has.
+    """
+    is_adam = isinstance(base, torch.optim.Adam)  # and AdamW
     before, state = base.state, StateByParameter()
     for each in owned:
         for member, piece in each.pieces.items():
             state.add(piece.master, member.param)
             if known := before.get(member.param):
-                state[piece.master] = {k: _cut(v, member.param, piece) for k, v in known.items()}
+                master = piece.master.dtype
+                dtype = dtypes.moments_of(master) if is_adam else master
+                state[piece.master] = {k: _cut(v, each.flat, member, piece, dtype) for k, v in known.items()}
     base.state = state  # type: ignore[assignment]
     return state
 
 
-def _cut(value: Any, param: Tensor, piece: Piece) -> Any:
-    if not isinstance(value, Tensor) or value.shape != param.shape or not value.dim():
+def _cut(value: Any, flat: FlatParameter, member: Member, piece: Piece, dtype: torch.dtype) -> Any:
+    if not isinstance(value, Tensor) or value.shape != member.param.shape or not value.dim():
         return value
     start, stop = piece.param_range
-    return value.reshape(-1)[start:stop].reshape(piece.master.shape).to(piece.master.device, copy=True)
+    mine = value.reshape(-1)[start:stop].reshape(piece.master.shape)
+    kept = dtype if value.dtype == flat.kind.dtype else value.dtype
+    return mine.to(piece.master.device, kept, copy=True)
 
 
 def holdings(

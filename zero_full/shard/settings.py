@@ -54,6 +54,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Raise ValueError for what cannot be meant."""
+        if not isinstance(self.tier, Tier):
+            raise TypeError(f"tier must be one such as HostTier(), not {self.tier!r}")
         if self.stage not in (0, 1, 2, 3):
             raise ValueError(f"stage must be 0, 1, 2 or 3, not {self.stage!r}")
         for name in ("bucket_numel", "predivide", "plain_divisor"):

@@ -41,17 +41,19 @@ class Steppers:
         factor: float,
     ) -> None:
         """Step part after part; parameters without a gradient on any rank, which are not `used`, stay."""
-        before, after = step_hooks(self.optimizer) if stepper is self.own else ([], [])
-        for hook in before:
-            hook(self.optimizer, (self.optimizer,), {})
         stepper.begin([piece for owned in everything for piece in owned.pieces.values()])
         try:
             for part in parts:
                 self._step_part(stepper, part, used, factor)
         finally:
             stepper.end()
-        for hook in after:
+
+    def run_hooks(self, stepper: Stepper, when: int) -> bool:
+        """Run the hooks on `step` of an optimizer that brings its own stepper. Returns whether it has any."""
+        hooks = step_hooks(self.optimizer)[when] if stepper is self.own else []
+        for hook in hooks:
             hook(self.optimizer, (self.optimizer,), {})
+        return bool(hooks)
 
     def _step_part(
         self, stepper: Stepper, part: Sequence[Owned], used: Container[Member], factor: float

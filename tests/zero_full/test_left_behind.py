@@ -1,0 +1,175 @@
+"""What one object leaves to another: state, gradients and hooks that would be lost or used in silence."""
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zero_full
+from tests.worlds import POOL
+from tests.zero_full.runs import Net, config, data
+from zero_full.assemble import shard
+from zero_full.comm.topology import Topology
+from zero_full.precision import Dtypes, DynamicScale
+from zero_full.shard import Settings
+
+
+def said_by(act: Callable[[], Any]) -> str:
+    try:
+        act()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was said"
+
+
+def partly_frozen(kept: int) -> zero_full.Engine:
+    """With at most `kept` elements in parameters that stay whole, at stage 3."""
+    model = Net()
+    model.layers[0].requires_grad_(False)
+    zero = {"stage": 3, "stage3_param_persistence_threshold": kept}
+    return zero_full.initialize(model=model, config=config(3, zero_optimization=zero))[0]
+
+
+def frozen_elsewhere(comm: Any) -> list[str]:
+    """A state whose frozen weights are sharded, loaded where they are whole, and the other way round."""
+    sharded, whole = partly_frozen(0), partly_frozen(10_000)
+    states = sharded.state_dict(), whole.state_dict()
+    return [
+        said_by(lambda: whole.load_state_dict(states[0])),
+        said_by(lambda: sharded.load_state_dict(states[1])),
+    ]
+
+
+def test_frozen_weights_that_a_load_would_leave_alone_are_an_error() -> None:
+    for said in POOL.run(frozen_elsewhere, 2):
+        assert all("ValueError: of what is" in each and "layers.0.weight" in each for each in said), said
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_state_that_an_optimizer_makes_early_has_the_type_of_its_master(dtype: torch.dtype) -> None:
+    model = nn.Linear(3, 1, bias=False).to(dtype)
+    keys = config(1, bf16={"enabled": True})
+    engine, *_ = zero_full.initialize(
+        model=model, optimizer=torch.optim.Adagrad(model.parameters()), config=keys
+    )
+    assert engine.optimizer.state[model.weight]["sum"].dtype == torch.float32
+    for _ in range(3):
+        engine.backward(engine(torch.ones(1, 3, dtype=torch.bfloat16)).sum())
+        engine.step()
+    assert float(engine.optimizer.state[model.weight]["sum"].sum()) == 9
+    engine.destroy()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, zero_full.Lamb])
+def test_an_optimizer_that_was_given_away_is_refused_at_once(kind: Any) -> None:
+    model = Net()
+    base = kind(model.parameters(), lr=0.1)
+    shard(model, base).close(gather=True)
+    for given in (base, shard(Net(), None)):
+        with pytest.raises(ValueError, match="was given to an engine before"):
+            shard(model, given)
+
+
+def writes_in_a_hook(comm: Any) -> str:
+    model = Net()
+    base = zero_full.Lamb(model.parameters())
+    base.register_step_pre_hook(
+        lambda *_: [setattr(p, "grad", torch.ones_like(p)) for p in model.parameters()]
+    )
+    optimizer = shard(model, base, Settings(2))
+    model(data(0, 0, comm.rank)).backward()
+    return said_by(optimizer.step)
+
+
+def test_gradients_that_a_hook_writes_too_late_are_an_error() -> None:
+    for said in POOL.run(writes_in_a_hook, 2):
+        assert "too late for this step" in said
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Lamb", "SGD"])
+def test_assigning_an_empty_state_resets_it_and_a_cleared_gradient_is_none(kind: str) -> None:
+    model = Net()
+    params = {"lr": 0.01} | ({"momentum": 0.9} if kind == "SGD" else {})
+    keys = config(1, optimizer={"type": kind, "params": params})
+    engine, optimizer, _, _ = zero_full.initialize(model=model, config=keys)
+    engine.backward(engine(data(0, 0, 0)))
+    engine.step()
+    assert optimizer.state
+    optimizer.state = defaultdict(dict)
+    assert not optimizer.state and not optimizer.base.state
+    with pytest.raises(RuntimeError, match="safe_set_full_optimizer_state"):
+        optimizer.state = {model.layers[0].weight: {}}
+    before = model.layers[0].weight.detach().clone()
+    engine.backward(engine(data(1, 0, 0)))
+    model.layers[0].weight.grad = None
+    engine.step()
+    assert torch.equal(model.layers[0].weight, before) and model.layers[0].weight not in optimizer.state
+    engine.destroy()
+
+
+def test_nothing_is_stepped_or_read_while_states_are_offloaded() -> None:
+    model = Net()
+    engine, optimizer, _, _ = zero_full.initialize(model=model, config=config(1))
+    for step in range(2):
+        engine.module(data(step, 0, 0)).backward()
+        if step:
+            engine.offload_states(include=["optim_states"])
+            for act in (optimizer.step, lambda: optimizer.state[model.layers[0].weight]):
+                assert "call engine.reload_states() first" in said_by(act)
+            engine.reload_states()
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.destroy()
+
+
+def clipped_without_zero_grad(comm: Any, foreach: bool | None) -> float:
+    """AdamW, fused and by torch; gradients stay from step to step."""
+    model = Net()
+    base = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=foreach)
+    optimizer = shard(model, base, Settings(2, clip=0.1))
+    for step in range(4):
+        model(data(step, 0, comm.rank)).backward()
+        optimizer.step()
+    return float(sum(p.detach().double().abs().sum() for p in model.parameters()))
+
+
+def test_gradients_that_stay_are_clipped_ones_whoever_steps() -> None:
+    fused, passes = (POOL.run(clipped_without_zero_grad, 2, foreach) for foreach in (None, True))
+    assert fused == pytest.approx(passes, rel=1e-6)
+
+
+def test_a_model_in_fp16_gets_a_loss_scale() -> None:
+    model = Net().half()
+    assert isinstance(shard(model, torch.optim.SGD(model.parameters(), 0.1)).scaler, DynamicScale)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: Dtypes(reduce=torch.int32), lambda: Dtypes("bf16"), lambda: Settings(tier="cpu")],  # type: ignore[arg-type]
+)
+def test_types_that_cannot_be_meant_are_refused(make: Callable[[], Any]) -> None:
+    with pytest.raises(TypeError, match="must be"):
+        make()
+
+
+def test_a_rule_about_whole_tensors_refuses_split_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    from zero_full import assemble
+
+    model = Net()
+    topology = Topology(is_split=lambda name, p: name == "layers.0.weight")
+    with pytest.raises(ValueError, match=r"Lamb needs to know about whole tensors, and layers.0.weight"):
+        assemble._refuse_split(model, zero_full.Lamb(model.parameters()), topology)
+
+
+def test_a_run_without_batch_sizes_goes_on_from_one_with_them() -> None:
+    with_sizes, *_ = zero_full.initialize(model=Net(), config=config(1))
+    keys = config(1)
+    del keys["train_micro_batch_size_per_gpu"]
+    without, *_ = zero_full.initialize(model=Net(), config=keys)
+    without.load_state_dict(with_sizes.state_dict())
+    without.backward(without(data(0, 0, 0)))
+    without.step()
+    assert (without.global_steps, without.global_samples) == (1, None)

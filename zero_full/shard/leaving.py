@@ -1,0 +1,34 @@
+"""How an optimizer leaves its model: collectives come to their end, hooks go, groups are closed."""
+
+from contextlib import suppress
+from typing import Any
+
+from zero_full.comm.communicator import CommunicationError
+from zero_full.shard.flat import GatherState
+from zero_full.shard.owners import unregister
+
+
+def leave_model(optimizer: Any, gather: bool) -> None:
+    """Take a `ZeroOptimizer` off its model, which keeps its parameters; with `gather` they become whole.
+
+    Every rank must call this. What is under way and fails was told already.
+    """
+    for finish in (optimizer.wait_for_parameters, optimizer.reducer.close, optimizer.zero_grad):
+        with suppress(CommunicationError):
+            finish()
+    optimizer.arrivals.close()
+    for hook in optimizer.hooks:
+        hook.remove()
+    flats = optimizer.flats()
+    if optimizer.gatherer is not None:
+        optimizer.gatherer.close()
+        for flat in flats if gather else ():
+            optimizer.gatherer.gather(flat)
+        optimizer.gatherer.lane.close()
+    optimizer.lane.close()
+    if all(flat.state is GatherState.WHOLE for flat in flats):
+        for guard in optimizer.guards:
+            guard.remove()
+    unregister(optimizer.watch.names)
+    unregister(m.param for flat in flats for m in flat.members)
+    optimizer.groups.close()
