@@ -95,11 +95,11 @@ class Engine(DeepSpeedQueries):
     # One micro-batch -----------------------------------------------------------------------------
 
     def __call__(self, *inputs: Any, **named_inputs: Any) -> Any:
-        """The module's forward."""
+        """Run the module's forward, and return what it returns."""
         return self.forward(*inputs, **named_inputs)
 
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
-        """The module's forward."""
+        """Run the module's forward, and return what it returns."""
         self._refuse_parked("forward")
         self.optimizer.look_at_model()
         with self.stopwatch.measure("forward"):
@@ -273,12 +273,12 @@ class Engine(DeepSpeedQueries):
     # The module ----------------------------------------------------------------------------------
 
     def train(self, mode: bool = True) -> "Engine":
-        """The module's."""
+        """Put the module into training mode, or with `mode` False out of it; return the engine."""
         self.module.train(mode)
         return self
 
     def eval(self) -> "Engine":
-        """The module's."""
+        """Put the module out of training mode; return the engine."""
         return self.train(False)
 
     def __getattr__(self, name: str) -> Any:
@@ -298,7 +298,7 @@ class Engine(DeepSpeedQueries):
     # Saving --------------------------------------------------------------------------------------
 
     def module_state_dict(self, keep: Callable[[Tensor], Any] = copy_on_cpu) -> dict[str, Any]:
-        """The module's, with whole parameters, on every rank. Every rank must call this.
+        """Return the module's state dict, with whole parameters. Every rank must call this.
 
         `keep` says what to keep of a tensor: a copy on the CPU, or what else you make of it.
         """

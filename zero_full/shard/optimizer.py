@@ -54,7 +54,7 @@ NO_COPY = "this optimizer cannot be copied or pickled: it belongs to a model. Sa
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
-    """See the module's docstring."""
+    """Steps this rank's pieces of a model's parameters, in the place of the optimizer that it wraps."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The wrapped optimizer's."""
+        """The groups of the wrapped optimizer, which list the model's parameters."""
         return self.base.param_groups
 
     @property
@@ -138,7 +138,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The wrapped optimizer's."""
+        """The default options of the wrapped optimizer."""
         return self.base.defaults
 
     def __reduce_ex__(self, protocol: Any) -> Any:

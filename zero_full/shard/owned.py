@@ -27,7 +27,7 @@ Saved = dict[str, Any]
 
 
 class Owned:
-    """See the module's docstring."""
+    """One rank's slice of a flat parameter, as the optimizer steps it."""
 
     def __init__(self, flat: FlatParameter, bucket: Bucket, dtypes: Dtypes, tier: Tier) -> None:
         self.flat, self.bucket, self.tier = flat, bucket, tier
