@@ -74,7 +74,7 @@ def shard(
         scale=lambda: made.scaler.scale,
         note_loss=made.report.note_loss,
     )
-    if not _is_one(made.scaler):
+    if made.scaler.scales:
         made.hooks.append(ModelCalls(model, made, gates=True))
     if settings.gather_beside_forward:
         made.arrivals.hold_back(model, made.buckets)
@@ -116,7 +116,10 @@ def take_model(model: nn.Module) -> Deferred:
 def prepared_with(
     deferred: Deferred, base: torch.optim.Optimizer, settings: Settings, scaler: StaticScale
 ) -> Prepared:
-    """Without an optimizer nothing is stepped, so nothing needs another precision than it has, or a scale."""
+    """What settings come to here: in this environment, and without an optimizer.
+
+    Where nothing is stepped, nothing needs another precision than it has, or a loss scale.
+    """
     if not _shares_memory():
         settings = replace(settings, shared_memory=False)
     if isinstance(base, NoOptimizer):
@@ -192,12 +195,8 @@ def _refuse_not_started(topology: Topology) -> None:
         )
 
 
-def _is_one(scaler: StaticScale) -> bool:
-    return scaler.scale == 1 and not isinstance(scaler, DynamicScale)
-
-
 def _refuse_unscaled(scaler: StaticScale) -> None:
-    if not _is_one(scaler) and scaler.scale != 1:
+    if scaler.scale != 1:
         raise RuntimeError(
             "a backward pass has brought gradients without the loss scale, which a step would divide them "
             "by: use optimizer.scale(loss).backward(), or let the model return its loss"

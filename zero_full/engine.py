@@ -89,8 +89,7 @@ class Engine(DeepSpeedQueries):
         if section.enabled:
             autocast = partial(torch.autocast, self.device.type, NAMES[section.dtype or "bf16"])
         casts_to = torch.float16 if self.config.fp16.auto_cast else None
-        scales = self.dynamic_loss_scale() or self.loss_scale() != 1
-        return ModelCalls(self.module, self.optimizer, scales, casts_to, autocast)
+        return ModelCalls(self.module, self.optimizer, self.optimizer.scaler.scales, casts_to, autocast)
 
     # One micro-batch -----------------------------------------------------------------------------
 
@@ -118,9 +117,7 @@ class Engine(DeepSpeedQueries):
         is_scaled = self._scaled_loss is not None and self._scaled_loss() is loss
         if scale_wrt_gas and self._micro_batches > 1 and not is_scaled:
             loss = loss / self._micro_batches
-        scale = self.optimizer.scaler.scale
-        # In fp16 the product would overflow first of all.
-        scaled = loss if is_scaled or scale == 1 else loss.float() * scale
+        scaled = loss if is_scaled else self.optimizer.scaler.times(loss)
         with self.stopwatch.measure("backward"):
             self.optimizer.report.note_loss(loss)
             self.optimizer.reducer.begin(divided=True, scaled=True)

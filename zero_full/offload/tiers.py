@@ -26,9 +26,10 @@ class Tier(ABC):
     def fetch(self, tensor: Tensor) -> Tensor:
         """This tensor of the device, or a copy of it, where state is stepped."""
 
-    @abstractmethod
     def put_away(self, updated: Tensor, on_device: Tensor) -> None:
-        """What was stepped becomes the values of a tensor of the device."""
+        """What was stepped becomes the values of a tensor of the device, unless it is the same memory."""
+        if updated is not on_device:
+            on_device.copy_(updated)
 
 
 @dataclass(frozen=True)
@@ -45,19 +46,12 @@ class DeviceTier(Tier):
         """The tensor itself."""
         return tensor
 
-    def put_away(self, updated: Tensor, on_device: Tensor) -> None:
-        """Copy, unless it is the same memory."""
-        if updated is not on_device:
-            on_device.copy_(updated)
-
 
 @dataclass(frozen=True)
 class HostTier(Tier):
     """State waits in host memory and is stepped there. Copies wait until they are done."""
 
-    pin_memory: bool = (
-        False  # an accelerator copies from page-locked memory faster; a CPU knows no difference
-    )
+    pin_memory: bool = False  # page-locked, which an accelerator copies faster; on a CPU no difference
     apart = True
 
     def room(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -68,8 +62,3 @@ class HostTier(Tier):
     def fetch(self, tensor: Tensor) -> Tensor:
         """A copy on the host; on a CPU the tensor itself."""
         return tensor.to("cpu")
-
-    def put_away(self, updated: Tensor, on_device: Tensor) -> None:
-        """Copy to the device."""
-        if updated is not on_device:
-            on_device.copy_(updated)

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from zero_full._compat import foreach_add
 from zero_full.kernels.load import compiled_for, operators
-from zero_full.optim.step import AddUp, Kind, Piece, Stepper, alike, is_hooked, steps_as_its_class
+from zero_full.optim.step import AddUp, Kind, Piece, Stepper, alike, is_hooked, moments_of, steps_as_its_class
 from zero_full.precision.dtypes import Dtypes
 
 GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
@@ -61,7 +61,7 @@ class FusedAdam(Stepper):
             self._step_group(some, self.base.param_groups[some[0].group], factor)
 
     def _step_group(self, pieces: Sequence[Piece], group: Mapping[str, Any], factor: float) -> None:
-        states = [self._state_of(piece) for piece in pieces]
+        states = [moments_of(piece, self.dtypes.moments_of(piece.master.dtype)) for piece in pieces]
         steps = [state["step"] for state in states]
         foreach_add(steps, 1)
         operators().adam_step(
@@ -78,14 +78,3 @@ class FusedAdam(Stepper):
             group.get("decoupled_weight_decay", False),
             factor,
         )
-
-    def _state_of(self, piece: Piece) -> dict[str, Tensor]:
-        state, master = piece.state, piece.master
-        if not state:
-            moments = self.dtypes.moments_of(master.dtype)
-            state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
-            state["exp_avg"] = torch.zeros_like(master, dtype=moments)
-            state["exp_avg_sq"] = torch.zeros_like(master, dtype=moments)
-        if state["step"].device != master.device or state["step"].dtype != torch.float32:
-            state["step"] = state["step"].to(master.device, torch.float32)
-        return state

@@ -11,7 +11,7 @@ from zero_full._compat import foreach_add
 from zero_full.kernels import reference
 from zero_full.kernels.load import operators
 from zero_full.optim.arguments import checked_options
-from zero_full.optim.step import AddUp, Piece, Stepper, alike, alone
+from zero_full.optim.step import AddUp, Piece, Stepper, alike, alone, loss_of, moments_of
 
 
 class Lamb(Optimizer):
@@ -56,10 +56,7 @@ class Lamb(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Move every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         listed = [(number, p) for number, group in enumerate(self.param_groups) for p in group["params"]]
         whole = [
             Piece("", p.shape, (0, p.numel()), number, p, p.grad, state=self.state[p])
@@ -95,11 +92,12 @@ class LambStep(Stepper):
         for piece in pieces:
             if piece.copy is not None:
                 piece.master.copy_(reference.unless_written(piece.master, piece.copy))
+        states = [moments_of(p, torch.promote_types(p.master.dtype, torch.float32)) for p in pieces]
         norms: Tensor = _operators(pieces).lamb_norms(
             [piece.master for piece in pieces],
             [piece.gradient.contiguous() for piece in pieces if piece.gradient is not None],
-            [self._state_of(piece)["exp_avg"] for piece in pieces],
-            [self._state_of(piece)["exp_avg_sq"] for piece in pieces],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
             *group["betas"],
             group["eps"],
             group["weight_decay"],
@@ -110,7 +108,7 @@ class LambStep(Stepper):
 
     def _second_half(self, pieces: Sequence[Piece], norms: Tensor) -> None:
         group = self._group(pieces)
-        steps = [self._state_of(piece)["step"] for piece in pieces]
+        steps = [piece.state["step"] for piece in pieces]
         foreach_add(steps, 1)
         _operators(pieces).lamb_step(
             [piece.master for piece in pieces],
@@ -132,15 +130,6 @@ class LambStep(Stepper):
     def _group(self, pieces: Sequence[Piece]) -> Mapping[str, Any]:
         group: Mapping[str, Any] = self.optimizer.param_groups[pieces[0].group]
         return group
-
-    def _state_of(self, piece: Piece) -> dict[str, Tensor]:
-        state, master = piece.state, piece.master
-        if not state:
-            moments = torch.promote_types(master.dtype, torch.float32)
-            state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
-            state["exp_avg"] = torch.zeros_like(master, dtype=moments)
-            state["exp_avg_sq"] = torch.zeros_like(master, dtype=moments)
-        return state
 
 
 def _operators(pieces: Sequence[Piece]) -> Any:

@@ -7,6 +7,7 @@ import torch
 from torch.optim import Optimizer
 
 from zero_full.optim.arguments import checked_options
+from zero_full.optim.step import loss_of
 
 
 class Lion(Optimizer):
@@ -30,10 +31,7 @@ class Lion(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Move every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             lr, (beta1, beta2) = float(group["lr"]), group["betas"]
             for p in group["params"]:

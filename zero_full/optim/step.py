@@ -79,8 +79,10 @@ class TorchStep(Stepper):
         """The groups list pieces."""
         groups = self.optimizer.param_groups
         self.shown = [group["params"] for group in groups]
-        for number, group in enumerate(groups):
-            group["params"] = [piece.master for piece in pieces if piece.group == number]
+        for group in groups:
+            group["params"] = []
+        for piece in pieces:
+            groups[piece.group]["params"].append(piece.master)
 
     def step(self, pieces: Sequence[Piece], factor: float, add_up: AddUp) -> None:
         """What has no gradient now stays as it is."""
@@ -127,6 +129,26 @@ def alike(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
         kinds = [None if t is None else t.dtype for t in (piece.master, piece.gradient, piece.copy)]
         together.setdefault((piece.group, *kinds, piece.master.device), []).append(piece)
     yield from together.values()
+
+
+def moments_of(piece: Piece, dtype: torch.dtype) -> dict[str, Tensor]:
+    """A piece's state as torch's Adam has it, made in this type if there is none: step and two averages."""
+    state, master = piece.state, piece.master
+    if not state:
+        state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
+        state["exp_avg"] = torch.zeros_like(master, dtype=dtype)
+        state["exp_avg_sq"] = torch.zeros_like(master, dtype=dtype)
+    if state["step"].device != master.device or state["step"].dtype != torch.float32:
+        state["step"] = state["step"].to(master.device, torch.float32)
+    return state
+
+
+def loss_of(closure: Callable[[], float] | None) -> float | None:
+    """What a closure that was passed to `step` returns, with gradients enabled meanwhile."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 def alone(pieces: Sequence[Piece], rows: Tensor) -> Tensor:

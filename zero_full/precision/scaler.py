@@ -7,6 +7,8 @@ There is one rule for every stage. The scale that backward used is the one to di
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
+
 
 class ScaleExhaustedError(RuntimeError):
     """Gradients overflow although the loss scale is as small as it may be."""
@@ -19,6 +21,15 @@ class StaticScale:
         if not scale > 0:
             raise ValueError(f"fp16.loss_scale must be positive, or 0 for a dynamic scale; got {scale}")
         self.scale = float(scale)
+
+    @property
+    def scales(self) -> bool:
+        """Whether losses are, or may come to be, multiplied by anything but 1."""
+        return self.scale != 1
+
+    def times(self, loss: Tensor) -> Tensor:
+        """The loss times the scale; the loss itself where that is 1."""
+        return loss if self.scale == 1 else loss.float() * self.scale  # in fp16 the product would overflow
 
     def update(self, overflow: bool) -> None:
         """Do nothing."""
@@ -57,6 +68,11 @@ class DynamicScale(StaticScale):
         self.consecutive_hysteresis = consecutive_hysteresis
         self.lives = hysteresis
         self.steps, self.last_overflow = 0, -1
+
+    @property
+    def scales(self) -> bool:
+        """It is looked for: always."""
+        return True
 
     def update(self, overflow: bool) -> None:
         """Change the scale after a step, whose gradients must be unscaled already."""

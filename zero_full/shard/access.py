@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zero_full.optim.step import Piece
+from zero_full.shard.base import OFFLOADED
 from zero_full.shard.flat import Member
 from zero_full.shard.optimizer import ZeroOptimizer
 from zero_full.shard.owned import Owned
@@ -86,7 +87,7 @@ def _find(param: Parameter) -> ParameterPlace | None:
             "this parameter belongs to no zero_full engine (is it of the model that you have given?)"
         )
     if optimizer.states_offloaded:
-        raise RuntimeError("states are offloaded: call engine.reload_states() first")
+        raise RuntimeError(OFFLOADED)
     optimizer.wait_for_parameters()
     owned, member = optimizer.parts.places.get(param, (None, None))
     if not isinstance(owned, Owned) or member is None:

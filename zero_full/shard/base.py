@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 NUMBERS = ("lr", "weight_decay", "betas", "momentum", "eps")  # options that must be finite
+OFFLOADED = "states are offloaded: call engine.reload_states() first"
 # What a user may call on the object that he has passed in. The rest of it is shared: groups, state, defaults.
 REDIRECTED = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
 
@@ -53,7 +54,7 @@ class StateByParameter(UserDict[Any, dict[str, Any]]):
 
     def __getitem__(self, key: Any) -> dict[str, Any]:
         if self.is_away:
-            raise RuntimeError("states are offloaded: call engine.reload_states() first")
+            raise RuntimeError(OFFLOADED)
         return self.data.setdefault(self._owner(key), {})
 
     def __setitem__(self, key: Any, state: dict[str, Any]) -> None:

@@ -24,6 +24,7 @@ from zero_full.shard.arrivals import Arrivals
 from zero_full.shard.base import (
     AFTER,
     BEFORE,
+    OFFLOADED,
     Base,
     NoOptimizer,
     listed_in,
@@ -49,7 +50,6 @@ from zero_full.shard.watch import ModelWatch, ParameterWrites
 log = logging.getLogger("zero_full")
 EPSILON = 1e-6
 CLOSED = "step after destroy: initialize the model again"
-OFFLOADED = "states are offloaded: call engine.reload_states() first"
 NO_COPY = "this optimizer cannot be copied or pickled: it belongs to a model. Save its state_dict() instead"
 
 
@@ -236,7 +236,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.take_back_moved()
 
     def take_back_moved(self) -> None:
-        """Parameters that were given other memory go back to their place, with their new flat."""
+        """Parameters that were given other memory go back to their place, with their new values."""
         for flat in self.flats():
             if not flat.released_at_rest:
                 self.writes.moved.update(flat.take_back_moved())
@@ -279,8 +279,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             "asleep": [m.name for bucket in self.buckets if bucket.asleep for m in bucket.members],
             "scaler": self.scaler.state_dict(),
         }
-        state = dict(run_hooks((self, self.base), state_dict_hooks, AFTER, state))
-        return state
+        return dict(run_hooks((self, self.base), state_dict_hooks, AFTER, state))
 
     def catch_up(self) -> None:
         """Before parameters or masters are read: all have arrived, what was written by hand is taken in."""
@@ -313,8 +312,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         `divided`: by the number of micro-batches already.
         """
-        scale = self.scaler.scale
-        scaled = loss * 1 if scale == 1 else loss.float() * scale  # in fp16 the product would overflow first
+        scaled = self.scaler.times(loss * 1)  # a hook on the caller's own would stay there
         scaled.register_hook(partial(self._begin_scaled, divided))
         return scaled
 

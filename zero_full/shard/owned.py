@@ -32,6 +32,7 @@ class Owned:
     def __init__(self, flat: FlatParameter, bucket: Bucket, dtypes: Dtypes, tier: Tier) -> None:
         self.flat, self.bucket, self.tier = flat, bucket, tier
         self.dtype = dtypes.master_of(flat.dtype)
+        self.copies: Tensor | None = None  # of the parameters' slice, where it is stepped; only meanwhile
         values = flat.take_unrounded()
         self._let_master_be(flat.shard if bucket.asleep else self._master_of(values))
 
@@ -113,14 +114,11 @@ class Owned:
         if slice_.dtype == master.dtype:
             master.copy_(slice_)
             return
-        as_it_was = (
-            slice_.device.type == "cpu"
-            and torch.equal(  # elsewhere it would cost a wait for the device
-                master.to(slice_.dtype).view(torch.int16), slice_.view(torch.int16)
-            )
-        )
-        if not as_it_was:
-            master.copy_(unless_written(master, slice_))
+        if slice_.device.type == "cpu":  # elsewhere the answer would cost a wait for the device
+            rounded = master.to(slice_.dtype)
+            if torch.equal(rounded.view(torch.int16), slice_.view(torch.int16)):
+                return
+        master.copy_(unless_written(master, slice_))
 
     def fill(self, member: Member, value: Tensor) -> None:
         """Give a parameter and its master new values. Every rank must do the same."""

@@ -1,6 +1,6 @@
 """One step of what a rank owns: which stepper, on which pieces, how much at a time."""
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -87,10 +87,10 @@ def _adding_up(part: Sequence[Owned], used: Container[Member]) -> AddUp:
 
     All ranks number the parameters in the same way, whichever pieces they own.
     """
-    named = [(m.name, owned.flat.ranks) for owned in part for m in owned.flat.members if m in used]
-    place: Mapping[str, int] = {name: number for number, (name, _) in enumerate(named)}
 
     def add_up(pieces: Sequence[Piece], rows: Tensor) -> Tensor:
+        named = [(m.name, owned.flat.ranks) for owned in part for m in owned.flat.members if m in used]
+        place = {name: number for number, (name, _) in enumerate(named)}
         mine = [place[piece.name] for piece in pieces]
         totals = torch.zeros(len(named), *rows.shape[1:], dtype=rows.dtype, device=rows.device)
         totals[mine] = rows
