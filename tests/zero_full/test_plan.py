@@ -189,11 +189,13 @@ LAYER = 64 * 64
 
 
 def test_stage_3_keeps_slices_and_gathers_two_units_at_least() -> None:
-    near = at_stage_3(stage3_max_reuse_distance=0)
+    near = at_stage_3(stage3_max_reuse_distance=0, stage3_prefetch_bucket_size=1)
     assert near.parameters == 16 * 2 * LAYER // 4
     assert near.master == near.gradients == near.moments // 2 == 16 * 4 * LAYER // 4
     assert near.gathered == 2 * 2 * LAYER
     assert near.sent == 3 * 3 * near.parameters  # two gathers and a reduction, to three others
+    three = at_stage_3(stage3_max_reuse_distance=0, stage3_prefetch_bucket_size=3 * LAYER)
+    assert three.gathered == (1 + 3) * 2 * LAYER
 
 
 def test_stage_3_keeps_units_from_forward_to_backward_if_it_may() -> None:

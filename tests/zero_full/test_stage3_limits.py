@@ -90,11 +90,16 @@ def peaks(comm: Any, make: Callable[[], nn.Module], zero: dict[str, Any]) -> lis
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_one_unit_is_gathered_at_a_time_and_one_ahead(world_size: int, overlap: bool) -> None:
+def test_one_unit_is_gathered_at_a_time_and_those_ahead_until_enough_are(
+    world_size: int, overlap: bool
+) -> None:
     block, root = padded(BLOCK, world_size), padded([WIDTH], world_size)
-    most = (2 if overlap else 1) * block + root
-    for found in POOL.run(peaks, world_size, Rooted, {**RELEASED, "overlap_comm": overlap}):
-        assert found == [most] * 3
+    ahead_of = {0: 0, 1: 1, block: 1, block + 1: 2, 3 * block: 3} if overlap else {50_000_000: 0}
+    for allowed, ahead in ahead_of.items():
+        most = (1 + ahead) * block + root
+        zero = {**RELEASED, "overlap_comm": overlap, "stage3_prefetch_bucket_size": allowed}
+        for found in POOL.run(peaks, world_size, Rooted, zero):
+            assert found == [most] * 3
 
 
 def test_a_recomputed_part_is_gathered_as_a_whole_and_no_more() -> None:

@@ -9,9 +9,9 @@ module is done. All ranks get there in the same order, whichever parameters they
 gradients leave. A module whose inputs need no gradients has no such mark, and neither has one that is
 recomputed for a graph which has it already: theirs leave, and are released, when backward ends.
 
-[Note: prefetch] The order of the sites is recorded. From then on the next one is gathered while this one is
-at work, if there is a lane beside it. Where the order changes nothing is prefetched, and the new one is
-recorded; nothing else depends on it.
+[Note: prefetch] The order of the sites is recorded. From then on those that come next are gathered while
+this one is at work, if there is a lane beside it. Where the order changes nothing is prefetched, and the new
+one is recorded; nothing else depends on it.
 
 [Note: inner modules] A module may be called by itself: `model.encoder(x)`, a layer out of a unit, one that
 shares its weight with a module far away. Every module that holds a parameter of a unit looks whether the unit
@@ -121,17 +121,23 @@ class ParameterGatherer:
             self.release(flat)
 
     def _need(self, site: Site) -> None:
-        following = self.order.reached(site) if self.order is not None else None
+        as_known = self.order is not None and self.order.reached(site)
         for flat in site.flats:
             self._begin(flat)
-        if self.prefetches and following is not None:
-            self._prefetch(following)
+        if self.prefetches and as_known:
+            self._prefetch()
         for flat in site.flats:
             flat.finish_gather(self.lane)
 
-    def _prefetch(self, site: Site) -> None:
-        if site.numel <= min(self.limits.prefetch_numel, self.limits.max_live - self.live):
-            for flat in site.flats:
+    def _prefetch(self) -> None:
+        """Begin what comes next until enough is on its way: at least one site, however large."""
+        order = self.order
+        assert order is not None
+        while order.ahead < self.limits.prefetch_numel and (following := order.next()) is not None:
+            if following.numel > self.limits.max_live - self.live:
+                return
+            order.begin_early(following)
+            for flat in following.flats:
                 self._begin(flat)
 
     # Forward -------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from zero_full.precision.dtypes import Dtypes
 class Gathering:
     """How long stage 3 keeps parameters gathered. All numbers are elements."""
 
-    prefetch_numel: int = 50_000_000  # the next unit is gathered early if it is not larger
+    prefetch_numel: int = 50_000_000  # units are gathered early until this is on its way; 0: none is
     max_live: int = 1_000_000_000
     max_reuse: int = 1_000_000_000  # a unit that backward needs sooner stays after forward
     keep_numel: int = 100_000  # smaller parameters are always whole

@@ -30,21 +30,37 @@ class Call:
 
 
 class Order:
-    """The order in which sites are reached in one kind of pass."""
+    """The order in which sites are reached in one kind of pass, and how far ahead gathering is."""
 
     def __init__(self) -> None:
         self.known: list[Site] = []
         self.seen: list[Site] = []
+        self.begun = 0  # the first so many sites of the known order have been reached or begun early
+        self.ahead = 0  # elements of those that were begun early
 
     def begin(self) -> bool:
         """Begin a new pass. Returns whether the order of the last one was another than the known one."""
         changed = bool(self.known and self.seen) and self.seen != self.known
         self.known, self.seen = self.seen or self.known, []
+        self.begun = self.ahead = 0
         return changed
 
-    def reached(self, site: Site) -> Site | None:
-        """Note that a site is reached. Returns the next one, if the order is the known one so far."""
-        self.seen.append(site)
+    def reached(self, site: Site) -> bool:
+        """Note that a site is reached. Returns whether the order is the known one so far."""
         place = len(self.seen)
-        as_known = place < len(self.known) and self.known[place - 1] is site
-        return self.known[place] if as_known else None
+        self.seen.append(site)
+        as_known = place < len(self.known) and self.known[place] is site
+        if as_known and place < self.begun:
+            self.ahead -= site.numel
+        else:
+            self.begun, self.ahead = place + 1, 0
+        return as_known
+
+    def next(self) -> Site | None:
+        """The first site that has been neither reached nor begun, if there is one."""
+        return self.known[self.begun] if self.begun < len(self.known) else None
+
+    def begin_early(self, site: Site) -> None:
+        """Note that the next site is begun before it is reached."""
+        self.begun += 1
+        self.ahead += site.numel

@@ -117,28 +117,40 @@ const zeroPlan = (() => {
     let highest = 0
     const liveNumel = () => sum([...live].map((unit) => unit.whole))
     const hasInside = (outer, inner) => outer.path === "" || inner.path.startsWith(`${outer.path}.`)
-    const need = (needed, next) => {
-      needed.forEach((unit) => live.add(unit))
-      if (next && next.whole <= Math.min(limits.prefetch, limits.live - liveNumel())) live.add(next)
-      highest = Math.max(highest, liveNumel())
+    const pass = (order) => {
+      let begun = 0, ahead = 0 // so many units are reached or begun early; elements of the latter
+      return (needed, place) => {
+        needed.forEach((unit) => live.add(unit))
+        if (place < begun) ahead -= order[place].whole
+        else [begun, ahead] = [place + 1, 0]
+        while (
+          ahead < limits.prefetch && begun < order.length && order[begun].whole <= limits.live - liveNumel()
+        ) {
+          live.add(order[begun])
+          ahead += order[begun].whole
+          begun += 1
+        }
+        highest = Math.max(highest, liveNumel())
+      }
     }
     const leave = (place) => {
       const later = sum(units.slice(place + 1).map((unit) => unit.whole))
       if (!(2 * later < limits.reuse && liveNumel() <= limits.live)) live.delete(units[place])
     }
-    const atWork = []
+    const atWork = [], backwards = [...units].reverse()
+    const forward = pass(units), backward = pass(backwards)
     units.forEach((unit, place) => {
       while (atWork.length > 0 && !hasInside(units[atWork[atWork.length - 1]], unit)) leave(atWork.pop())
-      need([unit], units[place + 1])
+      forward([unit], place)
       atWork.push(place)
     })
     while (atWork.length > 0) leave(atWork.pop())
     const kept = units.map((unit) => live.has(unit))
-    for (let place = units.length - 1; place >= 0; place -= 1) {
-      const around = units.slice(0, place).filter((outer) => hasInside(outer, units[place]))
-      need([...around, units[place]], units[place - 1])
-      live.delete(units[place])
-    }
+    backwards.forEach((unit, place) => {
+      const around = backwards.slice(place + 1).filter((outer) => hasInside(outer, unit))
+      backward([...around, unit], place)
+      live.delete(unit)
+    })
     return { kept, highest }
   }
 
