@@ -3,6 +3,7 @@
 from functools import cache
 from math import isnan
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -142,6 +143,27 @@ def test_huge_finite_gradients_are_no_overflow(world_size: int, precision: str, 
     for ((applied, norm, moved),) in at_every_stage(world_size, keys, [[huge, 0.0, -huge]]):
         assert applied and norm == pytest.approx(huge * 2**0.5, rel=0.01)
         assert moved == pytest.approx([-(0.5**0.5), 0.0, 0.5**0.5], rel=0.01)
+
+
+def as_on_an_accelerator(comm: Any, *given: Any) -> list[Any]:
+    """`steps_of`, where squares are summed by torch and nobody but the reader of the norm looks at sums."""
+    norms, agreement = "zero_full.precision.norms", "zero_full.shard.agreement"
+    with (
+        mock.patch(f"{norms}.compiled_for", return_value=False),
+        mock.patch(f"{norms}.leaves_overflow", return_value=True),
+        mock.patch(f"{agreement}.leaves_overflow", return_value=True),
+    ):
+        return steps_of(comm, *given)
+
+
+def test_sums_in_fp32_that_overflow_are_made_once_more_exactly() -> None:
+    rows = [[1e25, 0.0, -1e25], [0.0, float("inf"), 0.0], [0.5, 0.0, 0.0]]
+    cases = [(stage, {"gradient_clipping": 1.0}, rows) for stage in STAGES]
+    for by_rank in run_each(as_on_an_accelerator, 2, cases):
+        for huge, infinite, small in by_rank:
+            assert huge[0] and huge[1] == pytest.approx(1e25 * 2**0.5)
+            assert not infinite[0] and infinite[2] == [0.0] * 3
+            assert small[:2] == (True, 0.5)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -248,15 +248,15 @@ def test_however_many_sub_groups_a_step_is_counted_once(hooked: bool) -> None:
 
 
 def note_sums(comm: Any, check: bool) -> int:
-    """How often `squared_norm` has read a bucket's own gradients in two steps."""
+    """How often `all_finite` has read a bucket's own gradients in two steps."""
     from zero_full.shard import bucket
 
-    calls, real = list[int](), bucket.squared_norm
-    bucket.squared_norm = lambda *given: (calls.append(1), real(*given))[1]  # type: ignore[assignment]
+    calls, real = list[int](), bucket.all_finite
+    bucket.all_finite = lambda *given: (calls.append(1), real(*given))[1]  # type: ignore[assignment]
     try:
         train(comm, config(2, bf16={"enabled": True, "check_grad_overflow": check}), steps=2)
     finally:
-        bucket.squared_norm = real  # type: ignore[assignment]
+        bucket.all_finite = real  # type: ignore[assignment]
     return len(calls)
 
 

@@ -17,13 +17,14 @@ slices (`across`) only takes part in the rest.
 import zlib
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zero_full.comm.desync import DisagreementError
-from zero_full.precision.norms import squared_norm
+from zero_full.precision.norms import all_finite, has_fp64, leaves_overflow, squared_norm
 from zero_full.shard.bucket import Bucket
 from zero_full.shard.checksum import digest
 from zero_full.shard.flat import Member
@@ -56,15 +57,9 @@ def agree(
         sides.append(_Side(groups.expert, experts, used, needs_norm, doings))
     if not needs_norm and not any(side.has_peers for side in sides):
         return Agreement(None, used)
-    for side in sides:
-        side.add_up()
-    squares = torch.stack([side.numbers[:SQUARES] for side in sides])
-    if groups.between_experts is not None:
-        groups.between_experts.sum_numbers(squares[1], "squared gradient norm")
-    total = squares.sum(0)
-    if groups.model is not None:
-        groups.model.sum_numbers(total, "squared gradient norm")
-    squared, poison, *rest = torch.cat([total, *(side.numbers[SQUARES:] for side in sides)]).tolist()
+    squared, poison, *rest = _add_up(groups, sides, exactly=False)
+    if needs_norm and not isfinite(squared) and not poison and leaves_overflow(sides[0].numbers.device):
+        squared, poison, *rest = _add_up(groups, sides, exactly=True)
     everyones: set[Member] = set()
     for side in sides:
         everyones |= side.read(rest[: side.length])
@@ -73,28 +68,44 @@ def agree(
     return Agreement(norm if needs_norm else None, everyones)
 
 
+def _add_up(groups: Groups, sides: Sequence["_Side"], exactly: bool) -> list[float]:
+    """Everyone's squares, then marks and flags of each side."""
+    for side in sides:
+        side.add_up(exactly)
+    squares = torch.stack([side.numbers[:SQUARES] for side in sides])
+    if groups.between_experts is not None:
+        groups.between_experts.sum_numbers(squares[1], "squared gradient norm")
+    total = squares.sum(0)
+    if groups.model is not None:
+        groups.model.sum_numbers(total, "squared gradient norm")
+    numbers: list[float] = torch.cat([total, *(side.numbers[SQUARES:] for side in sides)]).tolist()
+    return numbers
+
+
 class _Side:
     """The buckets of one pair of groups."""
 
     def __init__(
         self, pair: Pair, buckets: Sequence[Bucket], used: set[Member], needs_norm: bool, doings: Doings
     ) -> None:
-        self.pair, self.buckets, self.doings = pair, list(buckets), doings
+        self.pair, self.buckets, self.doings, self.needs_norm = pair, list(buckets), doings, needs_norm
         self.has_peers = pair.shard.size > 1 or pair.across.size > 1
         self.members = [member for bucket in buckets for member in bucket.members]
         self.length = FLAGS - SQUARES + len(self.members)
         mark = float(zlib.crc32(repr(doings).encode()) >> (32 - MARK_BITS))
-        flags = [float(member in used) for member in self.members]
-        is_plan = pair.shard.device.type == "meta"  # then these numbers have values nevertheless
-        device = torch.device("cpu") if is_plan else pair.shard.device
-        self.numbers = torch.tensor([0.0, 0.0, mark, mark * mark, *flags], dtype=torch.float64, device=device)
-        if needs_norm:
-            self.numbers[0] = squared_norm(_gradients(buckets, in_norm=True), device)
-            others = squared_norm(_gradients(buckets, in_norm=False), device)
-            self.numbers[1] = (~others.isfinite()).double()
+        self.said = [mark, mark * mark, *(float(member in used) for member in self.members)]
+        self.numbers = torch.empty(0)
 
-    def add_up(self) -> None:
+    def add_up(self, exactly: bool) -> None:
         """Sum over the ranks that share this state and, but for the squares, over those that repeat it."""
+        device = self.pair.shard.device
+        if device.type == "meta":  # a plan's numbers have values nevertheless
+            device = torch.device("cpu")
+        home = device if has_fp64(device) else torch.device("cpu")
+        self.numbers = torch.tensor([0.0, 0.0, *self.said], dtype=torch.float64, device=home)
+        if self.needs_norm:
+            self.numbers[0] = squared_norm(_gradients(self.buckets, in_norm=True), device, exactly)
+            self.numbers[1] = ~all_finite(_gradients(self.buckets, in_norm=False), device)
         what = "norm and parameters in use"
         self.pair.shard.sum_numbers(self.numbers, what)
         self.pair.across.sum_numbers(self.numbers[SQUARES:], what)

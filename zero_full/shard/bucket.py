@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from zero_full._compat import identity_of
-from zero_full.precision.norms import squared_norm
+from zero_full.precision.norms import all_finite
 from zero_full.shard.flat import FlatParameter, Member
 from zero_full.shard.groups import Reduce
 from zero_full.shard.settings import Settings
@@ -57,7 +57,7 @@ class Bucket:
         self.slice_is_valid = False
         self.slice_is_shared = False  # averaged over `across`, too
         self.arrived: set[Member] = set()
-        self.local_finite: Tensor | None = None  # not finite if this rank's own gradients are not
+        self.local_finite: Tensor | None = None  # whether this rank's own gradients are; None: not known
 
     # This rank's own -----------------------------------------------------------------------------
 
@@ -192,8 +192,8 @@ class Bucket:
 
     def _note_whether_finite(self, local: Tensor) -> None:
         """Remember, without waiting for it, whether this rank's own gradients are finite."""
-        total = squared_norm([local], local.device)
-        self.local_finite = total if self.local_finite is None else self.local_finite + total
+        finite = all_finite([local], local.device)
+        self.local_finite = finite if self.local_finite is None else self.local_finite & finite
 
     # By hand -------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from zero_full.comm.communicator import Communicator
 from zero_full.comm.ledger import Traffic
 from zero_full.comm.quantized import Gather, Nodes, QuantizedGather, TwoHopReduce
 from zero_full.comm.topology import Topology, new_group, ranks_of
+from zero_full.precision.norms import has_fp64
 from zero_full.shard.settings import Settings
 
 Reduce = Callable[[Tensor, Tensor, float, str], None]  # to this rank's slice of the sum, divided
@@ -117,6 +118,10 @@ def connect(topology: Topology, settings: Settings, connection: Connection) -> G
     data = topology.data
     if data is None and dist.is_initialized():
         data = dist.group.WORLD
+    if data is not None and data.size() > 1 and not has_fp64(connection.device):
+        raise ValueError(
+            f"{connection.device.type} has no 64-bit floats, in which ranks add up what they agree on"
+        )
     if topology.shard is not None and not settings.cuts_state:
         raise ValueError("stage 0 shards nothing: use stage 1, 2 or 3, or drop `shard` and `replicate`")
     dense = connection.pair(settings, topology.shard or data, topology.replicate)

@@ -87,7 +87,7 @@ def _look_here(buckets: Sequence[Bucket], loss: Tensor | None, rank: int) -> Fin
                 finding.parameters.append(member.name)
                 if bucket.uses_param_grad:
                     finding.sources.append(rank)
-        if bucket.local_finite is not None and not bool(bucket.local_finite.isfinite()):
+        if bucket.local_finite is not None and not bool(bucket.local_finite):
             finding.sources.append(rank)
     if loss is not None and not bool(torch.isfinite(loss).all()):
         finding.losses.append(rank)
