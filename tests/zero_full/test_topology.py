@@ -138,6 +138,32 @@ def across_bits(comm: Any) -> dict[str, Tensor]:
     return train(comm, config(2, zero_optimization={"mics_shard_size": 2}, gradient_clipping=0.1)).parameters
 
 
+def averaged_during_backward(comm: Any, stage: int) -> list[tuple[int, bool]]:
+    """Of each average with the copies in a step of two passes: in which pass, and whether that still ran."""
+    zero = {"mics_shard_size": 2, "stage3_param_persistence_threshold": 0, "overlap_comm": False}
+    keys = config(stage, zero_optimization=zero, gradient_accumulation_steps=2)
+    engine, optimizer, _, _ = zero_full.initialize(model=Net(), config=keys)
+    across, found = optimizer.groups.dense.across, list[tuple[int, bool]]()
+    all_reduce = across.all_reduce
+
+    def note(*given: Any) -> None:
+        found.append((micro, torch._C._current_graph_task_id() >= 0))
+        all_reduce(*given)
+
+    object.__setattr__(across, "all_reduce", note)
+    for micro in range(2):
+        engine.backward(engine(data(0, micro, comm.rank)))
+        engine.step()
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_copies_are_averaged_beside_the_last_backward_pass_of_a_step(stage: int) -> None:
+    for found in POOL.run(averaged_during_backward, 4, stage):
+        assert len(found) > 2 and set(found[:-1]) == {(1, True)}
+
+
 def test_all_replicas_have_the_same_bits() -> None:
     first, *others = POOL.run(across_bits, 4)
     for other in others:

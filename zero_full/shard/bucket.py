@@ -10,7 +10,7 @@ average, of which each rank keeps its slice. Stage 0 is the case where a slice i
                      micro-batches
 
 Where state is repeated (`across`), slices are averaged with the other copies, too: from stage 2 on once a
-step.
+step, behind the reduction of its last backward pass.
 
 A rank that is alone has nobody to send to: then there is no `grad_slice`, the optimizer reads `param.grad`.
 
@@ -123,8 +123,8 @@ class Bucket:
 
     # Averaged ------------------------------------------------------------------------------------
 
-    def reduce(self) -> None:
-        """Average everyone's gradients; keep this rank's slice of them."""
+    def reduce(self, last: bool = True) -> None:
+        """Average everyone's gradients; keep this rank's slice of them. `last`: it is the last time this step."""
         for member in self.members:
             self.take(member, final=True)
         self._part_slice()
@@ -142,6 +142,8 @@ class Bucket:
             if self.kind.device.type == "cpu":
                 self.spares.append(local)
             self.local_grads = None
+        if last:
+            self.share_slice()
 
     def _average(self, local: Tensor) -> None:
         keep = not self.settings.frees_gradients and not self.slice_is_valid

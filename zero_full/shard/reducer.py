@@ -212,7 +212,8 @@ class GradientReducer:
         self.launched.add(bucket)
         producers = self.producers.get(bucket, [])
         read = list(bucket.gradient_memory())  # now: the job lets go of some of it
-        self.pending.append(self.lane.submit(bucket.reduce, read, producers))
+        job = partial(bucket.reduce, self.backward.is_boundary)
+        self.pending.append(self.lane.submit(job, read, producers))
 
     def _drain(self, leave: int) -> None:
         while len(self.pending) > leave:
@@ -229,8 +230,6 @@ class GradientReducer:
             raise RuntimeError(SCALED)
         if self.syncing:
             self._reduce_rest()
-            if self.backward.is_boundary:
-                self._share()
         self._show_gradients()
 
     def _show_gradients(self) -> None:
@@ -261,11 +260,8 @@ class GradientReducer:
         if self.unreduced:
             self.launched.clear()
             self._reduce_rest()
-        self._share()
-
-    def _share(self) -> None:
         for bucket in self.buckets:
-            bucket.share_slice()
+            bucket.share_slice()  # if no pass knew that it was the last
 
     def _reduce_rest(self) -> None:
         self._drain(0)
