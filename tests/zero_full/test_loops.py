@@ -44,7 +44,7 @@ def test_a_pytorch_loop_needs_one_call_more(world_size: int, stage: int, overlap
 def gathering_beside_forward(comm: Any, stage: int) -> dict[str, Tensor]:
     """What an accelerator does with overlap_comm, on the thread of a CPU: parameters come when needed."""
     real = entry.settings_of
-    with mock.patch.object(entry, "settings_of", lambda c: replace(real(c), gather_beside_forward=True)):
+    with mock.patch.object(entry, "settings_of", lambda *c: replace(real(*c), gather_beside_forward=True)):
         zero = {"stage": stage, "overlap_comm": True}
         engine, optimizer, _, _ = zero_full.initialize(
             model=Net(), config=config(stage, zero_optimization=zero)

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from tests.zero_full.stage3_runs import (
 )
 from tests.zero_full.test_stage3_calls import GPT, Normalized
 from tests.zero_full.test_stage3_modules import LoRA
+from zero_full.shard.flat import GatherState
 
 
 def engine_of(make: Callable[[], nn.Module], keys: dict[str, Any]) -> zero_full.Engine:
@@ -83,6 +85,23 @@ def fails_once(engine: zero_full.Engine, step: int, rank: int, where: str) -> fl
     engine.module.where = ""
     engine.zero_grad()
     return one_step(engine, step, rank)
+
+
+def lacks_memory_once(engine: zero_full.Engine, step: int, rank: int) -> float:
+    """Before every step there is a forward in which the last unit cannot be gathered."""
+    flat = engine.optimizer.flats()[-1]
+    gathers = flat.gather_slices
+    flat.gather_slices = mock.Mock(side_effect=torch.OutOfMemoryError)
+    if flat.released_at_rest:
+        with pytest.raises(torch.OutOfMemoryError):
+            engine(data(step, 7, rank))
+        assert flat.state is GatherState.SHARDED and not flat.full.untyped_storage().nbytes()
+    flat.gather_slices = gathers
+    return one_step(engine, step, rank)
+
+
+def test_the_step_after_one_without_memory_for_a_unit() -> None:
+    assert_stage_3_is_stage_2(Tower, lacks_memory_once, ways=["released", "kept"], units=8)
 
 
 @pytest.mark.parametrize("where", ["forward", "unit", "backward", "plain backward"])

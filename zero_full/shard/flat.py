@@ -244,8 +244,12 @@ class FlatParameter:
         if self.state is GatherState.SHARDED:
             self.take_back_moved()
             self.full.untyped_storage().resize_(self.full.nbytes)
+            try:
+                self.pending = lane.submit(self.collect, [], [lane.producer()])
+            except BaseException:
+                self.full.untyped_storage().resize_(0)
+                raise
             self.state = GatherState.GATHERING
-            self.pending = lane.submit(self.collect, [], [lane.producer()])
 
     def finish_gather(self, lane: Lane) -> None:
         """Until the values are here."""
