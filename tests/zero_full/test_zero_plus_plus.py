@@ -140,3 +140,20 @@ def table_in_forward(comm: Any) -> Tensor:
 def test_integers_are_never_rounded() -> None:
     for seen in POOL.run(table_in_forward, 4):
         assert seen.tolist() == list(range(-127, 127))
+
+
+def groups_opened(comm: Any, zero: dict[str, Any]) -> tuple[int, int, int]:
+    """Process groups that an engine adds, communicators of its own that use them, and what destroy leaves."""
+    before = len(torch.distributed.distributed_c10d._world.pg_map)
+    engine, optimizer, _, _ = zero_full.initialize(model=Tower(), config=config(**zero))
+    opened = len(torch.distributed.distributed_c10d._world.pg_map) - before
+    used = len({id(each.group) for each in optimizer.groups.communicators if each.size > 1})
+    engine.destroy()
+    return opened, used, len(torch.distributed.distributed_c10d._world.pg_map) - before
+
+
+@pytest.mark.parametrize(("overlap", "most"), [(False, 3), (True, 6)])
+def test_every_group_is_opened_once_used_and_closed_with_the_engine(overlap: bool, most: int) -> None:
+    for opened, used, left in POOL.run(groups_opened, 4, {**PLUS_PLUS, "overlap_comm": overlap}):
+        assert used <= opened + 1 and opened <= most  # without overlap the user's own is used, too
+        assert left == 0

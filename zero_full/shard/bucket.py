@@ -124,7 +124,7 @@ class Bucket:
     # Averaged ------------------------------------------------------------------------------------
 
     def reduce(self, last: bool = True) -> None:
-        """Average everyone's gradients; keep this rank's slice of them. `last`: it is the last time this step."""
+        """Average everyone's gradients and keep this rank's slice. `last`: for the last time in this step."""
         for member in self.members:
             self.take(member, final=True)
         self._part_slice()

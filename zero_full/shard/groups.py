@@ -83,6 +83,9 @@ class Connection:
         if group is not None and self.own_groups:
             group = new_group(ranks_of(group), like=group)
             self.opened.append(group)
+        return self._over(group, label)
+
+    def _over(self, group: Group, label: str = "") -> Communicator:
         made = Communicator(group, self.device, self.traffic, self.check_timeout_s, label, self.shared_memory)
         self.communicators.append(made)
         return made
@@ -97,20 +100,24 @@ class Connection:
         # Parameters travel beside gradients.
         beside = replace(self, own_groups=True) if settings.overlap else self
         gathering, reduce = settings.gathering, cut.reduce_scatter
-        if gathering.quantized_gradients:
-            reduce = TwoHopReduce(self.nodes(gathering.node_ranks, shard)).reduce_scatter
-        node = None if gathering.node_ranks == 1 else beside.nodes(gathering.node_ranks, shard).inner
         gather: Gather = (beside.to(shard) if settings.overlap else cut).all_gather
-        if gathering.quantized_weights:
-            rounded = QuantizedGather(beside.nodes(gathering.node_ranks, shard))
-            gather = rounded.or_exactly(gather)
+        nodes = node = None
+        if gathering.node_ranks > 1 or gathering.quantized_weights:
+            nodes = self.nodes(gathering.node_ranks, shard)
+            node = nodes.inner if gathering.node_ranks > 1 else None
+        if nodes is not None and gathering.quantized_weights:
+            gather = QuantizedGather(nodes).or_exactly(gather)
+        if gathering.quantized_gradients:
+            if nodes is None or settings.overlap:
+                nodes = self.nodes(gathering.node_ranks, shard)
+            reduce = TwoHopReduce(nodes).reduce_scatter
         return Pair(cut, copies, gather, reduce, node)
 
     def nodes(self, node_ranks: int, group: dist.ProcessGroup) -> Nodes:
-        """The group as nodes of so many neighbours."""
+        """The group as nodes of so many neighbours, who meet in groups of their own."""
         inner, outer = Topology(data=group).sub_groups(node_ranks, "zero_hpz_partition_size")
         self.opened.extend((inner, outer))
-        return Nodes(self.to(inner), self.to(outer, "between nodes"))
+        return Nodes(self._over(inner), self._over(outer, "between nodes"))
 
 
 def connect(topology: Topology, settings: Settings, connection: Connection) -> Groups:
