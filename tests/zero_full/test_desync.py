@@ -132,9 +132,9 @@ def comes_while_the_other_gives_up(comm: Any) -> str:
     usual(by)
     slow = CallCheck._whereabouts
 
-    def write_slowly(self: CallCheck, rank: int, absent: list[int]) -> str:
+    def write_slowly(self: CallCheck, number: int, call: str) -> str:
         time.sleep(0.4)
-        return slow(self, rank, absent)
+        return slow(self, number, call)
 
     if comm.rank == 1:
         time.sleep(1.3)  # after the other's patience, before it has written its complaint
@@ -184,6 +184,24 @@ def keys_in_the_store(comm: Any) -> list[int]:
         found.append(int(by.check.store.num_keys()))
         comm.barrier()
     return found
+
+
+def asked_of_the_store(comm: Any) -> int:
+    """How often a rank that need not wait talks to the store in a call."""
+    by, asked = checked(), list[str]()
+    assert by.check is not None
+    usual(by)
+    store = mock.Mock(wraps=by.check.store)
+    by.check.store = store
+    if comm.rank == comm.world_size - 1:
+        time.sleep(0.5)
+    usual(by)
+    asked += [name for name, *_ in store.method_calls]
+    return len(asked)
+
+
+def test_a_check_asks_the_store_as_often_however_many_ranks_there_are() -> None:
+    assert POOL.run(asked_of_the_store, 2)[-1] == POOL.run(asked_of_the_store, 4)[-1]
 
 
 def test_the_store_does_not_grow_with_the_number_of_calls() -> None:

@@ -112,9 +112,8 @@ class Native(OverGroup):
     name = "native"
 
     def reduce_scatter(self, whole: Tensor, out: Tensor, divisor: float) -> None:
-        """One reduce-scatter. 16-bit sums could overflow, so they are divided first."""
-        if divisor != 1 and whole.dtype.itemsize < 4:
-            whole, divisor = whole.div_(divisor), 1
+        """One reduce-scatter, of numbers that are divided first where their sum could overflow."""
+        whole, divisor = _in_range(whole, divisor)
         result = out if out.dtype == whole.dtype else whole.new_empty(out.numel())
         reduce_scatter_single(result, whole, group=self.group)
         if result is not out:
@@ -127,12 +126,18 @@ class Native(OverGroup):
         all_gather_single(whole, own_slice(whole, self.rank, self.size), group=self.group)
 
     def all_reduce(self, whole: Tensor, divisor: float) -> None:
-        """One all-reduce."""
-        if divisor != 1 and whole.dtype.itemsize < 4:
-            whole, divisor = whole.div_(divisor), 1
+        """One all-reduce, of numbers that are divided first where their sum could overflow."""
+        whole, divisor = _in_range(whole, divisor)
         dist.all_reduce(whole, group=self.group)
         if divisor != 1:
             whole.div_(divisor)
+
+
+def _in_range(whole: Tensor, divisor: float) -> tuple[Tensor, float]:
+    """fp16 divided, as its sum over the ranks may be above 65,504; bf16 has the range of fp32."""
+    if divisor != 1 and whole.dtype == torch.float16:
+        return whole.div_(divisor), 1
+    return whole, divisor
 
 
 class Exchange(OverGroup):
