@@ -4,6 +4,7 @@ import json
 import logging
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -308,3 +309,16 @@ def test_new_weights_reach_the_masters() -> None:
     engine.backward(engine(data(0, 0, 0, torch.bfloat16)))
     engine.step()
     assert max(float(p.abs().max()) for p in engine.parameters()) <= 0.011  # one step of lr 0.01 away from 0
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_cuda_graph_that_would_lose_the_hooks_is_refused(stage: int) -> None:
+    engine, _, _, _ = zero_full.initialize(model=Net(), config=config(stage))
+    loss = engine(data(0, 0, 0))
+    with (
+        mock.patch("torch.cuda.is_initialized", return_value=True),
+        mock.patch("torch.cuda.is_current_stream_capturing", return_value=True),
+        pytest.raises(RuntimeError, match="a CUDA graph cannot hold this"),
+    ):
+        loss.backward()
+    engine.destroy()

@@ -33,6 +33,7 @@ from zero_full._compat import identity_of, inside_transform
 from zero_full.comm.lane import Inline, Lane
 from zero_full.shard.flat import FlatParameter, GatherState
 from zero_full.shard.hooks import Hook, InnerHook
+from zero_full.shard.passes import refuse_capture
 from zero_full.shard.reducer import GradientReducer
 from zero_full.shard.settings import Gathering
 from zero_full.shard.sites import Call, Order, Site
@@ -103,6 +104,7 @@ class ParameterGatherer:
 
     def _begin(self, flat: FlatParameter) -> None:
         if flat.state is GatherState.SHARDED:
+            refuse_capture()
             self.trail = crc32(flat.name.encode(), self.trail)
             flat.begin_gather(self.lane)
             self.live += flat.layout.total

@@ -7,9 +7,20 @@ each with a number of its own. The pass that is meant here is always the large o
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from zero_full._compat import current_backward, when_backward_ends
+
+
+def refuse_capture() -> None:
+    """RuntimeError while a CUDA graph is captured: what hooks do would be missing when it is replayed."""
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "a CUDA graph cannot hold this: gradients leave, and parameters come, by hooks in Python, which "
+            "a graph does not replay. Capture parts of the model (torch.cuda.make_graphed_callables, at "
+            "stages 0 to 2), or nothing"
+        )
 
 
 @dataclass
@@ -46,6 +57,7 @@ class BackwardPass:
 
     def begin(self, divided: bool, scaled: bool) -> None:
         """It starts: by a call of the engine, a hook on the model's output, or with its first gradient."""
+        refuse_capture()
         for act in self.at_begin:
             act()
         now = current_backward()
