@@ -4,12 +4,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import zero_full
-from tests.worlds import run_in
+from tests.worlds import POOL, run_in
 from tests.zero_full.runs import Net, assert_close, config, data
 from tests.zero_full.sixteen_bits import DTYPES, STAGES
+from zero_full.comm.transport import Native
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -183,3 +185,20 @@ def test_every_rank_starts_with_the_first_ranks_values_frozen_ones_and_buffers_t
         want = {n: t.to(BF16) if t.is_floating_point() and n not in stays else t for n, t in want.items()}
     for rank in (first, second):
         assert [name for name, tensor in want.items() if not torch.equal(rank[name], tensor)] == []
+
+
+def thirds(comm: Any, dtype: torch.dtype, value: float) -> list[float]:
+    """The mean of the same number on three ranks, by the backend's own sum."""
+    whole, out = torch.full((3,), value, dtype=dtype), torch.empty(1)
+    native = Native(dist.group.WORLD)
+    native.reduce_scatter(whole.clone(), out, 3)
+    native.all_reduce(whole, 3)
+    return [float(out), *whole.tolist()]
+
+
+def test_only_what_could_overflow_is_divided_before_the_sum() -> None:
+    total = float(torch.tensor(3 * 1.0078125).bfloat16())
+    for reduced, *_ in POOL.run(thirds, 3, torch.bfloat16, 1.0078125):
+        assert reduced == pytest.approx(total / 3, rel=1e-6)  # which no number of bf16 is as close to
+    for means in POOL.run(thirds, 3, torch.float16, 60_000.0):
+        assert means == pytest.approx([60_000.0] * 4, rel=2e-3)

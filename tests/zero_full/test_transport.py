@@ -153,23 +153,6 @@ def test_sums_are_in_the_order_of_the_ranks_and_rounded_once_so_all_have_the_sam
             assert torch.equal(got["reduced"], total.to(dtype))
 
 
-def thirds(comm: Any, dtype: torch.dtype, value: float) -> list[float]:
-    """The mean of the same number on three ranks, by the backend's own sum."""
-    whole, out = torch.full((3,), value, dtype=dtype), torch.empty(1)
-    native = Native(everyone())
-    native.reduce_scatter(whole.clone(), out, 3)
-    native.all_reduce(whole, 3)
-    return [float(out), *whole.tolist()]
-
-
-def test_only_what_could_overflow_is_divided_before_the_sum() -> None:
-    total = float(torch.tensor(3 * 1.0078125).bfloat16())
-    for reduced, *_ in POOL.run(thirds, 3, torch.bfloat16, 1.0078125):
-        assert reduced == pytest.approx(total / 3, rel=1e-6)  # which no number of bf16 is as close to
-    for means in POOL.run(thirds, 3, torch.float16, 60_000.0):
-        assert means == pytest.approx([60_000.0] * 4, rel=2e-3)
-
-
 # Many calls, ranks that come at any time ---------------------------------------------------------
 
 
