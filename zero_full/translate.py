@@ -29,13 +29,11 @@ def settings_of(config: Config) -> Settings:
         low_master=fp16.fp16_master_weights_and_grads or bf16.bf16_master_weights_and_grads,
         low_state=bf16.bf16_optimizer_states,
     )
-    overlap = bool(zero.overlap_comm)
     return Settings(
         stage=zero.stage,
         dtypes=dtypes,
         bucket_numel=zero.reduce_bucket_size,
-        overlap=overlap,
-        gather_beside_forward=overlap and torch.accelerator.is_available(),
+        overlap=bool(zero.overlap_comm),
         copy_on_arrival=zero.contiguous_gradients,
         round_robin=zero.round_robin_gradients,
         reduce_scatter=zero.reduce_scatter,

@@ -88,7 +88,6 @@ def _find(param: Parameter) -> ParameterPlace | None:
         )
     if optimizer.states_offloaded:
         raise RuntimeError(OFFLOADED)
-    optimizer.wait_for_parameters()
     owned, member = optimizer.parts.places.get(param, (None, None))
     if not isinstance(owned, Owned) or member is None:
         return None

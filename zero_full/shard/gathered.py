@@ -219,7 +219,6 @@ class GatheredParameters:
             self.recorded = record_of(recorded[0]).gathered(recorded, self.modifier_rank)
             self.recorded.__enter__()
         for optimizer, chosen in _by_optimizer(self.params).items():
-            optimizer.wait_for_parameters()
             context = _gathered(optimizer, dict.fromkeys(flat for flat, _ in chosen))
             context.__enter__()
             self.stack.append((optimizer, chosen, context))

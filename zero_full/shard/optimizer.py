@@ -20,7 +20,6 @@ from zero_full.comm.lane import lane_for
 from zero_full.precision.scaler import DynamicScale, StaticScale
 from zero_full.shard import owned as owned_state
 from zero_full.shard.agreement import agree, doings_of, refuse_unused
-from zero_full.shard.arrivals import Arrivals
 from zero_full.shard.base import (
     AFTER,
     BEFORE,
@@ -35,7 +34,7 @@ from zero_full.shard.base import (
 )
 from zero_full.shard.bucket import Bucket
 from zero_full.shard.build import Sharded
-from zero_full.shard.flat import FlatParameter, Member
+from zero_full.shard.flat import FlatParameter, GatherState, Member
 from zero_full.shard.gatherer import ParameterGatherer
 from zero_full.shard.groups import Groups
 from zero_full.shard.leaving import leave_model
@@ -81,7 +80,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.residual_scale: float | None = None  # that the last step has left in the gradients
         self.passes = 0  # backward passes until then
         self.unclipped = 1.0  # by what the last step has multiplied gradients for itself only
-        self.arrivals = Arrivals(self.lane)
         self.closed = self.states_offloaded = False  # see `offload_states.py`
         self.writes = ParameterWrites(m for v in self.flats() if not v.released_at_rest for m in v.members)
         self.calls = 0  # of step
@@ -282,10 +280,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return dict(run_hooks((self, self.base), state_dict_hooks, AFTER, state))
 
     def catch_up(self) -> None:
-        """Before parameters or masters are read: all have arrived, what was written by hand is taken in."""
+        """Before parameters or masters are read: what was written by hand is taken in."""
         if self.states_offloaded:
             raise RuntimeError(OFFLOADED)
-        self.wait_for_parameters()
         self.take_back_moved()
         for owned in self.owned:
             owned.follow_parameters()
@@ -304,7 +301,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
             group.update(options)
         self.zero_grad()
         self.publish()
-        self.wait_for_parameters()
         run_hooks((self, self.base), load_hooks, AFTER)
 
     def scale(self, loss: Tensor, divided: bool = False) -> Tensor:
@@ -362,8 +358,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         increment_version([m.param for owned in stepped for m in owned.flat.members if m in used])
         self.writes.forget()
         self.send(self.awake)
-        if not self.settings.gather_beside_forward:
-            self.wait_for_parameters()
 
     def publish(self) -> None:
         """All parameters follow their masters."""
@@ -372,16 +366,20 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.send(self.buckets)
 
     def send(self, buckets: Sequence[Bucket]) -> None:
-        """This rank's slices to everyone, what forward needs first at first; then `wait_for_parameters`."""
+        """This rank's slices to everyone. Parameters that are whole have their new values afterwards.
+
+        On an accelerator it is the current stream that waits for them, not the host. The gather does not go
+        on beside the next forward, because hooks on modules would not notice every reader of a weight: a
+        view that somebody has kept, a captured CUDA graph, a moving average, code that writes to it.
+        """
         if self.gatherer is not None:
             self.gatherer.release_all()
         for bucket in buckets:
             bucket.flat.node_copy = None
-        self.arrivals.send(buckets)
-
-    def wait_for_parameters(self) -> None:
-        """Until all parameters have arrived."""
-        self.arrivals.wait()
+        whole = [bucket.flat for bucket in buckets if bucket.flat.state is GatherState.WHOLE]
+        producer = self.lane.producer()
+        for pending in [self.lane.submit(flat.collect, [flat.full], [producer]) for flat in whole]:
+            pending.wait()
 
     def close(self, gather: bool) -> None:
         """Leave the model without hooks, its parameters as they are or, if every rank asks for it, whole."""
