@@ -159,7 +159,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.calls += 1
         if closure is not None:
             raise ValueError("a closure is not supported: gradients are averaged while backward runs")
-        found, failure = self._look_around()
+        self._take_step(*self._look_around())
+        self.redirected.run_step_hooks(AFTER)
+
+    def _take_step(self, found: Found, failure: Exception | None) -> None:
         if not (self.reducer.began or found.written or failure):
             return self._say_nothing_to_do()  # like torch: no gradients, no step
         self.reducer.flush()
@@ -212,6 +215,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self.reducer.backward.failed or self.reducer.backward.running:
             raise RuntimeError("the last backward pass has failed: call zero_grad before the next forward")
         try:
+            self.redirected.run_step_hooks(BEFORE)
             refuse_unusable(self.param_groups, self.listed)
             self.look_at_model()
             return self._take_in_gradients(), None
@@ -346,10 +350,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 gradient.mul_(factor)
         in_parts = self.settings.releases_parameters and stepper.takes_parts
         parts = sub_groups(stepped, self.settings.sub_group_numel if in_parts else None)
-        if self.steppers.run_hooks(stepper, BEFORE) and (late := self.reducer.by_hand()):
-            late.refuse("a hook that runs before the optimizer's step")
         self.steppers.step(stepper, self.owned, parts, used, factor)
-        self.steppers.run_hooks(stepper, AFTER)
         self.residual_scale = scale if stepper.fuses else 1.0
         self.unclipped = factor * scale if stepper.fuses else 1.0
         mark_stepped(self.base)
