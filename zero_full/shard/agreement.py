@@ -7,6 +7,8 @@ One vector is summed over the ranks and read once by the host. In it are
                overflow check
     marks      a number made of what this rank is about to do, and its square: all marks are the same if
                and only if the sum of squares is what it is for equal numbers
+    spoilt     how many of the NaNs that released parameters show are none any more. Such a write is an error
+               where it is made, but for what goes round Python: the memory itself, compiled code
     flags      for each parameter whether this rank has a gradient of it. As in torch, a parameter that has
                none on any rank is left alone: no decay, no momentum
 
@@ -26,14 +28,19 @@ from zero_full.comm.desync import DisagreementError
 from zero_full.precision.norms import squared_norm
 from zero_full.shard.bucket import Bucket
 from zero_full.shard.checksum import digest
-from zero_full.shard.flat import Member
+from zero_full.shard.flat import Member, nothing
 from zero_full.shard.groups import Groups, Pair
 from zero_full.shard.stand_in import Found, names_of
 
 SQUARES = 2  # numbers before the marks
-FLAGS = 4  # numbers before the flags
+SPOILT, FLAGS = 4, 5  # places of these numbers
 MARK_BITS = 20  # so that a sum of squares over thousands of ranks is exact in fp64
 WRITTEN = "parameters written in place"
+SPOILT_BY = (
+    "a parameter was written while it was sharded, on some rank, by its memory (untyped_storage()) or by "
+    "compiled code, so the new values are lost: write inside zero_full.GatheredParameters(parameters, "
+    "modifier_rank=0)"
+)
 Doings = Sequence[tuple[str, Any]]  # what, and how
 
 
@@ -87,7 +94,12 @@ class _Side:
         flags = [float(member in used) for member in self.members]
         is_plan = pair.shard.device.type == "meta"  # then these numbers have values nevertheless
         device = torch.device("cpu") if is_plan else pair.shard.device
-        self.numbers = torch.tensor([0.0, 0.0, mark, mark * mark, *flags], dtype=torch.float64, device=device)
+        known = [0.0, 0.0, mark, mark * mark, 0.0, *flags]
+        self.numbers = torch.tensor(known, dtype=torch.float64, device=device)
+        kinds = {(b.flat.dtype, b.kind.device) for b in buckets if b.flat.released_at_rest and not is_plan}
+        self.absent = [nothing(*kind) for kind in kinds]
+        if self.absent:
+            self.numbers[SPOILT] = (~torch.stack([value.isnan() for value in self.absent])).sum()
         if needs_norm:
             self.numbers[0] = squared_norm(_gradients(buckets, in_norm=True), device)
             others = squared_norm(_gradients(buckets, in_norm=False), device)
@@ -101,7 +113,11 @@ class _Side:
 
     def read(self, numbers: Sequence[float]) -> set[Member]:
         """The parameters with a gradient; raise if ranks would do different things."""
-        marks, squared, *flags = numbers
+        marks, squared, spoilt, *flags = numbers
+        if spoilt:
+            for absent in self.absent:
+                absent.fill_(float("nan"))
+            raise RuntimeError(SPOILT_BY)
         ranks = self.pair.shard.size * self.pair.across.size
         if ranks * int(squared) != int(marks) ** 2:
             self._look_closer()
