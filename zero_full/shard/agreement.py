@@ -96,8 +96,8 @@ class _Side:
         device = torch.device("cpu") if is_plan else pair.shard.device
         known = [0.0, 0.0, mark, mark * mark, 0.0, *flags]
         self.numbers = torch.tensor(known, dtype=torch.float64, device=device)
-        kinds = {(b.flat.dtype, b.kind.device) for b in buckets if b.flat.released_at_rest and not is_plan}
-        self.absent = [nothing(*kind) for kind in kinds]
+        released = [bucket.flat for bucket in buckets if bucket.flat.released_at_rest and not is_plan]
+        self.absent = [nothing(*kind) for kind in {(flat.dtype, flat.kind.device) for flat in released}]
         if self.absent:
             self.numbers[SPOILT] = (~torch.stack([value.isnan() for value in self.absent])).sum()
         if needs_norm:
