@@ -5,7 +5,8 @@ imported, or in the test of what the helper is for.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -16,7 +17,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import Variable
 from torch.optim import Optimizer
-from torch.optim import optimizer as all_optimizers
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -157,6 +157,20 @@ def without_hooks(optimizer: Optimizer) -> Callable[[], Any]:
     return partial(step.__wrapped__ if hasattr(step, "hooked") else step, optimizer)
 
 
+@contextmanager
+def hooks_aside(optimizer: Optimizer) -> Iterator[None]:
+    """In this block a call of `optimizer.step` runs no hooks but those of all optimizers."""
+    registered: Any = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    kept = [dict(hooks) for hooks in registered]
+    for hooks in registered:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in zip(registered, kept, strict=True):
+            hooks.update(before)
+
+
 def state_dict_hooks(optimizer: Optimizer) -> tuple[list[Any], list[Any]]:
     """The hooks that run before and after `optimizer.state_dict`."""
     before, after = optimizer._optimizer_state_dict_pre_hooks, optimizer._optimizer_state_dict_post_hooks
@@ -167,12 +181,6 @@ def load_hooks(optimizer: Optimizer) -> tuple[list[Any], list[Any]]:
     """The hooks that run before and after `optimizer.load_state_dict`."""
     before = optimizer._optimizer_load_state_dict_pre_hooks
     return list(before.values()), list(optimizer._optimizer_load_state_dict_post_hooks.values())
-
-
-def global_step_hooks() -> list[Any]:
-    """The hooks that run before or after the step of every optimizer."""
-    before, after = all_optimizers._global_optimizer_pre_hooks, all_optimizers._global_optimizer_post_hooks
-    return [*before.values(), *after.values()]
 
 
 def mark_stepped(optimizer: Optimizer) -> None:

@@ -76,8 +76,6 @@ def shard(
     )
     if made.scaler.scales:
         made.hooks.append(ModelCalls(model, made, gates=True))
-    if settings.gather_beside_forward:
-        made.arrivals.hold_back(model, made.buckets)
     return made
 
 

@@ -81,8 +81,6 @@ class Engine(DeepSpeedQueries):
             optimizer.report.note_loss,
         )
         self._calls = self._watch_calls()
-        if optimizer.settings.gather_beside_forward:
-            optimizer.arrivals.hold_back(module, optimizer.buckets)
 
     def _watch_calls(self) -> ModelCalls:
         autocast, section = None, self.config.torch_autocast
@@ -299,7 +297,6 @@ class Engine(DeepSpeedQueries):
 
         `keep` says what to keep of a tensor: a copy on the CPU, or what else you make of it.
         """
-        self.optimizer.wait_for_parameters()
         return whole_state_dict(self.module, self.optimizer, keep)
 
     def load_module_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:

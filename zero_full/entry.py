@@ -110,13 +110,13 @@ def _prepare(
 ) -> tuple[Resolved, Any, Prepared]:
     """What a rank can make on its own: the configuration, the schedule, and what is to be assembled."""
     resolved = resolve(_config(*configs), data_ranks)
-    if (checked := resolved.config.debug).check_collectives:
-        roll_call.wait(checked.timeout_s)
-    check_model(model)
-    deferred = take_model(model)
-    settings = settings_of(resolved.config, deferred.device)
+    settings = settings_of(resolved.config)
+    if settings.check_timeout_s is not None:
+        roll_call.wait(settings.check_timeout_s)
     if wrap is not None:
         settings = replace(settings, gathering=replace(settings.gathering, wrap=wrap))
+    check_model(model)
+    deferred = take_model(model)
     optimizer, parameters, schedule = trained
     base = _optimizer(resolved, model, optimizer, parameters)
     check_optimizer(base, model)

@@ -14,12 +14,11 @@ from zero_full.precision import Dtypes, DynamicScale, StaticScale
 from zero_full.precision.dtypes import NAMES
 from zero_full.shard import Gathering, Settings
 
-CPU = torch.device("cpu")
 PRIVATE = ("steps_per_print", "wall_clock_breakdown")  # a rank may choose what it prints
 
 
-def settings_of(config: Config, device: torch.device = CPU) -> Settings:
-    """What the config says about sharding, for a model on this device."""
+def settings_of(config: Config) -> Settings:
+    """What the config says about sharding."""
     zero, fp16, bf16 = config.zero_optimization, config.fp16, config.bf16
     parameter = torch.float16 if fp16.enabled else torch.bfloat16 if bf16.enabled else None
     dtypes = Dtypes(
@@ -30,13 +29,11 @@ def settings_of(config: Config, device: torch.device = CPU) -> Settings:
         low_master=fp16.fp16_master_weights_and_grads or bf16.bf16_master_weights_and_grads,
         low_state=bf16.bf16_optimizer_states,
     )
-    overlap = bool(zero.overlap_comm)
     return Settings(
         stage=zero.stage,
         dtypes=dtypes,
         bucket_numel=zero.reduce_bucket_size,
-        overlap=overlap,
-        gather_beside_forward=overlap and device.type != "cpu",
+        overlap=bool(zero.overlap_comm),
         copy_on_arrival=zero.contiguous_gradients,
         round_robin=zero.round_robin_gradients,
         reduce_scatter=zero.reduce_scatter,

@@ -1,5 +1,6 @@
 """`safe_get_*` and `safe_set_*`: what is behind a parameter, whole or this rank's elements."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 
 import zero_full
-from tests.worlds import run_in
+from tests.worlds import run_each, run_in
 from tests.zero_full.runs import Net, assert_close, config, data, reference
 
 KEYS = [{}, {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "loss_scale": 128.0}}]
@@ -101,6 +102,79 @@ def test_everything_can_be_written_and_is_used(world_size: int, stage: int, keys
             assert torch.equal(found[name], numbers / scale), name
         assert (found["value"] - numbers / 64).abs().max() <= (0.01 if keys else 0)
         assert found["off"] <= 1e-6
+
+
+WAITING = {"offload_optimizer": {"device": "cpu"}}
+WINDOWS: list[tuple[int, str, dict[str, Any]]] = [
+    (stage, kind, {**keys, "zero_optimization": zero})
+    for stage in (0, 1, 2, 3)
+    for keys in KEYS[:2]
+    for kind in ("SGD", "AdamW")
+    for zero in (({}, WAITING) if stage else ({},))
+]
+
+
+def write_in_place(comm: Any, stage: int, kind: str, keys: dict[str, Any]) -> list[Tensor]:
+    """Write to this rank's window of the master three times: to a new one, to a kept one, and gathered.
+
+    The optimizer moves nothing, so what is found afterwards is what was written.
+    """
+    keys = config(stage, optimizer={"type": kind, "params": {"lr": 0.0, "weight_decay": 0.0}}, **keys)
+    keys["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    engine, *_ = zero_full.initialize(model=Net(), config=keys)
+    weight, numbers = engine.module.layers[2].weight, torch.arange(169.0).view(13, 13) / 1000
+    window = zero_full.safe_get_local_fp32_param(weight)
+    found = []
+    for step in range(3):
+        if step == 2:
+            window = zero_full.safe_get_local_fp32_param(weight)
+        place = engine.optimizer.parts.places[weight][0].pieces
+        mine = [piece.param_range for member, piece in place.items() if member.param is weight]
+        assert window is not None
+        window.copy_((numbers + step).view(-1)[slice(*mine[0])] if mine else window)
+        if step == 2 and stage == 3:
+            with zero_full.GatheredParameters([weight], modifier_rank=0):
+                assert (weight - numbers - step).abs().max() <= 0.01
+        dtype = next(iter(engine.optimizer.flats())).dtype
+        engine.backward(engine(data(step, 0, comm.rank, dtype)))
+        engine.step()
+        found.append(zero_full.safe_get_full_fp32_param(weight))
+        found.append(engine.module_state_dict()["layers.2.weight"].float())
+    engine.destroy()
+    return found
+
+
+def test_what_is_written_to_a_window_of_the_master_counts() -> None:
+    numbers = torch.arange(169.0).view(13, 13) / 1000
+    for (stage, kind, keys), ranks in zip(WINDOWS, run_each(write_in_place, 2, WINDOWS), strict=True):
+        for found in ranks:
+            for step, (master, value) in enumerate(zip(found[::2], found[1::2], strict=True)):
+                assert torch.equal(master, numbers + step), (stage, kind, keys)
+                assert (value - numbers - step).abs().max() <= 0.01, (stage, kind, keys)
+
+
+def write_both(comm: Any, stage: int, gathered: bool) -> str:
+    engine, *_ = zero_full.initialize(model=Net(), config=config(stage, bf16={"enabled": True}))
+    weight = engine.module.layers[2].weight
+    window = zero_full.safe_get_local_fp32_param(weight)
+    assert window is not None
+    try:
+        with zero_full.GatheredParameters([weight], 0) if gathered else nullcontext(), torch.no_grad():
+            window.fill_(0.5)
+            weight.fill_(0.25)
+        engine.backward(engine(data(0, 0, comm.rank, torch.bfloat16)))
+        engine.step()
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        engine.destroy()
+    return "nothing was said"
+
+
+def test_writes_to_a_parameter_and_to_its_master_are_an_error() -> None:
+    cases = [(1, False), (2, False), (1, True), (3, True)]
+    for ranks in run_each(write_both, 2, cases):
+        assert any("and so was the fp32 copy" in said for said in ranks), ranks
 
 
 def test_mistakes_name_the_parameter_and_the_remedy() -> None:

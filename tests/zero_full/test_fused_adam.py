@@ -45,7 +45,7 @@ def trained(
     try:
         engine, _, _, _ = zero_full.initialize(model=Net(), config=config(stage, optimizer=optimizer, **keys))
         if not swept:
-            engine.optimizer.base.register_step_pre_hook(lambda *_: None)
+            engine.optimizer.base.param_groups[0]["foreach"] = True
         dtype, norms = next(engine.parameters()).dtype, []
         for number in range(steps):
             engine.backward(engine(data(number, 0, comm.rank, dtype)))
@@ -113,12 +113,6 @@ class Own(torch.optim.AdamW):
     """Somebody's own."""
 
 
-def hooked(params: Any) -> torch.optim.Optimizer:
-    optimizer = torch.optim.AdamW(params)
-    optimizer.register_step_post_hook(lambda *_: None)
-    return optimizer
-
-
 def patched(params: Any) -> torch.optim.Optimizer:
     optimizer = torch.optim.AdamW(params)
     optimizer.step = lambda: None  # type: ignore[method-assign, assignment, misc]
@@ -129,7 +123,6 @@ def patched(params: Any) -> torch.optim.Optimizer:
     "make",
     [
         Own,
-        hooked,
         patched,
         torch.optim.SGD,
         torch.optim.NAdam,

@@ -73,22 +73,6 @@ def test_an_optimizer_that_was_given_away_is_refused_at_once(kind: Any) -> None:
             shard(model, given)
 
 
-def writes_in_a_hook(comm: Any) -> str:
-    model = Net()
-    base = zero_full.Lamb(model.parameters())
-    base.register_step_pre_hook(
-        lambda *_: [setattr(p, "grad", torch.ones_like(p)) for p in model.parameters()]
-    )
-    optimizer = shard(model, base, Settings(2))
-    model(data(0, 0, comm.rank)).backward()
-    return said_by(optimizer.step)
-
-
-def test_gradients_that_a_hook_writes_too_late_are_an_error() -> None:
-    for said in POOL.run(writes_in_a_hook, 2):
-        assert "too late for this step" in said
-
-
 @pytest.mark.parametrize("kind", ["AdamW", "Lamb", "SGD"])
 def test_assigning_an_empty_state_resets_it_and_a_cleared_gradient_is_none(kind: str) -> None:
     model = Net()

@@ -12,7 +12,7 @@ from torch import nn
 
 import zero_full
 from tests.hostile.lasting import WAYS, cycles, steps
-from tests.worlds import POOL, run_in
+from tests.worlds import POOL, run_each, run_in
 from tests.zero_full.runs import Net, config, data
 
 
@@ -40,6 +40,49 @@ def test_a_model_that_outlives_its_destroyed_engine_does_not_keep_it_alive() -> 
     gc.collect()
     assert [trace() for trace in traces] == [None] * 3
     assert model(data(0, 0, 0)).isfinite()
+
+
+def hooks_on(model: nn.Module) -> int:
+    """How many hooks are on its modules and parameters."""
+    kinds = ("forward_pre_hooks", "forward_hooks", "state_dict_pre_hooks", "load_state_dict_pre_hooks")
+    on_modules = [getattr(module, f"_{kind}") for module in model.modules() for kind in kinds]
+    on_params = [
+        hooks or ()
+        for p in model.parameters()
+        for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks)
+    ]
+    return sum(map(len, [*on_modules, *on_params]))
+
+
+def one_life(model: nn.Module, stage: int, keys: dict[str, Any]) -> tuple[int, list["weakref.ref[Any]"]]:
+    """An engine comes, takes a step and goes. (hooks meanwhile, the optimizer and all that it has kept)."""
+    zero = {"stage3_param_persistence_threshold": 20} if stage == 3 else {}
+    engine, optimizer, _, _ = zero_full.initialize(
+        model=model, config=config(stage, zero_optimization=zero, **keys)
+    )
+    engine.backward(engine(data(0, 0, 0, next(model.parameters()).dtype)))
+    engine.step()
+    state = [value for of_one in optimizer.state.values() for value in of_one.values()]
+    masters = [owned.master for owned in optimizer.owned]
+    traces = [weakref.ref(each) for each in (optimizer, optimizer.reducer, *masters, *state)]
+    hooks = hooks_on(model)
+    engine.destroy(gather=True)
+    return hooks, traces
+
+
+def two_lives(comm: Any, stage: int, keys: dict[str, Any]) -> None:
+    model = Net()
+    first, traces = one_life(model, stage, keys)
+    gc.collect()
+    assert [trace() for trace in traces] == [None] * len(traces), "something is kept"
+    assert first > hooks_on(model) == 0
+    model.float()
+    assert one_life(model, stage, keys)[0] == first, "hooks add up"
+
+
+def test_a_model_keeps_no_hooks_masters_or_moments_of_an_engine_that_was_destroyed() -> None:
+    precisions: list[dict[str, Any]] = [{"fp16": {"enabled": True, "auto_cast": True}}, {}]
+    run_each(two_lives, 2, [(stage, keys) for stage in (0, 1, 2, 3) for keys in precisions])
 
 
 def trace_of_a_dropped_engine(comm: Any) -> list[bool]:

@@ -1,16 +1,12 @@
 """Settings that say how, not what: they change when and in which pieces, and nothing but rounding."""
 
 from typing import Any
-from unittest import mock
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.zero_full.runs import assert_close, assert_same, config, reference, run
-from zero_full.config import resolve
-from zero_full.translate import settings_of
 
 BIT_EQUAL: list[dict[str, Any]] = [
     {"zero_optimization": {"overlap_comm": True}},
@@ -108,14 +104,3 @@ def test_the_split_into_micro_batches_changes_only_rounding(split: tuple[int, in
     model(everything).backward()
     optimizer.step()
     assert_close(dict(engine.named_parameters()), dict(model.named_parameters()))
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_parameters_are_left_to_the_next_forward_where_the_model_is_on_an_accelerator(
-    device: str, overlap: bool
-) -> None:
-    checked = resolve(config(2, zero_optimization={"overlap_comm": overlap}), 1).config
-    with mock.patch("torch.accelerator.is_available", return_value=True):  # whether or not there is one
-        made = settings_of(checked, torch.device(device))
-    assert made.gather_beside_forward == (overlap and device == "cuda")

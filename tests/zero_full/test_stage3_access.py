@@ -76,6 +76,7 @@ def test_a_released_parameter_has_its_shape_and_whoever_uses_it_hears_so() -> No
 
 
 WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "memory": lambda p: p.untyped_storage().fill_(0),
     "mul_": lambda p: p.mul_(2),
     "copy_": lambda p: p.copy_(torch.ones(p.shape)),
     "fill_": lambda p: p.fill_(1),
@@ -103,6 +104,12 @@ def writes_released(comm: Any, name: str, how: str) -> tuple[str, float]:
 def test_a_write_to_a_released_parameter_is_an_error_and_not_lost(how: str) -> None:
     for said, loss in POOL.run(writes_released, 2, "blocks.2.up.weight", how):
         assert "GatheredParameters" in said or "single memory location" in said
+        assert 0 < loss < 100
+
+
+def test_a_write_that_python_does_not_see_is_noticed_at_the_step() -> None:
+    for said, loss in POOL.run(writes_released, 2, "blocks.2.up.weight", "memory"):
+        assert "was written while it was sharded, on some rank" in said
         assert 0 < loss < 100
 
 

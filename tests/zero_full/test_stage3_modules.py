@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 import zero_full
 from tests.conformance.expected import padded
-from tests.worlds import POOL
+from tests.worlds import POOL, run_each
 from tests.zero_full.runs import assert_same, config, data
 from tests.zero_full.stage3_runs import (
     RELEASED,
@@ -70,6 +71,46 @@ def test_blocks_that_inductor_compiles() -> None:
         POOL.run(compiled, 2, 3, True, False, "inductor", limit=240), want, strict=True
     ):
         assert losses == pytest.approx(stage_2[0], rel=1e-6)
+
+
+def graphs_of(comm: Any, stage: int | None, how: str) -> list[int]:
+    """Sizes of the graphs that are made of a model with more blocks than torch would compile one by one."""
+    torch._dynamo.reset()
+    sizes = []
+
+    def backend(module: torch.fx.GraphModule, inputs: Any) -> Any:
+        sizes.append(sum(node.op == "call_function" for node in module.graph.nodes))
+        return module
+
+    called: Any = seeded(partial(Tower, depth=12))
+    engine = None
+    if stage is not None:
+        keys = config(stage, zero_optimization=RELEASED if stage == 3 else {})
+        engine = zero_full.initialize(model=called, config=keys)[0]
+    if how == "whole":
+        called = torch.compile(called, backend=backend, fullgraph=stage != 3)
+    for block in called.blocks if how == "blocks" else ():
+        block.compile(backend=backend, fullgraph=stage != 3)
+    for step in range(2):
+        loss = called(data(step, 0, comm.rank))
+        loss.backward() if engine is None else engine.backward(loss)
+        if engine is not None:
+            engine.step()
+    if engine is not None:
+        engine.destroy()
+    torch._dynamo.reset()
+    return sizes
+
+
+def test_hooks_break_no_graph_and_make_no_more_of_them() -> None:
+    cases = [(stage, how) for how in ("blocks", "whole") for stage in (None, 0, 1, 2, 3)]
+    found = dict(zip(cases, (by_rank[0] for by_rank in run_each(graphs_of, 2, cases)), strict=True))
+    blocks, whole = found[None, "blocks"], found[None, "whole"]
+    assert len(blocks) == 2 and len(whole) == 1  # the first block's input needs no gradient
+    for stage in (0, 1, 2):
+        assert (found[stage, "blocks"], found[stage, "whole"]) == (blocks, whole)
+    # A whole model is cut where units are gathered: into its blocks, of which each is one graph.
+    assert found[3, "blocks"] == found[3, "whole"] == blocks
 
 
 # Frozen and unused -------------------------------------------------------------------------------

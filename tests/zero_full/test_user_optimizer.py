@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import zero_full
-from tests.worlds import POOL
+from tests.worlds import POOL, run_each
 from tests.zero_full.runs import Net, assert_close, assert_same, config, data, reference
 from tests.zero_full.stage3_runs import RELEASED, Tower, seeded
 
@@ -84,6 +84,92 @@ def test_every_hook_is_called_once(whose: str, kind: Any) -> None:
     said.clear()
     optimizer.load_state_dict(optimizer.state_dict())
     assert said == ["state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"]
+
+
+KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "swept": adamw,
+    "torch's own step": lambda params: torch.optim.SGD(params, lr=0.1),
+    "a stepper": lambda params: zero_full.Lamb(params, lr=0.01),
+    "another step": lambda params: with_another_step(torch.optim.SGD(params, lr=0.1)),
+}
+
+
+def with_another_step(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    optimizer.step = lambda: type(optimizer).step(optimizer)  # type: ignore[method-assign, misc]
+    return optimizer
+
+
+def hooked_with(writes: bool, kind: str, model: nn.Module, seen: list[str]) -> torch.optim.Optimizer:
+    """An optimizer with hooks, one of which may write gradients."""
+
+    def before(*_: Any) -> None:
+        seen.append("before")
+        for p in model.parameters() if writes else ():
+            p.grad = torch.full(p.shape, 0.5)
+
+    raw = KINDS[kind](model.parameters())
+    raw.register_step_pre_hook(before)
+    raw.register_step_post_hook(lambda *_: seen.append("after"))
+    return raw
+
+
+def writes_in_a_hook(comm: Any, kind: str, stage: int) -> tuple[dict[str, Tensor], list[str]]:
+    model, seen = Net(), list[str]()
+    raw = hooked_with(True, kind, model, seen)
+    zero = {"stage3_param_persistence_threshold": 20} if stage == 3 else {}
+    engine, *_ = zero_full.initialize(model=model, optimizer=raw, config=own(stage, zero_optimization=zero))
+    for step in range(2):
+        engine.backward(engine(data(step, 0, comm.rank)))
+        engine.step()
+    found = engine.module_state_dict()
+    engine.destroy()
+    return found, seen
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_gradients_that_a_hook_before_the_step_writes_are_used(world: int) -> None:
+    cases = [(kind, stage) for kind in KINDS for stage in (0, 1, 2, 3)]
+    for (kind, _), ranks in zip(cases, run_each(writes_in_a_hook, world, cases), strict=True):
+        plain = Net()
+        optimizer = hooked_with(True, kind, plain, [])
+        for _ in range(2):
+            optimizer.step()
+        for got, seen in ranks:
+            assert_close(got, dict(plain.named_parameters()))
+            assert seen == ["before", "after"] * 2
+
+
+def clips_in_a_hook(comm: Any, kind: str) -> str:
+    """It would find the norm of this rank's pieces."""
+    model = Net()
+    raw = hooked_with(False, kind, model, [])
+    raw.register_step_pre_hook(
+        lambda of, *_: nn.utils.clip_grad_norm_([p for g in of.param_groups for p in g["params"]], 0.1)
+    )
+    engine, *_ = zero_full.initialize(model=model, optimizer=raw, config=own(2))
+    engine.backward(engine(data(0, 0, comm.rank)))
+    try:
+        engine.step()
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        engine.destroy()
+    return "nothing was said"
+
+
+def test_a_hook_that_reads_gradients_hears_that_they_are_not_there() -> None:
+    for ranks in run_each(clips_in_a_hook, 2, [(kind,) for kind in KINDS]):
+        assert all("grad has no values here" in said for said in ranks), ranks
+
+
+def test_a_hook_that_returns_other_arguments_is_an_error() -> None:
+    model = Net()
+    raw = adamw(model.parameters())
+    raw.register_step_pre_hook(lambda *_: ((raw, lambda: None), {}))
+    engine, *_ = zero_full.initialize(model=model, optimizer=raw, config=own(1))
+    engine.backward(engine(data(0, 0, 0)))
+    with pytest.raises(RuntimeError, match="has returned other arguments"):
+        engine.step()
 
 
 def test_hooks_may_change_what_is_saved_and_loaded() -> None:

@@ -116,7 +116,6 @@ class _Loading:
 def _publish(optimizer: ZeroOptimizer) -> None:
     """Copy masters to parameters, and send them to where they are whole."""
     optimizer.publish()
-    optimizer.wait_for_parameters()
     for values in optimizer.frozen:
         values.node_copy = None
         if values.state is GatherState.WHOLE:

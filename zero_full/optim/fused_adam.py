@@ -2,7 +2,7 @@
 
 Torch does these one after the other, each a pass over memory, which is what they wait for. The sweep stands
 in for a torch Adam or AdamW and keeps its options and its state as torch does; anything that could notice the
-difference (a subclass, a hook, a variant that the operator does not know) gets torch's own step.
+difference (a subclass, another step, a variant that the operator does not know) gets torch's own step.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from zero_full._compat import foreach_add
 from zero_full.kernels.load import compiled_for, operators
-from zero_full.optim.step import AddUp, Kind, Piece, Stepper, alike, is_hooked, moments_of, steps_as_its_class
+from zero_full.optim.step import AddUp, Kind, Piece, Stepper, alike, moments_of, steps_as_its_class
 from zero_full.precision.dtypes import Dtypes
 
 GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
@@ -28,7 +28,7 @@ def is_plain_adam(base: Optimizer, step: Any = None) -> bool:
     is_adam = type(base) in (torch.optim.Adam, torch.optim.AdamW)
     if not is_adam or not steps_as_its_class(base, step or base.step):
         return False
-    return not is_hooked(base) and all(_is_plain_group(group) for group in base.param_groups)
+    return all(_is_plain_group(group) for group in base.param_groups)
 
 
 def _is_plain_group(group: Mapping[str, Any]) -> bool:

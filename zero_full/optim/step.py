@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zero_full._compat import global_step_hooks, is_wrapped_by_schedule, step_hooks, without_hooks
+from zero_full._compat import hooks_aside, is_wrapped_by_schedule, without_hooks
 
 # Given one row of numbers about each piece: the same about the whole parameters that they are of.
 AddUp = Callable[[Sequence["Piece"], Tensor], Tensor]
@@ -71,9 +71,9 @@ class TorchStep(Stepper):
 
     @property
     def takes_parts(self) -> bool:
-        """Only if nobody can tell: a class of ours or torch's, whose step nobody has replaced or hooked."""
+        """Only if nobody can tell: a class of ours or torch's, whose step nobody has replaced."""
         known = type(self.optimizer).__module__.split(".")[0] in ("torch", "zero_full")
-        return known and not is_hooked(self.optimizer) and steps_as_its_class(self.optimizer, self.own_step)
+        return known and steps_as_its_class(self.optimizer, self.own_step)
 
     def begin(self, pieces: Sequence[Piece]) -> None:
         """The groups list pieces."""
@@ -95,26 +95,17 @@ class TorchStep(Stepper):
                 piece.master.grad = None
 
     def _step(self) -> None:
-        """With the hooks of this optimizer; those of all optimizers see the step from outside."""
-        if not steps_as_its_class(self.optimizer, self.own_step):
-            self.own_step()
+        """Without hooks: they see the whole step from outside, and parameters instead of pieces."""
+        if steps_as_its_class(self.optimizer, self.own_step):
+            without_hooks(self.optimizer)()
             return
-        before, after = step_hooks(self.optimizer)
-        for hook in before:
-            hook(self.optimizer, (self.optimizer,), {})
-        without_hooks(self.optimizer)()
-        for hook in after:
-            hook(self.optimizer, (self.optimizer,), {})
+        with hooks_aside(self.optimizer):
+            self.own_step()
 
     def end(self) -> None:
         """The groups list parameters again."""
         for group, params in zip(self.optimizer.param_groups, self.shown, strict=True):
             group["params"] = params
-
-
-def is_hooked(optimizer: Optimizer) -> bool:
-    """Whether something runs before or after each of its steps."""
-    return any(map(bool, (*step_hooks(optimizer), global_step_hooks())))
 
 
 def steps_as_its_class(optimizer: Optimizer, step: Any) -> bool:

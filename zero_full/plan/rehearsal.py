@@ -160,7 +160,6 @@ class Rehearsal:
         sent = self._passes([place + 1 == count for place in range(count)])
         with self.watch.of(None if self.optimizer.settings.tier.apart else "update"):
             self.optimizer.step()
-            self.optimizer.wait_for_parameters()
         alike = micro_batches - count
         return self.traffic.total() + (alike * sent[1] if alike else 0)
 

@@ -48,7 +48,7 @@ class ParameterPlace:
         if self.piece is None:
             return torch.empty(0, dtype=self.bucket.accumulate, device=self.bucket.kind.device)
         gradient = self.bucket.gradient_of(self.member)
-        return None if gradient is None else gradient.detach().reshape(-1) / self.optimizer.gradient_scale
+        return None if gradient is None else gradient.detach().reshape(-1) / self.optimizer.gradients.scale
 
     def own_gradient(self) -> Tensor | None:
         """This rank's gradient before it is averaged, whole and unscaled; None if there is none now."""
@@ -56,7 +56,7 @@ class ParameterPlace:
         if bucket.local_grads is None or member not in bucket.arrived:
             return None
         window = bucket.local_grads[bucket.layout.window(member.index)].view(member.param.shape)
-        return window.to(bucket.accumulate) / self.optimizer.gradient_scale
+        return window.to(bucket.accumulate) / self.optimizer.gradients.scale
 
     def assemble(self, mine: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Everyone's fragments as one tensor."""
@@ -88,13 +88,12 @@ def _find(param: Parameter) -> ParameterPlace | None:
         )
     if optimizer.states_offloaded:
         raise RuntimeError(OFFLOADED)
-    optimizer.wait_for_parameters()
     owned, member = optimizer.parts.places.get(param, (None, None))
     if not isinstance(owned, Owned) or member is None:
         return None
     if not owned.flat.released_at_rest:
         owned.flat.take_back_moved()
-        owned.follow_parameters()
+    owned.follow_parameters()
     return ParameterPlace(optimizer, owned, member)
 
 
@@ -187,7 +186,7 @@ def safe_update_full_grad_vectorized(
 
 
 def safe_get_local_fp32_param(param: Parameter) -> Tensor | None:
-    """This rank's elements of the master copy."""
+    """This rank's elements of the master copy. What is written to them in place counts."""
     place = _find(param)
     if place is None:
         return None
@@ -232,7 +231,7 @@ def safe_set_local_grad(param: Parameter, value: Tensor) -> None:
             f"{place.member.name} has no averaged gradient now: set it after the last backward of a step "
             "and before `step`"
         )
-    gradient.detach().copy_((value * place.optimizer.gradient_scale).view(gradient.shape))
+    gradient.detach().copy_((value * place.optimizer.gradients.scale).view(gradient.shape))
 
 
 def safe_set_local_optimizer_state(param: Parameter, value: Tensor, key: str) -> None:

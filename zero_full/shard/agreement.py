@@ -7,6 +7,8 @@ One vector is summed over the ranks and read once by the host. In it are
                overflow check
     marks      a number made of what this rank is about to do, and its square: all marks are the same if
                and only if the sum of squares is what it is for equal numbers
+    spoilt     how many of the NaNs that released parameters show are none any more. Such a write is an error
+               where it is made, but for what goes round Python: the memory itself, compiled code
     flags      for each parameter whether this rank has a gradient of it. As in torch, a parameter that has
                none on any rank is left alone: no decay, no momentum
 
@@ -27,14 +29,19 @@ from zero_full.comm.desync import DisagreementError
 from zero_full.precision.norms import all_finite, has_fp64, leaves_overflow, squared_norm
 from zero_full.shard.bucket import Bucket
 from zero_full.shard.checksum import digest
-from zero_full.shard.flat import Member
+from zero_full.shard.flat import Member, nothing
 from zero_full.shard.groups import Groups, Pair
 from zero_full.shard.stand_in import Found, names_of
 
 SQUARES = 2  # numbers before the marks
-FLAGS = 4  # numbers before the flags
+SPOILT, FLAGS = 4, 5  # places of these numbers
 MARK_BITS = 20  # so that a sum of squares over thousands of ranks is exact in fp64
 WRITTEN = "parameters written in place"
+SPOILT_BY = (
+    "a parameter was written while it was sharded, on some rank, by its memory (untyped_storage()) or by "
+    "compiled code, so the new values are lost: write inside zero_full.GatheredParameters(parameters, "
+    "modifier_rank=0)"
+)
 Doings = Sequence[tuple[str, Any]]  # what, and how
 
 
@@ -93,7 +100,10 @@ class _Side:
         self.members = [member for bucket in buckets for member in bucket.members]
         self.length = FLAGS - SQUARES + len(self.members)
         mark = float(zlib.crc32(repr(doings).encode()) >> (32 - MARK_BITS))
-        self.said = [mark, mark * mark, *(float(member in used) for member in self.members)]
+        self.said = [mark, mark * mark, 0.0, *(float(member in used) for member in self.members)]
+        released = [bucket.flat for bucket in buckets if bucket.flat.released_at_rest]
+        kinds = {(flat.dtype, flat.kind.device) for flat in released if flat.kind.device.type != "meta"}
+        self.absent = [nothing(*kind) for kind in kinds]
         self.numbers = torch.empty(0)
 
     def add_up(self, exactly: bool) -> None:
@@ -103,6 +113,8 @@ class _Side:
             device = torch.device("cpu")
         home = device if has_fp64(device) else torch.device("cpu")
         self.numbers = torch.tensor([0.0, 0.0, *self.said], dtype=torch.float64, device=home)
+        if self.absent:
+            self.numbers[SPOILT] = (~torch.stack([value.isnan() for value in self.absent])).sum()
         if self.needs_norm:
             self.numbers[0] = squared_norm(_gradients(self.buckets, in_norm=True), device, exactly)
             self.numbers[1] = ~all_finite(_gradients(self.buckets, in_norm=False), device)
@@ -112,7 +124,11 @@ class _Side:
 
     def read(self, numbers: Sequence[float]) -> set[Member]:
         """The parameters with a gradient; raise if ranks would do different things."""
-        marks, squared, *flags = numbers
+        marks, squared, spoilt, *flags = numbers
+        if spoilt:
+            for absent in self.absent:
+                absent.fill_(float("nan"))
+            raise RuntimeError(SPOILT_BY)
         ranks = self.pair.shard.size * self.pair.across.size
         if ranks * int(squared) != int(marks) ** 2:
             self._look_closer()

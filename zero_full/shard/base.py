@@ -13,7 +13,10 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from zero_full._compat import step_hooks
+
 NUMBERS = ("lr", "weight_decay", "betas", "momentum", "eps")  # options that must be finite
+BEFORE, AFTER = 0, 1  # which of a pair of hooks
 OFFLOADED = "states are offloaded: call engine.reload_states() first"
 # What a user may call on the object that he has passed in. The rest of it is shared: groups, state, defaults.
 REDIRECTED = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
@@ -28,6 +31,15 @@ class Base:
         me = weakref.ref(owner)
         for name in REDIRECTED:
             setattr(optimizer, name, MethodType(_leading_to(me, name, getattr(optimizer, name)), optimizer))
+
+    def run_step_hooks(self, when: int) -> None:
+        """Run the hooks on the optimizer's `step`, once a step, whatever the step is made of."""
+        for hook in step_hooks(self.optimizer)[when]:
+            if hook(self.optimizer, (self.optimizer,), {}) is not None and when == BEFORE:
+                raise RuntimeError(
+                    "a hook that runs before the optimizer's step has returned other arguments for it: this "
+                    "step takes none"
+                )
 
 
 class StateByParameter(UserDict[Any, dict[str, Any]]):
@@ -81,9 +93,6 @@ class StateByParameter(UserDict[Any, dict[str, Any]]):
     def pop(self, key: Any, *default: Any) -> Any:
         """The state, which is kept no more."""
         return self.data.pop(self._owner(key)) if key in self or not default else default[0]
-
-
-BEFORE, AFTER = 0, 1
 
 
 def run_hooks(

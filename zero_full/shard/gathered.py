@@ -219,7 +219,9 @@ class GatheredParameters:
             self.recorded = record_of(recorded[0]).gathered(recorded, self.modifier_rank)
             self.recorded.__enter__()
         for optimizer, chosen in _by_optimizer(self.params).items():
-            optimizer.wait_for_parameters()
+            for flat in dict.fromkeys(flat for flat, _ in chosen):
+                if flat in optimizer.owned_of:
+                    optimizer.owned_of[flat].follow_master()
             context = _gathered(optimizer, dict.fromkeys(flat for flat, _ in chosen))
             context.__enter__()
             self.stack.append((optimizer, chosen, context))
@@ -272,8 +274,11 @@ class GatheredParameters:
                 flat.fill(member, window)
             for flat in dict.fromkeys(flat for flat, _ in chosen):
                 owned = optimizer.owned_of.get(flat)
-                if owned is not None:  # what has not changed keeps the masters' last bits
-                    owned.follow_parameters(released=True)
+                try:
+                    if owned is not None:  # what has not changed keeps the masters' last bits
+                        owned.follow_parameters(released=True)
+                except RuntimeError as error:
+                    return str(error)
         return None
 
     def _is_known(self, optimizer: ZeroOptimizer) -> bool:

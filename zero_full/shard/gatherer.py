@@ -71,8 +71,14 @@ class ParameterGatherer:
         module = site.module
         before = kind(module, getattr(self, f"{prefix}before_forward"), site)
         after = kind(module, getattr(self, f"{prefix}after_forward"), site)
-        self.hooks.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-        self.hooks.append(module.register_forward_hook(after, always_call=True))
+        handles = (
+            module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
+            module.register_forward_hook(after, always_call=True),
+        )
+        if kind is InnerHook:
+            InnerHook.renumber(handles[0], first=True)
+            InnerHook.renumber(handles[1], first=False)
+        self.hooks += handles
 
     def _install_inner(self, model: nn.Module) -> None:
         """See [Note: inner modules]."""

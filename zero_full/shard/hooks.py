@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 
 class Hook:
@@ -48,13 +49,29 @@ class Hook:
 
 
 class InnerHook(Hook):
-    """A hook that is called often, does nothing as a rule, and has no part in what torch.compile makes."""
+    """A hook that is called often, does nothing as a rule, and has no part in what torch.compile makes.
+
+    What was compiled for one block asks whether the modules inside have a hook of the same number, so all
+    hooks of this kind get one number: else each block would be compiled anew, until torch gives up.
+    """
 
     __slots__ = ()
+    NUMBER = -1  # torch counts from 0
 
     def __call__(self, module: nn.Module, *arguments: Any) -> Any:
         """Call the method, if its object is alive and this is the hook's own module."""
         return None if torch.compiler.is_compiling() else self._do(module, *arguments)
+
+    @classmethod
+    def renumber(cls, handle: RemovableHandle, first: bool) -> None:
+        """Give the hook behind this handle the number of its kind; `first`: it is called before others."""
+        for reference in (handle.hooks_dict_ref, *handle.extra_dict_ref):
+            hooks: Any = reference()
+            if handle.id in hooks:
+                hooks[cls.NUMBER] = hooks.pop(handle.id)
+                if first:
+                    hooks.move_to_end(cls.NUMBER, last=False)
+        handle.id = cls.NUMBER
 
 
 def do_nothing(*arguments: Any) -> None:

@@ -13,10 +13,9 @@ def leave_model(optimizer: Any, gather: bool) -> None:
 
     Every rank must call this. What is under way and fails was told already.
     """
-    for finish in (optimizer.wait_for_parameters, optimizer.reducer.close, optimizer.zero_grad):
+    for finish in (optimizer.reducer.close, optimizer.zero_grad):
         with suppress(CommunicationError):
             finish()
-    optimizer.arrivals.close()
     for hook in optimizer.hooks:
         hook.remove()
     flats = optimizer.flats()

@@ -39,7 +39,6 @@ class OffloadedStates:
             raise ValueError(f"cannot offload {', '.join(unknown)}: known are {', '.join(KINDS)}")
         if self.optimizer.reducer.unreduced:
             raise RuntimeError("offload_states between a backward and its step: step first")
-        self.optimizer.wait_for_parameters()
         if self.optimizer.gatherer is not None:
             self.optimizer.gatherer.release_all()
         self.optimizer.states_offloaded = True

@@ -20,7 +20,6 @@ from zero_full.comm.lane import lane_for
 from zero_full.precision.scaler import DynamicScale, StaticScale
 from zero_full.shard import owned as owned_state
 from zero_full.shard.agreement import agree, doings_of, refuse_unused
-from zero_full.shard.arrivals import Arrivals
 from zero_full.shard.base import (
     AFTER,
     BEFORE,
@@ -35,9 +34,10 @@ from zero_full.shard.base import (
 )
 from zero_full.shard.bucket import Bucket
 from zero_full.shard.build import Sharded
-from zero_full.shard.flat import FlatParameter, Member
+from zero_full.shard.flat import FlatParameter, GatherState, Member
 from zero_full.shard.gatherer import ParameterGatherer
 from zero_full.shard.groups import Groups
+from zero_full.shard.kept_gradients import KeptGradients
 from zero_full.shard.leaving import leave_model
 from zero_full.shard.owners import register
 from zero_full.shard.reducer import GradientReducer
@@ -78,10 +78,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.report = NonFinite()
         self.last: StepReport | None = None
         self.steppers = Steppers(self.redirected, settings.dtypes)
-        self.residual_scale: float | None = None  # that the last step has left in the gradients
-        self.passes = 0  # backward passes until then
-        self.unclipped = 1.0  # by what the last step has multiplied gradients for itself only
-        self.arrivals = Arrivals(self.lane)
         self.closed = self.states_offloaded = False  # see `offload_states.py`
         self.writes = ParameterWrites(m for v in self.flats() if not v.released_at_rest for m in v.members)
         self.calls = 0  # of step
@@ -92,8 +88,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.watch = ModelWatch(model, [m.param for m in self._members()], bool(parts.sites))
         self.reducer = GradientReducer(self.buckets, self.lane, settings)
         self.reducer.on_waking = self._wake
-        self.reducer.on_clearing = self._forget_scale
-        self.reducer.backward.at_begin += [self.take_back_moved, self._clip_what_is_added_to]
+        self.reducer.backward.at_begin.append(self.take_back_moved)
+        self.gradients = KeptGradients(scaler, self.reducer)
         self.reducer.hands_back = isinstance(base, NoOptimizer)
         self.hooks: list[Any] = refuse_gradients(base, model, settings.stage)
         self.guards: list[RemovableHandle] = []  # on the model's state_dict
@@ -161,7 +157,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.calls += 1
         if closure is not None:
             raise ValueError("a closure is not supported: gradients are averaged while backward runs")
-        found, failure = self._look_around()
+        self._take_step(*self._look_around())
+        self.redirected.run_step_hooks(AFTER)
+
+    def _take_step(self, found: Found, failure: Exception | None) -> None:
         if not (self.reducer.began or found.written or failure):
             return self._say_nothing_to_do()  # like torch: no gradients, no step
         self.reducer.flush()
@@ -169,13 +168,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.reducer.put(member, gradient)
         if self.settings.refuse_unused:
             refuse_unused(self.groups, self.awake, self.reducer.used)
-        scale, held = self.scaler.scale, self.gradient_scale
-        if held != scale and self.passes != self.reducer.backward.count:
-            raise RuntimeError(
-                f"a backward pass has added gradients at the scale {scale:g} to those of the last step, "
-                f"whose scale is {held:g}: call zero_grad after every step"
-            )
-        gathered = self.gatherer.trail if self.gatherer is not None else 0
+        self.gradients.refuse_two_scales()
+        scale, gathered = self.scaler.scale, self.gatherer.trail if self.gatherer is not None else 0
         so_far = [("call of step", self.calls), ("order of gathers", gathered), ("loss scale", scale)]
         doings = doings_of(self.param_groups, so_far, found, self.writes.digest(), failure)
         agreed = agree(self.groups, self.awake, self.reducer.used, self.settings.needs_norm, doings)
@@ -183,7 +177,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise failure
         if not agreed.used:
             return self._say_nothing_to_do()  # the same, on all ranks
-        norm = None if agreed.norm is None else agreed.norm / held
+        norm = None if agreed.norm is None else agreed.norm / self.gradients.scale
         finite = norm is None or isfinite(norm)
         apply = finite or not self.settings.check_overflow
         if not finite:
@@ -191,7 +185,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             level = logging.INFO if isinstance(self.scaler, DynamicScale) else logging.WARNING
             self.report.tell(self.buckets, self.groups.everyone, apply, level)
         if apply:
-            self._update(norm, held, agreed.used)
+            self._update(norm, agreed.used)
         self.last, self.report.loss = StepReport(apply, norm, scale), None
         for bucket in self.buckets:
             bucket.local_finite = None
@@ -214,6 +208,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self.reducer.backward.failed or self.reducer.backward.running:
             raise RuntimeError("the last backward pass has failed: call zero_grad before the next forward")
         try:
+            self.redirected.run_step_hooks(BEFORE)
+            for owned in self.owned:
+                owned.follow_master()
             refuse_unusable(self.param_groups, self.listed)
             self.look_at_model()
             return self._take_in_gradients(), None
@@ -257,14 +254,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.reducer.forget()
         if self.gatherer is not None:
             self.gatherer.forget()
-        self._forget_scale()
+        self.gradients.forget()
         for bucket in self.buckets:
             on_cpu = bucket.kind.device.type == "cpu"
             bucket.forget(free=set_to_none is not None or not on_cpu)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part: fragments by parameter name, the groups' options and the loss scale."""
-        if self.reducer.began and self.passes != self.reducer.backward.count:
+        if self.reducer.began and self.gradients.are_new:
             raise RuntimeError(
                 "state_dict between the backward passes of a step: their gradients would be lost. Save after "
                 "step, or give the gradients up with zero_grad first"
@@ -282,10 +279,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return dict(run_hooks((self, self.base), state_dict_hooks, AFTER, state))
 
     def catch_up(self) -> None:
-        """Before parameters or masters are read: all have arrived, what was written by hand is taken in."""
+        """Before parameters or masters are read: what was written by hand is taken in."""
         if self.states_offloaded:
             raise RuntimeError(OFFLOADED)
-        self.wait_for_parameters()
         self.take_back_moved()
         for owned in self.owned:
             owned.follow_parameters()
@@ -304,7 +300,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
             group.update(options)
         self.zero_grad()
         self.publish()
-        self.wait_for_parameters()
         run_hooks((self, self.base), load_hooks, AFTER)
 
     def scale(self, loss: Tensor, divided: bool = False) -> Tensor:
@@ -324,46 +319,25 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     # The parts of a step -------------------------------------------------------------------------
 
-    def _forget_scale(self) -> None:
-        self.residual_scale, self.unclipped = None, 1.0
-
-    def _clip_what_is_added_to(self) -> None:
-        """Without zero_grad, backward adds to the last step's gradients: as in torch, to clipped ones."""
-        if self.unclipped != 1.0:
-            for gradient in (g for bucket in self.awake for g in bucket.averaged_gradients()):
-                gradient.mul_(self.unclipped)
-        self.unclipped = 1.0
-
-    @property
-    def gradient_scale(self) -> float:
-        """What averaged gradients are multiplied by now."""
-        return self.scaler.scale if self.residual_scale is None else self.residual_scale
-
-    def _update(self, norm: float | None, scale: float, used: Container[Member]) -> None:
-        factor = 1.0 / scale
+    def _update(self, norm: float | None, used: Container[Member]) -> None:
+        factor = 1.0 / self.gradients.scale
         if self.settings.clip > 0 and norm is not None:
             factor *= min(1.0, self.settings.clip / (norm + EPSILON))
         stepped = [o for o in self.owned if not o.bucket.asleep and any(m in used for m in o.flat.members)]
         stepper = self.steppers.choose(stepped)
-        if not stepper.fuses and factor != 1.0:
-            for gradient in (g for bucket in self.awake for g in bucket.averaged_gradients()):
-                gradient.mul_(factor)
+        if not stepper.fuses:
+            self.gradients.multiply(factor)
         in_parts = self.settings.releases_parameters and stepper.takes_parts
         parts = sub_groups(stepped, self.settings.sub_group_numel if in_parts else None)
-        if self.steppers.run_hooks(stepper, BEFORE) and (late := self.reducer.by_hand()):
-            late.refuse("a hook that runs before the optimizer's step")
         self.steppers.step(stepper, self.owned, parts, used, factor)
-        self.steppers.run_hooks(stepper, AFTER)
-        self.residual_scale = scale if stepper.fuses else 1.0
-        self.unclipped = factor * scale if stepper.fuses else 1.0
+        self.gradients.note_step(factor, multiplied=not stepper.fuses)
         mark_stepped(self.base)
-        self.passes = self.reducer.backward.count
         # As torch's optimizers do: a graph from before this step must not run backward with other values.
         increment_version([m.param for owned in stepped for m in owned.flat.members if m in used])
+        for owned in stepped:
+            owned.note_versions()
         self.writes.forget()
         self.send(self.awake)
-        if not self.settings.gather_beside_forward:
-            self.wait_for_parameters()
 
     def publish(self) -> None:
         """All parameters follow their masters."""
@@ -372,16 +346,20 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.send(self.buckets)
 
     def send(self, buckets: Sequence[Bucket]) -> None:
-        """This rank's slices to everyone, what forward needs first at first; then `wait_for_parameters`."""
+        """This rank's slices to everyone. Parameters that are whole have their new values afterwards.
+
+        On an accelerator it is the current stream that waits for them, not the host. The gather does not go
+        on beside the next forward, because hooks on modules would not notice every reader of a weight: a
+        view that somebody has kept, a captured CUDA graph, a moving average, code that writes to it.
+        """
         if self.gatherer is not None:
             self.gatherer.release_all()
         for bucket in buckets:
             bucket.flat.node_copy = None
-        self.arrivals.send(buckets)
-
-    def wait_for_parameters(self) -> None:
-        """Until all parameters have arrived."""
-        self.arrivals.wait()
+        whole = [bucket.flat for bucket in buckets if bucket.flat.state is GatherState.WHOLE]
+        producer = self.lane.producer()
+        for pending in [self.lane.submit(flat.collect, [flat.full], [producer]) for flat in whole]:
+            pending.wait()
 
     def close(self, gather: bool) -> None:
         """Leave the model without hooks, its parameters as they are or, if every rank asks for it, whole."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero_full._compat import version_of
 from zero_full.kernels.reference import unless_written
 from zero_full.offload import Tier
 from zero_full.optim.step import Piece
@@ -49,6 +50,7 @@ class Owned:
             assert mine is not None
             shape = member.param.shape
             self.pieces[member] = Piece(member.name, shape, fragment.param_range, member.group, mine)
+        self.note_versions()
 
     @property
     def is_separate(self) -> bool:
@@ -94,6 +96,7 @@ class Owned:
         self.flat.node_copy = None
         self.tier.put_away(self.master if self.copies is None else self.copies, self.flat.shard)
         self.copies = None
+        self.note_versions()
 
     # Values --------------------------------------------------------------------------------------
 
@@ -101,30 +104,63 @@ class Owned:
         """This rank's slice of the parameters becomes what its master says."""
         self.flat.node_copy = None
         self.tier.put_away(self.master, self.flat.shard)
+        self.note_versions()
+
+    def note_versions(self) -> None:
+        """Writes until now are known: the master and the parameters agree."""
+        self.version = version_of(self.master)
+        self.param_versions = [version_of(member.param) for member in self.flat.members]
+
+    @torch.no_grad()
+    def follow_master(self, parameters_count: bool = False) -> bool:
+        """This rank's slice of the parameters takes what somebody has written to the master, if anything.
+
+        `parameters_count`: they were written, too, so far as torch does not count it.
+        """
+        if not self.is_separate or version_of(self.master) == self.version:
+            return False
+        pairs = zip(self.flat.members, self.param_versions, strict=True)
+        is_counted = not self.flat.released_at_rest
+        if parameters_count or any(is_counted and version_of(m.param) != version for m, version in pairs):
+            raise RuntimeError(
+                f"{self.flat.name}: parameters were written, and so was the fp32 copy of them or of their "
+                "neighbours, which safe_get_local_fp32_param shows: write only the ones or the other from "
+                "one step to the next"
+            )
+        self.copy_master()
+        return True
 
     @torch.no_grad()
     def follow_parameters(self, released: bool = False) -> None:
-        """Masters take what somebody has written to this rank's slice of the parameters.
+        """Masters take what somebody has written to this rank's slice of the parameters, or the reverse.
 
         `released`: even if it is a unit's, which nobody can write to but `GatheredParameters`.
         """
+        if self.follow_master(parameters_count=released):
+            return
         if not self.is_separate or (self.flat.released_at_rest and not released):
             return
         slice_, master = self.tier.fetch(self.flat.shard), self.master
         if slice_.dtype == master.dtype:
             master.copy_(slice_)
-            return
-        if slice_.device.type == "cpu":  # elsewhere the answer would cost a wait for the device
-            rounded = master.to(slice_.dtype)
-            if torch.equal(rounded.view(torch.int16), slice_.view(torch.int16)):
-                return
-        master.copy_(unless_written(master, slice_))
+        elif not _rounds_to(master, slice_):
+            master.copy_(unless_written(master, slice_))
+        self.note_versions()
 
     def fill(self, member: Member, value: Tensor) -> None:
         """Give a parameter and its master new values. Every rank must do the same."""
+        self.follow_master()
         self.flat.fill(member, value)
         if self.is_separate:
             self.flat.write(self.master, member, value)
+        self.note_versions()
+
+
+def _rounds_to(master: Tensor, slice_: Tensor) -> bool:
+    """Whether it is known, without waiting for a device, that the slice is what the master rounds to."""
+    if slice_.device.type != "cpu":
+        return False
+    return torch.equal(master.to(slice_.dtype).view(torch.int16), slice_.view(torch.int16))
 
 
 # All that a rank owns ----------------------------------------------------------------------------

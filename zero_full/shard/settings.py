@@ -34,7 +34,6 @@ class Settings:
     dtypes: Dtypes = field(default_factory=Dtypes)
     bucket_numel: int = 500_000_000
     overlap: bool = False  # reduce buckets beside backward
-    gather_beside_forward: bool = False  # leave the parameters' gather to the next forward
     copy_on_arrival: bool = True  # contiguous_gradients: gradients move into their bucket as they appear
     round_robin: bool = False
     reduce_scatter: bool = True

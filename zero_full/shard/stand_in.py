@@ -78,15 +78,6 @@ class Found:
     cleared: list[Member] = field(default_factory=list)
     written: list[tuple[Member, Tensor]] = field(default_factory=list)
 
-    def refuse(self, who: str) -> None:
-        """Raise if anything was done, by `who`, after all ranks have agreed on the step."""
-        members = [*self.cleared, *(member for member, _ in self.written)]
-        if members:
-            raise RuntimeError(
-                f"{who} has written or cleared the gradient of {names_of(members)}, too late for this step: "
-                "do it between backward and step"
-            )
-
 
 class ShownGradients:
     """The stand-ins that are in `param.grad` now."""

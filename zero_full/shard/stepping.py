@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zero_full._compat import step_hooks
 from zero_full.optim.elementwise import own_stepper
 from zero_full.optim.fused_adam import FusedAdam
 from zero_full.optim.step import AddUp, Piece, Stepper, TorchStep
@@ -47,13 +46,6 @@ class Steppers:
                 self._step_part(stepper, part, used, factor)
         finally:
             stepper.end()
-
-    def run_hooks(self, stepper: Stepper, when: int) -> bool:
-        """Run the hooks on `step` of an optimizer that brings its own stepper. Returns whether it has any."""
-        hooks = step_hooks(self.optimizer)[when] if stepper is self.own else []
-        for hook in hooks:
-            hook(self.optimizer, (self.optimizer,), {})
-        return bool(hooks)
 
     def _step_part(
         self, stepper: Stepper, part: Sequence[Owned], used: Container[Member], factor: float
