@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -27,7 +28,10 @@ class Lane(Protocol):
     """A place where jobs run one after the other."""
 
     def submit(self, job: Job, tensors: Iterable[Tensor], producers: Iterable[Any]) -> Pending:
-        """Run the job, which uses these tensors, after what `producers` (streams) have queued so far."""
+        """Run the job after what `producers` (streams) have queued so far.
+
+        The job uses these tensors, and its caller lets go of them before it is done.
+        """
 
     def producer(self) -> Any:
         """A mark for all work that the caller has queued so far, to be passed to `submit` later."""
@@ -131,38 +135,44 @@ class Stream:
     """A side stream: for accelerators.
 
     Gradients of one bucket may come from several streams, one for each that the forward pass used, so the
-    side stream waits for all of them and not only for the one that completed the bucket. Tensors that the
-    job uses are marked, or the allocator would hand their memory to others as soon as we let go of them.
+    side stream waits for all of them and not only for the one that completed the bucket.
+
+    [Note: memory beside a stream] An allocator gives memory that was let go to whatever its own stream does
+    next, whether or not another stream still reads it. So the tensors that a job uses are kept until somebody
+    waits for the job. Then all streams that they may have come from wait for it, on the device, and what
+    these do next with the memory comes later. When memory is free again depends on the order of calls only,
+    and not on how far the host is ahead of the device.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.side = torch.Stream(device)
-        self.device = device
-
-    def producer(self) -> Any:
-        """The stream that this code queues its work on."""
-        return torch.accelerator.current_stream(self.device)
+    def __init__(self, side: Any, current: Callable[[], Any]) -> None:
+        """`side`: where jobs run. `current` returns the stream that the caller queues its work on."""
+        self.side, self.producer = side, current
 
     def submit(self, job: Job, tensors: Iterable[Tensor], producers: Iterable[Any]) -> Pending:
         """Queue the job's kernels on the side stream."""
-        for stream in {self.producer(), *producers}:
+        kept, before = list(tensors), {self.producer(), *producers}
+        for stream in before:
             self.side.wait_stream(stream)
         with self.side:
             job()
-        for tensor in tensors:
-            tensor.record_stream(self.side)
-        return _Event(self)
+        return _Event(self, before, kept)
 
     def close(self) -> None:
         """Do nothing."""
 
 
 class _Event:
-    def __init__(self, lane: Stream) -> None:
+    """The end of a job on a side stream, and the tensors that it uses until then."""
+
+    def __init__(self, lane: Stream, producers: set[Any], kept: list[Tensor]) -> None:
         self.event, self.lane = lane.side.record_event(), lane
+        self.producers, self.kept = producers, kept
 
     def wait(self) -> None:
-        self.lane.producer().wait_event(self.event)
+        """Hold back the current stream, and those that the tensors came from; then let go of the tensors."""
+        for stream in {self.lane.producer(), *self.producers}:
+            stream.wait_event(self.event)
+        self.kept.clear()
 
 
 def lane_for(device: torch.device, overlap: bool) -> Lane:
@@ -171,4 +181,6 @@ def lane_for(device: torch.device, overlap: bool) -> Lane:
         return Inline()
     if device.type == "meta":
         return Late()
-    return Thread() if device.type == "cpu" else Stream(device)
+    if device.type == "cpu":
+        return Thread()
+    return Stream(torch.Stream(device), partial(torch.accelerator.current_stream, device))

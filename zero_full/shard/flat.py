@@ -245,7 +245,8 @@ class FlatParameter:
             self.take_back_moved()
             self.full.untyped_storage().resize_(self.full.nbytes)
             self.state = GatherState.GATHERING
-            self.pending = lane.submit(self.collect, [], [lane.producer()])
+            used = [] if self.node_copy is None else [self.node_copy]
+            self.pending = lane.submit(self.collect, used, [lane.producer()])
 
     def finish_gather(self, lane: Lane) -> None:
         """Until the values are here."""
