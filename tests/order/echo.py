@@ -82,7 +82,7 @@ def on_an_accelerator(recorder: Recorder, lane: Callable[[Any], Lane] = lambda m
 
     def lane_for(device: torch.device, overlap: bool) -> Lane:
         if not overlap:
-            return Inline()
+            return Inline(recorder.current)
         name = ["reductions", "gathers"][min(len(recorder.streams) - 1, 1)]
         return lane(Stream(recorder.stream(name), recorder.current))
 

@@ -17,6 +17,7 @@ from zero_full.comm import lane
 from zero_full.comm.lane import Job, Pending, Stream
 from zero_full.shard.bucket import Bucket
 from zero_full.shard.flat import FlatParameter, GatherState, Member
+from zero_full.shard.gatherer import ParameterGatherer
 from zero_full.shard.optimizer import ZeroOptimizer
 from zero_full.shard.reducer import GradientReducer
 
@@ -128,6 +129,11 @@ def begin_gather_dropping_node_copy(self: FlatParameter, gathers: Any) -> None:
         self.state = GatherState.GATHERING
         self.pending = gathers.submit(self.collect, [], [gathers.producer()])
         self.node_copy = None
+
+
+def done_here(self: ParameterGatherer, flat: FlatParameter) -> None:
+    """A module has run on another stream than the one that its parameters' memory belongs to."""
+    flat.users -= 1
 
 
 def publish_before_copy(self: ZeroOptimizer) -> None:
@@ -247,6 +253,9 @@ MISTAKES = {
         instead(ZeroOptimizer, "send", send_for_each_module),
         Case(1, "borrowing"),
         "parameters layers.3.linear",
+    ),
+    "the streams that modules run on are forgotten": Mistake(
+        instead(ParameterGatherer, "_done_with", done_here), Case(3, "two streams"), "begin_gather"
     ),
     "the last reductions are not waited for": Mistake(
         instead(GradientReducer, "_drain", drain_but_the_last), Case(2, keys={"gradient_clipping": 0.1})

@@ -34,7 +34,10 @@ class Lane(Protocol):
         """
 
     def producer(self) -> Any:
-        """A mark for all work that the caller has queued so far, to be passed to `submit` later."""
+        """A mark for all work that the caller has queued so far: the stream; None where there is only one."""
+
+    def order(self, earlier: Any, later: Any) -> None:
+        """What is queued on one producer from now on comes after what is queued on the other so far."""
 
     def close(self) -> None:
         """Free what the lane holds. No job may be submitted afterwards."""
@@ -48,16 +51,24 @@ class Done:
 
 
 class Inline:
-    """No overlap: the caller runs each job when it submits it."""
+    """No overlap: the caller runs each job when it submits it, on its own stream."""
+
+    def __init__(self, current: Callable[[], Any] = lambda: None) -> None:
+        self.producer = current
 
     def submit(self, job: Job, tensors: Iterable[Tensor], producers: Iterable[Any]) -> Pending:
-        """Run the job and return when it is done."""
+        """Run the job between what the producers have queued so far and what they queue next."""
+        here, others = self.producer(), set(producers)
+        for stream in others:
+            self.order(stream, here)
         job()
+        for stream in others:
+            self.order(here, stream)
         return Done()
 
-    def producer(self) -> Any:
-        """None: on one stream everything is in order already."""
-        return None
+    def order(self, earlier: Any, later: Any) -> None:
+        """One stream waits for the other, if there is another."""
+        _wait(later, earlier)
 
     def close(self) -> None:
         """Do nothing."""
@@ -86,6 +97,9 @@ class Late:
         """Nothing is queued."""
         return None
 
+    def order(self, earlier: Any, later: Any) -> None:
+        """Do nothing."""
+
     def close(self) -> None:
         """Nothing to close."""
 
@@ -112,6 +126,9 @@ class Thread:
     def producer(self) -> Any:
         """None: what the CPU has computed is complete."""
         return None
+
+    def order(self, earlier: Any, later: Any) -> None:
+        """Do nothing."""
 
     def close(self) -> None:
         """End the thread."""
@@ -157,6 +174,10 @@ class Stream:
             job()
         return _Event(self, before, kept)
 
+    def order(self, earlier: Any, later: Any) -> None:
+        """One stream waits for the other."""
+        _wait(later, earlier)
+
     def close(self) -> None:
         """Do nothing."""
 
@@ -175,12 +196,16 @@ class _Event:
         self.kept.clear()
 
 
+def _wait(later: Any, earlier: Any) -> None:
+    if later is not None and earlier is not None and later != earlier:
+        later.wait_stream(earlier)
+
+
 def lane_for(device: torch.device, overlap: bool) -> Lane:
     """The lane on which this device's collectives run."""
-    if not overlap:
-        return Inline()
     if device.type == "meta":
-        return Late()
+        return Late() if overlap else Inline()
     if device.type == "cpu":
-        return Thread()
-    return Stream(torch.Stream(device), partial(torch.accelerator.current_stream, device))
+        return Thread() if overlap else Inline()
+    current = partial(torch.accelerator.current_stream, device)
+    return Stream(torch.Stream(device), current) if overlap else Inline(current)
