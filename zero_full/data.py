@@ -3,8 +3,11 @@
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+from zero_full._compat import device_of
 
 
 class RankLoader:
@@ -92,19 +95,22 @@ def synced(batches: Iterable[Any], group: dist.ProcessGroup | None = None) -> It
     iterator, batch = iter(batches), NOTHING
     while True:
         following = next(iterator, NOTHING)
-        answers = _everyones(following is not NOTHING, batch is NOTHING and following is NOTHING, group)
-        if not any(more for more, _ in answers):
+        more, *none = _everyones(following is not NOTHING, batch is NOTHING and following is NOTHING, group)
+        if not more:
             return
-        empty = [rank for rank, (_, none) in enumerate(answers) if none]
-        if empty:
-            raise ValueError(f"rank {empty[0]} has no batch at all: give every rank at least one")
+        if any(none):
+            raise ValueError(f"rank {none.index(1)} has no batch at all: give every rank at least one")
         batch = batch if following is NOTHING else following
         yield batch, following is not NOTHING
 
 
-def _everyones(more: bool, none: bool, group: dist.ProcessGroup | None) -> list[tuple[bool, bool]]:
+def _everyones(more: bool, none: bool, group: dist.ProcessGroup | None) -> list[int]:
+    """How many ranks have another batch; and of each rank, by number, whether it has had none at all."""
     if not dist.is_initialized():
-        return [(more, none)]
-    answers = [(more, none)] * dist.get_world_size(group)
-    dist.all_gather_object(answers, (more, none), group=group)
-    return answers
+        return [int(more), int(none)]
+    everyone = group if group is not None else dist.group.WORLD
+    numbers = [int(more)] + [0] * dist.get_world_size(everyone)
+    numbers[1 + dist.get_rank(everyone)] = int(none)
+    summed = torch.tensor(numbers, dtype=torch.int32, device=device_of(everyone))
+    dist.all_reduce(summed, group=everyone)
+    return summed.tolist()

@@ -3,6 +3,7 @@
 There is no accelerator here, so the streams are stand-ins that keep a log of what they are told.
 """
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 import zero_full
 from tests.zero_full.runs import Net, config, data
-from zero_full.comm.lane import Done, Stream
+from zero_full.comm.lane import Done, Stream, lane_for
 
 LOG: list[tuple[Any, ...]] = []
 
@@ -20,8 +21,8 @@ LOG: list[tuple[Any, ...]] = []
 class FakeStream:
     """What `Stream` asks of torch.Stream."""
 
-    def __init__(self, name: Any) -> None:
-        self.name = name if isinstance(name, str) else "side"
+    def __init__(self, name: str) -> None:
+        self.name = name
 
     def __repr__(self) -> str:
         return self.name
@@ -43,19 +44,11 @@ class FakeStream:
         LOG.append((self.name, "is not current"))
 
 
-class FakeTensor:
-    """What `Stream` asks of a tensor."""
-
-    def record_stream(self, stream: FakeStream) -> None:
-        LOG.append(("tensor", "is used by", stream.name))
-
-
 @pytest.fixture
-def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
+def stream() -> Stream:
     LOG.clear()
-    monkeypatch.setattr(torch, "Stream", FakeStream)
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: FakeStream("main"))
-    return Stream(torch.device("cpu"))
+    main = FakeStream("main")
+    return Stream(FakeStream("side"), lambda: main)
 
 
 def job() -> None:
@@ -78,16 +71,30 @@ def test_8061_the_job_waits_for_every_producer_and_for_the_current_stream(
     ]
 
 
-def test_the_tensors_are_marked_as_used_by_the_side_stream(stream: Stream) -> None:
-    stream.submit(job, [FakeTensor(), FakeTensor()], [])  # type: ignore[list-item]
-    assert LOG.count(("tensor", "is used by", "side")) == 2
+def test_tensors_are_kept_until_somebody_waits(stream: Stream) -> None:
+    tensors = [torch.ones(1), torch.ones(1)]
+    alive = [weakref.ref(tensor) for tensor in tensors]
+    pending = stream.submit(job, tensors, [])
+    tensors.clear()
+    assert all(each() is not None for each in alive)
+    pending.wait()
+    assert all(each() is None for each in alive)
 
 
-def test_waiting_holds_back_the_stream_that_waits_not_the_host(stream: Stream) -> None:
-    pending = stream.submit(job, [], [])
+def test_waiting_holds_back_the_stream_that_waits_and_the_producers_and_not_the_host(stream: Stream) -> None:
+    pending = stream.submit(job, [], [FakeStream("first")])
     LOG.clear()
     pending.wait()
-    assert LOG == [("main", "waits for", "the event")]
+    assert sorted(LOG) == [(name, "waits for", "the event") for name in ("first", "main")]
+
+
+def test_an_accelerator_gets_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    monkeypatch.setattr(torch, "Stream", lambda device: made.append(device) or FakeStream("side"))
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: FakeStream(str(device)))
+    device = torch.device("cuda", 1)
+    lane = lane_for(device, overlap=True)
+    assert isinstance(lane, Stream) and made == [device] and lane.producer().name == "cuda:1"
 
 
 class Recorder:

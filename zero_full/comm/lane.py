@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -27,10 +28,16 @@ class Lane(Protocol):
     """A place where jobs run one after the other."""
 
     def submit(self, job: Job, tensors: Iterable[Tensor], producers: Iterable[Any]) -> Pending:
-        """Run the job, which uses these tensors, after what `producers` (streams) have queued so far."""
+        """Run the job after what `producers` (streams) have queued so far.
+
+        The job uses these tensors, and its caller lets go of them before it is done.
+        """
 
     def producer(self) -> Any:
-        """A mark for all work that the caller has queued so far, to be passed to `submit` later."""
+        """A mark for all work that the caller has queued so far: the stream; None where there is only one."""
+
+    def order(self, earlier: Any, later: Any) -> None:
+        """What is queued on one producer from now on comes after what is queued on the other so far."""
 
     def close(self) -> None:
         """Free what the lane holds. No job may be submitted afterwards."""
@@ -44,16 +51,24 @@ class Done:
 
 
 class Inline:
-    """No overlap: the caller runs each job when it submits it."""
+    """No overlap: the caller runs each job when it submits it, on its own stream."""
+
+    def __init__(self, current: Callable[[], Any] = lambda: None) -> None:
+        self.producer = current
 
     def submit(self, job: Job, tensors: Iterable[Tensor], producers: Iterable[Any]) -> Pending:
-        """Run the job and return when it is done."""
+        """Run the job between what the producers have queued so far and what they queue next."""
+        here, others = self.producer(), set(producers)
+        for stream in others:
+            self.order(stream, here)
         job()
+        for stream in others:
+            self.order(here, stream)
         return Done()
 
-    def producer(self) -> Any:
-        """None: on one stream everything is in order already."""
-        return None
+    def order(self, earlier: Any, later: Any) -> None:
+        """One stream waits for the other, if there is another."""
+        _wait(later, earlier)
 
     def close(self) -> None:
         """Do nothing."""
@@ -82,6 +97,9 @@ class Late:
         """Nothing is queued."""
         return None
 
+    def order(self, earlier: Any, later: Any) -> None:
+        """Do nothing."""
+
     def close(self) -> None:
         """Nothing to close."""
 
@@ -109,6 +127,9 @@ class Thread:
         """None: what the CPU has computed is complete."""
         return None
 
+    def order(self, earlier: Any, later: Any) -> None:
+        """Do nothing."""
+
     def close(self) -> None:
         """End the thread."""
         self.worker.shutdown()
@@ -131,44 +152,60 @@ class Stream:
     """A side stream: for accelerators.
 
     Gradients of one bucket may come from several streams, one for each that the forward pass used, so the
-    side stream waits for all of them and not only for the one that completed the bucket. Tensors that the
-    job uses are marked, or the allocator would hand their memory to others as soon as we let go of them.
+    side stream waits for all of them and not only for the one that completed the bucket.
+
+    [Note: memory beside a stream] An allocator gives memory that was let go to whatever its own stream does
+    next, whether or not another stream still reads it. So the tensors that a job uses are kept until somebody
+    waits for the job. Then all streams that they may have come from wait for it, on the device, and what
+    these do next with the memory comes later. When memory is free again depends on the order of calls only,
+    and not on how far the host is ahead of the device.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.side = torch.Stream(device)
-        self.device = device
-
-    def producer(self) -> Any:
-        """The stream that this code queues its work on."""
-        return torch.accelerator.current_stream(self.device)
+    def __init__(self, side: Any, current: Callable[[], Any]) -> None:
+        """`side`: where jobs run. `current` returns the stream that the caller queues its work on."""
+        self.side, self.producer = side, current
 
     def submit(self, job: Job, tensors: Iterable[Tensor], producers: Iterable[Any]) -> Pending:
         """Queue the job's kernels on the side stream."""
-        for stream in {self.producer(), *producers}:
+        kept, before = list(tensors), {self.producer(), *producers}
+        for stream in before:
             self.side.wait_stream(stream)
         with self.side:
             job()
-        for tensor in tensors:
-            tensor.record_stream(self.side)
-        return _Event(self)
+        return _Event(self, before, kept)
+
+    def order(self, earlier: Any, later: Any) -> None:
+        """One stream waits for the other."""
+        _wait(later, earlier)
 
     def close(self) -> None:
         """Do nothing."""
 
 
 class _Event:
-    def __init__(self, lane: Stream) -> None:
+    """The end of a job on a side stream, and the tensors that it uses until then."""
+
+    def __init__(self, lane: Stream, producers: set[Any], kept: list[Tensor]) -> None:
         self.event, self.lane = lane.side.record_event(), lane
+        self.producers, self.kept = producers, kept
 
     def wait(self) -> None:
-        self.lane.producer().wait_event(self.event)
+        """Hold back the current stream, and those that the tensors came from; then let go of the tensors."""
+        for stream in {self.lane.producer(), *self.producers}:
+            stream.wait_event(self.event)
+        self.kept.clear()
+
+
+def _wait(later: Any, earlier: Any) -> None:
+    if later is not None and earlier is not None and later != earlier:
+        later.wait_stream(earlier)
 
 
 def lane_for(device: torch.device, overlap: bool) -> Lane:
     """The lane on which this device's collectives run."""
-    if not overlap:
-        return Inline()
     if device.type == "meta":
-        return Late()
-    return Thread() if device.type == "cpu" else Stream(device)
+        return Late() if overlap else Inline()
+    if device.type == "cpu":
+        return Thread() if overlap else Inline()
+    current = partial(torch.accelerator.current_stream, device)
+    return Stream(torch.Stream(device), current) if overlap else Inline(current)

@@ -201,10 +201,15 @@ def refuse_unused(groups: Groups, buckets: Sequence[Bucket], used: Container[Mem
     """Raise on every rank if any rank lacks the gradient of a parameter that is trained."""
     members = (m for bucket in buckets for m in bucket.members if m.param.requires_grad)
     unused = {member.name for member in members if member not in used}
+    device = groups.dense.shard.device
+    count = torch.tensor([float(len(unused))], device="cpu" if device.type == "meta" else device)
     for group in groups.everyone:  # so that every rank raises, or none
+        group.sum_numbers(count, "number of unused parameters")
+    if not count.item():
+        return
+    for group in groups.everyone:
         unused = set.union(*group.gather_objects(unused, "unused parameters"))
-    if unused:
-        raise ValueError(
-            f"no gradient for {', '.join(sorted(unused))} in this step, on some rank at least. Freeze "
-            "what is not trained, or set zero_optimization.ignore_unused_parameters to true"
-        )
+    raise ValueError(
+        f"no gradient for {', '.join(sorted(unused))} in this step, on some rank at least. Freeze "
+        "what is not trained, or set zero_optimization.ignore_unused_parameters to true"
+    )

@@ -13,6 +13,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cache, cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -114,6 +115,7 @@ class FlatParameter:
         self.versions: list[int] = []  # of the parameters, when they became whole
         self.lent = False  # somebody outside may keep views of the values
         self.pending: Pending | None = None
+        self.home: Any = None  # the stream that the gathered values' memory belongs to
         self.node_copy: Tensor | None = None  # see [Note: node copies]
         self.unrounded: Tensor | None = None
         if deferred:
@@ -244,8 +246,10 @@ class FlatParameter:
         if self.state is GatherState.SHARDED:
             self.take_back_moved()
             self.full.untyped_storage().resize_(self.full.nbytes)
+            self.home = lane.producer()
+            used = [] if self.node_copy is None else [self.node_copy]
             try:
-                self.pending = lane.submit(self.collect, [], [lane.producer()])
+                self.pending = lane.submit(self.collect, used, [self.home])
             except BaseException:
                 self.full.untyped_storage().resize_(0)
                 raise

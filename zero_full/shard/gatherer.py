@@ -123,6 +123,11 @@ class ParameterGatherer:
             self.gathered.remove(flat)
             self.live -= flat.layout.total
 
+    def _done_with(self, flat: FlatParameter) -> None:
+        """A module has used the parameters, on whatever stream it runs: their memory is free after that."""
+        flat.users -= 1
+        self.lane.order(self.lane.producer(), flat.home)
+
     def release_all(self) -> None:
         """Release all parameters that no module is at work with."""
         for flat in list(self.gathered):
@@ -223,7 +228,7 @@ class ParameterGatherer:
         if call is None:
             return  # its gathering has failed
         for flat in site.flats:
-            flat.users -= 1
+            self._done_with(flat)
         trains = torch.is_grad_enabled() and self._watch(call, output)
         self._notice_escapes(site, output)
         if self.reducer.backward.inside_autograd():  # recomputed: its backward follows
@@ -311,7 +316,7 @@ class ParameterGatherer:
         self.calls.discard(call)
         needed, call.needed = call.needed, []
         for flat in needed:
-            flat.users -= 1
+            self._done_with(flat)
             self.release(flat)
 
     def end_backward(self) -> None:

@@ -25,7 +25,7 @@ from zero_full.shard.passes import BackwardPass
 from zero_full.shard.settings import Settings
 from zero_full.shard.stand_in import UNSCALED, Found, ShownGradients, names_of
 
-IN_FLIGHT = 2  # reductions that may run beside backward: more would only hold more memory
+IN_FLIGHT = 2  # gradient buffers at a time, being filled or reduced: more would only hold more memory
 SCALED = (
     "a pass through the model's loss has brought gradients to no parameter (torch.autograd.grad, or inputs "
     "that require gradients), and what it has brought is multiplied by the loss scale: start from "
@@ -185,9 +185,14 @@ class GradientReducer:
             param.grad.div_(divisor)
         if not self.backward.is_at_work() and not self.by_module:  # a recomputed part
             self.wait_for_end = True
-        self.producers[bucket].append(self.lane.producer())
+        here, before = self.lane.producer(), self.producers[bucket]
+        if before:  # the buffer, and what lies in it, is the work of another stream perhaps
+            self.lane.order(before[-1], here)
+        before.append(here)
         if bucket in self.launched:  # a second helping
             self._drain(0)
+        elif self.every_backward:  # its buffer takes the place of one that is done with
+            self._drain(IN_FLIGHT - 1)
         if bucket.settings.copy_on_arrival or not self.syncing:
             bucket.take(member, final=self.syncing and not self.wait_for_end)
         self.missing[bucket] -= 1

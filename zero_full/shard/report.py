@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,18 +80,27 @@ def investigate(
 
 
 def _look_here(buckets: Sequence[Bucket], loss: Tensor | None, rank: int) -> Finding:
+    """What this rank knows. The host waits for the device once, however many parameters there are."""
     finding = Finding()
+    asked: list[tuple[list[Any], Any, Tensor]] = []  # a list, what belongs there, unless this is true
     for bucket in buckets:
         for member in bucket.members:
             gradient = bucket.gradient_of(member)
-            if gradient is not None and not bool(gradient.isfinite().all()):
-                finding.parameters.append(member.name)
+            if gradient is not None:
+                finite = gradient.isfinite().all()
+                asked.append((finding.parameters, member.name, finite))
                 if bucket.uses_param_grad:
-                    finding.sources.append(rank)
-        if bucket.local_finite is not None and not bool(bucket.local_finite):
-            finding.sources.append(rank)
-    if loss is not None and not bool(torch.isfinite(loss).all()):
-        finding.losses.append(rank)
+                    asked.append((finding.sources, rank, finite))
+        if bucket.local_finite is not None:
+            asked.append((finding.sources, rank, bucket.local_finite))
+    if loss is not None:
+        asked.append((finding.losses, rank, torch.isfinite(loss).all()))
+    if asked:
+        device = asked[0][2].device
+        answers = torch.stack([finite.to(device) for _, _, finite in asked]).tolist()
+        for (places, what, _), finite in zip(asked, answers, strict=True):
+            if not finite:
+                places.append(what)
     return finding
 
 

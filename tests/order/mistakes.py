@@ -1,0 +1,263 @@
+"""Mistakes that the search for races must find: each puts something wrong in one place of the package."""
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+import zero_full
+from tests.order.models import data
+from tests.order.runs import Case, one_step
+from tests.order.trace import SimStream
+from zero_full.comm import lane
+from zero_full.comm.lane import Job, Pending, Stream
+from zero_full.shard.bucket import Bucket
+from zero_full.shard.flat import FlatParameter, GatherState
+from zero_full.shard.gatherer import ParameterGatherer
+from zero_full.shard.optimizer import ZeroOptimizer
+from zero_full.shard.reducer import GradientReducer
+
+BF16 = {"bf16": {"enabled": True}}
+Plant = Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """What is wrong, and a run in which it matters."""
+
+    plant: Plant
+    case: Case
+    inside: str = ""  # what the memory of one of the races found is called, or where it was made
+    shows: bool = True  # whether some order of playback gives other values, too
+
+
+def instead(owner: Any, name: str, mistaken: Callable[..., Any]) -> Plant:
+    """The mistaken function in the place of one of the package's."""
+    return lambda: mock.patch.object(owner, name, mistaken)
+
+
+# Lanes -------------------------------------------------------------------------------------------
+
+
+def submit_early_event(
+    self: Stream, job: Job, tensors: Iterable[Tensor], producers: Iterable[Any]
+) -> Pending:
+    """The event is recorded before the job."""
+    for stream in {self.producer(), *producers}:
+        self.side.wait_stream(stream)
+    early = lane._Event(self, {self.producer()}, list(tensors))
+    with self.side:
+        job()
+    return early
+
+
+def submit_without_tensors(
+    self: Stream, job: Job, tensors: Iterable[Tensor], producers: Iterable[Any]
+) -> Pending:
+    """Nobody keeps what the job uses."""
+    return SUBMIT(self, job, [], producers)
+
+
+def submit_after_others_only(
+    self: Stream, job: Job, tensors: Iterable[Tensor], producers: Iterable[Any]
+) -> Pending:
+    """What the caller itself has queued is not waited for."""
+    with mock.patch.object(self, "producer", lambda: self.side):
+        return SUBMIT(self, job, tensors, [])
+
+
+SUBMIT = Stream.submit
+
+
+def wait_for_nothing(self: Any) -> None:
+    """`wait` lets go of the tensors, and that is all."""
+    self.kept.clear()
+
+
+def launch_reading_late(self: GradientReducer, bucket: Bucket) -> None:
+    """What the job uses is looked up after the job has let go of it."""
+    self._drain(1)
+    self.launched.add(bucket)
+    producers = self.producers.get(bucket, [])
+    pending: Any = self.lane.submit(bucket.reduce, [], producers)
+    pending.kept.extend(bucket.gradient_memory())
+    self.pending.append(pending)
+
+
+# Gathers -----------------------------------------------------------------------------------------
+
+
+def release_unfinished(self: FlatParameter) -> None:
+    """What was gathered early and is not needed is let go while it is still on its way."""
+    if self.state is GatherState.GATHERING:
+        self.pending, self.state = None, GatherState.WHOLE
+    RELEASE(self)
+
+
+RELEASE = FlatParameter.release
+
+
+def use_unfinished(self: FlatParameter, gathers: Any) -> None:
+    """Parameters are used before they have arrived."""
+    self.begin_gather(gathers)
+    self.pending, self.state = None, GatherState.WHOLE
+    self.show()
+
+
+def begin_gather_filled_late(self: FlatParameter, gathers: Any) -> None:
+    """Memory is made for the gathered parameters after the other stream was told what to wait for."""
+    if self.state is GatherState.SHARDED:
+        here = gathers.producer()
+
+        def collect() -> None:
+            with here:
+                self.full.untyped_storage().resize_(self.full.nbytes)
+            self.collect()
+
+        self.state = GatherState.GATHERING
+        self.pending = gathers.submit(collect, [], [here])
+
+
+def begin_gather_dropping_node_copy(self: FlatParameter, gathers: Any) -> None:
+    """The node's copy is let go while the gather reads it."""
+    if self.state is GatherState.SHARDED:
+        self.full.untyped_storage().resize_(self.full.nbytes)
+        self.state = GatherState.GATHERING
+        self.pending = gathers.submit(self.collect, [], [gathers.producer()])
+        self.node_copy = None
+
+
+def done_here(self: ParameterGatherer, flat: FlatParameter) -> None:
+    """A module has run on another stream than the one that its parameters' memory belongs to."""
+    flat.users -= 1
+
+
+def publish_before_copy(self: ZeroOptimizer) -> None:
+    """Slices travel, and only then follow their masters."""
+    pending = [self.lane.submit(v.collect, [], [self.lane.producer()]) for v in self.flats()]
+    for owned in self.owned:
+        owned.copy_master()
+    for each in pending:
+        each.wait()
+
+
+def send_on_two_lanes(self: ZeroOptimizer, buckets: Any) -> None:
+    """The next forward's gathers begin already, and the same buffers are sent after the step."""
+    assert self.gatherer is not None
+    for bucket in buckets:
+        bucket.flat.begin_gather(self.gatherer.lane)
+    for bucket in buckets:
+        self.lane.submit(bucket.flat.collect, [], [self.lane.producer()]).wait()
+
+
+def send_for_each_module(self: ZeroOptimizer, buckets: Any) -> None:
+    """New parameters are waited for by the modules that hold them, and by nobody else who reads them."""
+    pending = {b: self.lane.submit(b.flat.collect, [], [self.lane.producer()]) for b in buckets}
+    for bucket, each in pending.items():
+        params = [member.param for member in bucket.members]
+        for module in self.watch.model.modules():
+            if any(p is held for p in params for held in module.parameters(recurse=False)):
+                module.register_forward_pre_hook(lambda module, args, each=each: each.wait())
+
+
+def resuming(engine: zero_full.Engine, step: int) -> None:
+    """A step, and its state is loaded with other values."""
+    one_step(engine, step)
+    state = engine.optimizer.state_dict()
+    for piece in state["fragments"].values():
+        piece["master"].mul_(0.5)
+    engine.optimizer.load_state_dict(state)
+
+
+@torch.no_grad()
+def evaluating(engine: zero_full.Engine, step: int) -> None:
+    """A step, and two forwards, of which the second may leave out layers that the first one has taught."""
+    with torch.enable_grad():
+        one_step(engine, step)
+    for micro in (8, 9):
+        engine(data(step, micro, torch.float32))
+    engine.empty_partition_cache()
+
+
+# Reductions --------------------------------------------------------------------------------------
+
+
+def drain_but_the_last(self: GradientReducer, leave: int) -> None:
+    """A step does not wait for the last reductions."""
+    DRAIN(self, max(leave, 1))
+
+
+DRAIN = GradientReducer._drain
+
+
+def update_while_clearing(self: ZeroOptimizer, *args: Any) -> None:
+    """The averaged slices are cleared beside the step that reads them."""
+    slices = [b.grad_slice for b in self.buckets if b.grad_slice is not None]
+    self.lane.submit(lambda: torch._foreach_zero_(slices), slices, [])
+    UPDATE(self, *args)
+
+
+UPDATE = ZeroOptimizer._update
+
+
+def order_nothing(self: Stream, earlier: Any, later: Any) -> None:
+    """Several streams write to one flat buffer, and none waits for the one that has made it."""
+
+
+MISTAKES = {
+    "a stream that waits for nobody": Mistake(
+        instead(SimStream, "wait_stream", lambda self, other: None), Case(2)
+    ),
+    "the caller's own stream is forgotten": Mistake(
+        instead(Stream, "submit", submit_after_others_only), Case(3)
+    ),
+    "event before the job": Mistake(instead(Stream, "submit", submit_early_event), Case(1)),
+    "wait does nothing": Mistake(instead(lane._Event, "wait", wait_for_nothing), Case(1)),
+    "no reference is kept": Mistake(instead(Stream, "submit", submit_without_tensors), Case(2)),
+    "references are looked up too late": Mistake(
+        instead(GradientReducer, "_launch", launch_reading_late), Case(2)
+    ),
+    "release without waiting": Mistake(
+        instead(FlatParameter, "release", release_unfinished),
+        Case(3, "changing", drive=evaluating),
+        "begin_gather",
+    ),
+    "use without waiting": Mistake(instead(FlatParameter, "finish_gather", use_unfinished), Case(3)),
+    "memory is made after the job was put": Mistake(
+        instead(FlatParameter, "begin_gather", begin_gather_filled_late), Case(3), shows=False
+    ),
+    "a node's copy is dropped on its way": Mistake(
+        instead(FlatParameter, "begin_gather", begin_gather_dropping_node_copy),
+        Case(3, zero={"zero_hpz_partition_size": 2}, ranks=4),
+        "keep_node_copy",
+    ),
+    "published before copied": Mistake(
+        instead(ZeroOptimizer, "publish", publish_before_copy), Case(1, keys=BF16, drive=resuming)
+    ),
+    "one buffer on two lanes": Mistake(
+        instead(ZeroOptimizer, "send", send_on_two_lanes), Case(3), "begin_gather", shows=False
+    ),
+    "a weight is read outside its module": Mistake(
+        instead(ZeroOptimizer, "send", send_for_each_module),
+        Case(1, "borrowing"),
+        "parameters layers.3.linear",
+    ),
+    "the streams that modules run on are forgotten": Mistake(
+        instead(ParameterGatherer, "_done_with", done_here), Case(3, "two streams"), "begin_gather"
+    ),
+    "the last reductions are not waited for": Mistake(
+        instead(GradientReducer, "_drain", drain_but_the_last), Case(2, keys={"gradient_clipping": 0.1})
+    ),
+    "slices are cleared while they are read": Mistake(
+        instead(ZeroOptimizer, "_update", update_while_clearing), Case(2), "_slice_memory"
+    ),
+    "two producers write one buffer": Mistake(
+        instead(Stream, "order", order_nothing),
+        Case(1, "two streams", zero={"reduce_bucket_size": 10**6}),
+        shows=False,
+    ),
+}

@@ -1,0 +1,103 @@
+"""Training runs of one rank of several, recorded."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+import zero_full
+from tests.order.echo import NoSpares, on_an_accelerator
+from tests.order.models import DEPTH, WIDTH, Model, data
+from tests.order.trace import Recorder
+from tests.zero_full.runs import config
+from zero_full.comm.pretend import PretendedGroup
+from zero_full.comm.topology import Topology
+
+Drive = Callable[[zero_full.Engine, int], None]
+
+
+def one_step(engine: zero_full.Engine, step: int) -> None:
+    """Forward, backward, step."""
+    dtype = engine.optimizer.flats()[0].dtype
+    for micro in range(engine.gradient_accumulation_steps()):
+        engine.backward(engine(data(step, micro, dtype)))
+        engine.step()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run, by what is special about it."""
+
+    stage: int
+    kind: str = "plain"
+    keys: Mapping[str, Any] = field(default_factory=dict)
+    zero: Mapping[str, Any] = field(default_factory=dict)
+    ranks: int = 2
+    me: int = 0
+    drive: Drive = one_step
+    steps: int = 3
+    depth: int = DEPTH
+
+    def config(self, overlap: bool) -> dict[str, Any]:
+        """Its configuration: a bucket for each layer, and at stage 3 nothing is kept."""
+        zero = {"reduce_bucket_size": WIDTH * (WIDTH + 1), "overlap_comm": overlap}
+        if self.stage == 3:
+            zero |= {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
+        return config(self.stage, **{**self.keys, "zero_optimization": {**zero, **self.zero}})
+
+    def __str__(self) -> str:
+        plain = Case(self.stage)
+        said = [f"stage {self.stage}", *map(str, self.keys), *map(str, self.zero)]
+        said += [
+            f"{k} {v}" for k, v in vars(self).items() if k in ("kind", "ranks") and v != getattr(plain, k)
+        ]
+        return ", ".join([*said, *([self.drive.__name__] if self.drive is not one_step else [])])
+
+
+def recorded(case: Case, overlap: bool = True) -> Recorder:
+    """Train; write down all that happens from the first forward to the values that come out."""
+    recorder = Recorder()
+    with on_an_accelerator(recorder):
+        topology = Topology(data=PretendedGroup(range(case.ranks), case.me))
+        engine, optimizer, _, _ = zero_full.initialize(
+            model=Model(case.kind, case.me, recorder, case.depth),
+            config=case.config(overlap),
+            topology=topology,
+            dist_init_required=False,
+        )
+        optimizer.reducer.spares = NoSpares()
+        for bucket in optimizer.buckets:
+            bucket.spares = optimizer.reducer.spares
+        with recorder.recording():
+            _call_by_name(recorder, optimizer)
+            for step in range(case.steps):
+                case.drive(engine, step)
+            for name, values in final_values(optimizer).items():
+                recorder.finals[name] = values.clone()
+                recorder.host_reads(values)
+    return recorder
+
+
+def final_values(optimizer: Any) -> dict[str, Tensor]:
+    """What this rank has at the end."""
+    found = {}
+    for owned in optimizer.owned:
+        found[f"slice of {owned.flat.name}"] = owned.flat.shard
+        found[f"master of {owned.flat.name}"] = owned.master
+        if not owned.flat.released_at_rest:
+            found[f"all of {owned.flat.name}"] = owned.flat.full
+        for member, piece in owned.pieces.items():
+            state = optimizer.base.state.get(piece.master, {})
+            found |= {
+                f"{key} of {member.name}": v for key, v in state.items() if isinstance(v, Tensor) and v.dim()
+            }
+    return found
+
+
+def _call_by_name(recorder: Recorder, optimizer: Any) -> None:
+    for owned in optimizer.owned:
+        recorder.called(f"master of {owned.flat.name}", owned.master)
+        recorder.called(f"slice of {owned.flat.name}", owned.flat.shard)
+        if not owned.flat.released_at_rest:
+            recorder.called(f"parameters {owned.flat.name}", owned.flat.full)

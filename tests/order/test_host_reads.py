@@ -1,0 +1,44 @@
+"""How often the host waits for the device in a training step: once, for the numbers that all ranks must know.
+
+`Recorder` notes every value that the host reads, and every exchange of objects, for which it waits, too.
+"""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from tests.order.runs import Case, recorded
+
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 4}},
+}
+OVERFLOWING = {"fp16": {"enabled": True, "initial_scale_power": 30}}
+STEPS = 3
+
+
+def reads(case: Case, overlap: bool = True) -> dict[str, float]:
+    """How often in a step, by the function that reads."""
+    places = [item.stack[0].split()[-1] for item in recorded(case, overlap).items if item.kind == "read"]
+    return {place: n / case.steps for place, n in Counter(places).items() if place != "recorded"}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("stage", range(4))
+def test_a_step_waits_for_one_answer(stage: int, precision: str) -> None:
+    keys = {**PRECISIONS[precision], "gradient_clipping": 0.1, "gradient_accumulation_steps": 2}
+    for overlap in (True, False):
+        assert list(reads(Case(stage, keys=keys), overlap).values()) == [1]
+
+
+def test_whoever_refuses_unused_parameters_waits_once_more() -> None:
+    assert reads(Case(2, zero={"ignore_unused_parameters": False})) == {"_add_up": 1, "refuse_unused": 1}
+
+
+@pytest.mark.parametrize("depth", [4, 8])
+def test_an_overflow_costs_two_more_whatever_the_number_of_parameters(depth: int) -> None:
+    for stage in range(4):
+        found = reads(Case(stage, keys=OVERFLOWING, depth=depth))
+        assert found == {"_add_up": 1, "_look_here": 1, "gather_objects": 1}
