@@ -65,6 +65,8 @@ def agree(
     if groups.model is not None:
         groups.model.sum_numbers(total, "squared gradient norm")
     squared, poison, *rest = torch.cat([total, *(side.numbers[SQUARES:] for side in sides)]).tolist()
+    for communicator in groups.communicators:  # the device has been waited for: what failed there is known
+        communicator.check("norm and parameters in use")
     everyones: set[Member] = set()
     for side in sides:
         everyones |= side.read(rest[: side.length])
