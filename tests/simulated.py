@@ -5,18 +5,23 @@ and what is queued runs later, after pauses that a seed decides; whoever reads t
 before. Host memory is filled with ones, which are NaN, when it is new and when a copy has left it.
 """
 
+import itertools
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
+from zero_full.comm import communicator
 from zero_full.comm.device_queue import LINE, Flag, wait_until
+from zero_full.comm.staged import Staged
 
 PAUSES_S = [0.0] * 12 + [0.0005, 0.002]
 PATIENCE_S = 30.0
@@ -133,3 +138,43 @@ class SimulatedQueue:
 
     def _hold(self, goes_on: Callable[[], bool]) -> None:
         self.current.queued.put(lambda: wait_until(goes_on, lambda: None, PATIENCE_S))
+
+
+COLLECTIVES = ("reduce_scatter", "all_gather", "all_reduce", "sum_numbers", "broadcast", "all_to_all")
+
+
+class Settled:
+    """A staged transport whose calls return when the device is done: for engines with tensors on the CPU.
+
+    On a device who reads a tensor waits for its stream by himself; here nobody would.
+    """
+
+    def __init__(self, by: Any, queue: SimulatedQueue) -> None:
+        self.by, self.queue = by, queue
+        self.dropped = weakref.finalize(self, queue.end)
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self.by, name)
+        if name not in COLLECTIVES:
+            return method
+
+        def call(*arguments: Any) -> None:
+            method(*arguments)
+            self.queue.synchronize()
+            self.by.check()
+
+        return call
+
+
+@contextmanager
+def staged_transports(seed: int = 0, room: int = 1024) -> Iterator[None]:
+    """Communicators on the CPU that are opened in this block go through a simulated device."""
+    opened = itertools.count(seed * 1000)
+    choose = communicator.choose_transport
+
+    def staged(group: Any, device: torch.device, shared_memory: bool = True) -> Any:
+        queue = SimulatedQueue(10 * next(opened) + group.rank())
+        return Settled(Staged(choose(group, device, shared_memory), queue, room), queue)  # type: ignore[arg-type]
+
+    with mock.patch.object(communicator, "choose_transport", staged):
+        yield
