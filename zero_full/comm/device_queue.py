@@ -122,8 +122,8 @@ class HostWaits:
             target.copy_(source, non_blocking=True)
 
     def signal(self, flag: Flag, number: int) -> None:
-        """Wait for the stream."""
-        self._stream().synchronize()
+        """Wait for the stream, without keeping workers from Python's lock."""
+        wait_until(self.mark().query, lambda: None)
         flag.set(number)
 
     def wait(self, flag: Flag, number: int) -> None:

@@ -100,6 +100,7 @@ class Desk:
     done: Flag
     tasks: "SimpleQueue[Task | None]" = field(default_factory=SimpleQueue)
     failure: tuple[str, BaseException] | None = None  # the kind of the collective, and why
+    is_closing: bool = False
 
     def fail(self, kind: str, error: BaseException) -> None:
         """From now on nothing is exchanged."""
@@ -119,8 +120,13 @@ def _work(desk: Desk) -> None:
 
 
 def _do(task: Task, desk: Desk) -> None:
+    def look() -> None:
+        # Not before: who frees device memory may wait for this worker, and hold a lock that this asks for.
+        if desk.is_closing:
+            task.look()
+
     try:
-        wait_until(task.is_ready, task.look)
+        wait_until(task.is_ready, look)
         if desk.failure is None:
             task.exchange()
     except BaseException as error:
@@ -133,6 +139,7 @@ def _do(task: Task, desk: Desk) -> None:
 
 def _end(desk: Desk, worker: threading.Thread, patience_s: float | None) -> None:
     """Let the worker finish what was queued, and end."""
+    desk.is_closing = True
     desk.tasks.put(None)
     if worker is not threading.current_thread():
         worker.join(patience_s)
