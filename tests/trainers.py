@@ -167,6 +167,7 @@ class Subject:
     impl: str
     stage: int
     by_messages: bool = field(default=False, kw_only=True)  # zero_full's ranks, which would share memory
+    by_staged: bool = field(default=False, kw_only=True)  # the same, as if they shared an accelerator
 
     def __str__(self) -> str:
         return f"{self.impl}-stage{self.stage}"
@@ -191,7 +192,12 @@ class Subject:
         """Put the model under this stage's care."""
         if self.impl == "full":
             keys = {**full_config(self.stage, **options), "shared_memory": not self.by_messages}
-            return FullTrainer(model, groups, keys)
+            if not self.by_staged:
+                return FullTrainer(model, groups, keys)
+            from tests.simulated import staged_transports  # a learner's `check` waits for no import of it
+
+            with staged_transports():
+                return FullTrainer(model, groups, keys)
         if self.stage != 2:
             options.pop("bucket_size", None)
         options["optimizer"] = getattr(zero_min, options["optimizer"])

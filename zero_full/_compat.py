@@ -224,7 +224,22 @@ def open_group(ranks: list[int], name: str, backend: str, timeout: timedelta | N
 
     `dist.new_group` makes names of the number of groups that are open: a name comes back when a group has
     been destroyed, with the old one's addresses, and ranks with different numbers of groups never meet.
+
+    If the default group is bound to a device, torch splits NCCL's communicator of all ranks for every further
+    group, and all ranks have to take part; so it must not know of the device while it makes this one.
     """
+    c10d: Any = dist.distributed_c10d
+    default = c10d._get_default_group()
+    bound, default.bound_device_id = default.bound_device_id, None
+    try:
+        group = _new_group(ranks, name, backend, timeout)
+    finally:
+        default.bound_device_id = bound
+    c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+    return group
+
+
+def _new_group(ranks: list[int], name: str, backend: str, timeout: timedelta | None) -> Any:
     c10d: Any = dist.distributed_c10d
     group, _ = c10d._new_process_group_helper(
         len(ranks),
@@ -234,9 +249,7 @@ def open_group(ranks: list[int], name: str, backend: str, timeout: timedelta | N
         default_store(),
         name,
         timeout=timeout or c10d._get_default_timeout(dist.Backend(backend)),
-        device_id=c10d._get_default_group().bound_device_id,
     )
-    c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
     return group
 
 
@@ -252,7 +265,14 @@ def device_of(group: Any) -> torch.device:
     return cpu if cpu in kinds or not kinds else kinds.pop()
 
 
-def timeout_of(group: Any) -> timedelta | None:
-    """How long a call on this group waits for a peer; None if its backend does not tell."""
-    options = getattr(group._get_backend(group._device_types[0]), "options", None)
+def timeout_of(group: Any, device: torch.device | None = None) -> timedelta | None:
+    """How long a call on this group with tensors of this device waits for a peer; None if nobody tells.
+
+    A group may have a backend for each kind of device. Without `device` an accelerator's is asked, if there
+    is one.
+    """
+    kinds = [torch.device(kind).type for kind in group._device_types]
+    usual = next((kind for kind in kinds if kind != "cpu"), "cpu")
+    kind = usual if device is None else device.type
+    options = getattr(group._get_backend(torch.device(kind if kind in kinds else usual)), "options", None)
     return getattr(options, "_timeout", None)

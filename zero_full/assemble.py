@@ -21,6 +21,7 @@ from torch import nn
 
 from zero_full.calls import ModelCalls
 from zero_full.checkpoint import load_weights
+from zero_full.comm.devices import ON_CPU, own_accelerator
 from zero_full.comm.ledger import Traffic
 from zero_full.comm.topology import Topology
 from zero_full.construct import Deferred, has_values, outside_recording
@@ -28,7 +29,7 @@ from zero_full.given import check_arguments, check_model, check_optimizer
 from zero_full.offload import Tier
 from zero_full.optim import check_elementwise
 from zero_full.precision import DynamicScale, StaticScale
-from zero_full.ranks import attempt, compare, facts_of
+from zero_full.ranks import attempt, compare, facts_of, refuse_shared_devices
 from zero_full.shard import Connection, Dealer, Settings, ZeroOptimizer, connect, place_the_rest
 from zero_full.shard.base import NoOptimizer
 from zero_full.shard.gathered import guard
@@ -65,7 +66,7 @@ def shard(
     if not (optimizer is None or isinstance(optimizer, torch.optim.Optimizer)):
         raise TypeError(f"optimizer must be a torch optimizer or None, not {type(optimizer).__name__}")
     _refuse_not_started(topology)
-    prepared = attempt(partial(_prepare, model, optimizer, settings, scaler), topology)
+    prepared = attempt(partial(_prepare, model, optimizer, settings, scaler, topology), topology)
     compare({"settings": dict(_facts(settings)), **facts_of(model, prepared.base)}, topology)
     made = assemble(model, topology, prepared)
     made.reducer.backward.rules = Rules(
@@ -90,10 +91,14 @@ class Prepared:
 
 
 def _prepare(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, settings: Settings, scaler: StaticScale | None
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    settings: Settings,
+    scaler: StaticScale | None,
+    topology: Topology,
 ) -> Prepared:
     check_model(model)
-    deferred = take_model(model)
+    deferred = take_model(model, topology)
     if optimizer is None:
         trained = [p for p in model.parameters() if p.requires_grad and not settings.cuts_state]
         return prepared_with(deferred, NoOptimizer(trained), settings, StaticScale(1.0))
@@ -104,9 +109,10 @@ def _prepare(
     return prepared_with(deferred, optimizer, settings, scaler)
 
 
-def take_model(model: nn.Module) -> Deferred:
+def take_model(model: nn.Module, topology: Topology) -> Deferred:
     """Move the model to this rank's device; what is constructed later stays where it is."""
     deferred = Deferred(model, _device(model))
+    refuse_shared_devices(topology, deferred.device)
     model.to(deferred.device)
     return deferred
 
@@ -130,7 +136,7 @@ def assemble(model: nn.Module, topology: Topology, prepared: Prepared) -> ZeroOp
     """Open the groups, deal the parameters, put the optimizer over them. Every rank must call this."""
     settings, deferred, base = prepared.settings, prepared.deferred, prepared.base
     device = deferred.device
-    separate = settings.overlap and device.type == "cpu"
+    separate = settings.overlap or device.type != "cpu"  # there all is queued, overlap or not
     connection = Connection(device, Traffic(), separate, settings.check_timeout_s, settings.shared_memory)
     groups = connect(topology, settings, connection)
     if groups.dense.shard.size > 1 or (groups.expert is not None and groups.expert.shard.size > 1):
@@ -168,11 +174,9 @@ def _device(model: nn.Module) -> torch.device:
     here = next(real, torch.device("cpu"))
     if here.type != "cpu" or not torch.accelerator.is_available():
         return here
-    if dist.is_initialized() and dist.get_backend() in ("gloo", "cpu:gloo"):
+    if dist.is_initialized() and dist.get_backend() in ON_CPU:
         return here
-    kind = torch.accelerator.current_accelerator()
-    assert kind is not None
-    return torch.device(kind.type, int(os.environ.get("LOCAL_RANK", "0")))
+    return own_accelerator()
 
 
 def _shares_memory() -> bool:

@@ -163,7 +163,8 @@ def collective_strategies() -> list[tuple[str, str]]:
     if torch is None or not distributed_available(torch):
         return []
     answers = {
-        "gloo": "shared memory on one Linux host, else slices sent directly and summed locally",
+        "gloo": "shared memory on one Linux host, else slices sent directly and summed locally; "
+        "on a device, the same through the host's memory",
         "nccl": "the backend's own collectives",
         "mpi": "the backend's own collectives",
         "ucc": "the backend's own collectives",
@@ -201,8 +202,7 @@ def launcher_problems() -> list[str]:
     torch, _ = imported("torch")
     if place is None or not hasattr(torch, "accelerator") or not torch.accelerator.is_available():
         return []
-    local = place.variables.get("LOCAL_RANK")
-    problem = launch.device_problem(local, torch.accelerator.device_count(), place.world_size)
+    problem = launch.device_problem(place.variables.get("LOCAL_RANK"))
     return [] if problem is None else [problem]
 
 

@@ -82,7 +82,7 @@ def initialize(
     data_rank, data_ranks = _place_among_data(topology)
 
     configs, trained = (args, config, config_params), (optimizer, model_parameters, lr_scheduler)
-    prepare = partial(_prepare, model, configs, data_ranks, trained, wrap, RollCall(topology))
+    prepare = partial(_prepare, model, configs, data_ranks, trained, wrap, topology, RollCall(topology))
     resolved, schedule, prepared = attempt(prepare, topology)
     checked = resolved.config
     attempt(partial(_check_batches, checked, training_data), topology)
@@ -106,6 +106,7 @@ def _prepare(
     data_ranks: int,
     trained: tuple[Any, Any, Any],
     wrap: Wrap | None,
+    topology: Topology,
     roll_call: RollCall,
 ) -> tuple[Resolved, Any, Prepared]:
     """What a rank can make on its own: the configuration, the schedule, and what is to be assembled."""
@@ -116,7 +117,7 @@ def _prepare(
     if wrap is not None:
         settings = replace(settings, gathering=replace(settings.gathering, wrap=wrap))
     check_model(model)
-    deferred = take_model(model)
+    deferred = take_model(model, topology)
     optimizer, parameters, schedule = trained
     base = _optimizer(resolved, model, optimizer, parameters)
     check_optimizer(base, model)

@@ -11,6 +11,8 @@ import argparse
 import atexit
 import logging
 import os
+import sys
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -22,8 +24,8 @@ LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")  # of one process; an address alone may be meant for others
 PORT = 29500  # torch's, and DeepSpeed's
 HERE = "127.0.0.1"
-ON_CPU = ("gloo", "cpu:gloo", "mpi", "ucc")
 REMEDY = "start with torchrun, or unset"
+PATIENCE_S = 5.0  # with the groups of a process that ends by an exception
 
 
 class LaunchError(RuntimeError):
@@ -171,6 +173,13 @@ def init_distributed(
     `auto_mpi_discovery` is false. `rank` and `world_size` can be told instead, beside an `init_method` or
     MASTER_ADDR and MASTER_PORT. `timeout` None is torch's. `config` has no effect.
 
+    Each process gets a device: the current one if you have chosen one, else that with the number LOCAL_RANK.
+    Without `dist_backend` torch chooses what fits the devices, such as NCCL; but where several ranks have the
+    same device it is gloo, and slices go through the host's memory. "gloo" keeps everything on the CPU.
+
+    torch is not told which device that is (`device_id`): it would open NCCL's communicator of all ranks at
+    once, used or not, and every later group would need all ranks to come, not only its members.
+
     Who joins by this leaves at exit, too: a process group that is still open then may abort the process.
     """
     import torch.distributed as dist
@@ -198,7 +207,7 @@ def init_distributed(
     if place is not None:
         _use(place, dist_backend, verbose)
         rank, world_size = place.rank, place.world_size
-    dist.init_process_group(dist_backend, where, timeout, rank=rank, world_size=world_size)
+    _join(dist_backend, where, timeout, rank, world_size)
     atexit.register(_leave)
 
 
@@ -222,48 +231,95 @@ def _told(rank: int, world_size: int, where: str) -> Place | None:
 
 
 def _use(place: Place, backend: str | None, verbose: bool) -> None:
-    """Set the variables that torch reads, and choose this process's device."""
+    """Set the variables that torch reads, and make this process's device the current one."""
     import torch
 
     os.environ.update(place.variables)
     if verbose and place.rank == 0:
         log.info("this is rank 0 of %d, according to %s", place.world_size, place.by)
-    if not torch.accelerator.is_available():
+    from zero_full.comm.devices import ON_CPU, own_accelerator
+
+    if torch.accelerator.is_available() and backend not in ON_CPU:
+        if problem := device_problem(place.variables.get("LOCAL_RANK")):
+            raise LaunchError(problem)
+        torch.accelerator.set_device_index(own_accelerator().index)
+
+
+def device_problem(local_rank: str | None) -> str | None:
+    """Why LOCAL_RANK tells no device; None if it does, or is not set."""
+    if local_rank is None or local_rank.isdecimal():
+        return None
+    return f"LOCAL_RANK={local_rank} is not a number: {REMEDY} it to run one process"
+
+
+def _join(backend: str | None, where: str, timeout: timedelta | None, rank: int, world_size: int) -> None:
+    """Meet the others and start the process group."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.rendezvous import rendezvous
+
+    from zero_full._compat import keys_under
+    from zero_full.comm.devices import ON_CPU
+
+    if backend in ON_CPU or not torch.accelerator.is_available():
+        dist.init_process_group(backend, where, timeout, rank=rank, world_size=world_size)
         return
-    local, count = place.variables.get("LOCAL_RANK"), torch.accelerator.device_count()
-    problem = device_problem(local, count, place.world_size)
-    if problem is None:
-        torch.accelerator.set_device_index(int(local or 0))
-    elif backend not in ON_CPU:
-        raise LaunchError(problem)
+    patience = {} if timeout is None else {"timeout": timeout}
+    store, rank, world_size = next(rendezvous(where, rank, world_size, **patience))
+    backend = _backend_for_devices(store, rank, world_size, backend)
+    store = keys_under("default_pg", store)
+    dist.init_process_group(backend, timeout=timeout, rank=rank, world_size=world_size, store=store)
 
 
-def device_problem(local_rank: str | None, devices: int, world_size: int) -> str | None:
-    """Why this process cannot have the device with the number LOCAL_RANK; None if it can."""
-    sees = f"this process sees {devices} device{'' if devices == 1 else 's'}"
-    if local_rank is None:
-        alone = world_size == 1 or devices == 1
-        told = f"LOCAL_RANK is not set and {sees}: set it to this process's number on its host"
-        return None if alone else told
-    if not local_rank.isdecimal():
-        return f"LOCAL_RANK={local_rank} is not a number: {REMEDY} it to run one process"
-    if int(local_rank) >= devices:
-        return (
-            f"LOCAL_RANK={local_rank} has no device, because {sees}: start no more processes on a host than "
-            "it has, and let each see all of them (CUDA_VISIBLE_DEVICES)"
+def _backend_for_devices(store: Any, rank: int, world_size: int, asked: str | None) -> str | None:
+    """What moves tensors of ranks with these devices. Every rank gets the same answer, or the same error."""
+    import torch
+
+    from zero_full._compat import keys_under
+    from zero_full.comm.devices import own_accelerator, shared_among, told
+
+    device = own_accelerator()
+    by_host = f"cpu:gloo,{device.type}:gloo"
+    shared = shared_among(keys_under("zero_full/devices", store), range(world_size), rank, device)
+    if not shared or asked == by_host:
+        return asked
+    if asked is not None:
+        raise LaunchError(
+            f"{told(shared)}, and {asked} wants one for each: leave dist_backend out, and their slices go "
+            "through the host's memory; or start no more processes on a host than it has devices"
         )
-    return None
+    if not os.environ.get("LOCAL_RANK") and torch.accelerator.device_count() > 1:
+        raise LaunchError(
+            f"{told(shared)} of {torch.accelerator.device_count()} that they see, because nothing tells them "
+            "apart: set LOCAL_RANK to each process's number on its host, or call "
+            "torch.accelerator.set_device_index before"
+        )
+    if rank == 0:
+        log.warning(
+            "%s: their slices go through the host's memory (gloo), because NCCL wants a device for each rank",
+            told(shared),
+        )
+    return by_host
 
 
 def _leave() -> None:
     import torch.distributed as dist
 
     if dist.is_initialized():
-        with suppress(RuntimeError):  # the others may have gone
-            dist.destroy_process_group()
+        leaving = threading.Thread(target=_destroy, daemon=True)
+        leaving.start()
+        # A backend may wait for collectives that will never end, because this rank has raised in the middle.
+        leaving.join(PATIENCE_S if hasattr(sys, "last_value") else None)
     # A thread of gloo's may still wait for the GIL, to let go of the last collective's tensors. Whoever waits
     # for it while the interpreter ends is ended, and that aborts the process. A sleep hands over the GIL.
     time.sleep(0.05)
+
+
+def _destroy() -> None:
+    import torch.distributed as dist
+
+    with suppress(RuntimeError):  # the others may have gone
+        dist.destroy_process_group()
 
 
 # The command line ------------------------------------------------------------------------------------

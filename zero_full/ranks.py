@@ -8,12 +8,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero_full._compat import default_store, keys_under
+from zero_full._compat import backend_of, default_store, keys_under
 from zero_full.comm import CommunicationError, DesyncError, DisagreementError
+from zero_full.comm.devices import SharedDeviceError, shared_among, told
 from zero_full.comm.topology import Topology, this_rank
 from zero_full.wording import ranks_listed
 
@@ -31,6 +33,11 @@ def groups_of(topology: Topology) -> list[dist.ProcessGroup]:
     if data is None and dist.is_initialized():
         data = dist.group.WORLD
     return [data] if data is not None and data.size() > 1 else []
+
+
+def members_of(topology: Topology) -> list[int]:
+    """The ranks in these groups, by their numbers among all."""
+    return sorted({rank for group in groups_of(topology) for rank in dist.get_process_group_ranks(group)})
 
 
 def everyones(mine: Any, topology: Topology) -> dict[int, Any]:
@@ -55,8 +62,7 @@ class RollCall:
     """Notes in the process group's store which ranks have come to `initialize`."""
 
     def __init__(self, topology: Topology) -> None:
-        groups = groups_of(topology)
-        self.ranks = sorted({rank for group in groups for rank in dist.get_process_group_ranks(group)})
+        self.ranks = members_of(topology)
         if self.ranks:
             name = f"zero_full/initialize/{'-'.join(map(str, self.ranks))}"
             times = keys_under(name, default_store()).add(f"times/{this_rank()}", 1)
@@ -76,12 +82,33 @@ class RollCall:
             time.sleep(LOOK_S)
 
 
+def refuse_shared_devices(topology: Topology, device: torch.device) -> None:
+    """SharedDeviceError on every rank if two have one device, where the backend wants one for each.
+
+    NCCL itself would hang, or say something about its own duplicate GPU, in its first collective.
+    """
+    if device.type == "cpu" or not (ranks := members_of(topology)):
+        return
+    backend = backend_of(groups_of(topology)[0], device)
+    if backend == "gloo":
+        return
+    name = f"zero_full/devices/{'-'.join(map(str, ranks))}"
+    times = keys_under(name, default_store()).add(f"times/{this_rank()}", 1)
+    shared = shared_among(keys_under(f"{name}/{times}", default_store()), ranks, this_rank(), device)
+    if shared:
+        raise SharedDeviceError(
+            f"{told(shared)}, and {backend} wants one for each. Either call zero_full.init_distributed() "
+            "instead of torch.distributed.init_process_group: where ranks have one device, their slices go "
+            "through the host's memory. Or give each rank its own: torch.accelerator.set_device_index(...)"
+        )
+
+
 def attempt(act: Callable[[], Returned], topology: Topology) -> Returned:
     """What `act` returns; if it fails on any rank, all raise, with the reason. Every rank must call this."""
     made, failure = None, None
     try:
         made = act()
-    except DesyncError:  # a rank is missing, so there is nobody to ask
+    except (DesyncError, SharedDeviceError):  # a rank is missing, or all know: there is nobody to ask
         raise
     except Exception as error:
         failure = error

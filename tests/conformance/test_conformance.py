@@ -115,6 +115,17 @@ def test_ranks_of_one_host_may_send_messages(subject: Subject, case: Case, world
             assert torch.equal(mine.parameters[name], want), name
 
 
+@pytest.mark.parametrize("case", [Case("tied", two_groups=True), Case(dtype=torch.float32)], ids=str)
+def test_ranks_of_one_device_may_go_through_the_host(subject: Subject, case: Case) -> None:
+    if subject.impl != "full":
+        pytest.skip("only zero_full's ranks can be staged")
+    staged = claims.parity(replace(subject, by_staged=True), case, 2)
+    for mine, theirs in zip(staged, claims.runs_of(subject, case, 2), strict=True):
+        assert mine.sent == theirs.sent
+        for name, want in theirs.parameters.items():
+            assert torch.equal(mine.parameters[name], want), name
+
+
 @pytest.mark.parametrize("bucket_size", [1, 13, 1000])
 def test_the_bucket_size_changes_no_bit(subject: Subject, bucket_size: int) -> None:
     if subject.impl != "full" and subject.stage != 2:

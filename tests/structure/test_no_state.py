@@ -30,6 +30,7 @@ STATE = {
     "kernels.ops.LIBRARY": "the operators are registered with torch, once in a process",
 }
 CACHES = {  # of what depends on the arguments alone
+    "comm.device_queue.driver_of": "of CUDA's driver, by device: whether it does what is wanted",
     "construct.deferred.draws_numbers": "by operation of torch",
     "construct.deferred._written_arguments": "by operation of torch",
     "construct.recorded._recorded_kind": "by class",

@@ -25,7 +25,7 @@ ROOMS = {  # and a room of zero_full only itself and these; what is not named ma
     "offload": set(),
     "data": {"_compat"},
     "migrate": {"config", "engine", "optim"},
-    "launch": set(),
+    "launch": {"_compat", "comm"},
     "stopwatch": set(),
     "kernels": set(),
     "trees": set(),

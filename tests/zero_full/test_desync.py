@@ -176,12 +176,12 @@ def test_a_difference_that_was_caught_does_not_poison_later_calls() -> None:
 
 def keys_in_the_store(comm: Any) -> list[int]:
     by, found = checked(), []
-    assert by.check is not None
+    assert by.call_check is not None
     for _ in range(3):
         for _ in range(10):
             usual(by)
         comm.barrier()
-        found.append(int(by.check.store.num_keys()))
+        found.append(int(by.call_check.store.num_keys()))
         comm.barrier()
     return found
 

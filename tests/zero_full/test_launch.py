@@ -2,17 +2,27 @@
 
 import inspect
 import os
+import platform
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from zero_full import launch
+from tests.worlds import POOL
+from zero_full import Topology, assemble, launch, ranks
+from zero_full.comm import devices
 from zero_full.launch import LAUNCHER, OTHERS, LaunchError, find_place, init_distributed
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
@@ -109,43 +119,183 @@ def test_open_mpi_is_not_asked_against_the_users_will() -> None:
         find_place({**OMPI, "MASTER_ADDR": "b"}, discover=False)
 
 
+# Devices -----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def devices_seen(count: int, chosen: int = 0, of_its_own: str = "") -> Iterator[list[int]]:
+    """A process that sees so many devices, of which one is current. `of_its_own`: nobody else sees them.
+
+    It gives the numbers that are made current from then on.
+    """
+    made_current: list[int] = []
+
+    def current() -> int:
+        return made_current[-1] if made_current else chosen
+
+    with (
+        mock.patch.object(torch.accelerator, "is_available", lambda: True),
+        mock.patch.object(torch.accelerator, "current_accelerator", lambda: torch.device("cuda")),
+        mock.patch.object(torch.accelerator, "device_count", lambda: count),
+        mock.patch.object(torch.accelerator, "current_device_index", current),
+        mock.patch.object(torch.accelerator, "set_device_index", made_current.append),
+        mock.patch.object(devices, "identity_of", lambda device: f"GPU-{device.index}{of_its_own}"),
+    ):
+        yield made_current
+
+
 @pytest.mark.parametrize(
-    ("local_rank", "devices", "world_size", "words"),
+    ("local_rank", "seen", "chosen", "index"),
     [
-        ("0", 1, 1, None),
-        ("3", 4, 8, None),
-        (None, 1, 8, None),
-        (None, 8, 1, None),
-        (None, 8, 8, "LOCAL_RANK is not set and this process sees 8 devices: set it"),
-        ("4", 4, 8, "LOCAL_RANK=4 has no device, because this process sees 4 devices: start no more"),
-        ("x", 1, 8, "LOCAL_RANK=x is not a number"),
+        ("0", 1, 0, 0),
+        ("3", 4, 0, 3),
+        ("3", 1, 0, 0),  # --gpus-per-task=1 shows each task its own, as number 0; or four share one
+        ("5", 4, 0, 1),
+        (None, 8, 0, 0),
+        (None, 8, 6, 6),  # torch.cuda.set_device, after mp.spawn
+        ("3", 4, 2, 2),
     ],
 )
-def test_a_device_for_each_rank_of_a_host(
-    local_rank: str | None, devices: int, world_size: int, words: str | None
+def test_which_device_is_this_processs(
+    local_rank: str | None, seen: int, chosen: int, index: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    problem = launch.device_problem(local_rank, devices, world_size)
-    assert problem is None if words is None else problem is not None and words in problem
+    if local_rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    with devices_seen(seen, chosen):
+        assert devices.own_accelerator() == torch.device("cuda", index)
+        model = nn.Linear(2, 2)
+        assert assemble._device(model) == torch.device("cuda", index)
+        assert assemble._device(model.to("meta")) == torch.device("cuda", index)
 
 
-def test_a_rank_without_a_device_is_refused_unless_it_stays_on_the_cpu(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    chosen: list[int] = []
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
-    monkeypatch.setattr(dist, "init_process_group", lambda *given, **named: None)
-    monkeypatch.setattr(launch.atexit, "register", lambda function: None)
-    for name, value in {**TORCHRUN, "LOCAL_RANK": "5"}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(LaunchError, match="LOCAL_RANK=5 has no device"):
-        init_distributed()
-    init_distributed("gloo")
-    assert chosen == []
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    init_distributed()
-    assert chosen == [1]
+def joined(port: str, rank: int, **named: Any) -> tuple[str, float]:
+    """The backend of a world of two that this process joins, and a sum over it."""
+    with mock.patch.object(launch.atexit, "register"):
+        init_distributed(init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, **named)
+    total = torch.ones(3)
+    dist.all_reduce(total)
+    return str(dist.get_backend()), float(total[0])
+
+
+def joining(comm: Any, case: str, port: str, store: str) -> Any:
+    """What becomes of a rank that sees devices as in this case."""
+    local, backend, seen, chosen, own = {
+        "one card": (True, None, 1, 0, ""),
+        "one card, more ranks": (True, None, 2, 0, ""),
+        "one card each": (True, None, 2, 0, ""),
+        "one card each, as number 0": (True, None, 1, 0, f" of {comm.rank}"),
+        "chosen before": (False, None, 2, comm.rank, ""),
+        "nobody has chosen": (False, None, 2, 0, ""),
+        "one card and NCCL": (True, "nccl", 1, 0, ""),
+        "one card by name": (True, "cpu:gloo,cuda:gloo", 1, 0, ""),
+        "CPU": (True, "gloo", 1, 0, ""),
+    }[case]
+    local_rank = {"LOCAL_RANK": str(2 * comm.rank if case == "one card, more ranks" else comm.rank)}
+    dist.destroy_process_group()
+    environment = dict.fromkeys(LAUNCHER, "") | (local_rank if local else {"LOCAL_RANK": ""})
+    asked: list[Any] = []
+    real = dist.init_process_group
+
+    def start(backend: str | None, *given: Any, **named: Any) -> None:
+        asked.append(backend)
+        real(backend or "gloo", *given, **named)  # no NCCL here
+
+    with (
+        devices_seen(seen, chosen, own) as current,
+        mock.patch.dict(os.environ, environment),
+        mock.patch.object(dist, "init_process_group", start),
+        mock.patch.object(launch.log, "warning") as said,
+    ):
+        try:
+            made = joined(port, comm.rank, dist_backend=backend)
+        except LaunchError as error:
+            real("gloo", init_method=f"file://{store}", rank=comm.rank, world_size=2)
+            return str(error)
+    told = said.call_args[0][0] % said.call_args[0][1:] if said.called else ""
+    return asked, current, *made, told
+
+
+GLOO, SHARED = "cpu:gloo,cuda:gloo", "ranks 0, 1 have one device (GPU-0)"
+HOST = (
+    f"{SHARED}: their slices go through the host's memory (gloo), because NCCL wants a device for each rank"
+)
+
+
+@pytest.mark.parametrize(
+    ("case", "found"),
+    [
+        ("one card", [([GLOO], [0], GLOO, 2.0, HOST), ([GLOO], [0], GLOO, 2.0, "")]),
+        ("one card, more ranks", [([GLOO], [0], GLOO, 2.0, HOST), ([GLOO], [0], GLOO, 2.0, "")]),
+        ("one card each", [([None], [rank], "gloo", 2.0, "") for rank in range(2)]),
+        ("one card each, as number 0", [([None], [0], "gloo", 2.0, "")] * 2),
+        ("chosen before", [([None], [rank], "gloo", 2.0, "") for rank in range(2)]),
+        ("one card by name", [([GLOO], [0], GLOO, 2.0, "")] * 2),
+        ("CPU", [(["gloo"], [], "gloo", 2.0, "")] * 2),
+        (
+            "nobody has chosen",
+            [
+                f"{SHARED} of 2 that they see, because nothing tells them apart: set LOCAL_RANK to each "
+                "process's number on its host, or call torch.accelerator.set_device_index before"
+            ]
+            * 2,
+        ),
+        (
+            "one card and NCCL",
+            [
+                f"{SHARED}, and nccl wants one for each: leave dist_backend out, and their slices go through "
+                "the host's memory; or start no more processes on a host than it has devices"
+            ]
+            * 2,
+        ),
+    ],
+)
+def test_ranks_that_have_one_device_do_not_use_nccl(case: str, found: Any, tmp_path: Path) -> None:
+    assert POOL.run(joining, 2, case, free_port(), str(tmp_path / "store")) == found
+
+
+def started_by_the_user(comm: Any, identities: list[str]) -> list[str]:
+    """A world with a backend that wants a device a rank, and a model there: what `initialize` would say."""
+    heard = []
+    for _ in range(2):  # as with two engines
+        with (
+            mock.patch.object(ranks, "backend_of", lambda group, device: "nccl"),
+            mock.patch.object(devices, "identity_of", lambda device: identities[comm.rank]),
+            mock.patch.object(ranks.dist, "all_gather_object", wraps=dist.all_gather_object) as by_nccl,
+        ):
+            refuse = partial(ranks.refuse_shared_devices, Topology(), torch.device("cuda", 0))
+            try:
+                ranks.attempt(refuse, Topology())
+            except devices.SharedDeviceError as error:
+                heard.append(str(error))
+            assert bool(by_nccl.called) == (not heard)
+    return heard
+
+
+def test_a_world_of_nccls_with_two_ranks_on_a_device_is_refused_before_nccl_is_used() -> None:
+    assert POOL.run(started_by_the_user, 3, ["a", "b", "c"]) == [[]] * 3
+    for heard in POOL.run(started_by_the_user, 3, ["a", "b", "a"]):
+        assert len(heard) == 2
+        for text in heard:
+            assert text.startswith(
+                "ranks 0, 2 have one device (a), and nccl wants one for each. Either call zero_"
+            )
+
+
+def test_a_device_is_known_by_its_drivers_identity_or_by_its_host_and_number() -> None:
+    device = torch.device("cuda", 3)
+    module = SimpleNamespace(get_device_properties=lambda device: SimpleNamespace(uuid="4f-1"))
+    with mock.patch.object(torch, "get_device_module", lambda device: module):
+        assert devices.identity_of(device) == "4f-1"
+    with mock.patch.object(torch, "get_device_module", lambda device: SimpleNamespace()):
+        assert devices.identity_of(device).startswith(f"cuda:3 of {platform.node()}")
+
+
+def test_only_a_local_rank_that_is_no_number_is_a_problem() -> None:
+    assert launch.device_problem(None) is None and launch.device_problem("7") is None
+    assert "LOCAL_RANK=x is not a number" in str(launch.device_problem("x"))
+
+
+# Joining -----------------------------------------------------------------------------------------
 
 
 def test_its_arguments_are_deepspeeds_in_its_order() -> None:
@@ -199,3 +349,21 @@ def test_two_processes_find_each_other_by_arguments_and_by_open_mpis_variables()
     ranks = [subprocess.Popen(c, env=dict(os.environ), stdout=subprocess.PIPE, text=True) for c in commands]
     said = [rank.communicate(timeout=120)[0].strip() for rank in ranks]
     assert said == [f"[[{rank}, 2, 2, None], [{rank}, 2, 2, '{rank}']]" for rank in range(2)]
+
+
+RAISES = """
+import sys, time
+import torch.distributed as dist, zero_full
+
+zero_full.init_distributed("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+dist.destroy_process_group = lambda: time.sleep(1000)  # as NCCL's may, while a collective waits for others
+zero_full.launch.PATIENCE_S = 0.1
+raise RuntimeError("the reason")
+"""
+
+
+def test_a_rank_that_raises_ends_though_its_groups_do_not(tmp_path: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", RAISES, str(tmp_path / "store")], capture_output=True, text=True, timeout=100
+    )
+    assert run.returncode == 1 and "RuntimeError: the reason" in run.stderr

@@ -48,13 +48,13 @@ def in_rank_order(world: int, numel: int, dtype: torch.dtype, divisor: float, se
     return total / divisor
 
 
+HALF = 64  # bytes of half a window
+
+
 @contextmanager
 def small_pieces() -> Iterator[None]:
-    """Windows, messages and what is summed at a time: a few elements."""
-    half = 64
+    """Messages and what is summed at a time: a few elements."""
     with (
-        mock.patch.object(shared, "HALF", half),
-        mock.patch.object(shared, "WINDOW", 2 * half + 8),
         mock.patch.object(transport, "MESSAGE", 7),
         mock.patch.object(transport, "CACHED", 3),
     ):
@@ -68,7 +68,7 @@ def everyone() -> dist.ProcessGroup:
 
 
 def both() -> dict[str, Transport]:
-    shared_memory = share_memory(everyone())
+    shared_memory = share_memory(everyone(), half=HALF)
     assert shared_memory is not None
     return {"exchange": Exchange(everyone()), "shared memory": shared_memory}
 
@@ -208,7 +208,7 @@ def test_ranks_that_dawdle_never_read_what_belongs_to_another_call(world: int, w
 # Where there is no shared memory -----------------------------------------------------------------
 
 
-def no_descriptor(secret: bytes) -> tuple[None, str]:
+def no_descriptor(secret: bytes, size: int) -> tuple[None, str]:
     return None, ""
 
 

@@ -3,7 +3,8 @@
 It picks the transport, counts the bytes, compares the calls if asked to, and puts a name on what fails.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,9 +13,12 @@ from torch import Tensor
 
 from zero_full._compat import backend_of
 from zero_full.comm.desync import CallCheck, DesyncError
+from zero_full.comm.device_queue import queue_for
 from zero_full.comm.ledger import Traffic
 from zero_full.comm.pretend import Pretence, PretendedGroup
-from zero_full.comm.shared import share_memory
+from zero_full.comm.shared import HALF, share_memory
+from zero_full.comm.staged import HALF as STAGED_HALF
+from zero_full.comm.staged import Staged
 from zero_full.comm.topology import ranks_of
 from zero_full.comm.transport import Exchange, Native, Transport, own_slice
 
@@ -24,12 +28,14 @@ class CommunicationError(RuntimeError):
 
 
 def choose_transport(group: dist.ProcessGroup, device: torch.device, shared_memory: bool = True) -> Transport:
-    """The fastest transport that works for this group; see `transport.py`."""
+    """The fastest transport that works for this group; see `transport.py` and `staged.py`."""
     if isinstance(group, PretendedGroup):
         return Pretence(group)
-    if device.type != "cpu" or backend_of(group, device) != "gloo":
+    if backend_of(group, device) != "gloo":
         return Native(group)
-    return share_memory(group, shared_memory) or Exchange(group)
+    on_host = device.type == "cpu"
+    by = share_memory(group, shared_memory, HALF if on_host else STAGED_HALF) or Exchange(group)
+    return by if on_host else Staged(by, queue_for(device))
 
 
 NOBODY: Any = object()  # the group of a communicator that is closed
@@ -53,7 +59,7 @@ class Communicator:
         self.size = 1 if self.group is None else self.group.size()
         self.ranks = [0] if self.group is None else ranks_of(self.group)
         self.closed = False
-        self.check: CallCheck | None = None
+        self.call_check: CallCheck | None = None
         self.transport: Transport | None = None
         if self.group is not None:
             self._open(self.group, check_timeout_s, shared_memory)
@@ -63,7 +69,7 @@ class Communicator:
             self.transport = choose_transport(group, self.device, shared_memory)
 
         if check_timeout_s is not None:
-            self.check = CallCheck(self.ranks, self.ranks[self.rank], check_timeout_s)
+            self.call_check = CallCheck(self.ranks, self.ranks[self.rank], check_timeout_s)
         self._call("opening", f"ranks {self.ranks}", torch.empty(0), 0, choose)
 
     def slice_of(self, whole: Tensor) -> Tensor:
@@ -128,10 +134,25 @@ class Communicator:
             self._call("gather_objects", what, torch.empty(0), 0, gather)
         return answers
 
+    def check(self, what: str) -> None:
+        """Raise CommunicationError if a collective has failed since it was queued.
+
+        For who has waited for the device, and is about to believe what a collective has left there.
+        """
+        if self.transport is not None and not self.closed:
+            with self._named("reading", what):
+                self.transport.check()
+
     def close(self) -> None:
-        """Let go of the process group and its connections. A later collective raises CommunicationError."""
-        if self.group is not None:
+        """Let go of the process group and its connections. A later collective raises CommunicationError.
+
+        It waits for what is queued, and raises if that has failed and nobody has heard of it.
+        """
+        if self.transport is not None and not self.closed:
+            transport = self.transport
             self.closed, self.group, self.transport = True, NOBODY, NOBODY
+            with self._named("closing", "the group"):
+                transport.close()
 
     def _call(self, kind: str, what: str, tensor: Tensor, sent: int, collective: Callable[[], Any]) -> None:
         if self.closed:
@@ -139,10 +160,18 @@ class Communicator:
                 f"{kind} of {what} after destroy: this engine has left its groups. Do it before, or "
                 "initialize the model again"
             )
-        try:
-            if self.check is not None:
-                self.check(f"{kind} of {what}: {tensor.numel()} x {str(tensor.dtype).removeprefix('torch.')}")
+        with self._named(kind, what):
+            if self.call_check is not None:
+                size = f"{tensor.numel()} x {str(tensor.dtype).removeprefix('torch.')}"
+                self.call_check(f"{kind} of {what}: {size}")
             collective()
+        self.traffic.add(f"{kind} {self.label}".rstrip(), sent)
+
+    @contextmanager
+    def _named(self, kind: str, what: str) -> Iterator[None]:
+        """What fails in this block is a CommunicationError that says what was going on."""
+        try:
+            yield
         except DesyncError:
             raise
         except RuntimeError as error:
@@ -152,7 +181,6 @@ class Communicator:
                 "Usually another rank has failed first (look for the earliest error) or makes other calls "
                 '(set "debug": {"check_collectives": true} in the config to see which).'
             ) from error
-        self.traffic.add(f"{kind} {self.label}".rstrip(), sent)
 
 
 def _copy_over(source: Tensor, out: Tensor, divisor: float) -> None:

@@ -23,8 +23,13 @@ from zero_full._compat import timeout_of
 from zero_full.comm import spin_barrier
 from zero_full.comm.transport import OverGroup, add_up, own_slice
 
+CPU = torch.device("cpu")
 HALF = 2 * 2**20  # bytes
-WINDOW = 2 * HALF + 8  # and a number at which ranks meet
+
+
+def window_of(half: int) -> int:
+    """The bytes of a window with halves of this size: behind them is a number at which ranks meet."""
+    return 2 * half + 8
 
 
 class SharedMemory(OverGroup):
@@ -34,16 +39,16 @@ class SharedMemory(OverGroup):
 
     def __init__(self, group: dist.ProcessGroup, windows: list[Tensor], pids: Sequence[int]) -> None:
         super().__init__(group)
-        self.windows = windows
+        self.windows, self.half = windows, (windows[0].numel() - 8) // 2
         self.turn = 0
-        numbers = [window[2 * HALF :] for window in windows]
+        numbers = [window[2 * self.half :] for window in windows]
         self.meet: Callable[[], object] = self._meet_by_message
         if all(pids):
-            self.meet = spin_barrier.SpinBarrier(numbers, self.rank, pids, timeout_of(group))
+            self.meet = spin_barrier.SpinBarrier(numbers, self.rank, pids, timeout_of(group, CPU))
 
     def _half(self, rank: int, dtype: torch.dtype) -> Tensor:
-        start = self.turn % 2 * HALF
-        return self.windows[rank][start : start + HALF].view(dtype)
+        start = self.turn % 2 * self.half
+        return self.windows[rank][start : start + self.half].view(dtype)
 
     def _slot(self, owner: int, reader: int, like: Tensor) -> Tensor:
         """The part of `owner`'s window that is for `reader`. No rank has a part for itself."""
@@ -56,7 +61,7 @@ class SharedMemory(OverGroup):
     def reduce_scatter(self, whole: Tensor, out: Tensor, divisor: float) -> None:
         """Each rank shows the others their slices, and sums its own."""
         slices = [own_slice(whole, rank, self.size) for rank in range(self.size)]
-        room = HALF // whole.element_size() // (self.size - 1)
+        room = self.half // whole.element_size() // (self.size - 1)
         for low in range(0, out.numel(), room):
             pieces = [s[low : low + room] for s in slices]
             for reader in self.others:
@@ -72,7 +77,7 @@ class SharedMemory(OverGroup):
     def all_gather(self, whole: Tensor) -> None:
         """Each rank shows its slice, and copies the others'."""
         slices = [own_slice(whole, rank, self.size) for rank in range(self.size)]
-        room = HALF // whole.element_size()
+        room = self.half // whole.element_size()
         for low in range(0, slices[0].numel(), room):
             pieces = [s[low : low + room] for s in slices]
             numel = pieces[0].numel()
@@ -99,14 +104,18 @@ class SharedMemory(OverGroup):
         self.all_gather(whole)
 
 
-def share_memory(group: dist.ProcessGroup, wanted: bool = True) -> SharedMemory | None:
-    """A transport; or None on every rank, if two cannot see each other's memory or one does not want to."""
+def share_memory(group: dist.ProcessGroup, wanted: bool = True, half: int = HALF) -> SharedMemory | None:
+    """A transport; or None on every rank, if two cannot see each other's memory or one does not want to.
+
+    `half`: the bytes of half a window, a multiple of 8, the same on every rank.
+    """
     secret = secrets.token_bytes(16)
-    descriptor, path = _make_window(secret) if wanted else (None, "")
+    size = window_of(half)
+    descriptor, path = _make_window(secret, size) if wanted else (None, "")
     addresses: list[tuple[bytes, str, int]] = [(b"", "", 0)] * group.size()
     pid = os.getpid() if spin_barrier.works_here() else 0
     dist.all_gather_object(addresses, (secret, path, pid), group=group)
-    windows = [_open_window(secret, path) for secret, path, _ in addresses]
+    windows = [_open_window(secret, path, size) for secret, path, _ in addresses]
     seen = torch.tensor([float(all(window is not None for window in windows))])
     dist.all_reduce(seen, dist.ReduceOp.MIN, group=group)  # also: nobody closes before all have opened
     if descriptor is not None:
@@ -117,7 +126,7 @@ def share_memory(group: dist.ProcessGroup, wanted: bool = True) -> SharedMemory 
     return SharedMemory(group, mapped, [pid for _, _, pid in addresses])
 
 
-def _make_window(secret: bytes) -> tuple[int | None, str]:
+def _make_window(secret: bytes, size: int) -> tuple[int | None, str]:
     """A window with the secret at its start, so that whoever opens it knows it is the right one."""
     if not hasattr(os, "memfd_create"):  # not Linux
         return None, ""
@@ -126,16 +135,16 @@ def _make_window(secret: bytes) -> tuple[int | None, str]:
     except OSError:  # a container forbids it; the others wait for an answer all the same
         return None, ""
     with suppress(OSError):  # then nobody finds the secret
-        os.ftruncate(descriptor, WINDOW)
+        os.ftruncate(descriptor, size)
         os.pwrite(descriptor, secret, 0)
     return descriptor, f"/proc/{os.getpid()}/fd/{descriptor}"
 
 
-def _open_window(secret: bytes, path: str) -> Tensor | None:
+def _open_window(secret: bytes, path: str, size: int) -> Tensor | None:
     with suppress(OSError, RuntimeError):  # another host, another container, no permission
         # Look before mapping: mapping would enlarge whatever file stands under that path elsewhere.
         if path and _start_of(path, len(secret)) == secret:
-            return torch.from_file(path, shared=True, size=WINDOW, dtype=torch.uint8)
+            return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
     return None
 
 

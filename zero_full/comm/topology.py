@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
@@ -133,8 +134,10 @@ def this_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def new_group(ranks: list[int], like: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A new group with the backend and timeout of `like`. Only its members need to call this.
+def new_group(
+    ranks: list[int], like: dist.ProcessGroup, device: torch.device | None = None
+) -> dist.ProcessGroup:
+    """A new group with the backend of `like`, and its timeout for `device`. Only its members need to call.
 
     torch would give it the default backend, and half an hour to wait for a rank that has died.
     """
@@ -143,7 +146,7 @@ def new_group(ranks: list[int], like: dist.ProcessGroup) -> dist.ProcessGroup:
     members = f"zero_full/{'-'.join(map(str, ranks))}"
     number = default_store().add(f"{members}/opened by {dist.get_rank()}", 1)  # how often these have met
     group: dist.ProcessGroup = open_group(
-        ranks, f"{members}/{number}", dist.get_backend(like), timeout_of(like)
+        ranks, f"{members}/{number}", dist.get_backend(like), timeout_of(like, device)
     )
     return group
 

@@ -49,6 +49,12 @@ class Transport(Protocol):
     def gather_objects(self, mine: Any) -> list[Any]:
         """Everyone's small Python object, by rank."""
 
+    def check(self) -> None:
+        """Raise RuntimeError if a collective has failed since it was queued."""
+
+    def close(self) -> None:
+        """End what runs for this transport. Raises as `check` does."""
+
 
 def own_slice(whole: Tensor, rank: int, size: int) -> Tensor:
     """Rank `rank`'s part of a flat buffer."""
@@ -104,6 +110,12 @@ class OverGroup:
         answers = [mine] * self.size
         dist.all_gather_object(answers, mine, group=self.group)
         return answers
+
+    def check(self) -> None:
+        """Nothing: a call that fails raises, or (NCCL's) ends the process."""
+
+    def close(self) -> None:
+        """Nothing runs."""
 
 
 class Native(OverGroup):

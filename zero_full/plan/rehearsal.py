@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from zero_full._compat import identity_of
 from zero_full.comm.ledger import Traffic
 from zero_full.comm.pretend import PretendedGroup
-from zero_full.comm.shared import WINDOW
+from zero_full.comm.shared import HALF, window_of
 from zero_full.comm.topology import Topology
 from zero_full.config import Config, ConfigError, Resolved
 from zero_full.config.schema import OptimizerConfig
@@ -205,7 +205,7 @@ class Rehearsal:
         """Of shared memory, if all ranks are on one host."""
         groups = [each for each in self.optimizer.groups.communicators if each.size > 1]
         shared = self.cluster.device == "cpu" and self.optimizer.settings.shared_memory
-        return len(groups) * WINDOW if shared else 0
+        return len(groups) * window_of(HALF) if shared else 0
 
 
 def _state_in(states: Iterable[Mapping[str, Any]]) -> list[Tensor]:

@@ -86,6 +86,8 @@ def _add_up(groups: Groups, sides: Sequence["_Side"], exactly: bool) -> list[flo
     if groups.model is not None:
         groups.model.sum_numbers(total, "squared gradient norm")
     numbers: list[float] = torch.cat([total, *(side.numbers[SQUARES:] for side in sides)]).tolist()
+    for communicator in groups.communicators:  # the device has been waited for: what failed there is known
+        communicator.check("norm and parameters in use")
     return numbers
 
 

@@ -1,7 +1,7 @@
 """From a topology to communicators: who shares state with this rank, and how slices travel among them."""
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -52,12 +52,15 @@ class Groups:
     opened: list[dist.ProcessGroup]  # for this engine alone
 
     def close(self) -> None:
-        """Let go of all groups; leave those that were opened for this engine. Every rank must call this."""
-        for communicator in self.communicators:
-            communicator.close()
-        while self.opened:
-            with suppress(ValueError):  # somebody has left all groups already
-                dist.destroy_process_group(self.opened.pop())
+        """Let go of all groups; leave those that were opened for this engine. Every rank must call this.
+
+        Each is left, also if a collective on another one has failed, which is raised then.
+        """
+        with ExitStack() as others:
+            while self.opened:
+                others.callback(_leave, self.opened.pop())
+            for communicator in self.communicators:
+                others.callback(communicator.close)
 
     @property
     def everyone(self) -> list[Communicator]:
@@ -66,13 +69,18 @@ class Groups:
         return [*groups, self.model] if self.model is not None else groups
 
 
+def _leave(group: dist.ProcessGroup) -> None:
+    with suppress(ValueError):  # somebody has left all groups already
+        dist.destroy_process_group(group)
+
+
 @dataclass(frozen=True)
 class Connection:
     """How to open communicators."""
 
     device: torch.device
     traffic: Traffic
-    own_groups: bool  # so that calls beside backward never mix with the user's on the same group
+    own_groups: bool  # so that our calls never mix with the user's on the same group, in another order
     check_timeout_s: float | None
     shared_memory: bool = True  # where ranks can
     communicators: list[Communicator] = field(default_factory=list)
@@ -80,8 +88,8 @@ class Connection:
 
     def to(self, group: Group, label: str = "") -> Communicator:
         """A communicator for this group, or for a rank that is alone if it is None."""
-        if group is not None and self.own_groups:
-            group = new_group(ranks_of(group), like=group)
+        if group is not None and group.size() > 1 and self.own_groups:
+            group = new_group(ranks_of(group), group, self.device)
             self.opened.append(group)
         return self._over(group, label)
 
