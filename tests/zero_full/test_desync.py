@@ -189,10 +189,10 @@ def keys_in_the_store(comm: Any) -> list[int]:
 def asked_of_the_store(comm: Any) -> int:
     """How often a rank that need not wait talks to the store in a call."""
     by, asked = checked(), list[str]()
-    assert by.check is not None
+    assert by.call_check is not None
     usual(by)
-    store = mock.Mock(wraps=by.check.store)
-    by.check.store = store
+    store = mock.Mock(wraps=by.call_check.store)
+    by.call_check.store = store
     if comm.rank == comm.world_size - 1:
         time.sleep(0.5)
     usual(by)
