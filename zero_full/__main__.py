@@ -37,7 +37,7 @@ def _build() -> int:
     for part in PARTS:
         try:
             print(f"{part}: {load.build_now(part)}")
-        except BuildError as error:
+        except (BuildError, OSError) as error:
             failed += part == "cpu"
             print(f"{part}: not built: {error}")
     return failed
