@@ -26,13 +26,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _build() -> int:
-    from zero_full.kernels import build
+    load, reason = doctor.imported("zero_full.kernels.load")
+    if load is None:
+        print(f"nothing can be built: torch is not usable: {reason}")
+        return 1
+    from zero_full.kernels.build import PARTS
+    from zero_full.kernels.toolchain import BuildError
 
     failed = 0
-    for part in build.PARTS:
+    for part in PARTS:
         try:
-            print(f"{part}: {build.find(part) or build.build(part, build.cache(), again=True)}")
-        except build.BuildError as error:
+            print(f"{part}: {load.build_now(part)}")
+        except (BuildError, OSError) as error:
             failed += part == "cpu"
             print(f"{part}: not built: {error}")
     return failed

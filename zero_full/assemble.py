@@ -26,6 +26,7 @@ from zero_full.comm.ledger import Traffic
 from zero_full.comm.topology import Topology
 from zero_full.construct import Deferred, has_values, outside_recording
 from zero_full.given import check_arguments, check_model, check_optimizer
+from zero_full.kernels.load import load
 from zero_full.offload import Tier
 from zero_full.optim import check_elementwise
 from zero_full.precision import DynamicScale, StaticScale
@@ -36,6 +37,7 @@ from zero_full.shard.gathered import guard
 from zero_full.shard.passes import Rules
 from zero_full.wording import listed
 
+OPERATORS = "operators"
 SWITCH = "ZERO_FULL_SHARED_MEMORY"
 
 
@@ -67,7 +69,8 @@ def shard(
         raise TypeError(f"optimizer must be a torch optimizer or None, not {type(optimizer).__name__}")
     _refuse_not_started(topology)
     prepared = attempt(partial(_prepare, model, optimizer, settings, scaler, topology), topology)
-    compare({"settings": dict(_facts(settings)), **facts_of(model, prepared.base)}, topology)
+    agreed = {"settings": dict(_facts(settings)), **facts_of(model, prepared.base)}
+    compare({**agreed, OPERATORS: prepared.operators}, topology, may_differ=OPERATORS)
     made = assemble(model, topology, prepared)
     made.reducer.backward.rules = Rules(
         plain_divisor=lambda: settings.plain_divisor,
@@ -88,6 +91,7 @@ class Prepared:
     base: torch.optim.Optimizer
     settings: Settings
     scaler: StaticScale
+    operators: Mapping[str, str]  # which ones run, by kind of device
 
 
 def _prepare(
@@ -129,7 +133,16 @@ def prepared_with(
     if isinstance(base, NoOptimizer):
         settings = replace(settings, dtypes=replace(settings.dtypes, low_master=True))
         scaler = StaticScale(1.0)
-    return Prepared(deferred, base, settings, scaler)
+    return Prepared(deferred, base, settings, scaler, dict(_operators(deferred.device, settings.tier)))
+
+
+def _operators(device: torch.device, tier: Tier) -> Iterator[tuple[str, str]]:
+    """Which operators run where this rank computes. What is to be compiled is compiled now."""
+    where_stepped = tier.room(0, torch.float32, device).device
+    for place in dict.fromkeys((device, where_stepped)):
+        loaded = load(place)
+        why = loaded.reason.partition("\n")[0]
+        yield f"on {place.type}", "compiled" if loaded.path else f"torch's own ({why})"
 
 
 def assemble(model: nn.Module, topology: Topology, prepared: Prepared) -> ZeroOptimizer:

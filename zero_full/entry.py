@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero_full.assemble import Prepared, assemble, prepared_with, take_model
+from zero_full.assemble import OPERATORS, Prepared, assemble, prepared_with, take_model
 from zero_full.comm.topology import Topology
 from zero_full.config import Config, ConfigError, LeafModuleConfig, Resolved, resolve
 from zero_full.config.resolve import MICRO, TRAIN
@@ -86,7 +86,8 @@ def initialize(
     resolved, schedule, prepared = attempt(prepare, topology)
     checked = resolved.config
     attempt(partial(_check_batches, checked, training_data), topology)
-    compare({"configuration": facts_of_config(checked), **facts_of(model, prepared.base)}, topology)
+    agreed = {"configuration": facts_of_config(checked), **facts_of(model, prepared.base)}
+    compare({**agreed, OPERATORS: prepared.operators}, topology, may_differ=OPERATORS)
     shard_ranks = shard_ranks_of(checked, data_ranks)
     if shard_ranks is not None:
         topology = topology.with_sub_groups(shard_ranks)

@@ -4,6 +4,7 @@ Later there would be no good moment: ranks that differ make other collectives, a
 """
 
 import hashlib
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -19,6 +20,7 @@ from zero_full.comm.devices import SharedDeviceError, shared_among, told
 from zero_full.comm.topology import Topology, this_rank
 from zero_full.wording import ranks_listed
 
+log = logging.getLogger("zero_full")
 Returned = TypeVar("Returned")
 LOOK_S = 0.01  # between looks for a rank that has not come yet
 Facts = Mapping[str, Any]
@@ -122,22 +124,30 @@ def attempt(act: Callable[[], Returned], topology: Topology) -> Returned:
     return made  # type: ignore[return-value]
 
 
-def compare(sections: Mapping[str, Facts], topology: Topology) -> None:
-    """Raise on every rank if any two have different facts; say which. Every rank must call this."""
+def compare(sections: Mapping[str, Facts], topology: Topology, may_differ: str = "") -> None:
+    """Raise on every rank if any two have different facts; say which. Every rank must call this.
+
+    Of the section `may_differ` a difference is allowed: it is a warning in the first rank's log.
+    """
     digests = {name: _digest(facts) for name, facts in sections.items()}
     known = everyones(digests, topology)
     differing = [name for name in sections if len({each[name] for each in known.values()}) > 1]
     if not differing:
         return
-    mine = {key: value for name in differing for key, value in sections[name].items()}
-    raise DisagreementError(_disagreement(everyones(mine, topology)))
+    if differing == [may_differ]:
+        everyone = everyones(sections[may_differ], topology)
+        if this_rank() == min(everyone):
+            log.warning("%s", _disagreement(everyone, f"the ranks do not have the same {may_differ}:"))
+        return
+    mine = {key: value for name in differing for key, value in sections[name].items() if name != may_differ}
+    raise DisagreementError(_disagreement(everyones(mine, topology), "the ranks were not given the same:"))
 
 
 def _digest(facts: Facts) -> str:
     return hashlib.sha256(repr(list(facts.items())).encode()).hexdigest()
 
 
-def _disagreement(known: Mapping[int, Facts]) -> str:
+def _disagreement(known: Mapping[int, Facts], heading: str) -> str:
     keys = dict.fromkeys(key for facts in known.values() for key in facts)
     lines = []
     for key in keys:
@@ -151,7 +161,7 @@ def _disagreement(known: Mapping[int, Facts]) -> str:
     if not lines:
         lines = ["the same things in another order"]
     more = f"\n  and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
-    return "\n  ".join(["the ranks were not given the same:", *lines[:SHOWN]]) + more
+    return "\n  ".join([heading, *lines[:SHOWN]]) + more
 
 
 def facts_of(model: nn.Module, base: Optimizer | None) -> dict[str, dict[str, Any]]:

@@ -117,7 +117,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     plan = parser.parse_args()
     print(interleave.heading())
-    load.load()  # so that nothing is compiled later
+    load.load(torch.device("cpu"))  # so that nothing is compiled later
     with tempfile.TemporaryDirectory(dir=plan.directory) as directory:
         place = str(describe(directory))
         rows, found = measure(Path(directory), plan)

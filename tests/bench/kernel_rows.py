@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from tests.kernels.cases import BF16, normal, ops
 from zero_full.comm.quantized import BLOCK
-from zero_full.kernels import build, reference
+from zero_full.kernels import build, reference, toolchain
 
 Call = Callable[[], Sequence[Tensor]]  # returns what it has computed
 
@@ -75,9 +75,9 @@ class Topic:
 @functools.cache
 def streams() -> ctypes.CDLL:
     """streams.cpp, compiled as the operators are."""
-    tools, level = build.toolchain("cpu"), ops().cpu_isa(0)
+    tools, level = toolchain.toolchain("cpu"), ops().cpu_isa(0)
     march = [f"-march=x86-64-v{level}"] if platform.machine() in ("x86_64", "AMD64") else []
-    flags = [*build.COMMON, *build.KERNEL, *build.BINDING, *march, *tools.includes]
+    flags = [*build.COMMON, *build.KERNEL, *build.BINDING, *march, *build.includes(tools)]
     source = Path(__file__).with_name("streams.cpp")
     with tempfile.TemporaryDirectory() as directory:
         library = Path(directory) / "streams.so"

@@ -16,7 +16,7 @@ from pathlib import Path
 from tests.bench import interleave
 from tests.kernels import cubin
 from tests.kernels.cubin import Usage
-from zero_full.kernels import build
+from zero_full.kernels import build, toolchain
 
 HEAD = [
     "kernel",
@@ -62,7 +62,7 @@ def main() -> None:
                     usages = cubin.usages(said)
                 else:
                     library = build.build(part, Path(directory) / part)
-            except build.BuildError as error:
+            except toolchain.BuildError as error:
                 sys.exit(f"kernel_sizes: nothing to show, {part} could not be built: {error}")
             seconds = time.monotonic() - began
             libraries.append([f"zf_{part}", f"{library.stat().st_size / 1e6:.1f}", f"{seconds:.0f}"])

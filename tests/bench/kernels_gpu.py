@@ -101,7 +101,7 @@ def ours(state: State, copies: bool = True) -> Call:
     def call() -> Sequence[Tensor]:
         torch._foreach_add_(steps, 1)
         lists = (state.p, state.grad, state.m, state.v, steps, copy)
-        load.operators().adam_step(*lists, LR, BETA1, BETA2, EPS, DECAY, True, 1.0)
+        load.operators(state.p[0].device).adam_step(*lists, LR, BETA1, BETA2, EPS, DECAY, True, 1.0)
         return [*state.p, *state.m, *state.v, *copy]
 
     return call
@@ -152,7 +152,7 @@ def adam_types(numel: int, device: torch.device) -> Topic:
 
 def lamb(numel: int, device: torch.device) -> Topic:
     """Both halves of a step of many tensors."""
-    state, operators = state_of(many(numel), device), load.operators()
+    state, operators = state_of(many(numel), device), load.operators(device)
     steps = [step + 1 for step in steps_of(state)]
     lists = (state.p, state.grad, state.m, state.v)
 
@@ -179,7 +179,7 @@ def unscale(numel: int, device: torch.device) -> Topic:
     rows, versus = {}, []
 
     def check(x: Tensor, factor: float) -> Sequence[Tensor]:
-        total, _ = load.operators().unscale_norm_check([x], factor)
+        total, _ = load.operators(x.device).unscale_norm_check([x], factor)
         return [x, total.sqrt().float()]
 
     def by_torch(x: Tensor) -> Sequence[Tensor]:
@@ -204,10 +204,10 @@ def sign(numel: int, device: torch.device) -> Topic:
     scales, out = torch.ones(ROWS_OF_SIGNS, 1, device=device), torch.zeros(numel, device=device)
 
     def pack() -> Sequence[Tensor]:
-        return list(load.operators().sign_pack(values, error, ends, True))
+        return list(load.operators(device).sign_pack(values, error, ends, True))
 
     def mean() -> Sequence[Tensor]:
-        load.operators().sign_unpack_mean(packed, scales, ends, out, False)
+        load.operators(device).sign_unpack_mean(packed, scales, ends, out, False)
         return [out]
 
     rows = {
@@ -223,11 +223,11 @@ def blocks(numel: int, device: torch.device) -> Topic:
     rows = {}
 
     def there(payload: Tensor, bits: int) -> Sequence[Tensor]:
-        load.operators().quantize_blocks(numbers, payload, bits, BLOCK)
+        load.operators(device).quantize_blocks(numbers, payload, bits, BLOCK)
         return [payload]
 
     def back(payload: Tensor, bits: int) -> Sequence[Tensor]:
-        load.operators().dequantize_blocks(payload, out, bits, BLOCK, False)
+        load.operators(device).dequantize_blocks(payload, out, bits, BLOCK, False)
         return [out]
 
     for bits in (8, 4):
@@ -345,7 +345,7 @@ def the_device() -> torch.device:
     if not torch.cuda.is_available():
         sys.exit("kernels_gpu: no CUDA device, so nothing was measured")
     os.environ["ZERO_FULL_KERNELS"] = "all"
-    loaded = load.load()["cuda"]
+    loaded = load.load(torch.device("cuda"))
     if loaded.path is None:
         sys.exit(f"kernels_gpu: no compiled operators ({loaded.reason}), so nothing was measured")
     return torch.device("cuda")

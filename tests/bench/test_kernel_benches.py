@@ -58,7 +58,7 @@ def test_a_row_that_computes_something_else_is_noticed(monkeypatch: pytest.Monke
 def arguments_of(name: str, rows: dict[str, Row], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, ...]:
     """What a row's call gives to the operator."""
     seen: list[tuple[Any, ...]] = []
-    real = load.operators()
+    real = load.operators(CPU)
 
     def spy(operator: str) -> Any:
         def call(*arguments: Any) -> Any:
@@ -71,7 +71,7 @@ def arguments_of(name: str, rows: dict[str, Row], monkeypatch: pytest.MonkeyPatc
         **{each: spy(each) for each in ("adam_step", "quantize_blocks", "unscale_norm_check")}
     )
     with monkeypatch.context() as patched:
-        patched.setattr(load, "operators", lambda: spies)
+        patched.setattr(load, "operators", lambda device: spies)
         rows[name].call()
     return seen[0]
 

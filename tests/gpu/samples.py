@@ -150,7 +150,7 @@ def dequantize(
     add: bool = True,
 ) -> Sample:
     there = quantize(numel, dtype, blocks, offset)
-    load.operators().quantize_blocks(*there.tensors, **there.options)
+    load.operators(torch.device("cpu")).quantize_blocks(*there.tensors, **there.options)
     out = normal(numel, dtype, 5, offset)
     return Sample("dequantize_blocks", (there.tensors[1], out), {**there.options, "add": add})
 
@@ -219,7 +219,7 @@ def call(sample: Sample, device: torch.device, kind: Any = None) -> Outcome:
     guarded = Guarded(device)
     tensors = changed(guarded.put, sample.tensors)
     with poisoned_memory():
-        results = getattr(kind or load.operators(), sample.operator)(*tensors, **sample.options)
+        results = getattr(kind or load.operators(device), sample.operator)(*tensors, **sample.options)
     guarded.check()
     return Outcome(*([tensor.cpu() for tensor in flat(each)] for each in (tensors, results)))
 
@@ -291,7 +291,7 @@ def run(sample: Sample, tensors: Any) -> list[Tensor]:
 def main() -> None:
     """Every operator on the GPU, once; memory ends where its arrays do."""
     os.environ["ZERO_FULL_KERNELS"] = "all"
-    loaded = load.load()["cuda"]
+    loaded = load.load(GPU)
     if loaded.path is None:
         raise SystemExit(f"no compiled operators: {loaded.reason}")
     samples = one_of_each(2 * CHUNK + 1001)
@@ -302,7 +302,7 @@ def main() -> None:
             room = torch.empty(offset + tensor.numel(), dtype=tensor.dtype, device=GPU)
             return room[offset:].view(tensor.shape).copy_(tensor)
 
-        getattr(load.operators(), sample.operator)(*changed(put, sample.tensors), **sample.options)
+        getattr(load.operators(GPU), sample.operator)(*changed(put, sample.tensors), **sample.options)
         torch.cuda.synchronize()
     print(f"{len(samples)} operators ran")
 

@@ -30,7 +30,7 @@ from tests.gpu.samples import (
 )
 from tests.kernels.cases import BF16, NAN, normal
 from tests.kernels.optimizing import ALIGNED
-from zero_full.kernels import build, ops
+from zero_full.kernels import ops, toolchain
 from zero_full.kernels.reference import payload_bytes
 
 pytestmark = [
@@ -210,8 +210,8 @@ def test_torch_finds_nothing_wrong_with_the_operator(sample: Sample) -> None:
 def sanitizer() -> str | None:
     """NVIDIA's compute-sanitizer: on the path, or where the CUDA toolkit is."""
     try:
-        homes = [Path(build.toolchain("cuda").nvcc or "").resolve().parents[1]]
-    except build.BuildError:
+        homes = [Path(toolchain.toolchain("cuda").nvcc or "").resolve().parents[1]]
+    except toolchain.BuildError:
         homes = []
     places = [
         os.environ.get("PATH", ""),

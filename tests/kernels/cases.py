@@ -9,6 +9,7 @@ from torch import Tensor
 
 from zero_full.kernels.load import load, operators
 
+CPU = torch.device("cpu")
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 NUMBERS = (FP32, BF16, FP16)
 NAN, INF = float("nan"), float("inf")
@@ -17,9 +18,9 @@ SIZES = (0, 1, 7, 8, 9, 31, 64, 1000, 2**14 - 1, 2**14, 2**14 + 1, 100_003)
 
 def ops() -> Any:
     """The compiled operators; here they must be there."""
-    loaded = load()["cpu"]
+    loaded = load(CPU)
     assert loaded.path is not None, f"the CPU's operators could not be built: {loaded.reason}"
-    return operators()
+    return operators(CPU)
 
 
 def levels() -> list[int]:

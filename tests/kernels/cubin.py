@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
-from zero_full.kernels import build
+from zero_full.kernels import architectures, build, toolchain
 
 KEPT = Path(__file__).resolve().parents[2] / "build/cuda_static"
-ARCHITECTURES = tuple(f"sm_{number}" for number in re.findall(r"\d+", build.ARCHITECTURES))
+ARCHITECTURES = tuple(f"sm_{number}" for number in re.findall(r"\d+", architectures.DEFAULT))
 PACKAGES = {"cuobjdump": "nvidia-cuda-cuobjdump", "nvdisasm": "nvidia-cuda-nvdisasm"}
 
 
@@ -72,14 +72,14 @@ exit $code
 
 def compile_cuda(directory: Path) -> Compiled:
     """By `build` itself, whose nvcc is told to say more. The directory must be empty."""
-    nvcc = build.toolchain("cuda").nvcc
+    nvcc = toolchain.toolchain("cuda").nvcc
     assert nvcc is not None
     with tempfile.TemporaryDirectory(prefix="zero_full_nvcc_") as home:
         talking = Path(home) / "bin/nvcc"
         talking.parent.mkdir()
         talking.write_text(NVCC.format(nvcc=shlex.quote(nvcc)))
         talking.chmod(0o755)
-        with mock.patch.dict(os.environ, CUDA_HOME=home, ZERO_FULL_CUDA_ARCHS=build.ARCHITECTURES):
+        with mock.patch.dict(os.environ, CUDA_HOME=home, ZERO_FULL_CUDA_ARCHS=architectures.DEFAULT):
             library = build.build("cuda", directory)
         said = "".join(path.read_text() for path in sorted(talking.parent.glob("*.log")))
     (directory / SAID).write_text(said)
@@ -89,8 +89,8 @@ def compile_cuda(directory: Path) -> Compiled:
 @functools.cache
 def compiled() -> Compiled:
     """The same, kept until the sources change."""
-    with mock.patch.dict(os.environ, ZERO_FULL_CUDA_ARCHS=build.ARCHITECTURES):
-        kept = KEPT / build.key("cuda")
+    with mock.patch.dict(os.environ, ZERO_FULL_CUDA_ARCHS=architectures.DEFAULT):
+        kept = KEPT / str(build.name_for("cuda", toolchain.toolchain("cuda")))
     if not kept.exists():
         KEPT.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=KEPT, ignore_cleanup_errors=True) as directory:

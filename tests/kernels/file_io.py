@@ -50,7 +50,7 @@ atexit.register(lambda: [each() for each in at_the_end])  # registered first, so
 import contextlib, gc, json, os, pathlib, resource, sys, tempfile, threading, torch
 from zero_full.kernels import load
 from zero_full.kernels.files import *
-load.load()
+load.load(torch.device("cpu"))
 gc.freeze()  # else each child, as it ends, copies all that was imported
 for line in sys.stdin:
     script, argument, said = json.loads(line)

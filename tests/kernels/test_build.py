@@ -2,90 +2,144 @@
 
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from zero_full.kernels import build, load
-from zero_full.kernels.build import BuildError
+from tests.kernels.compilers import MISTAKE, NVCC_12_0, NVCC_13_0, Compiler, says
+from zero_full.kernels import build, places, toolchain
+from zero_full.kernels.toolchain import BuildError
 
 ROOT = Path(__file__).parents[2]
-FAKE = """#!/bin/sh
-# Counts how often it is called, and makes what it is asked for.
-if [ "$1" = --version ]; then exit 0; fi
-echo "$@" >> {calls}
-while [ $# -gt 0 ]; do if [ "$1" = -o ]; then sleep {delay}; echo made > "$2"; fi; shift; done
-exit {code}
-"""
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty place for what is built on first use."""
-    place = tmp_path / "cache"
-    monkeypatch.setenv("ZERO_FULL_CACHE", str(place))
-    monkeypatch.setattr(build, "BUILT", tmp_path / "built")
-    return place
-
-
-class Compiler:
-    """A compiler that does nothing, and says how often."""
-
-    def __init__(self, place: Path, code: int = 0, delay: float = 0.0) -> None:
-        self.calls, self.path = place / f"calls{code}", place / f"compiler{code}"
-        self.path.write_text(FAKE.format(calls=self.calls, code=code, delay=delay))
-        self.path.chmod(0o755)
-
-    def count(self) -> int:
-        return len(self.calls.read_text().splitlines()) if self.calls.exists() else 0
-
-
-@pytest.fixture
-def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
-    fake = Compiler(tmp_path)
-    monkeypatch.setenv("CXX", str(fake.path))
-    yield fake
 
 
 def test_what_has_been_built_is_not_built_again(cache: Path, compiler: Compiler) -> None:
     first = build.build("cpu", cache)
     once = compiler.count()
     assert first.exists() and once > len(build.LEVELS)
-    assert build.build("cpu", cache) == first == build.find("cpu") and compiler.count() == once
+    assert build.build("cpu", cache) == first and build.find("cpu") == [first] and compiler.count() == once
 
 
-@pytest.mark.parametrize("change", ["a source", "torch", "the architectures"])
+def copied(source: Path, place: Path) -> Path:
+    shutil.copytree(source, place) if source.is_dir() else shutil.copy(source, place)
+    return place
+
+
+Change = Callable[[Path, pytest.MonkeyPatch, Compiler, Compiler], object]
+
+
+def other_source(place: Path, patch: pytest.MonkeyPatch, *_: Compiler) -> None:
+    copy = copied(ROOT / "csrc", place / "csrc")
+    (copy / "core/adam.h").write_text("// another")
+    patch.setattr(build, "sources", lambda: copy)
+
+
+def other_torch(version: bytes, library: str = "") -> Change:
+    def change(place: Path, patch: pytest.MonkeyPatch, *_: Compiler) -> None:
+        mine = place / "torch"
+        (mine / "lib").mkdir(parents=True)
+        (mine / "version.py").write_bytes(version or (toolchain.torch_home() / "version.py").read_bytes())
+        if library:
+            (mine / "lib" / library).touch()
+        patch.setattr(build, "torch_home", lambda: mine)
+
+    return change
+
+
+def other_flags(name: str) -> Change:
+    return lambda place, patch, *_: patch.setattr(build, name, [*getattr(build, name), "-fanother"])
+
+
+WHAT: dict[str, Change] = {  # found by everybody
+    "a source": other_source,
+    "torch": other_torch(b"__version__ = '9.9'"),
+    "a linked library": other_torch(b"", "libtorch_cuda.so"),
+    "nvcc's flags": other_flags("CUDA"),
+    "the binding's flags": other_flags("BINDING"),
+    "the machine": lambda place, patch, *_: patch.setattr(platform, "machine", lambda: "another"),
+}
+HOW: dict[str, Change] = {  # of importance for who compiles
+    "g++": lambda place, patch, compiler, nvcc: compiler.become("2"),
+    "nvcc": lambda place, patch, compiler, nvcc: nvcc.become("2"),
+    "nvcc's variables": lambda place, patch, *_: patch.setenv("NVCC_APPEND_FLAGS", "-G"),
+    "the C library": lambda place, patch, *_: patch.setattr(os, "confstr", lambda name: "glibc 9.9"),
+}
+
+
+@pytest.mark.parametrize("change", [*WHAT, *HOW, "nothing"])
 def test_another_library_is_built_when_something_changes(
-    change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    change: str, tmp_path: Path, compiler: Compiler, nvcc: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = build.key("cuda")
-    if change == "a source":
-        copy = tmp_path / "csrc"
-        shutil.copytree(ROOT / "csrc", copy)
-        monkeypatch.setattr(build, "sources", lambda: copy)
-        assert build.key("cuda") == before
-        (copy / "core/adam.h").write_text("// another")
-    elif change == "torch":
-        copy = tmp_path / "torch"
-        copy.mkdir()
-        shutil.copy(build.torch_home() / "version.py", copy)
-        monkeypatch.setattr(build, "torch_home", lambda: copy)
-        assert build.key("cuda") == before
-        (copy / "version.py").write_text("__version__ = '9.9'")
-    else:
-        monkeypatch.setenv("ZERO_FULL_CUDA_ARCHS", "90")
-    assert build.key("cuda") != before
+    def name() -> build.Name:
+        toolchain._answer.cache_clear()  # it may be another compiler now
+        return build.name_for("cuda", toolchain.toolchain("cuda"))
+
+    before = name()
+    {**WHAT, **HOW, "nothing": lambda *_: None}[change](tmp_path, monkeypatch, compiler, nvcc)
+    after = name()
+    assert (after.what != before.what) == (change in WHAT)
+    assert (after.how != before.how) == (change in HOW)
+    toolchain._answer.cache_clear()
+
+
+def test_torch_elsewhere_and_sources_elsewhere_make_the_same_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = {part: build.what(part) for part in build.PARTS}
+    copy = copied(ROOT / "csrc", tmp_path / "csrc")
+    monkeypatch.setattr(build, "sources", lambda: copy)
+    other_torch(b"")(tmp_path, monkeypatch)  # type: ignore[call-arg]
+    assert {part: build.what(part) for part in build.PARTS} == before
+
+
+def test_a_library_is_found_by_the_gpus_that_it_serves_and_not_by_a_variable(
+    cache: Path, compiler: Compiler, nvcc: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ZERO_FULL_CUDA_ARCHS", "80;90+PTX")
+    installed = build.build("cuda", places.BUILT)
+    monkeypatch.delenv("ZERO_FULL_CUDA_ARCHS")
+    native = build.build("cuda", cache, [(12, 0)])
+    for path in (compiler.path, nvcc.path):
+        path.unlink()  # where it is used there need be no compiler
+    both = {installed, native}
+    for devices, expected in (
+        ([(9, 0)], [installed]),
+        ([(8, 6), (9, 0)], [installed]),
+        ([(12, 0)], [native, installed]),
+        ([(7, 5)], []),
+        ([(7, 5), (9, 0)], []),
+    ):
+        assert build.find("cuda", devices) == expected
+    assert set(build.find("cuda")) == both
+
+
+@pytest.mark.parametrize(
+    ("known", "expected"),
+    [
+        (NVCC_12_0, {"80,code=sm_80", "90,code=sm_90", "90,code=compute_90"}),
+        (NVCC_13_0, {"80,code=sm_80", "90,code=sm_90", "100,code=sm_100", "100,code=compute_100"}),
+    ],
+    ids=["12.0", "13.0"],
+)
+def test_nvcc_is_given_no_architecture_that_it_does_not_know(
+    known: tuple[int, ...], expected: set[str], cache: Path, nvcc: Compiler
+) -> None:
+    nvcc.options["gpus"] = " ".join(map(str, known))
+    nvcc.become("for this test")
+    build.build("cuda", cache)
+    words = {word for line in nvcc.lines() for word in line.split() if word.startswith("arch=")}
+    assert words == {f"arch=compute_{each}" for each in expected}
 
 
 def test_only_one_of_many_ranks_compiles(cache: Path, tmp_path: Path) -> None:
-    compiler = Compiler(tmp_path, delay=0.05)
-    code = "from zero_full.kernels import build; print(build.build('cpu', build.cache()))"
+    compiler = Compiler(tmp_path / "c++", delay=0.05)
+    code = "from zero_full.kernels import build, places; print(build.build('cpu', places.caches()[0]))"
     env = {**os.environ, "CXX": str(compiler.path)}
     ranks = [
         subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True)
@@ -93,23 +147,84 @@ def test_only_one_of_many_ranks_compiles(cache: Path, tmp_path: Path) -> None:
     ]
     said = {rank.communicate(timeout=120)[0].strip() for rank in ranks}
     assert [rank.returncode for rank in ranks] == [0, 0, 0] and len(said) == 1
-    calls = compiler.calls.read_text().splitlines()
+    calls = compiler.lines()
     assert len(calls) == len(set(calls)) and sum("-shared" in call for call in calls) == 1
     assert [path.suffix for path in sorted(cache.iterdir())] == [".lock", ".so"]  # nothing half-made stays
 
 
-def test_a_failure_is_remembered_until_it_is_asked_for_or_the_compiler_is_another(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+# Failures ------------------------------------------------------------------------------------------
+
+
+def test_a_mistake_is_remembered_until_it_is_asked_for_or_the_compiler_is_another(
+    cache: Path, compiler: Compiler
 ) -> None:
-    bad, good = Compiler(tmp_path, code=3), Compiler(tmp_path)
-    monkeypatch.setenv("CXX", str(bad.path))
+    compiler.become("1", MISTAKE)
     for again, tried in ((False, True), (False, False), (True, True)):
-        before = bad.count()
+        before = compiler.count()
         with pytest.raises(BuildError, match="failed with code 3"):
-            build.build("cpu", cache, again)
-        assert (bad.count() > before) == tried
-    monkeypatch.setenv("CXX", str(good.path))
+            build.build("cpu", cache, again=again)
+        assert (compiler.count() > before) == tried
+    assert "this is no C++" in (build.last_failure("cpu", cache) or "")
+    compiler.become("2")
+    toolchain._answer.cache_clear()
     assert build.build("cpu", cache).exists()
+
+
+PASSING = {
+    "a killed driver": "kill -9 $$",
+    "a killed compiler": says("c++: fatal error: Killed signal terminated program cc1plus"),
+    "a killed nvcc": says("nvcc error   : cicc died due to signal 9 (Kill signal)", 9),
+    "a full disk": says("adam.cpp:9:1: fatal error: error writing to /tmp/x.s: No space left on device"),
+    "no memory": says("cc1plus: out of memory allocating 65536 bytes after a total of 99 bytes"),
+    "something unheard of": says("no idea", 77),
+}
+LASTING = {
+    "g++": MISTAKE,
+    "a header": says("csrc/bind.h:6:10: fatal error: torch/csrc/stable/library.h: No such file or directory"),
+    "nvcc": says('csrc/cuda/adam.cu(12): error: identifier "x" is undefined', 2),
+    "ptxas": says("ptxas fatal   : Unresolved extern function", 255),
+    "an option": says("g++: error: unrecognized command-line option -march=x"),
+    "the linker": says("/usr/bin/ld: cannot find -ltorch_cpu: No such file or directory"),
+}
+
+
+@pytest.mark.parametrize("end", [*PASSING, *LASTING])
+def test_only_a_mistake_is_not_tried_again(end: str, cache: Path, compiler: Compiler) -> None:
+    compiler.become("1", {**PASSING, **LASTING}[end])
+    for _ in range(2):
+        tried = compiler.count()
+        with pytest.raises(BuildError, match="this command failed with code"):
+            build.build("cpu", cache)
+    assert (compiler.count() > tried) == (end in PASSING)
+    compiler.become("1")  # the same compiler, which nobody kills now
+    if end in PASSING:
+        assert build.last_failure("cpu", cache) is None
+        assert build.build("cpu", cache).exists()
+
+
+def test_who_has_waited_for_a_failure_does_not_try_it_once_more(cache: Path, tmp_path: Path) -> None:
+    slow = Compiler(tmp_path / "c++", end="kill -9 $$", delay=0.2)
+    alone = len(build.commands("cpu", toolchain.Toolchain("c++", None, Path("torch")), (), Path()))
+
+    def rank(_: int) -> str:
+        with pytest.raises(BuildError) as failed:
+            build.build("cpu", cache)
+        return str(failed.value)
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(3) as ranks:
+        patch.setenv("CXX", str(slow.path))
+        said = set(ranks.map(rank, range(3)))
+    assert len(said) == 1 and "failed with code -9" in said.pop() and slow.count() <= alone
+
+
+def test_a_record_that_is_none_is_no_reason(cache: Path, compiler: Compiler) -> None:
+    compiler.become("1", MISTAKE)
+    with pytest.raises(BuildError):
+        build.build("cpu", cache)
+    (record,) = cache.glob("*.failed")
+    for content in ("", "half of it", "[]", "{}"):
+        record.write_text(content)
+        assert build.last_failure("cpu", cache) is None
 
 
 @pytest.mark.parametrize(
@@ -133,110 +248,18 @@ def test_what_is_missing_is_named(
         build.build(part, cache)
 
 
-def test_a_cache_that_cannot_be_written_to_is_named(tmp_path: Path, compiler: Compiler) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(BuildError, match=r"cannot be written to .* set ZERO_FULL_CACHE"):
-        build.build("cpu", tmp_path / "file/below")
-
-
-def test_what_the_installation_has_built_comes_first(cache: Path, compiler: Compiler) -> None:
-    mine = build.build("cpu", cache)
-    assert cache.stat().st_mode & 0o777 == 0o700 and build.find("cpu") == mine
-    installed = build.build("cpu", build.BUILT)
-    assert build.find("cpu") == installed != mine
-
-
-Spoil = Callable[[Path], object]  # what somebody may do to a library in a cache
-SPOILED: dict[str, tuple[Spoil, str]] = {
-    "others write the file": (lambda p: p.chmod(0o775), "has mode 0775, so others may write it"),
-    "others write the folder": (lambda p: p.parent.chmod(0o777), "cache is not trusted: it has mode 0777"),
-    "a sticky folder": (lambda p: p.parent.chmod(0o1777), "cache is not trusted: it has mode 1777"),
-    "others write above": (
-        lambda p: p.parent.parent.chmod(0o777),
-        "others may write to .*Set ZERO_FULL_CACHE",
-    ),
-    "another's file": (lambda p: os.chown(p, 12345, -1), "belongs to user 12345, and this is user 0"),
-    "another's folder": (
-        lambda p: os.chown(p.parent, 12345, -1),
-        "cache is not trusted: it belongs to user 12",
-    ),
-    "a link": (
-        lambda p: p.symlink_to(p.rename(p.with_name("x"))),
-        "is a link or something else that is no file",
-    ),
-    "a link to nothing": (lambda p: (p.unlink(), p.symlink_to("/nowhere")), "is a link or something else"),
-    "a folder": (lambda p: (p.unlink(), p.mkdir()), "is a link or something else that is no file"),
-}
-
-
-@pytest.mark.parametrize("how", SPOILED)
-def test_what_another_may_have_written_is_never_loaded(
-    how: str,
-    cache: Path,
-    compiler: Compiler,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    spoil, reason = SPOILED[how]
-    if "another" in how and os.geteuid() != 0:
-        pytest.skip("only root can give a file away")
-    spoil(build.build("cpu", cache))
-    loaded: list[Path] = []
-    monkeypatch.setattr(load.torch.ops, "load_library", loaded.append)
-    for attempt in (lambda: build.find("cpu"), lambda: build.build("cpu", cache, again=True)):
-        with pytest.raises(BuildError, match=reason):
-            attempt()
-    for each in (load.look(), load.load.__wrapped__()):
-        assert each["cpu"].path is None and re.search(reason, each["cpu"].reason)
-    assert not loaded and {record.levelname for record in caplog.records} == {"WARNING"}
-
-
-def test_sticky_folders_above_and_links_of_ones_own_are_fine(
-    tmp_path: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tmp_path.chmod(0o1777)
-    (tmp_path / "link").symlink_to(tmp_path / "real")
-    (tmp_path / "real").mkdir(mode=0o700)
-    monkeypatch.setattr(build, "BUILT", tmp_path / "built")
-    monkeypatch.setenv("ZERO_FULL_CACHE", str(tmp_path / "link"))
-    umask = os.umask(0o002)
-    try:
-        assert build.build("cpu", build.cache()) == build.find("cpu")
-    finally:
-        os.umask(umask)
-
-
 def test_sources_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(build, "HERE", tmp_path / "zero_full/kernels")
+    monkeypatch.setattr(build, "PACKAGE", tmp_path / "zero_full")
     with pytest.raises(BuildError, match=r"the C\+\+ sources are missing: there is no .*csrc"):
         build.sources()
 
 
-@pytest.mark.parametrize(
-    ("text", "flags"),
-    [
-        ("90", ["arch=compute_90,code=sm_90"]),
-        ("9.0+PTX", ["arch=compute_90,code=sm_90", "arch=compute_90,code=compute_90"]),
-        ("80;90a", ["arch=compute_80,code=sm_80", "arch=compute_90a,code=sm_90a"]),
-        ("8.0, 12.0", ["arch=compute_80,code=sm_80", "arch=compute_120,code=sm_120"]),
-    ],
-)
-def test_architectures_are_read_as_people_write_them(
-    text: str, flags: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ZERO_FULL_CUDA_ARCHS", text)
-    assert build.architectures()[1::2] == flags
-
-
-def test_an_architecture_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ZERO_FULL_CUDA_ARCHS", "80;hopper")
-    with pytest.raises(BuildError, match="'hopper' is not like 90"):
-        build.architectures()
+# Here ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="other machines have one level")
 def test_each_level_is_compiled_for_its_instruction_set(compiler: Compiler, tmp_path: Path) -> None:
-    commands = build.commands("cpu", build.toolchain("cpu"), tmp_path)
+    commands = build.commands("cpu", toolchain.toolchain("cpu"), (), tmp_path)
     for level in build.LEVELS:
         mine = [command for path, command in commands.items() if path.name == f"adam.cpp.{level}.o"]
         assert len(mine) == 1 and {f"-march=x86-64-{level}", f"-DZF_ISA={level}"} <= set(mine[0])
@@ -244,38 +267,11 @@ def test_each_level_is_compiled_for_its_instruction_set(compiler: Compiler, tmp_
 
 def test_the_builder_needs_nothing_but_the_standard_library() -> None:
     code = (
-        "import importlib.util, sys; "
-        f"spec = importlib.util.spec_from_file_location('b', {str(ROOT / 'zero_full/kernels/build.py')!r}); "
-        "module = importlib.util.module_from_spec(spec); "
-        "spec.loader.exec_module(module); "
-        "print(bool(module.key('cpu')) and 'torch' not in sys.modules)"
+        "import sys; from zero_full.kernels import build, places; "
+        "print(bool(build.find('cpu') or build.what('cpu')) and not {'torch', 'numpy'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == "True", done.stderr
-
-
-def test_without_kernels_the_doctor_says_why_and_operators_still_work(cache: Path) -> None:
-    shutil.rmtree(cache, ignore_errors=True)
-    env = {**os.environ, "CXX": "/bin/false", "ZERO_FULL_CACHE": str(cache)}
-    code = (
-        "import sys; from pathlib import Path; from zero_full.kernels import build; "
-        "build.BUILT = Path('/nowhere'); from zero_full.kernels import load; "
-        "print(load.rows()[0]); import torch; g = [torch.tensor([3.0, 4.0])]; "
-        "print(load.operators().unscale_norm_check(g, 1.0)[0].item(), load.load()['cpu'].reason)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
-    assert done.stdout.splitlines() == [
-        "('cpu', 'not used: CXX=/bin/false does not work')",
-        "25.0 CXX=/bin/false does not work",
-    ]
-
-
-def test_kernels_can_be_switched_off_and_a_wrong_word_is_refused() -> None:
-    code = "from zero_full.kernels.load import load; print(load()['cpu'])"
-    for word, expected in (("off", "switched off by ZERO_FULL_KERNELS=off"), ("no", "can be auto, all, off")):
-        env = {**os.environ, "ZERO_FULL_KERNELS": word}
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
-        assert expected in done.stdout + done.stderr
 
 
 def test_the_kernels_of_this_environment_are_built() -> None:

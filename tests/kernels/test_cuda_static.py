@@ -13,14 +13,14 @@ import pytest
 
 from tests.kernels import cubin
 from tests.kernels.cubin import ARCHITECTURES, ARRAYS, Access, Compiled, Kernel, Usage
-from zero_full.kernels import build
+from zero_full.kernels import build, toolchain
 
 
 def why_no_nvcc() -> str:
     """In the builder's words; empty if there is one."""
     try:
-        build.toolchain("cuda")
-    except build.BuildError as error:
+        toolchain.toolchain("cuda")
+    except toolchain.BuildError as error:
         return str(error) if "nvcc" in str(error) else ""
     return ""
 
@@ -31,7 +31,8 @@ disassembles = pytest.mark.skipif(
 )
 
 COMBINING = ("combine_kernel", "scales_kernel")  # a few numbers for each thousands of elements
-MOST_REGISTERS = {**dict.fromkeys(ARRAYS, 64), **dict.fromkeys(COMBINING, 40)}
+ASKED = ("answer_kernel",)  # by the loader
+MOST_REGISTERS = {**dict.fromkeys(ARRAYS, 64), **dict.fromkeys((*COMBINING, *ASKED), 40)}
 STEP_OF_ONE = """
 import ctypes, os, sys
 import torch
@@ -40,7 +41,10 @@ from zero_full.kernels.load import operators
 
 has = torch._C._dispatch_has_kernel_for_dispatch_key
 assert not any(has(f"zero_full::{name}", "CUDA") for name in ops.SCHEMAS)
-ctypes.CDLL(sys.argv[1], mode=os.RTLD_LAZY)  # torch for CPUs has no streams
+library = ctypes.CDLL(sys.argv[1], mode=os.RTLD_LAZY)  # torch for CPUs has no streams
+assert not any(has(f"zero_full::{name}", "CUDA") for name in ops.SCHEMAS)  # not before a kernel has run
+library.zf_cuda_register.restype = ctypes.c_char_p
+assert library.zf_cuda_register() is None and library.zf_cuda_register() is None
 assert all(has(f"zero_full::{name}", "CUDA") for name in ops.SCHEMAS)
 
 def after(step):
@@ -50,7 +54,8 @@ def after(step):
 
 expected = after(reference.adam_step)
 assert torch.equal(after(torch.ops.zero_full.adam_step), expected)  # the reference
-torch.testing.assert_close(after(operators().adam_step), expected)  # compiled for this processor
+compiled = operators(torch.device("cpu"))  # for this processor
+torch.testing.assert_close(after(compiled.adam_step), expected)
 print("loaded")
 """
 
@@ -69,7 +74,7 @@ def test_every_kernel_is_compiled_for_every_architecture(usages: list[Usage]) ->
     there = Counter(usage.kernel for usage in usages)
     assert set(there.values()) == {len(ARCHITECTURES)}
     assert {usage.architecture for usage in usages} == set(ARCHITECTURES)
-    assert {kernel.name for kernel in there} == {*ARRAYS, *COMBINING}
+    assert {kernel.name for kernel in there} == {*ARRAYS, *COMBINING, *ASKED}
     with_kernels = {path.name for path in (build.sources() / "cuda").glob("*.cu")}
     assert {kernel.source for kernel in there} == with_kernels
 
@@ -93,6 +98,24 @@ def test_a_torch_without_cuda_loads_it_and_still_computes_on_the_cpu(compiled: C
     command = [sys.executable, "-c", STEP_OF_ONE, str(compiled.library)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.stdout == "loaded\n", done.stderr
+
+
+ASK = """
+import ctypes, os, sys
+import torch  # the library wants its symbols
+library = ctypes.CDLL(sys.argv[1], mode=os.RTLD_LAZY)
+library.zf_cuda_check.restype = ctypes.c_char_p
+print(library.zf_cuda_runtime(), library.zf_cuda_driver(), library.zf_cuda_check())
+"""
+
+
+def test_it_says_whether_its_kernels_run_here(compiled: Compiled) -> None:
+    command = [sys.executable, "-c", ASK, str(compiled.library)]
+    runtime, driver, said = subprocess.check_output(command, text=True).split(maxsplit=2)
+    version = subprocess.check_output([_nvcc(), "--version"], text=True)
+    assert f"release {int(runtime) // 1000}.{int(runtime) % 1000 // 10}," in version
+    if int(driver) // 1000 < int(runtime) // 1000:
+        assert "driver version is insufficient" in said
 
 
 def test_of_torch_it_wants_only_the_stable_interface(compiled: Compiled) -> None:
@@ -142,7 +165,7 @@ class Small(NamedTuple):
 
 @functools.cache
 def _nvcc() -> str:
-    nvcc = build.toolchain("cuda").nvcc
+    nvcc = toolchain.toolchain("cuda").nvcc
     assert nvcc is not None
     return nvcc
 

@@ -123,7 +123,7 @@ def test_memory_that_is_not_aligned_goes_through_the_page_cache(tmp_path: Path, 
 
 
 def threads_of(compiled: bool) -> Threads:
-    path = load.load()["cpu"].path
+    path = load.load(torch.device("cpu")).path
     return CompiledThreads(path, 2) if compiled and path else PythonThreads(2)
 
 

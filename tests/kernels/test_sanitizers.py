@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from zero_full.kernels import build
+from zero_full.kernels import build, toolchain
 
 HERE = Path(__file__).parent
 SANITIZED = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g", "-O1"]
@@ -18,11 +18,11 @@ TESTS = ["test_adam.py", "test_unscale.py", "test_lamb.py", "test_sign.py", "tes
 def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache in which the library is, under its usual name, with sanitizers compiled in."""
     cache, scratch = tmp_path_factory.mktemp("cache"), tmp_path_factory.mktemp("objects")
-    tools = build.toolchain("cpu")
-    jobs = build.commands("cpu", tools, scratch)
+    tools = toolchain.toolchain("cpu")
+    jobs = build.commands("cpu", tools, (), scratch)
     for path, command in jobs.items():
         subprocess.run([*command, *SANITIZED, "-o", str(path)], check=True)
-    link = build.link_command("cpu", tools, list(jobs), cache / build.file_name("cpu"))
+    link = build.link_command("cpu", tools, list(jobs), cache / str(build.name_for("cpu", tools)))
     subprocess.run([*link, *SANITIZED], check=True)
     return cache
 
@@ -41,7 +41,7 @@ def run_in(cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def _compiler() -> str:
-    return build.toolchain("cpu").cxx
+    return toolchain.toolchain("cpu").cxx
 
 
 @pytest.mark.slow
@@ -56,8 +56,8 @@ def test_nothing_is_read_or_written_where_it_should_not(sanitized: Path, name: s
 def test_the_sanitizers_would_tell(sanitized: Path) -> None:
     """The operators trust what `bind.h` has checked; lie to one of them behind its back."""
     code = (
-        "import torch; from zero_full.kernels.load import load, operators; ops = operators(); "
-        "print(load()['cpu'].path); short = torch.ones(64); "
+        "import torch; from zero_full.kernels.load import load, operators; here = torch.device('cpu'); "
+        "ops = operators(here); print(load(here).path); short = torch.ones(64); "
         "long = torch.empty(0).set_(short.untyped_storage(), 0, (64,), (1,)); "
         "short.untyped_storage().resize_(128); ops.unscale_norm_check([long], 1.0)"
     )

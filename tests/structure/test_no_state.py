@@ -38,10 +38,10 @@ CACHES = {  # of what depends on the arguments alone
     "construct.recorded._shown": "windows into that number, by dtype and shape",
     "shard.flat.nothing": "one number by dtype and device: a parameter that shows it is released",
     "shard.released._released": "by class",
-    "kernels.build._works": "whether a compiler runs on this machine",
+    "kernels.toolchain._answer": "what a compiler of this machine says of itself",
     "kernels.file_threads._functions": "of a library that is loaded, by path",
     "kernels.files._libc": "of the C library",
-    "kernels.load.load": "operators are compiled and loaded once in a process",
+    "kernels.load.load": "operators are compiled and loaded once in a process, by device",
 }
 WRITES = re.compile(r"append|extend|insert|add|update|setdefault|pop|popitem|remove|discard|clear|sort")
 CONSTANT = (

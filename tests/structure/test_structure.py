@@ -40,8 +40,8 @@ ROOMS = {  # and a room of zero_full only itself and these; what is not named ma
     "given": {"comm", "construct", "shard", "wording"},
     "ranks": {"_compat", "comm", "wording"},
     "assemble": {  # no configuration: it is typed
-        *("calls", "checkpoint", "comm", "construct", "given", "offload", "optim", "precision", "ranks"),
-        *("shard", "wording"),
+        *("calls", "checkpoint", "comm", "construct", "given", "kernels", "offload", "optim", "precision"),
+        *("ranks", "shard", "wording"),
     },
     "translate": {"config", "offload", "precision", "shard"},
     "engine": {

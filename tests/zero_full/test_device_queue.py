@@ -14,7 +14,7 @@ import torch
 
 from zero_full.comm import device_queue
 from zero_full.comm.device_queue import Flag
-from zero_full.kernels import build
+from zero_full.kernels import toolchain
 
 
 class RecordedDriver:
@@ -116,15 +116,15 @@ C_TYPES |= {
 
 def header() -> str:
     """The text of cuda.h, if a toolkit is here."""
-    homes = [Path(build.toolchain("cuda").nvcc or "").resolve().parents[1]] if has_nvcc() else []
+    homes = [Path(toolchain.toolchain("cuda").nvcc or "").resolve().parents[1]] if has_nvcc() else []
     found = [path for home in homes for path in home.glob("**/include/cuda.h")]
     return found[0].read_text() if found else ""
 
 
 def has_nvcc() -> bool:
     try:
-        return build.toolchain("cuda").nvcc is not None
-    except build.BuildError:
+        return toolchain.toolchain("cuda").nvcc is not None
+    except toolchain.BuildError:
         return False
 
 

@@ -1,8 +1,12 @@
 """What must be the same on every rank is compared at `initialize`: the error names what, and where."""
 
+import logging
 import re
 from collections.abc import Callable
+from logging.handlers import BufferingHandler
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +15,8 @@ from torch import Tensor, nn
 import zero_full
 from tests.worlds import POOL
 from tests.zero_full.runs import Net, config
+from zero_full import assemble
+from zero_full.kernels.load import Loaded
 
 Given = dict[str, Any]
 ODD = 1  # the rank that is given something else
@@ -108,6 +114,33 @@ def test_every_rank_hears_what_differs_and_where(name: str) -> None:
     answers = POOL.run(start, 3 if name == "lr" else 2, name)
     assert len(set(answers)) == 1
     assert re.search(DIFFERENCES[name][2], answers[0]), answers[0]
+
+
+def start_with_other_operators(comm: Any, differ: bool) -> list[str]:
+    """What the log says of it on this rank."""
+    found = Loaded(None, "no C++ compiler") if differ and comm.rank == ODD else Loaded(Path("zf_cpu.so"))
+    handler = BufferingHandler(1000)
+    logger = logging.getLogger("zero_full")
+    logger.addHandler(handler)
+    try:
+        with mock.patch.object(assemble, "load", lambda device: found):
+            zero_full.initialize(**net())
+            model = Net()
+            assemble.shard(model, torch.optim.Adam(model.parameters()))
+    finally:
+        logger.removeHandler(handler)
+    return [record.getMessage() for record in handler.buffer if "operators" in record.getMessage()]
+
+
+def test_ranks_with_other_operators_are_a_warning_on_the_first_rank() -> None:
+    told, *others = POOL.run(start_with_other_operators, 3, True)
+    warning = (
+        "the ranks do not have the same operators:\n"
+        "  on cpu: compiled on ranks 0, 2; torch's own (no C++ compiler) on rank 1"
+    )
+    assert told == [warning, warning]  # of `initialize` and of `shard`
+    assert others == [[], []]
+    assert POOL.run(start_with_other_operators, 2, False) == [[], []]
 
 
 def fail_alone(comm: Any, how: str) -> str:

@@ -72,7 +72,7 @@ class QuantizedGather:
         size = payload_bytes(mine.numel(), self.bits, self.block)
         payload = torch.empty(nodes.size * size, dtype=torch.uint8, device=whole.device)
         column = nodes.inner.slice_of(payload)  # by number on the node, then by node
-        operators().quantize_blocks(mine, nodes.outer.slice_of(column), self.bits, self.block)
+        operators(mine.device).quantize_blocks(mine, nodes.outer.slice_of(column), self.bits, self.block)
         nodes.outer.all_gather(column, what)
         nodes.inner.all_gather(payload, what)
         if whole.is_meta:
@@ -80,7 +80,7 @@ class QuantizedGather:
         for place, came in enumerate(payload.view(nodes.size, size)):
             number, node = divmod(place, nodes.outer.size)
             target = own_slice(whole, node * nodes.inner.size + number, nodes.size)
-            operators().dequantize_blocks(came, target, self.bits, self.block, False)
+            operators(came.device).dequantize_blocks(came, target, self.bits, self.block, False)
 
     def or_exactly(self, exactly: Gather) -> Gather:
         """A gather that uses this one for floats of 32 and 16 bits, and `exactly` for all else."""
@@ -123,8 +123,10 @@ class TwoHopReduce:
         others = [(rank, row) for rank in ranks for row in range(rows)]
         for place in others:
             numbers = pieces[place] if pieces.dtype in QUANTIZABLE else pieces[place].float()
-            operators().quantize_blocks(numbers, sent[place], self.bits, self.block)
+            operators(numbers.device).quantize_blocks(numbers, sent[place], self.bits, self.block)
         comm.all_to_all(sent.view(-1), received.view(-1), what)
         for rank, row in others:
-            operators().dequantize_blocks(received[rank, row], total[row], self.bits, self.block, True)
+            operators(total.device).dequantize_blocks(
+                received[rank, row], total[row], self.bits, self.block, True
+            )
         return total

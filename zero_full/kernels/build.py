@@ -1,279 +1,214 @@
 """Compiles csrc/ into two libraries: the CPU's operators, and the GPU's.
 
-Standard library only, and torch is looked for, not imported: the installation runs this where torch is
-installed but not importable, and so does the doctor where torch is broken. A library's name has a key in it,
-made of all that it is made from, so a file that is there is a file that fits.
+Like `toolchain` and `places` it needs neither torch nor anything else but the standard library.
 
-[Note: trust] Whoever writes a library runs code in every process that loads it. The package's own folder is
-trusted as the package is. The cache is trusted if nobody but this user and root can write to it.
+[Note: names] zf_cuda-WHAT-80_90+PTX-HOW.so: WHAT is a hash of what a library is made from, as far as every
+machine can tell (sources, options, torch); then come the GPUs that it is for; HOW is a hash of the compilers.
+Whoever looks for a library takes any with the right WHAT that serves the devices, so that a machine without
+compilers, or with others than the installation had, finds it, too. Whoever compiles makes the full name.
 """
 
 import contextlib
-import fcntl
-import functools
 import hashlib
-import importlib.util
+import json
 import os
 import platform
 import re
-import shutil
-import stat
 import subprocess
-import sysconfig
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-HERE = Path(__file__).resolve().parent
-BUILT = HERE / "built"  # where an editable installation puts what it builds
+from zero_full.kernels import architectures, places
+from zero_full.kernels.architectures import Device
+from zero_full.kernels.toolchain import BuildError, Toolchain, toolchain, torch_home
+
+PACKAGE = Path(__file__).resolve().parents[1]
 PARTS = ("cpu", "cuda")
 MADE_OF = {  # of csrc/
     "cpu": ("core/*", "cpu/*", "io/*", "bind.h", "bind_cpu.cpp", "bind_io.cpp"),
     "cuda": ("core/*", "cuda/*", "bind.h", "bind_cuda.cpp"),
 }
-ARCHITECTURES = "80;90;100+PTX"
 ABI = "0x020a000000000000"  # TORCH_TARGET_VERSION: torch 2.10's stable interface
 COMMON = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off"]
 KERNEL = ["-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd"]
+CUDA = ["-std=c++17", "-O3", "-fmad=false", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
 BINDING = [f"-DTORCH_TARGET_VERSION={ABI}"]
 LEVELS = ("v2", "v3", "v4")  # of x86-64; other machines have the first, which is what their compiler does
+Stamp = tuple[int, int]  # of a file: another one of the same name has another
 
 
-class BuildError(RuntimeError):
-    """Why there is no library, and what to do about it."""
+class CompileError(BuildError):
+    """Why a command failed, and whether it would fail again: a compiler that found a mistake would."""
 
-
-class NotTrustedError(BuildError):
-    """Why a library that is there is not loaded. See [Note: trust]."""
-
-
-@dataclass(frozen=True)
-class Toolchain:
-    """The compilers, and where torch is."""
-
-    cxx: str
-    nvcc: str | None
-    torch: Path
-
-    @property
-    def name(self) -> str:
-        """The compilers in words: for messages, and to notice that others are used now."""
-        return self.cxx if self.nvcc is None else f"{self.cxx} and {self.nvcc}"
-
-    @property
-    def includes(self) -> list[str]:
-        """The compiler's options for headers: torch's as a system's, whose warnings are not shown."""
-        return ["-isystem", str(self.torch / "include"), f"-I{sources()}"]
+    def __init__(self, reason: str, lasting: bool) -> None:
+        super().__init__(reason)
+        self.lasting = lasting
 
 
 def sources() -> Path:
     """The path of csrc/: beside the package in a checkout, inside it in a wheel."""
-    places = [HERE.parents[1] / "csrc", HERE.parent / "csrc"]
-    for place in places:
+    tried = [PACKAGE.parent / "csrc", PACKAGE / "csrc"]
+    for place in tried:
         if (place / "bind_cpu.cpp").exists():
             return place
-    raise BuildError(f"the C++ sources are missing: there is no {places[0]} and no {places[1]}")
+    raise BuildError(f"the C++ sources are missing: there is no {tried[0]} and no {tried[1]}")
 
 
-def cache() -> Path:
-    """The folder for builds on first use: ZERO_FULL_CACHE, or zero_full in the user's cache."""
-    if chosen := os.environ.get("ZERO_FULL_CACHE"):
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zero_full"
+# Names: see [Note: names] --------------------------------------------------------------------------
 
 
-def torch_home() -> Path:
-    """Torch's directory. An isolated build cannot import torch, but sees where the environment keeps it."""
-    places = [Path(sysconfig.get_path(kind)) / "torch" for kind in ("platlib", "purelib")]
-    with contextlib.suppress(ImportError, ValueError):
-        spec = importlib.util.find_spec("torch")
-        if spec is not None and spec.origin is not None:
-            places.insert(0, Path(spec.origin).parent)
-    for place in places:
-        if (place / "include/torch/csrc/stable/library.h").exists():
-            return place
-    raise BuildError("torch (with its headers) is not installed in this environment yet")
+class Name(NamedTuple):
+    """The name of a library, taken apart. See [Note: names]."""
+
+    part: str
+    what: str
+    architectures: tuple[str, ...]
+    how: str
+
+    def __str__(self) -> str:
+        pieces = ("zf_" + self.part, self.what, "_".join(self.architectures), self.how)
+        return "-".join(filter(None, pieces)) + ".so"
 
 
-def toolchain(part: str) -> Toolchain:
-    """The compilers that a part needs: $CXX, else the usual names; $CUDA_HOME's nvcc, else the path's."""
-    cxx = _first_that_works([os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"])
-    if cxx is None:
-        wanted = os.environ.get("CXX")
-        raise BuildError(
-            f"CXX={wanted} does not work" if wanted else "no C++ compiler: install g++, or set CXX to another"
-        )
-    nvcc = None
-    if part == "cuda":
-        home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-        nvcc = _first_that_works([f"{home}/bin/nvcc", "nvcc"] if home else ["nvcc"])
-        if nvcc is None:
-            raise BuildError("no nvcc: install the CUDA toolkit, or set CUDA_HOME to where it is")
-    return Toolchain(cxx, nvcc, torch_home())
-
-
-@functools.cache
-def _works(path: str) -> bool:
-    try:
-        return subprocess.run([path, "--version"], capture_output=True, timeout=60).returncode == 0
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-
-
-def _first_that_works(names: list[str]) -> str | None:
-    found = (shutil.which(name) for name in names)
-    return next((path for path in found if path is not None and _works(path)), None)
-
-
-def architectures() -> list[str]:
-    """nvcc's options for ZERO_FULL_CUDA_ARCHS, as in "80;90+PTX". PTX serves newer devices, too."""
-    text = os.environ.get("ZERO_FULL_CUDA_ARCHS", ARCHITECTURES)
-    flags = []
-    for each in re.split(r"[;, ]+", text.strip()):
-        found = re.fullmatch(r"(\d+)\.?(\d?)(a?)(\+PTX)?", each)
-        if not found:
-            raise BuildError(f"ZERO_FULL_CUDA_ARCHS={text!r}: {each!r} is not like 90, 9.0, 90a or 90+PTX")
-        number = "".join(found.groups()[:3])
-        flags += ["-gencode", f"arch=compute_{number},code=sm_{number}"]
-        if found[4]:
-            flags += ["-gencode", f"arch=compute_{number},code=compute_{number}"]
-    return flags
-
-
-def key(part: str) -> str:
-    """A hash of all that the library is made from: sources, flags, torch, machine, architectures."""
-    digest = hashlib.sha256()
-    for path in sorted(path for each in MADE_OF[part] for path in sources().glob(each)):
-        digest.update(path.relative_to(sources()).as_posix().encode() + path.read_bytes())
-    version = torch_home() / "version.py"
-    about = [part, platform.system(), platform.machine(), ABI, *COMMON, *KERNEL]
-    about += architectures() if part == "cuda" else LEVELS
-    digest.update("\n".join(about).encode() + (version.read_bytes() if version.exists() else b""))
-    return digest.hexdigest()[:16]
-
-
-def file_name(part: str) -> str:
-    """The file name of the library that fits this environment."""
-    return f"zf_{part}-{key(part)}.so"
-
-
-def find(part: str) -> Path | None:
-    """The library's path if it has been built, by the installation or on first use. See [Note: trust]."""
-    name = file_name(part)
-    if (BUILT / name).exists():
-        return BUILT / name
-    return _trusted(cache() / name)
-
-
-def _trusted(path: Path) -> Path | None:
-    """The path if a library is there; NotTrustedError if somebody else may have put it there."""
-    try:
-        folder = path.parent.resolve(strict=True)
-        inside = {place: place.lstat() for place in (path.parent, folder)}
-        inside |= {path: path.lstat()} if os.path.lexists(path) else {}
-        above = {place: place.lstat() for place in folder.parents}
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise BuildError(f"{path} cannot be looked at ({error}): set ZERO_FULL_CACHE") from error
-    for place, status in inside.items():
-        if reason := _why_not_trusted(status, place == path):
-            raise NotTrustedError(f"{place} is not trusted: it {reason}. Remove it, or set ZERO_FULL_CACHE")
-    for place, status in above.items():
-        if _others_may_write(status) and not status.st_mode & stat.S_ISVTX:  # /tmp is fine
-            told = f"{path} is not trusted: others may write to {place}. Set ZERO_FULL_CACHE"
-            raise NotTrustedError(told)
-    return path if path in inside else None
-
-
-def _why_not_trusted(status: os.stat_result, must_be_file: bool) -> str:
-    if status.st_uid not in (0, os.geteuid()):
-        return f"belongs to user {status.st_uid}, and this is user {os.geteuid()}"
-    if must_be_file and not stat.S_ISREG(status.st_mode):
-        return "is a link or something else that is no file"
+def _taken_apart(file_name: str) -> Name | None:
+    found = re.fullmatch(r"zf_([a-z]+)-([0-9a-f]{16})(?:-([0-9a_+PTX]+))?-([0-9a-f]{16})\.so", file_name)
     return (
-        f"has mode {status.st_mode & 0o7777:04o}, so others may write it" if _others_may_write(status) else ""
+        Name(found[1], found[2], tuple(filter(None, (found[3] or "").split("_"))), found[4])
+        if found
+        else None
     )
 
 
-def _others_may_write(status: os.stat_result) -> bool:
-    return bool(status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)) and not stat.S_ISLNK(status.st_mode)
+def name_for(part: str, tools: Toolchain, devices: Sequence[Device] = ()) -> Name:
+    """The name of what these compilers would make; see `architectures.chosen` for which GPUs."""
+    wanted = architectures.chosen(tools.gpus, devices) if part == "cuda" else ()
+    return Name(part, what(part), wanted, _hash(tools.identity.encode()))
 
 
-def _make_private(directory: Path) -> None:
-    """Make the folder and those above it; new ones are this user's only."""
-    for place in (*reversed(directory.parents), directory):
-        if not place.exists():
-            with contextlib.suppress(FileExistsError):  # another rank was faster
-                place.mkdir(mode=0o700)
+def what(part: str) -> str:
+    """A hash of the sources, of every command that compiles or links them, of torch and the machine."""
+    tools = Toolchain("c++", "nvcc" if part == "cuda" else None, torch_home())
+    jobs = commands(part, tools, (), Path())
+    every = [*jobs.values(), link_command(part, tools, list(jobs), Path("library"))]
+    text = "\n".join(" ".join(command) for command in every)
+    text = text.replace(str(sources()), "csrc").replace(str(tools.torch), "torch")
+    files = sorted(path for each in MADE_OF[part] for path in sources().glob(each))
+    contents = [path.relative_to(sources()).as_posix().encode() + path.read_bytes() for path in files]
+    version = tools.torch / "version.py"
+    machine = f"{part} {platform.system()} {platform.machine()}"
+    return _hash(
+        *contents, text.encode(), machine.encode(), version.read_bytes() if version.exists() else b""
+    )
 
 
-def build(part: str, directory: Path, again: bool = False) -> Path:
+def _hash(*parts: bytes) -> str:
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+
+
+def find(part: str, devices: Sequence[Device] = ()) -> list[Path]:
+    """The libraries that serve all devices, the best first: machine code, then the newest.
+
+    NotTrustedError if somebody else may have written one, and there is no other; see `places`.
+    """
+    prefix = f"zf_{part}-{what(part)}-"
+    found: list[Path] = []
+    refusal: places.NotTrustedError | None = None
+    for place in (places.BUILT, *places.caches()):
+        try:
+            found += places.libraries(place, prefix)
+        except places.NotTrustedError as error:
+            refusal = error
+    if refusal is not None and not found:
+        raise refusal
+    fitting: list[tuple[bool, float, Path]] = []
+    for path in found:
+        name = _taken_apart(path.name)
+        if name is not None and all(architectures.serves(name.architectures, device) for device in devices):
+            native = all(architectures.is_native(name.architectures, device) for device in devices)
+            fitting.append((native, path.stat().st_mtime, path))
+    return [path for *_, path in sorted(fitting, reverse=True)]
+
+
+def stamp(path: Path) -> Stamp:
+    """What tells this file from another that takes its place."""
+    status = path.stat()
+    return status.st_ino, status.st_mtime_ns
+
+
+# Compiling -----------------------------------------------------------------------------------------
+
+
+def build(
+    part: str,
+    directory: Path,
+    devices: Sequence[Device] = (),
+    again: bool = False,
+    broken: Mapping[Path, Stamp] | None = None,
+) -> Path:
     """The path of the library in `directory`, compiled now unless another process has just done it.
 
-    One process compiles and the others wait for it, so all ranks of a run may call this. What has failed is
-    not tried again with the same compiler, unless `again`.
+    One process compiles and the others wait for it, so all ranks of a run may call this. A mistake that the
+    same compilers have found before is not looked for again, unless `again`. Files in `broken` are replaced.
     """
+    began = time.time()
     tools = toolchain(part)
-    target = directory / file_name(part)
+    target = directory / str(name_for(part, tools, devices))
     try:
-        if directory == BUILT:
-            directory.mkdir(parents=True, exist_ok=True)
-        else:
-            _make_private(directory)
-            _trusted(target)
-        with _locked(target.with_suffix(".lock")):
-            if target.exists():
+        places.make(directory)
+        with places.locked(target.with_suffix(".lock")):
+            if places.libraries(directory, target.name) and stamp(target) != (broken or {}).get(target):
                 return target
-            failure = None if again else last_failure(part, directory, tools)
+            failure = None if again else _last_failure(target, began)
             if failure:
                 raise BuildError(failure)
             try:
-                _compile_and_link(part, tools, target)
-            except BuildError as error:
-                target.with_suffix(".failed").write_text(f"{tools.name}\n{error}")
+                _compile_and_link(part, tools, devices, target)
+            except CompileError as error:
+                _note(target, error)
                 raise
     except OSError as error:
         raise BuildError(f"{directory} cannot be written to ({error}): set ZERO_FULL_CACHE") from error
     return target
 
 
-def last_failure(part: str, directory: Path, tools: Toolchain) -> str | None:
-    """Why the same compiler could not build the same library before."""
-    record = (directory / file_name(part)).with_suffix(".failed")
-    name, _, reason = record.read_text().partition("\n") if record.exists() else ("", "", "")
-    return reason if name == tools.name else None
+def last_failure(part: str, directory: Path, devices: Sequence[Device] = ()) -> str | None:
+    """The mistake for which the same compilers could not make the same library before."""
+    target = directory / str(name_for(part, toolchain(part), devices))
+    return _last_failure(target, time.time())
 
 
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Inside, this process holds a lock on the file. The lock ends with the process; the file stays."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+def _last_failure(target: Path, began: float) -> str | None:
+    """The failure that lasts, or is younger than `began`: then who was waiting need not try itself."""
+    try:
+        noted = json.loads(target.with_suffix(".failed").read_text())
+        return str(noted["reason"]) if noted["lasting"] or noted["at"] >= began else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
-def commands(part: str, tools: Toolchain, directory: Path) -> dict[Path, list[str]]:
-    """The command that makes each object file."""
+def _note(target: Path, error: CompileError) -> None:
+    noted = {"lasting": error.lasting, "at": time.time(), "reason": str(error)}
+    with contextlib.suppress(OSError):  # a full disk is no reason to hide the error
+        target.with_suffix(".failed").write_text(json.dumps(noted))
+
+
+def commands(part: str, tools: Toolchain, wanted: Sequence[str], directory: Path) -> dict[Path, list[str]]:
+    """The command that makes each object file; the GPU's for the architectures that are wanted."""
     csrc, found = sources(), {}
     bindings = ["bind_cuda.cpp"] if part == "cuda" else ["bind_cpu.cpp", "bind_io.cpp"]
     for name in bindings:
-        found[directory / f"{name}.o"] = [
-            tools.cxx,
-            *COMMON,
-            *BINDING,
-            *tools.includes,
-            "-c",
-            str(csrc / name),
-        ]
+        flags = [*COMMON, *BINDING, *includes(tools)]
+        found[directory / f"{name}.o"] = [tools.cxx, *flags, "-c", str(csrc / name)]
     if part == "cuda":
         assert tools.nvcc is not None
-        flags = ["-std=c++17", "-O3", "-fmad=false", "-Xcompiler", "-fPIC,-fvisibility=hidden", f"-I{csrc}"]
+        flags = [*CUDA, f"-I{csrc}", *architectures.options(wanted)]
         for source in sorted((csrc / "cuda").glob("*.cu")):
             out = directory / f"{source.name}.o"
-            found[out] = [tools.nvcc, "-ccbin", tools.cxx, *flags, *architectures(), "-c", str(source)]
+            found[out] = [tools.nvcc, "-ccbin", tools.cxx, *flags, "-c", str(source)]
         return found
     for source in [csrc / "cpu/dispatch.cpp", *sorted((csrc / "io").glob("*.cpp"))]:
         found[directory / f"{source.name}.o"] = [tools.cxx, *COMMON, f"-I{csrc}", "-c", str(source)]
@@ -285,6 +220,11 @@ def commands(part: str, tools: Toolchain, directory: Path) -> dict[Path, list[st
                 flags = [*COMMON, *KERNEL, *march, f"-DZF_ISA={level}", f"-I{csrc}"]
                 found[directory / f"{source.name}.{level}.o"] = [tools.cxx, *flags, "-c", str(source)]
     return found
+
+
+def includes(tools: Toolchain) -> list[str]:
+    """The compiler's options for headers: torch's as a system's, whose warnings are not shown."""
+    return ["-isystem", str(tools.torch / "include"), f"-I{sources()}"]
 
 
 def link_command(part: str, tools: Toolchain, objects: list[Path], target: Path) -> list[str]:
@@ -302,22 +242,45 @@ def link_command(part: str, tools: Toolchain, objects: list[Path], target: Path)
     return [tools.nvcc, "-ccbin", tools.cxx, "-shared", "-o", str(target), *names, f"-L{lib}", *libraries]
 
 
-def _compile_and_link(part: str, tools: Toolchain, target: Path) -> None:
+def _compile_and_link(part: str, tools: Toolchain, devices: Sequence[Device], target: Path) -> None:
+    name = name_for(part, tools, devices)
     with tempfile.TemporaryDirectory(prefix="zero_full_") as scratch:
-        jobs = commands(part, tools, Path(scratch))
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
+        jobs = commands(part, tools, name.architectures, Path(scratch))
+        with ThreadPoolExecutor(_usable_cpus()) as pool:
             list(pool.map(lambda job: _run([*job[1], "-o", str(job[0])]), jobs.items()))
-        partial = target.with_suffix(f".{os.getpid()}")
+        handle, partial = tempfile.mkstemp(".partial", target.stem, target.parent)
+        os.close(handle)
         try:
-            _run(link_command(part, tools, list(jobs), partial))
-            partial.chmod(0o755)
-            partial.replace(target)  # who looks sees all of it, or nothing
+            _run(link_command(part, tools, list(jobs), Path(partial)))
+            Path(partial).chmod(0o755)
+            Path(partial).replace(target)  # who looks sees all of it, or nothing
         finally:
-            partial.unlink(missing_ok=True)
+            Path(partial).unlink(missing_ok=True)
+
+
+def _usable_cpus() -> int:
+    """Those that an affinity mask leaves: more compilers than these would only take memory."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+# A mistake has a place in a source, or is the linker's or nvcc's word; a machine in need may say that, too.
+MISTAKE = re.compile(
+    r"^.+:\d+:(\d+:)? (fatal )?error: |^.+\(\d+\): (catastrophic )?error|^(nvcc|ptxas) (fatal|error)"
+    r"|undefined reference|unrecognized (command.line )?option|cannot find -l",
+    re.MULTILINE,
+)
+NEED = re.compile(
+    r"no space left|quota exceeded|out of memory|memory exhausted|cannot allocate memory|killed|kill signal"
+    r"|died due to signal|input/output error|stale file handle|temporarily unavailable|internal compiler",
+    re.IGNORECASE,
+)
 
 
 def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
     if done.returncode:
-        said = "\n".join((done.stderr or done.stdout).strip().splitlines()[:20])
-        raise BuildError(f"this command failed with code {done.returncode}:\n{' '.join(command)}\n{said}")
+        said = (done.stderr or done.stdout).strip()
+        lasting = done.returncode > 0 and bool(MISTAKE.search(said)) and not NEED.search(said)
+        shown = "\n".join(said.splitlines()[:20])
+        code = f"this command failed with code {done.returncode}:\n{' '.join(command)}\n{shown}"
+        raise CompileError(code, lasting)

@@ -197,7 +197,7 @@ class BlockIO:
         if threads < 1 or block_bytes < 1:
             raise ValueError(f"threads={threads}, block_bytes={block_bytes}: both must be at least 1")
         self.block_bytes, self.direct = block_bytes, direct
-        found = load.Loaded(None) if compiled is False else load.load()["cpu"]
+        found = load.Loaded(None) if compiled is False else load.load(torch.device("cpu"))
         if compiled and found.path is None:
             raise RuntimeError(f"block I/O is not compiled: {found.reason}")
         self.threads: Threads = CompiledThreads(found.path, threads) if found.path else PythonThreads(threads)
@@ -350,5 +350,5 @@ def describe(path: AnyPath) -> Description:
                 direct, why = not refused, f"a block is refused: {os.strerror(refused)}" if refused else ""
         finally:
             opened.close()
-    compiled = load.look()["cpu"].path is not None
+    compiled = load.look("cpu").path is not None
     return Description(compiled, direct, opened.unit, opened.memory_unit, why)

@@ -64,7 +64,7 @@ class FusedAdam(Stepper):
         states = [moments_of(piece, self.dtypes.moments_of(piece.master.dtype)) for piece in pieces]
         steps = [state["step"] for state in states]
         foreach_add(steps, 1)
-        operators().adam_step(
+        operators(pieces[0].master.device).adam_step(
             [piece.master for piece in pieces],
             [piece.gradient.contiguous() for piece in pieces if piece.gradient is not None],
             [state["exp_avg"] for state in states],

@@ -139,4 +139,4 @@ def _operators(pieces: Sequence[Piece]) -> Any:
     takes = all(t.dtype in fine for t in given) and all(
         piece.master.dtype != torch.float16 and piece.master.is_contiguous() for piece in pieces
     )
-    return operators() if takes else reference
+    return operators(given[0].device) if given and takes else reference

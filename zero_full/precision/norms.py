@@ -30,7 +30,7 @@ def squared_norm(tensors: Iterable[Tensor], device: torch.device, exactly: bool 
     for dtype, alike in kinds.items():
         if dtype in COMPILED and compiled_for(device):
             in_order = [tensor.contiguous() for tensor in alike]
-            total = total + operators().unscale_norm_check(in_order, 1.0)[0]
+            total = total + operators(device).unscale_norm_check(in_order, 1.0)[0]
         elif exactly:
             total = total + _exactly(alike, total.dtype)
         else:

@@ -1,0 +1,91 @@
+"""GPU architectures: which ones to compile for, and which devices a library serves.
+
+An architecture is written as people write it: "90" is machine code for compute capability 9.0 and later 9.x,
+"90a" for exactly 9.0, and "90+PTX" brings code that the driver translates for any newer device, too.
+"""
+
+import os
+import re
+from collections.abc import Collection, Sequence
+
+from zero_full.kernels.toolchain import BuildError
+
+DEFAULT = "80;90;100+PTX"  # where no device can be asked: those of these that nvcc knows
+VARIABLE = "ZERO_FULL_CUDA_ARCHS"
+Device = tuple[int, int]  # its compute capability
+
+
+def parsed(text: str) -> tuple[str, ...]:
+    """The architectures in "8.0, 9.0+PTX"."""
+    found = []
+    for each in re.split(r"[;, ]+", text.strip()):
+        match = re.fullmatch(r"(\d+)\.?(\d?)(a?)(\+PTX)?", each)
+        if not match:
+            raise BuildError(f"{VARIABLE}={text!r}: {each!r} is not like 90, 9.0, 90a or 90+PTX")
+        found.append("".join(part or "" for part in match.groups()))
+    return tuple(found)
+
+
+def options(architectures: Sequence[str]) -> list[str]:
+    """nvcc's options."""
+    flags = []
+    for each in architectures:
+        number = each.removesuffix("+PTX")
+        flags += ["-gencode", f"arch=compute_{number},code=sm_{number}"]
+        if number != each:
+            flags += ["-gencode", f"arch=compute_{number},code=compute_{number}"]
+    return flags
+
+
+def chosen(known: Collection[int], devices: Collection[Device]) -> tuple[str, ...]:
+    """What to compile for with an nvcc that knows `known`.
+
+    That is what ZERO_FULL_CUDA_ARCHS names; else the devices; without any, what of DEFAULT nvcc knows.
+    """
+    if text := os.environ.get(VARIABLE):
+        asked = parsed(text)
+        if unknown := [each for each in asked if _number(each) not in known]:
+            raise BuildError(f"{VARIABLE}={text!r}: nvcc has no {', '.join(unknown)}, only {_listed(known)}")
+        return asked
+    if devices:
+        return tuple(sorted({_best(device, known) for device in devices}))
+    usual = [each for each in map(_number, parsed(DEFAULT)) if each in known]
+    if not usual:
+        raise BuildError(f"nvcc has none of {DEFAULT}, only {_listed(known)}: set {VARIABLE}")
+    return (*map(str, usual[:-1]), f"{usual[-1]}+PTX")
+
+
+def _best(device: Device, known: Collection[int]) -> str:
+    number = 10 * device[0] + device[1]
+    if number in known:
+        return str(number)
+    older = [each for each in known if each < number]
+    if not older:
+        told = f"nvcc makes no code for this GPU ({number}), only for {_listed(known)}"
+        raise BuildError(f"{told}: install an older CUDA toolkit and set CUDA_HOME to where it is")
+    return f"{max(older)}+PTX"  # for the driver to translate
+
+
+def serves(architectures: Collection[str], device: Device) -> bool:
+    """Whether one of them runs on the device, as far as their names tell."""
+    return is_native(architectures, device) or any(
+        each.endswith("+PTX") and "a" not in each and _number(each) <= 10 * device[0] + device[1]
+        for each in architectures
+    )
+
+
+def is_native(architectures: Collection[str], device: Device) -> bool:
+    """Whether one of them is the device's machine code, which needs no translation."""
+    for each in architectures:
+        major, minor = divmod(_number(each), 10)
+        if (major, minor) == device or ("a" not in each and major == device[0] and minor < device[1]):
+            return True
+    return False
+
+
+def _number(architecture: str) -> int:
+    return int(architecture.removesuffix("+PTX").removesuffix("a"))
+
+
+def _listed(known: Collection[int]) -> str:
+    return ", ".join(map(str, sorted(known)))

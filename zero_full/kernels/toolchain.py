@@ -1,0 +1,96 @@
+"""The compilers, which versions they are, and where torch is.
+
+Standard library only, and torch is looked for, not imported: the installation runs this where torch is
+installed but not importable, and so does the doctor where torch is broken.
+"""
+
+import contextlib
+import functools
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+CHANGES_NVCC = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")  # variables with options that nvcc adds to its own
+
+
+class BuildError(RuntimeError):
+    """Why there is no library, and what to do about it."""
+
+
+@dataclass(frozen=True)
+class Toolchain:
+    """The compilers, and where torch is."""
+
+    cxx: str
+    nvcc: str | None
+    torch: Path
+
+    @property
+    def identity(self) -> str:
+        """What the compilers say of themselves, what else changes their work, and the C library's version."""
+        said = [_answer(path, "--version") or "" for path in (self.cxx, self.nvcc) if path is not None]
+        with contextlib.suppress(AttributeError, ValueError, OSError):
+            said.append(os.confstr("CS_GNU_LIBC_VERSION") or "")  # a library wants one that is as new
+        if self.nvcc is not None:
+            said += [f"{name}={os.environ.get(name, '')}" for name in CHANGES_NVCC]
+        return "\n".join(said)
+
+    @property
+    def gpus(self) -> frozenset[int]:
+        """The architectures that nvcc makes code for, as in 90."""
+        assert self.nvcc is not None
+        said = _answer(self.nvcc, "--list-gpu-arch") or ""
+        found = frozenset(map(int, re.findall(r"^compute_(\d+)$", said, re.MULTILINE)))
+        if not found:
+            raise BuildError(f"{self.nvcc} does not list architectures (--list-gpu-arch): it is too old")
+        return found
+
+
+def toolchain(part: str) -> Toolchain:
+    """The compilers that a part needs: $CXX, else the usual names; $CUDA_HOME's nvcc, else the path's."""
+    cxx = _first_that_works([os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"])
+    if cxx is None:
+        wanted = os.environ.get("CXX")
+        raise BuildError(
+            f"CXX={wanted} does not work" if wanted else "no C++ compiler: install g++, or set CXX to another"
+        )
+    nvcc = None
+    if part == "cuda":
+        home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+        nvcc = _first_that_works([f"{home}/bin/nvcc", "nvcc"] if home else ["nvcc"])
+        if nvcc is None:
+            raise BuildError("no nvcc: install the CUDA toolkit, or set CUDA_HOME to where it is")
+    return Toolchain(cxx, nvcc, torch_home())
+
+
+def torch_home() -> Path:
+    """Torch's directory. An isolated build cannot import torch, but sees where the environment keeps it."""
+    places = [Path(sysconfig.get_path(kind)) / "torch" for kind in ("platlib", "purelib")]
+    with contextlib.suppress(ImportError, ValueError):
+        spec = importlib.util.find_spec("torch")
+        if spec is not None and spec.origin is not None:
+            places.insert(0, Path(spec.origin).parent)
+    for place in places:
+        if (place / "include/torch/csrc/stable/library.h").exists():
+            return place
+    raise BuildError("torch (with its headers) is not installed in this environment yet")
+
+
+@functools.cache
+def _answer(path: str, question: str) -> str | None:
+    """What a compiler prints for an option; None if it does not run."""
+    try:
+        done = subprocess.run([path, question], capture_output=True, text=True, errors="replace", timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def _first_that_works(names: list[str]) -> str | None:
+    found = (shutil.which(name) for name in names)
+    return next((path for path in found if path is not None and _answer(path, "--version") is not None), None)
