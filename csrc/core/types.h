@@ -51,14 +51,15 @@ ZF_HD bf16 to_bf16(float x) {
   return {uint16_t(rounded | (x != x ? 0x7fc0u : 0u))};
 }
 
-// Without branches, so that it can be a vector: the exponent is corrected by a multiplication, which also
-// makes denormals right.
+// Without branches, so that it can be a vector. No number on the way is denormal, because a processor may have been
+// told to take those for 0 (torch.set_flush_denormal): a denormal's bits count from 2**-14 on, which is taken off.
 ZF_HD float to_f32(f16 x) {
   const uint32_t sign = uint32_t(x.bits & 0x8000u) << 16;
   const uint32_t rest = uint32_t(x.bits & 0x7fffu) << 13;
-  const float scaled = from_bits(rest) * from_bits(0x77800000u);  // 2**112
+  const uint32_t denormal = bits_of(from_bits(rest + 0x38800000u) - from_bits(0x38800000u));
+  const uint32_t finite = rest < 0x00800000u ? denormal : rest + 0x38000000u;
   const uint32_t special = rest >= 0x0f800000u ? 0x7f800000u : 0u;  // inf and NaN keep their exponent
-  return from_bits(bits_of(scaled) | special | sign);
+  return from_bits(finite | special | sign);
 }
 
 // To the nearest, ties to even; too large becomes inf, NaN stays NaN, small becomes denormal.
