@@ -41,7 +41,9 @@ def adam_step(
     `decoupled` is AdamW's decay. `steps` are this step's numbers, from 1. All is computed in fp32.
     """
     for i, master in enumerate(masters):
-        step = float(steps[i])
+        first, second = (
+            1 - beta ** steps[i].double() for beta in (beta1, beta2)
+        )  # nobody waits for a device
         p = (master if not copies else unless_written(master, copies[i])).float()
         m, v = exp_avgs[i].float(), exp_avg_sqs[i].float()
         g = grads[i].float() * factor
@@ -49,9 +51,9 @@ def adam_step(
             g = g + p * weight_decay
         m = m + (1 - beta1) * (g - m)
         v = v * beta2 + (1 - beta2) * g * g
-        root = v.sqrt() / (1 - beta2**step) ** 0.5 + eps
+        root = v.sqrt() / second.sqrt() + eps
         keep = 1 - lr * weight_decay if decoupled else 1.0
-        p = p * keep - lr / (1 - beta1**step) * m / root
+        p = p * keep - lr / first * m / root
         for target, value in ((master, p), (exp_avgs[i], m), (exp_avg_sqs[i], v)):
             target.copy_(value)
         if copies:
@@ -117,9 +119,11 @@ def lamb_step(
         update = _lamb_update(p, exp_avgs[i], exp_avg_sqs[i], eps, weight_decay, eps_inside_sqrt)
         weight, change = norms[i].sqrt().unbind()
         trust = torch.where((weight > 0) & (change > 0), (weight / change).clamp(min_trust, max_trust), 1.0)
-        step = float(steps[i])
-        size = lr * (1 - beta2**step) ** 0.5 / (1 - beta1**step) if bias_correction else lr
-        p.copy_(p.to(_wide(p)) - (size * trust).to(_wide(p)) * update)
+        size = lr * trust
+        if bias_correction:
+            first, second = (1 - beta ** steps[i].double() for beta in (beta1, beta2))
+            size = size * second.sqrt() / first
+        p.copy_(p.to(_wide(p)) - size.to(_wide(p)) * update)
         if copies:
             copies[i].copy_(p)
 
