@@ -228,8 +228,8 @@ ARRAYS: dict[str, Callable[..., Arrays]] = {
     "sums_kernel": lambda value: (["float", value], []),
     "pack_kernel": lambda value: (["float", value], ["float"]),
     "mean_kernel": lambda number: ([number], [number]),
-    "quantize_kernel": lambda number, bits, team: ([number, number], []),  # for the scale, for the integers
-    "dequantize_kernel": lambda number, bits, team: ([number], [number]),
+    "quantize_kernel": lambda number, bits, team, two: ([number, number], []),  # for the scale, for integers
+    "dequantize_kernel": lambda number, bits, team, two, many: ([number], [number]),
 }
 BITS = {"float": 32, "bf16": 16, "f16": 16, "nothing": 0}
 

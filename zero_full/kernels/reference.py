@@ -2,11 +2,13 @@
 
 [Note: blocks of integers] A payload holds `numel` numbers as bytes: first integers of 8 or 4 bits, then an
 fp32 scale for each block of them. Four-bit integers are two to a byte, the first in the low half. A block
-with a number that is not finite has the scale NaN: all of it comes out as NaN.
+with a number that is not finite has the scale NaN: all of it comes out as NaN. Of more than one dimension the
+last is a row, with a payload of its own, and rows may lie anywhere. One more dimension of payloads than of
+numbers, the first, are terms that are added up.
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import NamedTuple
 
 import torch
@@ -233,6 +235,15 @@ def quantize_blocks(numbers: Tensor, payload: Tensor, bits: int, block: int) -> 
 
     No number is off by more than half a scale.
     """
+    for row in _places(numbers):
+        _quantize_row(numbers[row], payload[row], bits, block)
+
+
+def _places(rows: Tensor) -> Iterator[tuple[int, ...]]:
+    return product(*map(range, rows.shape[:-1]))
+
+
+def _quantize_row(numbers: Tensor, payload: Tensor, bits: int, block: int) -> None:
     values = payload[: value_bytes(numbers.numel(), bits)].view(torch.int8)
     scales = torch.empty(-(-numbers.numel() // block), dtype=torch.float32, device=numbers.device)
     for part in _parts(numbers, bits, block):
@@ -245,7 +256,17 @@ def quantize_blocks(numbers: Tensor, payload: Tensor, bits: int, block: int) -> 
 
 
 def dequantize_blocks(payload: Tensor, out: Tensor, bits: int, block: int, add: bool) -> None:
-    """Write the payload's numbers to `out`, or add them to what is there."""
+    """Write the payload's numbers to `out`, or add them to what is there.
+
+    The terms of a row, which must be fp32 then, are added up one after the other.
+    """
+    terms = payload if payload.dim() > out.dim() else payload[None]
+    for row in _places(out):
+        for number, term in enumerate(terms):
+            _dequantize_row(term[row], out[row], bits, block, add or number > 0)
+
+
+def _dequantize_row(payload: Tensor, out: Tensor, bits: int, block: int, add: bool) -> None:
     size = value_bytes(out.numel(), bits)
     values, scales = payload[:size].view(torch.int8), payload[size:].clone().view(torch.float32)
     for part in _parts(out, bits, block):
