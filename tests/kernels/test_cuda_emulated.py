@@ -147,7 +147,7 @@ def test_means_of_signs_of_one_piece(cuda: Emulated, dtype: torch.dtype, numel: 
         check_sign_mean(cuda, rows, torch.tensor([numel]), normal(numel, dtype, 0, offset), rows == 2)
 
 
-@pytest.mark.parametrize("scale", [0.0, 1e-44, 1e-20, 1e38, INF, NAN])
+@pytest.mark.parametrize("scale", [0.0, 1e-44, 1e-20, 1e38, INF])
 def test_means_of_scales_near_the_ends_of_fp32(cuda: Emulated, scale: float) -> None:
     check_sign_mean(cuda, 3, torch.tensor([90]), torch.zeros(96), False, scale)
 

@@ -173,6 +173,9 @@ def sign_pack(values: Tensor | None, error: Tensor, ends: Tensor, l1: bool) -> t
     Pieces end at `ends`; what lies behind is padding and has the scale 0. A scale is the root mean square, or
     with `l1` the mean size. `error` becomes what scale times sign gets wrong now. Zero counts as plus; the
     last byte is filled up with zeros. `values` None: all that is wanted is in `error` already.
+
+    A number that is not finite makes its piece's scale and errors NaN, and errors stay NaN: look for overflow
+    before. `ends` must ascend and stay inside, which on a GPU is looked at only with ZERO_FULL_CHECK_ENDS=1.
     """
     wanted = error if values is None else values.float() + error
     starts = [0, *ends.tolist()]
