@@ -9,6 +9,8 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <cstdlib>
+#include <cstring>
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -176,18 +178,29 @@ inline std::tuple<Tensor, Tensor> unscale_norm_check_op(Tensors gradients, doubl
   return {sum, first};
 }
 
-// On a GPU the ends cannot be looked at without waiting for it: there they are the caller's responsibility.
+inline void check_ends(const int64_t* ends, int64_t count, int64_t numel, const char* op) {
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t before = i ? ends[i - 1] : 0;
+    STD_TORCH_CHECK(
+        before <= ends[i] && ends[i] <= numel, "zero_full::", op, ": ends must ascend from 0 to ", numel,
+        " at most, but end ", i, " is ", ends[i], " after ", before);
+  }
+}
+
+// On a GPU the ends cannot be looked at without waiting for it: there they are the caller's responsibility, unless
+// ZERO_FULL_CHECK_ENDS=1 wants them to be looked at.
 inline Cuts cuts_of(const Tensor& ends, const Tensor& flat, const char* op) {
   check_memory(ends, flat, op, "ends");
   check_type(ends, ScalarType::Long, op, "ends", "int64");
-  const Cuts cuts{data<const int64_t>(ends), ends.numel()};
-  for (int64_t i = 0; Queue::memory_is_here && i < cuts.count; ++i) {
-    const int64_t before = i ? cuts.ends[i - 1] : 0;
-    STD_TORCH_CHECK(
-        before <= cuts.ends[i] && cuts.ends[i] <= flat.numel(), "zero_full::", op, ": ends must ascend from 0 to ",
-        flat.numel(), " at most, but end ", i, " is ", cuts.ends[i], " after ", before);
+  const char* wanted = std::getenv("ZERO_FULL_CHECK_ENDS");
+  if (Queue::memory_is_here) {
+    check_ends(data<const int64_t>(ends), ends.numel(), flat.numel(), op);
+  } else if (wanted && std::strcmp(wanted, "1") == 0) {
+    using torch::headeronly::DeviceType;
+    const Tensor here = torch::stable::to(ends, torch::stable::Device(DeviceType::CPU));
+    check_ends(data<const int64_t>(here), ends.numel(), flat.numel(), op);
   }
-  return cuts;
+  return {data<const int64_t>(ends), ends.numel()};
 }
 
 inline std::tuple<Tensor, Tensor> sign_pack_op(std::optional<Tensor> values, Tensor error, Tensor ends, bool l1) {
@@ -228,30 +241,76 @@ inline void sign_unpack_mean_op(Tensor packed, Tensor scales, Tensor ends, Tenso
       type_of(out, op, "out"), out.numel(), add, queue_of(out));
 }
 
-inline void check_payload(const Tensor& payload, const Tensor& numbers, int64_t bits, int64_t block, const char* op) {
-  for (const Tensor* t : {&payload, &numbers}) check_memory(*t, numbers, op, "payload and numbers");
+// The last dimension is a row, those before, two at most, count rows. A payload may have one more before all:
+// its terms.
+inline BlockRows rows_of(const Tensor& payload, const Tensor& numbers, bool may_have_terms, const char* op) {
+  const int64_t dim = numbers.dim(), terms = payload.dim() - dim;
+  STD_TORCH_CHECK(
+      1 <= dim && dim <= 3 && (terms == 0 || (terms == 1 && may_have_terms)), "zero_full::", op, ": numbers of ", dim,
+      " dimensions, but payloads of ", payload.dim());
+  BlockRows rows{{1, 1}, numbers.size(dim - 1), {0, 0}, {0, 0}, 1, 0};
+  for (int64_t k = 0; k + 1 < dim; ++k) {
+    const int64_t place = k + 3 - dim;
+    rows.counts[place] = numbers.size(k);
+    rows.numbers[place] = numbers.stride(k);
+    rows.payloads[place] = payload.stride(k + terms);
+    STD_TORCH_CHECK(
+        numbers.size(k) == payload.size(k + terms), "zero_full::", op, ": ", numbers.size(k), " rows of numbers, but ",
+        payload.size(k + terms), " payloads");
+  }
+  if (terms == 1) {
+    rows.terms = payload.size(0);
+    rows.apart = payload.stride(0);
+    STD_TORCH_CHECK(rows.terms > 0, "zero_full::", op, ": there are no payloads to add up");
+  }
+  return rows;
+}
+
+// Rows that are written must not share memory.
+inline void check_apart(const BlockRows& rows, const int64_t (&apart)[2], int64_t size, const char* op) {
+  const int near = rows.counts[1] == 1 || (rows.counts[0] > 1 && apart[0] < apart[1]) ? 0 : 1;
+  const bool fine = (rows.counts[near] <= 1 || apart[near] >= size) &&
+                    (rows.counts[1 - near] <= 1 || apart[1 - near] >= (rows.counts[near] - 1) * apart[near] + size);
+  STD_TORCH_CHECK(fine || size == 0, "zero_full::", op, ": rows that are written share memory");
+}
+
+inline BlockRows check_payload(
+    const Tensor& payload, const Tensor& numbers, int64_t bits, int64_t block, bool may_have_terms, const char* op) {
   check_type(payload, ScalarType::Byte, op, "payload", "uint8");
   STD_TORCH_CHECK(
       (bits == 4 || bits == 8) && block >= 1, "zero_full::", op, ": ", bits, " bits in blocks of ", block,
       ": bits are 4 or 8, and a block has a number or more");
-  const int64_t numel = numbers.numel(), bytes = (numel * bits + 7) / 8 + (numel / block + (numel % block != 0)) * 4;
+  const BlockRows rows = rows_of(payload, numbers, may_have_terms, op);
+  for (const Tensor* t : {&payload, &numbers}) {
+    STD_TORCH_CHECK(t->device() == numbers.device(), "zero_full::", op, ": payload must be on the device of the numbers");
+    const int64_t last = t->dim() - 1;
+    STD_TORCH_CHECK(
+        t->size(last) <= 1 || t->stride(last) == 1, "zero_full::", op, ": rows of payload and numbers must be contiguous");
+  }
+  const int64_t numel = rows.numel, bytes = (numel * bits + 7) / 8 + (numel / block + (numel % block != 0)) * 4;
+  const int64_t given = payload.size(payload.dim() - 1);
   STD_TORCH_CHECK(
-      payload.numel() == bytes, "zero_full::", op, ": ", numel, " numbers become ", bytes, " bytes, but payload has ",
-      payload.numel());
+      given == bytes, "zero_full::", op, ": ", numel, " numbers become ", bytes, " bytes, but payload has ", given);
+  check_apart(rows, may_have_terms ? rows.numbers : rows.payloads, may_have_terms ? numel : bytes, op);
+  return rows;
 }
 
 inline void quantize_blocks_op(Tensor numbers, Tensor payload, int64_t bits, int64_t block) {
-  check_payload(payload, numbers, bits, block, "quantize_blocks");
-  quantize_blocks(
-      numbers.data_ptr(), type_of(numbers, "quantize_blocks", "numbers"), numbers.numel(), data<uint8_t>(payload),
-      int(bits), block, queue_of(numbers));
+  const char* op = "quantize_blocks";
+  const BlockRows rows = check_payload(payload, numbers, bits, block, false, op);
+  const Type type = type_of(numbers, op, "numbers");
+  if (numbers.numel() == 0) return;
+  quantize_blocks(numbers.data_ptr(), type, rows, data<uint8_t>(payload), int(bits), block, queue_of(numbers));
 }
 
 inline void dequantize_blocks_op(Tensor payload, Tensor out, int64_t bits, int64_t block, bool add) {
-  check_payload(payload, out, bits, block, "dequantize_blocks");
-  dequantize_blocks(
-      data<const uint8_t>(payload), out.data_ptr(), type_of(out, "dequantize_blocks", "out"), out.numel(), int(bits),
-      block, add, queue_of(out));
+  const char* op = "dequantize_blocks";
+  const BlockRows rows = check_payload(payload, out, bits, block, true, op);
+  const Type type = type_of(out, op, "out");
+  STD_TORCH_CHECK(
+      payload.dim() == out.dim() || type == Type::f32, "zero_full::", op, ": payloads are added up in float32 only");
+  if (out.numel() == 0) return;
+  dequantize_blocks(data<const uint8_t>(payload), out.data_ptr(), type, rows, int(bits), block, add, queue_of(out));
 }
 
 #define ZF_IMPLEMENTATIONS(m)                                \

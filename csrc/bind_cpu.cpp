@@ -1,4 +1,6 @@
 // The CPU's operators, on torch's threads.
+#include <cfenv>
+
 #include "cpu/isa.h"
 
 namespace zf::cpu {
@@ -15,13 +17,32 @@ struct Queue {
 
 namespace zf::cpu {
 
+// While it lives, its thread takes denormal numbers for 0 or not as its caller does: torch.set_flush_denormal tells
+// one thread only, and results must not depend on how many there are.
+class LikeItsCaller {
+ public:
+  explicit LikeItsCaller(const std::fenv_t& callers) {
+    std::fegetenv(&own_);
+    std::fesetenv(&callers);
+  }
+  ~LikeItsCaller() { std::fesetenv(&own_); }
+  LikeItsCaller(const LikeItsCaller&) = delete;
+  LikeItsCaller& operator=(const LikeItsCaller&) = delete;
+
+ private:
+  std::fenv_t own_;
+};
+
 void parallel_ranges(int64_t n, int64_t grain, RangeBody body, void* context) {
   const int64_t grains = (n + grain - 1) / grain;
   if (grains <= 1 || torch::stable::get_num_threads() == 1) {
     if (n > 0) body(context, 0, n);
     return;
   }
+  std::fenv_t callers;
+  std::fegetenv(&callers);
   torch::stable::parallel_for(0, grains, 1, [&](int64_t first, int64_t last) {
+    const LikeItsCaller guard(callers);
     body(context, first * grain, last * grain < n ? last * grain : n);
   });
 }

@@ -13,7 +13,7 @@ using zf::io::Failure;
 using zf::io::Pool;
 using zf::io::Span;
 
-// Null if the system gives no more threads.
+// Null if the system gives no more threads or memory.
 ZF_EXPORT Pool* zf_io_open(int threads) {
   try {
     return new Pool(threads);
@@ -29,6 +29,8 @@ ZF_EXPORT int64_t zf_io_start(Pool* pool, const Span* spans, int count, int64_t 
 ZF_EXPORT int zf_io_wait(Pool* pool, int64_t number, int milliseconds, Failure* first) {
   return pool->wait(number, milliseconds, first);
 }
+
+ZF_EXPORT void zf_io_forget(Pool* pool, int64_t number) { pool->forget(number); }
 
 // The closed pool, a few hundred bytes, is never freed: while the process ends, a daemon thread of Python may
 // still be waiting in it or start something.

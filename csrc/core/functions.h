@@ -32,10 +32,11 @@ void sign_unpack_mean(
     const uint8_t* packed, const float* scales, int64_t chunks, Cuts, void* out, Type, int64_t numel, bool add,
     Stream);
 
-// See reference.py for the payload's format: integers, then the blocks' scales, at any byte.
-void quantize_blocks(const void* numbers, Type, int64_t numel, uint8_t* payload, int bits, int64_t block, Stream);
+// See reference.py for the payload's format: integers, then the blocks' scales, at any byte. The payloads of a row
+// of `out`, which is fp32 if there are several, are added up, the first one first, to `out` if `add`.
+void quantize_blocks(const void* numbers, Type, const BlockRows&, uint8_t* payloads, int bits, int64_t block, Stream);
 void dequantize_blocks(
-    const uint8_t* payload, void* out, Type, int64_t numel, int bits, int64_t block, bool add, Stream);
+    const uint8_t* payloads, void* out, Type, const BlockRows&, int bits, int64_t block, bool add, Stream);
 
 // How many doubles of workspace the functions above want.
 int64_t unscale_workspace(const Piece*, int64_t count);

@@ -39,6 +39,15 @@ struct Piece {
   int64_t numel;
 };
 
+// Rows of numbers, each with its payload or several. Row (i, j) begins i * [0] + j * [1] elements, or bytes of
+// payloads, behind the first.
+struct BlockRows {
+  int64_t counts[2];  // of i and of j
+  int64_t numel;      // of a row
+  int64_t numbers[2], payloads[2];
+  int64_t terms, apart;  // how many payloads a row has, and how many bytes they are apart
+};
+
 // A flat tensor is cut into pieces that end at `ends`; what lies behind the last is padding.
 struct Cuts {
   const int64_t* ends;

@@ -68,13 +68,14 @@ void sign_unpack_mean(
 }
 
 void quantize_blocks(
-    const void* numbers, Type type, int64_t numel, uint8_t* payload, int bits, int64_t block, Stream s) {
-  PASS_ON(quantize_blocks, numbers, type, numel, payload, bits, block, s)
+    const void* numbers, Type type, const BlockRows& rows, uint8_t* payloads, int bits, int64_t block, Stream s) {
+  PASS_ON(quantize_blocks, numbers, type, rows, payloads, bits, block, s)
 }
 
 void dequantize_blocks(
-    const uint8_t* payload, void* out, Type type, int64_t numel, int bits, int64_t block, bool add, Stream s) {
-  PASS_ON(dequantize_blocks, payload, out, type, numel, bits, block, add, s)
+    const uint8_t* payloads, void* out, Type type, const BlockRows& rows, int bits, int64_t block, bool add,
+    Stream s) {
+  PASS_ON(dequantize_blocks, payloads, out, type, rows, bits, block, add, s)
 }
 
 int64_t unscale_workspace(const Piece* pieces, int64_t count) { return v2::unscale_workspace(pieces, count); }

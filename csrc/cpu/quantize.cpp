@@ -12,16 +12,30 @@ static const int64_t RUN = 512;        // integers, whole bytes: what is in work
 
 static int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// `body(low, high, number)` for the blocks.
+struct Block {
+  int64_t i, j;               // its row
+  int64_t low, high, number;  // its numbers in the row, and how many blocks are before it
+};
+
+// `body(block)` for all blocks.
 template <class Body>
-static void each_block(int64_t numel, int64_t block, const Body& body) {
-  if (numel == 0) return;
-  const int64_t size = lesser(block, numel), pairs = GRAIN / (2 * size);
+static void each_block(const BlockRows& rows, int64_t block, const Body& body) {
+  if (rows.numel == 0) return;
+  const int64_t numel = rows.numel, columns = rows.counts[1], size = lesser(block, numel);
+  const int64_t blocks = (numel + size - 1) / size, pairs = (blocks + 1) / 2, grain = GRAIN / (2 * size);
   auto range = [=](int64_t low, int64_t high) {
-    for (int64_t i = low; i < high; ++i) body(i * size, lesser((i + 1) * size, numel), i);
+    for (int64_t pair = low; pair < high; ++pair) {
+      const int64_t row = pair / pairs, first = pair % pairs * 2;
+      for (int64_t k = first; k < lesser(first + 2, blocks); ++k) {
+        body(Block{row / columns, row % columns, k * size, lesser((k + 1) * size, numel), k});
+      }
+    }
   };
-  parallel_for((numel + size - 1) / size, pairs > 0 ? 2 * pairs : 2, range);
+  parallel_for(rows.counts[0] * columns * pairs, grain > 0 ? grain : 1, range);
 }
+
+// How far behind the first row a block's row begins.
+static int64_t start(const int64_t (&apart)[2], const Block& block) { return block.i * apart[0] + block.j * apart[1]; }
 
 // Numbers to integers -----------------------------------------------------------------------------
 
@@ -61,15 +75,17 @@ static void fetch(const Number* numbers, int64_t n) {
 }
 
 template <class Number>
-static void quantize(const Number* numbers, int64_t numel, uint8_t* payload, int bits, int64_t block) {
-  uint8_t* scales = payload + integer_bytes(numel, bits);
-  each_block(numel, block, [=](int64_t low, int64_t high, int64_t number) {
-    const float scale = block_scale(reach_of(numbers + low, high - low), largest_integer(bits));
-    store_scale(scales, number, scale);
+static void quantize(const Number* all, const BlockRows& rows, uint8_t* payloads, int bits, int64_t block) {
+  each_block(rows, block, [=](const Block& b) {
+    const Number* numbers = all + start(rows.numbers, b);
+    uint8_t* payload = payloads + start(rows.payloads, b);
+    const int64_t size = b.high - b.low;
+    const float scale = block_scale(reach_of(numbers + b.low, size), largest_integer(bits));
+    store_scale(payload + integer_bytes(rows.numel, bits), b.number, scale);
     int8_t integers[RUN];
-    for (int64_t i = low; i < high; i += RUN) {
-      const int64_t n = lesser(RUN, high - i);
-      fetch(numbers + i + high - low, n);
+    for (int64_t i = b.low; i < b.high; i += RUN) {
+      const int64_t n = lesser(RUN, b.high - i);
+      fetch(numbers + i + size, n);
       to_integers(numbers + i, n, scale, bits == 8 ? reinterpret_cast<int8_t*>(payload) + i : integers);
       if (bits == 4) pack(integers, i, n, payload);
     }
@@ -77,10 +93,10 @@ static void quantize(const Number* numbers, int64_t numel, uint8_t* payload, int
 }
 
 void quantize_blocks(
-    const void* numbers, Type type, int64_t numel, uint8_t* payload, int bits, int64_t block, Stream) {
-  if (type == Type::bf16) return quantize(static_cast<const bf16*>(numbers), numel, payload, bits, block);
-  if (type == Type::f16) return quantize(static_cast<const f16*>(numbers), numel, payload, bits, block);
-  quantize(static_cast<const float*>(numbers), numel, payload, bits, block);
+    const void* numbers, Type type, const BlockRows& rows, uint8_t* payloads, int bits, int64_t block, Stream) {
+  if (type == Type::bf16) return quantize(static_cast<const bf16*>(numbers), rows, payloads, bits, block);
+  if (type == Type::f16) return quantize(static_cast<const f16*>(numbers), rows, payloads, bits, block);
+  quantize(static_cast<const float*>(numbers), rows, payloads, bits, block);
 }
 
 // Integers to numbers -----------------------------------------------------------------------------
@@ -110,28 +126,36 @@ static void to_numbers(const int8_t* integers, int64_t n, float scale, bool add,
   }
 }
 
+// What a payload has for the n numbers from i on, written or added to `to`.
+template <class To>
+static void take(const uint8_t* payload, int64_t i, int64_t n, int bits, float scale, bool add, To* to) {
+  if (bits == 8) return to_numbers(reinterpret_cast<const int8_t*>(payload) + i, n, scale, add, to);
+  int8_t integers[RUN];
+  unpack(payload, i, n, integers);
+  to_numbers(integers, n, scale, add, to);
+}
+
 template <class Out>
-static void dequantize(const uint8_t* payload, Out* out, int64_t numel, int bits, int64_t block, bool add) {
-  const uint8_t* scales = payload + integer_bytes(numel, bits);
-  each_block(numel, block, [=](int64_t low, int64_t high, int64_t number) {
-    const float scale = load_scale(scales, number);
-    if (bits == 8) {
-      return to_numbers(reinterpret_cast<const int8_t*>(payload) + low, high - low, scale, add, out + low);
-    }
-    int8_t integers[RUN];
-    for (int64_t i = low; i < high; i += RUN) {
-      const int64_t n = lesser(RUN, high - i);
-      unpack(payload, i, n, integers);
-      to_numbers(integers, n, scale, add, out + i);
+static void dequantize(const uint8_t* payloads, Out* all, const BlockRows& rows, int bits, int64_t block, bool add) {
+  const int64_t scales = integer_bytes(rows.numel, bits);
+  each_block(rows, block, [=](const Block& b) {
+    Out* out = all + start(rows.numbers, b);
+    for (int64_t i = b.low; i < b.high; i += RUN) {
+      const int64_t n = lesser(RUN, b.high - i);
+      for (int64_t term = 0; term < rows.terms; ++term) {
+        const uint8_t* payload = payloads + start(rows.payloads, b) + term * rows.apart;
+        take(payload, i, n, bits, load_scale(payload + scales, b.number), add || term > 0, out + i);
+      }
     }
   });
 }
 
 void dequantize_blocks(
-    const uint8_t* payload, void* out, Type type, int64_t numel, int bits, int64_t block, bool add, Stream) {
-  if (type == Type::bf16) return dequantize(payload, static_cast<bf16*>(out), numel, bits, block, add);
-  if (type == Type::f16) return dequantize(payload, static_cast<f16*>(out), numel, bits, block, add);
-  dequantize(payload, static_cast<float*>(out), numel, bits, block, add);
+    const uint8_t* payloads, void* out, Type type, const BlockRows& rows, int bits, int64_t block, bool add,
+    Stream) {
+  if (type == Type::bf16) return dequantize(payloads, static_cast<bf16*>(out), rows, bits, block, add);
+  if (type == Type::f16) return dequantize(payloads, static_cast<f16*>(out), rows, bits, block, add);
+  dequantize(payloads, static_cast<float*>(out), rows, bits, block, add);
 }
 
 }  // namespace zf::cpu::ZF_ISA

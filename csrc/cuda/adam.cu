@@ -30,13 +30,17 @@ __global__ void __launch_bounds__(THREADS)
   const Span span = span_of<PACK>(chunk.size, master, grad, exp_avg, exp_avg_sq, copy);
   sweep<PACK>(span, threadIdx.x, [&](auto take, int i) {
     constexpr int N = decltype(take)::N;
-    auto ps = load<N>(master + i);
+    const auto old_ps = load<N>(master + i);
     const auto gs = load<N>(grad + i);
-    auto ms = load<N>(exp_avg + i);
-    auto vs = load<N>(exp_avg_sq + i);
-    auto copies = load<N>(static_cast<const Copy*>(copy) + i);
+    const auto old_ms = load<N>(exp_avg + i);
+    const auto old_vs = load<N>(exp_avg_sq + i);
+    const auto old_copies = load<N>(static_cast<const Copy*>(copy) + i);
+    Pack<Master, N> ps;
+    Pack<Moments, N> ms, vs;
+    Pack<Copy, N> copies;
     for (int j = 0; j < N; ++j) {
-      float p = unless_written(to_f32(ps.at[j]), copies.at[j]), m = to_f32(ms.at[j]), v = to_f32(vs.at[j]);
+      float p = unless_written(to_f32(old_ps.at[j]), old_copies.at[j]);
+      float m = to_f32(old_ms.at[j]), v = to_f32(old_vs.at[j]);
       if (options.decoupled) {
         adam<true>(p, to_f32(gs.at[j]), m, v, numbers);
       } else {

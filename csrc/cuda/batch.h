@@ -60,6 +60,16 @@ void for_batches(const Tensor* tensors, int64_t count, const Describe& describe,
   }
 }
 
+// All that who adds up a tensor's chunks has to know of it: many more of them fit.
+struct Size {
+  int64_t numel;
+};
+
+template <class Tensor, class Body>
+void for_sizes(const Tensor* tensors, int64_t count, const Body& body) {
+  for_batches<Size>(tensors, count, [](const Tensor& tensor) { return Size{tensor.numel}; }, body);
+}
+
 template <class Tensor>
 int64_t chunks_of_all(const Tensor* tensors, int64_t count) {
   int64_t total = 0;

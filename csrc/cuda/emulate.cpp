@@ -209,12 +209,12 @@ void choose_order(Order wanted, uint64_t seed) {
   shuffler.seed(seed);
 }
 
-void run(const char* kernel, int64_t blocks, int count, const std::function<void()>& thread) {
+void run(const char* kernel, Index blocks, int count, const std::function<void()>& thread) {
   body = &thread;
   blockDim.x = unsigned(count);
   fault.clear();
-  for (int64_t block : turns(blocks)) {
-    blockIdx.x = unsigned(block);
+  for (int64_t block : turns(int64_t(blocks.x) * blocks.y * blocks.z)) {
+    blockIdx = {unsigned(block % blocks.x), unsigned(block / blocks.x % blocks.y), unsigned(block / blocks.x / blocks.y)};
     run_block(count);
     if (!fault.empty()) {
       throw std::runtime_error(std::string(kernel) + ", block " + std::to_string(block) + ": " + fault);
@@ -310,13 +310,13 @@ ZF_ENTRY(
 
 ZF_ENTRY(
     quantize_blocks,
-    (const void* numbers, int type, int64_t numel, uint8_t* payload, int bits, int64_t block), numbers, Type(type),
-    numel, payload, bits, block, nullptr)
+    (const void* numbers, int type, const BlockRows* rows, uint8_t* payloads, int bits, int64_t block), numbers,
+    Type(type), *rows, payloads, bits, block, nullptr)
 
 ZF_ENTRY(
     dequantize_blocks,
-    (const uint8_t* payload, void* out, int type, int64_t numel, int bits, int64_t block, bool add), payload, out,
-    Type(type), numel, bits, block, add, nullptr)
+    (const uint8_t* payloads, void* out, int type, const BlockRows* rows, int bits, int64_t block, bool add), payloads,
+    out, Type(type), *rows, bits, block, add, nullptr)
 
 ZF_VISIBLE int64_t unscale_workspace(const Piece* pieces, int64_t count) {
   return cuda::unscale_workspace(pieces, count);

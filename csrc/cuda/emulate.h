@@ -28,7 +28,7 @@
 namespace zf::emulated {
 
 struct Index {
-  unsigned x;
+  unsigned x, y, z;
 };
 
 // Where in the source somebody waits.
@@ -40,7 +40,7 @@ struct Place {
 enum class Order : int { forward, reverse, shuffled };
 void choose_order(Order, uint64_t seed);
 
-void run(const char* kernel, int64_t blocks, int threads, const std::function<void()>& thread);
+void run(const char* kernel, Index blocks, int threads, const std::function<void()>& thread);
 [[noreturn]] void fail(const std::string& what);  // from within a thread
 void* shared(const void* key, size_t bytes);
 void barrier(Place);

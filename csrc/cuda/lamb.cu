@@ -34,14 +34,17 @@ __global__ void __launch_bounds__(THREADS)
     constexpr int N = decltype(take)::N;
     const auto ps = load<N>(master + i);
     const auto gs = load<N>(grad + i);
-    auto ms = load<N>(exp_avg + i);
-    auto vs = load<N>(exp_avg_sq + i);
+    const auto old_ms = load<N>(exp_avg + i);
+    const auto old_vs = load<N>(exp_avg_sq + i);
+    Pack<Moments, N> ms, vs;
     float weights[N], changes[N];
     for (int j = 0; j < N; ++j) {
-      float m = to_f32(ms.at[j]), v = to_f32(vs.at[j]);
+      float m = to_f32(old_ms.at[j]), v = to_f32(old_vs.at[j]);
       lamb_moments(to_f32(gs.at[j]), m, v, numbers);
       put_at(ms, j, m);
       put_at(vs, j, v);
+    }
+    for (int j = 0; j < N; ++j) {
       weights[j] = to_f32(ps.at[j]);
       changes[j] = lamb_update(weights[j], to_f32(ms.at[j]), to_f32(vs.at[j]), numbers);
     }
@@ -56,7 +59,7 @@ __global__ void __launch_bounds__(THREADS)
 }
 
 __global__ void __launch_bounds__(THREADS)
-    combine_kernel(const __grid_constant__ Slots slots, const Sums* partial, Sums* norms) {
+    combine_kernel(const __grid_constant__ Batch<Size> slots, const Sums* partial, Sums* norms) {
   const int item = blockIdx.x;
   Sums sums{0, 0};
 #pragma unroll 4
@@ -94,15 +97,16 @@ __global__ void __launch_bounds__(THREADS) step_kernel(
   constexpr int PACK = PACK_OF<Master, Moments, Copy>;
   sweep<PACK>(span_of<PACK>(chunk.size, master, exp_avg, exp_avg_sq, copy), threadIdx.x, [&](auto take, int i) {
     constexpr int N = decltype(take)::N;
-    auto ps = load<N>(master + i);
+    const auto old_ps = load<N>(master + i);
     const auto ms = load<N>(exp_avg + i);
     const auto vs = load<N>(exp_avg_sq + i);
+    Pack<Master, N> ps;
     Pack<Copy, N> copies;
     for (int j = 0; j < N; ++j) {
-      const float p = to_f32(ps.at[j]);
+      const float p = to_f32(old_ps.at[j]);
       put_at(ps, j, p - size * lamb_update(p, to_f32(ms.at[j]), to_f32(vs.at[j]), numbers));
-      put_at(copies, j, to_f32(ps.at[j]));
     }
+    for (int j = 0; j < N; ++j) put_at(copies, j, to_f32(ps.at[j]));
     store(master + i, ps);
     store(copy + i, copies);
   });
@@ -119,6 +123,8 @@ void lamb_norms(
   Sums* partial = reinterpret_cast<Sums*>(workspace);
   for_slots(slots, count, [&](const Slots& batch) {
     launch("lamb_norms", kernel, batch.chunks(), THREADS, stream, batch, lamb_numbers(options), partial);
+  });
+  for_sizes(slots, count, [&](const Batch<Size>& batch) {
     launch(
         "lamb_norms' sums", combine_kernel, batch.count, THREADS, stream, batch,
         static_cast<const Sums*>(partial), reinterpret_cast<Sums*>(norms));

@@ -21,32 +21,41 @@ template <int bits>
 constexpr int IN_BYTE = 8 / bits;
 
 struct Layout {
-  int64_t numel, block, unit, scales;  // `scales`: where they begin in the payload
+  BlockRows rows;
+  int64_t block, unit, scales;  // `scales`: where they begin in a payload
 };
 
 template <int bits>
-Layout layout_of(int64_t numel, int64_t block) {
-  const int64_t size = lesser(block, numel);  // so that twice as many can be counted
-  return {numel, size, size % IN_BYTE<bits> == 0 ? size : 2 * size, integer_bytes(numel, bits)};
+Layout layout_of(const BlockRows& rows, int64_t block) {
+  const int64_t size = lesser(block, rows.numel);  // so that twice as many can be counted
+  const bool whole_bytes = size % IN_BYTE<bits> == 0 || size == rows.numel;
+  return {rows, size, whole_bytes ? size : 2 * size, integer_bytes(rows.numel, bits)};
 }
 
-// The numbers [low, high) that a team takes; a second block begins at `middle` if that is not `high`.
+// How far behind the first row that of this thread block begins.
+__device__ __forceinline__ int64_t row_start(const int64_t (&apart)[2]) {
+  return blockIdx.z * apart[0] + blockIdx.y * apart[1];
+}
+
+// The numbers [low, high) of a row that a team takes; a second block begins at `middle` if that is not `high`.
 struct Unit {
   int64_t low, middle, high, first_block;
 };
 
-template <int team>
+template <int team, bool two>
 __device__ __forceinline__ Unit unit_of(const Layout& layout) {
   const int64_t index = blockIdx.x * int64_t(blockDim.x / team) + threadIdx.x / team, low = index * layout.unit;
-  const int64_t high = lesser(low + layout.unit, layout.numel);
-  return {low, lesser(low + layout.block, high), high, index * (layout.unit / layout.block)};
+  const int64_t high = lesser(low + layout.unit, layout.rows.numel);
+  return {low, two ? lesser(low + layout.block, high) : high, high, two ? 2 * index : index};
 }
 
+// Of a unit's blocks.
+template <bool two>
 struct Scales {
   int64_t middle;
   float first, second;
 
-  __device__ __forceinline__ float at(int64_t i) const { return i < middle ? first : second; }
+  __device__ __forceinline__ float at(int64_t i) const { return !two || i < middle ? first : second; }
 };
 
 // `body(span, low)` for parts of [low, high): a span counts with 32 bits. It counts groups of the numbers that
@@ -116,17 +125,21 @@ __device__ __forceinline__ Pack<uint8_t, N / IN_BYTE<bits>> bytes_of(const int8_
   return bytes;
 }
 
-template <class T, int bits, int team>
-__global__ void __launch_bounds__(THREADS) quantize_kernel(Layout layout, const T* numbers, uint8_t* payload) {
-  const Unit unit = unit_of<team>(layout);
-  if (unit.low >= layout.numel) return;  // the whole team
-  const bool two = unit.middle < unit.high;
-  Scales scales{unit.middle, scale_of<bits, team>(numbers, unit.low, unit.middle), 0};
-  if (two) scales.second = scale_of<bits, team>(numbers, unit.middle, unit.high);
+template <class T, int bits, int team, bool two>
+__global__ void __launch_bounds__(THREADS)
+    quantize_kernel(const __grid_constant__ Layout layout, const T* first_row, uint8_t* first_payload) {
+  const Unit unit = unit_of<team, two>(layout);
+  if (unit.low >= layout.rows.numel) return;  // the whole team
+  const T* numbers = first_row + row_start(layout.rows.numbers);
+  uint8_t* payload = first_payload + row_start(layout.rows.payloads);
+  Scales<two> scales{unit.middle, scale_of<bits, team>(numbers, unit.low, unit.middle), 0};
+  const bool second = two && unit.middle < unit.high;
+  if (second) scales.second = scale_of<bits, team>(numbers, unit.middle, unit.high);
   if (threadIdx.x % team == 0) {
     store_scale(payload + layout.scales, unit.first_block, scales.first);
-    if (two) store_scale(payload + layout.scales, unit.first_block + 1, scales.second);
+    if (second) store_scale(payload + layout.scales, unit.first_block + 1, scales.second);
   }
+  const Divisor divisor = divisor_of(scales.first);
   constexpr int GROUP = IN_BYTE<bits>;
   for_parts<bits>(numbers, unit.low, unit.high, [&](Span span, int64_t begin) {
     sweep<PACK_OF<T> / GROUP, 1, team>(span, threadIdx.x % team, [&](auto take, int group) {
@@ -139,7 +152,11 @@ __global__ void __launch_bounds__(THREADS) quantize_kernel(Layout layout, const 
         for (int j = 0; j < N && i + j < unit.high; ++j) pack.at[j] = numbers[i + j];
       }
       int8_t integers[N];
-      for (int j = 0; j < N; ++j) integers[j] = to_integer(to_f32(pack.at[j]), scales.at(i + j));
+      if (!two && divisor.usual) {
+        for (int j = 0; j < N; ++j) integers[j] = to_integer(to_f32(pack.at[j]), divisor);
+      } else {
+        for (int j = 0; j < N; ++j) integers[j] = to_integer(to_f32(pack.at[j]), scales.at(i + j));
+      }
       store_bytes(payload + i / GROUP, bytes_of<bits>(integers));
     });
   });
@@ -153,40 +170,57 @@ __device__ __forceinline__ int8_t integer_at(const uint8_t* bytes, int i) {
   return i % 2 == 0 ? low_half(bytes[i / 2]) : high_half(bytes[i / 2]);
 }
 
-template <class T, int bits, int team>
-__global__ void __launch_bounds__(THREADS)
-    dequantize_kernel(Layout layout, const uint8_t* payload, T* out, bool add) {
-  const Unit unit = unit_of<team>(layout);
-  if (unit.low >= layout.numel) return;
-  Scales scales{unit.middle, load_scale(payload + layout.scales, unit.first_block), 0};
-  if (unit.middle < unit.high) scales.second = load_scale(payload + layout.scales, unit.first_block + 1);
-  const auto number_at = [&](int64_t i, int8_t integer, float before) {
-    const float x = from_integer(integer, scales.at(i));
-    return add ? before + x : x;
-  };
-  constexpr int GROUP = IN_BYTE<bits>, PACK = PACK_OF<T>;
+template <bool two>
+__device__ __forceinline__ Scales<two> scales_at(const uint8_t* scales, const Unit& unit) {
+  Scales<two> found{unit.middle, load_scale(scales, unit.first_block), 0};
+  if (two && unit.middle < unit.high) found.second = load_scale(scales, unit.first_block + 1);
+  return found;
+}
+
+// `many`: the payloads of a row are added up.
+template <class T, int bits, int team, bool two, bool many>
+__global__ void __launch_bounds__(THREADS) dequantize_kernel(
+    const __grid_constant__ Layout layout, const uint8_t* first_payload, T* first_row, bool add) {
+  const Unit unit = unit_of<team, two>(layout);
+  if (unit.low >= layout.rows.numel) return;
+  T* out = first_row + row_start(layout.rows.numbers);
+  const uint8_t* payload = first_payload + row_start(layout.rows.payloads);
+  const Scales<two> first_scales = scales_at<two>(payload + layout.scales, unit);
+  constexpr int GROUP = IN_BYTE<bits>, PACK = PACK_OF<T>, AT_ONCE = two || many ? 1 : 16 / PACK;
   for_parts<bits>(out, unit.low, unit.high, [&](Span span, int64_t begin) {
-    sweep<PACK / GROUP, 16 / PACK, team>(span, threadIdx.x % team, [&](auto take, int group) {
+    sweep<PACK / GROUP, AT_ONCE, team>(span, threadIdx.x % team, [&](auto take, int group) {
       constexpr int BYTES = decltype(take)::N, U = decltype(take)::U, STEP = decltype(take)::STEP;
       constexpr int N = BYTES * GROUP;
       const int64_t i = begin + group * GROUP;
+      const auto there = [&](int j) { return BYTES > 1 || i + j < unit.high; };  // the last byte may have one number
       Pack<uint8_t, BYTES> bytes[U];
 #pragma unroll
       for (int u = 0; u < U; ++u) bytes[u] = load_bytes<BYTES>(payload + i / GROUP + u * STEP);
-      if constexpr (BYTES == 1) {
-        for (int j = 0; j < N && i + j < unit.high; ++j) {
-          put(out[i + j], number_at(i + j, integer_at<bits>(bytes[0].at, j), to_f32(out[i + j])));
-        }
-      } else {
 #pragma unroll
-        for (int u = 0; u < U; ++u) {
-          const int64_t low = i + u * STEP * GROUP;
-          Pack<T, N> pack{};
-          if (add) pack = load<N>(out + low);
-          for (int j = 0; j < N; ++j) {
-            put_at(pack, j, number_at(low + j, integer_at<bits>(bytes[u].at, j), to_f32(pack.at[j])));
-          }
+      for (int u = 0; u < U; ++u) {
+        const int64_t low = i + u * STEP * GROUP;
+        Pack<T, N> before{}, pack{};
+        if constexpr (BYTES > 1) {
+          if (add) before = load<N>(out + low);
+        } else {
+          for (int j = 0; j < N && add && there(j); ++j) before.at[j] = out[low + j];
+        }
+        float totals[N];
+        for (int j = 0; j < N; ++j) {
+          const float x = from_integer(integer_at<bits>(bytes[u].at, j), first_scales.at(low + j));
+          totals[j] = add ? to_f32(before.at[j]) + x : x;
+        }
+        for (int64_t term = 1; many && term < layout.rows.terms; ++term) {
+          const uint8_t* from = payload + term * layout.rows.apart;
+          const Scales<two> scales = scales_at<two>(from + layout.scales, unit);
+          const auto more = load_bytes<BYTES>(from + low / GROUP);
+          for (int j = 0; j < N; ++j) totals[j] += from_integer(integer_at<bits>(more.at, j), scales.at(low + j));
+        }
+        if constexpr (BYTES > 1) {
+          for (int j = 0; j < N; ++j) put_at(pack, j, totals[j]);
           store(out + low, pack);
+        } else {
+          for (int j = 0; j < N && there(j); ++j) put(out[low + j], totals[j]);
         }
       }
     });
@@ -195,12 +229,19 @@ __global__ void __launch_bounds__(THREADS)
 
 // Launching ---------------------------------------------------------------------------------------
 
-// `body(number type, bits, team)`, all as types.
+// `body(number type, bits, team, whether a unit has two blocks)`, all as types.
 template <class Body>
-void choose(Type type, int bits, int64_t block, const Body& body) {
+void choose(Type type, int bits, int64_t block, int64_t numel, const Body& body) {
+  const auto with_unit = [&](auto number, auto bits, auto team) {
+    constexpr bool odd_blocks_share_bytes = bits.value == 4;
+    if constexpr (odd_blocks_share_bytes) {
+      if (block % 2 == 1 && block < numel) return body(number, bits, team, std::true_type{});
+    }
+    body(number, bits, team, std::false_type{});
+  };
   const auto with_team = [&](auto number, auto bits) {
-    if (block <= SMALL) return body(number, bits, std::integral_constant<int, WARP>{});
-    body(number, bits, std::integral_constant<int, TEAM>{});
+    if (block <= SMALL) return with_unit(number, bits, std::integral_constant<int, WARP>{});
+    with_unit(number, bits, std::integral_constant<int, TEAM>{});
   };
   const auto with_bits = [&](auto number) {
     if (bits == 8) return with_team(number, std::integral_constant<int, 8>{});
@@ -216,32 +257,38 @@ void launch_teams(
     const char* name, Kernel kernel, int team, const Layout& layout, Stream stream,
     const Arguments&... arguments) {
   const int threads = team == WARP ? THREADS : team, teams = threads / team;
-  const int64_t units = (layout.numel + layout.unit - 1) / layout.unit;
-  launch(name, kernel, (units + teams - 1) / teams, threads, stream, layout, arguments...);
+  const int64_t units = (layout.rows.numel + layout.unit - 1) / layout.unit;
+  const Grid grid{(units + teams - 1) / teams, layout.rows.counts[1], layout.rows.counts[0]};
+  launch(name, kernel, grid, threads, stream, layout, arguments...);
 }
 
 }  // namespace
 
 void quantize_blocks(
-    const void* numbers, Type type, int64_t numel, uint8_t* payload, int bits, int64_t block, Stream stream) {
-  if (numel == 0) return;
-  choose(type, bits, block, [&](auto number, auto bits, auto team) {
+    const void* numbers, Type type, const BlockRows& rows, uint8_t* payloads, int bits, int64_t block, Stream stream) {
+  if (rows.numel == 0) return;
+  choose(type, bits, block, rows.numel, [&](auto number, auto bits, auto team, auto two) {
     using T = decltype(number);
-    const auto kernel = &quantize_kernel<T, bits.value, team.value>;
-    const Layout layout = layout_of<bits.value>(numel, block);
-    launch_teams("quantize_blocks", kernel, team, layout, stream, static_cast<const T*>(numbers), payload);
+    const auto kernel = &quantize_kernel<T, bits.value, team.value, two.value>;
+    const Layout layout = layout_of<bits.value>(rows, block);
+    launch_teams("quantize_blocks", kernel, team, layout, stream, static_cast<const T*>(numbers), payloads);
   });
 }
 
 void dequantize_blocks(
-    const uint8_t* payload, void* out, Type type, int64_t numel, int bits, int64_t block, bool add,
+    const uint8_t* payloads, void* out, Type type, const BlockRows& rows, int bits, int64_t block, bool add,
     Stream stream) {
-  if (numel == 0) return;
-  choose(type, bits, block, [&](auto number, auto bits, auto team) {
+  if (rows.numel == 0) return;
+  choose(type, bits, block, rows.numel, [&](auto number, auto bits, auto team, auto two) {
     using T = decltype(number);
-    const auto kernel = &dequantize_kernel<T, bits.value, team.value>;
-    const Layout layout = layout_of<bits.value>(numel, block);
-    launch_teams("dequantize_blocks", kernel, team, layout, stream, payload, static_cast<T*>(out), add);
+    const Layout layout = layout_of<bits.value>(rows, block);
+    const auto launch_it = [&](auto kernel) {
+      launch_teams("dequantize_blocks", kernel, team, layout, stream, payloads, static_cast<T*>(out), add);
+    };
+    if constexpr (std::is_same_v<T, float>) {  // terms are added up in no other type
+      if (rows.terms > 1) return launch_it(&dequantize_kernel<T, bits.value, team.value, two.value, true>);
+    }
+    launch_it(&dequantize_kernel<T, bits.value, team.value, two.value, false>);
   });
 }
 

@@ -183,52 +183,94 @@ struct Rows {
   const uint8_t* packed;
   const float* scales;
   int64_t count, bytes, pieces;  // bytes and scales of each
+  MeanOver over;
+  bool words;  // do all rows begin with a word?
 };
 
+// The totals become means.
+template <int U, int N>
+__device__ __forceinline__ void divide(float (&totals)[U][N], const MeanOver& over) {
+  bool usual = over.few;
+#pragma unroll
+  for (int u = 0; u < U; ++u) {
+    for (int j = 0; j < N; ++j) usual &= is_usual(totals[u][j]);
+  }
+  if (usual) {
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+      for (int j = 0; j < N; ++j) totals[u][j] = mean_of_usual(totals[u][j], over);
+    }
+  } else {
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+      for (int j = 0; j < N; ++j) totals[u][j] = totals[u][j] / over.count;
+    }
+  }
+}
+
+// The signs of U packs of N elements, STEP apart, in a row: from one word, if all are in it, or from a byte each.
+template <int N, int U, int STEP, bool word>
+__device__ __forceinline__ void load_signs(const uint8_t* row, int64_t i, uint32_t (&signs)[U]) {
+  if constexpr (word) {
+    const uint32_t all = *aligned(reinterpret_cast<const uint32_t*>(row + i / 32 * 4));
+#pragma unroll
+    for (int u = 0; u < U; ++u) signs[u] = all >> (i % 32 + u * STEP);
+  } else {
+#pragma unroll
+    for (int u = 0; u < U; ++u) signs[u] = row[i / 8 + u * (STEP / 8)] >> (i % 8);
+  }
+}
+
 // The mean of all rows for U packs of N elements, STEP apart; all are of one piece.
-template <int N, int U, int STEP, class Out>
-__device__ __forceinline__ void write_mean(Rows rows, const Place& place, int64_t i, bool add, Out* out) {
-  float total[U][N] = {};
+template <int N, int U, int STEP, bool word, class Out>
+__device__ __forceinline__ void write_mean(const Rows& rows, const Place& place, int64_t i, bool add, Out* out) {
+  float totals[U][N] = {};
 #pragma unroll 4
   for (int64_t row = 0; row < rows.count && !place.padding(); ++row) {
     const float scale = rows.scales[row * rows.pieces + place.piece];
-    const uint8_t* byte = rows.packed + row * rows.bytes + i / 8;
     uint32_t signs[U];
-#pragma unroll
-    for (int u = 0; u < U; ++u) signs[u] = byte[u * (STEP / 8)] >> (i % 8);
+    load_signs<N, U, STEP, word>(rows.packed + row * rows.bytes, i, signs);
 #pragma unroll
     for (int u = 0; u < U; ++u) {
-      for (int j = 0; j < N; ++j) total[u][j] += with_sign(scale, signs[u] >> j & 1);
+      for (int j = 0; j < N; ++j) totals[u][j] += with_sign(scale, signs[u] >> j & 1);
     }
   }
+  divide(totals, rows.over);
 #pragma unroll
   for (int u = 0; u < U; ++u) {
-    Pack<Out, N> pack;
-    if (add) pack = load<N>(out + i + u * STEP);
-    for (int j = 0; j < N; ++j) {
-      const float mean = total[u][j] / float(rows.count);
-      put_at(pack, j, add ? to_f32(pack.at[j]) + mean : mean);
-    }
+    Pack<Out, N> before, pack;
+    if (add) before = load<N>(out + i + u * STEP);
+    for (int j = 0; j < N; ++j) put_at(pack, j, add ? to_f32(before.at[j]) + totals[u][j] : totals[u][j]);
     store(out + i + u * STEP, pack);
   }
 }
 
 template <class Out>
-__global__ void __launch_bounds__(THREADS) mean_kernel(Rows rows, Cuts cuts, bool add, Out* out, int64_t numel) {
-  constexpr int PACK = PACK_OF<Out>, AT_ONCE = 16 / PACK;
+__global__ void __launch_bounds__(THREADS)
+    mean_kernel(const __grid_constant__ Rows rows, Cuts cuts, bool add, Out* out, int64_t numel) {
+  constexpr int PACK = PACK_OF<Out>, IN_WORD = 16 / PACK;
   const int64_t low = int64_t(blockIdx.x) * CHUNK, high = lesser(low + CHUNK, numel);
   const Span span = span_of<PACK>(high - low, out + low);
   Place place(cuts, low);
+  int64_t single = low;
   if (place.end >= high && span.first == 0) {  // no pack begins within a byte's half
-    sweep<PACK, AT_ONCE>(span, threadIdx.x, [&](auto take, int i) {
-      constexpr int N = decltype(take)::N, U = decltype(take)::U, STEP = decltype(take)::STEP;
-      write_mean<N, U, STEP>(rows, place, low + i, add, out);
-    });
-  } else {
-    for (int64_t i = low + threadIdx.x; i < high; i += THREADS) {
-      place.go_to(i);
-      write_mean<1, 1, 0>(rows, place, i, add, out);
+    if (rows.words) {
+      // Two threads share a word: each store of both fills 32 bytes.
+      single = high - high % 32;
+      const int64_t first = low + threadIdx.x / 2 * 32 + threadIdx.x % 2 * PACK;
+      for (int64_t i = first; i < single; i += THREADS / 2 * 32) {
+        write_mean<PACK, IN_WORD, 2 * PACK, true>(rows, place, i, add, out);
+      }
+    } else {
+      single = high;
+      sweep<PACK>(span, threadIdx.x, [&](auto take, int i) {
+        write_mean<decltype(take)::N, 1, 0, false>(rows, place, low + i, add, out);
+      });
     }
+  }
+  for (int64_t i = single + threadIdx.x; i < high; i += THREADS) {
+    place.go_to(i);
+    write_mean<1, 1, 0, false>(rows, place, i, add, out);
   }
 }
 
@@ -236,9 +278,11 @@ template <class Out>
 void unpack_mean(
     const uint8_t* packed, const float* scales, int64_t rows, Cuts cuts, void* out, int64_t numel, bool add,
     Stream stream) {
+  const int64_t bytes = (numel + 7) / 8;
+  const bool words = reinterpret_cast<uintptr_t>(packed) % 4 == 0 && (bytes % 4 == 0 || rows == 1);
   launch(
       "sign_unpack_mean", mean_kernel<Out>, chunks_of(numel), THREADS, stream,
-      Rows{packed, scales, rows, (numel + 7) / 8, cuts.count}, cuts, add, static_cast<Out*>(out), numel);
+      Rows{packed, scales, rows, bytes, cuts.count, mean_over(rows), words}, cuts, add, static_cast<Out*>(out), numel);
 }
 
 }  // namespace

@@ -35,10 +35,26 @@ __device__ __forceinline__ void store(T* to, const Pack<T, N>& pack) {
 template <int N>
 __device__ __forceinline__ void store(nothing*, const Pack<nothing, N>&) {}
 
-// The compiler would keep 16-bit numbers in a register each until all are stored, which are too many registers.
-// The empty instruction wants two of them in one.
+// One after the other, from the first: a number of 16 bits waits for its neighbour where an instruction rounds two.
+// Until then its fp32 bits are in the place of both.
+//
+// Otherwise the compiler would keep 16-bit numbers in a register each until all are stored, which are too many
+// registers. The empty instruction wants two of them in one.
 template <class T, int N>
 __device__ __forceinline__ void put_at(Pack<T, N>& pack, int j, float x) {
+#if ZF_ROUNDS_TWO
+  if constexpr (sizeof(T) == 2 && N > 1) {
+    float first = x;
+    if (j % 2 == 1) {
+      memcpy(&first, &pack.at[j - 1], sizeof first);
+      const uint32_t both = round_two<T>(first, x);
+      memcpy(&pack.at[j - 1], &both, sizeof both);
+    } else {
+      memcpy(&pack.at[j], &first, sizeof first);
+    }
+    return;
+  }
+#endif
   put(pack.at[j], x);
   if constexpr (sizeof(T) == 2 && N > 1) {
     if (j % 2 == 0) return;

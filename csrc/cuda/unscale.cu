@@ -36,11 +36,12 @@ __global__ void __launch_bounds__(THREADS)
 #pragma unroll
     for (int u = 0; u < U; ++u) {
       float x[N];
-      for (int j = 0; j < N; ++j) {
-        if (scale) put_at(packs[u], j, to_f32(packs[u].at[j]) * factor);
-        x[j] = to_f32(packs[u].at[j]);
+      if (scale) {
+        const Pack<T, N> old = packs[u];
+        for (int j = 0; j < N; ++j) put_at(packs[u], j, to_f32(old.at[j]) * factor);
+        store(data + i + u * STEP, packs[u]);
       }
-      if (scale) store(data + i + u * STEP, packs[u]);
+      for (int j = 0; j < N; ++j) x[j] = to_f32(packs[u].at[j]);
       const double squares = sum_of_squares(x);
       sum += squares;
       if (squares < double(INFINITY)) continue;

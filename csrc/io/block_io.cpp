@@ -5,19 +5,20 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
-#include <system_error>
+#include <new>
 
 namespace zf::io {
 
 // Goes on after an interruption and after a part. What O_DIRECT leaves over or refuses is done without it: the end
-// of a file is rarely aligned, and some file systems accept the flag but not the block.
+// of a file is rarely aligned, some file systems accept the flag but not the block (EINVAL), and some memory, such as
+// a device's, cannot be pinned (EFAULT).
 static Failure transfer_block(Span span, bool write) {
   while (span.bytes > 0) {
     const ssize_t moved = write ? pwrite(span.file, span.memory, size_t(span.bytes), span.offset)
                                 : pread(span.file, span.memory, size_t(span.bytes), span.offset);
     const int error = moved > 0 ? 0 : moved < 0 ? errno : write ? EIO : END_OF_FILE;
     if (error == EINTR) continue;
-    const bool refused = error == EINVAL && span.file != span.buffered;
+    const bool refused = (error == EINVAL || error == EFAULT) && span.file != span.buffered;
     if (error != 0 && !refused) return {error, span.offset};
     span.file = span.buffered;
     if (refused) continue;
@@ -31,7 +32,7 @@ static Failure transfer_block(Span span, bool write) {
 Pool::Pool(int threads) {
   try {
     for (int i = 0; i < threads; ++i) threads_.emplace_back([this] { work(); });
-  } catch (const std::system_error&) {
+  } catch (...) {
     close();  // a thread that is not joined would end the process
     throw;
   }
@@ -49,10 +50,26 @@ void Pool::close() {
 
 int64_t Pool::start(const Span* spans, int count, int64_t block, bool write) {
   std::unique_lock<std::mutex> lock(mutex_);
-  if (closing_) return -1;
+  if (closing_) return CLOSED;
   const int64_t number = next_number_++;
-  Transfer& transfer = transfers_[number];
-  transfer = {write, 0, {0, 0}};
+  int64_t blocks = 0;
+  try {
+    Transfer& transfer = transfers_[number];
+    transfer = {write, 0, {0, 0}};
+    blocks = enqueue(transfer, spans, count, block);
+  } catch (const std::bad_alloc&) {  // none of its blocks has begun, because this thread has the lock
+    const auto found = transfers_.find(number);
+    if (found == transfers_.end()) return NO_MEMORY;
+    while (!queue_.empty() && queue_.back().transfer == &found->second) queue_.pop_back();
+    transfers_.erase(found);
+    return NO_MEMORY;
+  }
+  lock.unlock();
+  blocks == 1 ? work_.notify_one() : work_.notify_all();
+  return number;
+}
+
+int64_t Pool::enqueue(Transfer& transfer, const Span* spans, int count, int64_t block) {
   for (const Span* span = spans; span != spans + count; ++span) {
     for (int64_t begin = 0; begin < span->bytes; begin += block) {
       const int64_t bytes = std::min(block, span->bytes - begin);
@@ -61,10 +78,7 @@ int64_t Pool::start(const Span* spans, int count, int64_t block, bool write) {
       ++transfer.unfinished;
     }
   }
-  const int64_t blocks = transfer.unfinished;
-  lock.unlock();
-  blocks == 1 ? work_.notify_one() : work_.notify_all();
-  return number;
+  return transfer.unfinished;
 }
 
 bool Pool::wait(int64_t number, int milliseconds, Failure* first) {
@@ -77,8 +91,12 @@ bool Pool::wait(int64_t number, int milliseconds, Failure* first) {
   const auto done = [&] { return found->second.unfinished == 0; };
   if (!finished_.wait_for(lock, std::chrono::milliseconds(milliseconds), done)) return false;
   *first = found->second.first;
-  transfers_.erase(found);
   return true;
+}
+
+void Pool::forget(int64_t number) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  transfers_.erase(number);
 }
 
 void Pool::work() {

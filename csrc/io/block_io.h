@@ -24,6 +24,7 @@ struct Span {
 };
 
 constexpr int END_OF_FILE = -1;
+constexpr int64_t CLOSED = -1, NO_MEMORY = -2;  // in the place of a transfer's number
 
 struct Failure {
   int error;   // 0: none; errno; or END_OF_FILE, a read wanted more than there is
@@ -40,11 +41,14 @@ class Pool {
  public:
   explicit Pool(int threads);
 
-  // Returns at once, -1 if the pool is closed. Memory and files must stay until the transfer is finished.
+  // Returns at once, with the transfer's number, CLOSED or NO_MEMORY. Memory and files must stay until the transfer
+  // is finished.
   int64_t start(const Span* spans, int count, int64_t block, bool write);
 
-  // Whether the transfer finished within the time; if so, its number is used up. One caller at a time for each.
+  // Whether the transfer finished within the time. It may be asked again until the transfer is forgotten.
   bool wait(int64_t number, int milliseconds, Failure* first);
+
+  void forget(int64_t number);  // of a finished transfer, for which nobody waits
 
   void close();  // finishes what was started and ends the threads
 
@@ -54,6 +58,7 @@ class Pool {
     Span span;
   };
 
+  int64_t enqueue(Transfer& transfer, const Span* spans, int count, int64_t block);
   void work();
 
   std::mutex mutex_;  // guards all that follows but the threads

@@ -1,6 +1,7 @@
 """How near are the CUDA operators to what memory allows, and how far ahead of torch's own? Needs a GPU.
 
     python -m tests.bench.kernels_gpu --topics adam unscale
+    python -m tests.bench.kernels_gpu --numel 262144  # of 16 MB or less: what launches cost
 
 The ceiling is a copy from device memory to device memory that reads and writes, together, as many bytes as
 the operator must move at least; the aim is 0.90 of its speed. All rows of a topic share their arrays, which
@@ -38,6 +39,7 @@ SAMPLES = 5  # of a row in a round
 CHECKED = 6_000_000  # elements: more than a layer of "many"
 MULTIPLE = 64  # of elements: whole bytes of signs, and of a copy's half
 WIDTH = 1024  # of the layers whose tensors are "many"
+TENSORS = 300  # of a small model
 ROWS_OF_SIGNS = 8  # ranks whose signs are averaged
 HEAD = ["row", "ms", "range", "GB/s", "of a copy"]
 
@@ -73,6 +75,11 @@ def many(numel: int) -> list[int]:
     layer = [WIDTH * WIDTH, WIDTH, 4 * WIDTH * WIDTH, WIDTH]
     times, rest = divmod(numel, sum(layer))
     return [*layer * times, rest]
+
+
+def small(numel: int) -> list[int]:
+    """As many as a model of 60 million parameters has, however large they are."""
+    return [numel // TENSORS] * TENSORS + [numel % TENSORS]
 
 
 def state_of(sizes: list[int], device: torch.device, moments: torch.dtype = FP32) -> State:
@@ -217,8 +224,8 @@ def sign(numel: int, device: torch.device) -> Topic:
     return Topic(rows, ())
 
 
-def blocks(numel: int, device: torch.device) -> Topic:
-    """bf16 to integers and back."""
+def blocks(behind: int, numel: int, device: torch.device) -> Topic:
+    """bf16 to integers and back; payloads begin so many bytes behind a multiple of 16."""
     numbers, out = random(numel, device, BF16), torch.zeros(numel, dtype=BF16, device=device)
     rows = {}
 
@@ -231,7 +238,8 @@ def blocks(numel: int, device: torch.device) -> Topic:
         return [out]
 
     for bits in (8, 4):
-        payload = torch.zeros(payload_bytes(numel, bits, BLOCK), dtype=torch.uint8, device=device)
+        room = torch.zeros(payload_bytes(numel, bits, BLOCK) + behind, dtype=torch.uint8, device=device)
+        payload = room[behind:]
         there(payload, bits)
         for name, work in ((f"to int{bits}", there), (f"from int{bits}", back)):
             call = functools.partial(work, payload, bits)
@@ -242,11 +250,13 @@ def blocks(numel: int, device: torch.device) -> Topic:
 TOPICS: dict[str, Callable[[int, torch.device], Topic]] = {
     "adam": functools.partial(adam, one),
     "adam, many tensors": functools.partial(adam, many),
+    "adam, small tensors": functools.partial(adam, small),
     "adam, other types": adam_types,
     "lamb, many tensors": lamb,
     "unscale": unscale,
     "sign": sign,
-    "blocks": blocks,
+    "blocks": functools.partial(blocks, 0),
+    "blocks, 4 bytes on": functools.partial(blocks, 4),
 }
 
 

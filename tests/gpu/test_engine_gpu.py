@@ -1,5 +1,6 @@
 """zero_full on CUDA: one device for streams and precision, two for NCCL."""
 
+import os
 from typing import Any
 
 import pytest
@@ -48,6 +49,23 @@ def test_one_device_ends_where_plain_adam_ends(stage: int, precision: str, overl
     zero = {"overlap_comm": overlap, **RELEASES}
     got = train_on(torch.device("cuda:0"), 0, config(stage, zero_optimization=zero, **keys))
     assert off_by(got, reference(1, STEPS)) <= tolerance
+
+
+def with_kernels(_: int, choice: str, keys: dict[str, Any], answers: Any) -> None:
+    os.environ["ZERO_FULL_KERNELS"] = choice
+    answers[choice] = train_on(torch.device("cuda:0"), 0, keys)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_an_engine_with_compiled_operators_ends_where_it_ends_without(precision: str) -> None:
+    answers = multiprocessing.Manager().dict()
+    for choice in ("all", "off"):
+        keys = config(2, gradient_clipping=0.1, **PRECISIONS[precision][0])
+        multiprocessing.spawn(with_kernels, (choice, keys, answers), nprocs=1)
+    low = precision != "fp32"
+    assert off_by(answers["all"], {name: t.float() for name, t in answers["off"].items()}) <= (
+        2**-7 if low else 1e-5
+    )
 
 
 def rank_of_nccl(rank: int, port: int, keys: dict[str, Any], answers: Any) -> None:

@@ -178,7 +178,7 @@ def test_blocks_of_any_size(width: int, block: int) -> None:
 
 @WIDTHS
 @pytest.mark.parametrize("dtype", NUMBERS)
-@pytest.mark.parametrize("offset", [0, 1, 2, 3])
+@pytest.mark.parametrize("offset", [0, 1, 2, 3, 4, 8])
 @pytest.mark.parametrize("block", [99, 2048])
 def test_blocks_of_all_types_at_any_place(width: int, dtype: torch.dtype, offset: int, block: int) -> None:
     blocks = Blocks(width, block, offset)

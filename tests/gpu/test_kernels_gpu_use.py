@@ -10,17 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from tests.gpu import samples
+from tests.gpu import large, samples
 from tests.gpu.samples import (
-    CHUNK,
     CPU,
     GPU,
-    Blocks,
     Outcome,
     Sample,
-    Types,
     assert_same_bits,
     changed,
     check,
@@ -28,10 +24,8 @@ from tests.gpu.samples import (
     placed,
     run,
 )
-from tests.kernels.cases import BF16, NAN, normal
-from tests.kernels.optimizing import ALIGNED
+from tests.kernels.cases import normal
 from zero_full.kernels import ops, toolchain
-from zero_full.kernels.reference import payload_bytes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -41,15 +35,9 @@ pytestmark = [
 CYCLES = 200_000_000  # of a GPU: about 0.1 s, in which nobody else may begin
 SANITIZER_SECONDS = 900
 
-# Large tensors -----------------------------------------------------------------------------------
+# Sizes that are arguments ------------------------------------------------------------------------
 
-PATTERN = 489 * 2048  # elements, whole blocks of 2048: what a large tensor repeats
-LARGE = 2**31  # bytes, of which it has more
-
-
-def repeated(pattern: Tensor) -> Tensor:
-    times = LARGE // (PATTERN * pattern.element_size()) + 1
-    return pattern.to(GPU).repeat(times)
+BYTES, ELEMENTS = 2**31, 2**31  # of which a large tensor has more
 
 
 def room_for(gigabytes: float) -> None:
@@ -58,65 +46,42 @@ def room_for(gigabytes: float) -> None:
         pytest.skip(f"needs {gigabytes:.0f} GiB of free memory on the device")
 
 
-def assert_repeats(large: Tensor, pattern: Tensor) -> None:
-    assert bool((large.view(-1, len(pattern)) == pattern.to(GPU)).all())
+@pytest.mark.parametrize("least", [BYTES // 2, ELEMENTS])
+def test_adam_on_a_large_tensor_is_adam_on_each_part(compiled: Any, least: int) -> None:
+    room_for(13 * least / 2**30)
+    large.check_adam(compiled, GPU, least)
 
 
-def test_adam_on_more_than_two_gibibytes_is_adam_on_each_part(compiled: Any) -> None:
-    room_for(14)
-    small = samples.adam_step([PATTERN], Types(BF16, BF16, BF16, BF16), ALIGNED)
-    large = changed(lambda t: t.to(GPU) if t.dim() == 0 else repeated(t), small.tensors)
-    tensors = placed(small, GPU)
-    for each in (tensors, large):
-        compiled.adam_step(*each, **small.options)
-    for mine, pattern in zip(large, tensors, strict=True):
-        if mine[0].dim():
-            assert_repeats(mine[0], pattern[0])
+@pytest.mark.parametrize("least", [BYTES // 2, ELEMENTS])
+def test_the_last_of_many_gradients_counts(compiled: Any, least: int) -> None:
+    room_for(5 * least / 2**30)
+    large.check_unscale(compiled, GPU, least)
 
 
-def test_the_last_of_more_than_two_gibibytes_of_gradients_counts(compiled: Any) -> None:
-    room_for(6)
-    gradient = torch.ones(LARGE // 2 + CHUNK + 3, dtype=BF16, device=GPU)
-    gradient[-1] = 3
-    total, first = compiled.unscale_norm_check([gradient], 0.5)
-    assert (float(total), int(first)) == ((gradient.numel() - 1 + 9) / 4, -1)
-    assert float(gradient[-1]) == 1.5 and bool((gradient[:-1] == 0.5).all())
-    gradient[-1] = NAN
-    assert int(compiled.unscale_norm_check([gradient], 1.0)[1]) == gradient.numel() - 1
-
-
-def test_signs_of_more_than_two_gibibytes(compiled: Any) -> None:
-    room_for(8)
-    pattern = normal(PATTERN)
-    error = repeated(pattern)
-    ends = torch.arange(PATTERN, error.numel() + 1, PATTERN, device=GPU)
-    small = Sample("sign_pack", (None, pattern, torch.tensor([PATTERN])), {"l1": True})
-    want = samples.call(small, GPU)
-    packed, scales = compiled.sign_pack(None, error, ends, True)
-    assert_repeats(packed, want.results[0])
-    torch.testing.assert_close(scales.cpu(), want.results[1].expand(len(scales)), rtol=1.2e-7, atol=0)
-    off = error.view(-1, PATTERN).sub_(want.tensors[0].to(GPU)).abs_().max()
-    assert float(off) <= 1e-6
-    compiled.sign_unpack_mean(packed[None], torch.ones_like(scales)[None], ends, error, False)
-    assert_repeats(error, (pattern >= 0).float() * 2 - 1)
+@pytest.mark.parametrize("least", [BYTES // 4, ELEMENTS])
+def test_signs_of_a_large_tensor(compiled: Any, least: int) -> None:
+    room_for(14 * least / 2**30)
+    large.check_signs(compiled, GPU, least)
 
 
 @pytest.mark.parametrize("width", [4, 8])
-def test_blocks_of_more_than_two_gibibytes(compiled: Any, width: int) -> None:
-    room_for(10)
-    small = samples.quantize(PATTERN, BF16, Blocks(width, 2048, 0), 0)
-    numbers = repeated(small.tensors[0])
-    payload = torch.empty(payload_bytes(numbers.numel(), width, 2048), dtype=torch.uint8, device=GPU)
-    compiled.quantize_blocks(numbers, payload, width, 2048)
-    want = samples.call(small, GPU).tensors[1]
-    integers = PATTERN * width // 8
-    parts = [integers, len(want) - integers]
-    times = numbers.numel() // PATTERN
-    for mine, pattern in zip(payload.split([times * part for part in parts]), want.split(parts), strict=True):
-        assert_repeats(mine, pattern)
-    back = Sample("dequantize_blocks", (want, small.tensors[0]), {**small.options, "add": False})
-    compiled.dequantize_blocks(payload, numbers, width, 2048, False)
-    assert_repeats(numbers, samples.call(back, GPU).tensors[1])
+@pytest.mark.parametrize("least", [BYTES // 2, ELEMENTS])
+def test_blocks_of_a_large_tensor(compiled: Any, width: int, least: int) -> None:
+    room_for(7 * least / 2**30)
+    large.check_blocks(compiled, GPU, width, least)
+
+
+@pytest.mark.parametrize("width", [4, 8])
+@pytest.mark.parametrize("numel", [1000, 4096, 4097])
+def test_slices_that_begin_at_4_of_8_bytes(compiled: Any, width: int, numel: int) -> None:
+    for rows in (1, 7, 64):
+        large.check_rows(compiled, GPU, rows, numel, width)
+
+
+@pytest.mark.parametrize("give_event", [False, True])
+@pytest.mark.parametrize("numel", [1000, 2**20 + 3])
+def test_pinned_memory_that_is_still_being_filled(tmp_path: Path, numel: int, give_event: bool) -> None:
+    large.check_pinned(tmp_path, GPU, numel, give_event)
 
 
 # Streams, threads, devices -----------------------------------------------------------------------
@@ -220,23 +185,57 @@ def sanitizer() -> str | None:
     return shutil.which("compute-sanitizer", path=os.pathsep.join(places))
 
 
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
+OURS = "zf4cuda"  # in the names of all kernels of csrc
+
+
+def sanitizer_options(program: str, tool: str) -> list[str]:
+    """Only our kernels are looked at, if it can be told so, and no failed calls of torch that it expects."""
+    known = subprocess.run([program, "--help"], capture_output=True, text=True).stdout
+    options = ["--tool", tool, "--error-exitcode", "9"]
+    options += ["--kernel-name", f"kernel_substring={OURS}"] if "--kernel-name " in known else []
+    return options + (["--report-api-errors", "no"] if "--report-api-errors" in known else [])
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck", "initcheck"])
 def test_the_sanitizer_finds_nothing(tool: str) -> None:
     program = sanitizer()
     if program is None:
         pytest.skip("compute-sanitizer is not installed")
-    command = [program, "--tool", tool, "--error-exitcode", "9", sys.executable]
-    command += ["-m", "tests.gpu.samples"]
+    command = [program, *sanitizer_options(program, tool), sys.executable, "-m", "tests.gpu.samples"]
     own_memory = {
         "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"
     }  # each tensor has its own, so that its end is watched
-    done = subprocess.run(
+    done = in_new_process(command, own_memory)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    assert f"{len(ops.SCHEMAS)} operators ran" in done.stdout
+
+
+def in_new_process(command: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
         command,
-        env={**os.environ, **own_memory},
+        env={**os.environ, **environment},
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
         timeout=SANITIZER_SECONDS,
     )
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-    assert f"{len(ops.SCHEMAS)} operators ran" in done.stdout
+
+
+@pytest.mark.parametrize("operator", ops.SCHEMAS)
+def test_an_operator_may_be_used_for_the_first_time_inside_a_graph(operator: str) -> None:
+    code = (
+        "import torch; from tests.gpu import large, samples; from zero_full.kernels.load import operators; "
+        f"sample = samples.one_of_each(50_001)[{operator!r}]; "
+        "large.check_first_use_inside_a_graph(operators(), sample); print('captured')"
+    )
+    done = in_new_process([sys.executable, "-c", code], {"ZERO_FULL_KERNELS": "all"})
+    assert done.stdout == "captured\n", done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("ends", [[3, 2, 9], [0, 10], [-1, 9]])
+def test_wrong_ends_are_refused_by_who_may_look_at_them(
+    compiled: Any, ends: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ZERO_FULL_CHECK_ENDS", "1")
+    with pytest.raises(RuntimeError, match="ends must ascend from 0 to 9 at most"):
+        compiled.sign_pack(None, normal(9).to(GPU), torch.tensor(ends, device=GPU), True)

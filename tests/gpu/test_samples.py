@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.gpu import samples
+from tests.gpu import large, samples
 from tests.gpu.samples import CPU, Outcome, Sample
 from tests.kernels import emulation
 from tests.kernels.cases import bits
@@ -82,6 +84,42 @@ def test_tensors_lie_as_the_samples_do(sample: Sample) -> None:
             assert one.numel() == 0 or (one.data_ptr() - other.data_ptr()) % 64 == 0
 
     samples.call(sample, CPU, SimpleNamespace(**{sample.operator: look}))
+
+
+CHECKS: dict[str, Callable[[Any, Path], None]] = {
+    "adam": lambda ops, _: large.check_adam(ops, CPU, 3 * NUMEL, NUMEL),
+    "unscale": lambda ops, _: large.check_unscale(ops, CPU, NUMEL),
+    "signs": lambda ops, _: large.check_signs(ops, CPU, 3 * NUMEL, 5000),
+    "blocks of 8 bits": lambda ops, _: large.check_blocks(ops, CPU, 8, 9 * large.BLOCK, 2 * large.BLOCK),
+    "blocks of 4 bits": lambda ops, _: large.check_blocks(ops, CPU, 4, 9 * large.BLOCK, 2 * large.BLOCK),
+    "slices": lambda ops, _: large.check_rows(ops, CPU, 3, 1001, 4),
+    "pinned": lambda _, directory: large.check_pinned(directory, CPU, 3000, True),
+}
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_checks_of_large_tensors_pass_with_small_ones_on_the_cpu(name: str, tmp_path: Path) -> None:
+    CHECKS[name](compiled(), tmp_path)
+
+
+class Wrong:
+    """The operators; each also spoils the last element of what it has written."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            results = getattr(compiled(), name)(*arguments, **options)
+            for tensor in samples.flat([results, arguments]):
+                if tensor.numel() > 1 and tensor.dtype in (torch.float32, torch.bfloat16, torch.uint8):
+                    tensor.view(-1)[-1:].copy_(spoiled(tensor.contiguous().view(-1)[-1:]))
+            return results
+
+        return call
+
+
+@pytest.mark.parametrize("name", [name for name in CHECKS if name not in ("pinned", "slices")])
+def test_checks_of_large_tensors_notice_a_wrong_element(name: str, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError):
+        CHECKS[name](Wrong(), tmp_path)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

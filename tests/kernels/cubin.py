@@ -180,15 +180,21 @@ FUNCTION = re.compile(r"^[ \t]*Function : (\w+)$", re.MULTILINE)
 INSTRUCTION = re.compile(
     r"^ +/\*[0-9a-f]{4,}\*/ +(?:@!?U?P\w+ +)?(?:(LDG?)|STG?)((?:\.\w+)*) .*$", re.MULTILINE
 )
+OPCODE = re.compile(r"^ +/\*[0-9a-f]{4,}\*/ +(?:@!?U?P\w+ +)?([A-Z][\w.]*)")
 WIDTHS = {"256": 256, "128": 128, "64": 64, "U16": 16, "S16": 16, "U8": 8, "S8": 8}
 
 
 def disassemble(binary: Path, architecture: str) -> str:
-    """The names of its kernels, and behind each its loads and stores."""
+    """The names of its kernels, and behind each its instructions, without what they work on."""
     command = ["cuobjdump", "-sass", "-arch", architecture, str(binary)]
     done = subprocess.run(command, env=disassembler(), capture_output=True, text=True, check=True)
-    lines = (line for line in done.stdout.splitlines() if "LD" in line or "ST" in line or "Func" in line)
-    return "\n".join(line for line in lines if FUNCTION.match(line) or INSTRUCTION.match(line))
+    lines = []
+    for line in done.stdout.splitlines():
+        if found := OPCODE.match(line):
+            lines.append(f"{found[0]} ;")
+        elif FUNCTION.match(line):
+            lines.append(line)
+    return "\n".join(lines)
 
 
 def disassembled(architecture: str) -> str:
@@ -200,13 +206,25 @@ def disassembled(architecture: str) -> str:
     return kept.read_text()
 
 
-def accesses(code: str) -> dict[Kernel, Counter[Access]]:
-    """How often each access stands in each kernel's code."""
+def _by_kernel(code: str) -> dict[Kernel, str]:
     _, *parts = FUNCTION.split(code)
     kernels = kernels_of(parts[::2])
+    return {kernels[name]: code for name, code in zip(parts[::2], parts[1::2], strict=True)}
+
+
+def accesses(code: str) -> dict[Kernel, Counter[Access]]:
+    """How often each access stands in each kernel's code."""
     return {
-        kernels[name]: Counter(_access(found) for found in INSTRUCTION.finditer(code))
-        for name, code in zip(parts[::2], parts[1::2], strict=True)
+        kernel: Counter(_access(found) for found in INSTRUCTION.finditer(part))
+        for kernel, part in _by_kernel(code).items()
+    }
+
+
+def instructions(code: str) -> dict[Kernel, Counter[str]]:
+    """How often each instruction stands in each kernel's code, without what is behind its first dot."""
+    return {
+        kernel: Counter(found[1].split(".")[0] for line in part.splitlines() if (found := OPCODE.match(line)))
+        for kernel, part in _by_kernel(code).items()
     }
 
 
@@ -228,8 +246,8 @@ ARRAYS: dict[str, Callable[..., Arrays]] = {
     "sums_kernel": lambda value: (["float", value], []),
     "pack_kernel": lambda value: (["float", value], ["float"]),
     "mean_kernel": lambda number: ([number], [number]),
-    "quantize_kernel": lambda number, bits, team: ([number, number], []),  # for the scale, for the integers
-    "dequantize_kernel": lambda number, bits, team: ([number], [number]),
+    "quantize_kernel": lambda number, bits, team, two: ([number, number], []),  # for the scale, for integers
+    "dequantize_kernel": lambda number, bits, team, two, many: ([number], [number]),
 }
 BITS = {"float": 32, "bf16": 16, "f16": 16, "nothing": 0}
 
@@ -240,6 +258,13 @@ def wanted(kernel: Kernel) -> Counter[Access]:
     elements = 128 // max(BITS[each] for each in read + written)
     both = [("load", each) for each in read] + [("store", each) for each in written]
     return Counter(Access(what, elements * BITS[each]) for what, each in both if BITS[each])
+
+
+def roundings(kernel: Kernel) -> int:
+    """How many instructions at least round the 16-bit numbers of a pack, two at once."""
+    read, written = ARRAYS[kernel.name](*kernel.types)
+    elements = 128 // max(BITS[each] for each in read + written)
+    return sum(elements // 2 for each in written if BITS[each] == 16)
 
 
 # Kernels whose narrow accesses are only those of the elements before and behind the wide ones.

@@ -4,6 +4,7 @@ Where no sum is involved, they give the very bits of the CPU's operators: the fo
 """
 
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from tests.kernels.optimizing import Lists
 from zero_full.kernels import reference
 
 SIZES = (0, 1, 7, 9, 1000, CHUNK - 1, CHUNK, CHUNK + 1)
-MANY = (3,) * 150  # tensors: too many for one launch
+MANY = (3,) * 340  # tensors: too many for one launch, also of those that only add up
 ADAM: dict[str, Any] = {
     "lr": 1e-2,
     "beta1": 0.9,
@@ -108,9 +109,11 @@ def check_sign_pack(cuda: Emulated, values: Tensor | None, error: Tensor, ends: 
     assert_near([scales, mine], [wanted_scales, wanted])
 
 
-def check_sign_mean(cuda: Emulated, rows: int, ends: Tensor, out: Tensor, add: bool) -> None:
+def check_sign_mean(
+    cuda: Emulated, rows: int, ends: Tensor, out: Tensor, add: bool, scale: float = 1.0
+) -> None:
     packed = torch.randint(256, (rows, -(-out.numel() // 8)), dtype=torch.uint8)
-    scales = torch.rand(rows, ends.numel())
+    scales = torch.rand(rows, ends.numel()) * scale
     mine, wanted, cpu = clone(out), clone(out), clone(out)
     for run, each in ((cuda, mine), (reference, wanted), (ops(), cpu)):
         run.sign_unpack_mean(packed, scales, ends, each, add)
@@ -139,3 +142,22 @@ def check_blocks(cuda: Emulated, numbers: Tensor, width: int, block: int, offset
         cuda.dequantize_blocks(mine, out, width, block, add)
         reference.dequantize_blocks(mine, wanted_out, width, block, add)
         assert_same([out], [wanted_out])
+
+
+def check_rows(cuda: Emulated, numbers: Tensor, width: int, block: int, gap: int) -> None:
+    """Rows of rows, which lie the other way around in memory, with gaps; and all of them added up."""
+    shape, size = numbers.shape, reference.payload_bytes(numbers.shape[-1], width, block)
+    mine, wanted = (poisoned(*shape[:2], size + gap, dtype=torch.uint8) for _ in range(2))
+    for run, payload in ((cuda, mine), (reference, wanted)):
+        run.quantize_blocks(numbers, payload[..., :size], width, block)
+    assert_same([mine], [wanted])
+    rows, length = shape[0] * shape[1], shape[2] + gap
+    for add, terms in product((False, True), repeat=2):
+        outs = []
+        for run in (cuda, reference):
+            dtype = FP32 if terms else numbers.dtype
+            flat = normal((shape[1] if terms else rows) * length, dtype).view(-1, length)
+            out = flat if terms else flat.view(shape[1], shape[0], length).transpose(0, 1)
+            run.dequantize_blocks(mine[..., :size], out[..., : shape[2]], width, block, add)
+            outs.append(flat)
+        assert_same(outs[:1], outs[1:])

@@ -105,11 +105,12 @@ def library_with(change: Change) -> ctypes.CDLL:
 
 
 class Array(NamedTuple):
-    """A tensor's place in memory: from the `start`-th byte of `room`."""
+    """A tensor's place in memory: from the `start`-th byte of `room`. What lies in its gaps is part of it."""
 
     tensor: Tensor
     room: Tensor
     start: int
+    written: bool
 
     @property
     def content(self) -> Tensor:
@@ -128,11 +129,12 @@ class Memory:
         """Of a copy of the tensor, as aligned as it is."""
         if tensor is None or tensor.numel() == 0:
             return None
-        content = bits(tensor)
+        whole = with_gaps(tensor)
+        content = bits(whole)
         room = torch.full((content.numel() + 2 * GUARD + 64,), POISON, dtype=torch.uint8)
         start = GUARD + (tensor.data_ptr() - room.data_ptr() - GUARD) % 64
         room[start : start + content.numel()] = content
-        self.arrays.append(Array(tensor, room, start))
+        self.arrays.append(Array(whole, room, start, id(tensor) in self.written))
         return room.data_ptr() + start
 
     def pointer(self, tensor: Tensor | None) -> ctypes.c_void_p:
@@ -152,11 +154,17 @@ class Memory:
                 raise EmulationError(f"something was written before {name}")
             if not bool((array.room[end:] == POISON).all()):
                 raise EmulationError(f"something was written behind {name}")
-            if id(array.tensor) not in self.written and not torch.equal(array.content, bits(array.tensor)):
+            if not array.written and not torch.equal(array.content, bits(array.tensor)):
                 raise EmulationError(f"{name} is only to be read, but was written")
 
     def results(self) -> list[Array]:
-        return [array for array in self.arrays if id(array.tensor) in self.written]
+        return [array for array in self.arrays if array.written]
+
+
+def with_gaps(tensor: Tensor) -> Tensor:
+    """All memory from the tensor's first element to its last."""
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.as_strided((1 + sum((size - 1) * stride for size, stride in sizes),), (1,))
 
 
 def poisoned(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -201,6 +209,34 @@ class Piece(ctypes.Structure):
 
 class Cuts(ctypes.Structure):
     _fields_ = (("ends", ctypes.c_void_p), ("count", ctypes.c_int64))
+
+
+class BlockRows(ctypes.Structure):
+    _fields_ = (
+        ("counts", ctypes.c_int64 * 2),
+        ("numel", ctypes.c_int64),
+        ("numbers", ctypes.c_int64 * 2),
+        ("payloads", ctypes.c_int64 * 2),
+        ("terms", ctypes.c_int64),
+        ("apart", ctypes.c_int64),
+    )
+
+
+def rows_of(payload: Tensor, numbers: Tensor) -> BlockRows:
+    """As `bind.h` finds them."""
+    terms = payload.dim() - numbers.dim()
+
+    def padded(few: Sequence[int], value: int) -> ctypes.Array[ctypes.c_int64]:
+        return (Long * 2)(*[value] * (2 - len(few)), *few)
+
+    return BlockRows(
+        padded(numbers.shape[:-1], 1),
+        numbers.shape[-1],
+        padded(numbers.stride()[:-1], 0),
+        padded(payload.stride()[terms:-1], 0),
+        payload.shape[0] if terms else 1,
+        payload.stride(0) if terms else 0,
+    )
 
 
 def type_of(tensors: Sequence[Tensor | None]) -> int:
@@ -252,7 +288,7 @@ class Emulated:
                 if not torch.equal(one.content, other.content):
                     raise EmulationError("the result depends on the order of threads or blocks: a race")
         for array in results:
-            array.tensor.copy_(array.content.clone().view(array.tensor.dtype).view(array.tensor.shape))
+            array.tensor.copy_(array.content.clone().view(array.tensor.dtype))
 
     def _slots(self, memory: Memory, lists: Lists) -> ctypes.Array[Slot]:
         slots = (Slot * len(lists.masters))()
@@ -363,15 +399,19 @@ class Emulated:
         self._in_all_orders([out], call)
 
     def quantize_blocks(self, numbers: Tensor, payload: Tensor, bits: int, block: int) -> None:
+        rows = rows_of(payload, numbers)
+
         def call(memory: Memory) -> None:
-            given = (memory.pointer(numbers), type_of([numbers]), Long(numbers.numel()))
+            given = (memory.pointer(numbers), type_of([numbers]), ctypes.byref(rows))
             self._call("quantize_blocks", *given, memory.pointer(payload), bits, Long(block))
 
         self._in_all_orders([payload], call)
 
     def dequantize_blocks(self, payload: Tensor, out: Tensor, bits: int, block: int, add: bool) -> None:
+        rows = rows_of(payload, out)
+
         def call(memory: Memory) -> None:
-            given = (*map(memory.pointer, (payload, out)), type_of([out]), Long(out.numel()))
+            given = (*map(memory.pointer, (payload, out)), type_of([out]), ctypes.byref(rows))
             self._call("dequantize_blocks", *given, bits, Long(block), ctypes.c_bool(add))
 
         self._in_all_orders([out], call)

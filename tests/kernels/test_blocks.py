@@ -120,6 +120,104 @@ def test_a_block_may_be_larger_than_everything() -> None:
     assert payload[:11].tolist() == [127] * 11 and scales_of(payload, 11, 8).tolist() == [1]
 
 
+# Rows --------------------------------------------------------------------------------------------
+
+LIE = {  # how rows of numbers lie in memory, and how those of payloads do
+    "beside each other": lambda rows, gap: torch.zeros(*rows.shape, dtype=rows.dtype),
+    "with gaps": lambda rows, gap: torch.zeros(*rows.shape[:-1], rows.shape[-1] + gap, dtype=rows.dtype)[
+        ..., : rows.shape[-1]
+    ],
+    "the other way around": lambda rows, gap: torch.zeros(
+        rows.shape[1], rows.shape[0], rows.shape[2] + gap, dtype=rows.dtype
+    ).transpose(0, 1)[..., : rows.shape[-1]],
+}
+
+
+@pytest.mark.parametrize("lie", LIE)
+@pytest.mark.parametrize("shape", [(2, 3, 1001), (1, 5, 64), (4, 1, 7), (0, 3, 9), (2, 2, 0)])
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_rows_are_what_each_is_alone(
+    lie: str, shape: tuple[int, int, int], width: int, dtype: torch.dtype
+) -> None:
+    numbers = LIE[lie](torch.empty(shape, dtype=dtype), 3)
+    numbers.copy_(normal(numbers.numel(), dtype).view(shape))
+    payload = torch.zeros(*shape[:2], payload_bytes(shape[2], width, 33), dtype=torch.uint8)
+    for maker in (ops(), reference):
+        there = LIE[lie](payload, 5)
+        same_everywhere(lambda m=maker, to=there: [m.quantize_blocks(numbers, to, width, 33) or to])
+        back = LIE[lie](torch.empty(shape, dtype=dtype), 1)
+        same_everywhere(
+            lambda m=maker, of=there, to=back: [m.dequantize_blocks(of, to, width, 33, False) or to]
+        )
+        for i, j in torch.cartesian_prod(*map(torch.arange, shape[:2])).tolist():
+            alone, wanted = payload[i, j].clone(), torch.zeros(shape[2], dtype=dtype)
+            reference.quantize_blocks(numbers[i, j], alone, width, 33)
+            reference.dequantize_blocks(alone, wanted, width, 33, False)
+            assert torch.equal(there[i, j], alone) and torch.equal(back[i, j], wanted)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("shape", [(3, 1001), (4, 2, 700), (1, 300)])
+def test_terms_are_added_up_one_after_the_other(width: int, add: bool, shape: tuple[int, ...]) -> None:
+    numbers = normal(torch.Size(shape).numel()).view(shape)
+    payload = torch.zeros(*shape[:-1], payload_bytes(shape[-1], width, 50) + 9, dtype=torch.uint8)[..., :-9]
+    ops().quantize_blocks(numbers, payload, width, 50)
+    before = normal(numbers[0].numel(), seed=9).view(shape[1:])
+    want = before.clone() if add else torch.zeros(shape[1:])
+    for number, term in enumerate(payload):
+        reference.dequantize_blocks(term, want, width, 50, add or number > 0)
+
+    def run() -> Sequence[Tensor]:
+        out = before.clone()
+        ops().dequantize_blocks(payload, out, width, 50, add)
+        return [out]
+
+    plain = before.clone()
+    reference.dequantize_blocks(payload, plain, width, 50, add)
+    assert torch.equal(plain, want)
+    assert torch.equal(same_everywhere(run)[0], want)
+    with pytest.raises(RuntimeError, match="payloads are added up in float32 only"):
+        ops().dequantize_blocks(payload, before.to(BF16), width, 50, add)
+
+
+WRONG_ROWS: list[tuple[tuple[int, ...], tuple[int, ...], str]] = [
+    ((2, 10), (3, 22), "2 rows of numbers, but 3 payloads"),
+    ((2, 10), (22,), "numbers of 2 dimensions, but payloads of 1"),
+    ((10,), (2, 2, 22), "numbers of 1 dimensions, but payloads of 3"),
+    ((2, 2, 2, 10), (2, 2, 2, 22), "numbers of 4 dimensions"),
+    ((2, 10), (2, 23), "10 numbers become 22 bytes, but payload has 23"),
+]
+
+
+@pytest.mark.parametrize(("numbers", "payload", "complaint"), WRONG_ROWS)
+def test_rows_that_do_not_fit_are_refused(
+    numbers: tuple[int, ...], payload: tuple[int, ...], complaint: str
+) -> None:
+    flat, packed = torch.zeros(numbers), torch.zeros(payload, dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match=complaint):
+        ops().quantize_blocks(flat, packed, 8, 4)
+    with pytest.raises(RuntimeError, match=complaint):
+        ops().dequantize_blocks(packed, flat, 8, 4, False)
+
+
+def test_rows_that_are_written_may_not_share_memory() -> None:
+    numbers, payload = torch.zeros(3, 10), torch.zeros(3, 22, dtype=torch.uint8)
+    for rows in (torch.zeros(10).expand(3, 10), torch.zeros(28).as_strided((3, 10), (9, 1))):
+        with pytest.raises(RuntimeError, match="rows that are written share memory"):
+            ops().dequantize_blocks(payload, rows, 8, 4, False)
+        ops().quantize_blocks(rows, payload, 8, 4)
+    with pytest.raises(RuntimeError, match="rows that are written share memory"):
+        ops().quantize_blocks(numbers, torch.zeros(22, dtype=torch.uint8).expand(3, 22), 8, 4)
+    for shape, strides in (((2, 3, 10), (10, 10, 1)), ((2, 3, 10), (25, 10, 1)), ((2, 3, 10), (10, 15, 1))):
+        with pytest.raises(RuntimeError, match="rows that are written share memory"):
+            out = torch.zeros(200).as_strided(shape, strides)
+            ops().dequantize_blocks(torch.zeros(2, 3, 22, dtype=torch.uint8), out, 8, 4, False)
+    with pytest.raises(RuntimeError, match="there are no payloads to add up"):
+        ops().dequantize_blocks(payload[:0], torch.zeros(10), 8, 4, False)
+
+
 # Numbers -----------------------------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ from tests.kernels.emulated_checks import (
     check_adam,
     check_blocks,
     check_lamb,
+    check_rows,
     check_sign_mean,
     check_sign_pack,
     check_unscale,
@@ -137,6 +138,20 @@ def test_signs_of_all_types(cuda: Emulated, dtype: torch.dtype, offset: int) -> 
     check_sign_mean(cuda, 5, ends, values, True)
 
 
+@pytest.mark.parametrize("dtype", NUMBERS)
+@pytest.mark.parametrize("numel", [CHUNK, 2 * CHUNK + 40, 33])
+@pytest.mark.parametrize("offset", [0, 1])
+def test_means_of_signs_of_one_piece(cuda: Emulated, dtype: torch.dtype, numel: int, offset: int) -> None:
+    """Signs are read a word at a time where all rows begin with one, and a byte at a time elsewhere."""
+    for rows in (1, 2, 5):
+        check_sign_mean(cuda, rows, torch.tensor([numel]), normal(numel, dtype, 0, offset), rows == 2)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-44, 1e-20, 1e38, INF])
+def test_means_of_scales_near_the_ends_of_fp32(cuda: Emulated, scale: float) -> None:
+    check_sign_mean(cuda, 3, torch.tensor([90]), torch.zeros(96), False, scale)
+
+
 def test_signs_of_special_numbers(cuda: Emulated) -> None:
     check_sign_pack(cuda, special(normal(100)), torch.zeros(100), torch.tensor([50, 100]), True)
 
@@ -166,6 +181,18 @@ def test_blocks_of_all_types_at_any_place(
     cuda: Emulated, dtype: torch.dtype, width: int, offset: int, block: int
 ) -> None:
     check_blocks(cuda, normal(1000, dtype, 0, offset), width, block, offset)
+
+
+@pytest.mark.parametrize("dtype", NUMBERS)
+@pytest.mark.parametrize("width", [4, 8])
+@pytest.mark.parametrize("numel", [8, 601])
+@pytest.mark.parametrize("block", [64, 301])
+def test_rows_of_blocks_that_lie_anywhere(
+    cuda: Emulated, dtype: torch.dtype, width: int, numel: int, block: int
+) -> None:
+    for gap in (0, 8, 5):
+        numbers = normal(6 * (numel + gap), dtype).view(2, 3, numel + gap).transpose(0, 1)[..., :numel]
+        check_rows(cuda, numbers, width, block, gap)
 
 
 @pytest.mark.parametrize("width", [4, 8])

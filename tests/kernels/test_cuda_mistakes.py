@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import pytest
+import torch
 
 from tests.kernels import emulation
 from tests.kernels.cases import BF16, NAN, normal
@@ -11,6 +12,7 @@ from tests.kernels.emulated_checks import (
     check_adam,
     check_blocks,
     check_lamb,
+    check_rows,
     check_sign_mean,
     check_sign_pack,
     check_unscale,
@@ -40,11 +42,13 @@ def try_sign(cuda: Emulated) -> None:
     numel = CHUNK + 33
     check_sign_pack(cuda, normal(numel, seed=1), normal(numel), ends_of(numel), True)
     check_sign_mean(cuda, 3, ends_of(numel), normal(numel), True)
+    check_sign_mean(cuda, 3, torch.tensor([96]), normal(96), True)
 
 
 def try_quantize(cuda: Emulated) -> None:
     for block in (64, 301):
         check_blocks(cuda, normal(969), 4, block)
+        check_rows(cuda, normal(6 * 300).view(3, 2, 300), 8, block, 2)
 
 
 TRY = {f.__name__[4:] + ".cu": f for f in (try_adam, try_lamb, try_unscale, try_sign, try_quantize)}
@@ -57,7 +61,7 @@ class Mistake(NamedTuple):
 
 PACKS = """  for (int64_t begin = low; begin < high; begin += N * THREADS) {
     const int64_t i = begin + N * threadIdx.x;"""
-TEAM = "  if (unit.low >= layout.numel) return;  // the whole team"
+TEAM = "  if (unit.low >= layout.rows.numel) return;  // the whole team"
 SECOND = "scales.second = scale_of<bits, team>(numbers, unit.middle, unit.high)"
 RACE, DIFFERS = "depends on the order", "differs|not close"
 
@@ -176,6 +180,18 @@ MISTAKES = {
     ),
     "signs in the wrong bits": mistake(
         DIFFERS, "sign.cu", "sign.cu", "signs <<= N * lane;", "signs <<= lane;"
+    ),
+    "the signs of the word's first thread": mistake(
+        DIFFERS, "sign.cu", "sign.cu", "all >> (i % 32 + u * STEP)", "all >> (u * STEP)"
+    ),
+    "a mean's last bits are forgotten": mistake(
+        DIFFERS, "sign.cu", "../core/sign.h", "return fmaf(fmaf(-rough", "return rough; fmaf(fmaf(-rough"
+    ),
+    "a row that begins where its neighbour does": mistake(
+        f"{RACE}|{DIFFERS}", "quantize.cu", "quantize.cu", "+ blockIdx.y * apart[1]", ""
+    ),
+    "the first term is added again": mistake(
+        DIFFERS, "quantize.cu", "quantize.cu", "payload + term * layout.rows.apart", "payload"
     ),
     "the first block's scale for the second": mistake(
         DIFFERS, "quantize.cu", "quantize.cu", SECOND, "scales.second = scales.first"

@@ -91,6 +91,32 @@ def test_kernels_over_arrays_load_and_store_16_bytes_at_once(architecture: str, 
     assert cubin.too_narrow(found) == []
 
 
+# Of a kernel that takes one block, or one payload, at a time. When integers were divided for and each 16-bit
+# number was rounded by itself, they had 840 to 1528 and 808 to 1912.
+MOST_INSTRUCTIONS = {"quantize_kernel": 870, "dequantize_kernel": 720}
+
+
+@disassembles
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_two_16_bit_numbers_are_rounded_at_once(architecture: str) -> None:
+    for kernel, code in cubin.instructions(cubin.disassembled(architecture)).items():
+        if kernel.name in ARRAYS:
+            assert code["F2FP"] >= cubin.roundings(kernel), kernel
+
+
+@disassembles
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_one_block_at_a_time_is_found_without_dividing_and_without_asking_which(architecture: str) -> None:
+    found = cubin.instructions(cubin.disassembled(architecture))
+    sizes = {kernel: sum(code.values()) for kernel, code in found.items() if kernel.name in MOST_INSTRUCTIONS}
+    one = {kernel: size for kernel, size in sizes.items() if "true" not in kernel.types}
+    assert len(one) == 24
+    for kernel, size in one.items():
+        assert size <= MOST_INSTRUCTIONS[kernel.name], kernel
+        two = kernel._replace(types=(*kernel.types[:3], "true", *kernel.types[4:]))
+        assert kernel.name == "dequantize_kernel" or two not in sizes or size < 0.9 * sizes[two]
+
+
 # The library -------------------------------------------------------------------------------------
 
 
@@ -239,6 +265,29 @@ def test_a_spill_of_a_function_that_a_kernel_calls_is_the_kernels() -> None:
 def test_a_kernel_with_narrow_accesses_is_noticed(source: str, complaints: list[str], tmp_path: Path) -> None:
     found = cubin.accesses(cubin.disassemble(small(tmp_path, source).binary, "sm_90"))
     assert cubin.too_narrow(found) == [f"{UNSCALE}: {complaint}" for complaint in complaints]
+
+
+PAIRS = """  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y[0]) : "f"(x[1]), "f"(x[0]));
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y[1]) : "f"(x[3]), "f"(x[2]));"""
+
+
+@disassembles
+@pytest.mark.parametrize("rounds", ["", PAIRS])
+def test_a_kernel_that_does_not_round_two_numbers_at_once_is_noticed(rounds: str, tmp_path: Path) -> None:
+    by_bits = "for (int i = 0; i < 2; ++i) y[i] = (__float_as_uint(x[2 * i]) + 0x8000) >> 16;"
+    source = f"""{HEAD}
+    struct bf16 {{ short bits; }};
+    template <class Number>
+    __global__ void pack_kernel(const float* x, unsigned* y) {{
+      {rounds or by_bits}
+    }}
+    template __global__ void pack_kernel<bf16>(const float*, unsigned*);
+    }}"""
+    ((kernel, code),) = cubin.instructions(cubin.disassemble(small(tmp_path, source).binary, "sm_90")).items()
+    assert kernel.name == "pack_kernel"
+    assert code["F2FP"] == (2 if rounds else 0) and code["STG"] > 0
+    assert cubin.roundings(Kernel("", "adam_kernel", ("float", "bf16", "bf16", "bf16"))) == 6
+    assert cubin.roundings(Kernel("", "dequantize_kernel", ("f16", "4", "32", "false", "false"))) == 4
 
 
 @disassembles

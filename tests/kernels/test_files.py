@@ -4,6 +4,7 @@ import errno
 import os
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -211,6 +212,77 @@ def test_aligned_memory_begins_at_a_page(numel: int, dtype: torch.dtype) -> None
     assert tensor.data_ptr() % PAGE == 0
     assert (tensor.shape, tensor.dtype, tensor.is_contiguous()) == ((numel,), dtype, True)
     assert not tensor.is_pinned()
+
+
+@pytest.mark.parametrize("begins_at_a_page", [True, False])
+def test_pinned_memory_is_no_larger_than_wanted_if_it_begins_at_a_page(
+    begins_at_a_page: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    empty = torch.empty
+
+    def pinned_empty(size: int, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+        assert pin_memory
+        sizes.append(size)
+        begin = -(whole := empty(size + 2 * PAGE, dtype=dtype)).data_ptr() % PAGE + 64 * (
+            not begins_at_a_page
+        )
+        return whole[begin : begin + size]
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "empty", pinned_empty)
+    tensor = aligned_empty(2**20, torch.float32, pin=True)
+    assert sizes == ([2**22] if begins_at_a_page else [2**22, 2**22 + PAGE])
+    assert (tensor.data_ptr() % PAGE, tensor.shape, tensor.dtype) == (0, (2**20,), torch.float32)
+
+
+def test_a_file_that_grows_past_the_page_cache_has_its_room_before_the_first_write(
+    tmp_path: Path, io: BlockIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not describe(tmp_path).direct:
+        pytest.skip("no file grows past the page cache here")
+    path, sizes = tmp_path / "file", list[tuple[int, bool]]()
+    start = io.threads.start
+
+    def noted(*arguments: Any) -> Any:
+        sizes.append((path.stat().st_size, path.stat().st_blocks * 512 >= path.stat().st_size))
+        return start(*arguments)
+
+    monkeypatch.setattr(io.threads, "start", noted)
+    for size, offset in ((20 * PAGE, 0), (5 * PAGE, 0), (3 * PAGE + 5, 30 * PAGE)):
+        io.write(path, noise(size), offset).wait()
+    assert sizes == [(20 * PAGE, True), (20 * PAGE, True), (33 * PAGE + 5, sizes[2][1])]
+    back = noise(20 * PAGE).zero_()
+    io.read(path, back).wait()
+    assert content(back) == content(noise(5 * PAGE)) + content(noise(20 * PAGE))[5 * PAGE :]
+
+
+class LateCopy:
+    """A device's copy that arrives when somebody waits for it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def synchronize(self) -> None:
+        self.tensor.fill_(7)
+
+
+@pytest.mark.parametrize("how", ["its event is given", "the memory is pinned"])
+def test_what_a_device_is_still_copying_is_waited_for(
+    tmp_path: Path, io: BlockIO, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = noise(3 * PAGE)
+    copy = LateCopy(values)
+    if how == "the memory is pinned":
+        monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
+        monkeypatch.setattr(torch.accelerator, "synchronize", copy.synchronize)
+        io.write(tmp_path / "file", values).wait()
+    else:
+        io.write(tmp_path / "file", values, after=copy).wait()
+    assert (tmp_path / "file").read_bytes() == b"\7" * (3 * PAGE)
+    (tmp_path / "file").write_bytes(b"\1" * (3 * PAGE))
+    io.read(tmp_path / "file", values, after=None if "pinned" in how else copy).wait()
+    assert content(values) == b"\1" * (3 * PAGE)
 
 
 def test_memory_is_pinned_only_where_there_is_cuda() -> None:

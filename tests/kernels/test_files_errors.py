@@ -1,6 +1,7 @@
 """Block I/O says what is wrong, to whoever asks first, and goes on."""
 
 import errno
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -142,3 +143,24 @@ def test_without_a_compiler_python_threads_are_used_or_the_reason_told(
         assert not io.compiled
     with pytest.raises(RuntimeError, match="no compiler here"):
         BlockIO(compiled=True)
+
+
+@pytest.mark.parametrize("place", ["finish", "forget"])
+def test_who_is_interrupted_while_waiting_can_wait_again(
+    tmp_path: Path, io: BlockIO, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = getattr(io.threads, place)
+
+    def interrupted(started: object) -> None:
+        whole(started)
+        raise KeyboardInterrupt
+
+    for path, size in ((tmp_path / "file", 3 * PAGE), (Path("/dev/full"), PAGE)):
+        transfer = io.write(path, noise(size))
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(io.threads, place, interrupted)
+            transfer.wait()
+        with pytest.raises(OSError, match="space left") if path.name == "full" else nullcontext():
+            transfer.wait()
+    io.wait()
+    assert (tmp_path / "file").read_bytes() == content(noise(3 * PAGE))

@@ -1,6 +1,11 @@
-"""The CPU's operators and block files under AddressSanitizer and UndefinedBehaviorSanitizer."""
+"""The CPU's operators and block files under AddressSanitizer and UndefinedBehaviorSanitizer.
+
+The threads of block files also run alone (`block_io_check.cpp`): without memory, and under stress, watched by
+ThreadSanitizer.
+"""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -63,3 +68,62 @@ def test_the_sanitizers_would_tell(sanitized: Path) -> None:
     )
     done = run_in(sanitized, "-c", code)
     assert str(sanitized) in done.stdout and done.returncode != 0 and "AddressSanitizer" in done.stderr
+
+
+def run_pool(directory: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    """`block_io_check.cpp`, compiled so, has run. Sources in the directory come before those of csrc."""
+    program, places = directory / "check", [f"-I{directory}", f"-I{build.sources()}"]
+    source = str(HERE / "block_io_check.cpp")
+    command = [
+        _compiler(),
+        "-std=c++17",
+        "-g",
+        "-O1",
+        *flags,
+        *places,
+        source,
+        "-pthread",
+        "-o",
+        str(program),
+    ]
+    subprocess.run(command, check=True)
+    env = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1"}
+    return subprocess.run([str(program)], env=env, capture_output=True, text=True)
+
+
+def test_the_pool_goes_on_when_memory_ends_and_when_direct_access_is_refused(tmp_path: Path) -> None:
+    done = run_pool(tmp_path)
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+
+
+@pytest.mark.slow
+def test_the_pool_has_no_data_race(tmp_path: Path) -> None:
+    done = run_pool(tmp_path, "-fsanitize=thread")
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr[-5000:]
+
+
+LOCK = "const std::lock_guard<std::mutex> lock(mutex_);"
+MISTAKES = {
+    "a transfer is forgotten without the lock": (LOCK + "\n  transfers_", "transfers_", "data race"),
+    "memory that cannot be pinned is an error": (" || error == EFAULT", "", "wrong: a write"),
+    "the end of memory passes the border of C": ("const std::bad_alloc&", "const std::bad_cast&", ""),
+    "blocks of a refused transfer stay in the queue": ("queue_.pop_back();", "break;", "data race"),
+    "a pool that is not made leaves threads behind": (
+        "  } catch (...) {\n    close();",
+        "  } catch (...) {",
+        "terminate called",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_in_the_pool_is_noticed(tmp_path: Path, name: str) -> None:
+    right, wrong, said = MISTAKES[name]
+    shutil.copytree(build.sources() / "io", tmp_path / "io")
+    shutil.copy(build.sources() / "bind_io.cpp", tmp_path)
+    place = tmp_path / "io/block_io.cpp"
+    assert place.read_text().count(right) == 1
+    place.write_text("#include <typeinfo>\n" + place.read_text().replace(right, wrong))
+    done = run_pool(tmp_path, "-fsanitize=thread", "-w")
+    assert done.returncode != 0 and said in done.stderr

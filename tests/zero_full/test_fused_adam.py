@@ -83,6 +83,53 @@ def test_both_ways_of_weight_decay(kind: str) -> None:
     torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
+LOW_STATE = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+LOW_FP16 = {"enabled": True, "fp16_master_weights_and_grads": True}
+
+
+@pytest.mark.parametrize(
+    ("keys", "kind", "beta2", "warns"),
+    [
+        ({"bf16": LOW_STATE}, "Adam", 0.999, True),
+        ({"bf16": LOW_STATE}, "AdamW", 0.997, True),
+        ({"bf16": LOW_STATE}, "AdamW", 0.996, False),
+        ({"bf16": LOW_STATE}, "SGD", None, False),
+        ({"bf16": {**LOW_STATE, "bf16_optimizer_states": False}}, "AdamW", 0.999, False),
+        (BF16, "AdamW", 0.9999, False),
+        ({}, "AdamW", 0.999, False),
+        ({"fp16": LOW_FP16}, "AdamW", 0.999, False),
+        ({"fp16": LOW_FP16}, "AdamW", 0.9996, True),
+    ],
+)
+def test_second_moments_with_too_few_bits_to_become_smaller_are_warned_of(
+    keys: dict[str, Any], kind: str, beta2: float | None, warns: bool
+) -> None:
+    params = {"lr": 0.01, **({} if beta2 is None else {"betas": [0.9, beta2]})}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine, _, _, _ = zero_full.initialize(
+            model=Net(), config=config(1, optimizer={"type": kind, "params": params}, **keys)
+        )
+        engine.destroy()
+    said = [str(each.message) for each in caught if "second moments" in str(each.message)]
+    assert len(said) == warns
+    for text in said:
+        assert f"with beta2 = {beta2}" in text and "Use a beta2 of" in text
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_warning_is_right(dtype: torch.dtype) -> None:
+    """From the beta2 that it names a moment dies down; a little above it stays."""
+    least = torch.finfo(dtype).eps / 2
+    after: list[float] = []
+    for beta2 in (1 - least, 1 - least * 0.99):
+        moment = torch.tensor(1.99, dtype=dtype)
+        for _ in range(3000):
+            moment = (moment.float() * beta2).to(dtype)
+        after.append(float(moment))
+    assert after[0] < 0.3 and after[1] >= 1
+
+
 @pytest.mark.parametrize("low_state", [False, True])
 def test_bf16_masters_keep_their_moments_in_what_is_asked_for(low_state: bool) -> None:
     section = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": low_state}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.kernels.integers import SLACK, back, numbers, quantize, scale_of_each
 from tests.worlds import POOL, RankError
-from zero_full.comm import Communicator, Topology
+from zero_full.comm import Communicator, Topology, quantized
 from zero_full.comm.quantized import Nodes, QuantizedGather, TwoHopReduce
 from zero_full.comm.transport import Exchange, own_slice
 from zero_full.kernels import reference
@@ -36,7 +36,8 @@ class Case(NamedTuple):
 
 
 def bytes_of(case: Case) -> int:
-    return -(-case.part * case.bits // 8) + 4 * -(-case.part // case.block)
+    """Integers and scales, filled up to a multiple of 16."""
+    return -(-(-(-case.part * case.bits // 8) + 4 * -(-case.part // case.block)) // 16) * 16
 
 
 CASES = [
@@ -200,6 +201,31 @@ def test_a_nan_passes_both_hops_to_the_rank_whose_slice_it_is_in() -> None:
     assert POOL.run(one_bad_gradient, 4) == [[False] * 6] * 3 + [[True] * 3 + [False] * 3]
 
 
+# Work --------------------------------------------------------------------------------------------
+
+
+def counted(comm: Any) -> tuple[Counter[str], Counter[str]]:
+    """How often each operator is called in a gather, and in a reduction."""
+    nodes, found = nodes_of(2), []
+    whole, out = torch.ones(nodes.size * 37, dtype=BF16), torch.empty(37)
+    for call in (
+        lambda: QuantizedGather(nodes).all_gather(whole, "weights"),
+        lambda: TwoHopReduce(nodes).reduce_scatter(whole, out, 4, "gradients"),
+    ):
+        real = mock.Mock(wraps=quantized.operators())
+        with mock.patch.object(quantized, "operators", lambda real=real: real):
+            call()
+        found.append(Counter(name for name, _, _ in real.method_calls))
+    return found[0], found[1]
+
+
+def test_the_number_of_calls_does_not_grow_with_the_number_of_ranks() -> None:
+    """One for all slices that come; of a hop's, one for those before this rank's and one for those behind."""
+    for gather, reduction in POOL.run(counted, 4):
+        assert gather == {"quantize_blocks": 1, "dequantize_blocks": 1}
+        assert reduction == {"quantize_blocks": 2, "dequantize_blocks": 2}
+
+
 # What crosses between nodes ----------------------------------------------------------------------
 
 PART, BLOCK = 1000, 256  # numbers a rank; the last block is not full
@@ -272,11 +298,15 @@ def test_a_node_sends_a_quarter_of_what_sixteen_bits_take_and_the_scales() -> No
         ranks = crossings()[node * INNER : (node + 1) * INNER]
         seen = {name: sum(results[name][1] for results in ranks) for name in ranks[0]}
         unit = 2 * NODES * INNER * PART * (NODES - 1) // NODES  # "M" of the paper, in bytes
-        scales = 4 * -(-PART // BLOCK) * (NODES - 1) * INNER
+        scales, slices = 4 * -(-PART // BLOCK), (NODES - 1) * INNER
+        eight, four = PART + scales, PART // 2 + scales
+        filled = [-size % 16 for size in (eight, four)]
+        assert filled == [8, 12]  # 1016 and 516 bytes a slice
+        more, less = (slices * (scales + each) for each in filled)
         assert seen["16-bit gather"] == seen["16-bit gradients"] == unit
         step = seen["forward"], seen["backward"], seen["gradients"]
-        assert step == (unit // 2 + scales, 0, unit // 4 + scales)
-        assert sum(step) == (2 * seen["16-bit gather"] + seen["16-bit gradients"]) // 4 + 2 * scales
+        assert step == (unit // 2 + more, 0, unit // 4 + less)
+        assert sum(step) == (2 * seen["16-bit gather"] + seen["16-bit gradients"]) // 4 + more + less
 
 
 # Errors ------------------------------------------------------------------------------------------

@@ -59,8 +59,10 @@ PLUS_PLUS = {"zero_hpz_partition_size": 2, "zero_quantized_weights": True, "zero
 
 
 def scales(bits: int, parts: int) -> int:
-    """Bytes of scales when every unit's slice for one of `parts` ranks is quantised by itself."""
-    return LAYERS * BLOCKS_OF_SCALES * -(-WIDTH * WIDTH // parts // BLOCK)
+    """Bytes of scales when every unit's slice for one of `parts` ranks is quantised by itself, filled up."""
+    integers = WIDTH * WIDTH // parts * bits // 8
+    size = integers + BLOCKS_OF_SCALES * -(-WIDTH * WIDTH // parts // BLOCK)
+    return LAYERS * (-(-size // 16) * 16 - integers)
 
 
 @pytest.mark.parametrize("overlap", [False, True])

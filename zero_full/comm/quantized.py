@@ -9,7 +9,8 @@ twice: what is gathered is passed on as it came.
 What crosses, in bytes: all that the ranks of one node send on `outer`. There are N nodes, and the unit is
 what a node must be sent to hold M 16-bit numbers of which it holds its own part: 2 M (N - 1) / N bytes,
 which the paper calls M. So 16-bit ZeRO-3 costs 3 (two gathers, one reduction), and here the forward gather
-costs 0.5, a backward gather inside the node 0, the reduction 0.25; and 4 bytes more for each block.
+costs 0.5, a backward gather inside the node 0, the reduction 0.25; and 4 bytes more for each block, and up to
+15 that fill up a slice, so that each begins at a multiple of 16.
 """
 
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from zero_full.comm.transport import own_slice
 from zero_full.kernels.load import operators
 from zero_full.kernels.reference import payload_bytes
 
+ALIGNED = 16  # bytes: what a GPU loads or stores at once
 Gather = Callable[[Tensor, str], None]  # fill in the others' slices
 BLOCK = 2048  # numbers that share a scale: its four bytes are 1/512 of eight bits each, 1/256 of four
 QUANTIZABLE = (torch.float32, torch.bfloat16, torch.float16)
@@ -70,17 +72,14 @@ class QuantizedGather:
             return
         mine = own_slice(whole, nodes.rank, nodes.size)
         size = payload_bytes(mine.numel(), self.bits, self.block)
-        payload = torch.empty(nodes.size * size, dtype=torch.uint8, device=whole.device)
-        column = nodes.inner.slice_of(payload)  # by number on the node, then by node
-        operators(mine.device).quantize_blocks(mine, nodes.outer.slice_of(column), self.bits, self.block)
-        nodes.outer.all_gather(column, what)
-        nodes.inner.all_gather(payload, what)
-        if whole.is_meta:
-            return  # a plan's, without values: of a thousand ranks each turn of the loop would only take time
-        for place, came in enumerate(payload.view(nodes.size, size)):
-            number, node = divmod(place, nodes.outer.size)
-            target = own_slice(whole, node * nodes.inner.size + number, nodes.size)
-            operators(came.device).dequantize_blocks(came, target, self.bits, self.block, False)
+        # By number on the node, then by node.
+        sent = empty_payloads((nodes.inner.size, nodes.outer.size), size, whole.device)
+        column = sent[nodes.inner.rank]
+        operators(whole.device).quantize_blocks(mine, column[nodes.outer.rank, :size], self.bits, self.block)
+        nodes.outer.all_gather(column.view(-1), what)
+        nodes.inner.all_gather(sent.view(-1), what)
+        targets = whole.view(nodes.outer.size, nodes.inner.size, mine.numel()).transpose(0, 1)
+        operators(whole.device).dequantize_blocks(sent[..., :size], targets, self.bits, self.block, False)
 
     def or_exactly(self, exactly: Gather) -> Gather:
         """A gather that uses this one for floats of 32 and 16 bits, and `exactly` for all else."""
@@ -89,6 +88,13 @@ class QuantizedGather:
             (self.all_gather if whole.dtype in QUANTIZABLE else exactly)(whole, what)
 
         return all_gather
+
+
+def empty_payloads(rows: tuple[int, ...], size: int, device: torch.device) -> Tensor:
+    """Room for payloads, one a row; each row is filled up with zeros."""
+    room = torch.empty(*rows, -(-size // ALIGNED) * ALIGNED, dtype=torch.uint8, device=device)
+    room[..., size:] = 0
+    return room
 
 
 class TwoHopReduce:
@@ -117,16 +123,15 @@ class TwoHopReduce:
             return total
         rows, numel = total.shape
         size = payload_bytes(numel, self.bits, self.block)
-        sent = torch.empty(comm.size, rows, size, dtype=torch.uint8, device=total.device)
+        sent = empty_payloads((comm.size, rows), size, total.device)
         received = torch.empty_like(sent)
-        ranks = [] if total.is_meta else [rank for rank in range(comm.size) if rank != comm.rank]
-        others = [(rank, row) for rank in ranks for row in range(rows)]
-        for place in others:
-            numbers = pieces[place] if pieces.dtype in QUANTIZABLE else pieces[place].float()
-            operators(numbers.device).quantize_blocks(numbers, sent[place], self.bits, self.block)
+        others = [some for some in (slice(comm.rank), slice(comm.rank + 1, None)) if len(pieces[some])]
+        for some in others:
+            numbers = pieces[some] if pieces.dtype in QUANTIZABLE else pieces[some].float()
+            operators(total.device).quantize_blocks(numbers, sent[some, :, :size], self.bits, self.block)
         comm.all_to_all(sent.view(-1), received.view(-1), what)
-        for rank, row in others:
+        for some in others:
             operators(total.device).dequantize_blocks(
-                received[rank, row], total[row], self.bits, self.block, True
+                received[some, :, :size], total, self.bits, self.block, True
             )
         return total

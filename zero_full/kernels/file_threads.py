@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 END_OF_FILE = -1  # in the place of an errno
+NO_MEMORY = -2  # in the place of a transfer's number
+REFUSED = (errno.EINVAL, errno.EFAULT)  # by O_DIRECT: this file's blocks; memory that cannot be pinned
 POLL_MILLISECONDS = 100  # how long Ctrl-C may wait
 
 
@@ -44,7 +46,10 @@ class Threads(Protocol):
         """Start a transfer, and return at once. `keep` is not freed before the transfer ends."""
 
     def finish(self, started: Any) -> Failure:
-        """Wait for all blocks of a transfer. To be called once for each."""
+        """Wait for all blocks of a transfer. May be called again until it is forgotten."""
+
+    def forget(self, started: Any) -> None:
+        """Let go of what is known of a finished transfer."""
 
 
 class PythonThreads:
@@ -83,6 +88,9 @@ class PythonThreads:
             job.result()
         return failures[0] if failures else Failure(0, 0)
 
+    def forget(self, started: Any) -> None:
+        """Do nothing: the transfer's jobs are all there is."""
+
     def close(self) -> None:
         """Wait for all blocks, and end the threads."""
         self._pool.shutdown()
@@ -98,7 +106,7 @@ def transfer_block(span: Span, write: bool) -> Failure:
             error = 0 if moved else (errno.EIO if write else END_OF_FILE)
         except OSError as failed:
             moved, error = 0, failed.errno or errno.EIO
-        if error and not (error == errno.EINVAL and file != buffered):
+        if error and not (error in REFUSED and file != buffered):
             return Failure(error, offset)
         file = buffered
         memory, left, offset = memory + moved, left - moved, offset + moved
@@ -127,6 +135,7 @@ def _functions(library: Path) -> ctypes.CDLL:
     found.zf_io_start.argtypes = [pool, ctypes.POINTER(_CSpan), integer, number, integer]
     found.zf_io_start.restype = number
     found.zf_io_wait.argtypes = [pool, number, integer, ctypes.POINTER(_CFailure)]
+    found.zf_io_forget.argtypes, found.zf_io_forget.restype = [pool, number], None
     found.zf_io_close.argtypes, found.zf_io_close.restype = [pool], None
     return found
 
@@ -145,6 +154,8 @@ class CompiledThreads:
         """Start a transfer and return its number."""
         array = (_CSpan * len(spans))(*(_CSpan(*span) for span in spans))
         number = self._functions.zf_io_start(self._pool, array, len(spans), block, write)
+        if number == NO_MEMORY:
+            raise MemoryError("no memory for the blocks of another transfer")
         if number < 0:
             raise RuntimeError("no new transfers while the process ends")
         return number
@@ -155,6 +166,10 @@ class CompiledThreads:
         while not self._functions.zf_io_wait(self._pool, started, POLL_MILLISECONDS, found):
             pass
         return Failure(found.error, found.at)
+
+    def forget(self, started: int) -> None:
+        """The number is used up."""
+        self._functions.zf_io_forget(self._pool, started)
 
 
 def _close(functions: ctypes.CDLL, pool: int, process: int) -> None:

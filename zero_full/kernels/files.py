@@ -27,7 +27,7 @@ import threading
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -50,6 +50,13 @@ MOST_IN_FLIGHT = 64  # transfers; each has two files open, and a process may oft
 AnyPath = str | os.PathLike[str]
 
 
+class Event(Protocol):
+    """What can be waited for, as a `torch.cuda.Event`."""
+
+    def synchronize(self) -> object:
+        """Return when it has happened."""
+
+
 class Opened(NamedTuple):
     """A file, open once or twice, and what O_DIRECT asks of offsets (and lengths) and of memory."""
 
@@ -70,12 +77,8 @@ class Opened(NamedTuple):
 
 def _open(path: str, write: bool, direct: bool) -> Opened:
     def opened(flags: int) -> FileIO:
-        return open(
-            path,
-            "wb" if write else "rb",
-            0,
-            opener=lambda name, _: os.open(name, flags | os.O_CLOEXEC, 0o666),
-        )
+        mode = "wb" if write else "rb"
+        return FileIO(path, mode, opener=lambda name, _: os.open(name, flags | os.O_CLOEXEC, 0o666))
 
     flags = os.O_WRONLY if write else os.O_RDONLY
     buffered = opened(flags | (os.O_CREAT if write else 0))
@@ -110,6 +113,16 @@ def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None)
 
 
+def _make_room(file: int, end: int) -> None:
+    """Make the file as long as it will be, with blocks of its own, if the file system can do that at once.
+
+    Writes past its end that go around the page cache would wait for each other.
+    """
+    fallocate, size = getattr(_libc(), "fallocate", None), os.fstat(file).st_size
+    if fallocate is not None and end > size:
+        fallocate(file, 0, ctypes.c_int64(size), ctypes.c_int64(end - size))  # the writes say what is wrong
+
+
 def _spans(memory: int, size: int, offset: int, opened: Opened) -> list[Span]:
     """A transfer cut into head, whole units and tail; see [Note: direct and buffered]."""
     end, unit, buffered = offset + size, opened.unit, opened.buffered.fileno()
@@ -141,6 +154,8 @@ class Transfer:
 
     def _begin(self) -> None:
         unit = self._opened.unit
+        if self.write and self.direct_bytes:
+            _make_room(self._opened.buffered.fileno(), self.offset + self.bytes)
         block = -(-self._io.block_bytes // unit) * unit
         self._started = self._io.threads.start(self._spans, block, self.write, (self._tensor, self._opened))
 
@@ -154,18 +169,24 @@ class Transfer:
             raise error
 
     def _finish(self) -> None:
-        """Wait, and let go of files and tensor."""
+        """Wait, and let go of files and tensor. Who is interrupted in it can go through it again."""
         with self._lock:
-            if self._failure is not None:
-                return
-            failure = self._io.threads.finish(self._started)
+            failure = self._failure
+            if failure is None:
+                failure = self._close(self._io.threads.finish(self._started))
+            if self._io._arrived(self, failure):
+                self._io.threads.forget(self._started)
+                del self._tensor
+
+    def _close(self, failure: Failure) -> Failure:
+        """The failure, or what closing the files adds."""
+        if not self._opened.buffered.closed:
             self._file_size = os.fstat(self._opened.buffered.fileno()).st_size
-            try:
-                self._opened.close()
-            except OSError as error:  # a disk quota on a network, for example
-                failure = failure if failure.error else Failure(error.errno or errno.EIO, self.offset)
-            del self._tensor, self._started
-            self._io._arrived(self, failure)
+        try:
+            self._opened.close()
+        except OSError as error:  # a disk quota on a network, for example
+            return failure if failure.error else Failure(error.errno or errno.EIO, self.offset)
+        return failure
 
     def _error(self) -> OSError | None:
         assert self._failure is not None
@@ -184,6 +205,10 @@ class BlockIO:
     Transfers that overlap in a file or in memory must be waited for in between. What was written is seen by
     every reader, and survives a crash of the machine only after `sync`. Several Python threads may use it; a
     forked child may not. Do not fork while something is read: open(2) says why, under O_DIRECT.
+
+    A device may still have copies to or from a tensor in its queue, if they did not block. A transfer begins
+    when `after`, an event behind them, has happened. Without one, a transfer of pinned memory first waits for
+    all that the current device has queued.
     """
 
     def __init__(
@@ -205,20 +230,20 @@ class BlockIO:
         self._lock = threading.Lock()  # guards what follows
         self._closed = False
         self._in_flight: dict[Transfer, None] = {}  # the oldest first
-        self._failed: list[Transfer] = []  # and nobody knows yet
+        self._failed: dict[Transfer, None] = {}  # and nobody knows yet
 
     @property
     def compiled(self) -> bool:
         """Whether the threads are C++."""
         return isinstance(self.threads, CompiledThreads)
 
-    def write(self, path: AnyPath, tensor: Tensor, offset: int = 0) -> Transfer:
-        """Put the tensor's bytes at `offset` into the file, which is made if missing and never cut."""
-        return self._start(path, tensor, offset, write=True)
+    def write(self, path: AnyPath, tensor: Tensor, offset: int = 0, after: Event | None = None) -> Transfer:
+        """Put the tensor's bytes at `offset` into the file: made if missing, as long at once, never cut."""
+        return self._start(path, tensor, offset, after, write=True)
 
-    def read(self, path: AnyPath, tensor: Tensor, offset: int = 0) -> Transfer:
+    def read(self, path: AnyPath, tensor: Tensor, offset: int = 0, after: Event | None = None) -> Transfer:
         """Fill the tensor with the bytes at `offset` of the file."""
-        return self._start(path, tensor, offset, write=False)
+        return self._start(path, tensor, offset, after, write=False)
 
     def wait(self) -> None:
         """Wait until everything has arrived. Raises the first error that no `Transfer.wait` has raised."""
@@ -228,7 +253,7 @@ class BlockIO:
         for transfer in transfers:
             transfer._finish()
         with self._lock:
-            failed, self._failed = self._failed, []
+            failed, self._failed = list(self._failed), {}
         if failed and (error := failed[0]._error()):
             raise error
 
@@ -261,13 +286,16 @@ class BlockIO:
         with contextlib.suppress(OSError, RuntimeError) if error is not None else contextlib.nullcontext():
             self.close()
 
-    def _start(self, path: AnyPath, tensor: Tensor, offset: int, write: bool) -> Transfer:
+    def _start(
+        self, path: AnyPath, tensor: Tensor, offset: int, after: Event | None, write: bool
+    ) -> Transfer:
         self._check_open(path)
         _check_tensor(tensor)
         if offset < 0:
             raise ValueError(f"offset={offset} of {path}: a file begins at 0")
         while oldest := self._one_too_many():
             oldest._finish()
+        _settle(tensor, after)
         transfer = Transfer(self, os.fspath(path), tensor, offset, write)
         with self._lock:
             self._check_open(path)
@@ -280,15 +308,19 @@ class BlockIO:
             full = len(self._in_flight) >= MOST_IN_FLIGHT
             return next(iter(self._in_flight)) if full else None
 
-    def _arrived(self, transfer: Transfer, failure: Failure) -> None:
+    def _arrived(self, transfer: Transfer, failure: Failure) -> bool:
+        """Note how a transfer ended, unless that is done. Was it still to be done?"""
         with self._lock:  # so that nobody sees one without the other
+            if transfer not in self._in_flight:
+                return False
+            self._failed |= {transfer: None} if failure.error else {}
             transfer._failure = failure
             del self._in_flight[transfer]
-            self._failed += [transfer] if failure.error else []
+        return True
 
     def _seen(self, transfer: Transfer) -> None:
-        with self._lock, contextlib.suppress(ValueError):
-            self._failed.remove(transfer)
+        with self._lock:
+            self._failed.pop(transfer, None)
 
     def _check_open(self, path: AnyPath) -> None:
         self._check_process()
@@ -310,12 +342,23 @@ def _check_tensor(tensor: Tensor) -> None:
         raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is not contiguous: use .contiguous()")
 
 
+def _settle(tensor: Tensor, after: Event | None) -> None:
+    """Wait until nothing that a device has queued changes or reads the tensor, as far as we can know."""
+    if after is not None:
+        after.synchronize()
+    elif tensor.is_pinned():
+        torch.accelerator.synchronize()
+
+
 def aligned_empty(numel: int, dtype: torch.dtype, pin: bool = False) -> Tensor:
     """A flat tensor that begins at a page; pinned if wanted and there is CUDA."""
-    pin = pin and torch.cuda.is_available()
-    room = torch.empty(numel * dtype.itemsize + PAGE, dtype=torch.uint8, pin_memory=pin)
+    size, pin = numel * dtype.itemsize, pin and torch.cuda.is_available()
+    # Pinned memory begins at a page by itself, and sizes become powers of two: a page more may double them.
+    room = torch.empty(size if pin else size + PAGE, dtype=torch.uint8, pin_memory=pin)
+    if room.data_ptr() % PAGE and pin:
+        room = torch.empty(size + PAGE, dtype=torch.uint8, pin_memory=True)
     begin = -room.data_ptr() % PAGE
-    return room[begin : begin + numel * dtype.itemsize].view(dtype)
+    return room[begin : begin + size].view(dtype)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from zero_full.kernels import reference
 
+# What an operator's arguments mean, and what its caller must have looked at before, is in `reference`.
 LIBRARY = torch.library.Library("zero_full", "DEF")  # torch has one set of operators in a process
 Fake = Callable[..., Any]
 

@@ -2,11 +2,13 @@
 
 [Note: blocks of integers] A payload holds `numel` numbers as bytes: first integers of 8 or 4 bits, then an
 fp32 scale for each block of them. Four-bit integers are two to a byte, the first in the low half. A block
-with a number that is not finite has the scale NaN: all of it comes out as NaN.
+with a number that is not finite has the scale NaN: all of it comes out as NaN. Of more than one dimension the
+last is a row, with a payload of its own, and rows may lie anywhere. One more dimension of payloads than of
+numbers, the first, are terms that are added up.
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import NamedTuple
 
 import torch
@@ -41,7 +43,9 @@ def adam_step(
     `decoupled` is AdamW's decay. `steps` are this step's numbers, from 1. All is computed in fp32.
     """
     for i, master in enumerate(masters):
-        step = float(steps[i])
+        first, second = (
+            1 - beta ** steps[i].double() for beta in (beta1, beta2)
+        )  # nobody waits for a device
         p = (master if not copies else unless_written(master, copies[i])).float()
         m, v = exp_avgs[i].float(), exp_avg_sqs[i].float()
         g = grads[i].float() * factor
@@ -49,9 +53,9 @@ def adam_step(
             g = g + p * weight_decay
         m = m + (1 - beta1) * (g - m)
         v = v * beta2 + (1 - beta2) * g * g
-        root = v.sqrt() / (1 - beta2**step) ** 0.5 + eps
+        root = v.sqrt() / second.sqrt() + eps
         keep = 1 - lr * weight_decay if decoupled else 1.0
-        p = p * keep - lr / (1 - beta1**step) * m / root
+        p = p * keep - lr / first * m / root
         for target, value in ((master, p), (exp_avgs[i], m), (exp_avg_sqs[i], v)):
             target.copy_(value)
         if copies:
@@ -117,9 +121,11 @@ def lamb_step(
         update = _lamb_update(p, exp_avgs[i], exp_avg_sqs[i], eps, weight_decay, eps_inside_sqrt)
         weight, change = norms[i].sqrt().unbind()
         trust = torch.where((weight > 0) & (change > 0), (weight / change).clamp(min_trust, max_trust), 1.0)
-        step = float(steps[i])
-        size = lr * (1 - beta2**step) ** 0.5 / (1 - beta1**step) if bias_correction else lr
-        p.copy_(p.to(_wide(p)) - (size * trust).to(_wide(p)) * update)
+        size = lr * trust
+        if bias_correction:
+            first, second = (1 - beta ** steps[i].double() for beta in (beta1, beta2))
+            size = size * second.sqrt() / first
+        p.copy_(p.to(_wide(p)) - size.to(_wide(p)) * update)
         if copies:
             copies[i].copy_(p)
 
@@ -167,6 +173,9 @@ def sign_pack(values: Tensor | None, error: Tensor, ends: Tensor, l1: bool) -> t
     Pieces end at `ends`; what lies behind is padding and has the scale 0. A scale is the root mean square, or
     with `l1` the mean size. `error` becomes what scale times sign gets wrong now. Zero counts as plus; the
     last byte is filled up with zeros. `values` None: all that is wanted is in `error` already.
+
+    A number that is not finite makes its piece's scale and errors NaN, and errors stay NaN: look for overflow
+    before. `ends` must ascend and stay inside, which on a GPU is looked at only with ZERO_FULL_CHECK_ENDS=1.
     """
     wanted = error if values is None else values.float() + error
     starts = [0, *ends.tolist()]
@@ -229,6 +238,15 @@ def quantize_blocks(numbers: Tensor, payload: Tensor, bits: int, block: int) -> 
 
     No number is off by more than half a scale.
     """
+    for row in _places(numbers):
+        _quantize_row(numbers[row], payload[row], bits, block)
+
+
+def _places(rows: Tensor) -> Iterator[tuple[int, ...]]:
+    return product(*map(range, rows.shape[:-1]))
+
+
+def _quantize_row(numbers: Tensor, payload: Tensor, bits: int, block: int) -> None:
     values = payload[: value_bytes(numbers.numel(), bits)].view(torch.int8)
     scales = torch.empty(-(-numbers.numel() // block), dtype=torch.float32, device=numbers.device)
     for part in _parts(numbers, bits, block):
@@ -241,7 +259,17 @@ def quantize_blocks(numbers: Tensor, payload: Tensor, bits: int, block: int) -> 
 
 
 def dequantize_blocks(payload: Tensor, out: Tensor, bits: int, block: int, add: bool) -> None:
-    """Write the payload's numbers to `out`, or add them to what is there."""
+    """Write the payload's numbers to `out`, or add them to what is there.
+
+    The terms of a row, which must be fp32 then, are added up one after the other.
+    """
+    terms = payload if payload.dim() > out.dim() else payload[None]
+    for row in _places(out):
+        for number, term in enumerate(terms):
+            _dequantize_row(term[row], out[row], bits, block, add or number > 0)
+
+
+def _dequantize_row(payload: Tensor, out: Tensor, bits: int, block: int, add: bool) -> None:
     size = value_bytes(out.numel(), bits)
     values, scales = payload[:size].view(torch.int8), payload[size:].clone().view(torch.float32)
     for part in _parts(out, bits, block):

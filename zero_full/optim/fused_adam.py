@@ -5,6 +5,7 @@ in for a torch Adam or AdamW and keeps its options and its state as torch does; 
 difference (a subclass, another step, a variant that the operator does not know) gets torch's own step.
 """
 
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -37,6 +38,28 @@ def _is_plain_group(group: Mapping[str, Any]) -> bool:
     return plain and not any(isinstance(number, Tensor) for number in numbers)
 
 
+def warn_of_second_moments_that_stay(base: Optimizer, dtypes: Dtypes) -> None:
+    """Warn if Adam's second moment would be kept in too few bits to become smaller.
+
+    A step without a gradient makes it (1 - beta2) of itself smaller, and a change of less than half of the
+    distance to the next number is rounded away.
+    """
+    if not isinstance(base, torch.optim.Adam):  # and AdamW
+        return
+    for group in base.param_groups:
+        for dtype in {p.dtype for p in group["params"] if p.is_floating_point()}:
+            moments = dtypes.moments_of(dtypes.master_of(dtypes.of(dtype)))
+            beta2, least = float(group["betas"][1]), torch.finfo(moments).eps / 2
+            if 1 - beta2 < least:
+                warnings.warn(
+                    f"betas: with beta2 = {beta2} Adam's second moments in {moments} hardly ever become "
+                    f"smaller: a change of 1 - beta2, which is less than {least}, is rounded away, so "
+                    "steps stay as small as the largest gradient has made them. Use a beta2 of "
+                    f"{1 - least} or less, or moments in fp32",
+                    stacklevel=3,
+                )
+
+
 class FusedAdam(Stepper):
     """Steps pieces in the place of a torch optimizer."""
 
@@ -45,6 +68,7 @@ class FusedAdam(Stepper):
     def __init__(self, base: Optimizer, own_step: Any, dtypes: Dtypes) -> None:
         self.base, self.own_step, self.dtypes = base, own_step, dtypes
         self.compiled_for = compiled_for
+        warn_of_second_moments_that_stay(base, dtypes)
 
     def takes(self, kinds: Collection[Kind]) -> bool:
         """Whether it can, for all of them, and is faster than torch, or says something that torch cannot."""
