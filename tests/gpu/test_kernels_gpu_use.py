@@ -1,11 +1,6 @@
 """The CUDA operators in use on a GPU: large tensors, streams, threads, devices, graphs, a sanitizer."""
 
-import os
-import shutil
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.gpu import samples
+from tests.gpu.day import sanitizer
 from tests.gpu.samples import (
     CHUNK,
     CPU,
@@ -30,7 +26,7 @@ from tests.gpu.samples import (
 )
 from tests.kernels.cases import BF16, NAN, normal
 from tests.kernels.optimizing import ALIGNED
-from zero_full.kernels import build, ops
+from zero_full.kernels import ops
 from zero_full.kernels.reference import payload_bytes
 
 pytestmark = [
@@ -39,7 +35,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 CYCLES = 200_000_000  # of a GPU: about 0.1 s, in which nobody else may begin
-SANITIZER_SECONDS = 900
 
 # Large tensors -----------------------------------------------------------------------------------
 
@@ -207,36 +202,10 @@ def test_torch_finds_nothing_wrong_with_the_operator(sample: Sample) -> None:
     torch.library.opcheck(operator, tuple(placed(sample, GPU)), sample.options)
 
 
-def sanitizer() -> str | None:
-    """NVIDIA's compute-sanitizer: on the path, or where the CUDA toolkit is."""
-    try:
-        homes = [Path(build.toolchain("cuda").nvcc or "").resolve().parents[1]]
-    except build.BuildError:
-        homes = []
-    places = [
-        os.environ.get("PATH", ""),
-        *(str(home / part) for home in homes for part in ("bin", "compute-sanitizer")),
-    ]
-    return shutil.which("compute-sanitizer", path=os.pathsep.join(places))
-
-
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
+@pytest.mark.parametrize("tool", sanitizer.TOOLS)
 def test_the_sanitizer_finds_nothing(tool: str) -> None:
-    program = sanitizer()
+    program = sanitizer.program()
     if program is None:
         pytest.skip("compute-sanitizer is not installed")
-    command = [program, "--tool", tool, "--error-exitcode", "9", sys.executable]
-    command += ["-m", "tests.gpu.samples"]
-    own_memory = {
-        "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"
-    }  # each tensor has its own, so that its end is watched
-    done = subprocess.run(
-        command,
-        env={**os.environ, **own_memory},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=SANITIZER_SECONDS,
-    )
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-    assert f"{len(ops.SCHEMAS)} operators ran" in done.stdout
+    errors, output = sanitizer.run(program, tool)
+    assert errors == 0, output
