@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from torch.distributed.run import get_args_parser
 
 from tests.gpu import pack
 from tests.gpu.day import examples, largest, overlap, sanitizer
-from tests.gpu.day.streams import waits
+from tests.gpu.day.streams import late, waits
 from zero_full.examples import export_and_reload, from_deepspeed
 
 ROOT = Path(__file__).parents[2]
@@ -78,6 +79,38 @@ def test_the_search_ends_just_below_what_does_not_train(most: int, guess: int) -
 
 def test_a_model_of_which_no_block_trains_is_none() -> None:
     assert largest.search(lambda count: False, 4)[0] == 0
+
+
+UNTOUCHED = """
+import os, traceback, torch
+
+def touched(*_, **__):
+    traceback.print_stack()
+    os._exit(3)  # nobody can catch that
+
+here = os.getpid()
+for part in (torch.cuda, torch.accelerator):
+    part.is_available = part.device_count = lambda: os.getpid() == here and touched()
+torch.cuda._lazy_init = touched
+import tests.imported
+from tests.gpu.day import largest, ranks
+assert largest.guessed(largest.Size(16, 2**18), 3, "cpu", 2) > 1
+"""
+
+
+def test_who_forks_ranks_leaves_the_device_alone() -> None:
+    done = subprocess.run([sys.executable, "-c", UNTOUCHED], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_released_memory_is_spoiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.UntypedStorage, "resize_", lambda storage, size: None)  # it can be looked at
+    tensor = torch.ones(3)
+    with late(tensor.device, seed=0):
+        tensor.untyped_storage().resize_(12)
+        assert tensor.tolist() == [1, 1, 1]
+        tensor.untyped_storage().resize_(0)
+    assert tensor.isnan().all()
 
 
 def test_reads_of_values_are_counted() -> None:

@@ -6,24 +6,27 @@ import torch
 from torch import Tensor
 
 import zero_full
-from tests.gpu.day.place import RELEASES, Place
-from tests.gpu.test_engine_gpu import PRECISIONS, STEPS, off_by
+from tests.gpu.day.place import PRECISIONS, RELEASES, Place
 from tests.zero_full.runs import Net, config, data, reference
 
 STAGES = (0, 1, 2, 3)
+STEPS = 4
 CLIP = 0.05  # below every norm of this run
+ALLOWED = {"fp32": 1e-5, "bf16": 0.05, "fp16": 0.01}
 
 
 def check(place: Place) -> None:
     """Every stage in every precision, with and without overlap. What is wrong is raised at the end."""
     wrong = []
     for stage in STAGES:
-        for precision, (keys, tolerance) in PRECISIONS.items():
-            for overlap in (False, True) if precision == "fp32" or not place.tiny else (True,):
+        for precision, keys in PRECISIONS.items():
+            for overlap in (True,) if place.tiny else (False, True):
                 zero = {"overlap_comm": overlap, **RELEASES}
                 given = config(stage, zero_optimization=zero, gradient_accumulation_steps=2, **keys)
                 want = reference(place.world, STEPS, micro_batches=2)
-                wrong += judged(place, given, want, tolerance, f"stage {stage}, {precision}", overlap)
+                wrong += judged(
+                    place, given, want, ALLOWED[precision], f"stage {stage}, {precision}", overlap
+                )
         clipped = config(stage, gradient_clipping=CLIP, zero_optimization=RELEASES)
         wrong += judged(
             place, clipped, reference(place.world, STEPS, clip=CLIP), 1e-5, f"stage {stage}, clipped", None
@@ -50,7 +53,7 @@ def judged(
             engine.step()
     got = {name: p.cpu() for name, p in engine.module_state_dict().items()}
     engine.destroy()
-    off = off_by(got, want)
+    off = max(float((got[name].float() - want[name]).abs().max()) for name in want)
     fine = off <= tolerance
     place.say(run=run, overlap=overlap, **{"off by": f"{off:.1e}", "allowed": f"{tolerance:.0e}"}, fine=fine)
     return [] if fine else [run]

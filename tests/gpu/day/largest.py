@@ -5,8 +5,10 @@ that the limit is. An attempt is ranks of their own, so that what one leaves beh
 next.
 """
 
+import multiprocessing
 import sys
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
@@ -86,8 +88,12 @@ def planned(count: int, size: Size, stage: int, tier: str, ranks: int) -> int:
 
 
 def guessed(size: Size, stage: int, tier: str, ranks: int) -> int:
-    """How many blocks should fit: a plan grows by the same bytes for each block."""
-    few, more = (planned(count, size, stage, tier, ranks) for count in (4, 8))
+    """How many blocks should fit: a plan grows by the same bytes for each block.
+
+    Whoever plans may ask for the device, and this process must leave that to the ranks: a child plans.
+    """
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as child:
+        few, more = (child.submit(planned, n, size, stage, tier, ranks).result() for n in (4, 8))
     return max(1, int(4 + (size.bytes - few) / ((more - few) / 4)))
 
 
@@ -142,7 +148,7 @@ def main() -> int:
         began, wrong = monotonic(), list[str]()
 
         def trains(count: int, stage: int = stage, tier: str = tier, wrong: list[str] = wrong) -> bool:
-            ended = together(partial(attempt, count, size, stage, tier), asked, SECONDS)
+            ended = together(partial(attempt, count, size, stage, tier), asked, SECONDS, grace=3)
             codes = [one.code for one in ended]
             if OUT_OF_MEMORY not in codes and any(codes):
                 wrong.append(f"{count} blocks: " + next(one.said for one in ended if one.code != 0)[-600:])

@@ -29,7 +29,7 @@ from tests.gpu.day.rows import parser_for, say
 Check = Callable[[Place], None]
 SECONDS = 240  # of one check
 PATIENCE = {True: 3, False: 20}  # seconds that a rank waits for another one; in a rehearsal and otherwise
-GRACE = 10  # seconds that ranks have to end after one has failed
+GRACE = 10  # seconds that ranks have to end after one has failed, beside what they wait for each other
 SHOWN = 600  # characters of what a rank has written at last
 CHECKS: dict[str, Check] = {
     "conformance": conformance.check,
@@ -77,9 +77,10 @@ def life(check: Check, device: str, rank: int, world: int, tiny: bool, port: int
         dist.destroy_process_group()
 
 
-def together(check: Check, asked: Any, seconds: float = SECONDS) -> list[Ended]:
-    """Run a check on all ranks. If one fails the others have `GRACE` seconds, and are killed then."""
+def together(check: Check, asked: Any, seconds: float = SECONDS, grace: float | None = None) -> list[Ended]:
+    """Run a check on all ranks. If one fails the others have `grace` seconds, and are killed then."""
     assert not torch.cuda.is_initialized(), "a process that uses the device cannot be forked"
+    grace = GRACE + 2 * PATIENCE[asked.tiny] if grace is None else grace
     context, port = multiprocessing.get_context("fork"), free_port()
     with tempfile.TemporaryDirectory() as scratch:
         logs = [Path(scratch) / f"rank{rank}" for rank in range(asked.ranks)]
@@ -97,7 +98,7 @@ def together(check: Check, asked: Any, seconds: float = SECONDS) -> list[Ended]:
                 if rank not in ended and process.exitcode is not None:
                     ended[rank] = (process.exitcode, time.monotonic() - began)
                     if process.exitcode:
-                        deadline = min(deadline, time.monotonic() + GRACE + 2 * PATIENCE[asked.tiny])
+                        deadline = min(deadline, time.monotonic() + grace)
         for process in ranks:
             process.kill()
             process.join()

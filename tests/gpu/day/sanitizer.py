@@ -1,7 +1,8 @@
 """Every operator under NVIDIA's compute-sanitizer.
 
 Only our kernels are watched (`kns`: a part of their names), and only what kernels do: torch's own calls to
-the driver may fail without being wrong. Each tensor has memory of its own, so that its end is watched.
+the driver may fail without being wrong. initcheck has to see who writes, so it watches all. Each tensor has
+memory of its own, so that its end is watched.
 """
 
 import os
@@ -49,17 +50,9 @@ def program() -> str | None:
 
 def command(sanitizer: str, tool: str) -> list[str]:
     """What to run."""
-    options = [
-        "--tool",
-        tool,
-        "--error-exitcode",
-        "9",
-        "--report-api-errors",
-        "no",
-        "--kernel-name",
-        "kns=zf",
-    ]
-    return [sanitizer, *options, sys.executable, "-m", "tests.gpu.samples"]
+    options = ["--tool", tool, "--error-exitcode", "9", "--report-api-errors", "no"]
+    ours = [] if tool == "initcheck" else ["--kernel-name", "kns=zf"]
+    return [sanitizer, *options, *ours, sys.executable, "-m", "tests.gpu.samples"]
 
 
 def errors_in(output: str) -> int | None:
