@@ -6,7 +6,8 @@ BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 TORCHRUN := $(BIN)/python -m torch.distributed.run --standalone
 
-.PHONY: help demo test test-all test-worlds test-others test-gpu test-hf bench bench-gpu lab site weave browser clean
+.PHONY: help demo test test-all test-worlds test-others test-gpu test-hf test-matrix bench bench-gpu gpu-day gpu-page \
+	lab site weave browser clean
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -56,6 +57,30 @@ test-gpu: .venv/ready  ## tests that need a GPU (and a torch built for it)
 test-hf: .venv/ready  ## Hugging Face's models at every stage (installs transformers and peft; 4 minutes)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[hf]'
 	$(PYTEST) -m hf tests/hf
+
+# Where a PYTHON is named, that one runs a day on GPUs and nothing is installed; else .venv's, where there is one.
+GIVEN := $(if $(filter file,$(origin PYTHON)),,$(PYTHON))
+gpu-day: DAY := $(or $(GIVEN),$(wildcard $(BIN)/python),$(PYTHON))
+gpu-day:  ## all that needs a GPU, in parts that go on where they ended (REHEARSE=1: on the CPU; MINUTES=9.5)
+	@$(DAY) -m tests.gpu.day $(if $(REHEARSE),--rehearse) $(if $(MINUTES),--minutes $(MINUTES))
+
+gpu-page: .venv/ready  ## take the results of gpu-day into the site's page on GPUs
+	$(BIN)/python -m tests.gpu.day.page --folder build/gpu-day
+
+# The oldest torch that is supported, on Python 3.12 if there is one. Its wheel brings gigabytes of CUDA, and the
+# tests then run on the CPU.
+MATRIX := build/matrix
+OLDEST := $(shell sed -n 's/^  "torch>=\(.*\)",.*/\1/p' pyproject.toml)
+$(MATRIX)/ready: PYTHON_OF := $(or $(GIVEN),$(shell python3.12 -c 'import sys; print(sys.executable)' 2> /dev/null),python3)
+$(MATRIX)/ready: pyproject.toml constraints.txt
+	@$(PYTHON_OF) -m venv $(MATRIX)
+	grep -v '^torch==' constraints.txt > $(MATRIX)/constraints.txt
+	$(MATRIX)/bin/python -m pip install --quiet -c $(MATRIX)/constraints.txt 'torch==$(OLDEST).*'
+	$(MATRIX)/bin/python -m pip install --quiet -c $(MATRIX)/constraints.txt -e '.[learn,site,dev]'
+	@touch $@
+
+test-matrix: $(MATRIX)/ready  ## the tests on the oldest torch that is supported, and Python 3.12 (6 GB in build/matrix)
+	ZERO_FULL_NO_BROWSER=1 $(MATRIX)/bin/python -m pytest -q -m "$(WHICH)" tests
 
 bench: .venv/ready  ## kernels, step times, collectives beside peers that are installed (30 minutes, quiet machine)
 	@mkdir -p build/bench

@@ -45,7 +45,7 @@ def _serve(pipe: Connection, port: int) -> None:
     client: Any = None
     while True:
         try:
-            job, rank, world_size, limit, fn, args = pipe.recv()
+            job, rank, world_size, limit, backend, fn, args = pipe.recv()
         except EOFError:
             return
         try:
@@ -53,7 +53,7 @@ def _serve(pipe: Connection, port: int) -> None:
             client = client or dist.TCPStore("127.0.0.1", port, is_master=False)
             seconds = timedelta(seconds=limit)
             store = dist.PrefixStore(f"job{job}", client)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=seconds)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=seconds)
             answer = (True, fn(DistComm(), *args))
         except BaseException as error:
             answer = (False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
@@ -96,14 +96,20 @@ class Pool:
         self.workers = []
 
     def run(
-        self, fn: Callable[..., Any], world_size: int, *args: Any, limit: float = 60, collective: float = 20
+        self,
+        fn: Callable[..., Any],
+        world_size: int,
+        *args: Any,
+        limit: float = 60,
+        collective: float = 20,
+        backend: str = "gloo",
     ) -> list[Any]:
         """Call `fn(comm, *args)` on `world_size` processes; `collective` limits each wait for a peer."""
         self._start()
         job = next(self.jobs)
         team = self.workers[:world_size]
         for rank, (_, pipe) in enumerate(team):
-            pipe.send((job, rank, world_size, collective, fn, args))
+            pipe.send((job, rank, world_size, collective, backend, fn, args))
         answers: dict[int, Any] = {}
         deadline = time.monotonic() + limit
         while len(answers) < world_size and time.monotonic() < deadline:

@@ -287,11 +287,12 @@ def with_copies(topic: Topic, numel: int, device: torch.device) -> Topic:
 # Measuring ---------------------------------------------------------------------------------------
 
 
-def check(name: str, device: torch.device) -> None:
+def check(name: str, device: torch.device, numel: int | None = None) -> None:
     """Every row that has a like gives what that one does, from the same start."""
-    for row, told in TOPICS[name](CHECKED, device).rows.items():
+    numel = CHECKED if numel is None else min(numel, CHECKED)
+    for row, told in TOPICS[name](numel, device).rows.items():
         if told.like:
-            mine, other = (TOPICS[name](CHECKED, device).rows[each].call() for each in (told.like, row))
+            mine, other = (TOPICS[name](numel, device).rows[each].call() for each in (told.like, row))
             for number, (expected, got) in enumerate(zip(mine, other, strict=True)):
                 rtol = 1e-2 if expected.dtype == BF16 else 1e-4
 
@@ -350,8 +351,10 @@ def ratios(name: str, topic: Topic, found: dict[str, Series]) -> list[Ratio]:
     ]
 
 
-def the_device() -> torch.device:
-    """The GPU, with compiled operators; otherwise the program ends, and says why."""
+def the_device(kind: str) -> torch.device:
+    """The GPU, with compiled operators; otherwise the program ends, and says why. "cpu" is for rehearsals."""
+    if kind == "cpu":
+        return torch.device("cpu")
     if not torch.cuda.is_available():
         sys.exit("kernels_gpu: no CUDA device, so nothing was measured")
     os.environ["ZERO_FULL_KERNELS"] = "all"
@@ -367,13 +370,14 @@ def main() -> None:
     parser.add_argument("--topics", nargs="+", choices=TOPICS, default=list(TOPICS), metavar="TOPIC")
     parser.add_argument("--numel", type=int, default=2**27, help="elements; arrays must not fit into a cache")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: a rehearsal")
     asked = parser.parse_args()
-    device = the_device()
+    device = the_device(asked.device)
     print(interleave.heading())
     numel = max(asked.numel // MULTIPLE, 1) * MULTIPLE
     every: list[Ratio] = []
     for name in asked.topics:
-        check(name, device)
+        check(name, device, numel)
         topic = with_copies(TOPICS[name](numel, device), numel, device)
         found = measure(topic, asked.rounds, device)
         every += ratios(name, topic, found)
@@ -385,6 +389,8 @@ def main() -> None:
 
 def about(device: torch.device) -> dict[str, Any]:
     """What it was measured on."""
+    if device.type == "cpu":
+        return {"device": "a CPU: nothing that counts", "torch": torch.__version__}
     found = torch.cuda.get_device_properties(device)
     return {"device": found.name, "GiB": round(found.total_memory / 2**30), "torch": torch.__version__}
 

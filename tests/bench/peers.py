@@ -33,6 +33,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.bench.shapes import gpt
 from zero_min.gpt import GPT, GPTConfig
 
 ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -52,10 +53,16 @@ class Setup:
     alone: Any  # a process group with only this rank in it
     bucket: int  # elements; for every row that lets us choose
     overlap: bool  # zero_full's overlap_comm
+    device: torch.device = torch.device("cpu")  # noqa: RUF009 - it never changes
+    recompute: bool = False  # activations, in backward
 
     def model(self) -> GPT:
         """The same weights in every row and on every rank."""
-        return GPT(self.config).to(self.dtype)
+        return self.wide().to(self.dtype)
+
+    def wide(self) -> GPT:
+        """The same in fp32."""
+        return gpt(self.config, self.device, self.recompute)
 
 
 @dataclass
@@ -166,8 +173,8 @@ def zero_redundancy(setup: Setup) -> Trainee:
 
 def fsdp2(setup: Setup) -> Trainee:
     """torch FSDP2, blocks and root resharded after forward; bf16 means fp32 shards, bf16 compute."""
-    model = GPT(setup.config)
-    mesh = dist.device_mesh.init_device_mesh("cpu", (setup.world,))
+    model = setup.wide()
+    mesh = dist.device_mesh.init_device_mesh(setup.device.type, (setup.world,))
     mixed = MixedPrecisionPolicy(param_dtype=None if setup.dtype == torch.float32 else setup.dtype)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=mixed)

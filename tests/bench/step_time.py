@@ -1,16 +1,17 @@
 """How long a training step takes: every peer and every stage of ours, side by side on 2 gloo ranks.
 
     python -m tests.bench.step_time --sizes 10M 50M --dtypes fp32 bf16 --rounds 8
+    python -m tests.bench.step_time --device cuda --sizes 125M --dtypes bf16 --recompute --one-at-a-time
 
-Each round visits every row, in an order that rotates; a visit warms up and then times a few steps. Two
-ranks with one thread each; the step of a round is over when its slower rank is. Identical weights, data
-and AdamW everywhere, and the losses are compared, so that a fast row that computes something else is seen.
-For bf16 the matrix products of a CPU hide everything else, so there the *added* time is compared: the
-step minus forward and backward of the same model without any engine.
-Bytes sent stand there twice: what the kernel saw on the loopback, headers included (anything else that
-talks over it during the run is in there, too), and what the row itself counts. Ranks of one host that hand
-each other data through shared memory leave the loopback empty.
-The last line is JSON. See `peers.py` for how to install DeepSpeed; what is missing is left out.
+Each round visits every row, in an order that rotates; a visit warms up and then times a few steps. Two ranks
+with one thread each; the step of a round is over when its slower rank is. Identical weights, data and AdamW
+everywhere, and the losses are compared, so that a fast row that computes something else is seen. For bf16 the
+matrix products of a CPU hide everything else, so there the *added* time is compared: the step minus forward
+and backward of the same model without any engine. Bytes sent stand there twice: what the kernel saw on the
+loopback, headers included (anything else that talks over it during the run is in there, too), and what the
+row itself counts. Ranks of one host that hand each other data through shared memory leave the loopback empty.
+On GPUs there is a rank for each, over NCCL; times are the devices', and whole steps are compared in bf16,
+too. The last line is JSON. See `peers.py` for how to install DeepSpeed; what is missing is left out.
 """
 
 import argparse
@@ -38,7 +39,10 @@ SIZES = {
     "50k": GPTConfig(layers=4, heads=2, width=32),
     "10M": GPTConfig(layers=6, heads=6, width=384),
     "50M": GPTConfig(layers=10, heads=10, width=640),
+    "125M": GPTConfig(vocabulary=50304, context=1024, layers=12, heads=12, width=768),
+    "1.3B": GPTConfig(vocabulary=50304, context=2048, layers=24, heads=16, width=2048),
 }
+BATCHES = {"125M": (8, 1024), "1.3B": (2, 2048)}  # sequences, tokens; else one of `TOKENS`
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TOKENS = {"fp32": 64, "bf16": 16}  # a batch is one sequence
 COMPARED = 8  # losses, from the first step on; later ones amplify rounding
@@ -58,6 +62,18 @@ class Plan:
     bucket: int = 5_000_000
     overlap: bool = True
     keep: bool = True  # all rows alive at once; otherwise each visit builds and destroys its row
+    device: str = "cpu"
+    recompute: bool = False
+
+    @property
+    def world(self) -> int:
+        """Ranks: two, or one for each GPU."""
+        return WORLD if self.device == "cpu" else torch.cuda.device_count()
+
+    @property
+    def batch(self) -> tuple[int, int]:
+        """Sequences of a rank, and their tokens."""
+        return BATCHES.get(self.size, (1, TOKENS[self.dtype]))
 
 
 @dataclass
@@ -80,13 +96,16 @@ class Rank:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         rank, world = dist.get_rank(), dist.get_world_size()
+        device = torch.device(plan.device, rank if plan.device == "cuda" else None)
+        if plan.device == "cuda":
+            torch.cuda.set_device(device)
         alone = [dist.new_group([one]) for one in range(world)][rank]
         dtype = DTYPES[plan.dtype]
-        self.setup = Setup(SIZES[plan.size], dtype, world, alone, plan.bucket, plan.overlap)
+        rest = (plan.bucket, plan.overlap, device, plan.recompute)
+        self.setup = Setup(SIZES[plan.size], dtype, world, alone, *rest)
         generator = torch.Generator().manual_seed(rank)
-        tokens = TOKENS[plan.dtype]
         needed = plan.rounds * (plan.warmup + plan.steps)
-        self.data = [batch(load_text(), 1, tokens, generator) for _ in range(needed)]
+        self.data = [batch(load_text(), *plan.batch, generator) for _ in range(needed)]
         self.alive: dict[str, Trainee] = {}
         self.found = {name: Found() for name in plan.rows}
         self.taken = dict.fromkeys(plan.rows, 0)
@@ -139,21 +158,32 @@ class Rank:
     def one_step(self, name: str, trainee: Trainee, measure: bool = False) -> tuple[float, float]:
         """The time of forward and backward, and of the whole step."""
         found = self.found[name]
-        x, y = self.data[self.taken[name]]
+        x, y = (each.to(self.setup.device) for each in self.data[self.taken[name]])
         self.taken[name] += 1
         dist.barrier()
-        start = time.perf_counter()
+        start = self.now()
         loss = trainee.backward(x, y)
-        middle = time.perf_counter()
+        middle = self.now()
         if measure:
             found.held["after backward"] = peers.held(trainee)
         trainee.update()
-        end = time.perf_counter()
+        end = self.now()
         if measure:
             found.held["between steps"] = peers.held(trainee)
         if len(found.losses) < COMPARED and len(found.losses) == self.taken[name] - 1:  # its first life
             found.losses.append(loss.item())
+        if self.plan.device == "cuda":
+            end.synchronize()
+            return start.elapsed_time(middle) / 1e3, start.elapsed_time(end) / 1e3
         return middle - start, end - start
+
+    def now(self) -> Any:
+        """The time; on a GPU a mark behind what is queued there."""
+        if self.plan.device == "cpu":
+            return time.perf_counter()
+        mark = torch.cuda.Event(enable_timing=True)
+        mark.record()
+        return mark
 
     def quiet(self, trainee: Trainee) -> tuple[int | None, int | None]:
         """Bytes on the loopback and bytes the row says it sent, while nobody sends."""
@@ -202,7 +232,9 @@ def measure(plan: Plan, limit: float) -> dict[str, Found]:
     """Run one plan on ranks of its own; the results of all ranks as one."""
     pool = Pool()
     try:
-        ranks = pool.run(rank_main, WORLD, plan, limit=limit, collective=min(limit, 120))
+        backend = "gloo" if plan.device == "cpu" else "cpu:gloo,cuda:nccl"
+        patience = min(limit, 120)
+        ranks = pool.run(rank_main, plan.world, plan, limit=limit, collective=patience, backend=backend)
     finally:
         pool.stop()
     return {name: together([rank[name] for rank in ranks]) for name in plan.rows}
@@ -228,21 +260,21 @@ def added(found: dict[str, Found], name: str) -> Series:
 
 def ratios(plan: Plan, found: dict[str, Found]) -> list[Ratio]:
     """Ours over each peer's, with the targets."""
-    fp32 = plan.dtype == "fp32"
-    pairs: list[tuple[str, str, float | None]] = [("zero_full 2 alone", "loop", 1.03)]
+    fp32, gpu = plan.dtype == "fp32", plan.device == "cuda"
+    pairs: list[tuple[str, str, float | None]] = [("zero_full 2 alone", "loop", 1.02 if gpu else 1.03)]
     for stage in (0, 1, 2):
         ours = f"zero_full {stage}"
         pairs.append((ours, f"DeepSpeed {stage}", (0.65 if fp32 else 0.5) if stage else None))
         pairs.append((ours, "ZeroRedundancyOptimizer", 0.85 if stage else None))
         pairs.append((ours, "DDP", (1.0 if fp32 else 0.7) if stage else None))
     pairs.append(("zero_full 3", "DeepSpeed 3", 0.55 if fp32 else None))
-    pairs.append(("zero_full 3", "FSDP2", 0.8 if fp32 else 0.5))
+    pairs.append(("zero_full 3", "FSDP2", 1.0 if gpu else 0.8 if fp32 else 0.5))
     done = {name for name, row in found.items() if row.step}
     result = []
     for ours, theirs, target in pairs:
         if not {ours, theirs} <= done:
             continue
-        if fp32 or theirs == "loop":
+        if fp32 or gpu or theirs == "loop":
             one, other, what = found[ours].step, found[theirs].step, ""
         elif "forward+backward" in done:
             one, other, what = added(found, ours), added(found, theirs), "added time, "
@@ -310,6 +342,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--bucket", type=int, default=5_000_000, help="reduce_bucket_size, in elements")
     parser.add_argument("--no-overlap", action="store_true", help="zero_full without overlap_comm")
     parser.add_argument("--one-at-a-time", action="store_true", help="rebuild a row for each visit")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--recompute", action="store_true", help="activations, in backward")
     parser.add_argument("--limit", type=float, default=1200, help="seconds for one size in one precision")
     return parser.parse_args()
 
@@ -325,17 +359,24 @@ def main() -> None:
             keep = not asked.one_at_a_time and fits(size, len(asked.rows))
             plan = Plan(size, dtype, tuple(asked.rows), asked.rounds, asked.warmup, asked.steps)
             plan = replace(plan, bucket=asked.bucket, overlap=not asked.no_overlap, keep=keep)
+            plan = replace(plan, device=asked.device, recompute=asked.recompute)
             found = measure(plan, asked.limit)
             here = ratios(plan, found)
             life = "all rows alive at once" if keep else "one row alive at a time"
-            print(f"\n## {size} parameters, {dtype}, batch 1 x {TOKENS[dtype]}, {WORLD} ranks, {life}\n")
+            many = f"batch {plan.batch[0]} x {plan.batch[1]}, {plan.world} rank{'s' * (plan.world > 1)}"
+            print(f"\n## {size} parameters, {dtype}, {many}, {life}\n")
             print(report(found))
             if here:
                 print("\n" + interleave.table(interleave.RATIO_HEAD, [r.cells() for r in here]))
             all_ratios += here
             losses[f"{size} {dtype}"] = loss_differences(found)
     about = {"versions": interleave.versions(), "cpus": os.cpu_count(), "rounds": asked.rounds}
-    about |= {"steps": asked.steps, "ranks": WORLD, "bucket": asked.bucket, "losses differ by": losses}
+    about |= {
+        "steps": asked.steps,
+        "device": asked.device,
+        "bucket": asked.bucket,
+        "losses differ by": losses,
+    }
     print("\n" + interleave.json_line(all_ratios, **about))
 
 

@@ -1,7 +1,6 @@
 """The CUDA operators in use on a GPU: large tensors, streams, threads, devices, graphs, a sanitizer."""
 
 import os
-import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +11,7 @@ import pytest
 import torch
 
 from tests.gpu import large, samples
+from tests.gpu.day import sanitizer
 from tests.gpu.samples import (
     CPU,
     GPU,
@@ -25,7 +25,7 @@ from tests.gpu.samples import (
     run,
 )
 from tests.kernels.cases import normal
-from zero_full.kernels import ops, toolchain
+from zero_full.kernels import ops
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,7 +33,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 CYCLES = 200_000_000  # of a GPU: about 0.1 s, in which nobody else may begin
-SANITIZER_SECONDS = 900
 
 # Sizes that are arguments ------------------------------------------------------------------------
 
@@ -172,63 +171,30 @@ def test_torch_finds_nothing_wrong_with_the_operator(sample: Sample) -> None:
     torch.library.opcheck(operator, tuple(placed(sample, GPU)), sample.options)
 
 
-def sanitizer() -> str | None:
-    """NVIDIA's compute-sanitizer: on the path, or where the CUDA toolkit is."""
-    try:
-        homes = [Path(toolchain.toolchain("cuda").nvcc or "").resolve().parents[1]]
-    except toolchain.BuildError:
-        homes = []
-    places = [
-        os.environ.get("PATH", ""),
-        *(str(home / part) for home in homes for part in ("bin", "compute-sanitizer")),
-    ]
-    return shutil.which("compute-sanitizer", path=os.pathsep.join(places))
-
-
-OURS = "zf4cuda"  # in the names of all kernels of csrc
-
-
-def sanitizer_options(program: str, tool: str) -> list[str]:
-    """Only our kernels are looked at, if it can be told so, and no failed calls of torch that it expects."""
-    known = subprocess.run([program, "--help"], capture_output=True, text=True).stdout
-    options = ["--tool", tool, "--error-exitcode", "9"]
-    options += ["--kernel-name", f"kernel_substring={OURS}"] if "--kernel-name " in known else []
-    return options + (["--report-api-errors", "no"] if "--report-api-errors" in known else [])
-
-
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck", "initcheck"])
+@pytest.mark.parametrize("tool", sanitizer.TOOLS)
 def test_the_sanitizer_finds_nothing(tool: str) -> None:
-    program = sanitizer()
+    program = sanitizer.program()
     if program is None:
         pytest.skip("compute-sanitizer is not installed")
-    command = [program, *sanitizer_options(program, tool), sys.executable, "-m", "tests.gpu.samples"]
-    own_memory = {
-        "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"
-    }  # each tensor has its own, so that its end is watched
-    done = in_new_process(command, own_memory)
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-    assert f"{len(ops.SCHEMAS)} operators ran" in done.stdout
-
-
-def in_new_process(command: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command,
-        env={**os.environ, **environment},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=SANITIZER_SECONDS,
-    )
+    errors, output = sanitizer.run(program, tool)
+    assert errors == 0, output
 
 
 @pytest.mark.parametrize("operator", ops.SCHEMAS)
 def test_an_operator_may_be_used_for_the_first_time_inside_a_graph(operator: str) -> None:
     code = (
-        "import torch; from tests.gpu import large, samples; from zero_full.kernels.load import operators; "
+        "from tests.gpu import large, samples; from zero_full.kernels.load import operators; "
         f"sample = samples.one_of_each(50_001)[{operator!r}]; "
-        "large.check_first_use_inside_a_graph(operators(), sample); print('captured')"
+        "large.check_first_use_inside_a_graph(operators(samples.GPU), sample); print('captured')"
     )
-    done = in_new_process([sys.executable, "-c", code], {"ZERO_FULL_KERNELS": "all"})
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "ZERO_FULL_KERNELS": "all"},
+        cwd=sanitizer.ROOT,
+        capture_output=True,
+        text=True,
+        timeout=sanitizer.SECONDS,
+    )
     assert done.stdout == "captured\n", done.stderr[-3000:]
 
 

@@ -1,0 +1,235 @@
+"""Makes the site's GPU page of the results of a day.
+
+    python -m tests.gpu.day.page                  of site/records/gpu: the page as it is committed
+    python -m tests.gpu.day.page --folder build/gpu-day   takes those results into site/records/gpu first
+
+What a rehearsal has printed is no result: its page stays in its folder, and says so in its title and above.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from tests.bench.interleave import RATIO_HEAD, Ratio, table
+from tests.gpu.day import parts
+from tests.gpu.day.parts import Part
+from tests.gpu.day.run import Result
+
+ROOT = Path(__file__).parents[3]
+RECORDS = ROOT / "site" / "records" / "gpu"
+PAGE = ROOT / "site" / "docs" / "benchmarks" / "gpu.md"
+CHARTS = ROOT / "site" / "docs" / "assets" / "gpu"
+LINKS = {True: "charts", False: "../assets/gpu"}  # from the page to its charts; of a rehearsal, and otherwise
+NOT_YET = """Nothing has been measured on a GPU yet, and no test has run on one. What is ready for whoever has
+one, with a torch that is built for it:
+"""
+MEASURED = "Made from what `make gpu-day` has printed; nobody types a number here. To run it:\n"
+HOW = """
+```
+make gpu-day                   # every part below, each of a few minutes; what is done is not run again
+make gpu-day MINUTES=9.5       # as many parts as fit; the same command goes on with the rest
+make gpu-day REHEARSE=1        # the same commands on a CPU, with tiny sizes
+make gpu-page                  # takes the results into this page
+```
+
+On a bare machine, without a network and without an environment of its own, `make gpu-day PYTHON=python3` does
+the same with what is installed there; `python -m tests.gpu.pack` packs what may be missing beforehand. A look
+at a single thing: `make test-gpu`, `make bench-gpu`. [In which order, and what is
+expected](../guide/first_gpu_run.md).
+
+The [CUDA operators](../kernels.md#on-a-gpu) are used only with `ZERO_FULL_KERNELS=all`, which these commands
+set.
+"""
+REHEARSAL = """# Rehearsal on a CPU
+
+!!! warning "Not results"
+    Every number on this page comes from a CPU with tiny sizes. It shows that commands, parsers, files and the
+    page work, and nothing else. Where a GPU cannot be replaced, a row says what stands in.
+"""
+
+
+def results_in(folder: Path) -> dict[str, Result]:
+    """By part, in the order of the list."""
+    files = {part.name: folder / f"{part.name}.json" for part in parts.ALL}
+    return {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
+
+
+def page(results: dict[str, Result], rehearsal: bool, charts: Sequence[str] = ()) -> str:
+    """The whole page. Results of the other kind are refused: they would be taken for what they are not."""
+    wrong = [name for name, result in results.items() if result["rehearsal"] != rehearsal]
+    if wrong:
+        told = "of a GPU" if rehearsal else "of a rehearsal"
+        raise SystemExit(f"these results are {told}, and this page is not: {', '.join(wrong)}")
+    head = REHEARSAL if rehearsal else "# GPU\n\n" + (MEASURED if results else NOT_YET) + HOW
+    missing = [part for part in parts.ALL if part.name not in results]
+    lines = [head, "## Parts\n", overview(results)]
+    lines += [f"![{name.replace('_', ' ')}]({LINKS[rehearsal]}/{name}.svg)\n" for name in charts]
+    lines += [section(part, results[part.name]) for part in parts.ALL if part.name in results]
+    if missing and results:
+        lines.append("## Not run\n\n" + "\n".join(f"* {part.title}" for part in missing) + "\n")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def overview(results: dict[str, Result]) -> str:
+    """A line for each part: what is expected of it, and how it went."""
+    rows = [[part.title, part.expected, verdict(results.get(part.name))] for part in parts.ALL]
+    return markdown(["part", "expected", "state"], rows)
+
+
+def verdict(result: Result | None) -> str:
+    """In a few words."""
+    if result is None:
+        return "not run"
+    if result["state"] != "done":
+        return {"failed": "FAILED", "stopped": "not complete: the time was over"}.get(
+            result["state"], "not complete: it was killed"
+        )
+    judged = [row["fine"] for row in result["rows"] if "fine" in row]
+    judged += [
+        told["met"] for row in result["rows"] for told in row.get("ratios", {}).values() if told["target"]
+    ]
+    bad = judged.count(False)
+    return f"done, {bad} of {len(judged)} rows are not as expected" if bad else "done"
+
+
+def section(part: Part, result: Result) -> str:
+    """What a part has found."""
+    when, card = result["began"].partition("T")[0], result["card"] or "no card"
+    lines = [
+        f"## {part.title}\n",
+        f"{when}, {card}: {verdict(result)}.\n",
+        f"```\n{result['command']}\n```\n",
+    ]
+    if result["tables"]:  # a benchmark prints its own, with its ratios
+        printed = re.sub(r"(?m)^## (.*)$", r"\n### \1\n", "\n".join(result["tables"]))
+        lines.append(re.sub(r"(?m)(^\|.*\n)(?=\| ratio )", r"\1\n", printed).strip() + "\n")
+    else:
+        lines += tables(result["rows"])
+    return "\n".join(lines)
+
+
+def tables(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Rows with the same keys that follow each other are a table; a benchmark's last line is one, too."""
+    for keys, some in groupby(rows, key=lambda row: tuple(row)):
+        if "ratios" in keys:
+            for row in some:
+                yield (
+                    table(RATIO_HEAD, [ratio(name, told).cells() for name, told in row["ratios"].items()])
+                    + "\n"
+                )
+        else:
+            yield markdown(keys, [[cell(key, row[key]) for key in keys] for row in some])
+
+
+def ratio(name: str, told: dict[str, Any]) -> Ratio:
+    """As `interleave.json_line` wrote it."""
+    nan = float("nan")
+    value, low, high = (nan if told[key] is None else told[key] for key in ("value", "low", "high"))
+    return Ratio(name, value, low, high, told["target"])
+
+
+def cell(key: str, value: Any) -> str:
+    """For a table."""
+    if isinstance(value, bool):
+        return "yes" if value else "NO" if key == "fine" else "no"
+    return "" if value is None else str(value).replace("|", "\\|").replace("\n", " ").strip()
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table that has as many characters as it needs."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+# Charts ------------------------------------------------------------------------------------------
+
+
+def bars(results: dict[str, Result]) -> Iterator[tuple[str, str, dict[str, float], float | None]]:
+    """(file, title, values by name, what is aimed at) of every chart that there are numbers for."""
+
+    def ratios(part: str) -> dict[str, float]:
+        rows = results.get(part, {}).get("rows", [])
+        found = {name: told for row in rows for name, told in row.get("ratios", {}).items()}
+        return {name: told["value"] for name, told in found.items() if told["value"] and told["target"]}
+
+    speed = {name.partition(" / copy")[0]: 1 / value for name, value in ratios("kernels").items()}
+    largest = {
+        f"stage {row['stage']}" + (", state on the host" if row["state on the host"] else ""): row[
+            "parameters, M"
+        ]
+        for row in results.get("largest", {}).get("rows", [])
+    }
+    hidden = {
+        row["run"]: row["hidden"]
+        for row in results.get("traces", {}).get("rows", [])
+        if row.get("hidden") is not None
+    }
+    yield "operators", "Operators: share of a copy's speed", speed, 0.9
+    yield "steps", "Step time, as a ratio", ratios("steps"), 1.0
+    yield "largest", "Largest model that trains, millions of parameters", largest, None
+    yield "hidden", "Share of the communication that is hidden", hidden, None
+
+
+def draw(results: dict[str, Result], folder: Path, rehearsal: bool) -> list[str]:
+    """The charts as SVG files; their names."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    matplotlib.rcParams |= {"svg.hashsalt": "zero_full", "svg.fonttype": "none"}
+    drawn = []
+    for name, title, values, aim in bars(results):
+        if not values:
+            continue
+        figure, axes = pyplot.subplots(figsize=(8, 1 + 0.35 * len(values)), layout="constrained")
+        axes.barh(list(values)[::-1], list(values.values())[::-1], color="#4051b5")
+        if aim is not None:
+            axes.axvline(aim, color="#c2410c", linestyle="--")
+        axes.set_title(f"REHEARSAL ON A CPU, no result: {title}" if rehearsal else title)
+        folder.mkdir(parents=True, exist_ok=True)
+        figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
+        pyplot.close(figure)
+        drawn.append(name)
+    return drawn
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Write the page, and say where."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--folder", type=Path, help="results to be taken into the records")
+    parser.add_argument("--rehearsal", action="store_true", help="the folder's own page, of a rehearsal")
+    asked = parser.parse_args(given)
+    if asked.rehearsal:
+        results, charts, target = (
+            results_in(asked.folder),
+            asked.folder / LINKS[True],
+            asked.folder / "page.md",
+        )
+    else:
+        if asked.folder is not None:
+            take(asked.folder)
+        results, charts, target = results_in(RECORDS), CHARTS, PAGE
+    text = page(results, asked.rehearsal, [name for name, _, values, _ in bars(results) if values])
+    draw(results, charts, asked.rehearsal)
+    target.write_text(text)
+    print(target)
+    return 0
+
+
+def take(folder: Path) -> None:
+    """Results become records, part by part: what was not run again keeps its older record."""
+    results = results_in(folder)
+    page(results, rehearsal=False)  # refuses a rehearsal before anything is written
+    RECORDS.mkdir(parents=True, exist_ok=True)
+    for name, result in results.items():
+        (RECORDS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,178 @@
+"""The parts of a day, in the order in which they are run: first what decides whether the rest makes sense."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+LIMIT = 8.0  # minutes, of every part
+
+
+@dataclass(frozen=True)
+class Part:
+    """One command. On a CPU, `small` comes behind its arguments, and wins where both say something."""
+
+    name: str
+    title: str
+    expected: str  # for the page
+    minutes: float  # a guess of how long it takes: within a budget it is started only if so much is left
+    module: str
+    arguments: tuple[str, ...] = ()
+    small: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def command(self, rehearse: bool) -> list[str]:
+        """What Python is called with."""
+        device = ["--device", "cpu" if rehearse else "cuda"]
+        return ["-m", self.module, *device, *self.arguments, *(self.small if rehearse else ())]
+
+
+def checks(ranks: int, *names: str) -> tuple[str, ...]:
+    """Arguments of `tests.gpu.day.ranks`."""
+    return ("--ranks", str(ranks), *names)
+
+
+RANKS = "tests.gpu.day.ranks"
+KERNELS = "tests/gpu/test_kernels_gpu.py"
+ALL = (
+    Part(
+        "there",
+        "What is there",
+        "The ceilings that other parts are compared with.",
+        0.5,
+        "tests.gpu.day.there",
+        small=("--numel", "100000", "--width", "64"),
+    ),
+    Part(
+        "build",
+        "Build of the operators",
+        "A library that was brought along is found; otherwise it is compiled. Each operator runs "
+        "once and gives what the CPU gives.",
+        1.5,
+        "tests.gpu.day.build",
+    ),
+    Part(
+        "operators",
+        "Operators against the CPU and fp64",
+        "No failure. Skipped are tests that need two devices.",
+        2,
+        "tests.gpu.day.tests_of",
+        (KERNELS,),
+        ("tests/gpu/test_samples.py", "-k", "not_written"),
+    ),
+    Part(
+        "one-rank",
+        "One rank",
+        "Every run ends where plain AdamW on a CPU ends; one host synchronisation a step; the peak is the "
+        "plan's, within 2 %.",
+        1,
+        RANKS,
+        checks(1, "conformance", "synchronisations", "peak"),
+        ("--tiny",),
+    ),
+    Part(
+        "two-ranks",
+        "Two ranks",
+        "The same with a real exchange; with one card both ranks share it. Overlap on and off give the same "
+        "bits, however late side streams are.",
+        2,
+        RANKS,
+        checks(2, "conformance", "streams", "watched", "synchronisations", "peak"),
+        ("--tiny",),
+    ),
+    Part("four-ranks", "Four ranks", "As two ranks.", 1.5, RANKS, checks(4, "conformance"), ("--tiny",)),
+    Part(
+        "kernels",
+        "Streaming operators beside a copy",
+        "At least 0.90 of a copy's speed: a ratio of at most 1.11.",
+        1.5,
+        "tests.bench.kernels_gpu",
+        ("--rounds", "9"),
+        ("--numel", "50000", "--rounds", "1", "--topics", "adam", "unscale"),
+    ),
+    Part(
+        "small-kernels",
+        "The same on few elements",
+        "No aim: below some 16 MB starts of kernels count.",
+        0.5,
+        "tests.bench.kernels_gpu",
+        ("--numel", "4194304", "--rounds", "5"),
+        ("--numel", "2000", "--rounds", "1", "--topics", "blocks"),
+    ),
+    Part(
+        "steps",
+        "Step time",
+        "At most 1.02 of a hand-written loop with fused AdamW; no slower than FSDP2.",
+        4,
+        "tests.bench.step_time",
+        (
+            *("--sizes", "125M", "1.3B", "--dtypes", "bf16", "--recompute", "--one-at-a-time"),
+            *("--rows", "loop", "zero_full 2 alone", "zero_full 3", "FSDP2"),
+            *("--rounds", "3", "--steps", "8", "--warmup", "3", "--bucket", "50000000"),
+        ),
+        (
+            "--sizes",
+            "50k",
+            "--rounds",
+            "1",
+            "--steps",
+            "1",
+            "--warmup",
+            "1",
+            "--rows",
+            "loop",
+            "zero_full 2 alone",
+        ),
+    ),
+    Part(
+        "traces",
+        "How much of the communication is hidden",
+        "At stage 3 a larger prefetch bucket hides more; without overlap nothing is hidden.",
+        1.5,
+        RANKS,
+        checks(2, "traces"),
+        ("--tiny",),
+    ),
+    Part(
+        "failures",
+        "When a rank dies, raises or skips a call",
+        "Every process ends by itself, and says why.",
+        1,
+        RANKS,
+        checks(2, "killed", "raising", "skipping"),
+        ("--tiny",),
+    ),
+    Part(
+        "examples",
+        "The scripts of zero_full.examples",
+        "They run as the guide says.",
+        1.5,
+        "tests.gpu.day.examples",
+        small=("--tiny",),
+    ),
+    Part(
+        "sanitizer",
+        "Operators under compute-sanitizer",
+        "No error.",
+        4,
+        "tests.gpu.day.sanitizer",
+    ),
+    Part(
+        "tests",
+        "The other tests on a GPU",
+        "Operators on large tensors, on streams and in graphs, the engine, ranks that share a card: no "
+        "failure. Skipped are tests that need two devices or more memory.",
+        3,
+        "tests.gpu.day.tests_of",
+        ("tests/gpu", "--ignore", KERNELS, "-m", "gpu", "-k", "not sanitizer"),
+        ("-m", "not gpu", "-k", "written_beside"),
+    ),
+    Part(
+        "largest",
+        "The largest model that trains",
+        "What is cut is not there: each stage trains a larger model than the one before, and with state on "
+        "the host a larger one yet.",
+        6,
+        "tests.gpu.day.largest",
+        ("--ranks", "4", "--gib", "4"),
+        ("--ranks", "1", "--tiny"),
+    ),
+)

@@ -1,0 +1,254 @@
+"""`make gpu-day`, without a GPU: how parts are run, kept and shown; and all of it, rehearsed."""
+
+import ast
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gpu.day import page, parts, run
+from tests.gpu.day.parts import Part
+
+ROOT = Path(__file__).parents[2]
+BARE = {  # what a bare machine has, and what the packed wheels bring
+    *("torch", "pytest", "hypothesis", "rich", "safetensors", "matplotlib", "pydantic", "numpy"),
+    "_pytest",
+}
+BELOW = {"annotated_types", "typing_extensions", "pydantic_core"}  # of those
+
+
+# A day of small parts ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, dict[str, Any]]]:
+    """Runs scripts as parts: (exit code, results by part). The folder stays the same in a test."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    def of(scripts: dict[str, str], *given: str) -> tuple[int, dict[str, Any]]:
+        made = []
+        for name, script in scripts.items():
+            (tmp_path / f"part_{name}.py").write_text(script)
+            made.append(Part(name, f"The {name} one", "", 0.0, f"part_{name}"))
+        code = run.main(["--folder", str(tmp_path / "out"), *given], made)
+        found = {part.name: run.result_of(part, tmp_path / "out") for part in made}
+        return code, {name: result for name, result in found.items() if result is not None}
+
+    return of
+
+
+GOOD = "print('words'); print('{\"n\": 1}'); print('| a | b |')"
+
+
+def test_rows_and_tables_are_kept_and_the_rest_is_in_the_log(day: Any, tmp_path: Path) -> None:
+    code, found = day({"good": GOOD})
+    assert code == 0
+    assert (found["good"]["state"], found["good"]["rows"], found["good"]["tables"]) == (
+        "done",
+        [{"n": 1}],
+        ["| a | b |"],
+    )
+    assert (tmp_path / "out" / "good.log").read_text().startswith("words\n")
+
+
+def test_a_part_that_fails_is_named_and_the_others_run(day: Any, capsys: Any) -> None:
+    scripts = {"bad": "print('{\"n\": 1}'); raise SystemExit('out of luck')", "good": GOOD}
+    code, found = day(scripts)
+    assert code == 1 and found["good"]["state"] == "done"
+    assert (found["bad"]["state"], found["bad"]["code"], found["bad"]["rows"]) == ("failed", 1, [{"n": 1}])
+    said = capsys.readouterr().out
+    assert "FAILED: bad, see" in said and "    out of luck" in said
+
+
+def test_a_killed_part_is_marked_and_run_again_after_what_has_never_run(day: Any, capsys: Any) -> None:
+    killed = "import os, signal\nprint('{\"n\": 1}', flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    code, found = day({"killed": killed, "good": GOOD}, "--only", "killed")
+    assert code == 1
+    assert (found["killed"]["state"], found["killed"]["code"], found["killed"]["rows"]) == (
+        "failed",
+        -9,
+        [{"n": 1}],
+    )
+    capsys.readouterr()
+    code, found = day({"killed": GOOD, "good": GOOD})
+    assert code == 0 and found["killed"]["state"] == "done"
+    said = capsys.readouterr().out
+    assert said.index("good: done") < said.index("killed: done")
+
+
+def test_what_is_done_is_not_run_again_unless_asked_for(day: Any) -> None:
+    day({"good": GOOD})
+    code, found = day({"good": "raise SystemExit(1)"})
+    assert code == 0 and found["good"]["state"] == "done"
+    assert day({"good": "raise SystemExit(1)"}, "--again")[0] == 1
+
+
+SLOW = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+print('{"child": %d}' % child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_part_is_stopped_when_the_time_is_over_and_keeps_its_rows(day: Any) -> None:
+    code, found = day({"slow": SLOW}, "--minutes", "0.02")
+    assert code == 1 and found["slow"]["state"] == "stopped"
+    (row,) = found["slow"]["rows"]
+    status = Path(f"/proc/{row['child']}/status")  # what it had started was ended, too
+    assert not status.exists() or "zombie" in status.read_text()
+
+
+def test_a_part_that_no_longer_fits_is_left_and_said(tmp_path: Path, capsys: Any) -> None:
+    long = Part("long", "", "", 5.0, "nothing")
+    code = run.main(["--folder", str(tmp_path), "--minutes", "1"], [long])
+    assert code == 2 and "not run: long; the same command goes on with them" in capsys.readouterr().out
+
+
+def test_what_was_killed_with_everything_is_not_complete(tmp_path: Path) -> None:
+    part = Part("x", "", "", 0.0, "nothing")
+    run.keep({"part": "x", "state": "running", "rows": [{}]}, tmp_path)
+    assert not run.is_done(part, tmp_path) and run.to_run([part], tmp_path, again=False) == [part]
+    assert run.state_of(part, tmp_path) == "was killed while it ran, 1 row"
+
+
+def test_an_unknown_part_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="there is no part nothing"):
+        run.main(["--folder", str(tmp_path), "--only", "nothing"])
+
+
+def test_every_part_fits_into_one_command() -> None:
+    assert all(part.minutes <= parts.LIMIT <= 8 for part in parts.ALL)
+    assert len({part.name for part in parts.ALL}) == len(parts.ALL)
+
+
+# The page ----------------------------------------------------------------------------------------
+
+
+def result(
+    name: str, rehearsal: bool = False, state: str = "done", rows: Iterable[Any] = ()
+) -> dict[str, Any]:
+    kept = {"part": name, "state": state, "rehearsal": rehearsal, "began": "2030-01-02T03:04:05"}
+    return {**kept, "card": "A card", "command": "python -m x", "rows": list(rows), "tables": [], "code": 0}
+
+
+def test_the_page_shows_what_was_found_and_names_what_was_not_run() -> None:
+    told = {"value": 1.2, "low": 1.1, "high": 1.3, "target": 1.11, "met": False}
+    rows = [{"a": 1, "fine": True}, {"a": 2, "fine": False}, {"ratios": {"x / copy": told}}]
+    text = page.page({"there": result("there", rows=rows)}, rehearsal=False)
+    assert "2030-01-02, A card: done, 2 of 3 rows are not as expected" in text
+    assert "| a | fine |\n| --- | --- |\n| 1 | yes |\n| 2 | NO |\n" in text
+    assert "NOT met" in text
+    not_run = text.partition("## Not run")[2]
+    assert all(f"* {part.title}\n" in not_run for part in parts.ALL if part.name != "there")
+    assert "Nothing has been measured" not in text
+
+
+def test_the_page_says_what_is_not_complete() -> None:
+    states = {"failed": "FAILED", "stopped": "the time was over", "running": "it was killed"}
+    for state, words in states.items():
+        assert words in page.page({"there": result("there", state=state)}, rehearsal=False)
+
+
+def test_a_rehearsal_is_never_shown_as_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page, "RECORDS", tmp_path / "records")
+    folder = tmp_path / "rehearsal"
+    folder.mkdir()
+    (folder / "there.json").write_text(json.dumps(result("there", rehearsal=True)))
+    with pytest.raises(SystemExit, match="these results are of a rehearsal, and this page is not: there"):
+        page.main(["--folder", str(folder)])
+    assert not (tmp_path / "records").exists()
+    with pytest.raises(SystemExit, match="of a GPU, and this page is not"):
+        page.page({"there": result("there")}, rehearsal=True)
+
+
+def test_the_committed_page_is_made_of_the_committed_records() -> None:
+    found = page.results_in(page.RECORDS)
+    charts = [name for name, _, values, _ in page.bars(found) if values]
+    assert page.PAGE.read_text() == page.page(found, rehearsal=False, charts=charts)
+    assert all((page.CHARTS / f"{name}.svg").exists() for name in charts)
+
+
+# On a bare machine -------------------------------------------------------------------------------
+
+
+def ours(module: str) -> Path | None:
+    path = ROOT / Path(*module.split("."))
+    return next((p for p in (path.with_suffix(".py"), path / "__init__.py") if p.exists()), None)
+
+
+def imported_by(module: str, path: Path) -> Iterator[str]:
+    """Wherever in the file. Also `a.b` for `from a import b`, if that is a module of ours."""
+    package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            whole = ".".join([*above, *([node.module] if node.module else [])])
+            yield whole
+            yield from (name for alias in node.names if ours(name := f"{whole}.{alias.name}"))
+
+
+def reached(modules: Iterable[str]) -> dict[str, set[str]]:
+    """All packages that can be imported from these modules, with the modules of ours that do it."""
+    found: dict[str, set[str]] = {}
+    waiting, seen = [(module, "the day") for module in modules], set()
+    while waiting:
+        module, by = waiting.pop()
+        parts = module.split(".")
+        for name in (
+            ".".join(parts[:end]) for end in range(1, len(parts) + 1)
+        ):  # a package's own file runs, too
+            path = ours(name)
+            if path is None:
+                found.setdefault(parts[0], set()).add(by)
+                break
+            if name not in seen:
+                seen.add(name)
+                waiting += [(each, name) for each in imported_by(name, path)]
+    return found
+
+
+def test_what_a_day_runs_imports_nothing_that_a_bare_machine_lacks() -> None:
+    files = [path.relative_to(ROOT).with_suffix("") for path in (ROOT / "tests" / "gpu").rglob("*.py")]
+    modules = [*map(".".join, (file.parts for file in files)), *(part.module for part in parts.ALL)]
+    assert len(files) > 20
+    found = reached(modules)
+    known = {*sys.stdlib_module_names, *BARE, *BELOW}
+    assert {name: by for name, by in found.items() if name not in known} == {}
+    assert "torch" in found and "pydantic" in found  # the search finds
+
+
+def test_what_starts_a_day_needs_no_package_at_all() -> None:
+    assert {*reached(["tests.gpu.day.__main__"])} <= {*sys.stdlib_module_names}
+
+
+# All of it ---------------------------------------------------------------------------------------
+
+
+def test_a_day_is_rehearsed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Every command, parser and file, and the page; on a CPU, which it says."""
+    committed = page.PAGE.read_bytes()
+    code = run.main(["--rehearse", "--folder", str(tmp_path)])
+    said = capfd.readouterr().out
+    assert code == 0, said
+    found = page.results_in(tmp_path)
+    assert [*found] == [part.name for part in parts.ALL]
+    for name, kept in found.items():
+        assert kept["state"] == "done" and kept["rehearsal"] and kept["rows"], name
+        assert (tmp_path / f"{name}.log").stat().st_size
+    text = (tmp_path / "page.md").read_text()
+    assert text.startswith('# Rehearsal on a CPU\n\n!!! warning "Not results"')
+    assert [line[3:] for line in text.splitlines() if line.startswith("## ")] == [
+        "Parts",
+        *(part.title for part in parts.ALL),
+    ]
+    for name in ("operators", "steps", "largest", "hidden"):
+        assert "REHEARSAL ON A CPU, no result" in (tmp_path / "charts" / f"{name}.svg").read_text()
+    assert page.PAGE.read_bytes() == committed
+    run.main(["--rehearse", "--folder", str(tmp_path), "--list"])
+    assert capfd.readouterr().out.count("  done after ") == len(parts.ALL)
