@@ -40,7 +40,7 @@ NUMBERS = {
         Numbers("fp16", torch.float16, FP16, "SGD", 4e-3),
         # Adam makes steps of full size of gradients that are nothing but rounding.
         Numbers("bf16 Adam", torch.bfloat16, BF16, "AdamW", 4e-2),
-        Numbers("fp32 Lamb, host", torch.float32, HOST, "Lamb", 2e-5),
+        Numbers("fp32 Lamb on the host", torch.float32, HOST, "Lamb", 2e-5),
     )
 }
 

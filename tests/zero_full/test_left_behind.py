@@ -130,6 +130,17 @@ def test_a_model_in_fp16_gets_a_loss_scale() -> None:
     assert isinstance(shard(model, torch.optim.SGD(model.parameters(), 0.1)).scaler, DynamicScale)
 
 
+def test_a_model_in_fp16_is_refused_where_the_configuration_has_no_scale() -> None:
+    with pytest.raises(ValueError, match=r"layers.0.weight.* in fp16, and the configuration does not"):
+        zero_full.initialize(model=Net().half(), config=config(1))
+    for section in ({"fp16": {"enabled": True, "loss_scale": 1}}, {"bf16": {"enabled": True}}):
+        zero_full.initialize(model=Net().half(), config=config(1, **section))[0].destroy()
+    frozen = Net().half()
+    frozen.layers[0].requires_grad_(False)
+    frozen.layers[2:].float()
+    zero_full.initialize(model=frozen, config=config(1))[0].destroy()
+
+
 @pytest.mark.parametrize(
     "make",
     [lambda: Dtypes(reduce=torch.int32), lambda: Dtypes("bf16"), lambda: Settings(tier="cpu")],  # type: ignore[arg-type]

@@ -211,6 +211,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.redirected.run_step_hooks(BEFORE)
             for owned in self.owned:
                 owned.follow_master()
+                if self.settings.needs_norm:
+                    owned.refuse_sparse()
             refuse_unusable(self.param_groups, self.listed)
             self.look_at_model()
             return self._take_in_gradients(), None
