@@ -84,8 +84,14 @@ def test_assigning_an_empty_state_resets_it_and_a_cleared_gradient_is_none(kind:
     assert optimizer.state
     optimizer.state = defaultdict(dict)
     assert not optimizer.state and not optimizer.base.state
-    with pytest.raises(RuntimeError, match="safe_set_full_optimizer_state"):
-        optimizer.state = {model.layers[0].weight: {}}
+    for place in (optimizer, optimizer.base):  # the one that was passed in cannot say so at once
+        with pytest.raises(RuntimeError, match="safe_set_full_optimizer_state"):
+            place.state = {model.layers[0].weight: {}}
+            engine.state_dict()
+    engine.backward(engine(data(2, 0, 0)))
+    engine.step()
+    optimizer.base.state = {}
+    assert not engine.state_dict()["optimizer"]["fragments"]["layers.0.weight"]["state"]
     before = model.layers[0].weight.detach().clone()
     engine.backward(engine(data(1, 0, 0)))
     model.layers[0].weight.grad = None
