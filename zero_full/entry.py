@@ -22,6 +22,7 @@ from zero_full.given import (
     check_arguments,
     check_model,
     check_optimizer,
+    check_scale,
     check_schedule,
     check_training_data,
     untrained,
@@ -32,7 +33,7 @@ from zero_full.ranks import RollCall, attempt, compare, facts_of
 from zero_full.shard import ZeroOptimizer
 from zero_full.shard.base import NoOptimizer
 from zero_full.shard.units import Wrap
-from zero_full.translate import facts_of_config, is_leaf, scaler_of, settings_of, shard_ranks_of
+from zero_full.translate import facts_of_config, is_leaf, scaler_of, scales, settings_of, shard_ranks_of
 from zero_full.wording import listed
 
 log = logging.getLogger("zero_full")
@@ -122,6 +123,8 @@ def _prepare(
     optimizer, parameters, schedule = trained
     base = _optimizer(resolved, model, optimizer, parameters)
     check_optimizer(base, model)
+    if not scales(resolved.config):
+        check_scale(base, model, settings.dtypes.of)
     prepared = prepared_with(deferred, base, settings, scaler_of(resolved.config))
     return resolved, _schedule(resolved, base, schedule), prepared
 

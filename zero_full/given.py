@@ -1,6 +1,6 @@
 """What `initialize` was given, before anything is made of it: one sentence for each mistake."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from zero_full.comm.topology import Topology
 from zero_full.construct import has_values
-from zero_full.shard.base import StateByParameter, unusable_number
+from zero_full.shard.base import NoOptimizer, StateByParameter, unusable_number
 from zero_full.wording import listed
 
 # Whoever averages gradients himself would do so a second time.
@@ -118,6 +118,23 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
             f"the optimizer has {len(strange)} parameters that are not in the model ({listed(strange)}), "
             f"and not {listed(forgotten)}, which require gradients: was the model changed after the "
             "optimizer was made? Make it of the parameters of the model that initialize gets"
+        )
+
+
+def check_scale(
+    optimizer: Optimizer, model: nn.Module, type_of: Callable[[torch.dtype], torch.dtype]
+) -> None:
+    """For a run without a loss scale: raise if it would train fp16 parameters. `type_of`: a parameter's dtype
+    during training, from the one that the model has.
+    """
+    given = {param for group in optimizer.param_groups for param in group["params"]}
+    named = ((name, p) for name, p in model.named_parameters() if p in given and p.requires_grad)
+    in_fp16 = [name for name, p in named if type_of(p.dtype) == torch.float16]
+    if in_fp16 and not isinstance(optimizer, NoOptimizer):
+        raise ValueError(
+            f"the model has {listed(in_fp16)} in fp16, and the configuration does not: without a loss scale "
+            'small gradients would become zero. Set "fp16": {"enabled": true} (its loss_scale may be 1) or '
+            '"bf16": {"enabled": true}, or pass model.float()'
         )
 
 

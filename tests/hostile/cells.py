@@ -90,7 +90,7 @@ def everything() -> Iterator[Cell]:
 
 
 def diagonal() -> Iterator[Cell]:
-    """A quarter of it, with every pair of (event or style), stage and numbers somewhere."""
+    """A fifth of it, with every pair of (event or style), stage and numbers somewhere."""
     for number, cell in enumerate(everything()):
         stage, kind = divmod(number, len(NUMBERS))
         if kind == stage % len(NUMBERS):

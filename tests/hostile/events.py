@@ -121,7 +121,7 @@ def bfloat16(player: Any) -> None:
         player.module.bfloat16()
 
 
-@event("module.float()", "between", lambda s, n: None if n == "fp32" else CONVERTED)
+@event("module.float()", "between", lambda s, n: None if n.startswith("fp32") else CONVERTED)
 def to_float(player: Any) -> None:
     if player.stage is not None:
         player.module.float()

@@ -1,5 +1,6 @@
 """What may happen to gradients, to the optimizer, and on one rank alone."""
 
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +68,12 @@ def clipped(player: Any) -> None:
     nn.utils.clip_grad_norm_(player.module.parameters(), 0.01)
 
 
+@event("clip_grad_norm_ of optimizer.param_groups", "after_backward", always(NO_VALUES))
+def clipped_by_group(player: Any) -> None:
+    for group in player.optimizer.param_groups:
+        nn.utils.clip_grad_norm_(group["params"], 0.01)
+
+
 @event("clip_grad_value_", "after_backward", always(NO_VALUES))
 def clipped_by_value(player: Any) -> None:
     nn.utils.clip_grad_value_(player.module.parameters(), 0.01)
@@ -80,6 +87,14 @@ def scaled_by_hand(player: Any) -> None:
 @event("log p.grad.norm()", "after_backward", always(NO_VALUES))
 def logged(player: Any) -> None:
     sum(p.grad.norm() for p in player.module.parameters() if p.grad is not None)
+
+
+@event("p.grad put back after another backward", "after_backward", always(f"{NO_VALUES}|{UNSCALED}"))
+def put_back(player: Any) -> None:
+    kept = weight_of(player).grad
+    player.module.zero_grad()
+    player.backward(player.call(torch.ones(5, 16, dtype=weight_of(player).dtype)))
+    weight_of(player).grad = kept
 
 
 @event("safe_get_full_grad", "after_backward")
@@ -123,6 +138,41 @@ EVENTS["register_post_accumulate_grad_hook"] = Hooked("accumulated")
 def other_lr(player: Any) -> None:
     for group in player.optimizer.param_groups:
         group["lr"] *= 3
+
+
+@event("optimizer.state.clear()", "between")
+def without_state(player: Any) -> None:
+    player.optimizer.state.clear()
+
+
+@event("optimizer.state = {}", "between")
+def other_state(player: Any) -> None:
+    player.optimizer.state = defaultdict(dict)
+
+
+@event("optimizer.state.pop(p)", "between")
+def without_the_state_of_one(player: Any) -> None:
+    weight = weight_of(player)
+    player.optimizer.state.pop(weight if player.stage is not None else player.masters[weight], None)
+
+
+@dataclass
+class WritesBeforeSteps(Event):
+    """A hook before the step writes a gradient, from the second step on."""
+
+    whose: str
+    refused = staticmethod(in_fp16(UNSCALED))
+
+    def between(self, player: Any) -> None:
+        weight = weight_of(player)
+        stepped = weight if player.stage is not None else player.masters[weight]
+        optimizer = player.optimizer if player.stage is None else getattr(player, self.whose)
+        gradient = torch.full((13, 13), 0.5, dtype=stepped.dtype)
+        optimizer.register_step_pre_hook(lambda *_: setattr(stepped, "grad", gradient.clone()))
+
+
+EVENTS["a hook on step writes p.grad"] = WritesBeforeSteps("wrapped")
+EVENTS["a hook on the passed-in optimizer's step writes p.grad"] = WritesBeforeSteps("given")
 
 
 @event("add_param_group", "between", always("parameter groups cannot be added after initialize"))

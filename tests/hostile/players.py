@@ -31,6 +31,7 @@ class Numbers:
 
 FP16 = {"fp16": {"enabled": True, "loss_scale": 8.0}}
 BF16 = {"bf16": {"enabled": True}}
+HOST = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}  # where there is ZeRO
 NUMBERS = {
     each.name: each
     for each in (
@@ -39,6 +40,7 @@ NUMBERS = {
         Numbers("fp16", torch.float16, FP16, "SGD", 4e-3),
         # Adam makes steps of full size of gradients that are nothing but rounding.
         Numbers("bf16 Adam", torch.bfloat16, BF16, "AdamW", 4e-2),
+        Numbers("fp32 Lamb on the host", torch.float32, HOST, "Lamb", 2e-5),
     )
 }
 
@@ -46,6 +48,8 @@ NUMBERS = {
 def make_optimizer(name: str, params: Any) -> torch.optim.Optimizer:
     if name == "SGD":
         return torch.optim.SGD(params, lr=LR, momentum=0.9, weight_decay=DECAY)
+    if name == "Lamb":
+        return zero_full.Lamb(params, lr=LR, weight_decay=DECAY)
     return torch.optim.AdamW(params, lr=LR / 10, weight_decay=DECAY)
 
 
@@ -166,11 +170,13 @@ class Full:
             "gradient_accumulation_steps": micro_batches,
             "gradient_clipping": 0.0,
             "plain_backward_divides": False,
-            "zero_optimization": {**zero, "overlap_comm": False},
             **numbers.keys,
         }
+        of_numbers = numbers.keys.get("zero_optimization", {}) if stage else {}
+        config["zero_optimization"] = {**zero, **of_numbers, "overlap_comm": False}
         self.engine, self.wrapped, _, _ = zero_full.initialize(model=model, optimizer=given, config=config)
         self.module, self.stage, self.style, self.micro_batches = model, stage, style, micro_batches
+        self.given = given
         self.optimizer = given if style.step == "passed-in.step" else self.wrapped
 
     def call(self, x: Tensor) -> Tensor:

@@ -84,8 +84,14 @@ def test_assigning_an_empty_state_resets_it_and_a_cleared_gradient_is_none(kind:
     assert optimizer.state
     optimizer.state = defaultdict(dict)
     assert not optimizer.state and not optimizer.base.state
-    with pytest.raises(RuntimeError, match="safe_set_full_optimizer_state"):
-        optimizer.state = {model.layers[0].weight: {}}
+    for place in (optimizer, optimizer.base):  # the one that was passed in cannot say so at once
+        with pytest.raises(RuntimeError, match="safe_set_full_optimizer_state"):
+            place.state = {model.layers[0].weight: {}}
+            engine.state_dict()
+    engine.backward(engine(data(2, 0, 0)))
+    engine.step()
+    optimizer.base.state = {}
+    assert not engine.state_dict()["optimizer"]["fragments"]["layers.0.weight"]["state"]
     before = model.layers[0].weight.detach().clone()
     engine.backward(engine(data(1, 0, 0)))
     model.layers[0].weight.grad = None
@@ -128,6 +134,17 @@ def test_gradients_that_stay_are_clipped_ones_whoever_steps() -> None:
 def test_a_model_in_fp16_gets_a_loss_scale() -> None:
     model = Net().half()
     assert isinstance(shard(model, torch.optim.SGD(model.parameters(), 0.1)).scaler, DynamicScale)
+
+
+def test_a_model_in_fp16_is_refused_where_the_configuration_has_no_scale() -> None:
+    with pytest.raises(ValueError, match=r"layers.0.weight.* in fp16, and the configuration does not"):
+        zero_full.initialize(model=Net().half(), config=config(1))
+    for section in ({"fp16": {"enabled": True, "loss_scale": 1}}, {"bf16": {"enabled": True}}):
+        zero_full.initialize(model=Net().half(), config=config(1, **section))[0].destroy()
+    frozen = Net().half()
+    frozen.layers[0].requires_grad_(False)
+    frozen.layers[2:].float()
+    zero_full.initialize(model=frozen, config=config(1))[0].destroy()
 
 
 @pytest.mark.parametrize(

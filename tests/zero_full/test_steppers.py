@@ -125,6 +125,56 @@ def test_lambs_options_are_checked_and_deepspeeds_names_taken() -> None:
             build_optimizer("Lamb", {name: value}, params)
 
 
+@pytest.mark.parametrize("option", [{"min_coeff": 11.0}, {"betas": (0.9, 1.0)}, {"lr": -1.0}], ids=str)
+def test_lambs_options_are_checked_in_a_group_and_when_they_are_edited(option: dict[str, Any]) -> None:
+    weight, (name, value) = nn.Parameter(torch.ones(2)), next(iter(option.items()))
+    with pytest.raises(ValueError, match=name):
+        Lamb([{"params": [weight], **option}])
+    plain, model = Lamb([{"params": [weight], "min_coeff": 0.1}]), Net()
+    given = Lamb(model.parameters())
+    engine, *_ = zero_full.initialize(model=model, optimizer=given, config=config(2))
+    engine.backward(engine(data(0, 0, 0)))
+    weight.grad = torch.ones(2)
+    plain.step()
+    for each, step in ((plain, plain.step), (given, engine.step)):
+        each.param_groups[0][name] = value
+        with pytest.raises(ValueError, match=name):
+            step()
+    engine.destroy()
+
+
+class Rare(nn.Module):
+    """Most of its rows get no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(10, 4, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The loss."""
+        return self.rows(x).float().sum()
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Lamb"])
+@pytest.mark.parametrize("keys", [{}, {"gradient_clipping": 1.0}, {"bf16": {"enabled": True}}], ids=str)
+def test_a_sparse_gradient_is_an_error_with_a_remedy(kind: str, keys: dict[str, Any]) -> None:
+    chosen = {"type": kind, "params": {"lr": 0.1}}
+    engine, *_ = zero_full.initialize(model=Rare(), config=config(1, optimizer=chosen, **keys))
+    with pytest.raises(
+        TypeError, match=r"rows.weight has a sparse gradient; use nn.Embedding\(sparse=False\)"
+    ):
+        engine.backward(engine(torch.tensor([1, 2])))
+        engine.step()
+    engine.destroy()
+
+
+def test_lamb_by_itself_refuses_a_sparse_gradient() -> None:
+    model = Rare()
+    model(torch.tensor([1])).backward()
+    with pytest.raises(RuntimeError, match="Lamb takes no sparse gradients"):
+        Lamb(model.parameters()).step()
+
+
 class Lookahead(Lamb):
     def step(self, closure: Any = None) -> None: ...  # type: ignore[override]
 

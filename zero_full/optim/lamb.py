@@ -44,10 +44,12 @@ class Lamb(Optimizer):
             "max_coeff": max_coeff,
             "min_coeff": min_coeff,
         }
-        options = checked_options(Lamb, given, str)
-        if not 0 <= options["min_coeff"] <= options["max_coeff"]:
-            raise ValueError(f"min_coeff must be from 0 to max_coeff, {max_coeff}, not {min_coeff}")
-        super().__init__(params, options)
+        super().__init__(params, _checked(given))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, whose options are checked as those of the constructor are."""
+        options = {**self.defaults, **param_group}
+        super().add_param_group({**_checked(options), "params": options["params"]})
 
     def zero_full_stepper(self) -> Stepper:
         """What steps pieces of parameters."""
@@ -58,12 +60,16 @@ class Lamb(Optimizer):
         """Move every parameter that has a gradient."""
         loss = loss_of(closure)
         listed = [(number, p) for number, group in enumerate(self.param_groups) for p in group["params"]]
+        for p in (p for _, p in listed if p.grad is not None and p.grad.layout != torch.strided):
+            raise RuntimeError(f"Lamb takes no sparse gradients, as a parameter of {tuple(p.shape)} has one")
         whole = [
             Piece("", p.shape, (0, p.numel()), number, p, p.grad, state=self.state[p])
             for number, p in listed
             if p.grad is not None
         ]
-        self.zero_full_stepper().step(whole, 1.0, alone)
+        stepper = self.zero_full_stepper()
+        stepper.begin(whole)
+        stepper.step(whole, 1.0, alone)
         return loss
 
 
@@ -74,6 +80,11 @@ class LambStep(Stepper):
 
     def __init__(self, optimizer: Lamb) -> None:
         self.optimizer = optimizer
+
+    def begin(self, pieces: Sequence[Piece]) -> None:
+        """Every rank looks at all groups, which may have been edited: all fail, or none."""
+        for group in self.optimizer.param_groups:
+            _checked(group)
 
     def step(self, pieces: Sequence[Piece], factor: float, add_up: AddUp) -> None:
         """Masters, state and copies change."""
@@ -130,6 +141,15 @@ class LambStep(Stepper):
     def _group(self, pieces: Sequence[Piece]) -> Mapping[str, Any]:
         group: Mapping[str, Any] = self.optimizer.param_groups[pieces[0].group]
         return group
+
+
+def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's options, of the right kind and in their bounds; ValueError if one is not."""
+    checked = checked_options(Lamb, {k: v for k, v in options.items() if k != "params"}, str)
+    least, most = checked["min_coeff"], checked["max_coeff"]
+    if not 0 <= least <= most:
+        raise ValueError(f"min_coeff must be from 0 to max_coeff, {most}, not {least}")
+    return checked
 
 
 def _operators(pieces: Sequence[Piece]) -> Any:

@@ -32,6 +32,8 @@ from zero_full.shard.groups import Reduce
 from zero_full.shard.settings import Settings
 from zero_full.shard.stand_in import StandIn
 
+SPARSE = "{} has a sparse gradient; use nn.Embedding(sparse=False)"
+
 
 class Bucket:
     """See [Note: a gradient's way]."""
@@ -67,7 +69,7 @@ class Bucket:
         if grad is None or isinstance(grad, StandIn):
             return
         if grad.layout != torch.strided:
-            raise TypeError(f"{member.name} has a sparse gradient; use nn.Embedding(sparse=False)")
+            raise TypeError(SPARSE.format(member.name))
         local = self._room_for(grad.dtype, member, final)
         window = local[self.layout.window(member.index)].view(grad.shape)
         if member in self.arrived:

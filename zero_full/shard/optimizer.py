@@ -69,7 +69,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         # torch's own constructor would copy the groups; here they stay the wrapped optimizer's. This makes
         # the rest of what torch keeps: hooks, and the names that profilers show.
         self.__setstate__({})
-        owned_state.cut_state(base, parts.owned, settings.dtypes)
+        self.own_state = owned_state.cut_state(base, parts.owned, settings.dtypes)
         self.redirected = Base(base, self)
         self.owned, self.frozen, self.buckets = parts.owned, parts.frozen, parts.buckets
         self.owned_of = {owned.flat: owned for owned in parts.owned}
@@ -111,7 +111,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         owned = self.owned_of[bucket.flat]
         owned.wake()
         for member, piece in owned.pieces.items():
-            self.state.add(piece.master, member.param)
+            self.own_state.add(piece.master, member.param)
 
     # What torch's optimizers have ----------------------------------------------------------------
 
@@ -128,9 +128,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
     @state.setter
     def state(self, state: Any) -> None:
         """Forget it, if `state` is empty."""
-        if state:
-            raise RuntimeError("set optimizer state with zero_full.safe_set_full_optimizer_state")
-        self.base.state.clear()
+        self.base.state = state
+        self._take_back_state()
+
+    def _take_back_state(self) -> None:
+        """What was put in the place of the state resets it, if it is empty."""
+        if self.base.state is not self.own_state:
+            given, self.base.state = self.base.state, self.own_state  # type: ignore[assignment]
+            if given:
+                raise RuntimeError("set optimizer state with zero_full.safe_set_full_optimizer_state")
+            self.own_state.clear()
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
@@ -209,8 +216,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise RuntimeError("the last backward pass has failed: call zero_grad before the next forward")
         try:
             self.redirected.run_step_hooks(BEFORE)
+            self._take_back_state()
             for owned in self.owned:
                 owned.follow_master()
+                if self.settings.needs_norm:
+                    owned.refuse_sparse()
             refuse_unusable(self.param_groups, self.listed)
             self.look_at_model()
             return self._take_in_gradients(), None
@@ -282,6 +292,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Before parameters or masters are read: what was written by hand is taken in."""
         if self.states_offloaded:
             raise RuntimeError(OFFLOADED)
+        self._take_back_state()
         self.take_back_moved()
         for owned in self.owned:
             owned.follow_parameters()

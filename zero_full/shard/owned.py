@@ -21,7 +21,7 @@ from zero_full.offload import Tier
 from zero_full.optim.step import Piece
 from zero_full.precision.dtypes import Dtypes
 from zero_full.shard.base import StateByParameter
-from zero_full.shard.bucket import Bucket
+from zero_full.shard.bucket import SPARSE, Bucket
 from zero_full.shard.flat import FlatParameter, GatherState, Member
 
 Saved = dict[str, Any]
@@ -70,6 +70,8 @@ class Owned:
         """
         pieces = {member: piece for member, piece in self.pieces.items() if member in used}
         has_copies = self.is_separate and self.flat.dtype != self.dtype
+        if fuses:
+            self.refuse_sparse()
         self.copies = self.tier.fetch(self.flat.shard) if fuses and has_copies else None
         if self.copies is None:
             self.follow_parameters()
@@ -80,6 +82,12 @@ class Owned:
                 piece.gradient = self.tier.fetch(piece.gradient)
             piece.copy = None if self.copies is None else self.flat.piece_of(self.copies, member)
         return [piece for piece in pieces.values() if piece.gradient is not None]  # some was cleared by hand
+
+    def refuse_sparse(self) -> None:
+        """Raise if a gradient, which may be the one that autograd has left, is sparse."""
+        for member in self.flat.members if self.bucket.uses_param_grad else ():
+            if member.param.grad is not None and member.param.grad.layout != torch.strided:
+                raise TypeError(SPARSE.format(member.name))
 
     def _gradients(self, dtype: torch.dtype | None) -> Tensor | None:
         """This rank's slice of the averaged gradients; None: they are in `param.grad`."""
