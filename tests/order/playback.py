@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
-from tests.order.trace import BYTES, Item, Recorder, Ref
+from tests.order.trace import BYTES, Item, Recorder, Ref, mapped
 
 ALIGNMENT = 64  # bytes, as torch has it
 NAN = 0xFF  # in all bytes: NaN in every type of numbers with a point
@@ -132,7 +131,7 @@ class Player:
 
     def _call(self, item: Item) -> Any:
         operation, given, _ = item.call
-        args, kwargs = tree_map(lambda leaf: self._tensor(leaf) if isinstance(leaf, Ref) else leaf, given)
+        args, kwargs = mapped(self._tensor, Ref, given)
         return operation(*args, **kwargs)
 
     def _compute(self, item: Item) -> None:

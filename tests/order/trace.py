@@ -16,15 +16,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_map
 
+Leaf = TypeVar("Leaf")
 ROOT = str(Path(__file__).parents[2])
 BYTES = torch.uint8
 READS = {  # operations whose result the host waits for
@@ -236,13 +236,13 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func in WITHOUT_ACCESS:
             return func(*args, **kwargs)
-        given = _mapped(self.ref, (args, kwargs))
+        given = mapped(self.ref, Tensor, (args, kwargs))
         results = func(*args, **kwargs)
         for storage in (tensor.untyped_storage() for tensor in _tensors(results)):
             if storage._cdata not in self.block_of:
                 self.make(storage, storage.nbytes())
         if func not in MAKES:
-            self._note(func, given, _mapped(self.ref, results), results)
+            self._note(func, given, mapped(self.ref, Tensor, results), results)
         return results
 
     def _note(self, func: Any, given: Any, returned: Any, results: Any) -> None:
@@ -305,16 +305,31 @@ def _accesses(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Itera
         yield from (Access(ref.block, *ref.span(), writes) for ref in _refs(value))
 
 
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    return _leaves(Tensor, tree)
 
 
-def _refs(tree: Any) -> list[Ref]:
-    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Ref)]
+def _refs(tree: Any) -> Iterator[Ref]:
+    return _leaves(Ref, tree)
 
 
-def _mapped(change: Callable[[Tensor], Any], tree: Any) -> Any:
-    return tree_map(lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf, tree)
+def _leaves(kind: type[Leaf], tree: Any) -> Iterator[Leaf]:
+    if isinstance(tree, kind):
+        yield tree
+    elif isinstance(tree, (list, tuple, dict)):
+        for each in tree.values() if isinstance(tree, dict) else tree:
+            yield from _leaves(kind, each)
+
+
+def mapped(change: Callable[[Leaf], Any], kind: type[Leaf], tree: Any) -> Any:
+    """The lists, tuples and dictionaries again, with other leaves of this kind. Tuples become lists."""
+    if isinstance(tree, kind):
+        return change(tree)
+    if isinstance(tree, (list, tuple)):
+        return [mapped(change, kind, each) for each in tree]
+    if isinstance(tree, dict):
+        return {key: mapped(change, kind, each) for key, each in tree.items()}
+    return tree
 
 
 def _stack() -> tuple[str, ...]:
