@@ -19,6 +19,17 @@ import torch
 from torch import Tensor
 
 from tests.kernels.cases import bits
+from tests.kernels.emulated_types import (
+    AdamOptions,
+    Cuts,
+    LambOptions,
+    Lists,
+    Long,
+    Piece,
+    Slot,
+    rows_of,
+    type_of,
+)
 from zero_full.kernels.build import KERNEL, sources, toolchain
 
 THREADS, CHUNK = 128, 4096  # smaller than on a GPU: few elements make several blocks
@@ -28,10 +39,8 @@ EMULATE = f"-DZF_EMULATE -DZF_THREADS={THREADS} -DZF_CHUNK={CHUNK}"
 FLAGS = [*f"{DIALECT} {WARNINGS} {EMULATE}".split(), *KERNEL]
 SOURCES = ("emulate.cpp", "adam.cu", "lamb.cu", "quantize.cu", "sign.cu", "unscale.cu")
 ORDERS = [(0, 0), (1, 0), (2, 1), (2, 2)]  # of threads and of blocks: forward, reverse, shuffled by a seed
-TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 POISON = 255  # NaN in all types
 GUARD = 512  # bytes on each side of an array
-Long = ctypes.c_int64
 
 
 class EmulationError(AssertionError):
@@ -175,87 +184,6 @@ def poisoned(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 # Operators ---------------------------------------------------------------------------------------
-
-
-class Slot(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("master", "grad", "exp_avg", "exp_avg_sq", "copy", "step")),
-        ("numel", ctypes.c_int64),
-    )
-
-
-class SlotTypes(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_int) for name in ("master", "grad", "moments", "copy"))
-
-
-class AdamOptions(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_double) for name in ("lr", "beta1", "beta2", "eps", "weight_decay", "factor")),
-        ("decoupled", ctypes.c_bool),
-    )
-
-
-class LambOptions(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_double) for name in ("lr", "beta1", "beta2", "eps", "weight_decay", "factor")),
-        *((name, ctypes.c_double) for name in ("min_trust", "max_trust")),
-        *((name, ctypes.c_bool) for name in ("bias_correction", "eps_inside_sqrt")),
-    )
-
-
-class Piece(ctypes.Structure):
-    _fields_ = (("data", ctypes.c_void_p), ("numel", ctypes.c_int64))
-
-
-class Cuts(ctypes.Structure):
-    _fields_ = (("ends", ctypes.c_void_p), ("count", ctypes.c_int64))
-
-
-class BlockRows(ctypes.Structure):
-    _fields_ = (
-        ("counts", ctypes.c_int64 * 2),
-        ("numel", ctypes.c_int64),
-        ("numbers", ctypes.c_int64 * 2),
-        ("payloads", ctypes.c_int64 * 2),
-        ("terms", ctypes.c_int64),
-        ("apart", ctypes.c_int64),
-    )
-
-
-def rows_of(payload: Tensor, numbers: Tensor) -> BlockRows:
-    """As `bind.h` finds them."""
-    terms = payload.dim() - numbers.dim()
-
-    def padded(few: Sequence[int], value: int) -> ctypes.Array[ctypes.c_int64]:
-        return (Long * 2)(*[value] * (2 - len(few)), *few)
-
-    return BlockRows(
-        padded(numbers.shape[:-1], 1),
-        numbers.shape[-1],
-        padded(numbers.stride()[:-1], 0),
-        padded(payload.stride()[terms:-1], 0),
-        payload.shape[0] if terms else 1,
-        payload.stride(0) if terms else 0,
-    )
-
-
-def type_of(tensors: Sequence[Tensor | None]) -> int:
-    """As the kernels number them; 0 if there is no tensor."""
-    return TYPES[tensors[0].dtype] if tensors and tensors[0] is not None else 0
-
-
-class Lists(NamedTuple):
-    """What an optimizer works on, in a Slot's order; empty where it has none."""
-
-    masters: list[Tensor]
-    grads: list[Tensor]
-    exp_avgs: list[Tensor]
-    exp_avg_sqs: list[Tensor]
-    copies: list[Tensor] = []  # noqa: RUF012
-    steps: list[Tensor] = []  # noqa: RUF012
-
-    def types(self) -> SlotTypes:
-        return SlotTypes(*map(type_of, (self.masters, self.grads, self.exp_avgs, self.copies)))
 
 
 class Emulated:
