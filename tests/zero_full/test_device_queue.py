@@ -192,3 +192,32 @@ def test_a_device_that_does_not_come_is_noticed_when_it_is_tried_out() -> None:
         with pytest.raises(TimeoutError, match=r"nothing has happened within 0\.05 s"):
             queue.try_out()
     assert [call[0] for call in library.calls] == ["write"]
+
+
+def test_it_is_tried_out_on_a_stream_of_its_own_and_on_the_current_one() -> None:
+    """A device that obeys at once: what it is told, in this order."""
+    library = RecordedDriver()
+    queue, patches, _ = a_cuda_queue(library, 1)
+    flags: list[Flag] = []
+
+    def make(start: int) -> Flag:
+        flags.append(Flag(torch.empty(64, dtype=torch.uint8), start))
+        return flags[0]
+
+    def write(stream: int, address: int, value: int, flags_of_it: int) -> int:
+        flags[0].set(value)
+        return RecordedDriver.write(library, stream, address, value, flags_of_it)
+
+    queue.driver.functions["cuStreamWriteValue32_v2"] = write
+    with patches as stack:
+        stack.enter_context(mock.patch.object(torch.cuda, "Stream", lambda device: None))
+        stack.enter_context(mock.patch.object(torch.cuda, "stream", nullcontext))
+        synchronized = stack.enter_context(mock.patch.object(torch.cuda, "synchronize"))
+        stack.enter_context(mock.patch.object(queue, "flag", make))
+        mark = SimpleNamespace(query=lambda: flags[0].has_reached(2))
+        stack.enter_context(mock.patch.object(queue, "mark", lambda: mark))
+        queue.try_out()
+    assert [(call[0], call[3]) for call in library.calls] == [
+        *[("write", 1), ("wait", 2), ("write", 3), ("wait", 3)]
+    ]
+    assert synchronized.called

@@ -204,7 +204,7 @@ class Cuda(HostWaits):
             yield torch.cuda.current_stream(self.device).cuda_stream
 
     def try_out(self) -> None:
-        """Raise unless the device writes and waits. It has a stream of its own, for which nobody waits."""
+        """Raise unless the device writes and waits: on a stream that is new, then on the current one."""
         flag = self.flag(0)
         with torch.cuda.stream(torch.cuda.Stream(self.device)):
             self.signal(flag, 1)
@@ -213,6 +213,9 @@ class Cuda(HostWaits):
             mark = self.mark()
             flag.set(2)
             wait_until(mark.query, lambda: None, PATIENCE_S)
+        self.signal(flag, 3)
+        self.wait(flag, 3)
+        torch.cuda.synchronize(self.device)  # the flag's memory must last until then
 
 
 @cache
