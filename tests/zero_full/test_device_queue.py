@@ -167,9 +167,14 @@ def test_numbers_are_compared_as_the_device_does(at: int, number: int, reached: 
     ],
 )
 def test_without_the_drivers_functions_the_host_waits_and_the_log_says_why_once(
-    machine: str, library: Any, words: str, caplog: pytest.LogCaptureFixture
+    machine: str,
+    library: Any,
+    words: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     device_queue.driver_of.cache_clear()
+    monkeypatch.setenv(device_queue.SWITCH, "on")
     device = torch.device("cuda", 0)
     with (
         mock.patch.object(device_queue.platform, "machine", lambda: machine),
@@ -221,3 +226,19 @@ def test_it_is_tried_out_on_a_stream_of_its_own_and_on_the_current_one() -> None
         *[("write", 1), ("wait", 2), ("write", 3), ("wait", 3)]
     ]
     assert synchronized.called
+
+
+def test_streams_wait_only_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = device_queue.Driver(RecordedDriver())
+    monkeypatch.setattr(device_queue, "driver_of", lambda device: driver)
+    monkeypatch.delenv(device_queue.SWITCH, raising=False)
+    cuda, xpu = torch.device("cuda", 0), torch.device("xpu", 0)
+    kinds = {"on": device_queue.Cuda, "off": device_queue.HostWaits}
+    assert type(device_queue.queue_for(cuda)) is device_queue.HostWaits
+    for said, kind in kinds.items():
+        monkeypatch.setenv(device_queue.SWITCH, said)
+        assert type(device_queue.queue_for(cuda)) is kind
+        assert type(device_queue.queue_for(xpu)) is device_queue.HostWaits
+    monkeypatch.setenv(device_queue.SWITCH, "perhaps")
+    with pytest.raises(ValueError, match="ZERO_FULL_STREAM_WAITS='perhaps': it can be on or off"):
+        device_queue.queue_for(cuda)

@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -129,8 +130,8 @@ MISTAKES: dict[str, Callable[[], Any]] = {
     "no wait": lambda: mock.patch.object(SimulatedQueue, "wait", no_wait),
     "early signal": lambda: mock.patch.object(SimulatedQueue, "signal", early_signal),
     "no order among streams": lambda: mock.patch.object(SimulatedQueue, "after", no_order),
-    "one flag": lambda: mock.patch.object(SimulatedQueue, "synchronize", SimulatedQueue.synchronize),
-    "none": lambda: mock.patch.object(SimulatedQueue, "synchronize", SimulatedQueue.synchronize),
+    "one flag": nullcontext,
+    "none": nullcontext,
 }
 
 
@@ -158,9 +159,6 @@ def on_two_streams(comm: Any, mistake: str) -> int:
 def test_a_mistake_in_the_order_gives_wrong_numbers(mistake: str) -> None:
     right = POOL.run(on_two_streams, 2, mistake)
     assert right == [12, 12] if mistake == "none" else min(right) < 12
-
-
-# Two at once -------------------------------------------------------------------------------------
 
 
 def two_at_once(comm: Any, seed: int) -> int:
@@ -315,15 +313,14 @@ def never_told(comm: Any) -> str:
     queue = SimulatedQueue(comm.rank)
     by = staged_communicator(queue)
     by.transport.inner.all_reduce = mock.Mock(side_effect=ValueError("no memory"))  # type: ignore[union-attr]
+    queue.main.queued.put((goes_on := threading.Event()).wait)
     by.all_reduce(torch.ones(2), 1, "last")
+    goes_on.set()
     return what_fails(by.close)
 
 
 def test_closing_raises_what_nobody_has_heard_of() -> None:
     assert all(text.endswith("has failed: no memory") for text in POOL.run(never_told, 2))
-
-
-# The end -----------------------------------------------------------------------------------------
 
 
 def ends_early(comm: Any) -> list[Any]:
@@ -374,7 +371,7 @@ class PlayedStream:
         self.queue.after(mark)
 
 
-def by_a_host_that_waits(comm: Any) -> list[float]:
+def by_a_host_that_waits(comm: Any) -> list[Any]:
     """The queue of an accelerator whose streams cannot wait, with copies that are played."""
     played = SimulatedQueue(comm.rank)
     queue = device_queue.HostWaits(torch.device("cuda"))
@@ -385,10 +382,15 @@ def by_a_host_that_waits(comm: Any) -> list[float]:
         for _ in range(3):
             by.all_reduce(whole, comm.world_size)
         played.synchronize()
+        found = [float(whole.min()), float(whole.max())]
+        by.inner.all_reduce = mock.Mock(side_effect=ValueError("no memory"))  # type: ignore[method-assign]
+        with pytest.raises(RuntimeError, match="has failed: no memory"):
+            by.all_reduce(whole, 1)
+        played.synchronize()
         by.close()
     played.end()
-    return [float(whole.min()), float(whole.max())]
+    return [*found, bool(whole.isnan().all())]
 
 
-def test_where_streams_cannot_wait_the_host_does() -> None:
-    assert POOL.run(by_a_host_that_waits, 3) == [[2.0, 2.0]] * 3
+def test_where_streams_do_not_wait_the_host_does_and_hears_of_a_failure_at_once() -> None:
+    assert POOL.run(by_a_host_that_waits, 3) == [[2.0, 2.0, True]] * 3
