@@ -9,8 +9,8 @@ so they are called by ctypes.
 Python. Streams may wait only if nobody keeps Python's lock until a stream goes on, because the thread that
 would let it go on needs the lock. torch keeps it where it records an event or lets a stream wait for one,
 also when so much is queued that the driver takes no more; and in `UntypedStorage.resize_`, also when memory
-has to be freed first. A small model does not come there. ZERO_FULL_STREAM_WAITS=on asks for streams that wait:
-then collectives return at once and are ordered by streams alone, as NCCL's are.
+has to be freed first. A small model does not come there. With ZERO_FULL_STREAM_WAITS=on streams wait: then
+collectives return at once and are ordered by streams alone, as NCCL's are.
 
 Whether they work is tried out and not looked up. The attribute that tells of them
 (CU_DEVICE_ATTRIBUTE_CAN_USE_STREAM_MEM_OPS_V1) means their first version, which drivers since CUDA 12 leave
