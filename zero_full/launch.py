@@ -281,7 +281,7 @@ def _backend_for_devices(store: Any, rank: int, world_size: int, asked: str | No
     device = own_accelerator()
     by_host = f"cpu:gloo,{device.type}:gloo"
     shared = shared_among(keys_under("zero_full/devices", store), range(world_size), rank, device)
-    if not shared or asked == by_host:
+    if not shared or (asked is not None and f"{device.type}:gloo" in asked.split(",")):
         return asked
     if asked is not None:
         raise LaunchError(
@@ -296,7 +296,7 @@ def _backend_for_devices(store: Any, rank: int, world_size: int, asked: str | No
         )
     if rank == 0:
         log.warning(
-            "%s: their slices go through the host's memory (gloo), because NCCL wants a device for each rank",
+            "%s: slices go through the host's memory (gloo), because NCCL wants a device for each rank",
             told(shared),
         )
     return by_host

@@ -167,9 +167,14 @@ def test_numbers_are_compared_as_the_device_does(at: int, number: int, reached: 
     ],
 )
 def test_without_the_drivers_functions_the_host_waits_and_the_log_says_why_once(
-    machine: str, library: Any, words: str, caplog: pytest.LogCaptureFixture
+    machine: str,
+    library: Any,
+    words: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     device_queue.driver_of.cache_clear()
+    monkeypatch.setenv(device_queue.SWITCH, "on")
     device = torch.device("cuda", 0)
     with (
         mock.patch.object(device_queue.platform, "machine", lambda: machine),
@@ -192,3 +197,48 @@ def test_a_device_that_does_not_come_is_noticed_when_it_is_tried_out() -> None:
         with pytest.raises(TimeoutError, match=r"nothing has happened within 0\.05 s"):
             queue.try_out()
     assert [call[0] for call in library.calls] == ["write"]
+
+
+def test_it_is_tried_out_on_a_stream_of_its_own_and_on_the_current_one() -> None:
+    """A device that obeys at once: what it is told, in this order."""
+    library = RecordedDriver()
+    queue, patches, _ = a_cuda_queue(library, 1)
+    flags: list[Flag] = []
+
+    def make(start: int) -> Flag:
+        flags.append(Flag(torch.empty(64, dtype=torch.uint8), start))
+        return flags[0]
+
+    def write(stream: int, address: int, value: int, flags_of_it: int) -> int:
+        flags[0].set(value)
+        return RecordedDriver.write(library, stream, address, value, flags_of_it)
+
+    queue.driver.functions["cuStreamWriteValue32_v2"] = write
+    with patches as stack:
+        stack.enter_context(mock.patch.object(torch.cuda, "Stream", lambda device: None))
+        stack.enter_context(mock.patch.object(torch.cuda, "stream", nullcontext))
+        synchronized = stack.enter_context(mock.patch.object(torch.cuda, "synchronize"))
+        stack.enter_context(mock.patch.object(queue, "flag", make))
+        mark = SimpleNamespace(query=lambda: flags[0].has_reached(2))
+        stack.enter_context(mock.patch.object(queue, "mark", lambda: mark))
+        queue.try_out()
+    assert [(call[0], call[3]) for call in library.calls] == [
+        *[("write", 1), ("wait", 2), ("write", 3), ("wait", 3)]
+    ]
+    assert synchronized.called
+
+
+def test_streams_wait_only_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = device_queue.Driver(RecordedDriver())
+    monkeypatch.setattr(device_queue, "driver_of", lambda device: driver)
+    monkeypatch.delenv(device_queue.SWITCH, raising=False)
+    cuda, xpu = torch.device("cuda", 0), torch.device("xpu", 0)
+    kinds = {"on": device_queue.Cuda, "off": device_queue.HostWaits}
+    assert type(device_queue.queue_for(cuda)) is device_queue.HostWaits
+    for said, kind in kinds.items():
+        monkeypatch.setenv(device_queue.SWITCH, said)
+        assert type(device_queue.queue_for(cuda)) is kind
+        assert type(device_queue.queue_for(xpu)) is device_queue.HostWaits
+    monkeypatch.setenv(device_queue.SWITCH, "perhaps")
+    with pytest.raises(ValueError, match="ZERO_FULL_STREAM_WAITS='perhaps': it can be on or off"):
+        device_queue.queue_for(cuda)

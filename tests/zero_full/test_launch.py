@@ -216,9 +216,7 @@ def joining(comm: Any, case: str, port: str, store: str) -> Any:
 
 
 GLOO, SHARED = "cpu:gloo,cuda:gloo", "ranks 0, 1 have one device (GPU-0)"
-HOST = (
-    f"{SHARED}: their slices go through the host's memory (gloo), because NCCL wants a device for each rank"
-)
+HOST = f"{SHARED}: slices go through the host's memory (gloo), because NCCL wants a device for each rank"
 
 
 @pytest.mark.parametrize(

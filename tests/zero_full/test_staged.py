@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -129,8 +130,8 @@ MISTAKES: dict[str, Callable[[], Any]] = {
     "no wait": lambda: mock.patch.object(SimulatedQueue, "wait", no_wait),
     "early signal": lambda: mock.patch.object(SimulatedQueue, "signal", early_signal),
     "no order among streams": lambda: mock.patch.object(SimulatedQueue, "after", no_order),
-    "one flag": lambda: mock.patch.object(SimulatedQueue, "synchronize", SimulatedQueue.synchronize),
-    "none": lambda: mock.patch.object(SimulatedQueue, "synchronize", SimulatedQueue.synchronize),
+    "one flag": nullcontext,
+    "none": nullcontext,
 }
 
 
@@ -158,9 +159,6 @@ def on_two_streams(comm: Any, mistake: str) -> int:
 def test_a_mistake_in_the_order_gives_wrong_numbers(mistake: str) -> None:
     right = POOL.run(on_two_streams, 2, mistake)
     assert right == [12, 12] if mistake == "none" else min(right) < 12
-
-
-# Two at once -------------------------------------------------------------------------------------
 
 
 def two_at_once(comm: Any, seed: int) -> int:
@@ -233,22 +231,24 @@ def a_peer_fails(comm: Any, how: str) -> list[Any]:
         if how == "does not come":
             time.sleep(1.5)
             return []
-    began = time.monotonic()
+    queue.main.queued.put((goes_on := threading.Event()).wait)
     by.all_reduce(second, 1, "second")
     by.reduce_scatter(third, third[:400], 1, "third")
-    took = time.monotonic() - began
+    goes_on.set()  # nothing could run before: both calls have returned at once
     queue.synchronize()
     heard = [what_fails(lambda: by.check("norm")), what_fails(lambda: by.all_gather(third, "fourth"))]
     heard.append(what_fails(by.close))
     queue.end()
-    return [bool((first == comm.world_size).all()), took < 0.2, bool(second.isnan().all()), heard]
+    if how == "raises" and comm.rank == 1:
+        assert inner.reduce_scatter.call_count == 1, "an exchange was made after one had failed"
+    return [bool((first == comm.world_size).all()), bool(second.isnan().all()), heard]
 
 
 def test_a_rank_that_raises_and_those_that_wait_for_it_all_hear_it_and_get_nan() -> None:
-    for rank, (right, at_once, is_nan, heard) in enumerate(POOL.run(a_peer_fails, 2, "raises")):
+    for rank, (right, is_nan, heard) in enumerate(POOL.run(a_peer_fails, 2, "raises")):
         why = "no memory" if rank else "timed out: rank 1 has not come within 0.3 s"
         earlier = f"failed: all_reduce, which was queued before, has failed: {why}"
-        assert right and at_once and is_nan
+        assert right and is_nan
         assert heard == [
             f"rank {rank} of 2: reading of norm {earlier}",
             f"rank {rank} of 2: all_gather of fourth {earlier}",
@@ -257,7 +257,7 @@ def test_a_rank_that_raises_and_those_that_wait_for_it_all_hear_it_and_get_nan()
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
-    (right, _, is_nan, heard), _ = POOL.run(a_peer_fails, 2, "does not come")
+    (right, is_nan, heard), _ = POOL.run(a_peer_fails, 2, "does not come")
     assert right and is_nan and "timed out: rank 1 has not come" in heard[0]
 
 
@@ -266,12 +266,11 @@ def told_by_its_death(comm: Any) -> None:
 
 
 def test_a_killed_rank_ends_the_wait_of_the_others() -> None:
-    began = time.monotonic()
     with pytest.raises(RankError) as caught:
         POOL.run(told_by_its_death, 3)
     text = str(caught.value)
     assert text.count("all_reduce, which was queued before, has failed: the process of rank 1 has ended") >= 2
-    assert "[True, True, True, [" in text and time.monotonic() - began < 30
+    assert text.count("[True, True, [") >= 2
 
 
 EARLIER = "all_reduce, which was queued before, has failed:"
@@ -314,7 +313,9 @@ def never_told(comm: Any) -> str:
     queue = SimulatedQueue(comm.rank)
     by = staged_communicator(queue)
     by.transport.inner.all_reduce = mock.Mock(side_effect=ValueError("no memory"))  # type: ignore[union-attr]
+    queue.main.queued.put((goes_on := threading.Event()).wait)
     by.all_reduce(torch.ones(2), 1, "last")
+    goes_on.set()
     return what_fails(by.close)
 
 
@@ -322,23 +323,21 @@ def test_closing_raises_what_nobody_has_heard_of() -> None:
     assert all(text.endswith("has failed: no memory") for text in POOL.run(never_told, 2))
 
 
-# The end -----------------------------------------------------------------------------------------
-
-
 def ends_early(comm: Any) -> list[Any]:
     """Closing, and letting go, while most of the work is still to be done."""
     queue = SimulatedQueue(comm.rank)
-    queue.main.pauses = [0.003]
+    queue.main.pauses = [0.001]
     before, found = threading.active_count(), []
     for close in (True, False):
         by = Staged(behind(), queue, ROOM)
-        wholes = [torch.ones(700 * comm.world_size) for _ in range(5)]
+        wholes = [torch.ones(700 * comm.world_size) for _ in range(3)]
         for whole in wholes:
             by.all_reduce(whole, 1)
         began = time.monotonic()
         trace = weakref.ref(by)
         if close:
             by.close()
+            found.append(all(room.passed.query() for room in by.desk.rooms if room.passed is not None))
         del by
         gc.collect()
         found += [trace() is None, time.monotonic() - began < 10]
@@ -372,7 +371,7 @@ class PlayedStream:
         self.queue.after(mark)
 
 
-def by_a_host_that_waits(comm: Any) -> list[float]:
+def by_a_host_that_waits(comm: Any) -> list[Any]:
     """The queue of an accelerator whose streams cannot wait, with copies that are played."""
     played = SimulatedQueue(comm.rank)
     queue = device_queue.HostWaits(torch.device("cuda"))
@@ -383,10 +382,15 @@ def by_a_host_that_waits(comm: Any) -> list[float]:
         for _ in range(3):
             by.all_reduce(whole, comm.world_size)
         played.synchronize()
+        found = [float(whole.min()), float(whole.max())]
+        by.inner.all_reduce = mock.Mock(side_effect=ValueError("no memory"))  # type: ignore[method-assign]
+        with pytest.raises(RuntimeError, match="has failed: no memory"):
+            by.all_reduce(whole, 1)
+        played.synchronize()
         by.close()
     played.end()
-    return [float(whole.min()), float(whole.max())]
+    return [*found, bool(whole.isnan().all())]
 
 
-def test_where_streams_cannot_wait_the_host_does() -> None:
-    assert POOL.run(by_a_host_that_waits, 3) == [[2.0, 2.0]] * 3
+def test_where_streams_do_not_wait_the_host_does_and_hears_of_a_failure_at_once() -> None:
+    assert POOL.run(by_a_host_that_waits, 3) == [[2.0, 2.0, True]] * 3

@@ -3,7 +3,14 @@
 [Note: signals] A stream can write a number to memory when it comes to that place (`signal`), and can stop
 until a number there is high enough (`wait`). CUDA's driver does both without a kernel, so a waiting stream
 keeps no multiprocessor busy, and ranks that share the device go on. torch has no name for these functions,
-so they are called by ctypes. Where they do not work the host waits for the device: slower, the same bits.
+so they are called by ctypes.
+
+[Note: Python's lock] By default the host waits instead: slower, the same bits, and no stream ever waits for
+Python. Streams may wait only if nobody keeps Python's lock until a stream goes on, because the thread that
+would let it go on needs the lock. torch keeps it where it records an event or lets a stream wait for one,
+also when so much is queued that the driver takes no more; and in `UntypedStorage.resize_`, also when memory
+has to be freed first. A small model does not come there. With ZERO_FULL_STREAM_WAITS=on streams wait: then
+collectives return at once and are ordered by streams alone, as NCCL's are.
 
 Whether they work is tried out and not looked up. The attribute that tells of them
 (CU_DEVICE_ATTRIBUTE_CAN_USE_STREAM_MEM_OPS_V1) means their first version, which drivers since CUDA 12 leave
@@ -12,6 +19,7 @@ switched off while the second version works.
 
 import ctypes
 import logging
+import os
 import platform
 import time
 from collections.abc import Callable, Iterator
@@ -29,6 +37,7 @@ log = logging.getLogger("zero_full")
 NAP_S, LONG_NAP_S = 2e-5, 5e-4
 LOOK_S = 0.05  # between looks whether waiting is in vain
 PATIENCE_S = 5.0  # with a device that is tried out
+SWITCH = "ZERO_FULL_STREAM_WAITS"
 LINE = 64  # bytes: a flag has a cache line of its own
 NUMBERS = 2**32  # flags have 32 bits
 
@@ -103,7 +112,7 @@ def wait_until(
 
 
 class HostWaits:
-    """The queue of any accelerator: where streams cannot signal and wait for the host, the host waits."""
+    """The queue of any accelerator: the host waits for its streams. See [Note: Python's lock]."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -204,7 +213,7 @@ class Cuda(HostWaits):
             yield torch.cuda.current_stream(self.device).cuda_stream
 
     def try_out(self) -> None:
-        """Raise unless the device writes and waits. It has a stream of its own, for which nobody waits."""
+        """Raise unless the device writes and waits: on a stream that is new, then on the current one."""
         flag = self.flag(0)
         with torch.cuda.stream(torch.cuda.Stream(self.device)):
             self.signal(flag, 1)
@@ -213,6 +222,9 @@ class Cuda(HostWaits):
             mark = self.mark()
             flag.set(2)
             wait_until(mark.query, lambda: None, PATIENCE_S)
+        self.signal(flag, 3)
+        self.wait(flag, 3)
+        torch.cuda.synchronize(self.device)  # the flag's memory must last until then
 
 
 @cache
@@ -231,6 +243,9 @@ def driver_of(device: torch.device) -> Driver | None:
 
 
 def queue_for(device: torch.device) -> Queue:
-    """The fastest queue that works on this device."""
-    driver = driver_of(device) if device.type == "cuda" else None
+    """The queue of this device; the one that is asked for, if it works there."""
+    said = os.environ.get(SWITCH, "off").lower()
+    if said not in ("on", "off"):
+        raise ValueError(f"{SWITCH}={said!r}: it can be on or off")
+    driver = driver_of(device) if said == "on" and device.type == "cuda" else None
     return HostWaits(device) if driver is None else Cuda(device, driver)

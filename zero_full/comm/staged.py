@@ -3,7 +3,7 @@
 NCCL refuses two ranks on one device. Here a collective's slices are copied into page-locked memory, travel
 there as those of CPU ranks do (`shared.py`, else `transport.py`), and are copied back.
 
-[Note: staging] Like NCCL's, a call returns at once, and all is queued on the current stream:
+[Note: staging] All is queued on the current stream, in this order:
 
     copy into a room; signal "number n is ready"; wait for "number n is done"; copy back
 
@@ -17,6 +17,9 @@ until its last copy back is over, so a room is never written while somebody read
 
 If an exchange fails the worker keeps the exception. This collective and all later ones end at once, in bytes
 of ones, which are NaN; the next call raises, and so does `check`, for those who have waited for the device.
+
+Who waits for "ready" and "done" is the queue's business (`device_queue.py`): the host; or the stream, and
+then a call returns at once, as NCCL's do.
 """
 
 import threading
@@ -40,7 +43,7 @@ ROOMS = 3
 ROOM = 32 * 2**20  # bytes, at most
 HALF = 32 * 2**20  # of a window of the shared memory behind: few meetings, since a device copies large pieces
 ALIGNED = 64  # bytes, where the fields of a room begin
-END_S = 5.0  # how long whoever drops a transport waits for its worker
+END_S = 2.0  # how long whoever drops a transport waits for its worker
 
 
 class Carried(NamedTuple):
@@ -204,10 +207,8 @@ class Staged:
 
     def sum_numbers(self, numbers: Tensor) -> None:
         """Pieces go in and come back."""
-        flat = numbers.contiguous().view(-1)
-        self._there_and_back("sum", flat, self._step(flat.element_size()), self.inner.sum_numbers)
-        if flat.data_ptr() != numbers.data_ptr():
-            numbers.copy_(flat.view_as(numbers))
+        step = self._step(numbers.element_size())
+        self._there_and_back("sum", numbers.view(-1), step, self.inner.sum_numbers)
 
     def broadcast(self, tensor: Tensor) -> None:
         """Pieces go in on the first rank, and come back on the others."""
@@ -292,6 +293,7 @@ class Staged:
             self.desk.fail(kind, error)
             self.is_told = True
             raise
+        self.check()  # the host may have waited for all of it
 
     def _enter(self, load: Load) -> Callable[[], None]:
         """Queue the way into a room; returns what queues the way back."""
