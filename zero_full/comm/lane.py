@@ -208,4 +208,7 @@ def lane_for(device: torch.device, overlap: bool) -> Lane:
     if device.type == "cpu":
         return Thread() if overlap else Inline()
     current = partial(torch.accelerator.current_stream, device)
-    return Stream(torch.Stream(device), current) if overlap else Inline(current)
+    if not overlap:
+        return Inline(current)
+    # Above the computation: its few kernels would else stand behind many that nobody waits for.
+    return Stream(torch.Stream(device, priority=-1), current)
