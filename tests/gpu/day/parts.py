@@ -31,6 +31,7 @@ def checks(ranks: int, *names: str) -> tuple[str, ...]:
 
 
 RANKS = "tests.gpu.day.ranks"
+STREAMS_WAIT = {"ZERO_FULL_STREAM_WAITS": "on"}  # as with NCCL: else the host waits, and nothing is hidden
 KERNELS = "tests/gpu/test_kernels_gpu.py"
 ALL = (
     Part(
@@ -77,6 +78,7 @@ ALL = (
         RANKS,
         checks(2, "conformance", "streams", "watched", "synchronisations", "peak"),
         ("--tiny",),
+        STREAMS_WAIT,
     ),
     Part("four-ranks", "Four ranks", "As two ranks.", 1.5, RANKS, checks(4, "conformance"), ("--tiny",)),
     Part(
@@ -130,6 +132,7 @@ ALL = (
         RANKS,
         checks(2, "traces"),
         ("--tiny",),
+        STREAMS_WAIT,
     ),
     Part(
         "failures",
