@@ -3,12 +3,19 @@
 `Recorder` notes every value that the host reads, and every exchange of objects, for which it waits, too.
 """
 
+import ast
 from collections import Counter
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+from torch import Tensor
 
+import zero_full
 from tests.order.runs import Case, recorded
+from zero_full.shard.agreement import numbers_on
 
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -42,3 +49,28 @@ def test_an_overflow_costs_two_more_whatever_the_number_of_parameters(depth: int
     for stage in range(4):
         found = reads(Case(stage, keys=OVERFLOWING, depth=depth))
         assert found == {"_add_up": 1, "_look_here": 1, "gather_objects": 1}
+
+
+def copies_of_python_numbers(path: Path) -> list[str]:
+    """Places where `torch.tensor` is told a device: on an accelerator the host waits until all is copied."""
+    calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
+    return [
+        f"{path.name}:{call.lineno}"
+        for call in calls
+        if ast.unparse(call.func) in ("torch.tensor", "torch.as_tensor")
+        and any(keyword.arg == "device" for keyword in call.keywords)
+    ]
+
+
+def test_no_number_is_copied_to_the_device_by_a_copy_that_the_host_waits_for() -> None:
+    rooms = [Path(zero_full.__file__).parent / room for room in ("shard", "comm", "precision", "optim")]
+    found = [
+        place for room in rooms for file in room.glob("*.py") for place in copies_of_python_numbers(file)
+    ]
+    assert [place.partition(":")[0] for place in found] == ["gathered.py"]  # not in a step
+    with (
+        mock.patch.object(Tensor, "pin_memory", lambda self: self),
+        mock.patch.object(Tensor, "to", lambda self, *place, **how: (self.tolist(), place, how)),
+    ):
+        there = torch.device("cuda", 0)
+        assert numbers_on(there, [1, 2]) == ([1.0, 2.0], (there,), {"non_blocking": True})

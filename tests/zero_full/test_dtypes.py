@@ -1,6 +1,9 @@
 """Dtypes that meet in one model and on the wire: mixed layers, frozen ones, buffers, bytes sent."""
 
+from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -8,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zero_full
-from tests.worlds import POOL, run_in
-from tests.zero_full.runs import Net, assert_close, config, data
+from tests.worlds import POOL, RankError, run_in
+from tests.zero_full.runs import Net, assert_close, config, data, train
 from tests.zero_full.sixteen_bits import DTYPES, STAGES
 from zero_full.comm.transport import Native
 
@@ -202,3 +205,23 @@ def test_only_what_could_overflow_is_divided_before_the_sum() -> None:
         assert reduced == pytest.approx(total / 3, rel=1e-6)  # which no number of bf16 is as close to
     for means in POOL.run(thirds, 3, torch.float16, 60_000.0):
         assert means == pytest.approx([60_000.0] * 4, rel=2e-3)
+
+
+def without_fp64(comm: Any) -> tuple[list[float | None], dict[str, Tensor]]:
+    """Norms and parameters of a run on a device that has no 64-bit floats."""
+    rooms = ("precision.norms", "shard.agreement", "shard.groups")
+    with ExitStack() as patches:
+        for room in rooms:
+            patches.enter_context(mock.patch(f"zero_full.{room}.has_fp64", return_value=False))
+        patches.enter_context(mock.patch("zero_full.precision.norms.compiled_for", return_value=False))
+        outcome = train(comm, config(1, gradient_clipping=0.1))
+    return outcome.norms, outcome.parameters
+
+
+def test_a_device_without_fp64_trains_alone_and_refuses_company() -> None:
+    [(norms, parameters)] = POOL.run(without_fp64, 1)
+    plain = train(SimpleNamespace(rank=0), config(1, gradient_clipping=0.1))
+    assert norms == pytest.approx(plain.norms, rel=1e-5)
+    assert_close(parameters, plain.parameters)
+    with pytest.raises(RankError, match="has no 64-bit floats"):
+        POOL.run(without_fp64, 2)

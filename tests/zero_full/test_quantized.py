@@ -212,8 +212,8 @@ def counted(comm: Any) -> tuple[Counter[str], Counter[str]]:
         lambda: QuantizedGather(nodes).all_gather(whole, "weights"),
         lambda: TwoHopReduce(nodes).reduce_scatter(whole, out, 4, "gradients"),
     ):
-        real = mock.Mock(wraps=quantized.operators())
-        with mock.patch.object(quantized, "operators", lambda real=real: real):
+        real = mock.Mock(wraps=quantized.operators(whole.device))
+        with mock.patch.object(quantized, "operators", lambda device, real=real: real):
             call()
         found.append(Counter(name for name, _, _ in real.method_calls))
     return found[0], found[1]

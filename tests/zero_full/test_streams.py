@@ -5,6 +5,7 @@ There is no accelerator here, so the streams are stand-ins that keep a log of wh
 
 import weakref
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -103,10 +104,14 @@ class Recorder:
     def __init__(self) -> None:
         self.made: list[str] = []
         self.given: list[list[str]] = []
+        self.ordered: list[tuple[str, str]] = []
 
     def producer(self) -> str:
         self.made.append(f"stream {len(self.made)}")
         return self.made[-1]
+
+    def order(self, earlier: str, later: str) -> None:
+        self.ordered.append((earlier, later))
 
     def submit(self, job: Callable[[], None], tensors: Iterable[Tensor], producers: Iterable[str]) -> Done:
         self.given.append(list(producers))
@@ -130,4 +135,5 @@ def test_8061_a_reduction_is_told_the_producer_of_every_gradient_in_its_bucket(
         assert [len(names) for names in lane.given] == [len(b.members) for b in optimizer.buckets]
         assert sorted(name for names in lane.given for name in names) == sorted(lane.made)
         assert len(lane.made) == 6
+        assert lane.ordered == [pair for names in lane.given for pair in pairwise(names)]
         engine.step()

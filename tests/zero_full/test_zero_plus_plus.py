@@ -154,8 +154,14 @@ def groups_opened(comm: Any, zero: dict[str, Any]) -> tuple[int, int, int]:
     return opened, used, len(torch.distributed.distributed_c10d._world.pg_map) - before
 
 
-@pytest.mark.parametrize(("overlap", "most"), [(False, 3), (True, 6)])
-def test_every_group_is_opened_once_used_and_closed_with_the_engine(overlap: bool, most: int) -> None:
-    for opened, used, left in POOL.run(groups_opened, 4, {**PLUS_PLUS, "overlap_comm": overlap}):
-        assert used <= opened + 1 and opened <= most  # without overlap the user's own is used, too
+PLAIN = {"zero_hpz_partition_size": 2}
+OPENED = [(PLUS_PLUS, False, 2), (PLUS_PLUS, True, 6), (PLAIN, True, 4), ({"mics_shard_size": 2}, True, 3)]
+
+
+@pytest.mark.parametrize(("zero", "overlap", "most"), OPENED)
+def test_every_group_is_opened_once_used_and_closed_with_the_engine(
+    zero: dict[str, Any], overlap: bool, most: int
+) -> None:
+    for opened, used, left in POOL.run(groups_opened, 4, {**zero, "overlap_comm": overlap}):
+        assert used == most + (not overlap) and opened == most  # without overlap the user's own is used, too
         assert left == 0

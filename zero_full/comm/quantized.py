@@ -93,7 +93,7 @@ class QuantizedGather:
 def empty_payloads(rows: tuple[int, ...], size: int, device: torch.device) -> Tensor:
     """Room for payloads, one a row; each row is filled up with zeros."""
     room = torch.empty(*rows, -(-size // ALIGNED) * ALIGNED, dtype=torch.uint8, device=device)
-    room[..., size:] = 0
+    room[..., size:].zero_()
     return room
 
 

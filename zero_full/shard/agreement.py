@@ -75,6 +75,16 @@ def agree(
     return Agreement(norm if needs_norm else None, everyones)
 
 
+def numbers_on(device: torch.device, values: Sequence[float]) -> Tensor:
+    """These numbers there. The host does not wait for the device, as it would to copy ordinary memory."""
+    here = torch.tensor(values, dtype=torch.float64)
+    if device.type == "cpu":
+        return here
+    if not has_fp64(device):
+        here = here.float()
+    return here.pin_memory().to(device, non_blocking=True)
+
+
 def _add_up(groups: Groups, sides: Sequence["_Side"], exactly: bool) -> list[float]:
     """Everyone's squares, then marks and flags of each side."""
     for side in sides:
@@ -114,7 +124,7 @@ class _Side:
         if device.type == "meta":  # a plan's numbers have values nevertheless
             device = torch.device("cpu")
         home = device if has_fp64(device) else torch.device("cpu")
-        self.numbers = torch.tensor([0.0, 0.0, *self.said], dtype=torch.float64, device=home)
+        self.numbers = numbers_on(home, [0.0, 0.0, *self.said])
         if self.absent:
             self.numbers[SPOILT] = (~torch.stack([value.isnan() for value in self.absent])).sum()
         if self.needs_norm:
@@ -204,7 +214,7 @@ def refuse_unused(groups: Groups, buckets: Sequence[Bucket], used: Container[Mem
     members = (m for bucket in buckets for m in bucket.members if m.param.requires_grad)
     unused = {member.name for member in members if member not in used}
     device = groups.dense.shard.device
-    count = torch.tensor([float(len(unused))], device="cpu" if device.type == "meta" else device)
+    count = numbers_on(torch.device("cpu") if device.type == "meta" else device, [len(unused)])
     for group in groups.everyone:  # so that every rank raises, or none
         group.sum_numbers(count, "number of unused parameters")
     if not count.item():

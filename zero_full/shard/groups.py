@@ -83,12 +83,14 @@ class Connection:
     own_groups: bool  # so that our calls never mix with the user's on the same group, in another order
     check_timeout_s: float | None
     shared_memory: bool = True  # where ranks can
+    given: tuple[dist.ProcessGroup, ...] = ()  # opened for this engine already, and not in use yet
     communicators: list[Communicator] = field(default_factory=list)
     opened: list[dist.ProcessGroup] = field(default_factory=list)
 
     def to(self, group: Group, label: str = "") -> Communicator:
         """A communicator for this group, or for a rank that is alone if it is None."""
-        if group is not None and group.size() > 1 and self.own_groups:
+        ours = any(group is each for each in self.given)
+        if group is not None and group.size() > 1 and self.own_groups and not ours:
             group = new_group(ranks_of(group), group, self.device)
             self.opened.append(group)
         return self._over(group, label)
@@ -106,7 +108,7 @@ class Connection:
         if not settings.releases_parameters or shard is None or cut.size == 1:
             return Pair(cut, copies, cut.all_gather, cut.reduce_scatter)
         # Parameters travel beside gradients.
-        beside = replace(self, own_groups=True) if settings.overlap else self
+        beside = replace(self, own_groups=True, given=()) if settings.overlap else self
         gathering, reduce = settings.gathering, cut.reduce_scatter
         gather: Gather = (beside.to(shard) if settings.overlap else cut).all_gather
         nodes = node = None
@@ -139,6 +141,7 @@ def connect(topology: Topology, settings: Settings, connection: Connection) -> G
         )
     if topology.shard is not None and not settings.cuts_state:
         raise ValueError("stage 0 shards nothing: use stage 1, 2 or 3, or drop `shard` and `replicate`")
+    connection = replace(connection, given=topology.opened)
     dense = connection.pair(settings, topology.shard or data, topology.replicate)
     expert = None
     if topology.expert_data is not None:
