@@ -152,8 +152,11 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def bars(results: dict[str, Result]) -> Iterator[tuple[str, str, dict[str, float], float | None]]:
     """(file, title, values by name, what is aimed at) of every chart that there are numbers for."""
 
-    def ratios(part: str) -> dict[str, float]:
-        rows = results.get(part, {}).get("rows", [])
+    def rows_of(*parts: str) -> list[dict[str, Any]]:
+        return [row for part in parts for row in results.get(part, {}).get("rows", [])]
+
+    def ratios(*parts: str) -> dict[str, float]:
+        rows = rows_of(*parts)
         found = {name: told for row in rows for name, told in row.get("ratios", {}).items()}
         return {name: told["value"] for name, told in found.items() if told["value"] and told["target"]}
 
@@ -162,15 +165,11 @@ def bars(results: dict[str, Result]) -> Iterator[tuple[str, str, dict[str, float
         f"stage {row['stage']}" + (", state on the host" if row["state on the host"] else ""): row[
             "parameters, M"
         ]
-        for row in results.get("largest", {}).get("rows", [])
+        for row in rows_of("largest", "largest-between")
     }
-    hidden = {
-        row["run"]: row["hidden"]
-        for row in results.get("traces", {}).get("rows", [])
-        if row.get("hidden") is not None
-    }
+    hidden = {row["run"]: row["hidden"] for row in rows_of("traces") if row.get("hidden") is not None}
     yield "operators", "Operators: share of a copy's speed", speed, 0.9
-    yield "steps", "Step time, as a ratio", ratios("steps"), 1.0
+    yield "steps", "Step time, as a ratio", ratios("steps", "large-steps"), 1.0
     yield "largest", "Largest model that trains, millions of parameters", largest, None
     yield "hidden", "Share of the communication that is hidden", hidden, None
 

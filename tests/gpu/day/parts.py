@@ -33,6 +33,18 @@ def checks(ranks: int, *names: str) -> tuple[str, ...]:
 RANKS = "tests.gpu.day.ranks"
 STREAMS_WAIT = {"ZERO_FULL_STREAM_WAITS": "on"}  # as with NCCL: else the host waits, and nothing is hidden
 KERNELS = "tests/gpu/test_kernels_gpu.py"
+ONE_CARD = "tests/gpu/test_conformance_gpu.py"
+TESTS, SANITIZER, LARGEST = "tests.gpu.day.tests_of", "tests.gpu.day.sanitizer", "tests.gpu.day.largest"
+STEPS = "tests.bench.step_time"
+STEPS_THERE = (
+    *("--dtypes", "bf16", "--recompute", "--one-at-a-time"),
+    *("--rows", "loop", "zero_full 2 alone", "zero_full 3", "FSDP2"),
+    *("--rounds", "3", "--steps", "8", "--warmup", "3", "--bucket", "50000000"),
+)
+STEPS_HERE = (
+    *("--sizes", "50k", "--rounds", "1", "--steps", "1", "--warmup", "1"),
+    *("--rows", "loop", "zero_full 2 alone"),
+)
 ALL = (
     Part(
         "there",
@@ -55,7 +67,7 @@ ALL = (
         "Operators against the CPU and fp64",
         "No failure. Skipped are tests that need two devices.",
         2,
-        "tests.gpu.day.tests_of",
+        TESTS,
         (KERNELS,),
         ("tests/gpu/test_samples.py", "-k", "not_written"),
     ),
@@ -102,27 +114,12 @@ ALL = (
     Part(
         "steps",
         "Step time",
-        "At most 1.02 of a hand-written loop with fused AdamW; no slower than FSDP2.",
-        4,
-        "tests.bench.step_time",
-        (
-            *("--sizes", "125M", "1.3B", "--dtypes", "bf16", "--recompute", "--one-at-a-time"),
-            *("--rows", "loop", "zero_full 2 alone", "zero_full 3", "FSDP2"),
-            *("--rounds", "3", "--steps", "8", "--warmup", "3", "--bucket", "50000000"),
-        ),
-        (
-            "--sizes",
-            "50k",
-            "--rounds",
-            "1",
-            "--steps",
-            "1",
-            "--warmup",
-            "1",
-            "--rows",
-            "loop",
-            "zero_full 2 alone",
-        ),
+        "At most 1.02 of a hand-written loop with fused AdamW; no slower than FSDP2. On one card nothing is "
+        "gathered.",
+        2,
+        STEPS,
+        ("--sizes", "125M", *STEPS_THERE),
+        STEPS_HERE,
     ),
     Part(
         "traces",
@@ -152,30 +149,66 @@ ALL = (
         small=("--tiny",),
     ),
     Part(
-        "sanitizer",
-        "Operators under compute-sanitizer",
-        "No error.",
-        4,
-        "tests.gpu.day.sanitizer",
+        "large-steps",
+        "Step time of a larger model",
+        "As with the smaller one.",
+        3,
+        STEPS,
+        ("--sizes", "1.3B", *STEPS_THERE),
+        STEPS_HERE,
+    ),
+    Part(
+        "one-card",
+        "Conformance of ranks that share a card",
+        "No failure. Skipped is what needs another number of devices.",
+        3,
+        TESTS,
+        (ONE_CARD,),
+        ("-m", "not gpu", "-k", "simulated-2-0"),
     ),
     Part(
         "tests",
         "The other tests on a GPU",
-        "Operators on large tensors, on streams and in graphs, the engine, ranks that share a card: no "
-        "failure. Skipped are tests that need two devices or more memory.",
+        "Operators on large tensors, on streams and in graphs, and the engine: no failure. Skipped are tests "
+        "that need two devices or more memory.",
         3,
-        "tests.gpu.day.tests_of",
-        ("tests/gpu", "--ignore", KERNELS, "-m", "gpu", "-k", "not sanitizer"),
+        TESTS,
+        ("tests/gpu", f"--ignore={KERNELS}", f"--ignore={ONE_CARD}", "-m", "gpu", "-k", "not sanitizer"),
         ("-m", "not gpu", "-k", "written_beside"),
+    ),
+    Part(
+        "sanitizer",
+        "Operators under compute-sanitizer: memory and races",
+        "No error.",
+        3,
+        SANITIZER,
+        ("--tools", "memcheck", "racecheck"),
+    ),
+    Part(
+        "sanitizer-more",
+        "Operators under compute-sanitizer: memory that nobody has written, barriers",
+        "No error.",
+        3,
+        SANITIZER,
+        ("--tools", "synccheck", "initcheck"),
     ),
     Part(
         "largest",
         "The largest model that trains",
-        "What is cut is not there: each stage trains a larger model than the one before, and with state on "
-        "the host a larger one yet.",
-        6,
-        "tests.gpu.day.largest",
-        ("--ranks", "4", "--gib", "4"),
-        ("--ranks", "1", "--tiny"),
+        "What is cut is not there: stage 3 trains a larger model than stage 0, and with state on the host a "
+        "larger one yet.",
+        4,
+        LARGEST,
+        ("--ranks", "4", "--gib", "4", "--stages", "0", "3"),
+        ("--ranks", "1", "--stages", "3", "--tiny"),
+    ),
+    Part(
+        "largest-between",
+        "The largest model at the stages between",
+        "Stage 2 trains a larger one than stage 1.",
+        4,
+        LARGEST,
+        ("--ranks", "4", "--gib", "4", "--stages", "1", "2"),
+        ("--ranks", "1", "--stages", "2", "--tiny"),
     ),
 )

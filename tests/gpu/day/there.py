@@ -71,6 +71,9 @@ def main() -> int:
     for what, value in rows.items():
         say(what=what, value=value or "missing")
     devices(device)
+    for command in (("nvidia-smi", "topo", "-m"), (sys.executable, "-m", "zero_full", "doctor")):
+        if shutil.which(command[0]):  # what they print is for the log
+            subprocess.run(command, timeout=120, check=False)
     source = numbers(asked.numel, device)
     target = torch.empty_like(source)
     spent = seconds_of(partial(target.copy_, source), device, 10)
