@@ -321,7 +321,8 @@ def _count(roots: Iterable[Any], counted: dict[int, int], alone: bool) -> None:
         elif isinstance(thing, Tensor):
             storage = thing.untyped_storage()
             # Memory that all ranks map is one piece of memory: this rank answers for its share.
-            sharers = dist.get_world_size() if storage.is_shared() and dist.is_initialized() else 1
+            mapped = storage.device.type == "cpu" and storage.is_shared()  # CUDA's always say so
+            sharers = dist.get_world_size() if mapped and dist.is_initialized() else 1
             counted[storage.data_ptr()] = storage.nbytes() // sharers
         if not alone:
             stack.extend(_behind(thing))

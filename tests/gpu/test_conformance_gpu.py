@@ -118,8 +118,9 @@ engine.destroy()
 def test_four_processes_of_torchrun_share_a_card_and_rank_0_says_so_once(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    run = subprocess.run([*command, str(script)], capture_output=True, text=True, timeout=300)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    command += ["--nproc-per-node", "4", str(script)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr[-4000:]
     assert "found cuda:0 cpu:gloo,cuda:gloo 4" in run.stdout
     assert run.stderr.count("slices go through the host's memory (gloo)") == 1

@@ -14,6 +14,7 @@ from torch.distributed.run import get_args_parser
 
 from tests.gpu import pack
 from tests.gpu.day import examples, largest, overlap, sanitizer
+from tests.gpu.day.ranks import Ended
 from tests.gpu.day.streams import late, waits
 from zero_full.examples import export_and_reload, from_deepspeed
 
@@ -61,6 +62,20 @@ def test_a_sanitizer_that_ran_nothing_has_found_nothing_out(tmp_path: Path) -> N
     program.chmod(0o700)
     assert sanitizer.run(str(program), "memcheck")[0] == -1
     assert sanitizer.run(sanitizer.stand_in(tmp_path), "memcheck")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("codes", "why"),
+    [
+        ([0, 0], ""),
+        ([largest.OUT_OF_MEMORY, None], ""),
+        ([None, None], "not over within"),
+        ([1, None], "said"),
+    ],
+)
+def test_only_memory_is_a_reason_to_try_a_smaller_model(codes: list[int | None], why: str) -> None:
+    told = largest.failure_of([Ended(code, 1.0, "" if code is None else "it said so") for code in codes])
+    assert bool(told) == bool(why) and why in told
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 7, 40, 64, 1000])

@@ -11,7 +11,7 @@ from tests.gpu.day.rows import parser_for, say
 
 ROOT = Path(__file__).parents[3]
 PACKAGE = "zero_full.examples"
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node")
 ANSWER = re.compile(r"loss ([\d.]+)|([\d.]+)% right")
 SECONDS = 120
 

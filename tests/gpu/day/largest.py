@@ -7,7 +7,7 @@ next.
 
 import multiprocessing
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -20,12 +20,12 @@ from torch.utils.checkpoint import checkpoint
 
 import zero_full
 from tests.gpu.day.place import ADAMW, PRECISIONS, RELEASES, Place
-from tests.gpu.day.ranks import together
+from tests.gpu.day.ranks import Ended, together
 from tests.gpu.day.rows import STAND_IN, finish, parser_for, say
 from zero_full.plan import plan
 
 OUT_OF_MEMORY = 42  # exit code of a rank
-NEAR = 0.03  # the search ends when what trained and what did not are so close
+NEAR = 0.05  # the search ends when what trained and what did not are so close
 ROWS = 256  # of a batch
 SECONDS = 60  # of an attempt
 
@@ -115,6 +115,15 @@ def attempt(count: int, size: Size, stage: int, tier: str, place: Place) -> None
         sys.exit(OUT_OF_MEMORY)
 
 
+def failure_of(ended: Sequence[Ended]) -> str:
+    """What has ended an attempt, if it was something else than memory. The others are killed then."""
+    bad = [one for one in ended if one.code != 0]
+    if not bad or any(one.code == OUT_OF_MEMORY for one in bad):
+        return ""
+    said = max((one.said for one in bad), key=len)[-600:]
+    return f"not over within {SECONDS} s. {said}" if all(one.code is None for one in bad) else said
+
+
 def search(trains: Callable[[int], bool], guess: int) -> tuple[int, int]:
     """(the most blocks that trained, attempts). From the guess in growing steps, then by halves."""
     good, tries, step, count = 0, 0, max(1, guess // 16), guess
@@ -139,7 +148,7 @@ def main() -> int:
     """A row for each stage and tier; 1 if an attempt fails by something else than memory."""
     parser = parser_for(__doc__)
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--gib", type=float, default=4, help="what a rank may have")
+    parser.add_argument("--gib", type=float, default=2, help="what a rank may have")
     parser.add_argument("--stages", type=int, nargs="+", default=range(4))
     asked = parser.parse_args()
     size = Size(16, 2**18) if asked.tiny else Size(1024, int(asked.gib * 2**30))
@@ -149,10 +158,10 @@ def main() -> int:
 
         def trains(count: int, stage: int = stage, tier: str = tier, wrong: list[str] = wrong) -> bool:
             ended = together(partial(attempt, count, size, stage, tier), asked, SECONDS, grace=3)
-            codes = [one.code for one in ended]
-            if OUT_OF_MEMORY not in codes and any(codes):
-                wrong.append(f"{count} blocks: " + next(one.said for one in ended if one.code != 0)[-600:])
-            return not any(code != 0 for code in codes)
+            why = failure_of(ended)
+            if why:
+                wrong.append(f"{count} blocks: {why}")
+            return all(one.code == 0 for one in ended)
 
         guess = guessed(size, stage, tier, asked.ranks)
         good, tries = search(trains, guess)

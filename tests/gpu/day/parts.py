@@ -35,6 +35,7 @@ STREAMS_WAIT = {"ZERO_FULL_STREAM_WAITS": "on"}  # as with NCCL: else the host w
 KERNELS = "tests/gpu/test_kernels_gpu.py"
 ONE_CARD = "tests/gpu/test_conformance_gpu.py"
 TESTS, SANITIZER, LARGEST = "tests.gpu.day.tests_of", "tests.gpu.day.sanitizer", "tests.gpu.day.largest"
+HOST_STEPS = {"OMP_NUM_THREADS": "4"}  # of each rank
 STEPS = "tests.bench.step_time"
 STEPS_THERE = (
     *("--dtypes", "bf16", "--recompute", "--one-at-a-time"),
@@ -199,8 +200,9 @@ ALL = (
         "larger one yet.",
         4,
         LARGEST,
-        ("--ranks", "4", "--gib", "4", "--stages", "0", "3"),
+        ("--ranks", "4", "--gib", "2", "--stages", "0", "3"),
         ("--ranks", "1", "--stages", "3", "--tiny"),
+        HOST_STEPS,
     ),
     Part(
         "largest-between",
@@ -208,7 +210,8 @@ ALL = (
         "Stage 2 trains a larger one than stage 1.",
         4,
         LARGEST,
-        ("--ranks", "4", "--gib", "4", "--stages", "1", "2"),
+        ("--ranks", "4", "--gib", "2", "--stages", "1", "2"),
         ("--ranks", "1", "--stages", "2", "--tiny"),
+        HOST_STEPS,
     ),
 )

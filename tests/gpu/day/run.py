@@ -33,6 +33,11 @@ from tests.gpu.day.parts import LIMIT, Part
 
 ROOT = Path(__file__).parents[3]
 GRACE = 5.0  # seconds between asking a part to end and ending it
+ALONE = {  # unless somebody has chosen
+    "OMP_NUM_THREADS": "1",  # of each rank
+    "GLOO_SOCKET_IFNAME": "lo",  # a machine without a network may not know its own name
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # who asks whether there is a device can still be forked
+}
 SHOWN = 15  # lines of a failed part's log
 Result = dict[str, Any]
 
@@ -80,6 +85,20 @@ def card() -> str:
     return done.stdout.strip().partition("\n")[0] if done.returncode == 0 else ""
 
 
+def private_copy(brought: Path) -> Path:
+    """A folder of this user's with the same files: libraries from where others may write are refused.
+
+    It stays, with what is compiled into it, for the next call.
+    """
+    mine = Path(tempfile.gettempdir()) / f"gpu-day-operators-{os.geteuid()}"
+    mine.mkdir(mode=0o700, exist_ok=True)
+    for file in brought.iterdir():
+        if file.is_file() and not (mine / file.name).exists():
+            shutil.copyfile(file, mine / file.name)
+            (mine / file.name).chmod(0o600)
+    return mine
+
+
 class Day:
     """A folder of results, and how parts are run into it."""
 
@@ -89,13 +108,15 @@ class Day:
         packages = pack.unpack(ROOT / pack.FOLDER, folder / "packages")
         paths = [str(ROOT), *([str(packages)] if packages else []), os.environ.get("PYTHONPATH", "")]
         given = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
-        self.own = tempfile.TemporaryDirectory(
-            prefix="gpu-day-"
-        )  # libraries from where others may write are refused
         if (brought := ROOT / pack.FOLDER / pack.OPERATORS).exists():
-            copies = shutil.copytree(brought, f"{self.own.name}/operators", copy_function=shutil.copyfile)
-            given["ZERO_FULL_CACHE"] = str(copies)
-        self.environment = {**os.environ, "ZERO_FULL_KERNELS": "all", "GPU_DAY": str(folder), **given}
+            given["ZERO_FULL_CACHE"] = str(private_copy(brought))
+        self.environment = {
+            **ALONE,
+            **os.environ,
+            "ZERO_FULL_KERNELS": "all",
+            "GPU_DAY": str(folder),
+            **given,
+        }
         self.card = "" if rehearse else card()
 
     def run(self, part: Part, seconds: float) -> Result:
