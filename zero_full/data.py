@@ -90,7 +90,8 @@ def synced(batches: Iterable[Any], group: dist.ProcessGroup | None = None) -> It
     """Yield (batch, whether it counts) until no rank has a batch left.
 
     At stage 3 every rank takes part in every forward. A rank that runs out of batches before the others gets
-    its last one again, which does not count.
+    its last one again, which does not count. The ranks ask each other before each batch; over NCCL alone,
+    without gloo beside it, the host waits for the device to hear the answer.
     """
     iterator, batch = iter(batches), NOTHING
     while True:

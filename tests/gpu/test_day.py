@@ -2,6 +2,7 @@
 
 import ast
 import json
+import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -225,6 +226,18 @@ def test_what_a_day_runs_imports_nothing_that_a_bare_machine_lacks() -> None:
 
 def test_what_starts_a_day_needs_no_package_at_all() -> None:
     assert {*reached(["tests.gpu.day.__main__"])} <= {*sys.stdlib_module_names}
+
+
+@pytest.mark.parametrize(
+    ("given", "command"),
+    [
+        (["REHEARSE=1"], "-m tests.gpu.day --rehearse"),
+        (["PYTHON=python3", "MINUTES=9.5"], "python3 -m tests.gpu.day --minutes 9.5"),
+    ],
+)
+def test_make_gives_on_what_it_is_told(given: list[str], command: str) -> None:
+    said = subprocess.run(["make", "-n", "gpu-day", *given], cwd=ROOT, capture_output=True, text=True)
+    assert " ".join(said.stdout.split()).endswith(command)
 
 
 # All of it ---------------------------------------------------------------------------------------
