@@ -11,7 +11,6 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -114,8 +113,11 @@ def section(part: Part, result: Result) -> str:
 
 
 def tables(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Rows with the same keys that follow each other are a table; a benchmark's last line is one, too."""
-    for keys, some in groupby(rows, key=lambda row: tuple(row)):
+    """Rows with the same keys are a table; a benchmark's last line is one, too."""
+    alike: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        alike.setdefault(tuple(row), []).append(row)
+    for keys, some in alike.items():
         if "ratios" in keys:
             for row in some:
                 yield (
@@ -190,7 +192,8 @@ def draw(results: dict[str, Result], folder: Path, rehearsal: bool) -> list[str]
         axes.barh(list(values)[::-1], list(values.values())[::-1], color="#4051b5")
         if aim is not None:
             axes.axvline(aim, color="#c2410c", linestyle="--")
-        axes.set_title(f"REHEARSAL ON A CPU, no result: {title}" if rehearsal else title)
+        shown = f"REHEARSAL ON A CPU, no result: {title}" if rehearsal else title
+        figure.suptitle(shown, x=0.01, ha="left", fontsize="medium")
         folder.mkdir(parents=True, exist_ok=True)
         figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
         pyplot.close(figure)

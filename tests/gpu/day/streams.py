@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 from tests.gpu.day.place import Place, Tower, batch_of, deterministic, engine_of, one_step
 from tests.gpu.day.rows import STAND_IN, finish
@@ -110,16 +110,19 @@ def watched(place: Place) -> None:
 # Host synchronisations ---------------------------------------------------------------------------
 
 
-class Reads(TorchDispatchMode):
-    """Counts reads of a tensor's value: what would wait for a device."""
+class Reads(TorchFunctionMode):
+    """Counts reads of a tensor's values: what would wait for a device."""
 
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten._local_scalar_dense.default
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in READS
         return func(*args, **(kwargs or {}))
+
+
+READS = (Tensor.tolist, Tensor.item, Tensor.__bool__, Tensor.__float__, Tensor.__int__)
 
 
 def synchronisations(place: Place) -> None:
@@ -143,7 +146,8 @@ def waits(device: torch.device, step: Callable[[], None]) -> dict[str, Any]:
     if device.type == "cpu":
         with Reads() as reads:
             step()
-        return {"synchronisations": reads.count, STAND_IN: "reads of a tensor's value"}
+        told = "reads of a tensor's values"
+        return {"synchronisations": reads.count, "fine": reads.count == 1, STAND_IN: told}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
