@@ -58,7 +58,7 @@ def copies_of_python_numbers(path: Path) -> list[str]:
         f"{path.name}:{call.lineno}"
         for call in calls
         if ast.unparse(call.func) in ("torch.tensor", "torch.as_tensor")
-        and any(keyword.arg == "device" for keyword in call.keywords)
+        and any(k.arg == "device" and ast.unparse(k.value) != "'cpu'" for k in call.keywords)
     ]
 
 

@@ -89,13 +89,18 @@ def test_waiting_holds_back_the_stream_that_waits_and_the_producers_and_not_the_
     assert sorted(LOG) == [(name, "waits for", "the event") for name in ("first", "main")]
 
 
-def test_an_accelerator_gets_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_accelerator_gets_a_stream_of_its_own_that_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
-    monkeypatch.setattr(torch, "Stream", lambda device: made.append(device) or FakeStream("side"))
+
+    def make(device: torch.device, priority: int) -> FakeStream:
+        made.append((device, priority))
+        return FakeStream("side")
+
+    monkeypatch.setattr(torch, "Stream", make)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: FakeStream(str(device)))
     device = torch.device("cuda", 1)
     lane = lane_for(device, overlap=True)
-    assert isinstance(lane, Stream) and made == [device] and lane.producer().name == "cuda:1"
+    assert isinstance(lane, Stream) and made == [(device, -1)] and lane.producer().name == "cuda:1"
 
 
 class Recorder:

@@ -77,7 +77,7 @@ def agree(
 
 def numbers_on(device: torch.device, values: Sequence[float]) -> Tensor:
     """These numbers there. The host does not wait for the device, as it would to copy ordinary memory."""
-    here = torch.tensor(values, dtype=torch.float64)
+    here = torch.tensor(values, dtype=torch.float64, device="cpu")
     if device.type == "cpu":
         return here
     if not has_fp64(device):

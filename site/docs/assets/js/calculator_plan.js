@@ -195,6 +195,11 @@ const zeroPlan = (() => {
       const flat = bufferOfPlace[place]
       if (tied) note((terms.arriving + terms.parameter) * numel)
       if (tied) held -= terms.parameter * numel
+      if (run.stage > 1 && inFlight > 0 && !left.has(flat)) { // its buffer takes the place of one that has left
+        held += terms.arriving * numel
+        drain(inFlight - 1)
+        held -= terms.arriving * numel
+      }
       if (!filling.has(flat)) alive += terms.waiting * flat.whole
       filling.add(flat)
       note(terms.arriving * numel)
