@@ -55,9 +55,12 @@ class Rooted(Tower):
         return super().forward(x * self.scale)
 
 
-def peaks(comm: Any, make: Callable[[], nn.Module], zero: dict[str, Any]) -> list[int]:
+def peaks(
+    comm: Any, make: Callable[[], nn.Module], zero: dict[str, Any], stops_host: bool = True
+) -> list[int]:
     """The most elements that are gathered in forward, in backward and in evaluation."""
     engine, most = engine_of(make, zero), 0
+    engine.optimizer.gatherer.lane.stops_host = stops_host  # False: as on an accelerator
     gatherer = engine.optimizer.gatherer
     begin = gatherer._begin
 
@@ -95,10 +98,11 @@ def test_one_unit_is_gathered_at_a_time_and_those_ahead_until_enough_are(
 ) -> None:
     block, root = padded(BLOCK, world_size), padded([WIDTH], world_size)
     ahead_of = {0: 0, 1: 1, block: 1, block + 1: 2, 3 * block: 3} if overlap else {50_000_000: 0}
-    for allowed, ahead in ahead_of.items():
+    cases = [(False, *case) for case in ahead_of.items()] + [(True, 50_000_000, int(overlap))]
+    for stops_host, allowed, ahead in cases:
         most = (1 + ahead) * block + root
         zero = {**RELEASED, "overlap_comm": overlap, "stage3_prefetch_bucket_size": allowed}
-        for found in POOL.run(peaks, world_size, Rooted, zero):
+        for found in POOL.run(peaks, world_size, Rooted, zero, stops_host):
             assert found == [most] * 3
 
 

@@ -106,6 +106,8 @@ def test_an_accelerator_gets_a_stream_of_its_own_that_goes_first(monkeypatch: py
 class Recorder:
     """A lane on which every gradient seems to come from a stream of its own."""
 
+    stops_host = False
+
     def __init__(self) -> None:
         self.made: list[str] = []
         self.given: list[list[str]] = []

@@ -27,6 +27,8 @@ class Pending(Protocol):
 class Lane(Protocol):
     """A place where jobs run one after the other."""
 
+    stops_host: bool  # whether `wait` keeps the host from going on, and not only the device
+
     def submit(self, job: Job, tensors: Iterable[Tensor], producers: Iterable[Any]) -> Pending:
         """Run the job after what `producers` (streams) have queued so far.
 
@@ -53,6 +55,8 @@ class Done:
 class Inline:
     """No overlap: the caller runs each job when it submits it, on its own stream."""
 
+    stops_host = False
+
     def __init__(self, current: Callable[[], Any] = lambda: None) -> None:
         self.producer = current
 
@@ -76,6 +80,8 @@ class Inline:
 
 class Late:
     """For tensors without values: a job is done when somebody waits for it. Till then most is in memory."""
+
+    stops_host = False
 
     def __init__(self) -> None:
         self.waiting: deque[Job] = deque()
@@ -115,6 +121,8 @@ class _Place:
 
 class Thread:
     """A worker thread: for the CPU, where gloo lets go of the interpreter while it waits."""
+
+    stops_host = True
 
     def __init__(self) -> None:
         self.worker = ThreadPoolExecutor(1, thread_name_prefix="zero_full-collectives")
@@ -160,6 +168,8 @@ class Stream:
     these do next with the memory comes later. When memory is free again depends on the order of calls only,
     and not on how far the host is ahead of the device.
     """
+
+    stops_host = False
 
     def __init__(self, side: Any, current: Callable[[], Any]) -> None:
         """`side`: where jobs run. `current` returns the stream that the caller queues its work on."""

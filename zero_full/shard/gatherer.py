@@ -19,6 +19,7 @@ is gathered; if no module around it has done so, it gathers the unit for its own
 """
 
 import logging
+import sys
 import weakref
 from collections.abc import Sequence
 from functools import partial
@@ -143,10 +144,15 @@ class ParameterGatherer:
             flat.finish_gather(self.lane)
 
     def _prefetch(self) -> None:
-        """Begin what comes next until enough is on its way: at least one site, however large."""
+        """Begin what comes next until enough is on its way: at least one site, however large.
+
+        On a CPU no more than one: the worker that gathers is never idle, and each site more would have memory
+        of its own, whose fresh pages cost more than what is written to them.
+        """
         order = self.order
         assert order is not None
-        while order.ahead < self.limits.prefetch_numel and (following := order.next()) is not None:
+        enough = min(self.limits.prefetch_numel, 1 if self.lane.stops_host else sys.maxsize)
+        while order.ahead < enough and (following := order.next()) is not None:
             if following.numel > self.limits.max_live - self.live:
                 return
             order.begin_early(following)

@@ -25,7 +25,7 @@ from zero_full.shard.passes import BackwardPass
 from zero_full.shard.settings import Settings
 from zero_full.shard.stand_in import UNSCALED, Found, ShownGradients, names_of
 
-IN_FLIGHT = 2  # gradient buffers at a time, being filled or reduced: more would only hold more memory
+IN_FLIGHT = 2  # gradient buffers at a time, being filled or reduced; where waiting stops the host, one more
 SCALED = (
     "a pass through the model's loss has brought gradients to no parameter (torch.autograd.grad, or inputs "
     "that require gradients), and what it has brought is multiplied by the loss scale: start from "
@@ -191,7 +191,7 @@ class GradientReducer:
         before.append(here)
         if bucket in self.launched:  # a second helping
             self._drain(0)
-        elif self.every_backward:  # its buffer takes the place of one that is done with
+        elif self.every_backward and not self.lane.stops_host:  # its buffer takes the place of an older one
             self._drain(IN_FLIGHT - 1)
         if bucket.settings.copy_on_arrival or not self.syncing:
             bucket.take(member, final=self.syncing and not self.wait_for_end)
