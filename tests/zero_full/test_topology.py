@@ -164,6 +164,24 @@ def test_copies_are_averaged_beside_the_last_backward_pass_of_a_step(stage: int)
         assert len(found) > 2 and set(found[:-1]) == {(1, True)}
 
 
+def steps_on_written_gradients(comm: Any, zero: dict[str, Any]) -> dict[str, Tensor]:
+    """No backward pass comes before the step: gradients are written by hand."""
+    engine, optimizer, _, _ = zero_full.initialize(model=Net(), config=config(2, zero_optimization=zero))
+    engine.allreduce_gradients()  # there are none
+    for param in engine.module.parameters():
+        param.grad = torch.full_like(param, 0.1)
+    optimizer.step()
+    found = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+    engine.destroy()
+    return found
+
+
+def test_copies_have_nothing_to_average_before_there_are_gradients() -> None:
+    (want, *_) = POOL.run(steps_on_written_gradients, 4, {})
+    for got in POOL.run(steps_on_written_gradients, 4, {"mics_shard_size": 2}):
+        assert_close(got, want)
+
+
 def test_all_replicas_have_the_same_bits() -> None:
     first, *others = POOL.run(across_bits, 4)
     for other in others:

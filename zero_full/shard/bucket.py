@@ -182,7 +182,8 @@ class Bucket:
 
     def share_slice(self) -> None:
         """Average this rank's slice over the groups that hold the same one, once a step."""
-        if self.settings.frees_gradients and self.across.size > 1 and not self.slice_is_shared:
+        waiting = self.slice_is_valid and not self.slice_is_shared
+        if self.settings.frees_gradients and self.across.size > 1 and waiting:
             assert self.grad_slice is not None
             self._share(self.grad_slice, 1, self.settings.dtypes.reduce or self.grad_slice.dtype)
             self.slice_is_shared = True

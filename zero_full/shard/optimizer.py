@@ -224,7 +224,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             refuse_unusable(self.param_groups, self.listed)
             self.look_at_model()
             return self._take_in_gradients(), None
-        except RuntimeError as error:
+        except Exception as error:  # a hook of the user's may raise any
             return Found(), error
 
     def _take_in_gradients(self) -> Found:
