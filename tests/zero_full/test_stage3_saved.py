@@ -100,6 +100,20 @@ def lacks_memory_once(engine: zero_full.Engine, step: int, rank: int) -> float:
     return one_step(engine, step, rank)
 
 
+def groups_after_a_failed_end(comm: Any) -> int:
+    """Process groups that stay open when `destroy(gather=True)` cannot gather."""
+    before = len(torch.distributed.distributed_c10d._world.pg_map)
+    engine = engine_of(Tower, stage3(overlap_comm=True))
+    engine.optimizer.flats()[-1].gather_slices = mock.Mock(side_effect=torch.OutOfMemoryError)
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.destroy(gather=True)
+    return len(torch.distributed.distributed_c10d._world.pg_map) - before
+
+
+def test_an_end_that_fails_leaves_no_group_open() -> None:
+    assert POOL.run(groups_after_a_failed_end, 2) == [0, 0]
+
+
 def test_the_step_after_one_without_memory_for_a_unit() -> None:
     assert_stage_3_is_stage_2(Tower, lacks_memory_once, ways=["released", "kept"], units=8)
 

@@ -162,6 +162,30 @@ def test_a_hook_that_reads_gradients_hears_that_they_are_not_there() -> None:
         assert all("grad has no values here" in said for said in ranks), ranks
 
 
+def raises_on_one_rank(comm: Any) -> str:
+    """A hook of the user's fails on the last rank only."""
+    model = Net()
+    raw = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def fail(*_: Any) -> None:
+        if comm.rank:
+            raise ValueError("out of luck")
+
+    raw.register_step_pre_hook(fail)
+    engine, *_ = zero_full.initialize(model=model, optimizer=raw, config=own(2))
+    engine.backward(engine(data(0, 0, comm.rank)))
+    try:
+        engine.step()
+    except (RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was said"
+
+
+def test_a_hook_that_raises_on_one_rank_ends_the_others_with_its_words() -> None:
+    for said in POOL.run(raises_on_one_rank, 2, collective=10):
+        assert said.startswith("DisagreementError") and "out of luck" in said
+
+
 def test_a_hook_that_returns_other_arguments_is_an_error() -> None:
     model = Net()
     raw = adamw(model.parameters())

@@ -1,10 +1,11 @@
 """How an optimizer leaves its model: collectives come to their end, hooks go, groups are closed."""
 
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 from zero_full.comm.communicator import CommunicationError
-from zero_full.shard.flat import GatherState
+from zero_full.shard.flat import FlatParameter, GatherState
 from zero_full.shard.owners import unregister
 
 
@@ -19,10 +20,17 @@ def leave_model(optimizer: Any, gather: bool) -> None:
     for hook in optimizer.hooks:
         hook.remove()
     flats = optimizer.flats()
+    try:
+        if optimizer.gatherer is not None:
+            optimizer.gatherer.close()
+            for flat in flats if gather else ():
+                optimizer.gatherer.gather(flat)
+    finally:  # a gather that has failed is told, and nothing stays open for that
+        _let_go(optimizer, flats)
+
+
+def _let_go(optimizer: Any, flats: Sequence[FlatParameter]) -> None:
     if optimizer.gatherer is not None:
-        optimizer.gatherer.close()
-        for flat in flats if gather else ():
-            optimizer.gatherer.gather(flat)
         optimizer.gatherer.lane.close()
     optimizer.lane.close()
     if all(flat.state is GatherState.WHOLE for flat in flats):
