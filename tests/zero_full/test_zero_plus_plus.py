@@ -165,3 +165,26 @@ def test_every_group_is_opened_once_used_and_closed_with_the_engine(
     for opened, used, left in POOL.run(groups_opened, 4, {**zero, "overlap_comm": overlap}):
         assert used == most + (not overlap) and opened == most  # without overlap the user's own is used, too
         assert left == 0
+
+
+def written_between_passes(comm: Any, zero: dict[str, Any]) -> float:
+    """The last rank alone writes to its part of a weight between a forward and its backward."""
+    torch.manual_seed(0)
+    engine, _, _, _ = zero_full.initialize(model=Tower(), config=config(**zero))
+    generator = torch.Generator().manual_seed(comm.rank)
+    loss = engine(torch.randn(4, WIDTH, generator=generator).bfloat16())
+    weight = engine.module.layers[-1].weight
+    mine = zero_full.safe_get_local_fp32_param(weight)
+    if comm.rank == comm.world_size - 1 and mine is not None:
+        zero_full.safe_set_local_fp32_param(weight, torch.full_like(mine, 0.25))
+    engine.backward(loss)
+    engine.step()
+    total = float(zero_full.safe_get_full_fp32_param(weight).double().sum())
+    engine.destroy()
+    return total
+
+
+def test_one_ranks_write_between_passes_waits_for_the_step_with_a_node_copy() -> None:
+    plain, node = (POOL.run(written_between_passes, 4, zero) for zero in ({}, {"zero_hpz_partition_size": 2}))
+    assert len(set(node)) == len(set(plain)) == 1
+    assert node[0] == pytest.approx(plain[0], rel=1e-3)

@@ -212,7 +212,10 @@ def safe_get_local_optimizer_state(param: Parameter, key: str) -> Tensor | None:
 
 
 def safe_set_local_fp32_param(param: Parameter, value: Tensor) -> None:
-    """New values for this rank's elements. The other ranks see them after the next step."""
+    """New values for this rank's elements. The other ranks see them after the next step.
+
+    With `zero_hpz_partition_size` this rank, too, if forward has left a copy for backward.
+    """
     place = _place(param)
     if place.piece is not None:
         place.piece.master.detach().reshape(-1).copy_(value.reshape(-1))

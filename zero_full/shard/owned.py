@@ -109,8 +109,10 @@ class Owned:
     # Values --------------------------------------------------------------------------------------
 
     def copy_master(self) -> None:
-        """This rank's slice of the parameters becomes what its master says."""
-        self.flat.node_copy = None
+        """This rank's slice of the parameters becomes what its master says.
+
+        A node's copy stays: all ranks drop theirs together, or only some would gather from the node.
+        """
         self.tier.put_away(self.master, self.flat.shard)
         self.note_versions()
 
