@@ -173,7 +173,8 @@ class Full:
             **numbers.keys,
         }
         of_numbers = numbers.keys.get("zero_optimization", {}) if stage else {}
-        config["zero_optimization"] = {**zero, **of_numbers, "overlap_comm": False}
+        overlap = micro_batches == 1  # so that every event happens with it and without
+        config["zero_optimization"] = {**zero, **of_numbers, "overlap_comm": overlap}
         self.engine, self.wrapped, _, _ = zero_full.initialize(model=model, optimizer=given, config=config)
         self.module, self.stage, self.style, self.micro_batches = model, stage, style, micro_batches
         self.given = given
