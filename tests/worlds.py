@@ -12,6 +12,7 @@ import itertools
 import multiprocessing
 import os
 import pickle
+import socket
 import sys
 import time
 import traceback
@@ -158,3 +159,10 @@ def _one_after_another(comm: Any, fn: Callable[..., Any], cases: Sequence[tuple[
         except Exception as error:
             raise RuntimeError(f"{fn.__name__}{case}: {type(error).__name__}: {error}") from error
     return answers
+
+
+def free_port() -> int:
+    """One that nobody uses now."""
+    with socket.socket() as asked:
+        asked.bind(("127.0.0.1", 0))
+        return int(asked.getsockname()[1])

@@ -10,6 +10,7 @@ import torch.multiprocessing as multiprocessing
 from torch import Tensor
 
 import zero_full
+from tests.worlds import free_port
 from tests.zero_full.runs import Net, config, data, reference
 
 pytestmark = [
@@ -80,16 +81,11 @@ def rank_of_nccl(rank: int, port: int, keys: dict[str, Any], answers: Any) -> No
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_two_devices_end_where_plain_adam_ends(stage: int, precision: str, overlap: bool) -> None:
-    import socket
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     keys, tolerance = PRECISIONS[precision]
     keys = config(
         stage, zero_optimization={"overlap_comm": overlap, **RELEASES}, gradient_accumulation_steps=2, **keys
     )
     answers = multiprocessing.Manager().dict()
-    multiprocessing.spawn(rank_of_nccl, (port, keys, answers), nprocs=2)
+    multiprocessing.spawn(rank_of_nccl, (free_port(), keys, answers), nprocs=2)
     for rank in range(2):
         assert off_by(answers[rank], reference(2, STEPS, micro_batches=2)) <= tolerance

@@ -154,3 +154,12 @@ def assert_same(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> None:
     assert list(got) == list(want)
     for name, tensor in want.items():
         assert torch.equal(got[name], tensor), f"{name} differs"
+
+
+def said_by(act: Callable[[], Any]) -> str:
+    """The error that it raises, with its type."""
+    try:
+        act()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was said"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import zero_full
 from tests.worlds import run_each, run_in
-from tests.zero_full.runs import Net, assert_close, config, data, reference
+from tests.zero_full.runs import Net, assert_close, config, data, reference, said_by
 
 KEYS = [{}, {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "loss_scale": 128.0}}]
 
@@ -158,17 +158,17 @@ def write_both(comm: Any, stage: int, gathered: bool) -> str:
     weight = engine.module.layers[2].weight
     window = zero_full.safe_get_local_fp32_param(weight)
     assert window is not None
-    try:
+
+    def write_and_step() -> None:
         with zero_full.GatheredParameters([weight], 0) if gathered else nullcontext(), torch.no_grad():
             window.fill_(0.5)
             weight.fill_(0.25)
         engine.backward(engine(data(0, 0, comm.rank, torch.bfloat16)))
         engine.step()
-    except RuntimeError as error:
-        return str(error)
-    finally:
-        engine.destroy()
-    return "nothing was said"
+
+    said = said_by(write_and_step)
+    engine.destroy()
+    return said
 
 
 def test_writes_to_a_parameter_and_to_its_master_are_an_error() -> None:

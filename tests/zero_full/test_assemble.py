@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import zero_full
 from tests.worlds import POOL
-from tests.zero_full.runs import Net, assert_close, assert_same, config, data, reference
+from tests.zero_full.runs import Net, assert_close, assert_same, config, data, reference, said_by
 from zero_full.assemble import SWITCH, shard
 from zero_full.offload import HostTier
 from zero_full.precision import Dtypes, StaticScale
@@ -162,11 +162,7 @@ def differs(comm: Any, how: str) -> str:
     settings = Settings(stage=2, clip=0.1 * comm.rank) if how == "clip" else Settings(stage=2)
     if how == "raises" and comm.rank == 1:
         model.layers[0] = nn.LazyLinear(13)  # type: ignore[assignment]
-    try:
-        shard(model, adamw(model), settings)
-    except Exception as error:
-        return str(error)
-    return "nothing was said"
+    return said_by(lambda: shard(model, adamw(model), settings))
 
 
 def test_ranks_that_differ_hear_of_it_together() -> None:

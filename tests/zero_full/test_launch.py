@@ -3,7 +3,6 @@
 import inspect
 import os
 import platform
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.worlds import POOL
+from tests.worlds import POOL, free_port
 from zero_full import Topology, assemble, launch, ranks
 from zero_full.comm import devices
 from zero_full.launch import LAUNCHER, OTHERS, LaunchError, find_place, init_distributed
@@ -335,14 +334,8 @@ print([*seen, total()])
 """
 
 
-def free_port() -> str:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return str(found.getsockname()[1])
-
-
 def test_two_processes_find_each_other_by_arguments_and_by_open_mpis_variables() -> None:
-    ports = [free_port(), free_port()]
+    ports = [str(free_port()), str(free_port())]
     commands = [[sys.executable, "-c", JOIN, str(rank), *ports] for rank in range(2)]
     ranks = [subprocess.Popen(c, env=dict(os.environ), stdout=subprocess.PIPE, text=True) for c in commands]
     said = [rank.communicate(timeout=120)[0].strip() for rank in ranks]

@@ -10,19 +10,11 @@ from torch import nn
 
 import zero_full
 from tests.worlds import POOL
-from tests.zero_full.runs import Net, config, data
+from tests.zero_full.runs import Net, config, data, said_by
 from zero_full.assemble import shard
 from zero_full.comm.topology import Topology
 from zero_full.precision import Dtypes, DynamicScale
 from zero_full.shard import Settings
-
-
-def said_by(act: Callable[[], Any]) -> str:
-    try:
-        act()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was said"
 
 
 def partly_frozen(kept: int) -> zero_full.Engine:

@@ -262,8 +262,8 @@ class ParameterGatherer:
                 site.later = later
                 later += site.numel
         self.order = None
-        # Begun early and not reached, as this forward has failed or gone another way: it would keep the values
-        # of now, whatever becomes of the parameters until somebody needs them.
+        # Begun early and not reached, as this forward has failed or gone another way: it would keep the
+        # values of now, whatever becomes of the parameters until somebody needs them.
         for flat in [flat for flat in self.gathered if flat.state is GatherState.GATHERING]:
             self.release(flat)
 

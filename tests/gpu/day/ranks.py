@@ -8,7 +8,6 @@ find each other by torchrun's variables. With more ranks than devices several sh
 
 import multiprocessing
 import os
-import socket
 import sys
 import tempfile
 import time
@@ -25,6 +24,7 @@ import zero_full
 from tests.gpu.day import conformance, failures, memory, overlap, streams
 from tests.gpu.day.place import Place
 from tests.gpu.day.rows import parser_for, say
+from tests.worlds import free_port
 from zero_full.comm.device_queue import SWITCH
 
 Check = Callable[[Place], None]
@@ -50,13 +50,6 @@ class Ended:
     code: int | None
     after: float
     said: str
-
-
-def free_port() -> int:
-    """One that nobody uses now."""
-    with socket.socket() as asked:
-        asked.bind(("127.0.0.1", 0))
-        return int(asked.getsockname()[1])
 
 
 def life(check: Check, device: str, rank: int, world: int, tiny: bool, port: int, log: str) -> None:
