@@ -17,7 +17,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,15 +26,12 @@ from zero_full.checkpoint.torch_file import REMEDY, SavedTensor, TorchArchive
 from zero_full.wording import shown
 
 
-class SealedType(type):
-    """The type of classes of which nothing can be set: a pickle can try that with all that it may name."""
+class Inert:
+    """The base of what a pickle may name.
 
-    def __setattr__(cls, name: str, value: object) -> NoReturn:
-        raise UnpicklingError(f"{cls.__name__} is not changed")
-
-
-class Inert(metaclass=SealedType):
-    """The base of what a pickle may name. Instances have no state that a pickle could set."""
+    A pickle can try to set attributes of all that it has named or made. Then `__setstate__` is asked; of a class
+    it is called without an instance, which is an error.
+    """
 
     def __setstate__(self, state: object) -> None:
         raise UnpicklingError(f"{type(self).__name__} has no state")
@@ -46,13 +43,13 @@ class Inert(metaclass=SealedType):
 class SavedObject(Inert):
     """The attributes that an object had. Which class it was of, its class here says."""
 
+    attributes: Mapping[str, Any]
+
     def __new__(cls) -> "SavedObject":
         """See the class."""
         made = super().__new__(cls)
         made.attributes = {}
         return made
-
-    attributes: Mapping[str, Any]
 
     def __setstate__(self, state: object) -> None:
         if not isinstance(state, dict):
@@ -121,7 +118,23 @@ class AttributesMaker(Inert):
         return make(*args)
 
 
-# Numbers of numpy ----------------------------------------------------------------------------------
+# Bytes, counts, and numbers of numpy ----------------------------------------------------------------
+
+
+class CounterMaker(Inert):
+    """`collections.Counter`, whose own class could be changed."""
+
+    def __new__(cls, counts: dict[Any, int]) -> Any:
+        """See the class."""
+        return Counter(dict(counts))
+
+
+class NoBytes(Inert):
+    """`bytes`, which is called for b"" only."""
+
+    def __new__(cls) -> Any:
+        """See the class."""
+        return b""
 
 
 class TextBytes(Inert):
@@ -135,13 +148,13 @@ class TextBytes(Inert):
 class NumpyType(Inert):
     """`numpy.dtype`: how the bytes of a number are to be read."""
 
+    format: str
+
     def __new__(cls, code: str, *rest: Any) -> "NumpyType":
         """See the class."""
         made = super().__new__(cls)
         made.format = NUMPY_FORMATS[code]
         return made
-
-    format: str
 
     def __setstate__(self, state: Any) -> None:
         if state[1] not in ("<", "|", "="):
@@ -156,14 +169,6 @@ class NumpyNumber(Inert):
         if type(kind) is not NumpyType:
             raise UnpicklingError("a number of an unknown type")
         return struct.unpack(f"<{kind.format}", content)[0]
-
-
-class CounterMaker(Inert):
-    """`collections.Counter`, whose own class could be changed."""
-
-    def __new__(cls, counts: dict[Any, int]) -> Any:
-        """See the class."""
-        return Counter(dict(counts))
 
 
 # What may be named ---------------------------------------------------------------------------------
@@ -206,6 +211,7 @@ ADMITTED: dict[str, Any] = {
     "collections.Counter": CounterMaker,
     "builtins.set": set,
     "builtins.frozenset": frozenset,
+    "builtins.bytes": NoBytes,
     "_codecs.encode": TextBytes,
     "torch.Size": tuple,
     "torch.device": torch.device,
