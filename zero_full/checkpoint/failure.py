@@ -1,6 +1,7 @@
 """A failure of one rank is everybody's: nobody goes on alone, nobody waits for one that does not come."""
 
 from collections.abc import Callable
+from typing import Any
 
 from zero_full.comm.topology import this_rank
 from zero_full.shard.optimizer import ZeroOptimizer
@@ -25,14 +26,17 @@ class Attempt:
             except Exception as error:
                 self.error = error
 
-    def agree(self) -> None:
-        """Raise on every rank if any rank has failed. Every rank must call this."""
-        reports = {this_rank(): None if self.error is None else str(self.error) or type(self.error).__name__}
+    def agree(self, told: Any = None) -> dict[int, Any]:
+        """Raise on every rank if any has failed; else what each has `told`. Every rank must call this."""
+        failure = None if self.error is None else str(self.error) or type(self.error).__name__
+        reports = {this_rank(): (failure, told)}
         for group in self.optimizer.groups.everyone:
             for theirs in group.gather_objects(reports, "failures"):
                 reports = {**reports, **theirs}
-        if failed := {rank: text for rank, text in sorted(reports.items()) if text is not None}:
+        failed = {rank: text for rank, (text, _) in sorted(reports.items()) if text is not None}
+        if failed:
             raise CheckpointError(_reasons(failed, len(reports))) from self.error
+        return {rank: each for rank, (_, each) in sorted(reports.items())}
 
 
 def _reasons(failed: dict[int, str], ranks: int) -> str:
