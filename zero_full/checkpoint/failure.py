@@ -15,6 +15,8 @@ class Attempt:
     """Runs what this rank does between collectives, and keeps its failure until all ranks can hear of it."""
 
     def __init__(self, optimizer: ZeroOptimizer) -> None:
+        if optimizer.closed:
+            raise CheckpointError("after destroy nothing can be saved or loaded: initialize the model again")
         self.optimizer = optimizer
         self.error: Exception | None = None
 
