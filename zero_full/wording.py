@@ -27,6 +27,12 @@ def shown(value: object, write: Callable[[object], str] = repr) -> str:
     return text if len(text) <= WIDE else f"{text[: WIDE - 3]}..."
 
 
+def natural(name: str) -> list[tuple[int, str]]:
+    """A key that sorts layers.2 before layers.10."""
+    parts = re.split("([0-9]+)", name)
+    return [(len(part.lstrip("0")) if place % 2 else 0, part) for place, part in enumerate(parts)]
+
+
 def printable(text: str) -> str:
     """The text without characters that command a terminal: names in a file can be anybody's."""
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)

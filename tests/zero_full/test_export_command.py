@@ -4,10 +4,7 @@ import errno
 import json
 import re
 import resource
-import subprocess
-import sys
 from collections.abc import Callable
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +17,6 @@ from torch import Tensor
 from tests.zero_full.memory_source import MemorySource, values_of_all_kinds
 from zero_full.__main__ import main
 from zero_full.checkpoint import CheckpointError, command, consolidate, export_checkpoint, files
-from zero_full.checkpoint.progress import Progress
 from zero_full.wording import size_of
 
 DTYPES = {None: torch.float32, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -115,7 +111,7 @@ def test_chunks_and_pieces_leave_no_trace(
 
 
 def test_tied_weights_are_stored_once_and_named_in_the_header(tmp_path: Path, source: MemorySource) -> None:
-    assert export_checkpoint("saved", tmp_path / "out") == [tmp_path / "out/model.safetensors"]
+    assert export_checkpoint("saved", tmp_path / "out").files == [tmp_path / "out/model.safetensors"]
     with safe_open(tmp_path / "out/model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt", **source.aliases}
     model = torch.nn.Module()
@@ -144,6 +140,29 @@ def test_what_the_checkpoint_lacks_is_an_error_unless_it_is_not_wanted(
     assert not (tmp_path / "out").exists()
     code, out, _ = run(capsys, "export", "saved", tmp_path / "out", "--exclude-frozen")
     assert code == 0 and "frozen: frozen.weight, base.weight, base.bias\n" in out
+
+
+def test_what_is_no_tensor_is_told(tmp_path: Path, source: MemorySource, capsys: Capture) -> None:
+    source.shared["others"] = {"body._extra_state": {"a": 1}}
+    assert (
+        "because no tensors (get_extra_state): body._extra_state\n" in run(capsys, "export", "x", tmp_path)[1]
+    )
+    assert export_checkpoint("x", tmp_path / "again").others == ["body._extra_state"]
+
+
+def test_files_do_not_tell_in_which_order_tensors_were_stored(tmp_path: Path) -> None:
+    values = {f"parameters/layers.{n}.weight": torch.full((3,), float(n)) for n in (2, 10, 1, 0)}
+    values |= {"buffers/x": torch.ones(1), "parameters/a": torch.ones(1)}
+    contents = []
+    for name, keys in (("one", list(values)), ("other", list(values)[::-1])):
+        source = MemorySource(tmp_path, {key: values[key] for key in keys})
+        aliases = {"b.2": "a", "b.10": "a"}
+        source.aliases = aliases if name == "one" else dict(reversed(aliases.items()))
+        files = consolidate.consolidate(source, tmp_path / name, consolidate.Wish(max_shard_bytes=25)).files
+        contents.append([file.read_bytes() for file in files])
+    assert contents[0] == contents[1] and len(contents[0]) == 4
+    weight_map = json.loads(contents[0][-1])["weight_map"]
+    assert list(weight_map) == ["a", *(f"layers.{n}.weight" for n in (0, 1, 2, 10)), "x"]
 
 
 # What is wrong -----------------------------------------------------------------------------------
@@ -217,7 +236,7 @@ WRONG: dict[str, tuple[Callable[[MemorySource, Path], None], str, str]] = {
     "all is frozen": (all_frozen, "--exclude-frozen", "step20, whose parameters are all frozen"),
     "no parameters": (only_state, "", "nothing is to be exported from .*, which has no parameters"),
     "experts": (experts, "", r"has parts of experts .* \(parameters@model1/words\): .*module_state_dict\(\)"),
-    "one name": (one_name, "", "has parameters/words and buffers/words, which have one name"),
+    "one name": (one_name, "", "has buffers/words and parameters/words, which have one name"),
     "tied and stored": (stored_twice, "", "says that scale is tied and stores it all the same"),
     "unknown type": (unknown_type, "", "odd is torch.complex128, which safetensors does not know"),
     "too large": (too_large, "--dtype fp16", r"words has values as large as 7e\+04, which torch.float16"),
@@ -313,81 +332,5 @@ def test_wishes_that_make_no_sense() -> None:
             export_checkpoint("saved", "nowhere", **wrong)
 
 
-# Progress ----------------------------------------------------------------------------------------
-
-
-class Terminal(StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-@pytest.mark.parametrize("stream", [Terminal(), StringIO()], ids=["terminal", "file"])
-def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(stream: StringIO) -> None:
-    seconds = iter(range(0, 1000, 4))
-    with Progress("exporting", 40 * 10**6, stream, lambda: next(seconds)) as progress:
-        for _ in range(10):
-            progress.advance(4 * 10**6)
-    text = stream.getvalue()
-    if stream.isatty():
-        assert text.count("\r") == 12 and "\n" not in text
-        assert "exporting [############            ]  50%, 20.0 MB of 40.0 MB, 1.00 MB/s" in text
-        assert text.split("\r")[-2].strip() == ""  # nothing is left
-    else:
-        assert [line[:14] for line in text.splitlines()] == [
-            "exporting: 30%",
-            "exporting: 60%",
-            "exporting: 90%",
-        ]
-
-
 def test_what_is_quick_says_nothing(tmp_path: Path, source: MemorySource, capsys: Capture) -> None:
     assert run(capsys, "export", "saved", tmp_path)[2] == ""
-
-
-# Memory ------------------------------------------------------------------------------------------
-
-
-LARGE = r"""
-import re, sys
-from pathlib import Path
-import torch
-from zero_full.checkpoint.consolidate import Wish, consolidate
-from zero_full.checkpoint.source import Source, StoredTensor
-
-class OnTheFly(Source):
-    path, kind, aliases, numbers, shared = Path("x"), "made on the fly", {}, {}, {}
-
-    def __init__(self, *sizes):
-        self.tensors = {f"parameters/{n}": StoredTensor((n,), torch.float32, ((0, n),)) for n in sizes}
-
-    def read(self, key, start, stop):
-        return torch.arange(start, stop, dtype=torch.float32)
-
-    def verify(self, key, start, stop):
-        pass
-
-def peak():
-    return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
-
-out, dtype = Path(sys.argv[1]), getattr(torch, sys.argv[2])
-consolidate(OnTheFly(1000), out / "small", Wish(dtype))
-before = peak()
-consolidate(OnTheFly(50_000_000, 25_000_000), out / "large", Wish(dtype, max_shard_bytes=10**8))
-print(peak() - before)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells the peak of a process")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_memory_does_not_grow_with_the_largest_tensor(tmp_path: Path, dtype: str) -> None:
-    """300 MB in two tensors, exported in 64 MiB."""
-    done = subprocess.run(
-        [sys.executable, "-c", LARGE, str(tmp_path), dtype], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < 64 * 2**20, done.stdout
-    file = tmp_path / "large" / "model-00001-of-00002.safetensors"
-    with safe_open(file, "pt") as opened:
-        part = opened.get_slice("50000000")[49_999_990:]
-    assert torch.equal(part, torch.arange(49_999_990, 50_000_000).float().to(part.dtype))

@@ -13,7 +13,7 @@ import torch
 from tests.zero_full.memory_source import MemorySource, values_of_all_kinds
 from zero_full.__main__ import main
 from zero_full.checkpoint import CheckpointError, command
-from zero_full.checkpoint.contents import MOST, Neighbours, neighbours
+from zero_full.checkpoint.inspection import MOST, Neighbours, neighbours
 
 Capture = pytest.CaptureFixture[str]
 
@@ -30,7 +30,14 @@ def root(tmp_path: Path) -> Path:
 @pytest.fixture
 def source(root: Path, monkeypatch: pytest.MonkeyPatch) -> MemorySource:
     """What any folder is opened as."""
-    about = {"world_size": 4, "stage": 3, "step": 20}
+    about = {
+        "world_size": 4,
+        "stage": 3,
+        "step": 20,
+        "tag": "step20",
+        "types": ["bf16", "fp32"],
+        "torch": None,
+    }
     made = MemorySource(
         root / "step20",
         values_of_all_kinds(),
@@ -59,7 +66,7 @@ def test_a_table_says_what_there_is(root: Path, source: MemorySource, capsys: Ca
     assert lines[0] == str(root / "step20")
     for want in [
         *("written by a test", "tag step20", "world size 4", "stage 3", "step 20", "latest step20"),
-        "also here step10",
+        *("types bf16, fp32", "torch unknown", "also here step10"),
         "unfinished partial-0f, replaced-1e: saves that run now, or were cut off",
         "left out the frozen parameters base.weight",
         "also in it counters",
@@ -76,6 +83,7 @@ def test_a_table_says_what_there_is(root: Path, source: MemorySource, capsys: Ca
         "mask 2 bool 2 B",
     ]:
         assert want in lines, (want, out)
+    assert lines.count("tag step20") == 1
     assert "DAMAGED" not in out and "verified" not in out  # nobody has looked
 
 
@@ -84,7 +92,7 @@ def test_json_is_one_line_with_the_same(root: Path, source: MemorySource, capsys
     assert code == 0 and out.count("\n") == 1
     told = json.loads(out)
     assert told["path"] == str(root / "step20") and told["written_by"] == "a test"
-    assert told["about"] == {"world_size": 4, "stage": 3, "step": 20}
+    assert told["about"] == source.shared["about"]
     beside = {key: told[key] for key in ("tag", "latest", "also_here", "unfinished")}
     assert beside == {
         **{"tag": "step20", "latest": "step20"},

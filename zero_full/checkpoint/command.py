@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from zero_full.checkpoint.consolidate import Wish, consolidate, opened, size_to_read
-from zero_full.checkpoint.contents import Contents, aligned, neighbours, verify
 from zero_full.checkpoint.failure import CheckpointError
+from zero_full.checkpoint.inspection import Inspection, aligned, neighbours, verify
 from zero_full.checkpoint.progress import Progress
 from zero_full.wording import human, listed, printable
 
@@ -39,8 +39,10 @@ def _export(options: argparse.Namespace, max_shard_bytes: int) -> int:
     for path in exported.files:
         _say(f"  -> {path}")
     _say(f"{human(exported.nbytes)} in all")
-    if exported.left_out:
-        _say(f"left out, because frozen: {listed(exported.left_out)}")
+    if exported.frozen:
+        _say(f"left out, because frozen: {listed(exported.frozen)}")
+    if exported.others:
+        _say(f"left out, because no tensors (get_extra_state): {listed(exported.others)}")
     return 0
 
 
@@ -57,8 +59,8 @@ def _inspect(options: argparse.Namespace) -> int:
             total = sum(stored.nbytes for stored in source.tensors.values())
             with Progress("verifying", total, sys.stderr) as progress:
                 wrong = verify(source, progress.advance)
-        contents = Contents(source, neighbours(folder, source.path), wrong)
-        _say(contents.as_json() if options.json else contents.table())
+        found = Inspection(source, neighbours(folder, source.path), wrong)
+        _say(found.as_json() if options.json else found.table())
     return FAILED if wrong else 0
 
 

@@ -18,7 +18,7 @@ from zero_full.checkpoint.failure import CheckpointError
 from zero_full.checkpoint.files import CODES, TensorEntry, WeightFiles
 from zero_full.checkpoint.source import BUFFERS, PARAMETERS, Source
 from zero_full.checkpoint.weights import SINGLE
-from zero_full.wording import human, listed
+from zero_full.wording import human, listed, natural
 
 CHUNK = 4 * 2**20  # bytes of a tensor that are read at a time: memory grows by several of them
 OTHER_FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")  # how files end that are given for a folder
@@ -53,7 +53,8 @@ class Exported:
 
     files: list[Path]
     nbytes: int  # of all tensors
-    left_out: list[str]  # frozen parameters
+    frozen: list[str]  # parameters that were left out
+    others: list[str]  # what modules keep beside tensors (get_extra_state): safetensors has no place for it
 
 
 def export_checkpoint(
@@ -63,7 +64,7 @@ def export_checkpoint(
     exclude_frozen: bool = False,
     max_shard_bytes: int = 5 * 10**9,
     tag: str | None = None,
-) -> list[Path]:
+) -> Exported:
     """Write a checkpoint's parameters and buffers as safetensors into the folder `out`, in one process.
 
     dtype            None: fp32, from the masters, and float64 as it is; else floating-point numbers are
@@ -73,11 +74,11 @@ def export_checkpoint(
     tag              which checkpoint of the folder; None: the latest
 
     Tied parameters are stored once; the header tells their other names, as `safetensors.torch` does. What is
-    damaged is not exported. Returns the files.
+    damaged is not exported. The files depend on names and values only, not on the ranks that have saved.
     """
     wish = Wish(dtype, exclude_frozen, max_shard_bytes)
     with closing(opened(folder, tag)) as source:
-        return consolidate(source, Path(out), wish).files
+        return consolidate(source, Path(out), wish)
 
 
 def opened(folder: str | PathLike[str], tag: str | None) -> Source:
@@ -101,7 +102,7 @@ def consolidate(source: Source, out: Path, wish: Wish, advance: Advance = lambda
     finally:
         with suppress(OSError):  # the reason has been told
             files.discard()
-    return Exported(files.results(), files.size, left_out)
+    return Exported(files.results(), files.size, left_out, list(source.shared.get("others") or {}))
 
 
 def size_to_read(source: Source, wish: Wish) -> int:
@@ -117,8 +118,8 @@ def _entries(source: Source, wish: Wish) -> tuple[dict[str, TensorEntry], list[s
     _refuse_parts(source)
     frozen = _frozen(source, wish.exclude_frozen)
     entries, left_out, keys = dict[str, TensorEntry](), [], dict[str, str]()
-    for key, stored in source.tensors.items():
-        kind, _, name = key.partition("/")
+    for key in sorted(source.tensors, key=lambda key: (natural(key.partition("/")[2]), key)):
+        stored, (kind, _, name) = source.tensors[key], key.partition("/")
         if kind == PARAMETERS and name in frozen:
             left_out.append(name)
         elif kind in (PARAMETERS, BUFFERS):
@@ -172,7 +173,8 @@ def _frozen(source: Source, exclude: bool) -> set[str]:
 def _tied(source: Source, entries: dict[str, TensorEntry]) -> dict[str, str]:
     """The further names of what is exported."""
     names = {entry.name for entry in entries.values()}
-    tied = {alias: name for alias, name in source.aliases.items() if name in names}
+    aliases = sorted(source.aliases.items(), key=lambda item: natural(item[0]))
+    tied = {alias: name for alias, name in aliases if name in names}
     if twice := sorted(names & tied.keys()):
         raise CheckpointError(f"{source.path} says that {listed(twice)} is tied and stores it all the same")
     return tied

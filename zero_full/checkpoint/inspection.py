@@ -9,8 +9,8 @@ from typing import Any
 
 from zero_full.checkpoint.consolidate import Advance
 from zero_full.checkpoint.failure import CheckpointError
-from zero_full.checkpoint.source import STATE, Source, StoredTensor
-from zero_full.wording import human, listed, shown
+from zero_full.checkpoint.source import PARAMETERS, STATE, Source, StoredTensor
+from zero_full.wording import human, listed, natural, shown
 
 REMAINS = ("partial-", "replaced-")  # how folders begin whose save has not ended, or was cut off
 LATEST = ("latest", "latest_universal")  # files with the name of the newest checkpoint
@@ -94,14 +94,15 @@ def total(tensors: Sequence[StoredTensor]) -> dict[str, int]:
     }
 
 
-class Contents:
-    """What is in a checkpoint."""
+class Inspection:
+    """A checkpoint that was looked at."""
 
     def __init__(self, source: Source, around: Neighbours, wrong: list[str] | None = None) -> None:
         self.source, self.around = source, around
         self.wrong = wrong  # None: nobody has looked
         self.kinds: dict[str, dict[str, StoredTensor]] = {}  # by "parameters", "state/exp_avg", and by name
-        for key, stored in source.tensors.items():
+        for key in sorted(source.tensors, key=_place):
+            stored = source.tensors[key]
             kind, _, name = key.partition("/")
             if kind.partition("@")[0] == STATE:
                 entry, _, name = name.partition("/")
@@ -158,7 +159,7 @@ class Contents:
         rows = [
             ("written by", self.source.kind),
             ("tag", self.source.path.name),
-            *((key.replace("_", " "), shown(value, str)) for key, value in about.items()),
+            *((key.replace("_", " "), _value(about[key])) for key in about if key != "tag"),
             *self.around.rows(),
         ]
         if excluded:
@@ -196,11 +197,22 @@ class Contents:
         return ["DAMAGED:", *(f"  {text}" for text in [*wrong[:MOST], *more])]
 
 
+def _place(key: str) -> tuple[bool, bool, list[tuple[int, str]]]:
+    """Where a key is listed: parameters, buffers, the optimizer's state."""
+    return key.startswith(STATE), not key.startswith(PARAMETERS), natural(key)
+
+
 def _described(tensors: dict[str, StoredTensor]) -> dict[str, dict[str, Any]]:
     return {
         name: {"shape": list(stored.shape), "dtype": _type(stored), "bytes": stored.nbytes}
         for name, stored in tensors.items()
     }
+
+
+def _value(value: object) -> str:
+    if value is None:
+        return "unknown"
+    return ", ".join(map(str, value)) if isinstance(value, list) else shown(value, str)
 
 
 def _shape(stored: StoredTensor) -> str:
