@@ -132,8 +132,6 @@ class CheckpointLoad:
         keys = {tensor: contents.key_of(tensor, known[0]) for tensor, known in names.items()}
         missing, wrong, used = list[str](), list[str](), set[str]()
         for tensor, known in names.items():
-            if not tensor.numel():
-                continue
             stored = self._find(keys[tensor].partition("/")[0], known)
             if stored is None:
                 missing += [known[0]] if known[0] not in shared.get("excluded", ()) else []
@@ -151,7 +149,6 @@ class CheckpointLoad:
             wrong.append(f"{where} has {listed(extra)}, which the model lacks")
         if wrong:
             raise CheckpointError("; ".join(wrong) + ". Nothing was loaded")
-        self.absent = {keys[t] for t, known in names.items() if keys[t] not in self.values.place}
 
     def _find(self, kind: str, names: Sequence[str]) -> str | None:
         """The key under which a tensor with these names is stored."""

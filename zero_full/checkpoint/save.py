@@ -266,7 +266,13 @@ class _Taken:
                 shares += [chunk] if is_first else []
             elif not (kind.startswith(PARAMETERS) and name in left_out):
                 shares.append(chunk.share())
-        return shares
+        return shares + (self._empty() if is_first else [])
+
+    def _empty(self) -> list[Chunk]:
+        """Tensors without elements, of which no rank has a range."""
+        empty = [(t, name) for t, name in self.first.items() if not t.numel()]
+        keys = [(self.optimizer.contents.key_of(t, name), t) for t, name in empty]
+        return [Chunk(key, tuple(t.shape), 0, t.new_empty(0)) for key, t in keys]
 
     def shared(self, extras: Extras, client_state: Mapping[str, Any]) -> dict[str, Any]:
         """What is no range of a tensor, and the same for all ranks."""
