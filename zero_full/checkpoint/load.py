@@ -24,6 +24,7 @@ from zero_full.checkpoint.save import Extras
 from zero_full.checkpoint.source import Source, StoredTensor
 from zero_full.comm.topology import this_rank
 from zero_full.precision.scaler import DynamicScale
+from zero_full.shard.base import NoOptimizer
 from zero_full.shard.contents import BUFFERS, PARAMETERS, Chunk, NewState, entry_of, plain, state_key
 from zero_full.shard.flat import GatherState
 from zero_full.shard.gathered import load_others, names_and_values
@@ -109,7 +110,8 @@ class CheckpointLoad:
         self.module, self.optimizer, self.source = module, optimizer, source
         self.wanted, self.extras = wanted, extras
         self.named = names_and_values(module)
-        self.with_state = wanted.optimizer_states and not wanted.module_only
+        trains = not isinstance(optimizer.base, NoOptimizer)
+        self.with_state = wanted.optimizer_states and not wanted.module_only and trains
         self.values = SourceValues(source)
 
     # Before anything changes ---------------------------------------------------------------------
@@ -240,7 +242,10 @@ class CheckpointLoad:
         shared = self.source.shared
         if "asleep" in shared:
             wake_all_but(self.optimizer, shared["asleep"])
-        self.values.read(self._chunks())
+        try:
+            self.values.read(self._chunks())
+        except (CheckpointError, OSError) as error:
+            raise CheckpointError(f"{error}. Some parameters are changed already: load again") from error
         if self.state is not None:
             self.state.install()
             take_facts(self.optimizer, self._facts())
