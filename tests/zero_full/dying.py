@@ -140,7 +140,9 @@ def _serve(rank: int, port: int, pipe: Connection, fn: Callable[..., Any], args:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=LIMIT / 2))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=LIMIT / 2)
+    )
     pipe.send(("answer", pickle.dumps(fn(rank, pipe, *args))))
     os._exit(0)  # whoever is left does not wait for the dead
 
@@ -148,7 +150,7 @@ def _serve(rank: int, port: int, pipe: Connection, fn: Callable[..., Any], args:
 def two_ranks(
     fn: Callable[..., Any], *args: Any, kill: tuple[int, float] | None = None
 ) -> tuple[list[Any], float]:
-    """What `fn(rank, pipe, *args)` answers on two ranks (None: it has died), and the seconds since they began.
+    """What `fn(rank, pipe, *args)` answers on two ranks (None: it has died), and the seconds since it began.
 
     kill  which rank is to be killed, and how many seconds after both have sent "begin"
     """
@@ -159,7 +161,7 @@ def two_ranks(
     ranks = [
         context.Process(target=_serve, args=(rank, store.port, ends[rank][1], fn, args)) for rank in range(2)
     ]
-    for rank, (process, (_, theirs)) in enumerate(zip(ranks, ends, strict=True)):
+    for process, (_, theirs) in zip(ranks, ends, strict=True):
         process.start()
         theirs.close()
     try:
@@ -220,13 +222,14 @@ def check_folder(folder: Path, references: list[dict[str, Any]], at_least: int) 
 
     Returns the step of the newest, which a load finds; it must be `at_least` this one.
     """
-    for tag in (None, *complete(folder)):
+    newest = -1
+    for tag in (*complete(folder), None):
         found = contents_of(folder, tag)
         same = references[found["step"]]
         assert found.keys() == same.keys()
         for key, value in found.items():
             is_same = torch.equal(value, same[key]) if isinstance(value, Tensor) else value == same[key]
             assert is_same, (tag, key, value, same[key])
-        newest = found["step"] if tag is None else newest
+        newest = found["step"]
     assert newest >= at_least, newest
-    return int(newest)
+    return newest

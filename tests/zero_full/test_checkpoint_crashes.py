@@ -70,8 +70,8 @@ class Prepared:
             is_dead = answers[victim] is None
             if after is None:
                 assert is_dead
-                calls, said = answers[1 - victim]
-                assert said is not None and ("Error" in said), said
+                said = answers[1 - victim][1]
+                assert said is not None and "Error" in said, said
             newest = check_folder(copy, self.references, at_least=1)
             self.go_on(copy, tag, newest)
             return newest

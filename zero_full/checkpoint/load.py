@@ -18,12 +18,14 @@ from torch import Tensor, nn
 
 from zero_full.checkpoint import randomness
 from zero_full.checkpoint.failure import Attempt, CheckpointError
+from zero_full.checkpoint.plain_data import fingerprint
 from zero_full.checkpoint.reading import holds_latest, open_checkpoint
 from zero_full.checkpoint.save import Extras, group_members
 from zero_full.checkpoint.source import Source, StoredTensor
 from zero_full.checkpoint.source_values import SourceValues
 from zero_full.comm.topology import this_rank
 from zero_full.precision.scaler import DynamicScale
+from zero_full.shard.base import NoOptimizer
 from zero_full.shard.contents import BUFFERS, PARAMETERS, Chunk, NewState, plain
 from zero_full.shard.flat import GatherState
 from zero_full.shard.gathered import load_others, names_and_values
@@ -70,7 +72,7 @@ def load_checkpoint(
 
     CheckpointError if anything is wrong, on every rank; nothing is changed then.
     """
-    attempt, load = Attempt(optimizer), list[CheckpointLoad]()
+    attempt, load = Attempt(optimizer, "load_checkpoint"), list[CheckpointLoad]()
 
     def open_and_check() -> None:
         optimizer.catch_up()
@@ -112,7 +114,8 @@ class CheckpointLoad:
         self.module, self.optimizer, self.source = module, optimizer, source
         self.wanted, self.extras = wanted, extras
         self.named = names_and_values(module)
-        self.with_state = wanted.optimizer_states and not wanted.module_only
+        trains = not isinstance(optimizer.base, NoOptimizer)
+        self.with_state = wanted.optimizer_states and not wanted.module_only and trains
         self.values = SourceValues(source)
 
     # Before anything changes ---------------------------------------------------------------------
@@ -139,8 +142,6 @@ class CheckpointLoad:
         keys = {tensor: contents.key_of(tensor, known[0]) for tensor, known in names.items()}
         missing, wrong, used = list[str](), list[str](), set[str]()
         for tensor, known in names.items():
-            if not tensor.numel():
-                continue
             stored = self._find(keys[tensor].partition("/")[0], known)
             if stored is None:
                 missing += [known[0]] if known[0] not in excluded else []
@@ -248,7 +249,7 @@ class CheckpointLoad:
                     f"{self.source.path} has no state of {name}: load first, and name it in "
                     "keep_in_checkpoint (or Extras.kept) after that. Nothing was loaded"
                 )
-            if not same_ranks and any(repr(state) != repr(states[0]) for state in states):
+            if not same_ranks and len({fingerprint(state) for state in states}) > 1:
                 raise CheckpointError(
                     f"{name} was saved by {len(states)} ranks, each its own state, and here are "
                     f"{self._ranks()}: nobody can say which is whose. Let its state_dict be the same on all "
@@ -294,9 +295,7 @@ class CheckpointLoad:
             attempt(self._go_on)
             attempt.agree()
         except Exception as error:
-            raise CheckpointError(
-                f"{error}. A part was loaded before that: load again, or end this run"
-            ) from error
+            raise CheckpointError(f"{error}. Some parameters are changed already: load again") from error
 
     def _hand_out(self, before: list[tuple[Any, Any]]) -> None:
         """Give the objects their states, and note what they had."""

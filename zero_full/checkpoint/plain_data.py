@@ -6,6 +6,7 @@ loading it would mean running it.
 """
 
 import base64
+import json
 import math
 import sys
 from collections import Counter, OrderedDict, deque
@@ -18,6 +19,7 @@ from torch.nn import Parameter
 
 from zero_full.checkpoint.failure import CheckpointError
 from zero_full.checkpoint.files import CODES
+from zero_full.shard.checksum import digest
 
 KIND, VALUE = "~", "is"  # of what JSON does not know: {"~": "tuple", "is": [...]}
 SEQUENCES: dict[type, str] = {tuple: "tuple", torch.Size: "size", set: "set", frozenset: "frozenset"}
@@ -101,6 +103,13 @@ def _refusal(where: str, kind: str) -> CheckpointError:
         f"{where} is a {kind}, which a checkpoint does not hold: it holds numbers, texts, lists, dicts, "
         "tensors of such numbers and the like, and no objects of classes. Make such of it, or leave it out"
     )
+
+
+def fingerprint(value: Any) -> str:
+    """A text that differs if plain data do, to the last bit."""
+    encoder = Encoder()
+    told = json.dumps(encoder.encode(value, "a state"))
+    return told + "".join(digest(tensor).hex() for tensor in encoder.tensors)
 
 
 def decode(told: Any, tensor: Callable[[int], Tensor], depth: int = 0) -> Any:

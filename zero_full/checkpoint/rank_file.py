@@ -65,9 +65,9 @@ def write(folder: Path, payload: Payload) -> dict[str, dict[str, int]]:
         file.close()
     told = {
         "tensors": {
-            c.key: [CODES[c.values.dtype], list(c.shape), c.start, c.values.numel(), places[c.key]]
+            c.key: [CODES[c.values.dtype], list(c.shape), c.start, c.values.numel(), places.get(c.key, 0)]
             for c in payload.chunks
-            if c.values.numel()
+            if c.values.numel() or 0 in c.shape
         },
         "aside": [[CODES[t.dtype], list(t.shape), places[f"{ASIDE}/{i}"]] for i, t in enumerate(aside)],
         "blocks": blocks,

@@ -42,6 +42,7 @@ from zero_full.shard.own_part import facts_of
 from zero_full.wording import ranks_listed
 
 log = logging.getLogger("zero_full")
+CALL = "save_checkpoint"
 Rows = Mapping[str, Mapping[str, int]]  # what a manifest says of files
 
 
@@ -129,10 +130,10 @@ def save_checkpoint(
 
     CheckpointError, on every rank, if it fails; what was there before stays then.
     """
-    attempt, place = Attempt(optimizer), (Path(directory).absolute(), tag)
+    attempt, place = Attempt(optimizer, CALL), (Path(directory).absolute(), tag)
     told = dict(client_state or {}), extras or Extras()
     save = prepare(attempt, module, optimizer, place, told, options or SaveOptions())
-    finish(save, Attempt(optimizer))
+    finish(save, Attempt(optimizer, CALL))
     return Path(directory) / tag
 
 
@@ -285,7 +286,13 @@ class _Taken:
                 shares += [chunk] if is_first else []
             elif not (kind.startswith(PARAMETERS) and name in left_out):
                 shares.append(chunk.share())
-        return shares
+        return shares + (self._empty() if is_first else [])
+
+    def _empty(self) -> list[Chunk]:
+        """Tensors without elements, of which no rank has a range."""
+        empty = [(t, name) for t, name in self.first.items() if not t.numel()]
+        keys = [(self.optimizer.contents.key_of(t, name), t) for t, name in empty]
+        return [Chunk(key, tuple(t.shape), 0, t.new_empty(0)) for key, t in keys]
 
     def shared(self, extras: Extras, client_state: Mapping[str, Any]) -> dict[str, Any]:
         """What is no range of a tensor, and the same for all ranks."""

@@ -1,6 +1,7 @@
 """A source as what a load fills a run from: under the names that the model has."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -12,7 +13,10 @@ from zero_full.shard.contents import Chunk, entry_of, state_key
 
 
 class SourceValues:
-    """A source as `Values`: under the names that the model has, which may be others of tied parameters."""
+    """A source as `Values`: under the names that the model has, which may be others of tied parameters.
+
+    `place` must be complete before anything is asked for.
+    """
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -28,22 +32,22 @@ class SourceValues:
                 for mine in reverse.get(found[0], ()):
                     yield state_key(mine, found[1]), key
 
-    @property
+    @cached_property
     def places(self) -> dict[str, str]:
         """Of everything that can be read, by its key here."""
         return {**self.place, **dict(self._entries())}
 
-    @property
+    @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Of each tensor."""
         return {mine: self.source.tensors[theirs].shape for mine, theirs in self.places.items()}
 
-    @property
+    @cached_property
     def dtypes(self) -> Mapping[str, torch.dtype]:
         """In which they are stored."""
         return {mine: self.source.tensors[theirs].dtype for mine, theirs in self.places.items()}
 
-    @property
+    @cached_property
     def numbers(self) -> Mapping[str, Mapping[str, Any]]:
         """What the optimizer keeps of each parameter as a whole."""
         return {mine: self.source.numbers.get(theirs, {}) for mine, theirs in self.place.items()}
