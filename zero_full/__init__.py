@@ -13,7 +13,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zero_full.checkpoint import CheckpointError, load_weights, save_weights
+    from zero_full.checkpoint import (
+        CheckpointError,
+        Extras,
+        LoadOptions,
+        SaveOptions,
+        load_checkpoint,
+        load_weights,
+        save_checkpoint,
+        save_weights,
+    )
     from zero_full.comm import CommunicationError, DesyncError, DisagreementError, Topology
     from zero_full.config import Config, ConfigError
     from zero_full.construct import Init
@@ -58,7 +67,10 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 _WHERE = {
-    "zero_full.checkpoint": ("CheckpointError", "load_weights", "save_weights"),
+    "zero_full.checkpoint": (
+        *("CheckpointError", "Extras", "LoadOptions", "SaveOptions", "load_checkpoint", "load_weights"),
+        *("save_checkpoint", "save_weights"),
+    ),
     "zero_full.comm": ("CommunicationError", "DesyncError", "DisagreementError", "Topology"),
     "zero_full.config": ("Config", "ConfigError"),
     "zero_full.construct": ("Init",),
@@ -100,16 +112,19 @@ __all__ = [
     "Dtypes",
     "DynamicScale",
     "Engine",
+    "Extras",
     "GatheredParameters",
     "Gathering",
     "HostTier",
     "Init",
     "Lamb",
     "Lion",
+    "LoadOptions",
     "Piece",
     "Plan",
     "PlanError",
     "RepeatingLoader",
+    "SaveOptions",
     "ScaleExhaustedError",
     "Settings",
     "StaticScale",
@@ -121,6 +136,7 @@ __all__ = [
     "get_z3_leaf_modules",
     "init_distributed",
     "initialize",
+    "load_checkpoint",
     "load_weights",
     "plan_stages",
     "register_external_parameter",
@@ -137,6 +153,7 @@ __all__ = [
     "safe_set_local_grad",
     "safe_set_local_optimizer_state",
     "safe_update_full_grad_vectorized",
+    "save_checkpoint",
     "save_weights",
     "set_z3_leaf_module",
     "set_z3_leaf_modules",

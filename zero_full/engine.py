@@ -11,28 +11,20 @@ DeepSpeed's do. Plain `loss.backward()` works, too; with several micro-batches t
 
 import logging
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zero_full.calls import ModelCalls, watch_loss
-from zero_full.checkpoint import Unmatched, load_weights, save_16bit_model, save_weights
 from zero_full.config import Resolved
 from zero_full.data import RankLoader
 from zero_full.deepspeed_queries import DeepSpeedQueries
 from zero_full.precision.dtypes import NAMES
-from zero_full.shard.gathered import (
-    copy_on_cpu,
-    load_own_state_dict,
-    load_whole_state_dict,
-    own_state_dict,
-    whole_state_dict,
-)
+from zero_full.saving import Saving
 from zero_full.shard.offload_states import OffloadedStates
 from zero_full.shard.optimizer import ZeroOptimizer
 from zero_full.shard.passes import Rules
@@ -40,13 +32,9 @@ from zero_full.stopwatch import Stopwatch
 from zero_full.trees import mapped
 
 log = logging.getLogger("zero_full")
-NOT_LANDED = {
-    "save_checkpoint": "save engine.state_dict() of every rank with torch.save",
-    "load_checkpoint": "load each rank's part with engine.load_state_dict(...)",
-}
 
 
-class Engine(DeepSpeedQueries):
+class Engine(DeepSpeedQueries, Saving):
     """A model under care. What it does not know itself, it asks the module."""
 
     def __init__(
@@ -73,6 +61,7 @@ class Engine(DeepSpeedQueries):
         self._stepping = self._stepped = False
         self._passes = 0  # backward passes until the last step
         self.offloaded = OffloadedStates(optimizer)
+        self.kept: dict[str, Any] = {}  # see `keep_in_checkpoint`
         optimizer.reducer.backward.rules = Rules(
             self.is_gradient_accumulation_boundary,
             self._plain_divisor,
@@ -277,10 +266,6 @@ class Engine(DeepSpeedQueries):
         return self.train(False)
 
     def __getattr__(self, name: str) -> Any:
-        if name in NOT_LANDED:
-            raise AttributeError(
-                f"Engine.{name} has not landed in zero_full yet; meanwhile: {NOT_LANDED[name]}"
-            )
         if name.startswith("__") or "module" not in vars(self):
             raise AttributeError(name)
         try:
@@ -290,59 +275,7 @@ class Engine(DeepSpeedQueries):
                 f"neither Engine nor {type(self.module).__name__} has an attribute {name!r}"
             ) from None
 
-    # Saving --------------------------------------------------------------------------------------
-
-    def module_state_dict(self, keep: Callable[[Tensor], Any] = copy_on_cpu) -> dict[str, Any]:
-        """Return the module's state dict, with whole parameters. Every rank must call this.
-
-        `keep` says what to keep of a tensor: a copy on the CPU, or what else you make of it.
-        """
-        return whole_state_dict(self.module, self.optimizer, keep)
-
-    def load_module_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """New parameters, and masters that follow them. Every rank must call this with the same values."""
-        load_whole_state_dict(self.module, self.optimizer, state, strict)
-
-    def save_weights(self, directory: str | Path, **options: Any) -> None:
-        """Whole weights as safetensors, see `checkpoint.save_weights`. Every rank must call this."""
-        save_weights(self.module, self.optimizer, directory, **options)
-
-    def load_weights(self, path: str | Path, **options: Any) -> Unmatched:
-        """Weights from safetensors, of which this rank reads its slices. Every rank must call this."""
-        return load_weights(self.module, self.optimizer, path, **options)
-
-    def save_16bit_model(
-        self,
-        save_dir: str | Path,
-        save_filename: str = "pytorch_model.bin",
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """The weights in one file, by torch.save or as safetensors. Every rank must call this."""
-        return save_16bit_model(
-            self.module, self.optimizer, save_dir, save_filename, exclude_frozen_parameters
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's part of everything, to be saved between steps and loaded by the same rank."""
-        scheduler = self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None
-        return {
-            "module": own_state_dict(self.module, self.optimizer),
-            "optimizer": self.optimizer.state_dict(),
-            "lr_scheduler": scheduler,
-            "counters": {name: getattr(self, name) for name in COUNTERS},
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue bit for bit where `state_dict` was taken. Every rank loads its own part."""
-        load_own_state_dict(self.module, self.optimizer, state["module"])
-        if self.lr_scheduler is not None and state["lr_scheduler"] is not None:
-            self.lr_scheduler.load_state_dict(state["lr_scheduler"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        counters = dict(state["counters"])
-        if self.global_samples is None:  # without a batch size nobody can go on counting
-            counters["global_samples"] = None
-        for name in COUNTERS:
-            setattr(self, name, counters[name])
+    # States off the device --------------------------------------------------------------------------
 
     def offload_states(
         self,
@@ -382,4 +315,3 @@ NO_COPY = (
     "an engine cannot be copied or pickled: it holds connections to other ranks. Copy engine.module (at "
     "stage 3 inside zero_full.GatheredParameters), or save engine.state_dict()"
 )
-COUNTERS = ("micro_steps", "global_steps", "global_samples", "skipped_steps")

@@ -225,6 +225,7 @@ MISTAKES = {
         instead(FlatParameter, "release", release_unfinished),
         Case(3, "changing", drive=evaluating),
         "begin_gather",
+        shows=False,  # nobody makes anything in that memory meanwhile
     ),
     "use without waiting": Mistake(instead(FlatParameter, "finish_gather", use_unfinished), Case(3)),
     "memory is made after the job was put": Mistake(

@@ -34,7 +34,7 @@ ROOMS = {  # and a room of zero_full only itself and these; what is not named ma
     "precision": {"_compat", "kernels"},
     "shard": {"_compat", "comm", "kernels", "layout", "offload", "optim", "trees", "precision", "wording"},
     "construct": {"_compat", "comm", "trees", "shard"},
-    "checkpoint": {"comm", "layout", "trees", "shard", "wording"},
+    "checkpoint": {"comm", "layout", "precision", "trees", "shard", "wording"},
     "deepspeed_queries": {"comm", "config", "precision", "shard"},
     "calls": {"trees", "shard"},
     "given": {"comm", "construct", "shard", "wording"},
@@ -44,14 +44,15 @@ ROOMS = {  # and a room of zero_full only itself and these; what is not named ma
         *("ranks", "shard", "wording"),
     },
     "translate": {"config", "offload", "precision", "shard"},
+    "saving": {"checkpoint", "config", "shard"},
     "engine": {
         "calls",
-        "checkpoint",
         "config",
         "data",
         "deepspeed_queries",
         "trees",
         "precision",
+        "saving",
         "shard",
         "stopwatch",
     },
@@ -68,6 +69,7 @@ ROOMS = {  # and a room of zero_full only itself and these; what is not named ma
         "shard",
         "translate",
         "trees",
+        "wording",
     },
 }
 LONG_SIGNATURES = {

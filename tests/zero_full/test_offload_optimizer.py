@@ -66,9 +66,9 @@ def written_and_resumed(comm: Any, stage: int, host: bool, keys: dict[str, Any])
     go(3)
     go(4)
     found = {f"parameter {name}": p for name, p in engine.module_state_dict().items()}
-    for name, piece in engine.optimizer.state_dict()["fragments"].items():
-        found |= {f"{name} {key}": t for key, t in piece["state"].items() if isinstance(t, Tensor)}
-        found[f"{name} master"] = piece["master"]
+    state = engine.optimizer.state_dict()
+    found |= {key: each["values"] for key, each in state["tensors"].items()}
+    found |= {f"{entry} of {key}": n for key, each in state["numbers"].items() for entry, n in each.items()}
     holdings = engine.optimizer.holdings()
     assert ("host" in holdings, "optimizer" in holdings) == (host, not host)
     engine.destroy()

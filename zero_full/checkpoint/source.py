@@ -46,14 +46,16 @@ class Source(ABC):
     """A checkpoint that is open for reading. What is wrong with it is a `CheckpointError`."""
 
     path: Path  # of the folder
+    identity: str = ""  # what tells it from another one that may take its place
     kind: str  # who has written it, in words: "zero_full", "DeepSpeed, stage 2"
     tensors: dict[str, StoredTensor]  # by key
     aliases: dict[str, str]  # further names of tied parameters, with the name under which they are stored
     # What the optimizer keeps of a parameter as a whole, such as {"step": 7.0}, by the parameter's name.
     numbers: dict[str, dict[str, Any]]
     # The rest, the same for all ranks, as far as it is there: "counters", "groups" (a list of options of the
-    # optimizer's parameter groups), "scaler", "lr_scheduler", "client_state", "excluded" (frozen parameters
-    # that were left out), "asleep", and in "about" what a person wants to know: "world_size", "stage", "step".
+    # optimizer's parameter groups), "scaler", "lr_scheduler", "client_state", "frozen" (names of parameters),
+    # "excluded" (those of them that were left out), "asleep", and in "about" what a person wants to know:
+    # "world_size", "stage", "step".
     shared: dict[str, Any]
 
     @abstractmethod
@@ -68,7 +70,7 @@ class Source(ABC):
         """What one rank has saved for itself, such as random numbers' states."""
         return {}
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 (most have nothing to let go of)
         """Let go of files."""
 
     def parts(self, key: str, start: int, stop: int) -> Iterator[tuple[int, int]]:

@@ -128,10 +128,10 @@ class CheckpointConfig(Strict):
     tag_validation: Annotated[
         Literal["Ignore", "Warn", "Fail"],
         BeforeValidator(capital),
-        idle("checkpoints to go on training from have not landed"),
+        idle("ranks that would save under different tags are always an error"),
     ] = "Warn"
     load_universal: Annotated[
-        Flag, idle("checkpoints that load at another stage or world size have not landed")
+        Flag, idle("every checkpoint loads at any stage and number of ranks, and DeepSpeed's are recognised")
     ] = False
     use_node_local_storage: Annotated[
         Flag, missing("checkpoints need one folder that every node sees; remove it")
@@ -139,6 +139,7 @@ class CheckpointConfig(Strict):
     parallel_write: ParallelWriteConfig = ParallelWriteConfig()
     writer: Annotated[Section, idle("checkpoints have one writer here")] = {}
     checkpoint_serialization: Annotated[Flag, idle("checkpoints have one format here")] = True
+    keep_last: Count | None = None
 
 
 class OffloadParamConfig(Strict):
@@ -194,9 +195,7 @@ class ZeroConfig(Strict):
     )
     overlap_comm: Flag | None = None
     load_from_fp32_weights: Annotated[Flag, idle("a load always takes the fp32 weights")] = True
-    elastic_checkpoint: Annotated[
-        Flag, idle("checkpoints that load at another world size have not landed")
-    ] = False
+    elastic_checkpoint: Annotated[Flag, idle("every checkpoint loads at any number of ranks")] = False
     offload_param: OffloadParamConfig | None = None
     offload_optimizer: OffloadOptimizerConfig | None = None
     zenflow: Annotated[Section | None, missing("ZenFlow has not landed in zero_full; remove it")] = None

@@ -68,7 +68,7 @@ class Op:
         return list(dict.fromkeys(self.reads + self.writes))
 
 
-Wanted = Mapping[Value, list[Tensor]]
+LoadOptions = Mapping[Value, list[Tensor]]
 
 
 # In which order --------------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ def needed(
     return kept[::-1]
 
 
-def schedule(ops: list[Op], wanted: Wanted) -> list[Op]:
+def schedule(ops: list[Op], wanted: LoadOptions) -> list[Op]:
     """The order to run them in: draws as recorded, and after each what completes values that waited."""
     after = _dependencies(ops)
     makers: dict[Value, list[Op]] = {value: [] for value in wanted}
@@ -149,7 +149,7 @@ class Player:
         self,
         streams: Iterable[RandomStream],
         deliver: Callable[[Tensor, Tensor], None],
-        wanted: Wanted,
+        wanted: LoadOptions,
         known: Mapping[int, Tensor],
         names: Callable[[Iterable[Value]], str],
     ) -> None:

@@ -61,6 +61,13 @@ class Stepper:
     def end(self) -> None:
         """The step is over, or has failed."""
 
+    def state_dict(self) -> dict[str, Any]:
+        """What it remembers beside the pieces' state: the same on every rank, plain data."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` has returned."""
+
 
 class TorchStep(Stepper):
     """Any torch optimizer, by its own `step`, with the pieces in the place of its parameters."""

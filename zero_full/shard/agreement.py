@@ -36,7 +36,7 @@ from zero_full.shard.stand_in import Found, names_of
 SQUARES = 2  # numbers before the marks
 SPOILT, FLAGS = 4, 5  # places of these numbers
 MARK_BITS = 20  # so that a sum of squares over thousands of ranks is exact in fp64
-WRITTEN = "parameters written in place"
+WRITTEN, ERROR = "parameters written in place", "error"  # among what ranks do
 SPOILT_BY = (
     "a parameter was written while it was sharded, on some rank, by its memory (untyped_storage()) or by "
     "compiled code, so the new values are lost: write inside zero_full.GatheredParameters(parameters, "
@@ -56,12 +56,16 @@ class Agreement:
 def agree(
     groups: Groups, buckets: Sequence[Bucket], used: set[Member], needs_norm: bool, doings: Doings
 ) -> Agreement:
-    """Exchange norm, marks and flags, or raise if marks differ. Every rank must call this."""
+    """Exchange norm, marks and flags, or raise if marks differ. Every rank must call this.
+
+    A rank whose doings are an error has nothing to say about its gradients.
+    """
+    counts = needs_norm and not any(what == ERROR for what, _ in doings)
     dense = [bucket for bucket in buckets if not bucket.kind.expert]
-    sides = [_Side(groups.dense, dense, used, needs_norm, doings)]
+    sides = [_Side(groups.dense, dense, used, counts, doings)]
     if groups.expert is not None:
         experts = [bucket for bucket in buckets if bucket.kind.expert]
-        sides.append(_Side(groups.expert, experts, used, needs_norm, doings))
+        sides.append(_Side(groups.expert, experts, used, counts, doings))
     if not needs_norm and not any(side.has_peers for side in sides):
         return Agreement(None, used)
     squared, poison, *rest = _add_up(groups, sides, exactly=False)
@@ -105,9 +109,9 @@ class _Side:
     """The buckets of one pair of groups."""
 
     def __init__(
-        self, pair: Pair, buckets: Sequence[Bucket], used: set[Member], needs_norm: bool, doings: Doings
+        self, pair: Pair, buckets: Sequence[Bucket], used: set[Member], counts: bool, doings: Doings
     ) -> None:
-        self.pair, self.buckets, self.doings, self.needs_norm = pair, list(buckets), doings, needs_norm
+        self.pair, self.buckets, self.doings, self.counts = pair, list(buckets), doings, counts
         self.has_peers = pair.shard.size > 1 or pair.across.size > 1
         self.members = [member for bucket in buckets for member in bucket.members]
         self.length = FLAGS - SQUARES + len(self.members)
@@ -127,7 +131,7 @@ class _Side:
         self.numbers = numbers_on(home, [0.0, 0.0, *self.said])
         if self.absent:
             self.numbers[SPOILT] = (~torch.stack([value.isnan() for value in self.absent])).sum()
-        if self.needs_norm:
+        if self.counts:
             self.numbers[0] = squared_norm(_gradients(self.buckets, in_norm=True), device, exactly)
             self.numbers[1] = ~all_finite(_gradients(self.buckets, in_norm=False), device)
         what = "norm and parameters in use"
@@ -192,7 +196,7 @@ def doings_of(
         named = ((key, _comparable(value)) for key, value in group.items() if key != "params")
         doings += [(f"{key} of group {number}", value) for key, value in named if value is not None]
     if failure is not None:
-        doings.append(("error", str(failure)))
+        doings.append((ERROR, str(failure)))
     if found.written:
         doings.append(("gradients written by hand", names_of(member for member, _ in found.written)))
     if found.cleared:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,10 +15,12 @@ from torch.utils.hooks import RemovableHandle
 from zero_full._compat import version_of
 from zero_full.comm.topology import this_rank
 from zero_full.shard.checksum import checksum
+from zero_full.shard.contents import OwnPart, kept
 from zero_full.shard.flat import FlatParameter, Member, is_released
 from zero_full.shard.optimizer import ZeroOptimizer
 from zero_full.shard.owners import owner_of
 from zero_full.shard.recorded import record_of
+from zero_full.wording import listed
 
 
 def whole_parameters(optimizer: ZeroOptimizer) -> Iterator[tuple[Member, Tensor]]:
@@ -89,49 +92,34 @@ def load_whole_state_dict(
         module.load_state_dict({k: v for k, v in state.items() if k in mine and k not in names}, strict=False)
 
 
-def own_state_dict(module: nn.Module, optimizer: ZeroOptimizer) -> dict[str, dict[str, Any]]:
+def own_state_dict(module: nn.Module, optimizer: ZeroOptimizer) -> dict[str, Any]:
     """This rank's frozen slices and whole tensors, which the optimizer's state does not have."""
-    rest = {k: v for k, v in names_and_values(module).items() if not _is_in(v, optimizer.parts.places)}
-    return {
-        "whole": {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in rest.items()},
-        "frozen": {m.name: _own_part(flat, m).clone() for flat in optimizer.frozen for m in flat.members},
-    }
+    named = names_and_values(module)
+    chunks = chain(optimizer.contents.frozen(), optimizer.contents.whole(named))
+    others = {name: value for name, value in named.items() if not isinstance(value, Tensor)}
+    return {"tensors": kept(chunks), "others": others}
 
 
-def load_own_state_dict(
-    module: nn.Module, optimizer: ZeroOptimizer, state: Mapping[str, Mapping[str, Any]]
-) -> None:
+@torch.no_grad()
+def load_own_state_dict(module: nn.Module, optimizer: ZeroOptimizer, state: Mapping[str, Any]) -> None:
     """Restore what `own_state_dict` of the same rank has returned."""
-    here = own_state_dict(module, optimizer)
-    _refuse_other_names("whole and not trained", here["whole"], state["whole"])
-    _refuse_other_names("frozen and sharded", here["frozen"], state["frozen"])
-    with _unguarded():
-        module.load_state_dict(state["whole"], strict=False)
-    for flat, member in [(part, m) for part in optimizer.frozen for m in part.members]:
-        saved, mine = state["frozen"].get(member.name), _own_part(flat, member)
-        if saved is None or saved.shape != mine.shape:
-            raise ValueError(
-                f"this rank's saved part has no slice of {member.name} like the one here. Load what the same "
-                "rank has saved, with the same world size and units"
-            )
-        mine.copy_(saved)
+    part = OwnPart(state["tensors"], {})
+    named = names_and_values(module)
+    chunks = [*optimizer.contents.frozen(), *optimizer.contents.whole(named)]
+    known = {chunk.key for chunk in chunks} | optimizer.contents.shapes().keys()
+    if surplus := [key for key in part.shapes if key not in known]:
+        raise ValueError(f"this rank's saved part has {listed(surplus)}, which the model lacks")
+    part.check(chunks)
+    part.read(chunks)
+    for flat in optimizer.frozen:
         flat.node_copy = None
+    load_others(module, state["others"])
 
 
-def _refuse_other_names(what: str, here: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    missing, surplus = sorted(here.keys() - saved.keys()), sorted(saved.keys() - here.keys())
-    if missing or surplus:
-        raise ValueError(
-            f"of what is {what} this rank's saved part lacks {missing or 'nothing'} and has "
-            f"{surplus or 'nothing'} besides. Load what the same rank has saved, with the same model, "
-            "world size, stage and units"
-        )
-
-
-def _own_part(flat: FlatParameter, member: Member) -> Tensor:
-    """What this rank owns of a parameter, maybe nothing."""
-    piece = flat.piece_of(flat.shard, member)
-    return flat.shard[:0] if piece is None else piece
+def load_others(module: nn.Module, others: Mapping[str, Any]) -> None:
+    """Give modules back what they have told by `get_extra_state`."""
+    with _unguarded():
+        module.load_state_dict(others, strict=False)
 
 
 def _is_in(value: Any, params: Container[Any]) -> bool:

@@ -34,11 +34,13 @@ from zero_full.shard.base import (
 )
 from zero_full.shard.bucket import Bucket
 from zero_full.shard.build import Sharded
+from zero_full.shard.contents import Contents
 from zero_full.shard.flat import FlatParameter, GatherState, Member
 from zero_full.shard.gatherer import ParameterGatherer
 from zero_full.shard.groups import Groups
 from zero_full.shard.kept_gradients import KeptGradients
 from zero_full.shard.leaving import leave_model
+from zero_full.shard.own_part import load_own_part, own_part
 from zero_full.shard.owners import register
 from zero_full.shard.reducer import GradientReducer
 from zero_full.shard.report import NonFinite, StepReport
@@ -70,6 +72,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         # the rest of what torch keeps: hooks, and the names that profilers show.
         self.__setstate__({})
         self.own_state = owned_state.cut_state(base, parts.owned, settings.dtypes)
+        self.contents = Contents(base, parts, groups, settings.dtypes)
         self.redirected = Base(base, self)
         self.owned, self.frozen, self.buckets = parts.owned, parts.frozen, parts.buckets
         self.owned_of = {owned.flat: owned for owned in parts.owned}
@@ -270,23 +273,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
             bucket.forget(free=set_to_none is not None or not on_cpu)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part: fragments by parameter name, the groups' options and the loss scale."""
-        if self.reducer.began and self.gradients.are_new:
-            raise RuntimeError(
-                "state_dict between the backward passes of a step: their gradients would be lost. Save after "
-                "step, or give the gradients up with zero_grad first"
-            )
+        """This rank's part: ranges of parameters and state, the groups' options and the loss scale."""
+        self.refuse_unfinished("state_dict")
         run_hooks((self, self.base), state_dict_hooks, BEFORE)
         self.catch_up()
-        options = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
-        state = {
-            "format": 1,
-            "fragments": owned_state.save(self.base, self.owned),
-            "groups": options,
-            "asleep": [m.name for bucket in self.buckets if bucket.asleep for m in bucket.members],
-            "scaler": self.scaler.state_dict(),
-        }
-        return dict(run_hooks((self, self.base), state_dict_hooks, AFTER, state))
+        return dict(run_hooks((self, self.base), state_dict_hooks, AFTER, own_part(self)))
+
+    def refuse_unfinished(self, call: str) -> None:
+        """Raise between the backward passes of a step."""
+        if self.reducer.began and self.gradients.are_new:
+            raise RuntimeError(
+                f"{call} between the backward passes of a step: their gradients would be lost. Save after "
+                "step, or give the gradients up with zero_grad first"
+            )
 
     def catch_up(self) -> None:
         """Before parameters or masters are read: what was written by hand is taken in."""
@@ -301,16 +300,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from this rank's part. Every rank must call this: parameters are gathered."""
         state_dict = run_hooks((self, self.base), load_hooks, BEFORE, state_dict)
-        owned_state.refuse_unfit(state_dict, len(self.param_groups))
-        for bucket in self.buckets:
-            if bucket.asleep and bucket.members[0].name not in state_dict.get("asleep", ()):
-                self.reducer.wake(bucket)
-        owned_state.load(self.base, self.owned, state_dict["fragments"])
-        self.scaler.load_state_dict(state_dict["scaler"])
-        for group, options in zip(self.param_groups, state_dict["groups"], strict=True):
-            group.update(options)
-        self.zero_grad()
-        self.publish()
+        load_own_part(self, state_dict)
         run_hooks((self, self.base), load_hooks, AFTER)
 
     def scale(self, loss: Tensor, divided: bool = False) -> Tensor:

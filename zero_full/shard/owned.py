@@ -5,8 +5,7 @@
     pieces   windows into the master, one for each parameter of which this rank owns something
     tier     where the master waits, and with it the optimizer's state
 
-A checkpoint of one rank has, for every piece, the parameter's name and shape and the range of its elements:
-all that is needed to put the pieces together again.
+What of it is saved, and how it is put together again, is in `contents.py`.
 """
 
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -23,8 +22,6 @@ from zero_full.precision.dtypes import Dtypes
 from zero_full.shard.base import StateByParameter
 from zero_full.shard.bucket import SPARSE, Bucket
 from zero_full.shard.flat import FlatParameter, GatherState, Member
-
-Saved = dict[str, Any]
 
 
 class Owned:
@@ -176,11 +173,6 @@ def _rounds_to(master: Tensor, slice_: Tensor) -> bool:
 # All that a rank owns ----------------------------------------------------------------------------
 
 
-def pieces_of(owned: Iterable[Owned]) -> dict[str, Piece]:
-    """Everything this rank owns, by parameter name."""
-    return {piece.name: piece for each in owned for piece in each.pieces.values()}
-
-
 def cut_state(base: torch.optim.Optimizer, owned: Iterable[Owned], dtypes: Dtypes) -> StateByParameter:
     """The optimizer's state becomes that of pieces; what it knows already of whole parameters is cut.
 
@@ -226,67 +218,3 @@ def holdings(
         "host" if is_apart else "optimizer": masters + [t for t in state if t.dim()],
         "counters": [t for t in state if not t.dim()],
     }
-
-
-def save(base: torch.optim.Optimizer, owned: Iterable[Owned]) -> Saved:
-    """This rank's pieces. The tensors are copies."""
-    return {
-        name: {
-            "shape": tuple(piece.shape),
-            "range": piece.param_range,
-            "master": piece.master.detach().clone(),
-            "state": {key: _copy(value) for key, value in base.state.get(piece.master, {}).items()},
-        }
-        for name, piece in pieces_of(owned).items()
-    }
-
-
-def load(base: torch.optim.Optimizer, owned: Iterable[Owned], saved: Mapping[str, Any]) -> None:
-    """Put a saved part back. It must be from the same rank of a run with the same layout."""
-    mine = pieces_of(owned)
-    _check(mine, saved)
-    for name, piece in mine.items():
-        piece.master.detach().copy_(saved[name]["master"])
-        base.state[piece.master] = {
-            key: _copy(value, piece.master.device) for key, value in saved[name]["state"].items()
-        }
-
-
-def refuse_unfit(state_dict: Mapping[str, Any], groups: int) -> None:
-    """Raise if this is not the state of such an optimizer."""
-    if "fragments" not in state_dict:
-        raise ValueError(
-            "this is not what the state_dict of zero_full's optimizer has returned: load a plain optimizer's "
-            "state into it before initialize, which keeps it"
-        )
-    if len(state_dict["groups"]) != groups:
-        raise ValueError(
-            f"{len(state_dict['groups'])} parameter groups were saved, but the optimizer has {groups}"
-        )
-
-
-def _check(mine: Mapping[str, Piece], saved: Mapping[str, Any]) -> None:
-    missing, surplus = sorted(mine.keys() - saved.keys()), sorted(saved.keys() - mine.keys())
-    if missing or surplus:
-        raise ValueError(
-            f"this rank's saved part lacks {missing or 'nothing'} and has {surplus or 'nothing'} besides. "
-            "Load what the same rank has saved, with the same world size, stage and bucket size"
-        )
-    for name, piece in mine.items():
-        shape, cut = tuple(saved[name]["shape"]), tuple(saved[name]["range"])
-        if shape != tuple(piece.shape):
-            raise ValueError(f"{name} has shape {tuple(piece.shape)}, but was saved as {shape}")
-        if cut != piece.param_range:
-            raise ValueError(
-                f"{name}: this rank owns elements {piece.param_range}, the saved part has {cut}. "
-                "It was saved by another rank, or with another world size, stage or bucket size"
-            )
-
-
-def _copy(value: Any, device: torch.device | None = None) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    # A counter (no dimensions) may live elsewhere than what it counts for.
-    if device is None or not value.dim():
-        return value.detach().clone()
-    return value.detach().to(device, copy=True)

@@ -1,0 +1,374 @@
+"""Load what a run goes on from: at any number of ranks, stage and precision, all of it or nothing.
+
+[Note: a load] First everything is compared and every byte that this rank needs is verified; only when all
+ranks are content, anything is changed. Then the schedule and other objects of the loop take their states,
+which they may refuse: they get their own back, and nothing has happened. Each rank reads its own ranges.
+"""
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero_full.checkpoint import randomness
+from zero_full.checkpoint.failure import Attempt, CheckpointError
+from zero_full.checkpoint.plain_data import fingerprint
+from zero_full.checkpoint.reading import holds_latest, open_checkpoint
+from zero_full.checkpoint.save import Extras, group_members
+from zero_full.checkpoint.source import Source, StoredTensor
+from zero_full.checkpoint.source_values import SourceValues
+from zero_full.comm.topology import this_rank
+from zero_full.precision.scaler import DynamicScale
+from zero_full.shard.base import NoOptimizer
+from zero_full.shard.contents import BUFFERS, PARAMETERS, Chunk, NewState, plain
+from zero_full.shard.flat import GatherState
+from zero_full.shard.gathered import load_others, names_and_values
+from zero_full.shard.optimizer import ZeroOptimizer
+from zero_full.shard.own_part import refuse_other_facts, take_facts, wake_all_but
+from zero_full.wording import listed
+
+log = logging.getLogger("zero_full")
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """What of a checkpoint is to be loaded."""
+
+    strict: bool = True  # every parameter and buffer must be there, and none besides
+    optimizer_states: bool = True  # and with them what else a run goes on from, such as random numbers
+    lr_scheduler_states: bool = True
+    module_only: bool = False
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a load has found."""
+
+    path: Path
+    client_state: dict[str, Any]
+    counters: dict[str, Any] = field(default_factory=dict)
+
+
+@torch.no_grad()
+def load_checkpoint(
+    module: nn.Module,
+    optimizer: ZeroOptimizer,
+    directory: str | PathLike[str],
+    tag: str | None = None,
+    wanted: LoadOptions = LoadOptions(),
+    extras: Extras = Extras(),  # noqa: B008
+) -> Resumed | None:
+    """Go on from a checkpoint. Every rank must call this.
+
+    tag     None: the one that the folder's file `latest` names; if there is no such file, nothing is loaded
+            and the answer is None
+    extras  the schedule and other objects that were saved, which are given their state
+
+    CheckpointError if anything is wrong, on every rank; nothing is changed then.
+    """
+    attempt, load = Attempt(optimizer, "load_checkpoint"), list[CheckpointLoad]()
+
+    def open_and_check() -> None:
+        optimizer.catch_up()
+        if tag is not None or holds_latest(Path(directory)):
+            source = open_checkpoint(Path(directory), tag)
+            load.append(CheckpointLoad(module, optimizer, source, wanted, extras))
+            load[0].check()
+
+    attempt(open_and_check)
+    try:
+        found = attempt.agree([(str(each.source.path), each.source.identity) for each in load])
+        _refuse_others(found)
+        if not load:
+            return None
+        load[0].change(attempt)
+    finally:
+        for each in load:
+            each.source.close()
+    shared = load[0].source.shared
+    counters = {} if wanted.module_only else shared.get("counters", {})
+    return Resumed(load[0].source.path, shared.get("client_state", {}), counters)
+
+
+def _refuse_others(found: Mapping[int, list[tuple[str, str]]]) -> None:
+    if len({str(each) for each in found.values()}) > 1:
+        folders = {rank: each[0][0] if each else "none" for rank, each in found.items()}
+        raise CheckpointError(
+            f"ranks find different checkpoints: {folders}. If these are the same, another save has just "
+            "taken its place: load again. Nothing was loaded"
+        )
+
+
+class CheckpointLoad:
+    """One load, as one rank takes part in it."""
+
+    def __init__(
+        self, module: nn.Module, optimizer: ZeroOptimizer, source: Source, wanted: LoadOptions, extras: Extras
+    ) -> None:
+        self.module, self.optimizer, self.source = module, optimizer, source
+        self.wanted, self.extras = wanted, extras
+        self.named = names_and_values(module)
+        trains = not isinstance(optimizer.base, NoOptimizer)
+        self.with_state = wanted.optimizer_states and not wanted.module_only and trains
+        self.values = SourceValues(source)
+
+    # Before anything changes ---------------------------------------------------------------------
+
+    def check(self) -> None:
+        """CheckpointError unless everything fits and can be read."""
+        if self.wanted.module_only:  # else the counters begin a step anew
+            self.optimizer.refuse_unfinished("load_checkpoint(load_module_only=True)")
+        self._match()
+        if self.with_state:
+            self._check_state()
+        self.objects = self._objects()
+        self.values.check(self._chunks())
+
+    def _match(self) -> None:
+        """Find every tensor of the module in the source."""
+        contents, excluded = self.optimizer.contents, set(self.source.shared.get("excluded", ()))
+        names: dict[Tensor, list[str]] = {
+            param: [plain(member.name)] for param, (_, member) in self.optimizer.parts.places.items()
+        }
+        for name, value in self.named.items():
+            if isinstance(value, Tensor):
+                names.setdefault(value, []).append(plain(name))
+        keys = {tensor: contents.key_of(tensor, known[0]) for tensor, known in names.items()}
+        missing, wrong, used = list[str](), list[str](), set[str]()
+        for tensor, known in names.items():
+            stored = self._find(keys[tensor].partition("/")[0], known)
+            if stored is None:
+                missing += [known[0]] if known[0] not in excluded else []
+                continue
+            used.add(stored)
+            self.values.place[keys[tensor]] = stored
+            wrong += _differences(known[0], tensor, self.source.tensors[stored])
+        mine = {key.partition("/")[0].partition("@")[2] for key in keys.values()}
+        unexpected = [key for key in self.source.tensors if _is_of(key, mine) and key not in used]
+        self._judge(wrong, sorted(missing), sorted(key.partition("/")[2] for key in unexpected))
+
+    def _judge(self, wrong: list[str], missing: Sequence[str], unexpected: Sequence[str]) -> None:
+        where, told = self.source.path, list[str]()
+        if missing:
+            told.append(f"{where} lacks {listed(missing)}")
+        if unexpected:
+            told.append(f"{where} has {listed(unexpected)}, which the model lacks")
+        if self.wanted.strict:
+            wrong, told = wrong + told, []
+        if wrong:
+            raise CheckpointError("; ".join(wrong) + ". Nothing was loaded")
+        if excluded := self.source.shared.get("excluded"):
+            told.append(f"{where} was saved without {listed(excluded)}, which keep their values")
+        if told and this_rank() == 0:
+            log.warning("; ".join(told))
+
+    def _find(self, kind: str, names: Sequence[str]) -> str | None:
+        """The key under which a tensor with these names is stored."""
+        part = kind.partition("@")[1] + kind.partition("@")[2]
+        for name in names:
+            for each in (name, self.source.aliases.get(name)):
+                for kind in (PARAMETERS, BUFFERS):
+                    if each is not None and f"{kind}{part}/{each}" in self.source.tensors:
+                        return f"{kind}{part}/{each}"
+        return None
+
+    def _check_state(self) -> None:
+        shared = self.source.shared
+        if "groups" not in shared:
+            raise CheckpointError(
+                f"{self.source.path} has no state of an optimizer: load without it "
+                "(load_optimizer_states=False). Nothing was loaded"
+            )
+        refuse_other_facts(self.optimizer, shared)
+        self._refuse_other_groups(shared.get("members", ()))
+        randomness.check(self.source.private(this_rank()).get("random"))
+
+    def _refuse_other_groups(self, members: Iterable[Sequence[str]]) -> None:
+        """CheckpointError if a parameter would get the options of another one's group."""
+        saved = {name: number for number, names in enumerate(members) for name in names}
+        for number, names in enumerate(group_members(self.optimizer)):
+            for name in names:
+                if saved.get(name, number) != number:
+                    raise CheckpointError(
+                        f"{name} was in the optimizer's parameter group {saved[name]}, but is in group "
+                        f"{number} here, so it would get another group's options: give the groups in the "
+                        f"order of {self.source.path}, or load without them (load_optimizer_states=False). "
+                        "Nothing was loaded"
+                    )
+
+    def _objects(self) -> list[tuple[str, Any, Any]]:
+        """What takes a state of its own: its name, the object, and the state that was saved."""
+        found, shared = list[tuple[str, Any, Any]](), self.source.shared
+        schedule, wanted = self.extras.lr_scheduler, self.wanted.lr_scheduler_states
+        if schedule is not None and wanted and not self.wanted.module_only:
+            state, kind = shared.get("lr_scheduler"), type(schedule).__name__
+            saved = shared.get("schedule", kind)
+            if state is None or saved != kind:
+                told = (
+                    "no state of a schedule" if state is None else f"the state of a {saved}, not of a {kind}"
+                )
+                raise CheckpointError(
+                    f"{self.source.path} has {told}: load without it (load_lr_scheduler_states=False). "
+                    "Nothing was loaded"
+                )
+            found.append(("the schedule", schedule, state))
+        if self.with_state:
+            kept = self._kept()
+            found += [(name, self.extras.kept[name], state) for name, state in kept.items()]
+        return found
+
+    def _kept(self) -> dict[str, Any]:
+        """The saved states of the objects that are to go on: this rank's, or what all ranks had alike."""
+        world_size = self.source.shared["about"].get("world_size", 0)
+        privates = [self.source.private(rank) for rank in range(world_size)]
+        if not any("kept" in private for private in privates):  # written by somebody else
+            if self.extras.kept and this_rank() == 0:
+                log.warning("%s has no states of %s", self.source.path, listed(sorted(self.extras.kept)))
+            return {}
+        everyones = [private.get("kept", {}) for private in privates]
+        unclaimed = sorted({name for each in everyones for name in each} - self.extras.kept.keys())
+        if unclaimed and this_rank() == 0:
+            log.warning(
+                "%s has states of %s, which nobody takes: name them in keep_in_checkpoint (or Extras.kept) "
+                "before loading",
+                self.source.path,
+                listed(unclaimed),
+            )
+        same_ranks = world_size == self._ranks()
+        found = {}
+        for name in self.extras.kept:
+            states = [each[name] for each in everyones if name in each]
+            if len(states) < len(everyones):
+                raise CheckpointError(
+                    f"{self.source.path} has no state of {name}: load first, and name it in "
+                    "keep_in_checkpoint (or Extras.kept) after that. Nothing was loaded"
+                )
+            if not same_ranks and len({fingerprint(state) for state in states}) > 1:
+                raise CheckpointError(
+                    f"{name} was saved by {len(states)} ranks, each its own state, and here are "
+                    f"{self._ranks()}: nobody can say which is whose. Let its state_dict be the same on all "
+                    "ranks. Nothing was loaded"
+                )
+            found[name] = states[this_rank()] if same_ranks else states[0]
+        return found
+
+    def _ranks(self) -> int:
+        groups = self.optimizer.groups
+        model = 1 if groups.model is None else groups.model.size
+        return groups.dense.shard.size * groups.dense.across.size * model
+
+    def _chunks(self) -> list[Chunk]:
+        """Where values go; with room for the optimizer's state."""
+        contents = self.optimizer.contents
+        first: dict[Tensor, str] = {}
+        for name, value in self.named.items():
+            if isinstance(value, Tensor):
+                first.setdefault(value, name)
+        whole = contents.whole({name: tensor for tensor, name in first.items()})
+        chunks = [*contents.masters(), *contents.frozen(), *whole]
+        chunks = [chunk for chunk in chunks if chunk.key in self.values.place]
+        self.state = NewState(contents, self.values) if self.with_state else None
+        return chunks if self.state is None else [*chunks, *self.state.chunks()]
+
+    # Changes -------------------------------------------------------------------------------------
+
+    def change(self, attempt: Attempt) -> None:
+        """Do all of it. Every rank must call this, after all have checked."""
+        before = list[tuple[Any, Any]]()
+        attempt(lambda: self._hand_out(before))
+        try:
+            attempt.agree()
+        except BaseException:
+            for each, state in before:
+                each.load_state_dict(state)
+            raise
+        attempt(self.fill)
+        try:
+            attempt.agree()
+            self.finish()
+            attempt(self._go_on)
+            attempt.agree()
+        except Exception as error:
+            raise CheckpointError(f"{error}. Some parameters are changed already: load again") from error
+
+    def _hand_out(self, before: list[tuple[Any, Any]]) -> None:
+        """Give the objects their states, and note what they had."""
+        for name, each, state in self.objects:
+            before.append((each, deepcopy(each.state_dict())))
+            try:
+                each.load_state_dict(state)
+            except Exception as error:
+                raise CheckpointError(
+                    f"{name} cannot take the state in {self.source.path}: {error!r}. Nothing was loaded"
+                ) from error
+
+    def fill(self) -> None:
+        """Read this rank's ranges. Parameters follow when all ranks are done."""
+        shared = self.source.shared
+        if "asleep" in shared:
+            wake_all_but(self.optimizer, shared["asleep"])
+        self.values.read(self._chunks())
+        if self.state is not None:
+            self.state.install()
+            take_facts(self.optimizer, self._facts())
+        self.optimizer.zero_grad()
+        load_others(self.module, {k: v for k, v in shared.get("others", {}).items() if k in self.named})
+        if shared["about"].get("world_size") == self._ranks():
+            self._take_own_buffers()
+
+    def _facts(self) -> dict[str, Any]:
+        """Those that mean something here: a static loss scale is what the configuration says."""
+        facts, scaler = dict(self.source.shared), self.optimizer.scaler
+        known = facts.get("scaler", {}).keys() == scaler.state_dict().keys()
+        if not (known and isinstance(scaler, DynamicScale)):
+            facts.pop("scaler", None)
+        return facts
+
+    def _take_own_buffers(self) -> None:
+        own = self.source.private(this_rank()).get("buffers", {})
+        targets = {chunk.key: chunk for chunk in self._chunks() if chunk.key.startswith(BUFFERS)}
+        for key, values in own.items():
+            if key in targets:
+                targets[key].values.copy_(values)
+
+    def finish(self) -> None:
+        """Parameters follow their masters, on all ranks."""
+        optimizer = self.optimizer
+        optimizer.publish()
+        for flat in optimizer.frozen:
+            flat.node_copy = None
+            if flat.state is GatherState.WHOLE:
+                flat.collect()
+
+    def _go_on(self) -> None:
+        """Random numbers go on where they were."""
+        if not self.with_state:
+            return
+        private = self.source.private(this_rank())
+        if self.source.shared["about"].get("world_size") == self._ranks() and "random" in private:
+            randomness.restore(private["random"])
+        elif this_rank() == 0:
+            log.warning(
+                "%s: random numbers do not go on where they were: their states were saved by another number "
+                "of ranks, or not at all",
+                self.source.path,
+            )
+
+
+def _is_of(key: str, parts: Iterable[str]) -> bool:
+    """Whether it is a parameter or a buffer that concerns a rank with these parts of the model."""
+    kind, _, part = key.partition("/")[0].partition("@")
+    return kind in (PARAMETERS, BUFFERS) and part in parts
+
+
+def _differences(name: str, tensor: Tensor, stored: StoredTensor) -> Iterator[str]:
+    if tuple(tensor.shape) != stored.shape:
+        yield f"{name} has shape {tuple(tensor.shape)}, but {stored.shape} in the checkpoint"
+    if tensor.dtype != stored.dtype and not (tensor.is_floating_point() and stored.dtype.is_floating_point):
+        yield f"{name} is {tensor.dtype}, but {stored.dtype} in the checkpoint"

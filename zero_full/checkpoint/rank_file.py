@@ -1,0 +1,189 @@
+"""What one rank writes: ranges of tensors in a safetensors file, and a JSON file that says what they are."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_full.checkpoint import disk
+from zero_full.checkpoint.failure import CheckpointError
+from zero_full.checkpoint.files import CODES, TensorEntry, bytes_of, header_of
+from zero_full.checkpoint.folder import read_whole
+from zero_full.checkpoint.plain_data import Encoder, decode
+from zero_full.shard.contents import Chunk
+
+AT_ONCE = 1 << 24  # bytes that are copied from an accelerator at a time
+DTYPES = {code: dtype for dtype, code in CODES.items()}
+ASIDE = "plain"  # tensors among plain data
+
+
+def data_name(rank: int) -> str:
+    """The file with a rank's numbers."""
+    return f"rank_{rank:05}.safetensors"
+
+
+def json_name(rank: int) -> str:
+    """The file that says what these are."""
+    return f"rank_{rank:05}.json"
+
+
+@dataclass(frozen=True)
+class Payload:
+    """What one rank is about to save."""
+
+    rank: int
+    chunks: Sequence[Chunk]  # its share of each
+    plain: Mapping[str, Any]  # "numbers" and "private" of this rank; the first one's "shared"
+
+    def encoded(self) -> tuple[Any, list[Tensor]]:
+        """The plain data as JSON, and the tensors among them."""
+        encoder = Encoder()
+        shared = {k: encoder.encode(v, k) for k, v in self.plain.get("shared", {}).items()}
+        rest = {k: encoder.encode(v, k) for k, v in self.plain.items() if k != "shared"}
+        return {**rest, "shared": shared}, encoder.tensors
+
+
+def write(folder: Path, payload: Payload) -> dict[str, dict[str, int]]:
+    """Write both files, and wait until they are on the disk. Returns a manifest's rows about them."""
+    plain, aside = payload.encoded()
+    named = {chunk.key: chunk.values for chunk in payload.chunks if chunk.values.numel()}
+    named |= {f"{ASIDE}/{number}": tensor.reshape(-1) for number, tensor in enumerate(aside)}
+    entries = [TensorEntry(key, t.dtype, tuple(t.shape)) for key, t in named.items()]
+    header, places = header_of(entries, {"format": "pt", "note": "ranges of flattened tensors"})
+    file = disk.NewFile(folder / data_name(payload.rank))
+    try:
+        file.write(header)
+        for key in sorted(named, key=lambda key: places[key]):
+            _write_tensor(file, named[key])
+        blocks = file.finish()
+    finally:
+        file.close()
+    told = {
+        "tensors": {
+            c.key: [CODES[c.values.dtype], list(c.shape), c.start, c.values.numel(), places.get(c.key, 0)]
+            for c in payload.chunks
+            if c.values.numel() or 0 in c.shape
+        },
+        "aside": [[CODES[t.dtype], list(t.shape), places[f"{ASIDE}/{i}"]] for i, t in enumerate(aside)],
+        "blocks": blocks,
+        "plain": plain,
+    }
+    text = json.dumps(told, separators=(",", ":")).encode()
+    crc = disk.write_file(folder / json_name(payload.rank), text)
+    return {
+        data_name(payload.rank): {"bytes": file.size},
+        json_name(payload.rank): {"bytes": len(text), "crc32": crc},
+    }
+
+
+def _write_tensor(file: disk.NewFile, tensor: Tensor) -> None:
+    step = AT_ONCE // tensor.dtype.itemsize if tensor.device.type != "cpu" else max(1, tensor.numel())
+    for begin in range(0, tensor.numel(), step):
+        file.write(bytes_of(tensor[begin : begin + step].detach().cpu().contiguous()))
+
+
+@dataclass(frozen=True)
+class Range:
+    """Elements of a flattened tensor in a rank's file."""
+
+    file: "RankFile"
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]  # of the whole tensor
+    start: int
+    stop: int
+    at: int  # the first byte in the file
+
+    def bytes_of(self, start: int, stop: int) -> tuple[int, int]:
+        """Where these elements of the tensor lie in the file."""
+        size = self.dtype.itemsize
+        return self.at + (start - self.start) * size, self.at + (stop - self.start) * size
+
+
+class RankFile:
+    """One rank's files, open for reading."""
+
+    def __init__(self, folder: Path, rank: int, files: Mapping[str, Any]) -> None:
+        self.path, self.rank = folder / data_name(rank), rank
+        self.verified = set[int]()
+        told_in = folder / json_name(rank)
+        try:
+            rows = files[data_name(rank)], files[json_name(rank)]
+            told = json.loads(read_whole(told_in, rows[1]["crc32"]))
+            self.data = disk.OldFile(self.path, rows[0]["bytes"])
+            try:
+                self._take_in(told)
+            except BaseException:
+                self.data.close()
+                raise
+        except CheckpointError:
+            raise
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{error.filename} is missing: rank {rank} has written it") from None
+        except OSError as error:
+            raise CheckpointError(str(error)) from error
+        except Exception as error:  # whatever a file can do that is not what we have written
+            raise CheckpointError(f"{told_in} is damaged: {error!r}") from error
+
+    def _take_in(self, told: Mapping[str, Any]) -> None:
+        self.blocks: list[int] = told["blocks"]
+        if len(self.blocks) != -(-self.data.size // disk.BLOCK):
+            raise ValueError(f"{len(self.blocks)} checksums of {self.data.size} bytes")
+        self.ranges = [self._range(key, *each) for key, each in told["tensors"].items()]
+        self.aside = [(DTYPES[code], shape, at) for code, shape, at in told["aside"]]
+        self.plain = decode(told["plain"], self._tensor_aside)
+        for name in ("numbers", "private", "shared"):
+            if not isinstance(self.plain[name], dict):
+                raise TypeError(f"{name} is a {type(self.plain[name]).__name__}")
+
+    def _range(self, key: str, code: str, shape: list[int], start: int, numel: int, at: int) -> Range:
+        self._refuse_outside(key, DTYPES[code], [*shape, start], numel, at)
+        return Range(self, key, DTYPES[code], tuple(shape), start, start + numel, at)
+
+    def _tensor_aside(self, number: int) -> Tensor:
+        dtype, shape, at = self.aside[number]
+        self._refuse_outside("a tensor among plain data", dtype, shape, prod(shape), at)
+        self.verify(at, at + prod(shape) * dtype.itemsize)
+        return self.tensor_at(at, prod(shape), dtype).view(shape)
+
+    def _refuse_outside(
+        self, what: str, dtype: torch.dtype, counts: Sequence[int], numel: int, at: int
+    ) -> None:
+        """ValueError unless these are counts, and so many numbers lie in the file."""
+        if any(type(each) is not int or each < 0 for each in (*counts, numel, at)):
+            raise ValueError(f"{what} has {counts}, {numel} and {at}, which are not all counts")
+        if at + numel * dtype.itemsize > self.data.size:
+            raise ValueError(f"{what} would lie outside the file")
+
+    def tensor_at(self, at: int, numel: int, dtype: torch.dtype) -> Tensor:
+        """Numbers from the file."""
+        tensor = torch.empty(numel, dtype=dtype, device="cpu")
+        try:
+            self.data.read_into(bytes_of(tensor).cast("B"), at)
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be read: {error}") from error
+        return tensor
+
+    def verify(self, begin: int, end: int) -> None:
+        """CheckpointError unless these bytes are what was written."""
+        for block in range(begin // disk.BLOCK, -(-end // disk.BLOCK)):
+            if block not in self.verified:
+                try:
+                    same = self.data.checksum(block) == self.blocks[block]
+                except OSError as error:
+                    raise CheckpointError(f"{self.path} cannot be read: {error}") from error
+                if not same:
+                    raise CheckpointError(
+                        f"{self.path} is damaged: the checksum of bytes {block * disk.BLOCK} to "
+                        f"{min((block + 1) * disk.BLOCK, self.data.size)} is not the one that was written"
+                    )
+                self.verified.add(block)
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self.data.close()

@@ -1,0 +1,102 @@
+"""A checkpoint of zero_full as a `Source`, and which kind of source a folder is."""
+
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from zero_full.checkpoint.failure import CheckpointError
+from zero_full.checkpoint.folder import MANIFEST, digest_of, folder_of, latest_tag, read_manifest
+from zero_full.checkpoint.rank_file import Range, RankFile
+from zero_full.checkpoint.source import Source, StoredTensor
+
+
+class OwnSource(Source):
+    """See `folder.py` for the files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path, self.kind = folder, "zero_full"
+        self.manifest = read_manifest(folder)
+        self.identity = digest_of(self.manifest)
+        self.files: list[RankFile] = []
+        try:
+            for rank in self.manifest["ranks"]:
+                self.files.append(RankFile(folder, int(rank), self.manifest["files"]))
+            self._take_in()
+        except BaseException as error:
+            self.close()
+            if isinstance(error, Exception) and not isinstance(error, CheckpointError):
+                raise CheckpointError(f"{folder} is damaged: {error!r}") from error
+            raise
+
+    def _take_in(self) -> None:
+        self.ranges: dict[str, list[Range]] = {}
+        self.numbers, self.shared = {}, {}
+        for file in self.files:
+            for each in file.ranges:
+                self.ranges.setdefault(each.key, []).append(each)
+            self.numbers |= file.plain["numbers"]
+            self.shared |= file.plain["shared"]
+        self.tensors = {key: _whole(key, ranges, self.path) for key, ranges in self.ranges.items()}
+        self.aliases = dict(self.shared.get("aliases", {}))
+        about: Mapping[str, Any] = self.manifest["about"]
+        self.shared["about"] = dict(about)
+
+    def private(self, rank: int) -> dict[str, Any]:
+        """What one rank has saved for itself."""
+        return next((dict(file.plain["private"]) for file in self.files if file.rank == rank), {})
+
+    def _range(self, key: str, start: int, stop: int) -> Range:
+        for each in self.ranges[key]:
+            if each.start <= start and stop <= each.stop:
+                return each
+        raise AssertionError(f"{key}: {start} to {stop} are not in one range")
+
+    def read(self, key: str, start: int, stop: int) -> Tensor:
+        """These elements, which one rank has written, if they are still what was written."""
+        self.verify(key, start, stop)
+        found = self._range(key, start, stop)
+        return found.file.tensor_at(found.bytes_of(start, stop)[0], stop - start, found.dtype)
+
+    def verify(self, key: str, start: int, stop: int) -> None:
+        """Compare the checksums of the blocks that these elements are in."""
+        found = self._range(key, start, stop)
+        found.file.verify(*found.bytes_of(start, stop))
+
+    def close(self) -> None:
+        """Let go of all files."""
+        for file in self.files:
+            file.close()
+
+
+def _whole(key: str, ranges: list[Range], path: Path) -> StoredTensor:
+    """What the ranges come to; CheckpointError unless they are all of a tensor."""
+    ranges.sort(key=lambda each: each.start)
+    first = ranges[0]
+    tensor = StoredTensor(first.shape, first.dtype, tuple((each.start, each.stop) for each in ranges))
+    ends = ranges[0].start == 0 and ranges[-1].stop == tensor.numel
+    if not ends or any(one.stop != other.start for one, other in pairwise(ranges)):
+        raise CheckpointError(f"{path}: {key} is not all there: the files have elements {tensor.pieces}")
+    if any((each.shape, each.dtype) != (first.shape, first.dtype) for each in ranges):
+        raise CheckpointError(f"{path}: {key} has another shape or type in {ranges[-1].file.path}")
+    return tensor
+
+
+def holds_latest(directory: Path) -> bool:
+    """Whether a checkpoint can be found there without a tag."""
+    return (directory / MANIFEST).exists() or latest_tag(directory) is not None
+
+
+def open_checkpoint(directory: Path, tag: str | None = None) -> Source:
+    """The checkpoint of this tag, of the newest, or the one that `directory` itself is."""
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory} is no folder, or is not there")
+    if tag is None:
+        tag = latest_tag(directory)
+    if tag is None and (directory / MANIFEST).exists():
+        return OwnSource(directory)
+    if tag is None:
+        raise CheckpointError(f"{directory} has no file `latest`: give a tag, or the checkpoint's own folder")
+    return OwnSource(folder_of(directory, tag))

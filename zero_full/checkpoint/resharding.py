@@ -1,0 +1,148 @@
+"""Ranges of stored tensors into ranges that a rank has: torch.distributed.checkpoint finds what overlaps.
+
+Every rank plans on its own. That is `no_dist` in torch's words, which also means that nothing goes through
+one rank, however many there are.
+"""
+
+import io
+import warnings
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from zero_full.checkpoint.source import Source
+from zero_full.shard.contents import Chunk
+
+
+class SourceReader(StorageReader):
+    """Any `Source` for torch.distributed.checkpoint: `dcp.load(state, storage_reader=SourceReader(source))`.
+
+    Every tensor has one dimension there.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+
+    def reset(self, checkpoint_id: str | PathLike[str] | None = None) -> None:
+        """A load begins."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Which tensors there are, and which ranges of them."""
+        told: dict[str, Any] = {}
+        for key, tensor in self.source.tensors.items():
+            pieces = [
+                ChunkStorageMetadata(torch.Size((start,)), torch.Size((stop - start,)))
+                for start, stop in tensor.pieces
+            ]
+            size = torch.Size((tensor.numel,))
+            told[key] = TensorStorageMetadata(TensorProperties(tensor.dtype), size, pieces)
+        return Metadata(told)
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """All is known already."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """The plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """The plans as they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what was planned, range by range."""
+        for item in plan.items:
+            offset = item.storage_index.offset
+            assert offset is not None
+            start = offset[0] + item.storage_offsets[0]
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(self.source.read(item.storage_index.fqn, start, start + item.lengths[0]))
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | PathLike[str]) -> bool:
+        """A source is given, not found by its name."""
+        return False
+
+
+class ChunkPlanner(LoadPlanner):
+    """Plans for the chunks of one rank."""
+
+    def __init__(self, chunks: Mapping[str, Chunk]) -> None:
+        self.chunks = chunks
+        self.metadata: Metadata | None = None
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Note what there is."""
+        self.metadata = metadata
+
+    def create_local_plan(self) -> LoadPlan:
+        """What to read for each chunk."""
+        assert self.metadata is not None
+        items: list[ReadItem] = []
+        for chunk in self.chunks.values():
+            stored = self.metadata.state_dict_metadata[chunk.key]
+            assert isinstance(stored, TensorStorageMetadata)
+            mine = ChunkStorageMetadata(torch.Size((chunk.start,)), torch.Size((chunk.values.numel(),)))
+            items += create_read_items_for_chunk_list(chunk.key, stored, [mine])
+        return LoadPlan(items)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """The plans as they are."""
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        """The plan as it is."""
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """There are none."""
+        raise AssertionError(read_item)
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        """Where to put what was read."""
+        chunk = self.chunks[read_item.dest_index.fqn]
+        return chunk.values.narrow(0, read_item.dest_offsets[0], read_item.lengths[0])
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        """It is there."""
+
+
+def fill(source: Source, chunks: Sequence[Chunk]) -> None:
+    """Read every chunk, converted to its type. Several may ask for the same tensor."""
+    wanted, others = dict[str, Chunk](), list[Chunk]()
+    for chunk in chunks:
+        if chunk.values.numel():
+            others.append(chunk) if chunk.key in wanted else wanted.update({chunk.key: chunk})
+    if not wanted:
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        load(
+            dict.fromkeys(wanted),
+            storage_reader=SourceReader(source),
+            planner=ChunkPlanner(wanted),
+            no_dist=True,
+        )
+    fill(source, others)

@@ -1,0 +1,194 @@
+"""What an engine saves and loads: weights for everybody, and checkpoints to go on from."""
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from zero_full.checkpoint import (
+    Extras,
+    LoadOptions,
+    SaveOptions,
+    Unmatched,
+    complete,
+    load_checkpoint,
+    load_weights,
+    save_16bit_model,
+    save_checkpoint,
+    save_weights,
+)
+from zero_full.config import Resolved
+from zero_full.shard.gathered import (
+    copy_on_cpu,
+    load_own_state_dict,
+    load_whole_state_dict,
+    own_state_dict,
+    whole_state_dict,
+)
+from zero_full.shard.optimizer import ZeroOptimizer
+
+log = logging.getLogger("zero_full")
+COUNTERS = ("micro_steps", "global_steps", "global_samples", "skipped_steps")
+
+
+class Saving:
+    """The part of an engine that saves and loads."""
+
+    module: nn.Module
+    optimizer: ZeroOptimizer
+    resolved: Resolved
+    lr_scheduler: Any
+    training_dataloader: Any
+    micro_steps: int
+    global_steps: int
+    global_samples: int | None
+    kept: dict[str, Any]
+    _boundary: bool | None
+
+    # Checkpoints ---------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save all that this run goes on from, in `save_dir/tag`. Every rank must call this between steps.
+
+        tag           None: global_stepN
+        client_state  plain data of yours, which `load_checkpoint` returns; rank 0's count
+        save_latest   `load_checkpoint` finds this one without a tag
+
+        Returns True, or raises on every rank; what was there before stays then.
+        """
+        self._refuse_between_steps("save_checkpoint")
+        save_checkpoint(
+            self.module,
+            self.optimizer,
+            save_dir,
+            self._tag(tag),
+            client_state,
+            self._extras(),
+            SaveOptions(save_latest, exclude_frozen_parameters, self.resolved.config.checkpoint.keep_last),
+        )
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Go on from a checkpoint, at any number of ranks, stage and precision. Every rank must call this.
+
+        tag  None: what the folder's file `latest` names
+
+        Returns its folder and the client state; (None, None), as DeepSpeed does, if there is no `latest` and
+        no tag was given. CheckpointError, on every rank, if anything is wrong; nothing is changed then.
+        """
+        wanted = LoadOptions(
+            load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only
+        )
+        tag = None if tag is None else str(tag)
+        found = load_checkpoint(self.module, self.optimizer, load_dir, tag, wanted, self._extras())
+        if found is None:
+            there = ", ".join(complete(Path(load_dir))) or "none"
+            log.warning("nothing was loaded: %s has no `latest` (checkpoints there: %s)", load_dir, there)
+            return None, None
+        if "global_samples" in found.counters and self.global_samples is None:
+            found.counters["global_samples"] = None  # without a batch size nobody can go on counting
+        for name in COUNTERS:
+            setattr(self, name, found.counters.get(name, getattr(self, name)))
+        return str(found.path), found.client_state
+
+    def keep_in_checkpoint(self, **objects: Any) -> None:
+        """Save and load the state of these, too, each rank its own: where a data loader is, for example.
+
+        Each has `state_dict` and `load_state_dict`, and plain data for a state. At another number of ranks it
+        can be loaded if all ranks have saved the same.
+        """
+        for name, each in objects.items():
+            if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
+                raise TypeError(f"{name} has no state_dict and load_state_dict, so it cannot be saved")
+        self.kept |= objects
+
+    def _extras(self) -> Extras:
+        kept = dict(self.kept)
+        if self.training_dataloader is not None:
+            kept["training_dataloader"] = self.training_dataloader
+        counters = {name: getattr(self, name) for name in COUNTERS}
+        return Extras(self.lr_scheduler, counters, kept)
+
+    def _refuse_between_steps(self, call: str) -> None:
+        """Raise between the micro-batches of a step, of which a checkpoint has no gradients."""
+        config = self.resolved.config
+        after = self.micro_steps % config.gradient_accumulation_steps
+        if config.managed_gradient_accumulation and self._boundary is None and after:
+            raise RuntimeError(
+                f"{call} after {after} of a step's {config.gradient_accumulation_steps} micro-batches: save "
+                "after the step's last one"
+            )
+
+    def _tag(self, tag: str | None) -> str:
+        return f"global_step{self.global_steps}" if tag is None else str(tag)
+
+    # Weights -------------------------------------------------------------------------------------
+
+    def module_state_dict(self, keep: Callable[[Tensor], Any] = copy_on_cpu) -> dict[str, Any]:
+        """Return the module's state dict, with whole parameters. Every rank must call this.
+
+        `keep` says what to keep of a tensor: a copy on the CPU, or what else you make of it.
+        """
+        return whole_state_dict(self.module, self.optimizer, keep)
+
+    def load_module_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """New parameters, and masters that follow them. Every rank must call this with the same values."""
+        load_whole_state_dict(self.module, self.optimizer, state, strict)
+
+    def save_weights(self, directory: str | Path, **options: Any) -> None:
+        """Whole weights as safetensors, see `checkpoint.save_weights`. Every rank must call this."""
+        save_weights(self.module, self.optimizer, directory, **options)
+
+    def load_weights(self, path: str | Path, **options: Any) -> Unmatched:
+        """Weights from safetensors, of which this rank reads its slices. Every rank must call this."""
+        return load_weights(self.module, self.optimizer, path, **options)
+
+    def save_16bit_model(
+        self,
+        save_dir: str | Path,
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """The weights in one file, by torch.save or as safetensors. Every rank must call this."""
+        return save_16bit_model(
+            self.module, self.optimizer, save_dir, save_filename, exclude_frozen_parameters
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part of everything, to be saved between steps and loaded by the same rank."""
+        scheduler = self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None
+        return {
+            "module": own_state_dict(self.module, self.optimizer),
+            "optimizer": self.optimizer.state_dict(),
+            "lr_scheduler": scheduler,
+            "counters": {name: getattr(self, name) for name in COUNTERS},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue bit for bit where `state_dict` was taken. Every rank loads its own part."""
+        load_own_state_dict(self.module, self.optimizer, state["module"])
+        if self.lr_scheduler is not None and state["lr_scheduler"] is not None:
+            self.lr_scheduler.load_state_dict(state["lr_scheduler"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        counters = dict(state["counters"])
+        if self.global_samples is None:  # without a batch size nobody can go on counting
+            counters["global_samples"] = None
+        for name in COUNTERS:
+            setattr(self, name, counters[name])

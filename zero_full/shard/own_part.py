@@ -1,0 +1,79 @@
+"""What one rank has kept of an optimizer, and how it goes on from there."""
+
+from collections.abc import Container, Mapping
+from itertools import chain
+from typing import Any
+
+from zero_full.shard.contents import NewState, OwnPart, kept, plain
+
+Optimizer = Any  # a `ZeroOptimizer`, which imports this module
+ALIKE = frozenset(("Adam", "AdamW"))  # optimizers that keep the same
+
+
+def own_part(optimizer: Optimizer) -> dict[str, Any]:
+    """This rank's ranges of parameters and state, and the facts."""
+    contents = optimizer.contents
+    tensors = kept(chain(contents.masters(), contents.state()))
+    return {"tensors": tensors, "numbers": contents.numbers(every=True), **facts_of(optimizer)}
+
+
+def load_own_part(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Restore what `own_part` of the same rank has returned. Every rank must call this."""
+    if "tensors" not in saved:
+        raise ValueError(
+            "this is not what the state_dict of zero_full's optimizer has returned: load a plain optimizer's "
+            "state into it before initialize, which keeps it"
+        )
+    part, contents = OwnPart(saved["tensors"], saved["numbers"]), optimizer.contents
+    refuse_other_facts(optimizer, saved)
+    part.check([*contents.masters(), *NewState(contents, part).chunks()])
+    wake_all_but(optimizer, saved["asleep"])
+    state = NewState(contents, part)
+    part.read([*contents.masters(), *state.chunks()])
+    state.install()
+    take_facts(optimizer, saved)
+    optimizer.publish()
+
+
+def facts_of(optimizer: Optimizer) -> dict[str, Any]:
+    """What is no tensor, and the same on every rank."""
+    own = optimizer.steppers.own
+    return {
+        "optimizer": type(optimizer.base).__name__,
+        "groups": [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups],
+        "asleep": [plain(m.name) for bucket in optimizer.buckets if bucket.asleep for m in bucket.members],
+        "scaler": optimizer.scaler.state_dict(),
+        "stepper": {} if own is None else own.state_dict(),
+    }
+
+
+def refuse_other_facts(optimizer: Optimizer, facts: Mapping[str, Any]) -> None:
+    """ValueError if these are the facts of another optimizer."""
+    saved, here = facts["groups"], optimizer.param_groups
+    if len(saved) != len(here):
+        raise ValueError(f"{len(saved)} parameter groups were saved, but the optimizer has {len(here)}")
+    kind = type(optimizer.base).__name__
+    other = facts.get("optimizer", kind)
+    if other != kind and not ALIKE.issuperset((other, kind)):
+        raise ValueError(
+            f"the optimizer's state is {other}'s, but the optimizer is {kind}: what one keeps means nothing "
+            "to the other (load_checkpoint has load_optimizer_states=False)"
+        )
+
+
+def take_facts(optimizer: Optimizer, facts: Mapping[str, Any]) -> None:
+    """Restore what `facts_of` has returned, as far as it is there; let go of gradients."""
+    if "scaler" in facts:
+        optimizer.scaler.load_state_dict(facts["scaler"])
+    if optimizer.steppers.own is not None and "stepper" in facts:
+        optimizer.steppers.own.load_state_dict(facts["stepper"])
+    for group, options in zip(optimizer.param_groups, facts["groups"], strict=True):
+        group.update(options)
+    optimizer.zero_grad()
+
+
+def wake_all_but(optimizer: Optimizer, asleep: Container[str]) -> None:
+    """Parameters that are still to be trained here, and were trained there, get masters of their own."""
+    for bucket in optimizer.buckets:
+        if bucket.asleep and any(plain(member.name) not in asleep for member in bucket.members):
+            optimizer.reducer.wake(bucket)
