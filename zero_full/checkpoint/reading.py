@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from zero_full.checkpoint.deepspeed import holds_deepspeeds, open_deepspeed
 from zero_full.checkpoint.failure import CheckpointError
 from zero_full.checkpoint.folder import MANIFEST, digest_of, folder_of, latest_tag, read_manifest
 from zero_full.checkpoint.rank_file import Range, RankFile
@@ -86,13 +87,24 @@ def _whole(key: str, ranges: list[Range], path: Path) -> StoredTensor:
 
 def holds_latest(directory: Path) -> bool:
     """Whether a checkpoint can be found there without a tag."""
-    return (directory / MANIFEST).exists() or latest_tag(directory) is not None
+    own = (directory / MANIFEST).exists() or latest_tag(directory) is not None
+    return own or holds_deepspeeds(directory)
 
 
 def open_checkpoint(directory: Path, tag: str | None = None) -> Source:
-    """The checkpoint of this tag, of the newest, or the one that `directory` itself is."""
+    """The checkpoint of this tag, of the newest, or the one that `directory` itself is; or DeepSpeed's."""
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is no folder, or is not there")
+    try:
+        return _open_own(directory, tag)
+    except CheckpointError:
+        theirs = open_deepspeed(directory, tag)
+        if theirs is None:
+            raise
+    return theirs
+
+
+def _open_own(directory: Path, tag: str | None) -> Source:
     if tag is None:
         tag = latest_tag(directory)
     if tag is None and (directory / MANIFEST).exists():
