@@ -220,11 +220,12 @@ def latest_tag(directory: Path) -> str | None:
         return None
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{directory / LATEST} cannot be read: {error}") from error
-    if not is_plain(tag):
+    try:
+        return check_tag(tag)
+    except CheckpointError:
         raise CheckpointError(
             f"{directory / LATEST} names {tag!r}, which is no folder beside it: write the tag to load into it"
-        )
-    return tag
+        ) from None
 
 
 def folder_of(directory: Path, tag: str) -> Path:
