@@ -175,3 +175,137 @@ def test_flipped_bits_are_found(saved: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_flipped_bit_of_every_byte_is_found(saved: Path, tmp_path: Path) -> None:
     check_bytes(saved, tmp_path / "run", sys.maxsize, 1000)
+
+
+# A run that is another one ------------------------------------------------------------------------------
+
+
+class Reshaped(Rich):
+    """With a parameter of another shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Parameter(torch.ones(1, 5))
+
+
+class Renamed(Rich):
+    """With a parameter of another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.unused
+        self.spare = nn.Parameter(torch.ones(5))
+
+
+class Retyped(Rich):
+    """With a buffer of another kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen.num_batches_tracked = torch.tensor(0, dtype=torch.int32)
+
+
+class Sampler:
+    """An object of the loop. It does not take every state on every rank."""
+
+    def __init__(self, place: int, takes: bool = True) -> None:
+        self.place, self.takes = place, takes
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+        if self.place == 7 and not self.takes:
+            raise KeyError("epoch")
+
+
+MODELS = {"reshaped": Reshaped, "renamed": Renamed, "retyped": Retyped}
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "WarmupDecayLR": {"total_num_steps": 9, "warmup_num_steps": 2},
+    "WarmupLR": {"warmup_num_steps": 5},
+}
+
+
+def run_of(what: str, rank: int) -> zero_full.Engine:
+    """An engine after a step; `what` is special about it."""
+    model, keys = MODELS.get(what, Rich)(), RUN.keys()
+    if what == "SGD":
+        keys["optimizer"] = {"type": "SGD", "params": {"lr": 0.01}}
+    if what in SCHEDULES:
+        keys["scheduler"] = {"type": what, "params": SCHEDULES[what]}
+    if what == "no schedule":
+        del keys["scheduler"]
+    base = None
+    if what.startswith("groups"):
+        del keys["optimizer"]
+        parts = [[p for p in model.parameters() if (p.dim() > 1) is large] for large in (True, False)]
+        groups = [{"params": part, "weight_decay": 0.1} for part in parts]
+        base = torch.optim.AdamW(groups[:: -1 if "swapped" in what else 1], lr=0.01)
+    engine = zero_full.initialize(model=model, optimizer=base, config=keys)[0]
+    if "sampler" in what:
+        engine.keep_in_checkpoint(calm=Sampler(1), sampler=Sampler(2, takes=f"refused by {rank}" not in what))
+    go(engine, rank, range(1))
+    return engine
+
+
+NO_STATE, NO_SCHEDULE = {"load_optimizer_states": False}, {"load_lr_scheduler_states": False}
+LOOSELY = {"load_module_strict": False}
+# Who saves, who loads, what is said, and what then helps.
+OTHERS: list[tuple[str, str, str, dict[str, Any]]] = [
+    ("", "reshaped", r"unused has shape \(1, 5\), but \(5,\) in the checkpoint", {}),
+    ("", "renamed", r"lacks spare; .* has unused, which the model lacks", LOOSELY),
+    ("", "retyped", "seen.num_batches_tracked is torch.int32, but torch.int64 in the checkpoint", {}),
+    ("", "SGD", "the optimizer's state is AdamW's, but the optimizer is SGD", NO_STATE),
+    ("", "groups", "1 parameter groups were saved, but the optimizer has 2", NO_STATE),
+    ("groups", "groups, swapped", "group 1, but is in group 0 here, .* another group's options", NO_STATE),
+    ("", "WarmupDecayLR", "has the state of a WarmupLR, not of a WarmupDecayLR: load without", NO_SCHEDULE),
+    ("no schedule", "", r"has no state of a schedule: load without it", NO_SCHEDULE),
+    ("", "sampler", "has no state of calm: load first, and name it in keep_in_checkpoint", NO_STATE),
+    (
+        "sampler",
+        "sampler, refused by 0",
+        r"rank 0: sampler cannot take the state .*KeyError\('epoch'\)",
+        NO_STATE,
+    ),
+    (
+        "sampler",
+        "sampler, refused by 1",
+        r"rank 1: sampler cannot take the state .*KeyError\('epoch'\)",
+        NO_STATE,
+    ),
+]
+
+
+def loads_another(comm: Any, place: Path) -> list[str]:
+    """What is wrong with the answers to loads into another run than the one that was saved."""
+    wrong = list[str]()
+    for saves, loads, message, remedy in OTHERS:
+        folder = place / (saves or "plain")
+        if comm.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+        dist.barrier()
+        if not (folder / "latest").exists():
+            engine = run_of(saves, comm.rank)
+            go(engine, comm.rank, range(1, 2))
+            for each in engine.kept.values():
+                each.place = 7
+            engine.save_checkpoint(folder)
+            engine.destroy()
+        dist.barrier()
+        engine = run_of(loads, comm.rank)
+        before = state_of(engine)
+        said = refusal(lambda: engine.load_checkpoint(folder))
+        if not re.search(message, said) or not said.endswith("Nothing was loaded"):
+            wrong.append(f"{loads} loads {saves}: {said!r}")
+        if state_of(engine) != before:
+            wrong.append(f"{loads} loads {saves}: the run has changed")
+        if remedy:
+            engine.load_checkpoint(folder, **remedy)
+            wrong += [f"{loads} loads {saves}: not loaded"] if state_of(engine) == before else []
+        engine.destroy()
+    return wrong
+
+
+def test_another_run_is_refused_on_every_rank_and_stays_as_it_is(tmp_path: Path) -> None:
+    assert POOL.run(loads_another, 2, tmp_path) == [[], []]

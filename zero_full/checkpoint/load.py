@@ -185,7 +185,10 @@ class CheckpointLoad:
                 f"{self.source.path} has no state of an optimizer: load without it "
                 "(load_optimizer_states=False). Nothing was loaded"
             )
-        refuse_other_facts(self.optimizer, shared)
+        try:
+            refuse_other_facts(self.optimizer, shared)
+        except ValueError as error:
+            raise CheckpointError(f"{self.source.path}: {error}. Nothing was loaded") from error
         self._refuse_other_groups(shared.get("members", ()))
         randomness.check(self.source.private(this_rank()).get("random"))
 
