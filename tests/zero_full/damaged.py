@@ -5,7 +5,7 @@ import os
 import random
 import shutil
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import zero_full
-from tests.zero_full.dying import Killer
+from tests.zero_full.dying import CALLS, Killer
 from zero_full.checkpoint import CheckpointError, randomness
 from zero_full.checkpoint.folder import _canonical
 
@@ -76,15 +76,19 @@ def forge(
 
 
 class Failing(Killer):
-    """Counts the calls of `CALLS`; the one of this number fails."""
+    """Counts calls of the system; the one of this number fails."""
 
-    def __init__(self, at: int | None, errno: int) -> None:
-        super().__init__(at)
-        self.errno = errno
+    def __init__(self, at: int | None, reason: int, names: Sequence[str] = CALLS) -> None:
+        super().__init__(at, names)
+        self.reason = reason
+
+    @property
+    def has_failed(self) -> bool:
+        return self.at is not None and len(self.calls) > self.at
 
     def _end(self, name: str, given: tuple[Any, ...]) -> None:
         self.calls.append(name)
-        raise OSError(self.errno, os.strerror(self.errno))
+        raise OSError(self.reason, os.strerror(self.reason))
 
 
 def sample(seed: int, size: int, count: int) -> list[tuple[int, int]]:

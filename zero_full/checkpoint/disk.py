@@ -145,9 +145,11 @@ class OldFile:
     def read_into(self, buffer: memoryview, at: int) -> None:
         """Fill the buffer with the bytes from `at` on."""
         if self.descriptor < 0:
-            self.descriptor = os.open(self.path, os.O_RDONLY | NO_LINKS)
+            with telling("opening", self.path):
+                self.descriptor = os.open(self.path, os.O_RDONLY | NO_LINKS)
         while buffer:
-            got = os.preadv(self.descriptor, [buffer], at)
+            with telling("reading", self.path):
+                got = os.preadv(self.descriptor, [buffer], at)
             if not got:
                 raise OSError(f"{self.path} ends before byte {at + len(buffer)}")
             buffer, at = buffer[got:], at + got

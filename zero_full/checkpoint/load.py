@@ -122,6 +122,15 @@ class CheckpointLoad:
 
     def check(self) -> None:
         """CheckpointError unless everything fits and can be read."""
+        try:
+            self._check()
+        except CheckpointError:
+            raise
+        except Exception as error:
+            told = str(error) if isinstance(error, (ValueError, RuntimeError)) else repr(error)
+            raise CheckpointError(f"{self.source.path}: {told}. Nothing was loaded") from error
+
+    def _check(self) -> None:
         if self.wanted.module_only:  # else the counters begin a step anew
             self.optimizer.refuse_unfinished("load_checkpoint(load_module_only=True)")
         self._match()
@@ -185,10 +194,7 @@ class CheckpointLoad:
                 f"{self.source.path} has no state of an optimizer: load without it "
                 "(load_optimizer_states=False). Nothing was loaded"
             )
-        try:
-            refuse_other_facts(self.optimizer, shared)
-        except ValueError as error:
-            raise CheckpointError(f"{self.source.path}: {error}. Nothing was loaded") from error
+        refuse_other_facts(self.optimizer, shared)
         self._refuse_other_groups(shared.get("members", ()))
         randomness.check(self.source.private(this_rank()).get("random"))
 

@@ -166,7 +166,7 @@ class RankFile:
         try:
             self.data.read_into(bytes_of(tensor).cast("B"), at)
         except OSError as error:
-            raise CheckpointError(f"{self.path} cannot be read: {error}") from error
+            raise CheckpointError(str(error)) from error
         return tensor
 
     def verify(self, begin: int, end: int) -> None:
@@ -176,7 +176,7 @@ class RankFile:
                 try:
                     same = self.data.checksum(block) == self.blocks[block]
                 except OSError as error:
-                    raise CheckpointError(f"{self.path} cannot be read: {error}") from error
+                    raise CheckpointError(str(error)) from error
                 if not same:
                     raise CheckpointError(
                         f"{self.path} is damaged: the checksum of bytes {block * disk.BLOCK} to "

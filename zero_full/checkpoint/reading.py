@@ -11,6 +11,13 @@ from zero_full.checkpoint.failure import CheckpointError
 from zero_full.checkpoint.folder import MANIFEST, digest_of, folder_of, latest_tag, read_manifest
 from zero_full.checkpoint.rank_file import Range, RankFile
 from zero_full.checkpoint.source import Source, StoredTensor
+from zero_full.wording import listed
+
+KINDS: dict[str, type] = {  # of plain data that is there by these names
+    **dict.fromkeys(("aliases", "client_state", "counters", "others", "scaler", "stepper"), dict),
+    **dict.fromkeys(("asleep", "excluded", "frozen", "groups", "members"), list),
+    **dict.fromkeys(("buffers", "kept", "random"), dict),  # of each rank
+}
 
 
 class OwnSource(Source):
@@ -37,10 +44,12 @@ class OwnSource(Source):
         for file in self.files:
             for each in file.ranges:
                 self.ranges.setdefault(each.key, []).append(each)
+            _check_kinds(file.plain["private"])
             self.numbers |= file.plain["numbers"]
             self.shared |= file.plain["shared"]
+        _check_kinds(self.shared)
         self.tensors = {key: _whole(key, ranges, self.path) for key, ranges in self.ranges.items()}
-        self.aliases = dict(self.shared.get("aliases", {}))
+        self.aliases = self.shared.get("aliases", {})
         about: Mapping[str, Any] = self.manifest["about"]
         self.shared["about"] = dict(about)
 
@@ -69,6 +78,12 @@ class OwnSource(Source):
         """Let go of all files."""
         for file in self.files:
             file.close()
+
+
+def _check_kinds(told: Mapping[str, Any]) -> None:
+    wrong = [name for name, kind in KINDS.items() if not isinstance(told.get(name, kind()), kind)]
+    if wrong or not all(isinstance(group, dict) for group in told.get("groups", ())):
+        raise ValueError(f"{listed(wrong or ['groups'])} of another kind")
 
 
 def _whole(key: str, ranges: list[Range], path: Path) -> StoredTensor:

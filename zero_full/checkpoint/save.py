@@ -5,7 +5,6 @@ the disk, and to hear that it is published. A failure of one rank ends the save 
 before stays.
 """
 
-import logging
 import secrets
 import time
 from collections.abc import Mapping
@@ -29,7 +28,7 @@ from zero_full.checkpoint.folder import (
     partial_folder,
     publish,
     refuse_strange,
-    retain,
+    tidy,
     write_manifest,
 )
 from zero_full.checkpoint.rank_file import Payload, write
@@ -41,7 +40,6 @@ from zero_full.shard.optimizer import ZeroOptimizer
 from zero_full.shard.own_part import facts_of
 from zero_full.wording import ranks_listed
 
-log = logging.getLogger("zero_full")
 CALL = "save_checkpoint"
 Rows = Mapping[str, Mapping[str, int]]  # what a manifest says of files
 
@@ -101,11 +99,7 @@ class CheckpointSave:
         }
         write_manifest(self.folder, manifest)
         publish(self.folder, self.tag, self.nonce, self.options.save_latest)
-        if self.options.keep_last is not None:
-            try:
-                retain(self.directory, self.options.keep_last, self.tag, self.nonce)
-            except (OSError, CheckpointError) as error:  # this one is saved all the same
-                log.warning("older checkpoints in %s could not be removed: %s", self.directory, error)
+        tidy(self.directory, self.tag, self.nonce, self.options.keep_last)
 
     def discard(self) -> None:
         """What was written goes."""
