@@ -25,7 +25,7 @@ MANIFEST = "manifest.json"
 def bits(value: Any) -> Any:
     """Equal only if everything in it is, to the last bit."""
     if isinstance(value, Tensor):
-        flat = value.detach().cpu().contiguous().reshape(-1)
+        flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
         return str(value.dtype), tuple(value.shape), flat.view(torch.uint8).numpy().tobytes()
     if isinstance(value, Mapping):
         return {key: bits(each) for key, each in value.items()}
