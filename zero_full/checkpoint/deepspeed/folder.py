@@ -128,6 +128,11 @@ class TagFolder:
             raise CheckpointError(f"{self.path} lacks the {what} of {ranks_listed(missing)}: {INTERRUPTED}")
 
 
+def is_deepspeeds(folder: Path) -> bool:
+    """Whether a checkpoint of DeepSpeed's can be found there without a tag."""
+    return folder.is_dir() and ((folder / "latest_universal").is_file() or TagFolder(folder).is_deepspeeds)
+
+
 def open_deepspeed(folder: Path | str, tag: str | None = None) -> Source | None:
     """The checkpoint of DeepSpeed in a folder; None if there is nothing of DeepSpeed's.
 

@@ -184,7 +184,7 @@ class PlainSource(SavedSource):
             if f"{PARAMETERS}/{name}" not in self.tensors:
                 self.add(f"{PARAMETERS}/{name}", Cuts.whole(value.shape), [value])
             if numbers := numbers_of(row.state(position)):
-                self.numbers[name] = numbers
+                self.note(name, numbers)
         self.shared["groups"] = options_of(base["param_groups"])
         scaler = self._scaler(optimizer)
         if scaler is not None:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from zero_full.checkpoint.failure import CheckpointError
-from zero_full.checkpoint.source import Source, StoredTensor
+from zero_full.checkpoint.source import PARAMETERS, Source, StoredTensor
 from zero_full.checkpoint.torch_file import SavedTensor
+from zero_full.shard.contents import STEP
 from zero_full.trees import mapped
 
 
@@ -82,6 +83,11 @@ class SavedSource(Source):
         self.tensors[key] = StoredTensor(cuts.shape, parts[0].dtype, cuts.pieces)
         self._places[key] = cuts, parts
 
+    def note(self, name: str, numbers: Mapping[str, Any]) -> None:
+        """What an optimizer keeps of a whole parameter: the step is a tensor, as torch's have it."""
+        told = {k: torch.tensor(v) if k == STEP else v for k, v in numbers.items()}
+        self.numbers[f"{PARAMETERS}/{name}"] = told
+
     def read(self, key: str, start: int, stop: int) -> Tensor:
         """These elements, all in one of its pieces."""
         if start == stop:
@@ -111,7 +117,7 @@ def numbers_of(state: Mapping[str, Any]) -> dict[str, Any]:
     """Those entries of an optimizer's state that are one number for the whole parameter."""
     single = {k: v.whole().item() for k, v in state.items() if isinstance(v, SavedTensor) and not v.shape}
     plain = {k: v for k, v in state.items() if isinstance(v, (bool, int, float))}
-    return {k: float(v) if k == "step" else v for k, v in {**single, **plain}.items()}
+    return {k: float(v) if k == STEP else v for k, v in {**single, **plain}.items()}
 
 
 def options_of(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:

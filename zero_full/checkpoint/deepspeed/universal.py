@@ -87,7 +87,7 @@ class UniversalSource(SavedSource):
             key = f"{PARAMETERS}/{name}" if entry == "fp32" else f"{STATE}/{entry}/{name}"
             self.add(key, Cuts.whole(shape), [values])
         if numbers and len(found) > 1:
-            self.numbers[name] = dict(numbers)
+            self.note(name, numbers)
 
     def _values(self, path: Path, content: Any, shape: tuple[int, ...]) -> SavedTensor:
         """The tensor in a file of an entry: by itself, or with how it was merged."""

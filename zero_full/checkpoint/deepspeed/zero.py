@@ -151,7 +151,7 @@ class ZeroSource(SavedSource):
             for entry, parts in entries.items():
                 self.add(f"{STATE}/{entry}/{name}", cuts, parts)
             if numbers:
-                self.numbers[name] = dict(numbers)
+                self.note(name, numbers)
 
     def _cuts_before_3(
         self, group: int, named: Shapes, masters: list[SavedTensor]
