@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from zero_full.checkpoint.deepspeed import is_deepspeeds, open_deepspeed
 from zero_full.checkpoint.failure import CheckpointError
 from zero_full.checkpoint.folder import MANIFEST, digest_of, folder_of, latest_tag, read_manifest
 from zero_full.checkpoint.rank_file import Range, RankFile
@@ -101,17 +102,20 @@ def _whole(key: str, ranges: list[Range], path: Path) -> StoredTensor:
 
 def holds_latest(directory: Path) -> bool:
     """Whether a checkpoint can be found there without a tag."""
-    return (directory / MANIFEST).exists() or latest_tag(directory) is not None
+    return (directory / MANIFEST).exists() or latest_tag(directory) is not None or is_deepspeeds(directory)
 
 
 def open_checkpoint(directory: Path, tag: str | None = None) -> Source:
     """The checkpoint of this tag, of the newest, or the one that `directory` itself is."""
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is no folder, or is not there")
-    if tag is None:
-        tag = latest_tag(directory)
-    if tag is None and (directory / MANIFEST).exists():
+    wanted = latest_tag(directory) if tag is None else tag
+    if wanted is None and (directory / MANIFEST).exists():
         return OwnSource(directory)
-    if tag is None:
+    if wanted is None or not (directory / wanted / MANIFEST).exists():
+        foreign = open_deepspeed(directory, tag)
+        if foreign is not None:
+            return foreign
+    if wanted is None:
         raise CheckpointError(f"{directory} has no file `latest`: give a tag, or the checkpoint's own folder")
-    return OwnSource(folder_of(directory, tag))
+    return OwnSource(folder_of(directory, wanted))
