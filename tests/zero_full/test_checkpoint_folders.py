@@ -29,7 +29,7 @@ REASONS = (errno.ENOSPC, errno.EIO, errno.EROFS)
 
 
 def saves_while(comm: Any, victim: int, place: Path, every: int) -> list[str]:
-    """What is wrong after saves of which one call has failed, whichever it was (of so many calls each one)."""
+    """What is wrong after saves of which one call has failed: each one, or one in so many."""
     base, folder, wrong = place / "base", place / "run", list[str]()
     engine = engine_of(keep_last=1)
     save(engine, base, "oldest")

@@ -53,8 +53,8 @@ class Source(ABC):
     # What the optimizer keeps of a parameter as a whole, such as {"step": 7.0}, by the parameter's key.
     numbers: dict[str, dict[str, Any]]
     # The rest, the same for all ranks, as far as it is there: "counters", "groups" (a list of options of the
-    # optimizer's parameter groups), "members" (the names of each group's parameters), "scaler", "lr_scheduler",
-    # "schedule" (the name of its class), "client_state", "frozen" (names of parameters),
+    # optimizer's parameter groups), "members" (the names of each group's parameters), "scaler",
+    # "lr_scheduler", "schedule" (the name of its class), "client_state", "frozen" (names of parameters),
     # "excluded" (those of them that were left out), "asleep", and in "about" what a person wants to know:
     # "world_size", "stage", "step".
     shared: dict[str, Any]
