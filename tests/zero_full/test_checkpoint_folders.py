@@ -1,4 +1,4 @@
-"""Folders that are full, broken, shared or somebody else's: what a save leaves there, and what it says."""
+"""Folders that are full, broken, shared or somebody else's, and whose states are whose."""
 
 import errno
 import os
@@ -8,14 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import zero_full
 from tests.worlds import POOL
+from tests.zero_full.checkpoint_runs import Layout, Rich, go
 from tests.zero_full.damaged import Failing, copied, refusal, state_of
 from tests.zero_full.dying import check_folder, contents_of, engine_of, save, step
 from zero_full.checkpoint import complete
 from zero_full.checkpoint.folder import STALE, unfinished
+from zero_full.comm.topology import Topology
 
 
 def names_in(folder: Path) -> list[str]:
@@ -254,3 +257,65 @@ def test_what_cannot_be_removed_is_told_and_the_save_counts(
     assert list(complete(tmp_path)) == ["b"]
     save(engine, tmp_path, "c")
     assert names_in(tmp_path) == ["c", "latest"]
+
+
+# Who has saved -----------------------------------------------------------------------------------------------
+
+
+class Drawn:
+    """An object of the loop with a large state, of which most is the same on all ranks."""
+
+    def __init__(self, rank: int) -> None:
+        self.drawn = torch.zeros(5000)
+        self.drawn[2500] = rank
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"drawn": self.drawn}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.drawn = state["drawn"]
+
+
+def saves_drawn(comm: Any, folder: Path) -> None:
+    engine = engine_of()
+    engine.keep_in_checkpoint(drawn=Drawn(comm.rank))
+    engine.save_checkpoint(folder)
+
+
+def test_states_of_ranks_are_compared_to_the_last_element(tmp_path: Path) -> None:
+    POOL.run(saves_drawn, 2, tmp_path)
+    engine = engine_of()
+    engine.keep_in_checkpoint(drawn=Drawn(0))
+    assert "drawn was saved by 2 ranks, each its own" in refusal(lambda: engine.load_checkpoint(tmp_path))
+
+
+def test_a_state_that_nobody_takes_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine = engine_of()
+    engine.keep_in_checkpoint(drawn=Drawn(0))
+    engine.save_checkpoint(tmp_path)
+    engine_of().load_checkpoint(tmp_path)
+    assert "has states of drawn, which nobody takes: name them in keep_in_checkpoint" in caplog.text
+
+
+def two_runs(comm: Any, place: Path) -> Any:
+    """Two engines on two ranks each, which save and go on side by side."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    topology, folder = Topology(data=pairs[comm.rank // 2]), place / str(comm.rank // 2)
+
+    def made(number: int) -> zero_full.Engine:
+        engine = zero_full.initialize(model=Rich(), config=Layout(2, 2).keys(), topology=topology)[0]
+        engine.keep_in_checkpoint(drawn=Drawn(number))
+        return engine
+
+    torch.manual_seed(comm.rank)
+    engine = made(comm.rank)
+    go(engine, comm.rank, range(2))
+    engine.save_checkpoint(folder)
+    losses = go(engine, comm.rank, range(2, 4))
+    other = made(9)
+    other.load_checkpoint(folder)
+    return go(other, comm.rank, range(2, 4)) == losses, int(other.kept["drawn"].drawn[2500])
+
+
+def test_runs_of_some_ranks_go_on_where_they_were(tmp_path: Path) -> None:
+    assert POOL.run(two_runs, 4, tmp_path) == [(True, rank) for rank in range(4)]

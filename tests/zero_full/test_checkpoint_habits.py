@@ -317,41 +317,6 @@ def test_tags_that_are_no_names_of_folders_are_refused_first(tmp_path: Path) -> 
         assert engine.load_checkpoint(tmp_path, tag)[0] == str(tmp_path / str(tag))  # type: ignore[arg-type]
 
 
-class Drawn:
-    """An object of the loop with a large state, of which most is the same on all ranks."""
-
-    def __init__(self, rank: int) -> None:
-        self.drawn = torch.zeros(5000)
-        self.drawn[2500] = rank
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"drawn": self.drawn}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.drawn = state["drawn"]
-
-
-def saves_drawn(comm: Any, folder: Path) -> None:
-    engine = engine_of()
-    engine.keep_in_checkpoint(drawn=Drawn(comm.rank))
-    engine.save_checkpoint(folder)
-
-
-def test_states_of_ranks_are_compared_to_the_last_element(tmp_path: Path) -> None:
-    POOL.run(saves_drawn, 2, tmp_path)
-    engine = engine_of()
-    engine.keep_in_checkpoint(drawn=Drawn(0))
-    assert "drawn was saved by 2 ranks, each its own" in refusal(lambda: engine.load_checkpoint(tmp_path))
-
-
-def test_a_state_that_nobody_takes_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    engine = engine_of()
-    engine.keep_in_checkpoint(drawn=Drawn(0))
-    engine.save_checkpoint(tmp_path)
-    engine_of().load_checkpoint(tmp_path)
-    assert "has states of drawn, which nobody takes: name them in keep_in_checkpoint" in caplog.text
-
-
 def differing(comm: Any, place: Path) -> list[str]:
     """What ranks hear that do not mean the same."""
     engine, mine = engine_of(), str(comm.rank)

@@ -235,14 +235,12 @@ class CheckpointLoad:
 
     def _kept(self) -> dict[str, Any]:
         """The saved states of the objects that are to go on: this rank's, or what all ranks had alike."""
-        world_size = self.source.shared["about"].get("world_size", 0)
-        privates = [self.source.private(rank) for rank in range(world_size)]
-        if not any("kept" in private for private in privates):  # written by somebody else
+        if not self.source.savers:  # written by somebody else
             if self.extras.kept and this_rank() == 0:
                 log.warning("%s has no states of %s", self.source.path, listed(sorted(self.extras.kept)))
             return {}
-        everyones = [private.get("kept", {}) for private in privates]
-        unclaimed = sorted({name for each in everyones for name in each} - self.extras.kept.keys())
+        everyones = {rank: self.source.private(rank).get("kept", {}) for rank in self.source.savers}
+        unclaimed = sorted({name for each in everyones.values() for name in each} - self.extras.kept.keys())
         if unclaimed and this_rank() == 0:
             log.warning(
                 "%s has states of %s, which nobody takes: name them in keep_in_checkpoint (or Extras.kept) "
@@ -250,23 +248,26 @@ class CheckpointLoad:
                 self.source.path,
                 listed(unclaimed),
             )
-        same_ranks = world_size == self._ranks()
         found = {}
         for name in self.extras.kept:
-            states = [each[name] for each in everyones if name in each]
+            states = {rank: each[name] for rank, each in everyones.items() if name in each}
             if len(states) < len(everyones):
                 raise CheckpointError(
                     f"{self.source.path} has no state of {name}: load first, and name it in "
                     "keep_in_checkpoint (or Extras.kept) after that. Nothing was loaded"
                 )
-            if not same_ranks and len({fingerprint(state) for state in states}) > 1:
+            if not self._same_ranks() and len({fingerprint(state) for state in states.values()}) > 1:
                 raise CheckpointError(
                     f"{name} was saved by {len(states)} ranks, each its own state, and here are "
                     f"{self._ranks()}: nobody can say which is whose. Let its state_dict be the same on all "
                     "ranks. Nothing was loaded"
                 )
-            found[name] = states[this_rank()] if same_ranks else states[0]
+            found[name] = states[this_rank() if self._same_ranks() else min(states)]
         return found
+
+    def _same_ranks(self) -> bool:
+        """Whether this rank goes on where one has saved."""
+        return len(self.source.savers) == self._ranks() and this_rank() in self.source.savers
 
     def _ranks(self) -> int:
         groups = self.optimizer.groups
@@ -329,7 +330,7 @@ class CheckpointLoad:
             take_facts(self.optimizer, self._facts())
         self.optimizer.zero_grad()
         load_others(self.module, {k: v for k, v in shared.get("others", {}).items() if k in self.named})
-        if shared["about"].get("world_size") == self._ranks():
+        if self._same_ranks():
             self._take_own_buffers()
 
     def _facts(self) -> dict[str, Any]:
@@ -366,7 +367,7 @@ class CheckpointLoad:
         if not self.with_state:
             return
         private = self.source.private(this_rank())
-        if self.source.shared["about"].get("world_size") == self._ranks() and "random" in private:
+        if self._same_ranks() and "random" in private:
             randomness.restore(private["random"])
         elif this_rank() == 0:
             log.warning(

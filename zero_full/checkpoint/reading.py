@@ -27,7 +27,7 @@ class OwnSource(Source):
     def __init__(self, folder: Path) -> None:
         self.path, self.kind = folder, "zero_full"
         self.manifest = read_manifest(folder)
-        self.identity = digest_of(self.manifest)
+        self.identity, self.savers = digest_of(self.manifest), self.manifest["ranks"]
         self.files: list[RankFile] = []
         try:
             for rank in self.manifest["ranks"]:

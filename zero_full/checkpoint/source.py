@@ -11,7 +11,7 @@ same for all.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -47,6 +47,7 @@ class Source(ABC):
 
     path: Path  # of the folder
     identity: str = ""  # what tells it from another one that may take its place
+    savers: Sequence[int] = ()  # the ranks that have saved something for themselves
     kind: str  # who has written it, in words: "zero_full", "DeepSpeed, stage 2"
     tensors: dict[str, StoredTensor]  # by key
     aliases: dict[str, str]  # further names of tied parameters, with the name under which they are stored
