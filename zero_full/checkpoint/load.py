@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_full.checkpoint import randomness
+from zero_full.checkpoint.background import background_of
 from zero_full.checkpoint.failure import Attempt, CheckpointError
 from zero_full.checkpoint.reading import holds_latest, open_checkpoint
 from zero_full.checkpoint.resharding import fill
@@ -69,6 +70,7 @@ def load_checkpoint(
 
     CheckpointError if anything is wrong, on every rank; nothing is changed then.
     """
+    background_of(optimizer).wait()
     attempt, load = Attempt(optimizer), list[CheckpointLoad]()
 
     def open_and_check() -> None:

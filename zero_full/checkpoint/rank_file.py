@@ -1,7 +1,7 @@
 """What one rank writes: ranges of tensors in a safetensors file, and a JSON file that says what they are."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,27 +37,38 @@ class Payload:
 
     rank: int
     chunks: Sequence[Chunk]  # its share of each
-    plain: Mapping[str, Any]  # "numbers" and "private" of this rank; the first one's "shared"
-
-    def encoded(self) -> tuple[Any, list[Tensor]]:
-        """The plain data as JSON, and the tensors among them."""
-        encoder = Encoder()
-        shared = {k: encoder.encode(v, k) for k, v in self.plain.get("shared", {}).items()}
-        rest = {k: encoder.encode(v, k) for k, v in self.plain.items() if k != "shared"}
-        return {**rest, "shared": shared}, encoder.tensors
+    plain: Any  # plain data in JSON's terms
+    aside: Sequence[Tensor]  # the tensors among them
 
 
-def write(folder: Path, payload: Payload) -> dict[str, dict[str, int]]:
-    """Write both files, and wait until they are on the disk. Returns a manifest's rows about them."""
-    plain, aside = payload.encoded()
-    named = {chunk.key: chunk.values for chunk in payload.chunks if chunk.values.numel()}
-    named |= {f"{ASIDE}/{number}": tensor.reshape(-1) for number, tensor in enumerate(aside)}
+def payload_of(rank: int, chunks: Iterable[Chunk], plain: Mapping[str, Any]) -> Payload:
+    """What a rank saves: its share of each tensor and plain data, which must be such.
+
+    plain  "numbers" and "private" of this rank; the first one's "shared"
+    """
+    encoder = Encoder()
+    shared = {k: encoder.encode(v, k) for k, v in plain.get("shared", {}).items()}
+    rest = {k: encoder.encode(v, k) for k, v in plain.items() if k != "shared"}
+    mine = [chunk for chunk in chunks if chunk.values.numel()]
+    return Payload(rank, mine, {**rest, "shared": shared}, encoder.tensors)
+
+
+def write(
+    folder: Path, payload: Payload, look: Callable[[], None] = lambda: None
+) -> dict[str, dict[str, int]]:
+    """Write both files, and wait until they are on the disk. Returns a manifest's rows about them.
+
+    `look` is called now and then; what it raises ends the writing.
+    """
+    named = {chunk.key: chunk.values for chunk in payload.chunks}
+    named |= {f"{ASIDE}/{number}": tensor.reshape(-1) for number, tensor in enumerate(payload.aside)}
     entries = [TensorEntry(key, t.dtype, tuple(t.shape)) for key, t in named.items()]
     header, places = header_of(entries, {"format": "pt", "note": "ranges of flattened tensors"})
     file = disk.NewFile(folder / data_name(payload.rank))
     try:
         file.write(header)
         for key in sorted(named, key=lambda key: places[key]):
+            look()
             _write_tensor(file, named[key])
         blocks = file.finish()
     finally:
@@ -66,11 +77,12 @@ def write(folder: Path, payload: Payload) -> dict[str, dict[str, int]]:
         "tensors": {
             c.key: [CODES[c.values.dtype], list(c.shape), c.start, c.values.numel(), places[c.key]]
             for c in payload.chunks
-            if c.values.numel()
         },
-        "aside": [[CODES[t.dtype], list(t.shape), places[f"{ASIDE}/{i}"]] for i, t in enumerate(aside)],
+        "aside": [
+            [CODES[t.dtype], list(t.shape), places[f"{ASIDE}/{i}"]] for i, t in enumerate(payload.aside)
+        ],
         "blocks": blocks,
-        "plain": plain,
+        "plain": payload.plain,
     }
     text = json.dumps(told, separators=(",", ":")).encode()
     crc = disk.write_file(folder / json_name(payload.rank), text)

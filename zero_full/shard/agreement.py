@@ -7,6 +7,7 @@ One vector is summed over the ranks and read once by the host. In it are
                overflow check
     marks      a number made of what this rank is about to do, and its square: all marks are the same if
                and only if the sum of squares is what it is for equal numbers
+    alarm      how many ranks know that something beside the training has failed
     spoilt     how many of the NaNs that released parameters show are none any more. Such a write is an error
                where it is made, but for what goes round Python: the memory itself, compiled code
     flags      for each parameter whether this rank has a gradient of it. As in torch, a parameter that has
@@ -34,7 +35,7 @@ from zero_full.shard.groups import Groups, Pair
 from zero_full.shard.stand_in import Found, names_of
 
 SQUARES = 2  # numbers before the marks
-SPOILT, FLAGS = 4, 5  # places of these numbers
+SPOILT, ALARM, FLAGS = 4, 5, 6  # places of these numbers
 MARK_BITS = 20  # so that a sum of squares over thousands of ranks is exact in fp64
 WRITTEN, ERROR = "parameters written in place", "error"  # among what ranks do
 SPOILT_BY = (
@@ -51,10 +52,16 @@ class Agreement:
 
     norm: float | None  # of the averaged gradients, as they are; None: nobody has asked
     used: Container[Member]  # parameters that have a gradient on any rank
+    alarm: bool  # whether something beside the training has failed on any rank
 
 
 def agree(
-    groups: Groups, buckets: Sequence[Bucket], used: set[Member], needs_norm: bool, doings: Doings
+    groups: Groups,
+    buckets: Sequence[Bucket],
+    used: set[Member],
+    needs_norm: bool,
+    doings: Doings,
+    alarm: bool,
 ) -> Agreement:
     """Exchange norm, marks and flags, or raise if marks differ. Every rank must call this.
 
@@ -62,21 +69,21 @@ def agree(
     """
     counts = needs_norm and not any(what == ERROR for what, _ in doings)
     dense = [bucket for bucket in buckets if not bucket.kind.expert]
-    sides = [_Side(groups.dense, dense, used, counts, doings)]
+    sides = [_Side(groups.dense, dense, used, counts, doings, alarm)]
     if groups.expert is not None:
         experts = [bucket for bucket in buckets if bucket.kind.expert]
-        sides.append(_Side(groups.expert, experts, used, counts, doings))
+        sides.append(_Side(groups.expert, experts, used, counts, doings, alarm))
     if not needs_norm and not any(side.has_peers for side in sides):
-        return Agreement(None, used)
-    squared, poison, *rest = _add_up(groups, sides, exactly=False)
+        return Agreement(None, used, alarm)
+    squared, poison, alarms, *rest = _add_up(groups, sides, exactly=False)
     if needs_norm and not isfinite(squared) and not poison and leaves_overflow(sides[0].numbers.device):
-        squared, poison, *rest = _add_up(groups, sides, exactly=True)
+        squared, poison, alarms, *rest = _add_up(groups, sides, exactly=True)
     everyones: set[Member] = set()
     for side in sides:
         everyones |= side.read(rest[: side.length])
         rest = rest[side.length :]
     norm = float("nan") if poison else float(squared) ** 0.5
-    return Agreement(norm if needs_norm else None, everyones)
+    return Agreement(norm if needs_norm else None, everyones, alarms > 0)
 
 
 def numbers_on(device: torch.device, values: Sequence[float]) -> Tensor:
@@ -90,13 +97,14 @@ def numbers_on(device: torch.device, values: Sequence[float]) -> Tensor:
 
 
 def _add_up(groups: Groups, sides: Sequence["_Side"], exactly: bool) -> list[float]:
-    """Everyone's squares, then marks and flags of each side."""
+    """Everyone's squares and alarms, then marks and flags of each side."""
     for side in sides:
         side.add_up(exactly)
     squares = torch.stack([side.numbers[:SQUARES] for side in sides])
     if groups.between_experts is not None:
         groups.between_experts.sum_numbers(squares[1], "squared gradient norm")
-    total = squares.sum(0)
+    alarms = torch.stack([side.numbers[ALARM] for side in sides]).sum(0, keepdim=True)
+    total = torch.cat([squares.sum(0), alarms])
     if groups.model is not None:
         groups.model.sum_numbers(total, "squared gradient norm")
     numbers: list[float] = torch.cat([total, *(side.numbers[SQUARES:] for side in sides)]).tolist()
@@ -109,14 +117,21 @@ class _Side:
     """The buckets of one pair of groups."""
 
     def __init__(
-        self, pair: Pair, buckets: Sequence[Bucket], used: set[Member], counts: bool, doings: Doings
+        self,
+        pair: Pair,
+        buckets: Sequence[Bucket],
+        used: set[Member],
+        counts: bool,
+        doings: Doings,
+        alarm: bool,
     ) -> None:
         self.pair, self.buckets, self.doings, self.counts = pair, list(buckets), doings, counts
         self.has_peers = pair.shard.size > 1 or pair.across.size > 1
         self.members = [member for bucket in buckets for member in bucket.members]
         self.length = FLAGS - SQUARES + len(self.members)
         mark = float(zlib.crc32(repr(doings).encode()) >> (32 - MARK_BITS))
-        self.said = [mark, mark * mark, 0.0, *(float(member in used) for member in self.members)]
+        used_here = (float(member in used) for member in self.members)
+        self.said = [mark, mark * mark, 0.0, float(alarm), *used_here]
         released = [bucket.flat for bucket in buckets if bucket.flat.released_at_rest]
         kinds = {(flat.dtype, flat.kind.device) for flat in released if flat.kind.device.type != "meta"}
         self.absent = [nothing(*kind) for kind in kinds]
@@ -140,7 +155,7 @@ class _Side:
 
     def read(self, numbers: Sequence[float]) -> set[Member]:
         """The parameters with a gradient; raise if ranks would do different things."""
-        marks, squared, spoilt, *flags = numbers
+        marks, squared, spoilt, _, *flags = numbers
         if spoilt:
             for absent in self.absent:
                 absent.fill_(float("nan"))
