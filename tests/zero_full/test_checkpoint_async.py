@@ -1,4 +1,4 @@
-"""A save that is written beside the next steps: what it saves, who waits for it, who hears of its failures."""
+"""A save that is written beside the next steps: what it saves, who waits, and who hears of its failures."""
 
 import errno
 import json
@@ -287,42 +287,54 @@ def test_a_rank_that_is_killed_while_it_writes_lets_nobody_wait_forever(tmp_path
 # The end of a script ---------------------------------------------------------------------------------
 
 SCRIPT = """
-import os, sys, time
+import os, sys
 import zero_full
 from tests.zero_full.checkpoint_runs import Layout, engine_of, go
-from tests.zero_full.test_checkpoint_async import slowly, writer
+from tests.zero_full.test_checkpoint_async import disk_full, slowly, writer
+from zero_full.comm import notes
 
+if os.environ["RANK"] == "1":  # it reads what the first one has to say when that one could be gone
+    notes.FIRST_LOOK_S = notes.LAST_LOOK_S = 1.0
 zero_full.init_distributed()
 engine = engine_of(Layout(int(os.environ["WORLD_SIZE"])))
 go(engine, int(os.environ["RANK"]), range(1))
 engine.save_checkpoint(sys.argv[1], "one")
-slow = writer(slowly)
-slow.__enter__()
+changed = writer({before})
+changed.__enter__()
 engine.save_checkpoint(sys.argv[1], "two", asynchronous=True)
 {end}
 """
 
 
-def ended(folder: Path, world: int, end: str) -> list[int]:
-    """Run the script on so many ranks; how they have ended. The first one has the store that they meet in."""
+def started(folder: Path, world: int, before: str, end: str = "") -> list["subprocess.Popen[str]"]:
+    """The script on so many ranks, of which the first one has the store that they meet in."""
     place = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT.format(end=end), str(folder)],
-            env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-        )
-        for rank in range(world)
-    ]
-    return [process.wait(60) for process in ranks]
+    command = [sys.executable, "-c", SCRIPT.format(before=before, end=end), str(folder)]
+    places = [{**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
+    return [subprocess.Popen(command, env=each, stderr=subprocess.PIPE, text=True) for each in places]
+
+
+def ended(ranks: list["subprocess.Popen[str]"]) -> list[tuple[str, int]]:
+    """What each has said, and its exit code."""
+    return [(process.communicate(timeout=60)[1], process.returncode) for process in ranks]
 
 
 def test_a_script_that_ends_right_after_the_call_loses_nothing(tmp_path: Path) -> None:
-    assert ended(tmp_path, 2, "") == [0, 0]
+    for said, code in ended(started(tmp_path, 2, "slowly")):
+        assert code == 0 and "beside the training" not in said
     assert latest_tag(tmp_path) == "two" and complete(tmp_path).keys() == {"one", "two"}
     assert list(tmp_path.glob("partial-*")) == []
 
 
 def test_a_script_that_ends_with_an_error_leaves_the_older_checkpoint(tmp_path: Path) -> None:
-    assert ended(tmp_path, 1, "raise ValueError('of the script')") == [1]
-    assert latest_tag(tmp_path) == "one" and complete(tmp_path).keys() == {"one"}
+    """And one whose last save fails says so, although nothing is left of it that could raise it."""
+    raises, fails = tmp_path / "raises", tmp_path / "fails"
+    processes = started(raises, 1, "slowly", "raise ValueError('of the script')") + started(
+        fails, 1, "disk_full"
+    )
+    (raised, raised_code), (failed, failed_code) = ended(processes)
+    assert (raised_code, failed_code) == (1, 0)
+    assert "the script has ended with an error: of the script" in raised
+    assert "-two was written beside the training: [Errno 28] No space left on device" in failed
+    for folder in (raises, fails):
+        assert latest_tag(folder) == "one" and complete(folder).keys() == {"one"}

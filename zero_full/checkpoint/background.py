@@ -10,6 +10,7 @@ no waiting: the save ends unfinished, as it would in a crash, and the others are
 """
 
 import json
+import logging
 import sys
 import threading
 import weakref
@@ -26,6 +27,7 @@ from zero_full.checkpoint.rank_file import Payload
 from zero_full.comm.notes import Notes
 from zero_full.shard.optimizer import ZeroOptimizer
 
+log = logging.getLogger("zero_full")
 OUTCOME = "the outcome"
 FAREWELL_S = 10.0  # how long a rank stays for others that have not heard the outcome
 
@@ -98,6 +100,8 @@ class Writing:
             failed = said(error)
         if failed:
             self.failure = CheckpointError(f"{self.save.folder} was written beside the training: {failed}")
+            if not threading.main_thread().is_alive():  # nothing of the script is left to raise it
+                log.error("%s", self.failure)
         mine = [_note_of(self.save.payload.rank)]
         keys = [*mine, OUTCOME] if self.save.is_first else mine
         self.notes.part(keys, min(FAREWELL_S, self.patience_s))
