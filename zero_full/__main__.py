@@ -1,10 +1,11 @@
-"""The command line: `python -m zero_full doctor`, `plan`, `migrate` and `build`."""
+"""The command line: `python -m zero_full doctor`, `plan`, `migrate`, `export`, `inspect` and `build`."""
 
 import argparse
 import sys
 from collections.abc import Sequence
 
 from zero_full import doctor
+from zero_full.wording import size_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -17,11 +18,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _describe_plan(planning)
     migrating = commands.add_parser("migrate", help="make a DeepSpeed script one of zero_full's")
     _describe_migrate(migrating)
+    exporting = commands.add_parser("export", help="a checkpoint's weights as safetensors, for everybody")
+    _describe_export(exporting)
+    inspecting = commands.add_parser("inspect", help="what is in a checkpoint, and whether it is whole")
+    _describe_inspect(inspecting)
     options = parser.parse_args(arguments)
     if options.command == "plan":
         return _plan(planning, options)
     if options.command == "migrate":
         return _migrate(migrating, options)
+    if options.command == "export":
+        return _export(exporting, options)
+    if options.command == "inspect":
+        return _inspect(options)
     return _build() if options.command == "build" else doctor.main()
 
 
@@ -90,6 +99,56 @@ def _migrate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> in
         return migrate.main(options.files, options.write, options.world)
     except migrate.MigrateError as error:
         parser.error(str(error))
+
+
+def _describe_checkpoint(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", metavar="CKPT", help="the folder that was given to save_checkpoint")
+    parser.add_argument("--tag", help="which of its checkpoints; without this, the latest")
+
+
+def _describe_export(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Write parameters and buffers of a checkpoint as safetensors, in one process and without the model. "
+        "Memory does not grow with the model."
+    )
+    _describe_checkpoint(parser)
+    parser.add_argument(
+        "out", metavar="OUT", help="a folder, for model.safetensors or several files and an index"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=["fp32", "bf16", "fp16"],
+        help="of floating-point numbers; without this, fp32 from the masters, and float64 as it is",
+    )
+    parser.add_argument("--exclude-frozen", action="store_true", help="leave frozen parameters out")
+    parser.add_argument(
+        "--max-shard-size",
+        default="5GB",
+        metavar="SIZE",
+        help="what does not fit into one file of this size becomes several (default: 5GB)",
+    )
+
+
+def _export(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    from zero_full.checkpoint import command
+
+    try:
+        max_shard_bytes = size_of(options.max_shard_size)
+    except ValueError as error:
+        parser.error(f"--max-shard-size: {error}")
+    return command.export(options, max_shard_bytes)
+
+
+def _describe_inspect(parser: argparse.ArgumentParser) -> None:
+    _describe_checkpoint(parser)
+    parser.add_argument("--verify", action="store_true", help="read everything and compare checksums")
+    parser.add_argument("--json", action="store_true", help="one line of JSON")
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    from zero_full.checkpoint import command
+
+    return command.inspect(options)
 
 
 if __name__ == "__main__":

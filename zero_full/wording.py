@@ -1,9 +1,11 @@
-"""Lists and values in messages, cut where nobody reads on."""
+"""Lists and values in messages, cut where nobody reads on; sizes as people write them."""
 
+import re
 from collections.abc import Callable, Sequence
 
 SHOWN = 8  # names of a list
 WIDE = 60  # characters of a value
+SCALES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
 def listed(names: Sequence[str], most: int = SHOWN) -> str:
@@ -23,3 +25,37 @@ def shown(value: object, write: Callable[[object], str] = repr) -> str:
     except (TypeError, ValueError, RecursionError):  # what JSON lacks, thousands of digits, a list in itself
         text = f"something of type {type(value).__name__}"
     return text if len(text) <= WIDE else f"{text[: WIDE - 3]}..."
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """A key that sorts layers.2 before layers.10."""
+    parts = re.split("([0-9]+)", name)
+    return [(len(part.lstrip("0")) if place % 2 else 0, part) for place, part in enumerate(parts)]
+
+
+def printable(text: str) -> str:
+    """The text without characters that command a terminal: names in a file can be anybody's."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
+def human(size: int | None) -> str:
+    """Three digits and a unit; decimal, as in the papers."""
+    if size is None:
+        return "unknown"
+    for scale, unit in SCALES:
+        if size >= scale * 0.9995:
+            number = size / scale
+            return f"{number:.{max(0, 3 - len(str(round(number))))}f} {unit}"
+    return f"{size} B"
+
+
+def size_of(text: str) -> int:
+    """How many bytes "5GB", "500 MB", "1.5GiB" or "4096" are. ValueError if it is no size above zero."""
+    found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)\s*(?:([kmgt])(i?))?b?", text.strip().lower(), re.ASCII)
+    size = 0
+    if found is not None:
+        base, power = (1024 if found[3] else 1000), " kmgt".index(found[2] or " ")
+        size = int(float(found[1]) * base**power)
+    if size < 1:
+        raise ValueError(f"{shown(text)} is no size: write it as in 5GB, 500MB or 2GiB")
+    return size

@@ -70,6 +70,7 @@ ROOMS = {  # and a room of zero_full only itself and these; what is not named ma
         "shard",
         "translate",
         "trees",
+        "wording",
     },
 }
 LONG_SIGNATURES = {

@@ -287,23 +287,29 @@ def test_a_rank_that_is_killed_while_it_writes_lets_nobody_wait_forever(tmp_path
 # The end of a script ---------------------------------------------------------------------------------
 
 SCRIPT = """
-import os, sys
-import zero_full
-from tests.zero_full.checkpoint_runs import Layout, engine_of, go
-from tests.zero_full.test_checkpoint_async import disk_full, slowly, writer
+import os, sys, time
+import torch, zero_full
+from zero_full.checkpoint.disk import NewFile
 from zero_full.comm import notes
 
 if os.environ["RANK"] == "1":  # it reads what the first one has to say when that one could be gone
-    notes.FIRST_LOOK_S = notes.LAST_LOOK_S = 1.0
+    notes.FIRST_LOOK_S = notes.LAST_LOOK_S = 1.5
 zero_full.init_distributed()
-engine = engine_of(Layout(int(os.environ["WORLD_SIZE"])))
-go(engine, int(os.environ["RANK"]), range(1))
+given = {{"train_micro_batch_size_per_gpu": 1, "optimizer": {{"type": "AdamW"}}}}
+engine = zero_full.initialize(model=torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)), config=given)[0]
+engine.backward(engine(torch.ones(1, 4)).sum())
+engine.step()
 engine.save_checkpoint(sys.argv[1], "one")
-changed = writer({before})
-changed.__enter__()
+
+def changed(self, data, write=NewFile.write):
+    {before}
+    write(self, data)
+
+NewFile.write = changed
 engine.save_checkpoint(sys.argv[1], "two", asynchronous=True)
 {end}
 """
+SLOWLY, DISK_FULL = "time.sleep(0.1)", f"raise OSError({errno.ENOSPC}, {os.strerror(errno.ENOSPC)!r})"
 
 
 def started(folder: Path, world: int, before: str, end: str = "") -> list["subprocess.Popen[str]"]:
@@ -320,7 +326,7 @@ def ended(ranks: list["subprocess.Popen[str]"]) -> list[tuple[str, int]]:
 
 
 def test_a_script_that_ends_right_after_the_call_loses_nothing(tmp_path: Path) -> None:
-    for said, code in ended(started(tmp_path, 2, "slowly")):
+    for said, code in ended(started(tmp_path, 2, SLOWLY)):
         assert code == 0 and "beside the training" not in said
     assert latest_tag(tmp_path) == "two" and complete(tmp_path).keys() == {"one", "two"}
     assert list(tmp_path.glob("partial-*")) == []
@@ -329,9 +335,7 @@ def test_a_script_that_ends_right_after_the_call_loses_nothing(tmp_path: Path) -
 def test_a_script_that_ends_with_an_error_leaves_the_older_checkpoint(tmp_path: Path) -> None:
     """And one whose last save fails says so, although nothing is left of it that could raise it."""
     raises, fails = tmp_path / "raises", tmp_path / "fails"
-    processes = started(raises, 1, "slowly", "raise ValueError('of the script')") + started(
-        fails, 1, "disk_full"
-    )
+    processes = started(raises, 1, SLOWLY, "raise ValueError('of the script')") + started(fails, 1, DISK_FULL)
     (raised, raised_code), (failed, failed_code) = ended(processes)
     assert (raised_code, failed_code) == (1, 0)
     assert "the script has ended with an error: of the script" in raised

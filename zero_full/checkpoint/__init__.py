@@ -5,10 +5,15 @@
     save_weights(module, optimizer, "out")                 safetensors in Hugging Face's layout
     load_weights(module, optimizer, "out")                 each rank reads what it owns, at any world size
 
-Every rank must call these. A failure on one rank is raised on all of them.
+Every rank must call these. A failure on one rank is raised on all of them. One process alone calls
+
+    export_checkpoint("checkpoints", "out")   safetensors of a checkpoint, without the model
+
+which is `python -m zero_full export`, too.
 """
 
 from zero_full.checkpoint.background import wait_for_checkpoint
+from zero_full.checkpoint.consolidate import export_checkpoint
 from zero_full.checkpoint.export import save_16bit_model, save_weights
 from zero_full.checkpoint.failure import CheckpointError
 from zero_full.checkpoint.folder import complete, latest_tag
@@ -26,6 +31,7 @@ __all__ = [
     "SaveOptions",
     "Unmatched",
     "complete",
+    "export_checkpoint",
     "latest_tag",
     "load_checkpoint",
     "load_weights",

@@ -9,8 +9,8 @@ the export to any file of this user.
 
 [Note: the format] Eight bytes with the header's length, the header (JSON with each tensor's type, shape and
 place), then the numbers, without gaps. As everything is known before the first number arrives, the header
-is written first, and then no more than one tensor has to be in memory. Wider types come first, so that all
-are aligned.
+is written first, and then no more than a part of one tensor has to be in memory. Wider types come first, so
+that all are aligned.
 """
 
 import ctypes
@@ -156,7 +156,7 @@ class WeightFiles:
         self.entries = {entry.name: entry for entry in entries}
         self.aliases = aliases or {}
         self.places: dict[str, int] = {}
-        self.awaited = set(self.entries)
+        self.awaited = {entry.name: prod(entry.shape) for entry in entries}  # elements that have not come
         self.shards = dict(zip(self.paths, shards, strict=True))
 
     def _shard(self, number: int, count: int) -> Path:
@@ -176,25 +176,28 @@ class WeightFiles:
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Write one tensor's numbers. Tensors may come in any order."""
-        entry, path = self.entries[name], self.path_of[name]
-        assert tensor.shape == entry.shape, (entry, tensor.shape)
-        numbers = tensor.detach().to("cpu", entry.dtype).contiguous()
+        assert tensor.shape == self.entries[name].shape, (self.entries[name], tensor.shape)
+        self.write_part(name, 0, tensor)
+
+    def write_part(self, name: str, start: int, numbers: Tensor) -> None:
+        """Write the elements of a flattened tensor that begin at `start`. Parts may come in any order."""
+        dtype = self.entries[name].dtype
+        numbers = numbers.detach().to("cpu", dtype).contiguous()
         try:
-            with open_part(path) as part:
-                part.seek(self.places[name])
+            with open_part(self.path_of[name]) as part:
+                part.seek(self.places[name] + start * dtype.itemsize)
                 part.write(bytes_of(numbers))
         except OSError as error:
             told = f"{error.strerror} while writing {name}"
-            raise OSError(error.errno, told, str(part_of(path))) from error
-        self.awaited.remove(name)
+            raise OSError(error.errno, told, str(part_of(self.path_of[name]))) from error
+        self.awaited[name] -= numbers.numel()
 
     def finish(self) -> None:
         """Rename all parts to files, and remove other files of an older export."""
-        assert not self.awaited, self.awaited
-        mine = list(self.paths)
+        assert not any(self.awaited.values()), self.awaited
+        mine = self.results()
         if len(self.paths) > 1:
             self._write_index()
-            mine.append(self.index)
         for path in mine:
             flush(path)
         if len(self.paths) > 1:
@@ -209,6 +212,16 @@ class WeightFiles:
         index = {"metadata": {"total_size": self.size}, "weight_map": weight_map}
         with new_part(self.index) as part:
             part.write((json.dumps(index, indent=2) + "\n").encode())
+
+    def results(self) -> list[Path]:
+        """The files that there are in the end: the index last."""
+        return [*self.paths, self.index] if len(self.paths) > 1 else list(self.paths)
+
+    def older(self) -> list[Path]:
+        """The files of an export that lies in the folder, which this one would replace."""
+        here = self._all_shards() if self.single.parent.is_dir() else []
+        complete = [path for path in here if path.suffix == self.single.suffix]
+        return [path for path in (self.single, self.index) if path.exists()] + complete
 
     def _all_shards(self) -> Iterable[Path]:
         stem, suffix = re.escape(self.single.stem), re.escape(self.single.suffix)

@@ -7,6 +7,7 @@ ranks are content, anything is changed. Each rank reads its own ranges.
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from os import PathLike
 from pathlib import Path
@@ -24,6 +25,7 @@ from zero_full.checkpoint.save import Extras
 from zero_full.checkpoint.source import Source, StoredTensor
 from zero_full.comm.topology import this_rank
 from zero_full.precision.scaler import DynamicScale
+from zero_full.shard.base import NoOptimizer
 from zero_full.shard.contents import BUFFERS, PARAMETERS, Chunk, NewState, entry_of, plain, state_key
 from zero_full.shard.flat import GatherState
 from zero_full.shard.gathered import load_others, names_and_values
@@ -110,7 +112,8 @@ class CheckpointLoad:
         self.module, self.optimizer, self.source = module, optimizer, source
         self.wanted, self.extras = wanted, extras
         self.named = names_and_values(module)
-        self.with_state = wanted.optimizer_states and not wanted.module_only
+        trains = not isinstance(optimizer.base, NoOptimizer)
+        self.with_state = wanted.optimizer_states and not wanted.module_only and trains
         self.values = SourceValues(source)
 
     # Before anything changes ---------------------------------------------------------------------
@@ -134,8 +137,6 @@ class CheckpointLoad:
         keys = {tensor: contents.key_of(tensor, known[0]) for tensor, known in names.items()}
         missing, wrong, used = list[str](), list[str](), set[str]()
         for tensor, known in names.items():
-            if not tensor.numel():
-                continue
             stored = self._find(keys[tensor].partition("/")[0], known)
             if stored is None:
                 missing += [known[0]] if known[0] not in shared.get("excluded", ()) else []
@@ -153,7 +154,6 @@ class CheckpointLoad:
             wrong.append(f"{where} has {listed(extra)}, which the model lacks")
         if wrong:
             raise CheckpointError("; ".join(wrong) + ". Nothing was loaded")
-        self.absent = {keys[t] for t, known in names.items() if keys[t] not in self.values.place}
 
     def _find(self, kind: str, names: Sequence[str]) -> str | None:
         """The key under which a tensor with these names is stored."""
@@ -244,7 +244,10 @@ class CheckpointLoad:
         shared = self.source.shared
         if "asleep" in shared:
             wake_all_but(self.optimizer, shared["asleep"])
-        self.values.read(self._chunks())
+        try:
+            self.values.read(self._chunks())
+        except (CheckpointError, OSError) as error:
+            raise CheckpointError(f"{error}. Some parameters are changed already: load again") from error
         if self.state is not None:
             self.state.install()
             take_facts(self.optimizer, self._facts())
@@ -305,7 +308,10 @@ def _differences(name: str, tensor: Tensor, stored: StoredTensor) -> Iterator[st
 
 
 class SourceValues:
-    """A source as `Values`: under the names that the model has, which may be others of tied parameters."""
+    """A source as `Values`: under the names that the model has, which may be others of tied parameters.
+
+    `place` must be complete before anything is asked for.
+    """
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -321,22 +327,22 @@ class SourceValues:
                 for mine in reverse.get(found[0], ()):
                     yield state_key(mine, found[1]), key
 
-    @property
+    @cached_property
     def places(self) -> dict[str, str]:
         """Of everything that can be read, by its key here."""
         return {**self.place, **dict(self._entries())}
 
-    @property
+    @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Of each tensor."""
         return {mine: self.source.tensors[theirs].shape for mine, theirs in self.places.items()}
 
-    @property
+    @cached_property
     def dtypes(self) -> Mapping[str, torch.dtype]:
         """In which they are stored."""
         return {mine: self.source.tensors[theirs].dtype for mine, theirs in self.places.items()}
 
-    @property
+    @cached_property
     def numbers(self) -> Mapping[str, Mapping[str, Any]]:
         """What the optimizer keeps of each parameter as a whole."""
         return {mine: self.source.numbers.get(theirs, {}) for mine, theirs in self.place.items()}

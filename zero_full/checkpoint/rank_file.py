@@ -49,7 +49,7 @@ def payload_of(rank: int, chunks: Iterable[Chunk], plain: Mapping[str, Any]) -> 
     encoder = Encoder()
     shared = {k: encoder.encode(v, k) for k, v in plain.get("shared", {}).items()}
     rest = {k: encoder.encode(v, k) for k, v in plain.items() if k != "shared"}
-    mine = [chunk for chunk in chunks if chunk.values.numel()]
+    mine = [chunk for chunk in chunks if chunk.values.numel() or 0 in chunk.shape]
     return Payload(rank, mine, {**rest, "shared": shared}, encoder.tensors)
 
 
@@ -60,7 +60,7 @@ def write(
 
     `look` is called now and then; what it raises ends the writing.
     """
-    named = {chunk.key: chunk.values for chunk in payload.chunks}
+    named = {chunk.key: chunk.values for chunk in payload.chunks if chunk.values.numel()}
     named |= {f"{ASIDE}/{number}": tensor.reshape(-1) for number, tensor in enumerate(payload.aside)}
     entries = [TensorEntry(key, t.dtype, tuple(t.shape)) for key, t in named.items()]
     header, places = header_of(entries, {"format": "pt", "note": "ranges of flattened tensors"})
@@ -75,7 +75,7 @@ def write(
         file.close()
     told = {
         "tensors": {
-            c.key: [CODES[c.values.dtype], list(c.shape), c.start, c.values.numel(), places[c.key]]
+            c.key: [CODES[c.values.dtype], list(c.shape), c.start, c.values.numel(), places.get(c.key, 0)]
             for c in payload.chunks
         },
         "aside": [

@@ -87,6 +87,8 @@ def holds_latest(directory: Path) -> bool:
 
 def open_checkpoint(directory: Path, tag: str | None = None) -> Source:
     """The checkpoint of this tag, of the newest, or the one that `directory` itself is."""
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory} is no folder, or is not there")
     if tag is None and (directory / MANIFEST).exists():
         return OwnSource(directory)
     if tag is None:

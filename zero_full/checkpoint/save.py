@@ -213,11 +213,17 @@ class Taken:
         """What this rank writes."""
         left_out = set(self.excluded)
         kinds = ((chunk, *chunk.key.partition("/")[::2]) for chunk in (*self.cut, *self.whole))
-        return [
+        return self._empty() + [
             share_of(chunk)
             for chunk, kind, name in kinds
             if not (kind.startswith(PARAMETERS) and name in left_out)
         ]
+
+    def _empty(self) -> list[Chunk]:
+        """Tensors without elements, of which no rank has a range."""
+        empty = [(t, name) for t, name in self.first.items() if not t.numel()]
+        keys = [(self.optimizer.contents.key_of(t, name), t) for t, name in empty]
+        return [Chunk(key, tuple(t.shape), 0, t.new_empty(0)) for key, t in keys]
 
     def shared(self, extras: Extras, client_state: Mapping[str, Any]) -> dict[str, Any]:
         """What is no range of a tensor, and the same for all ranks."""

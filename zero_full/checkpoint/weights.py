@@ -2,6 +2,12 @@
 
 First every header is read and compared with the model, on every rank; only if all of them are content,
 anything is changed.
+
+[Note: files from strangers] Nothing in them is executed. safetensors refuses a header that is longer than the
+file or than 100 MB, and tensors that overlap, leave gaps, lie outside or have another size than their shape.
+Refused here are what it leaves open: a name that comes twice, which readers may take for different tensors;
+types that torch cannot read; an index that leads elsewhere or has no end; and what is no file, such as a
+pipe, on which a reader would wait for ever.
 """
 
 import json
@@ -21,9 +27,10 @@ from zero_full.checkpoint.files import CODES, is_plain
 from zero_full.checkpoint.selection import Renaming, refuse_parts, select
 from zero_full.shard.flat import GatherState
 from zero_full.shard.optimizer import ZeroOptimizer
-from zero_full.wording import listed
+from zero_full.wording import listed, shown
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+LONGEST = 100_000_000  # bytes of an index: as safetensors has it for headers
 
 
 class Unmatched(NamedTuple):
@@ -125,7 +132,9 @@ def _publish(optimizer: ZeroOptimizer) -> None:
 def _differences(name: str, tensor: Tensor, stored: Stored) -> Iterator[str]:
     if tuple(tensor.shape) != stored.shape:
         yield f"{name} has shape {tuple(tensor.shape)}, but {stored.shape} in {stored.file}"
-    if _family(CODES.get(tensor.dtype, "")) != _family(stored.code):
+    if stored.code not in CODES.values():
+        yield f"{name} is of type {stored.code} in {stored.file}, which cannot be read"
+    elif _family(CODES.get(tensor.dtype, "")) != _family(stored.code):
         yield f"{name} is {tensor.dtype}, but {stored.code} in {stored.file}"
 
 
@@ -169,8 +178,10 @@ class _Reader:
 
     def _open(self, file: Path) -> Any:
         if file not in self.files:
+            _refuse_endless(file)
             try:
-                self.files[file] = safe_open(file, framework="pt")
+                opened = safe_open(file, framework="pt")
+                _refuse_twice(file)
             except FileNotFoundError:
                 raise CheckpointError(f"{file} does not exist") from None
             except (OSError, SafetensorError) as error:
@@ -178,6 +189,7 @@ class _Reader:
                     f"{file} is no complete safetensors file: {error}. If torch.load reads it, use "
                     "engine.load_module_state_dict(torch.load(...))"
                 ) from error
+            self.files[file] = opened
         return self.files[file]
 
     def read(self, stored: Stored, start: int, stop: int) -> Tensor:
@@ -225,19 +237,63 @@ def _beside(index: Path, name: str) -> Path:
     Whoever wrote the index could name any file of this user. In Hugging Face's cache the files are links from
     `snapshots/REVISION` to `blobs`.
     """
-    folder, file = index.parent.resolve(), index.parent / name
-    place = file.resolve().parent
-    blobs = folder.parents[1] / "blobs" if folder.parent.name == "snapshots" else folder
-    if not is_plain(name) or (file.is_symlink() and place not in (folder, blobs)):
+    file = index.parent / name
+    if not is_plain(name) or (file.is_symlink() and not _stays(index.parent, file)):
         raise CheckpointError(f"{index} names {name!r}, which is not a file in its folder: nothing is read")
     return file
 
 
-def _weight_map(index: Path) -> dict[str, str]:
+def _stays(folder: Path, link: Path) -> bool:
     try:
-        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        return {str(key): str(name) for key, name in weight_map.items()}
+        folder, place = folder.resolve(), link.resolve().parent
+    except (OSError, RuntimeError):  # a circle of links
+        return False
+    blobs = folder.parents[1] / "blobs" if folder.parent.name == "snapshots" else folder
+    return place in (folder, blobs)
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    _refuse_endless(index)
+    try:
+        with index.open("rb") as file:
+            text = file.read(LONGEST + 1)
+        if len(text) > LONGEST:
+            raise ValueError(f"it is longer than {LONGEST} bytes")
+        weight_map = {str(key): str(name) for key, name in _parsed(text)["weight_map"].items()}
+        "".join(weight_map.values()).encode()  # JSON has halves of characters, and names of files have not
+        return weight_map
     except FileNotFoundError:
         raise CheckpointError(f"{index} does not exist") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index} is no index of safetensors files: {error!r}") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        told = f"{type(error).__name__}: {error}"  # never `repr`, which may have all of the file's bytes
+        raise CheckpointError(f"{index} is no index of safetensors files: {told}") from error
+
+
+def _refuse_endless(file: Path) -> None:
+    """CheckpointError if this is there and no regular file. See [Note: files from strangers]."""
+    if file.exists() and not file.is_file():
+        raise CheckpointError(f"{file} is no regular file: nothing is read")
+
+
+def _refuse_twice(file: Path) -> None:
+    """CheckpointError if the header of a file, which safetensors has read, has a name twice."""
+    with file.open("rb") as opened:
+        header = opened.read(int.from_bytes(opened.read(8), "little"))
+    try:
+        _parsed(header)
+    except ValueError as error:
+        raise CheckpointError(f"{file} has a header that is not read: {error}") from error
+
+
+def _parsed(text: bytes) -> Any:
+    """The JSON; ValueError if an object has a key twice."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in found:
+                raise ValueError(f"{shown(key)} is in it twice")
+            found[key] = value
+        return found
+
+    return json.loads(text, object_pairs_hook=unique)

@@ -22,10 +22,11 @@ buffers, temporaries of an optimizer's own step, and its step counters.
 """
 
 from zero_full.plan.activations import activations
-from zero_full.plan.answer import SCALES, Plan, human, side_by_side
+from zero_full.plan.answer import Plan, side_by_side
 from zero_full.plan.ask import STAGES, plan, plan_stages
 from zero_full.plan.command import input_of, main, model_of
 from zero_full.plan.failure import PlanError
+from zero_full.wording import SCALES, human
 
 __all__ = [
     "SCALES",

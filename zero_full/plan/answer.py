@@ -4,7 +4,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-SCALES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+from zero_full.wording import human
+
 KEPT = {
     "parameters": "parameters",
     "buffers": "buffers",
@@ -91,14 +92,3 @@ def side_by_side(plans: Sequence[Plan]) -> str:
     wide = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
     lines = ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, wide, strict=True)) for row in rows]
     return "\n".join([f"{plans[0].world:,} ranks, {plans[0].numel:,} parameters: bytes a rank", *lines])
-
-
-def human(size: int | None) -> str:
-    """Three digits and a unit; decimal, as in the papers."""
-    if size is None:
-        return "unknown"
-    for scale, unit in SCALES:
-        if size >= scale * 0.9995:
-            number = size / scale
-            return f"{number:.{max(0, 3 - len(str(round(number))))}f} {unit}"
-    return f"{size} B"

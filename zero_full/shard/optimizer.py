@@ -20,7 +20,7 @@ from zero_full._compat import load_hooks, mark_stepped, state_dict_hooks
 from zero_full.comm.lane import lane_for
 from zero_full.precision.scaler import DynamicScale, StaticScale
 from zero_full.shard import owned as owned_state
-from zero_full.shard.agreement import agree, doings_of, refuse_unused
+from zero_full.shard.agreement import Said, agree, doings_of, refuse_unused
 from zero_full.shard.base import (
     AFTER,
     BEFORE,
@@ -186,7 +186,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         so_far = [("call of step", self.calls), ("order of gathers", gathered), ("loss scale", scale)]
         doings = doings_of(self.param_groups, so_far, found, self.writes.digest(), failure)
         alarm = self.beside is not None and self.beside.has_failed()
-        agreed = agree(self.groups, self.awake, self.reducer.used, self.settings.needs_norm, doings, alarm)
+        said = Said(self.reducer.used, doings, alarm)
+        agreed = agree(self.groups, self.awake, said, self.settings.needs_norm)
         if failure is not None:
             raise failure
         if agreed.alarm:

@@ -1,0 +1,88 @@
+"""The commands `python -m zero_full export` and `python -m zero_full inspect`."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import torch
+
+from zero_full.checkpoint.consolidate import Wish, consolidate, size_to_read
+from zero_full.checkpoint.failure import CheckpointError
+from zero_full.checkpoint.inspection import Inspection, aligned, neighbours, verify
+from zero_full.checkpoint.progress import Progress
+from zero_full.checkpoint.reading import open_checkpoint
+from zero_full.wording import human, listed, printable
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+FAILED, INTERRUPTED = 1, 130
+
+
+def export(options: argparse.Namespace, max_shard_bytes: int) -> int:
+    """Do what `python -m zero_full export` was asked for."""
+    return _code_of(lambda: _export(options, max_shard_bytes))
+
+
+def inspect(options: argparse.Namespace) -> int:
+    """Print what `python -m zero_full inspect` was asked for; 1 if anything is wrong with the checkpoint."""
+    return _code_of(lambda: _inspect(options))
+
+
+def _export(options: argparse.Namespace, max_shard_bytes: int) -> int:
+    wish = Wish(DTYPES.get(options.dtype), options.exclude_frozen, max_shard_bytes)
+    out = Path(options.out)
+    with closing(open_checkpoint(Path(options.checkpoint), options.tag)) as source:
+        with Progress("exporting", size_to_read(source, wish), sys.stderr) as progress:
+            exported = consolidate(source, out, wish, progress.advance)
+        _say(f"{source.path} ({source.kind})")
+    for path in exported.files:
+        _say(f"  -> {path}")
+    _say(f"{human(exported.nbytes)} in all")
+    if exported.frozen:
+        _say(f"left out, because frozen: {listed(exported.frozen)}")
+    if exported.others:
+        _say(f"left out, because no tensors (get_extra_state): {listed(exported.others)}")
+    return 0
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    folder = Path(options.checkpoint)
+    try:
+        source = open_checkpoint(Path(folder), options.tag)
+    except CheckpointError as error:
+        beside = aligned([(f"  {name}", value) for name, value in neighbours(folder, None).rows()])
+        raise CheckpointError("\n".join([str(error), *beside])) from error
+    with closing(source):
+        wrong = None
+        if options.verify:
+            total = sum(stored.nbytes for stored in source.tensors.values())
+            with Progress("verifying", total, sys.stderr) as progress:
+                wrong = verify(source, progress.advance)
+        found = Inspection(source, neighbours(folder, source.path), wrong)
+        _say(found.as_json() if options.json else found.table())
+    return FAILED if wrong else 0
+
+
+def _say(text: str) -> None:
+    print(printable(text), flush=True)
+
+
+def _code_of(command: Callable[[], int]) -> int:
+    """The command's exit code. What a user can cause becomes a sentence, and not a traceback."""
+    try:
+        return command()
+    except BrokenPipeError:  # who reads this has seen enough; Python would write once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except CheckpointError as error:
+        text = str(error)
+    except OSError as error:
+        place = "" if error.filename is None else f"{error.filename}: "
+        text = f"{place}{error.strerror or error}"
+    print(printable(f"error: {text}"), file=sys.stderr)
+    return FAILED

@@ -1,0 +1,224 @@
+"""A checkpoint's weights in one place, for everybody who reads safetensors. One process, no ranks, no model.
+
+What is exported is read in chunks and written as it comes. So memory does not grow with the model, nor with
+its largest tensor.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from shutil import disk_usage
+
+import torch
+from torch import Tensor
+
+from zero_full.checkpoint.failure import CheckpointError
+from zero_full.checkpoint.files import CODES, TensorEntry, WeightFiles
+from zero_full.checkpoint.reading import open_checkpoint
+from zero_full.checkpoint.source import BUFFERS, PARAMETERS, Source
+from zero_full.checkpoint.weights import SINGLE
+from zero_full.wording import human, listed, natural
+
+CHUNK = 4 * 2**20  # bytes of a tensor that are read at a time: memory grows by several of them
+OTHER_FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")  # how files end that are given for a folder
+Advance = Callable[[int], None]  # told of each chunk's bytes
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What an export shall be."""
+
+    dtype: torch.dtype | None = None
+    exclude_frozen: bool = False
+    max_shard_bytes: int = 5 * 10**9
+
+    def __post_init__(self) -> None:
+        if self.max_shard_bytes < 1 or (self.dtype is not None and not self.dtype.is_floating_point):
+            raise ValueError(
+                "max_shard_bytes must be positive and dtype floating-point, "
+                f"not {self.max_shard_bytes}, {self.dtype}"
+            )
+
+    def type_of(self, stored: torch.dtype) -> torch.dtype:
+        """The type of a tensor in the export."""
+        if not stored.is_floating_point:
+            return stored
+        return self.dtype or (stored if stored == torch.float64 else torch.float32)
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What has been written."""
+
+    files: list[Path]
+    nbytes: int  # of all tensors
+    frozen: list[str]  # parameters that were left out
+    others: list[str]  # what modules keep beside tensors (get_extra_state): safetensors has no place for it
+
+
+def export_checkpoint(
+    folder: str | PathLike[str],
+    out: str | PathLike[str],
+    dtype: torch.dtype | None = None,
+    exclude_frozen: bool = False,
+    max_shard_bytes: int = 5 * 10**9,
+    tag: str | None = None,
+) -> Exported:
+    """Write a checkpoint's parameters and buffers as safetensors into the folder `out`, in one process.
+
+    dtype            None: fp32, from the masters, and float64 as it is; else floating-point numbers are
+                     converted to it. Other buffers keep their type
+    exclude_frozen   leave frozen parameters out
+    max_shard_bytes  what does not fit into one file becomes several and an index
+    tag              which checkpoint of the folder; None: the latest
+
+    Tied parameters are stored once; the header tells their other names, as `safetensors.torch` does. What is
+    damaged is not exported. The files depend on names and values only, not on the ranks that have saved.
+    """
+    wish = Wish(dtype, exclude_frozen, max_shard_bytes)
+    with closing(open_checkpoint(Path(folder), tag)) as source:
+        return consolidate(source, Path(out), wish)
+
+
+def consolidate(source: Source, out: Path, wish: Wish, advance: Advance = lambda size: None) -> Exported:
+    """Write what is wished for. CheckpointError or OSError: nothing has been written."""
+    entries, left_out = _entries(source, wish)
+    files = WeightFiles(out / SINGLE, list(entries.values()), wish.max_shard_bytes, _tied(source, entries))
+    _check_place(out, files)
+    try:
+        files.begin()
+        for key, entry in entries.items():
+            _copy(source, key, entry, files, advance)
+        files.finish()
+    finally:
+        with suppress(OSError):  # the reason has been told
+            files.discard()
+    return Exported(files.results(), files.size, left_out, list(source.shared.get("others") or {}))
+
+
+def size_to_read(source: Source, wish: Wish) -> int:
+    """Of how many bytes `consolidate` will tell."""
+    return sum(source.tensors[key].nbytes for key in _entries(source, wish)[0])
+
+
+# What goes into the files ----------------------------------------------------------------------------
+
+
+def _entries(source: Source, wish: Wish) -> tuple[dict[str, TensorEntry], list[str]]:
+    """What is to be written, by the source's key, and the frozen parameters that are not."""
+    _refuse_parts(source)
+    frozen = _frozen(source, wish.exclude_frozen)
+    entries, left_out, keys = dict[str, TensorEntry](), [], dict[str, str]()
+    for key in sorted(source.tensors, key=lambda key: (natural(key.partition("/")[2]), key)):
+        stored, (kind, _, name) = source.tensors[key], key.partition("/")
+        if kind == PARAMETERS and name in frozen:
+            left_out.append(name)
+        elif kind in (PARAMETERS, BUFFERS):
+            if name in keys:
+                raise CheckpointError(
+                    f"{source.path} has {keys[name]} and {key}, which have one name in a file"
+                )
+            keys[name] = key
+            entries[key] = _entry(name, wish.type_of(stored.dtype), stored.shape)
+    if not any(key.startswith(f"{PARAMETERS}/") for key in entries):
+        which = "whose parameters are all frozen" if left_out else "which has no parameters"
+        raise CheckpointError(f"nothing is to be exported from {source.path}, {which}")
+    gone = [name for name in source.shared.get("excluded") or [] if name not in left_out]
+    return entries, left_out + gone
+
+
+def _entry(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> TensorEntry:
+    if dtype not in CODES:
+        raise CheckpointError(f"{name} is {dtype}, which safetensors does not know: it cannot be exported")
+    return TensorEntry(name, dtype, shape)
+
+
+def _refuse_parts(source: Source) -> None:
+    parts = [key for key in source.tensors if "@" in key.partition("/")[0]]
+    if parts:
+        raise CheckpointError(
+            f"{source.path} has parts of experts or of tensor-parallel ranks ({listed(parts, 3)}): "
+            "parameters of the same name differ between ranks, which one file cannot hold. Load it as it was "
+            "trained, and save engine.module_state_dict() into a file for each part"
+        )
+
+
+def _frozen(source: Source, exclude: bool) -> set[str]:
+    """The names under which parameters are stored that are not wanted."""
+    excluded, frozen = source.shared.get("excluded") or [], source.shared.get("frozen")
+    if not exclude:
+        if excluded:
+            raise CheckpointError(
+                f"{source.path} was saved without its frozen parameters: it lacks {listed(excluded)}. "
+                "--exclude-frozen (exclude_frozen=True) exports the rest"
+            )
+        return set()
+    if frozen is None and not excluded:
+        raise CheckpointError(
+            f"{source.path} does not tell which parameters are frozen: export all of them, without "
+            "--exclude-frozen (exclude_frozen)"
+        )
+    return {source.aliases.get(name, name) for name in frozen or []}
+
+
+def _tied(source: Source, entries: dict[str, TensorEntry]) -> dict[str, str]:
+    """The further names of what is exported."""
+    names = {entry.name for entry in entries.values()}
+    aliases = sorted(source.aliases.items(), key=lambda item: natural(item[0]))
+    tied = {alias: name for alias, name in aliases if name in names}
+    if twice := sorted(names & tied.keys()):
+        raise CheckpointError(f"{source.path} says that {listed(twice)} is tied and stores it all the same")
+    return tied
+
+
+# Reading and writing ---------------------------------------------------------------------------------
+
+
+def _check_place(out: Path, files: WeightFiles) -> None:
+    """CheckpointError if the export has no place at `out`."""
+    if out.suffix in OTHER_FILES or (out.exists() and not out.is_dir()):
+        raise CheckpointError(f"{out}: name a folder, in which {SINGLE} will be written, and not a file")
+    if older := files.older():
+        raise CheckpointError(f"{older[0]} exists already: export into another folder, or delete it first")
+    place = next(path for path in (out, *out.absolute().parents) if path.exists())
+    space = disk_usage(place)
+    if space.free < files.size and space.total:  # some network file systems tell nothing
+        raise CheckpointError(
+            f"the export has {human(files.size)}, and {place} has room for {human(space.free)}"
+        )
+
+
+def _copy(source: Source, key: str, entry: TensorEntry, files: WeightFiles, advance: Advance) -> None:
+    """Write one tensor, chunk by chunk, each from one of its pieces."""
+    for start, stop in _chunks(source, key):
+        values = source.read(key, start, stop)
+        files.write_part(entry.name, start, _converted(values, entry))
+        advance(values.nbytes)
+
+
+def _chunks(source: Source, key: str) -> Iterator[tuple[int, int]]:
+    """The ranges in which a tensor is read. Each piece has been verified as a whole before its first."""
+    stored = source.tensors[key]
+    step = max(1, CHUNK // max(1, stored.dtype.itemsize))
+    for first, last in stored.pieces:
+        if first < last:
+            source.verify(key, first, last)
+        for start in range(first, last, step):
+            yield start, min(start + step, last)
+
+
+def _converted(values: Tensor, entry: TensorEntry) -> Tensor:
+    """The values in the entry's type; CheckpointError if they are too large for it."""
+    if values.dtype == entry.dtype:
+        return values
+    converted = values.to(entry.dtype)
+    narrower = torch.finfo(entry.dtype).max < torch.finfo(values.dtype).max
+    if narrower and not torch.equal(converted.isfinite(), values.isfinite()):
+        largest = values[values.isfinite()].abs().max().item()
+        raise CheckpointError(
+            f"{entry.name} has values as large as {largest:.3g}, which {entry.dtype} cannot hold: "
+            "choose another --dtype (dtype)"
+        )
+    return converted

@@ -1,0 +1,236 @@
+"""What a checkpoint holds, for a person and as JSON; and whether all of it can be read."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from zero_full.checkpoint.consolidate import Advance
+from zero_full.checkpoint.failure import CheckpointError
+from zero_full.checkpoint.source import PARAMETERS, STATE, Source, StoredTensor
+from zero_full.wording import human, listed, natural, shown
+
+REMAINS = ("partial-", "replaced-")  # how folders begin whose save has not ended, or was cut off
+LATEST = ("latest", "latest_universal")  # files with the name of the newest checkpoint
+MOST = 20  # lines about what is wrong
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """What lies beside a checkpoint."""
+
+    latest: str | None = None
+    others: list[str] = field(default_factory=list)  # folders
+    unfinished: list[str] = field(default_factory=list)  # folders of saves that have not ended
+
+    def rows(self) -> Iterator[tuple[str, str]]:
+        """What there is to say about them."""
+        if self.latest is not None:
+            yield "latest", self.latest
+        if self.others:
+            yield "also here", ", ".join(self.others)
+        if self.unfinished:
+            yield "unfinished", f"{', '.join(self.unfinished)}: saves that run now, or were cut off"
+
+
+def neighbours(folder: Path, path: Path | None) -> Neighbours:
+    """What lies beside `path`, a checkpoint that was found in `folder`; None: what lies in `folder`."""
+    root = folder
+    if path is not None and path.resolve() == folder.resolve():
+        root = folder.resolve().parent
+        if _latest(root) is None:
+            return Neighbours()  # who knows what else is there
+    if not root.is_dir():
+        return Neighbours()
+    folders = sorted(each.name for each in root.iterdir() if each.is_dir() and each.name[0] != ".")
+    unfinished = [name for name in folders if name.startswith(REMAINS)]
+    mine = None if path is None else path.resolve().name
+    return Neighbours(_latest(root), [n for n in folders if n not in (mine, *unfinished)], unfinished)
+
+
+def _latest(root: Path) -> str | None:
+    for name in LATEST:
+        try:
+            if (root / name).is_file():
+                return (root / name).read_text()[:1000].strip()
+        except (OSError, ValueError):  # the reader tells, if it needs it
+            continue
+    return None
+
+
+def verify(source: Source, advance: Advance = lambda size: None) -> list[str]:
+    """Read everything; what is wrong with it, each once."""
+    wrong: dict[str, None] = {}
+
+    def attempt(read: Callable[[], object]) -> None:
+        try:
+            read()
+        except (CheckpointError, OSError) as error:
+            wrong[str(error)] = None
+
+    for key, stored in source.tensors.items():
+        for first, last in stored.pieces:
+            if first < last:
+                attempt(partial(source.verify, key, first, last))
+                advance((last - first) * stored.dtype.itemsize)
+    for rank in range(_ranks(source)):
+        attempt(partial(source.private, rank))
+    return list(wrong)
+
+
+def _ranks(source: Source) -> int:
+    world = (source.shared.get("about") or {}).get("world_size")
+    return world if isinstance(world, int) else 0
+
+
+def total(tensors: Sequence[StoredTensor]) -> dict[str, int]:
+    """How many they are, their elements and their bytes."""
+    return {
+        "tensors": len(tensors),
+        "elements": sum(tensor.numel for tensor in tensors),
+        "bytes": sum(tensor.nbytes for tensor in tensors),
+    }
+
+
+class Inspection:
+    """A checkpoint that was looked at."""
+
+    def __init__(self, source: Source, around: Neighbours, wrong: list[str] | None = None) -> None:
+        self.source, self.around = source, around
+        self.wrong = wrong  # None: nobody has looked
+        self.kinds: dict[str, dict[str, StoredTensor]] = {}  # by "parameters", "state/exp_avg", and by name
+        for key in sorted(source.tensors, key=_place):
+            stored = source.tensors[key]
+            kind, _, name = key.partition("/")
+            if kind.partition("@")[0] == STATE:
+                entry, _, name = name.partition("/")
+                kind = f"{kind}/{entry}"
+            self.kinds.setdefault(kind, {})[name] = stored
+
+    def totals(self) -> dict[str, dict[str, int]]:
+        """Of each kind."""
+        return {kind: total(list(tensors.values())) for kind, tensors in self.kinds.items()}
+
+    def named(self) -> dict[str, dict[str, StoredTensor]]:
+        """Parameters and buffers: the optimizer's state has their names again."""
+        return {kind: tensors for kind, tensors in self.kinds.items() if "/" not in kind}
+
+    def as_json(self) -> str:
+        """One line with everything."""
+        shared = self.source.shared
+        return json.dumps(
+            {
+                "path": str(self.source.path),
+                "written_by": self.source.kind,
+                "tag": self.source.path.name,
+                "about": shared.get("about") or {},
+                "latest": self.around.latest,
+                "also_here": self.around.others,
+                "unfinished": self.around.unfinished,
+                "totals": self.totals(),
+                "tensors": {kind: _described(tensors) for kind, tensors in self.named().items()},
+                "tied": self.source.aliases,
+                "frozen": shared.get("frozen"),
+                "excluded": shared.get("excluded") or [],
+                "also_in_it": self._besides(),
+                "verified": self.wrong is not None,
+                "wrong": self.wrong or [],
+            },
+            default=str,
+        )
+
+    def _besides(self) -> list[str]:
+        told = ("about", "aliases", "frozen", "excluded")
+        return [key for key, value in self.source.shared.items() if key not in told and value is not None]
+
+    def table(self) -> str:
+        """Everything in lines."""
+        parts = [self._head(), self._sums()]
+        parts += [self._list(kind, tensors) for kind, tensors in self.named().items()]
+        if self.wrong is not None:
+            parts.append(self._verdict(self.wrong))
+        return "\n\n".join("\n".join(part) for part in parts)
+
+    def _head(self) -> list[str]:
+        about = self.source.shared.get("about") or {}
+        excluded = self.source.shared.get("excluded") or []
+        rows = [
+            ("written by", self.source.kind),
+            ("tag", self.source.path.name),
+            *((key.replace("_", " "), _value(about[key])) for key in about if key != "tag"),
+            *self.around.rows(),
+        ]
+        if excluded:
+            rows.append(("left out", f"the frozen parameters {listed(excluded)}"))
+        if besides := self._besides():
+            rows.append(("also in it", ", ".join(besides)))
+        return [str(self.source.path), *aligned([(f"  {name}", value) for name, value in rows])]
+
+    def _sums(self) -> list[str]:
+        sums = {**self.totals(), "together": total(list(self.source.tensors.values()))}
+        rows = [("", "tensors", "elements", "size", "bytes")]
+        for kind, sizes in sums.items():
+            counts = (f"{sizes['tensors']:,}", f"{sizes['elements']:,}")
+            rows.append((kind, *counts, human(sizes["bytes"]), f"{sizes['bytes']:,}"))
+        return aligned(rows, right=True)
+
+    def _list(self, kind: str, tensors: dict[str, StoredTensor]) -> list[str]:
+        aliases = self.source.aliases
+        notes: dict[str, list[str]] = {}
+        for name in self.source.shared.get("frozen") or []:
+            notes.setdefault(aliases.get(name, name), []).append("frozen")
+        for alias, name in aliases.items():
+            notes.setdefault(name, []).append(f"also {alias}")
+        rows = [(kind, "shape", "type", "size", "")]
+        for name, stored in tensors.items():
+            told = ", ".join(dict.fromkeys(notes.get(name, [])))
+            rows.append((name, _shape(stored), _type(stored), human(stored.nbytes), told))
+        return aligned(rows)
+
+    def _verdict(self, wrong: list[str]) -> list[str]:
+        size = sum(stored.nbytes for stored in self.source.tensors.values())
+        if not wrong:
+            return [f"verified: {human(size)} can be read and are what was written"]
+        more = [f"and {len(wrong) - MOST} more"] * (len(wrong) > MOST)
+        return ["DAMAGED:", *(f"  {text}" for text in [*wrong[:MOST], *more])]
+
+
+def _place(key: str) -> tuple[bool, bool, list[tuple[int, str]]]:
+    """Where a key is listed: parameters, buffers, the optimizer's state."""
+    return key.startswith(STATE), not key.startswith(PARAMETERS), natural(key)
+
+
+def _described(tensors: dict[str, StoredTensor]) -> dict[str, dict[str, Any]]:
+    return {
+        name: {"shape": list(stored.shape), "dtype": _type(stored), "bytes": stored.nbytes}
+        for name, stored in tensors.items()
+    }
+
+
+def _value(value: object) -> str:
+    if value is None:
+        return "unknown"
+    return ", ".join(map(str, value)) if isinstance(value, list) else shown(value, str)
+
+
+def _shape(stored: StoredTensor) -> str:
+    return " x ".join(map(str, stored.shape)) or "one number"
+
+
+def _type(stored: StoredTensor) -> str:
+    return str(stored.dtype).removeprefix("torch.")
+
+
+def aligned(rows: Sequence[tuple[str, ...]], right: bool = False) -> list[str]:
+    """The rows with columns below each other; `right`: all but the first end below each other."""
+    wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.rjust(width) if right and place else cell.ljust(width)
+            for place, (cell, width) in enumerate(zip(row, wide, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return lines
