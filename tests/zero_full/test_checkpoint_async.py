@@ -296,7 +296,8 @@ if os.environ["RANK"] == "1":  # it reads what the first one has to say when tha
     notes.FIRST_LOOK_S = notes.LAST_LOOK_S = 1.5
 zero_full.init_distributed()
 given = {{"train_micro_batch_size_per_gpu": 1, "optimizer": {{"type": "AdamW"}}}}
-engine = zero_full.initialize(model=torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)), config=given)[0]
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+engine = zero_full.initialize(model=model, config=given)[0]
 engine.backward(engine(torch.ones(1, 4)).sum())
 engine.step()
 engine.save_checkpoint(sys.argv[1], "one")
