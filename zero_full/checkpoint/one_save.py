@@ -1,16 +1,25 @@
 """One save, as one rank takes part in it: its files, and how they become a checkpoint."""
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zero_full.checkpoint import disk
 from zero_full.checkpoint.failure import CheckpointError
-from zero_full.checkpoint.folder import FORMAT, VERSION, partial_folder, publish, retain, write_manifest
+from zero_full.checkpoint.folder import (
+    FORMAT,
+    VERSION,
+    discard,
+    partial_folder,
+    publish,
+    retain,
+    write_manifest,
+)
 from zero_full.checkpoint.rank_file import Payload, write
 
+log = logging.getLogger("zero_full")
 Rows = Mapping[str, Mapping[str, int]]  # what a manifest says of files
 
 
@@ -20,7 +29,7 @@ class SaveOptions:
 
     save_latest: bool = True  # `load_checkpoint` finds this one without a tag
     exclude_frozen_parameters: bool = False  # leave out what has requires_grad=False
-    keep_last: int | None = None  # remove all but the last so many in this folder, and unfinished ones
+    keep_last: int | None = None  # of this model in this folder; older ones are removed, and cut-off saves
     asynchronous: bool = False  # wait for a copy in the host's memory only, see `wait_for_checkpoint`
 
 
@@ -68,9 +77,12 @@ class CheckpointSave:
         write_manifest(self.folder, manifest)
         publish(self.folder, self.tag, self.nonce, self.options.save_latest)
         if self.options.keep_last is not None:
-            retain(self.directory, self.options.keep_last, self.tag)
+            try:
+                retain(self.directory, self.options.keep_last, self.tag, self.nonce)
+            except (OSError, CheckpointError) as error:  # this one is saved all the same
+                log.warning("older checkpoints in %s could not be removed: %s", self.directory, error)
 
     def discard(self) -> None:
         """What was written goes."""
         if self.is_first:
-            disk.remove(self.folder)
+            discard(self.folder)

@@ -10,6 +10,7 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from hashlib import blake2b
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ from zero_full.shard.gathered import names_and_values
 from zero_full.shard.optimizer import ZeroOptimizer
 from zero_full.shard.own_part import facts_of
 from zero_full.wording import ranks_listed
+
+CALL = "save_checkpoint"
 
 
 @dataclass(frozen=True)
@@ -62,13 +65,13 @@ def save_checkpoint(
     """
     background = background_of(optimizer)
     background.wait()
-    attempt, place = Attempt(optimizer), (Path(directory), tag)
+    attempt, place = Attempt(optimizer, CALL), (Path(directory).absolute(), tag)
     told, options = (dict(client_state or {}), extras or Extras()), options or SaveOptions()
     save = prepare(attempt, module, optimizer, place, told, options)
     if options.asynchronous:
         background.begin(save, patience_of(optimizer.groups.everyone))
     else:
-        finish(save, Attempt(optimizer))
+        finish(save, Attempt(optimizer, CALL))
     return Path(directory) / tag
 
 
@@ -128,25 +131,28 @@ def prepare(
         payload = payload_of(this_rank(), taken[0].shares(), plain)
         if options.asynchronous:
             payload = background_of(optimizer).room.copy(payload)
-        about = about_of(optimizer, len(everyones), extras.counters)
+        about = about_of(module, optimizer, len(everyones), extras.counters)
         made.append(CheckpointSave(directory, tag, nonce, payload, about, tuple(everyones), options))
         if is_first:
-            directory.mkdir(parents=True, exist_ok=True)
-            refuse_strange(directory, tag)
+            disk.make_folders(directory)
+            refuse_strange(directory, tag, about["model"])
             disk.make_folder(made[0].folder)
 
     attempt(make)
     try:
         attempt.agree()
-    except CheckpointError:
+    except BaseException:
         for save in made:
             save.discard()
         raise
     return made[0]
 
 
-def about_of(optimizer: ZeroOptimizer, ranks: int, counters: Mapping[str, Any]) -> dict[str, Any]:
-    """What a person wants to know of a checkpoint."""
+def about_of(
+    module: nn.Module, optimizer: ZeroOptimizer, ranks: int, counters: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What a person wants to know of a checkpoint, and whose it is."""
+    shapes = sorted((plain(name), tuple(p.shape)) for name, p in module.named_parameters())
     dtypes = sorted({str(flat.dtype).removeprefix("torch.") for flat in optimizer.flats()})
     return {
         "world_size": ranks,
@@ -155,7 +161,16 @@ def about_of(optimizer: ZeroOptimizer, ranks: int, counters: Mapping[str, Any]) 
         "parameters_in": dtypes,
         "optimizer": type(optimizer.base).__name__,
         "torch": torch.__version__,
+        "model": blake2b(repr(shapes).encode(), digest_size=8).hexdigest(),
     }
+
+
+def group_members(optimizer: ZeroOptimizer) -> list[list[str]]:
+    """The names of the parameters in each group of the optimizer."""
+    places = optimizer.parts.places
+    return [
+        [plain(places[p][1].name) for p in group["params"] if p in places] for group in optimizer.param_groups
+    ]
 
 
 def _check(tag: str, options: SaveOptions) -> None:
@@ -233,7 +248,9 @@ class Taken:
         return {
             **facts_of(self.optimizer),
             "counters": dict(extras.counters),
+            "members": group_members(self.optimizer),
             "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
+            **({} if scheduler is None else {"schedule": type(scheduler).__name__}),
             "client_state": dict(client_state),
             "frozen": self.frozen,
             "excluded": self.excluded,
