@@ -175,26 +175,31 @@ class RankFile:
     def tensor_at(self, at: int, numel: int, dtype: torch.dtype) -> Tensor:
         """Numbers from the file."""
         tensor = torch.empty(numel, dtype=dtype, device="cpu")
+        self.fill(tensor, at)
+        return tensor
+
+    def fill(self, tensor: Tensor, at: int) -> None:
+        """Put numbers from the file into a contiguous tensor on the CPU."""
         try:
             self.data.read_into(bytes_of(tensor).cast("B"), at)
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be read: {error}") from error
-        return tensor
 
     def verify(self, begin: int, end: int) -> None:
         """CheckpointError unless these bytes are what was written."""
-        for block in range(begin // disk.BLOCK, -(-end // disk.BLOCK)):
-            if block not in self.verified:
-                try:
-                    same = self.data.checksum(block) == self.blocks[block]
-                except OSError as error:
-                    raise CheckpointError(f"{self.path} cannot be read: {error}") from error
-                if not same:
-                    raise CheckpointError(
-                        f"{self.path} is damaged: the checksum of bytes {block * disk.BLOCK} to "
-                        f"{min((block + 1) * disk.BLOCK, self.data.size)} is not the one that was written"
-                    )
-                self.verified.add(block)
+        there = range(begin // disk.BLOCK, -(-end // disk.BLOCK))
+        blocks = [block for block in there if block not in self.verified]
+        try:
+            found = list(self.data.checksums(blocks))
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be read: {error}") from error
+        for block, checksum in zip(blocks, found, strict=True):
+            if checksum != self.blocks[block]:
+                raise CheckpointError(
+                    f"{self.path} is damaged: the checksum of bytes {block * disk.BLOCK} to "
+                    f"{min((block + 1) * disk.BLOCK, self.data.size)} is not the one that was written"
+                )
+        self.verified.update(blocks)
 
     def close(self) -> None:
         """Let go of the file."""
