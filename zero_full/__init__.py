@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         load_weights,
         save_checkpoint,
         save_weights,
+        wait_for_checkpoint,
     )
     from zero_full.comm import CommunicationError, DesyncError, DisagreementError, Topology
     from zero_full.config import Config, ConfigError
@@ -69,7 +70,7 @@ __version__ = "0.1.0"
 _WHERE = {
     "zero_full.checkpoint": (
         *("CheckpointError", "Extras", "LoadOptions", "SaveOptions", "load_checkpoint", "load_weights"),
-        *("save_checkpoint", "save_weights"),
+        *("save_checkpoint", "save_weights", "wait_for_checkpoint"),
     ),
     "zero_full.comm": ("CommunicationError", "DesyncError", "DisagreementError", "Topology"),
     "zero_full.config": ("Config", "ConfigError"),
@@ -162,6 +163,7 @@ __all__ = [
     "synced",
     "unset_z3_leaf_modules",
     "unwrap_model_for_generation",
+    "wait_for_checkpoint",
     "z3_leaf_module",
 ]
 

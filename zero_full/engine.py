@@ -171,16 +171,18 @@ class Engine(DeepSpeedQueries, Saving):
         self._stepping = True
         try:
             self._stepped = self.is_gradient_accumulation_boundary()
-            self.micro_steps += 1
             if self._stepped:
                 with self.stopwatch.measure("step"):
                     self._take_step(lr_kwargs or {})
                 self._report()
+            else:
+                self.micro_steps += 1
         finally:
             self._stepping = False
 
     def _take_step(self, lr_kwargs: Mapping[str, Any]) -> None:
         self.optimizer.step()
+        self.micro_steps += 1  # not before: who catches an error may call again
         if self.optimizer.last is None:
             raise RuntimeError(
                 "step without gradients: since the last step no backward pass has reached a parameter that "

@@ -58,6 +58,7 @@ ROOMS = {  # and a room of zero_full only itself and these; what is not named ma
     },
     "plan": {
         "_compat",
+        "checkpoint",
         "comm",
         "config",
         "engine",

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_full.checkpoint import randomness
+from zero_full.checkpoint.background import background_of
 from zero_full.checkpoint.failure import Attempt, CheckpointError
 from zero_full.checkpoint.plain_data import fingerprint
 from zero_full.checkpoint.reading import holds_latest, open_checkpoint
@@ -73,6 +74,7 @@ def load_checkpoint(
 
     CheckpointError if anything is wrong, on every rank; nothing is changed then.
     """
+    background_of(optimizer).wait()
     attempt, load = Attempt(optimizer, "load_checkpoint"), list[CheckpointLoad]()
 
     def open_and_check() -> None:

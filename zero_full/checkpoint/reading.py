@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from zero_full.checkpoint.deepspeed import is_deepspeeds, open_deepspeed
 from zero_full.checkpoint.failure import CheckpointError
@@ -69,6 +70,15 @@ class OwnSource(Source):
         self.verify(key, start, stop)
         found = self._range(key, start, stop)
         return found.file.tensor_at(found.bytes_of(start, stop)[0], stop - start, found.dtype)
+
+    def read_into(self, key: str, start: int, target: Tensor) -> None:
+        """Without a copy in between, where that is possible."""
+        found = self._range(key, start, start + target.numel())
+        if target.device.type != "cpu" or not target.is_contiguous() or target.dtype != found.dtype:
+            return super().read_into(key, start, target)
+        self.verify(key, start, start + target.numel())
+        found.file.fill(target, found.bytes_of(start, start)[0])
+        increment_version(target)  # as any write by torch does
 
     def verify(self, key: str, start: int, stop: int) -> None:
         """Compare the checksums of the blocks that these elements are in."""

@@ -74,7 +74,7 @@ class SourceReader(StorageReader):
             assert offset is not None
             start = offset[0] + item.storage_offsets[0]
             target = planner.resolve_tensor(item).detach()
-            target.copy_(self.source.read(item.storage_index.fqn, start, start + item.lengths[0]))
+            self.source.read_into(item.storage_index.fqn, start, target)
             planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)

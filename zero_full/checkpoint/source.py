@@ -64,6 +64,10 @@ class Source(ABC):
     def read(self, key: str, start: int, stop: int) -> Tensor:
         """These elements of a flattened tensor, all in one of its pieces: one dimension, on the CPU."""
 
+    def read_into(self, key: str, start: int, target: Tensor) -> None:
+        """Put as many elements from `start` on as fit into a tensor there, converted to its type."""
+        target.copy_(self.read(key, start, start + target.numel()))
+
     @abstractmethod
     def verify(self, key: str, start: int, stop: int) -> None:
         """Raise unless these elements, all in one piece, can be read and are what was written."""

@@ -29,8 +29,8 @@ from zero_full.wording import shown
 class Inert:
     """The base of what a pickle may name.
 
-    A pickle can try to set attributes of all that it has named or made. Then `__setstate__` is asked; of a class
-    it is called without an instance, which is an error.
+    A pickle can try to set attributes of all that it has named or made. Then `__setstate__` is asked; of a
+    class it is called without an instance, which is an error.
     """
 
     def __setstate__(self, state: object) -> None:

@@ -6,6 +6,7 @@ It stands where the optimizer it wraps stood: same `param_groups` (so schedulers
 
 import logging
 from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from math import isfinite
 from typing import Any
@@ -19,7 +20,7 @@ from zero_full._compat import load_hooks, mark_stepped, state_dict_hooks
 from zero_full.comm.lane import lane_for
 from zero_full.precision.scaler import DynamicScale, StaticScale
 from zero_full.shard import owned as owned_state
-from zero_full.shard.agreement import agree, doings_of, refuse_unused
+from zero_full.shard.agreement import Said, agree, doings_of, refuse_unused
 from zero_full.shard.base import (
     AFTER,
     BEFORE,
@@ -32,6 +33,7 @@ from zero_full.shard.base import (
     run_hooks,
     zero_in_place,
 )
+from zero_full.shard.beside import Beside, raise_failure
 from zero_full.shard.bucket import Bucket
 from zero_full.shard.build import Sharded
 from zero_full.shard.contents import Contents
@@ -85,6 +87,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.writes = ParameterWrites(m for v in self.flats() if not v.released_at_rest for m in v.members)
         self.calls = 0  # of step
         self.said_nothing_to_do = False
+        self.beside: Beside | None = None  # a checkpoint that is being written
         register(self, model.parameters())
         register(self, (m.param for flat in self.flats() for m in flat.members))
         self.listed = listed_in(self.param_groups)
@@ -182,9 +185,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         scale, gathered = self.scaler.scale, self.gatherer.trail if self.gatherer is not None else 0
         so_far = [("call of step", self.calls), ("order of gathers", gathered), ("loss scale", scale)]
         doings = doings_of(self.param_groups, so_far, found, self.writes.digest(), failure)
-        agreed = agree(self.groups, self.awake, self.reducer.used, self.settings.needs_norm, doings)
+        alarm = self.beside is not None and self.beside.has_failed()
+        said = Said(self.reducer.used, doings, alarm)
+        agreed = agree(self.groups, self.awake, said, self.settings.needs_norm)
         if failure is not None:
             raise failure
+        if agreed.alarm:
+            raise_failure(self.beside)
         if not agreed.used:
             return self._say_nothing_to_do()  # the same, on all ranks
         norm = None if agreed.norm is None else agreed.norm / self.gradients.scale
@@ -365,10 +372,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def close(self, gather: bool) -> None:
         """Leave the model without hooks, its parameters as they are or, if every rank asks for it, whole."""
         if not self.closed:
-            try:
-                leave_model(self, gather)
-            finally:
-                self.closed = True
+            with ExitStack() as leaving:
+                leaving.callback(setattr, self, "closed", True)
+                leaving.callback(leave_model, self, gather)
+                if self.beside is not None:
+                    self.beside.close()
 
     # What this rank has --------------------------------------------------------------------------
 
