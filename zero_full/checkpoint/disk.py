@@ -172,14 +172,16 @@ class OldFile:
         """Fill the buffer with the bytes from `at` on."""
         self._open()
         while buffer:
-            got = os.preadv(self.descriptor, [buffer], at)
+            with telling("reading", self.path):
+                got = os.preadv(self.descriptor, [buffer], at)
             if not got:
                 raise OSError(f"{self.path} ends before byte {at + len(buffer)}")
             buffer, at = buffer[got:], at + got
 
     def _open(self) -> None:
         if self.descriptor < 0:
-            self.descriptor = os.open(self.path, os.O_RDONLY | NO_LINKS)
+            with telling("opening", self.path):
+                self.descriptor = os.open(self.path, os.O_RDONLY | NO_LINKS)
 
     def checksums(self, blocks: Sequence[int]) -> Iterator[int]:
         """Of these blocks, as they are now."""

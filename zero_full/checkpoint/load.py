@@ -35,6 +35,7 @@ from zero_full.shard.own_part import refuse_other_facts, take_facts, wake_all_bu
 from zero_full.wording import listed
 
 log = logging.getLogger("zero_full")
+OF_THIS_RUN = {"params", "fused", "foreach", "capturable", "differentiable"}  # how it computes, and where
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,15 @@ class CheckpointLoad:
 
     def check(self) -> None:
         """CheckpointError unless everything fits and can be read."""
+        try:
+            self._check()
+        except CheckpointError:
+            raise
+        except Exception as error:
+            told = str(error) if isinstance(error, (ValueError, RuntimeError)) else repr(error)
+            raise CheckpointError(f"{self.source.path}: {told}. Nothing was loaded") from error
+
+    def _check(self) -> None:
         if self.wanted.module_only:  # else the counters begin a step anew
             self.optimizer.refuse_unfinished("load_checkpoint(load_module_only=True)")
         self._match()
@@ -330,6 +340,11 @@ class CheckpointLoad:
         known = facts.get("scaler", {}).keys() == scaler.state_dict().keys()
         if not (known and isinstance(scaler, DynamicScale)):
             facts.pop("scaler", None)
+        known_here = [group.keys() - OF_THIS_RUN for group in self.optimizer.param_groups]
+        facts["groups"] = [
+            {k: v for k, v in options.items() if k in known}
+            for options, known in zip(facts["groups"], known_here, strict=True)
+        ]
         return facts
 
     def _take_own_buffers(self) -> None:

@@ -1,6 +1,5 @@
 """One save, as one rank takes part in it: its files, and how they become a checkpoint."""
 
-import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,12 +13,11 @@ from zero_full.checkpoint.folder import (
     discard,
     partial_folder,
     publish,
-    retain,
+    tidy,
     write_manifest,
 )
 from zero_full.checkpoint.rank_file import Payload, write
 
-log = logging.getLogger("zero_full")
 Rows = Mapping[str, Mapping[str, int]]  # what a manifest says of files
 
 
@@ -76,11 +74,7 @@ class CheckpointSave:
         }
         write_manifest(self.folder, manifest)
         publish(self.folder, self.tag, self.nonce, self.options.save_latest)
-        if self.options.keep_last is not None:
-            try:
-                retain(self.directory, self.options.keep_last, self.tag, self.nonce)
-            except (OSError, CheckpointError) as error:  # this one is saved all the same
-                log.warning("older checkpoints in %s could not be removed: %s", self.directory, error)
+        tidy(self.directory, self.tag, self.nonce, self.options.keep_last)
 
     def discard(self) -> None:
         """What was written goes."""

@@ -183,7 +183,7 @@ class RankFile:
         try:
             self.data.read_into(bytes_of(tensor).cast("B"), at)
         except OSError as error:
-            raise CheckpointError(f"{self.path} cannot be read: {error}") from error
+            raise CheckpointError(str(error)) from error
 
     def verify(self, begin: int, end: int) -> None:
         """CheckpointError unless these bytes are what was written."""
@@ -192,7 +192,7 @@ class RankFile:
         try:
             found = list(self.data.checksums(blocks))
         except OSError as error:
-            raise CheckpointError(f"{self.path} cannot be read: {error}") from error
+            raise CheckpointError(str(error)) from error
         for block, checksum in zip(blocks, found, strict=True):
             if checksum != self.blocks[block]:
                 raise CheckpointError(

@@ -8,10 +8,18 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from zero_full.checkpoint.deepspeed import is_deepspeeds, open_deepspeed
 from zero_full.checkpoint.failure import CheckpointError
 from zero_full.checkpoint.folder import MANIFEST, digest_of, folder_of, latest_tag, read_manifest
 from zero_full.checkpoint.rank_file import Range, RankFile
 from zero_full.checkpoint.source import Source, StoredTensor
+from zero_full.wording import listed
+
+KINDS: dict[str, type] = {  # of plain data that is there by these names
+    **dict.fromkeys(("aliases", "client_state", "counters", "others", "scaler", "stepper"), dict),
+    **dict.fromkeys(("asleep", "excluded", "frozen", "groups", "members"), list),
+    **dict.fromkeys(("buffers", "kept", "random"), dict),  # of each rank
+}
 
 
 class OwnSource(Source):
@@ -38,10 +46,12 @@ class OwnSource(Source):
         for file in self.files:
             for each in file.ranges:
                 self.ranges.setdefault(each.key, []).append(each)
+            _check_kinds(file.plain["private"])
             self.numbers |= file.plain["numbers"]
             self.shared |= file.plain["shared"]
+        _check_kinds(self.shared)
         self.tensors = {key: _whole(key, ranges, self.path) for key, ranges in self.ranges.items()}
-        self.aliases = dict(self.shared.get("aliases", {}))
+        self.aliases = self.shared.get("aliases", {})
         about: Mapping[str, Any] = self.manifest["about"]
         self.shared["about"] = dict(about)
 
@@ -81,6 +91,12 @@ class OwnSource(Source):
             file.close()
 
 
+def _check_kinds(told: Mapping[str, Any]) -> None:
+    wrong = [name for name, kind in KINDS.items() if not isinstance(told.get(name, kind()), kind)]
+    if wrong or not all(isinstance(group, dict) for group in told.get("groups", ())):
+        raise ValueError(f"{listed(wrong or ['groups'])} of another kind")
+
+
 def _whole(key: str, ranges: list[Range], path: Path) -> StoredTensor:
     """What the ranges come to; CheckpointError unless they are all of a tensor."""
     ranges.sort(key=lambda each: each.start)
@@ -96,17 +112,20 @@ def _whole(key: str, ranges: list[Range], path: Path) -> StoredTensor:
 
 def holds_latest(directory: Path) -> bool:
     """Whether a checkpoint can be found there without a tag."""
-    return (directory / MANIFEST).exists() or latest_tag(directory) is not None
+    return (directory / MANIFEST).exists() or latest_tag(directory) is not None or is_deepspeeds(directory)
 
 
 def open_checkpoint(directory: Path, tag: str | None = None) -> Source:
     """The checkpoint of this tag, of the newest, or the one that `directory` itself is."""
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is no folder, or is not there")
-    if tag is None:
-        tag = latest_tag(directory)
-    if tag is None and (directory / MANIFEST).exists():
+    wanted = latest_tag(directory) if tag is None else tag
+    if wanted is None and (directory / MANIFEST).exists():
         return OwnSource(directory)
-    if tag is None:
+    if wanted is None or not (directory / wanted / MANIFEST).exists():
+        foreign = open_deepspeed(directory, tag)
+        if foreign is not None:
+            return foreign
+    if wanted is None:
         raise CheckpointError(f"{directory} has no file `latest`: give a tag, or the checkpoint's own folder")
-    return OwnSource(folder_of(directory, tag))
+    return OwnSource(folder_of(directory, wanted))

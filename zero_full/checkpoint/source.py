@@ -50,10 +50,11 @@ class Source(ABC):
     kind: str  # who has written it, in words: "zero_full", "DeepSpeed, stage 2"
     tensors: dict[str, StoredTensor]  # by key
     aliases: dict[str, str]  # further names of tied parameters, with the name under which they are stored
-    # What the optimizer keeps of a parameter as a whole, such as {"step": 7.0}, by the parameter's name.
+    # What the optimizer keeps of a parameter as a whole, such as {"step": 7.0}, by the parameter's key.
     numbers: dict[str, dict[str, Any]]
     # The rest, the same for all ranks, as far as it is there: "counters", "groups" (a list of options of the
-    # optimizer's parameter groups), "scaler", "lr_scheduler", "client_state", "frozen" (names of parameters),
+    # optimizer's parameter groups), "members" (the names of each group's parameters), "scaler",
+    # "lr_scheduler", "schedule" (the name of its class), "client_state", "frozen" (names of parameters),
     # "excluded" (those of them that were left out), "asleep", and in "about" what a person wants to know:
     # "world_size", "stage", "step".
     shared: dict[str, Any]

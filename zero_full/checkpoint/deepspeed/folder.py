@@ -1,0 +1,179 @@
+"""What lies in a folder, by the names of the files; and how all of that is opened."""
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from zero_full.checkpoint.deepspeed.model import ModelStates, model_states
+from zero_full.checkpoint.deepspeed.plain import PlainSource
+from zero_full.checkpoint.deepspeed.universal import UniversalSource
+from zero_full.checkpoint.deepspeed.zero import ZeroSource, rank_states
+from zero_full.checkpoint.failure import CheckpointError
+from zero_full.checkpoint.files import is_plain
+from zero_full.checkpoint.source import Source
+from zero_full.wording import listed, ranks_listed, shown
+
+MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
+MODEL_PART = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
+OPTIMIZER_PART = re.compile(r"(bf16_|fp16_|)zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
+EXPERTS = re.compile(
+    r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_\d+_mp_rank_\d+_optim_states\.pt"
+)
+PIPELINE = re.compile(r"layer_\d+-model_\d+.*model_states\.pt")
+INTERRUPTED = (
+    "the save was interrupted, or a node's files were not copied here. Copy them, or load an older tag"
+)
+
+
+@dataclass
+class TagFolder:
+    """The files of one checkpoint that DeepSpeed has written."""
+
+    path: Path
+    model: Path | None = None  # of stages 0 to 2
+    model_parts: dict[int, Path] = field(default_factory=dict)  # of stage 3, by rank
+    optimizer_parts: dict[int, Path] = field(default_factory=dict)
+    refusals: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for path in sorted(self.path.iterdir()):
+            self._take(path)
+        zero = self.path / "zero"
+        self.is_universal = (zero / "optimizer_state.pt").is_file() or any(zero.glob("*/fp32.pt"))
+
+    @property
+    def is_deepspeeds(self) -> bool:
+        """Whether any file is of DeepSpeed."""
+        files = self.model or self.model_parts or self.optimizer_parts or self.refusals
+        return bool(files or self.is_universal)
+
+    def _take(self, path: Path) -> None:
+        name = path.name
+        if found := MODEL.fullmatch(name):
+            self.model = path
+            self._refuse_model_parallel(found[1], name)
+        elif found := MODEL_PART.fullmatch(name):
+            self.model_parts[int(found[1])] = path
+            self._refuse_model_parallel(found[2], name)
+        elif found := OPTIMIZER_PART.fullmatch(name):
+            other = self.optimizer_parts.setdefault(int(found[2]), path)
+            self._refuse_model_parallel(found[3], name)
+            if other is not path:
+                self.refusals.append(
+                    f"{other.name} and {name} are both there: files of different runs. Move one away"
+                )
+        elif EXPERTS.fullmatch(name):
+            self.refusals.append(f"{name} is of experts, which are not read")
+        elif PIPELINE.fullmatch(name):
+            self.refusals.append(f"{name} is of pipeline parallelism: such checkpoints are not read")
+        elif name == "offloaded_tensors":
+            self.refusals.append(
+                "the optimizer's state was on NVMe, and its swap files in offloaded_tensors are not read. "
+                "Load it with DeepSpeed, and save it again with offload_optimizer on the CPU"
+            )
+
+    def _refuse_model_parallel(self, rank: str, name: str) -> None:
+        if int(rank):
+            self.refusals.append(
+                f"{name} is of tensor or pipeline parallelism: such checkpoints are not read"
+            )
+
+    def open(self) -> Source:
+        """The source of these files; CheckpointError if they are not complete, or not of one save."""
+        if self.refusals:
+            raise CheckpointError(f"{self.path}: {listed(self.refusals, 3)}")
+        if self.is_universal:
+            return UniversalSource(self.path, self._models())
+        if not self.optimizer_parts:
+            model = self._models()[0]
+            if model.trained is None:
+                return PlainSource(self.path, model)
+            raise CheckpointError(f"{self.path} has no files of optimizer states: {INTERRUPTED}")
+        return self._open_zero()
+
+    def _open_zero(self) -> Source:
+        ranks = [rank_states(path) for _, path in sorted(self.optimizer_parts.items())]
+        world = max(rank.world for rank in ranks)
+        self._refuse_gaps("optimizer states", self.optimizer_parts, world)
+        if {rank.world for rank in ranks} != {world} or len(ranks) != world:
+            raise CheckpointError(
+                f"{self.path} has optimizer states of {len(ranks)} ranks, but they are of runs with "
+                f"{' and '.join(map(str, sorted({rank.world for rank in ranks})))}: a run with fewer ranks "
+                "has saved under the same tag. Load another tag, or move the older files away"
+            )
+        if ranks[0].stage < 3 and self.model is None:
+            raise CheckpointError(f"{self.path / 'mp_rank_00_model_states.pt'} does not exist: {INTERRUPTED}")
+        if ranks[0].stage == 3:
+            self.model = None
+        else:
+            self.model_parts = {}
+        return ZeroSource(self.path, self._models(world), ranks)
+
+    def _models(self, world: int | None = None) -> list[ModelStates]:
+        """The files of model states that are needed: all ranks' at stage 3 if parameters are frozen."""
+        if self.model is not None:
+            return [model_states(self.model)]
+        if 0 not in self.model_parts:
+            raise CheckpointError(f"{self.path} lacks the first rank's model states: {INTERRUPTED}")
+        first = model_states(self.model_parts[0])
+        if not first.fragments:
+            return [first]
+        count = world or first.world
+        self._refuse_gaps("model states", self.model_parts, count)
+        return [first, *(model_states(self.model_parts[rank]) for rank in range(1, count))]
+
+    def _refuse_gaps(self, what: str, parts: dict[int, Path], world: int) -> None:
+        missing = [rank for rank in range(world) if rank not in parts]
+        if missing:
+            raise CheckpointError(f"{self.path} lacks the {what} of {ranks_listed(missing)}: {INTERRUPTED}")
+
+
+def is_deepspeeds(folder: Path) -> bool:
+    """Whether a checkpoint of DeepSpeed's can be found there without a tag."""
+    return folder.is_dir() and ((folder / "latest_universal").is_file() or TagFolder(folder).is_deepspeeds)
+
+
+def open_deepspeed(folder: Path | str, tag: str | None = None) -> Source | None:
+    """The checkpoint of DeepSpeed in a folder; None if there is nothing of DeepSpeed's.
+
+    Without a tag it is what `latest` names, else `latest_universal`. A tag's own folder may be given, too.
+    """
+    folder = Path(folder)
+    place = _place(folder, tag)
+    if place is None or not place.is_dir():
+        return None
+    found = TagFolder(place)
+    if not found.is_deepspeeds:
+        return None
+    try:
+        return found.open()
+    except CheckpointError:
+        raise
+    except Exception as error:  # whatever a file says that no version of DeepSpeed has said
+        raise CheckpointError(
+            f"{place}: the files are not as DeepSpeed up to 0.19.8 writes them: {error!r}"
+        ) from error
+
+
+def _place(folder: Path, tag: str | None) -> Path | None:
+    if tag is not None:
+        return folder / tag
+    if not folder.is_dir() or TagFolder(folder).is_deepspeeds:
+        return folder
+    for name in ("latest", "latest_universal"):
+        if (folder / name).is_file():
+            return _named(folder, folder / name)
+    return None
+
+
+def _named(folder: Path, latest: Path) -> Path | None:
+    """The folder that a file names, which whoever wrote it could send anywhere."""
+    tag = latest.read_text(errors="replace").strip()
+    if is_plain(tag) and (folder / tag).is_dir():
+        return folder / tag
+    others = sorted(path.name for path in folder.iterdir() if path.is_dir() and TagFolder(path).is_deepspeeds)
+    if not others:
+        return None
+    raise CheckpointError(
+        f"{latest} names {shown(tag)}, which is no folder beside it. Give one as tag: {listed(others)}"
+    )

@@ -1,0 +1,235 @@
+"""The files of model states: the module's state dict, what its parameters are, and how far training was."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from zero_full.checkpoint.deepspeed.ranges import Cuts, SavedSource, with_values
+from zero_full.checkpoint.failure import CheckpointError
+from zero_full.checkpoint.source import BUFFERS, PARAMETERS
+from zero_full.checkpoint.torch_file import SavedTensor
+from zero_full.checkpoint.unpickle import (
+    SavedDynamicScaler,
+    SavedObject,
+    SavedStaticScaler,
+    load_saved,
+)
+
+Shapes = Mapping[str, tuple[int, ...]]  # of parameters by name, in the order in which they lie in a buffer
+
+# Every other key is of the client_state: DeepSpeed puts them side by side.
+OWN_KEYS = frozenset(
+    (
+        *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params"),
+        *(
+            "frozen_param_fragments",
+            "lr_scheduler",
+            "data_sampler",
+            "random_ltd",
+            "skipped_steps",
+            "global_steps",
+        ),
+        *("global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config"),
+        *("ds_version", "universal_checkpoint_info", "num_experts", "ds_autoep_layers", "autoep_layers"),
+        *("folding", "sparse_tensor_module_names", "csr_tensor_module_names"),
+    )
+)
+
+
+@dataclass(frozen=True)
+class ModelStates:
+    """The content of one such file."""
+
+    path: Path
+    content: Mapping[str, Any]
+
+    @property
+    def module(self) -> Mapping[str, Any]:
+        """The module's state dict. At stage 3 most parameters are empty in it."""
+        module: Mapping[str, Any] = self.content["module"]
+        return module
+
+    @property
+    def trained(self) -> list[Shapes] | None:
+        """Shapes of what the optimizer has, by group, at stage 3 by sub-group; None without ZeRO."""
+        shapes: list[Shapes] | None = self.content.get("param_shapes")
+        return shapes
+
+    @property
+    def frozen(self) -> Shapes:
+        """Shapes of what the optimizer does not have, from stage 2 on."""
+        return self.content.get("frozen_param_shapes") or {}
+
+    @property
+    def fragments(self) -> Mapping[str, SavedTensor]:
+        """This rank's part of them at stage 3."""
+        return self.content.get("frozen_param_fragments") or {}
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """DeepSpeed's configuration; nothing if it was a file."""
+        config = self.content.get("ds_config")
+        return config if isinstance(config, Mapping) else {}
+
+    @property
+    def world(self) -> int:
+        """How many ranks the run had."""
+        world = self.content["dp_world_size"]
+        return int(world)
+
+    @cached_property
+    def trained_names(self) -> frozenset[str]:
+        """Names of what the optimizer has."""
+        return frozenset(name for shapes in self.trained or [] for name in shapes)
+
+    def shared(self, stage: int, world: int) -> dict[str, Any]:
+        """What is the same for all ranks, and no matter of the optimizer."""
+        content = self.content
+        found = {
+            "counters": self._counters(world),
+            "client_state": with_values({k: v for k, v in content.items() if k not in OWN_KEYS}),
+            "about": {
+                "world_size": world,
+                "stage": stage,
+                "step": content.get("global_steps"),
+                "written_by": f"DeepSpeed {content.get('ds_version', '')}".strip(),
+            },
+        }
+        if content.get("lr_scheduler") is not None:
+            found["lr_scheduler"] = with_values(content["lr_scheduler"])
+        return found
+
+    def _counters(self, world: int) -> dict[str, int]:
+        """DeepSpeed does not save how many micro-batches there were: it follows from the configuration."""
+        names = ("global_steps", "global_samples", "skipped_steps")
+        counters = {name: int(self.content[name]) for name in names if self.content.get(name) is not None}
+        each = _accumulated(self.config, world)
+        if each is not None and "global_steps" in counters:
+            counters["micro_steps"] = counters["global_steps"] * each
+        return counters
+
+
+def _accumulated(config: Mapping[str, Any], world: int) -> int | None:
+    """Micro-batches a step by DeepSpeed's rule; None if that cannot be told."""
+    given = config.get("gradient_accumulation_steps")
+    whole, micro = config.get("train_batch_size"), config.get("train_micro_batch_size_per_gpu")
+    if isinstance(given, int):
+        return given
+    if isinstance(whole, int) and isinstance(micro, int) and micro > 0:
+        return whole // (micro * world) or None
+    return 1 if config and not {given, whole, micro} & {"auto"} else None
+
+
+def model_states(path: Path) -> ModelStates:
+    """Read such a file. CheckpointError if it is none, or of a model that is cut across ranks otherwise."""
+    content = load_saved(path)
+    if not isinstance(content, Mapping) or not {"module", "dp_world_size"} <= content.keys():
+        raise CheckpointError(f"{path} is no file of model states that DeepSpeed has written")
+    sizes = content.get("checkpoint_parallel_dimensions") or {}
+    if content.get("mp_world_size", 1) != 1 or any(size != 1 for size in sizes.values()):
+        raise CheckpointError(
+            f"{path}: the model was cut across ranks by tensor or pipeline parallelism. Only data-parallel "
+            "checkpoints are read: convert it with the tools of the framework that has cut it"
+        )
+    if not isinstance(content["module"], Mapping):
+        raise CheckpointError(
+            f"{path} holds no module: pipeline parallelism saves layers, which are not read"
+        )
+    experts = content.get("num_experts") or []
+    if content.get("ds_autoep_layers") or any(experts if isinstance(experts, list) else [experts]):
+        raise CheckpointError(
+            f"{path} is of a model with experts, which are in files of their own and not read"
+        )
+    return ModelStates(path, content)
+
+
+# Values that the optimizer does not have ---------------------------------------------------------
+
+
+def add_untrained(source: SavedSource, models: list[ModelStates], stage: int) -> None:
+    """Frozen and empty parameters, buffers, and further names of tied parameters.
+
+    `models` are the ranks' files: one at stages 0 to 2, where the module's state dict has everything.
+    """
+    first = models[0]
+    frozen = dict(_frozen_at_3(source, models) if stage == 3 else _frozen_before_3(source, first))
+    for name, value in first.module.items():
+        if isinstance(value, SavedTensor) and _is_buffer(first, name):
+            source.add(f"{BUFFERS}/{name}", Cuts.whole(value.shape), [value])
+    source.shared["frozen"] = sorted(name for name, numel in frozen.items() if numel)
+    _add_aliases(source, first)
+
+
+def _is_buffer(model: ModelStates, name: str) -> bool:
+    return name in model.content["buffer_names"] or name.endswith("_extra_state")
+
+
+def _frozen_before_3(source: SavedSource, model: ModelStates) -> dict[str, int]:
+    tied, frozen = model.content.get("shared_params") or {}, {}
+    for name, value in model.module.items():
+        known = (
+            name in model.trained_names or f"{PARAMETERS}/{name}" in source.tensors or name in source.aliases
+        )
+        if not isinstance(value, SavedTensor) or known or _is_buffer(model, name):
+            continue
+        if name not in tied or not value.numel:  # DeepSpeed takes all empty ones for tied to each other
+            source.add(f"{PARAMETERS}/{name}", Cuts.whole(value.shape), [value])
+            frozen[name] = value.numel
+    return frozen
+
+
+def _frozen_at_3(source: SavedSource, models: list[ModelStates]) -> dict[str, int]:
+    sizes = {}
+    for name, shape in models[0].frozen.items():
+        missing = [model.path.name for model in models if name not in model.fragments]
+        if missing:
+            raise CheckpointError(
+                f"{source.path / missing[0]} lacks its part of {name}: files of different runs"
+            )
+        parts = [model.fragments[name] for model in models]
+        sizes[name] = prod(shape)
+        source.add(f"{PARAMETERS}/{name}", Cuts.even(shape, len(parts), 0), parts)
+    return sizes
+
+
+def _add_aliases(source: SavedSource, model: ModelStates) -> None:
+    for name, stored in (model.content.get("shared_params") or {}).items():
+        keys = f"{PARAMETERS}/{name}", f"{PARAMETERS}/{stored}"
+        if keys[0] not in source.tensors and keys[1] in source.tensors:
+            source.aliases[name] = stored
+
+
+# The loss scale ------------------------------------------------------------------------------------
+
+
+def scaler_state(saved: object) -> dict[str, Any] | None:
+    """DeepSpeed's scaler as `precision.scaler` saves its own; None if it has no equal there."""
+    if not isinstance(saved, SavedObject):
+        return None
+    of = saved.attributes
+    if isinstance(saved, SavedStaticScaler):
+        return {"scale": float(of["cur_scale"])}
+    if not isinstance(saved, SavedDynamicScaler) or of["scale_factor"] != 2:
+        return None
+    return dynamic_scale(
+        of, of["min_scale"], of["delayed_shift"], of["cur_hysteresis"], of["consecutive_hysteresis"]
+    )
+
+
+def dynamic_scale(
+    of: Mapping[str, Any], minimum: float, hysteresis: int, lives: int, consecutive: bool
+) -> dict[str, Any]:
+    """What a scale that follows overflows keeps, under the names of `precision.scaler`."""
+    return {
+        "scale": float(of["cur_scale"]),
+        "window": of["scale_window"],
+        "minimum": float(minimum),
+        "hysteresis": hysteresis,
+        "consecutive_hysteresis": consecutive,
+        "lives": lives,
+        "steps": of["cur_iter"],
+        "last_overflow": of["last_overflow_iter"],
+    }

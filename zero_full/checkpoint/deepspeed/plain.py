@@ -1,0 +1,214 @@
+"""Checkpoints of runs without ZeRO, whose optimizer has no names for what it keeps.
+
+[Note: which is whose] A state dict of an optimizer has positions in the place of names. The parameters of a
+group are assumed to come in the model's order, as everybody gives them; which are in which group, and which
+are left out because they are frozen, follows from shapes, and for 16 bits from values, as each master rounds
+to its parameter. If that allows two arrangements, nothing is guessed.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zero_full.checkpoint.deepspeed.model import ModelStates, add_untrained, dynamic_scale
+from zero_full.checkpoint.deepspeed.ranges import Cuts, SavedSource, numbers_of, options_of
+from zero_full.checkpoint.failure import CheckpointError
+from zero_full.checkpoint.source import PARAMETERS, STATE
+from zero_full.checkpoint.torch_file import SavedTensor
+
+COMPARED = 1024  # elements of a parameter that are compared with its master
+
+
+class Row(ABC):
+    """What an optimizer keeps of one group: positions from 0 to `end`, each the beginning of a parameter."""
+
+    end: int
+
+    @abstractmethod
+    def after(self, position: int, value: SavedTensor) -> int | None:
+        """The position after this parameter; None if it cannot be the one at this position."""
+
+    @abstractmethod
+    def state(self, position: int) -> Mapping[str, Any]:
+        """What is kept of the parameter at this position."""
+
+    @abstractmethod
+    def parts(self, position: int) -> Iterator[tuple[str, SavedTensor, int]]:
+        """Its tensors: "parameters" or "state/ENTRY", where they are, and from which element on."""
+
+
+class ListedRow(Row):
+    """A master (unless the parameter is its own) and a state for each parameter."""
+
+    def __init__(self, states: list[dict[str, Any]], masters: list[SavedTensor] | None) -> None:
+        self.states, self.masters = states, masters
+        self.end = len(states)
+
+    def after(self, position: int, value: SavedTensor) -> int | None:
+        """See `Row`."""
+        if position == self.end:
+            return None
+        if self.masters is not None and not _rounds_to(self.masters[position], 0, value):
+            return None
+        shapes = {part.shape for _, part, _ in self.parts(position)}
+        return position + 1 if shapes <= {value.shape} else None
+
+    def state(self, position: int) -> Mapping[str, Any]:
+        """See `Row`."""
+        return self.states[position]
+
+    def parts(self, position: int) -> Iterator[tuple[str, SavedTensor, int]]:
+        """See `Row`."""
+        if self.masters is not None:
+            yield PARAMETERS, self.masters[position], 0
+        for entry, part in self.states[position].items():
+            if isinstance(part, SavedTensor) and part.shape:
+                yield f"{STATE}/{entry}", part, 0
+
+
+class FlatRow(Row):
+    """One master and one state for all parameters, one after the other. Positions are elements."""
+
+    def __init__(self, state: dict[str, Any], master: SavedTensor) -> None:
+        self.common, self.master = state, master
+        self.end = master.numel
+
+    def after(self, position: int, value: SavedTensor) -> int | None:
+        """See `Row`."""
+        return position + value.numel if value.numel and _rounds_to(self.master, position, value) else None
+
+    def state(self, position: int) -> Mapping[str, Any]:
+        """See `Row`."""
+        return self.common
+
+    def parts(self, position: int) -> Iterator[tuple[str, SavedTensor, int]]:
+        """See `Row`."""
+        yield PARAMETERS, self.master, position
+        for entry, part in self.common.items():
+            if isinstance(part, SavedTensor) and part.shape == self.master.shape:
+                yield f"{STATE}/{entry}", part, position
+
+
+def _rounds_to(master: SavedTensor, begin: int, value: SavedTensor) -> bool:
+    count = min(value.numel, COMPARED)
+    if begin + value.numel > master.numel:
+        return False
+    rounded = master.read(begin, begin + count).to(value.dtype)
+    return torch.allclose(rounded, value.read(0, count), rtol=0, atol=0, equal_nan=True)
+
+
+def arranged(values: Mapping[str, SavedTensor], rows: list[Row]) -> dict[str, tuple[Row, int]] | int:
+    """Each parameter's row and position, without those that are left out; or 0 or 2, if no or many ways.
+
+    See [Note: which is whose]. From parameter to parameter it is known which positions the rows may have
+    arrived at, in how many ways, and what came before.
+    """
+    ways = {(0,) * len(rows): 1}
+    steps: list[dict[tuple[int, ...], tuple[tuple[int, ...], int | None]]] = []
+    for value in values.values():
+        here, ways = ways, {}
+        steps.append({})
+        for positions, count in here.items():
+            for positions_after, row in _choices(positions, rows, value):
+                ways[positions_after] = min(2, ways.get(positions_after, 0) + count)
+                steps[-1][positions_after] = positions, row
+    positions = tuple(row.end for row in rows)
+    if ways.get(positions) != 1:
+        return ways.get(positions, 0)
+    found: dict[str, tuple[Row, int]] = {}
+    for name, step in zip(reversed([*values]), reversed(steps), strict=True):
+        positions, row = step[positions]
+        if row is not None:
+            found[name] = rows[row], positions[row]
+    return dict(reversed(found.items()))
+
+
+def _choices(
+    positions: tuple[int, ...], rows: list[Row], value: SavedTensor
+) -> Iterator[tuple[tuple[int, ...], int | None]]:
+    yield positions, None
+    for number, row in enumerate(rows):
+        after = row.after(positions[number], value)
+        if after is not None:
+            yield (*positions[:number], after, *positions[number + 1 :]), number
+
+
+class PlainSource(SavedSource):
+    """A checkpoint without ZeRO: one file, and the optimizer's state in it."""
+
+    def __init__(self, path: Path, model: ModelStates) -> None:
+        super().__init__(path, "DeepSpeed, without ZeRO")
+        self.model = model
+        self.shared = model.shared(0, model.world)
+        values = self._parameters()
+        optimizer = model.content.get("optimizer")
+        if optimizer:
+            self._add_trained(values, optimizer)
+        add_untrained(self, [model], 0)
+        if not optimizer:
+            del self.shared["frozen"]  # nobody knows
+
+    def _parameters(self) -> dict[str, SavedTensor]:
+        """Parameters by their first names; further names become aliases."""
+        found: dict[str, SavedTensor] = {}
+        first: dict[object, str] = {}
+        for name, value in self.model.module.items():
+            if not isinstance(value, SavedTensor) or name in self.model.content["buffer_names"]:
+                continue
+            stored = first.setdefault(value.place, name) if value.numel else name
+            if stored == name:
+                found[name] = value
+            else:
+                self.aliases[name] = stored
+        return found
+
+    def _add_trained(self, values: dict[str, SavedTensor], optimizer: Mapping[str, Any]) -> None:
+        base = optimizer.get("optimizer_state_dict", optimizer)
+        found = arranged(values, _rows(base, optimizer))
+        if isinstance(found, int):
+            problem = (
+                "does not fit to the parameters" if found == 0 else "fits to the parameters in several ways"
+            )
+            raise CheckpointError(
+                f"{self.model.path}: without ZeRO the optimizer's state has no names, and it {problem}. "
+                "Save with DeepSpeed at stage 1; or load the weights alone, with "
+                f"engine.load_module_state_dict(torch.load({self.model.path.name!r})['module'])"
+            )
+        for name, (row, position) in found.items():
+            value = values[name]
+            for place, part, begin in row.parts(position):
+                self.add(f"{place}/{name}", Cuts.whole(value.shape, begin), [part])
+            if f"{PARAMETERS}/{name}" not in self.tensors:
+                self.add(f"{PARAMETERS}/{name}", Cuts.whole(value.shape), [value])
+            if numbers := numbers_of(row.state(position)):
+                self.note(name, numbers)
+        self.shared["groups"] = options_of(base["param_groups"])
+        scaler = self._scaler(optimizer)
+        if scaler is not None:
+            self.shared["scaler"] = scaler
+
+    def _scaler(self, optimizer: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Without ZeRO, DeepSpeed forgives no overflows, and saves less: the rest is in its configuration."""
+        if "cur_scale" not in optimizer:
+            return None
+        if not optimizer["dynamic_loss_scale"]:
+            return {"scale": float(optimizer["cur_scale"])}
+        given = self.model.config.get("fp16") or {}
+        if optimizer["scale_factor"] != 2:
+            return None
+        lives, consecutive = given.get("hysteresis", 2), given.get("consecutive_hysteresis", False)
+        return dynamic_scale(optimizer, given.get("min_loss_scale", 1), lives, lives, consecutive)
+
+
+def _rows(base: Mapping[str, Any], optimizer: Mapping[str, Any]) -> list[Row]:
+    """The groups of an optimizer, of which DeepSpeed has three kinds without ZeRO."""
+    places: list[list[int]] = [group["params"] for group in base["param_groups"]]
+    states = [[base["state"].get(place, {}) for place in group] for group in places]
+    if "fp32_groups_flat" in optimizer:
+        masters = optimizer["fp32_groups_flat"]
+        return [FlatRow(state[0], master) for state, master in zip(states, masters, strict=True)]
+    masters = optimizer.get("fp32_groups", [None] * len(states))
+    return [ListedRow(each, master) for each, master in zip(states, masters, strict=True)]

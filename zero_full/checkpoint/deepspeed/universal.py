@@ -1,0 +1,106 @@
+"""Universal checkpoints, which `ds_to_universal` makes of others: a folder for each parameter.
+
+    zero/NAME/fp32.pt, exp_avg.pt, exp_avg_sq.pt    whole; flat if made of stage 3
+    zero/NAME/step.pt                               a number; at stage 3 it is in optimizer_state.pt
+    zero/optimizer_state.pt                         what the first rank's optimizer keeps besides
+    *model_states.pt                                copied
+
+With parameters that the optimizer does not have, buffers, too, have a folder each, rounded to fp32: these are
+taken from the copied files.
+"""
+
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from zero_full.checkpoint.deepspeed.model import ModelStates, add_untrained, scaler_state
+from zero_full.checkpoint.deepspeed.ranges import Cuts, SavedSource, numbers_of, options_of
+from zero_full.checkpoint.failure import CheckpointError
+from zero_full.checkpoint.files import is_plain
+from zero_full.checkpoint.source import PARAMETERS, STATE
+from zero_full.checkpoint.torch_file import SavedTensor
+from zero_full.checkpoint.unpickle import load_saved
+
+
+class UniversalSource(SavedSource):
+    """A universal checkpoint of a model that was not cut by tensor parallelism."""
+
+    def __init__(self, path: Path, models: list[ModelStates]) -> None:
+        super().__init__(path, "DeepSpeed, universal")
+        self.models = models
+        self.common: Mapping[str, Any] = load_saved(path / "zero" / "optimizer_state.pt")
+        stage = int(self.common.get("zero_stage", 1))
+        groups = models[0].trained
+        if groups is None:
+            raise CheckpointError(f"{models[0].path} does not say which parameters there are")
+        self.shared = models[0].shared(stage, models[0].world)
+        self.shared["groups"] = options_of(self.common["param_groups"])
+        self._refuse_mixed_up(stage, groups)
+        for group, named in enumerate(groups):
+            common = self._numbers(stage, group)
+            for name, shape in named.items():
+                self._add_parameter(name, shape, common)
+        add_untrained(self, models, stage)
+        scaler = scaler_state(self.common.get("loss_scaler"))
+        if scaler is not None:
+            self.shared["scaler"] = scaler
+
+    def _refuse_mixed_up(self, stage: int, groups: list[Mapping[str, tuple[int, ...]]]) -> None:
+        """CheckpointError if the converter has looked for parameters where they were not.
+
+        With `round_robin_gradients` they are in another order, which it does not know unless there is padding
+        between them. It changes nothing for at most as many parameters as ranks.
+        """
+        model, paddings = self.models[0], self.common.get("param_alignment_paddings") or [[]] * len(groups)
+        zero = model.config.get("zero_optimization") or {}
+        if stage == 3 or not zero.get("round_robin_gradients"):
+            return
+        for named, padding in zip(groups, paddings, strict=True):
+            if model.world > 1 and len(named) > model.world and not any(padding):
+                raise CheckpointError(
+                    f"{self.path} was converted from a run with round_robin_gradients, whose parameters "
+                    "DeepSpeed's converter mixes up. Load what it was made of, which is read correctly"
+                )
+
+    def _numbers(self, stage: int, group: int) -> dict[str, Any]:
+        """What the optimizer's state says once for a group, or at stage 3 for a sub-group."""
+        if stage == 3:
+            base = self.common["optimizer_state_dict"]
+            places = [place for each in base["param_groups"] for place in each["params"]]
+            return numbers_of(base["state"].get(places[group], {}))
+        options = self.common["param_groups"][group]
+        return {"step": float(options["step"])} if "step" in options else {}
+
+    def _add_parameter(self, name: str, shape: tuple[int, ...], numbers: dict[str, Any]) -> None:
+        folder = self.path / "zero" / name
+        if not is_plain(name) or not (folder / "fp32.pt").is_file():
+            raise CheckpointError(
+                f"{folder / 'fp32.pt'} does not exist: the conversion was interrupted, or is an old one. "
+                "Convert again, or load what it was made of"
+            )
+        found = {path.stem: load_saved(path) for path in sorted(folder.glob("*.pt"))}
+        if "step" in found:
+            numbers = {**numbers, **numbers_of({"step": found.pop("step")})}
+        for entry, content in found.items():
+            values = self._values(folder / f"{entry}.pt", content, shape)
+            key = f"{PARAMETERS}/{name}" if entry == "fp32" else f"{STATE}/{entry}/{name}"
+            self.add(key, Cuts.whole(shape), [values])
+        if numbers and len(found) > 1:
+            self.note(name, numbers)
+
+    def _values(self, path: Path, content: Any, shape: tuple[int, ...]) -> SavedTensor:
+        """The tensor in a file of an entry: by itself, or with how it was merged."""
+        merged = content if isinstance(content, Mapping) else {"param": content}
+        unknown = merged.keys() - {"param", "cat_dim"}
+        if unknown or merged.get("cat_dim", 0) != 0:
+            raise CheckpointError(
+                f"{path} was merged from tensor-parallel ranks or of experts, as it has "
+                f"{', '.join(sorted(unknown)) or 'a cat_dim'}: only what was whole on each rank is read"
+            )
+        values = merged["param"]
+        if not isinstance(values, SavedTensor) or values.numel != prod(shape):
+            raise CheckpointError(
+                f"{path} is no tensor of shape {shape}, which {self.models[0].path.name} asks for"
+            )
+        return values

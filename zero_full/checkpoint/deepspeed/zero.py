@@ -1,0 +1,191 @@
+"""Checkpoints of stages 1 to 3: every rank has saved its partition of the flat buffers.
+
+[Note: where a parameter lies] At stages 1 and 2 a parameter group is one buffer, parameter after parameter in
+the order of `param_shapes`, cut into equal parts; it is padded at its end, and with `parameter_alignment`
+after each parameter. `param_slice_mappings`, which says the same, is wrong with `round_robin_gradients`.
+At stage 3 every parameter is cut into equal parts, the last ones padded; a sub-group's buffer on a rank
+is these parts one after the other.
+
+Masters are saved without the padding at the end, moments with it; before it their elements lie in the same
+places.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from zero_full.checkpoint.deepspeed.model import ModelStates, Shapes, add_untrained, scaler_state
+from zero_full.checkpoint.deepspeed.ranges import Cuts, SavedSource, even_share, numbers_of, options_of
+from zero_full.checkpoint.failure import CheckpointError
+from zero_full.checkpoint.source import PARAMETERS, STATE
+from zero_full.checkpoint.torch_file import SavedTensor
+from zero_full.checkpoint.unpickle import load_saved
+
+
+@dataclass(frozen=True)
+class RankStates:
+    """One rank's file of optimizer states."""
+
+    path: Path
+    content: Mapping[str, Any]
+
+    @property
+    def stage(self) -> int:
+        """The optimizer for bf16 with fp32 gradients does not say: there is one at stage 1 only."""
+        return int(self.content.get("zero_stage", 1))
+
+    @property
+    def world(self) -> int:
+        """How many ranks have saved. Groups with fewer ranks are of experts."""
+        count = self.content["partition_count"]
+        counts = set(count) if isinstance(count, list) else {count}
+        if len(counts) != 1:
+            raise CheckpointError(f"{self.path} is of a model with experts, which are not read")
+        return int(counts.pop())
+
+    @property
+    def masters(self) -> list[SavedTensor]:
+        """By group; at stage 3 by sub-group."""
+        name = "fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"
+        masters: list[SavedTensor] = self.content[name]
+        return masters
+
+    @property
+    def base(self) -> Any:
+        """The state dict of the optimizer inside; of an elastic checkpoint a list of states."""
+        return self.content["optimizer_state_dict" if self.stage == 3 else "base_optimizer_state"]
+
+    @cached_property
+    def states(self) -> list[dict[str, Any]]:
+        """What the optimizer keeps, by group or sub-group."""
+        if isinstance(self.base, list):
+            step = self.content.get("base_optimizer_state_step")
+            return [state if step is None else {"step": step, **state} for state in self.base]
+        states = []
+        for group in self.base["param_groups"]:
+            for place in group["params"]:
+                state = self.base["state"].get(place, {})
+                states.append({"step": group["step"], **state} if state and "step" in group else state)
+        return states
+
+    def moments(self, group: int) -> dict[str, SavedTensor]:
+        """Those entries of a group's state that have a number for each element."""
+        master = self.masters[group]
+        found = {
+            k: v for k, v in self.states[group].items() if isinstance(v, SavedTensor) and len(v.shape) == 1
+        }
+        if isinstance(self.base, list) or self.stage == 3:
+            return {k: v for k, v in found.items() if v.numel == master.numel}
+        return {k: v for k, v in found.items() if v.numel == master.numel + self._padding(group)}
+
+    def _padding(self, group: int) -> int:
+        """What the moments have at their end and the master does not."""
+        if "zero_stage" not in self.content:
+            return 0
+        return int(self.content["group_paddings"][group])
+
+
+def rank_states(path: Path) -> RankStates:
+    """Read such a file; CheckpointError if it is none."""
+    content = load_saved(path)
+    states = content.get("optimizer_state_dict") if isinstance(content, Mapping) else None
+    if not isinstance(states, Mapping) or "partition_count" not in states:
+        raise CheckpointError(f"{path} is no file of optimizer states that ZeRO has written")
+    if states.get("ds_zero_partition_groups"):
+        raise CheckpointError(f"{path} is of a model with experts, which are not read")
+    return RankStates(path, states)
+
+
+class ZeroSource(SavedSource):
+    """A checkpoint of stage 1, 2 or 3."""
+
+    def __init__(self, path: Path, models: list[ModelStates], ranks: list[RankStates]) -> None:
+        first = ranks[0]
+        super().__init__(path, f"DeepSpeed, stage {first.stage}")
+        self.models, self.ranks = models, ranks
+        self._refuse_mixed()
+        shapes = models[0].trained
+        if shapes is None or len(shapes) != len(first.masters):
+            raise CheckpointError(
+                f"{models[0].path} and {first.path.name} do not have the same groups: they are "
+                "of different saves"
+            )
+        self.shared = models[0].shared(first.stage, len(ranks))
+        for group, named in enumerate(shapes):
+            self._add_group(group, named)
+        add_untrained(self, models, first.stage)
+        if not isinstance(first.base, list):
+            self.shared["groups"] = options_of(first.base["param_groups"])
+        scaler = scaler_state(first.content.get("loss_scaler"))
+        if scaler is not None:
+            self.shared["scaler"] = scaler
+
+    def _refuse_mixed(self) -> None:
+        """CheckpointError if the ranks' files are not of the same step of the same run."""
+        first = self.ranks[0]
+        for other in self.ranks[1:]:
+            if other.stage != first.stage or len(other.masters) != len(first.masters):
+                raise CheckpointError(f"{other.path} and {first.path.name} are of different runs")
+            for group, (theirs, ours) in enumerate(zip(other.states, first.states, strict=True)):
+                steps = numbers_of(theirs), numbers_of(ours)
+                if steps[0] != steps[1] or other.moments(group).keys() != first.moments(group).keys():
+                    raise CheckpointError(
+                        f"{other.path} has {steps[0] or 'no state'} where {first.path.name} has "
+                        f"{steps[1] or 'none'}: they are of different saves, as after one that was "
+                        "interrupted. Load an older tag"
+                    )
+
+    def _add_group(self, group: int, named: Shapes) -> None:
+        entries = {
+            key: [rank.moments(group)[key] for rank in self.ranks] for key in self.ranks[0].moments(group)
+        }
+        numbers = numbers_of(self.ranks[0].states[group])
+        masters = [rank.masters[group] for rank in self.ranks]
+        cuts_of = self._cuts_at_3 if self.ranks[0].stage == 3 else self._cuts_before_3
+        for name, cuts in cuts_of(group, named, masters):
+            self.add(f"{PARAMETERS}/{name}", cuts, masters)
+            for entry, parts in entries.items():
+                self.add(f"{STATE}/{entry}/{name}", cuts, parts)
+            if numbers:
+                self.note(name, numbers)
+
+    def _cuts_before_3(
+        self, group: int, named: Shapes, masters: list[SavedTensor]
+    ) -> Iterator[tuple[str, Cuts]]:
+        bounds = [0, *accumulate(master.numel for master in masters)]
+        known = self.ranks[0].content.get("param_alignment_paddings")
+        paddings = known[group] if known else [0] * len(named)
+        begin = end = 0
+        for (name, shape), padding in zip(named.items(), paddings, strict=True):
+            end = begin + prod(shape)
+            yield name, Cuts.of(shape, _overlaps(begin, end, bounds))
+            begin = end + padding
+        self._compare(group, end, bounds[-1], 2 * len(masters))
+
+    def _cuts_at_3(self, group: int, named: Shapes, masters: list[SavedTensor]) -> Iterator[tuple[str, Cuts]]:
+        begin = 0
+        for name, shape in named.items():
+            yield name, Cuts.even(shape, len(masters), begin)
+            begin += even_share(shape, len(masters))
+        for master in masters:
+            self._compare(group, begin, master.numel, 1)
+
+    def _compare(self, group: int, needed: int, found: int, alignment: int) -> None:
+        if not needed <= found < needed + alignment:
+            raise CheckpointError(
+                f"{self.path}: the parameters of group {group} have {needed} elements in "
+                f"{self.models[0].path.name}, but {found} in the optimizer's files: they are "
+                "of different runs"
+            )
+
+
+def _overlaps(begin: int, end: int, bounds: list[int]) -> Iterator[tuple[int, int, int, int]]:
+    """The ranges of a parameter that lies at `begin` to `end` in a buffer that is cut at these bounds."""
+    for rank, (first, last) in enumerate(pairwise(bounds)):
+        start, stop = max(begin, first), min(end, last)
+        if start < stop:
+            yield rank, start - begin, stop - begin, start - first

@@ -1,0 +1,188 @@
+"""The files that torch.save writes: zip files of a pickle and of each tensor's bytes, as they are in memory.
+
+Here are the bytes: what is in which place of the file, read when it is asked for, and no more than that. The
+pickle, which says what the bytes mean, is read by `unpickle`.
+"""
+
+import zipfile
+import zlib
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+from zero_full.checkpoint.failure import CheckpointError
+from zero_full.trees import Leaf
+
+REMEDY = "copy it again from where it was written, or load another tag"
+CHUNK = 1 << 24  # bytes that are checked at a time
+HEADER = 30  # bytes of a member's header before its name
+
+
+class TorchArchive:
+    """A file of torch.save. It is opened for each reading, so that thousands of them may be known at once."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.size = 0
+        self.members: dict[str, zipfile.ZipInfo] = {}
+        self._checked = set[str]()
+        try:
+            with path.open("rb") as file, zipfile.ZipFile(file) as archive:
+                self.size = file.seek(0, 2)
+                infos = archive.infolist()
+        except FileNotFoundError:
+            raise CheckpointError(f"{path} does not exist: {REMEDY}") from None
+        except (OSError, zipfile.BadZipFile, NotImplementedError, ValueError) as error:
+            raise CheckpointError(
+                f"{path} is cut off, or torch.save has not written it since torch 1.6 ({error}): {REMEDY}"
+            ) from error
+        pickles = [info.filename for info in infos if info.filename.endswith("/data.pkl")]
+        if len(pickles) != 1:
+            raise CheckpointError(f"{path} is a zip file, but none that torch.save has written")
+        root = pickles[0].removesuffix("data.pkl")
+        self.members = {info.filename.removeprefix(root): info for info in infos}
+        if "byteorder" in self.members and self.bytes_of("byteorder") != b"little":
+            raise CheckpointError(
+                f"{path} was written by a machine of another byte order: it cannot be read here"
+            )
+
+    def size_of(self, member: str) -> int:
+        """How many bytes this part has; CheckpointError if it is not there in full."""
+        info = self.members.get(member)
+        if info is None:
+            raise CheckpointError(f"{self.path} lacks {member!r}, which its pickle names: {REMEDY}")
+        if (
+            info.compress_type != zipfile.ZIP_STORED
+            or info.header_offset + HEADER + info.file_size > self.size
+        ):
+            raise CheckpointError(f"{self.path}: {member!r} is damaged: {REMEDY}")
+        return info.file_size
+
+    def bytes_of(self, member: str) -> bytes:
+        """A small part, all of it, which must be what was written."""
+        self.check(member)
+        return bytes(self.read(member, 0, self.size_of(member)))
+
+    def read(self, member: str, start: int, stop: int) -> bytearray:
+        """These bytes of a part."""
+        content = bytearray(stop - start)
+        try:
+            with self._at(member, start) as file:
+                _fill(file, memoryview(content))
+        except (OSError, EOFError) as error:
+            raise CheckpointError(f"{self.path} cannot be read: {error}: {REMEDY}") from error
+        return content
+
+    def check(self, member: str) -> None:
+        """Compare a part with its checksum, unless torch.save was told to write none."""
+        size, expected = self.size_of(member), self.members[member].CRC
+        if member in self._checked:
+            return
+        found = 0
+        for start in range(0, size, CHUNK):
+            found = zlib.crc32(self.read(member, start, min(start + CHUNK, size)), found)
+        if expected and found != expected:
+            raise CheckpointError(f"{self.path}: {member!r} is not what was written: {REMEDY}")
+        self._checked.add(member)
+
+    def _at(self, member: str, start: int) -> BinaryIO:
+        """The file, open at this byte of a part. The part's header says where the part begins."""
+        info = self.members[member]
+        file: BinaryIO = self.path.open("rb", buffering=0)
+        header = bytearray(HEADER)
+        file.seek(info.header_offset)
+        try:
+            _fill(file, memoryview(header))
+        except EOFError:
+            file.close()
+            raise
+        names = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+        file.seek(info.header_offset + HEADER + names + start)
+        return file
+
+
+def _fill(file: BinaryIO, content: memoryview) -> None:
+    """Read until `content` is full; one call need not read all."""
+    while content:
+        count = file.readinto(content)  # type: ignore[attr-defined]
+        if not count:
+            raise EOFError("it ends too early")
+        content = content[count:]
+
+
+@dataclass(frozen=True)
+class SavedTensor(Leaf):
+    """A tensor in a file. Its values are read when they are asked for."""
+
+    archive: TorchArchive
+    member: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int  # in elements, of its first one
+
+    def __post_init__(self) -> None:
+        numbers = (*self.shape, *self.stride, self.offset)
+        if not all(type(number) is int and number >= 0 for number in numbers):
+            raise UnpicklingError(f"a tensor of shape {self.shape} with strides {self.stride}")
+        if len(self.shape) != len(self.stride):
+            raise UnpicklingError(f"a tensor with {len(self.shape)} sizes and {len(self.stride)} strides")
+        if (self.offset + self._span) * self.dtype.itemsize > self.archive.size_of(self.member):
+            raise UnpicklingError(f"a tensor of shape {self.shape} that does not lie within its storage")
+
+    def __setstate__(self, state: object) -> None:
+        raise UnpicklingError("a tensor's place is not changed")  # a pickle can ask for that
+
+    @property
+    def numel(self) -> int:
+        """How many elements it has."""
+        return prod(self.shape)
+
+    @property
+    def place(self) -> tuple[object, ...]:
+        """Equal for two that are the same elements: of tied parameters."""
+        return self.member, self.offset, self.shape, self.stride
+
+    @property
+    def _span(self) -> int:
+        """How many elements of the storage lie between its first one and its last one, both counted."""
+        if not self.numel:
+            return 0
+        return 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+
+    @property
+    def _is_contiguous(self) -> bool:
+        expected = 1
+        for size, step in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size != 1 and step != expected:
+                return False
+            expected *= size
+        return True
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """These elements of the flattened tensor; if it lies there in another order, all are read."""
+        if start == stop:
+            return torch.empty(0, dtype=self.dtype)
+        if not self._is_contiguous:
+            everything = self._elements(0, self._span).as_strided(self.shape, self.stride)
+            return everything.reshape(-1)[start:stop]
+        return self._elements(start, stop)
+
+    def _elements(self, start: int, stop: int) -> Tensor:
+        """These elements of the storage, counted from its own first one."""
+        size = self.dtype.itemsize
+        first, last = (self.offset + start) * size, (self.offset + stop) * size
+        return torch.frombuffer(self.archive.read(self.member, first, last), dtype=self.dtype)
+
+    def whole(self) -> Tensor:
+        """All of it, in its shape."""
+        return self.read(0, self.numel).view(self.shape)
+
+    def check(self) -> None:
+        """CheckpointError if the storage that it lies in is not what was written."""
+        self.archive.check(self.member)
