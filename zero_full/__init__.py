@@ -22,11 +22,12 @@ if TYPE_CHECKING:
         load_weights,
         save_checkpoint,
         save_weights,
+        wait_for_checkpoint,
     )
     from zero_full.comm import CommunicationError, DesyncError, DisagreementError, Topology
     from zero_full.config import Config, ConfigError
     from zero_full.construct import Init
-    from zero_full.data import RepeatingLoader, synced
+    from zero_full.data import RepeatingLoader, leave_signals, synced
     from zero_full.engine import Engine
     from zero_full.entry import initialize
     from zero_full.launch import add_config_arguments, init_distributed
@@ -69,12 +70,12 @@ __version__ = "0.1.0"
 _WHERE = {
     "zero_full.checkpoint": (
         *("CheckpointError", "Extras", "LoadOptions", "SaveOptions", "load_checkpoint", "load_weights"),
-        *("save_checkpoint", "save_weights"),
+        *("save_checkpoint", "save_weights", "wait_for_checkpoint"),
     ),
     "zero_full.comm": ("CommunicationError", "DesyncError", "DisagreementError", "Topology"),
     "zero_full.config": ("Config", "ConfigError"),
     "zero_full.construct": ("Init",),
-    "zero_full.data": ("RepeatingLoader", "synced"),
+    "zero_full.data": ("RepeatingLoader", "leave_signals", "synced"),
     "zero_full.engine": ("Engine",),
     "zero_full.entry": ("initialize",),
     "zero_full.launch": ("add_config_arguments", "init_distributed"),
@@ -136,6 +137,7 @@ __all__ = [
     "get_z3_leaf_modules",
     "init_distributed",
     "initialize",
+    "leave_signals",
     "load_checkpoint",
     "load_weights",
     "plan_stages",
@@ -162,6 +164,7 @@ __all__ = [
     "synced",
     "unset_z3_leaf_modules",
     "unwrap_model_for_generation",
+    "wait_for_checkpoint",
     "z3_leaf_module",
 ]
 

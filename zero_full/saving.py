@@ -18,6 +18,7 @@ from zero_full.checkpoint import (
     save_16bit_model,
     save_checkpoint,
     save_weights,
+    wait_for_checkpoint,
 )
 from zero_full.config import Resolved
 from zero_full.shard.gathered import (
@@ -56,16 +57,21 @@ class Saving:
         client_state: Mapping[str, Any] | None = None,
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
+        asynchronous: bool = False,
     ) -> bool:
         """Save all that this run goes on from, in `save_dir/tag`. Every rank must call this between steps.
 
         tag           None: global_stepN
         client_state  plain data of yours, which `load_checkpoint` returns; rank 0's count
         save_latest   `load_checkpoint` finds this one without a tag
+        asynchronous  return when all is copied in the host's memory, and write it beside the next steps
 
-        Returns True, or raises on every rank; what was there before stays then.
+        Returns True, or raises on every rank; what was there before stays then. What fails after an
+        asynchronous save has returned is raised by the next step, which is not taken then and may be called
+        again; or by the next save, load, `wait_for_checkpoint` or `destroy`, whichever comes first.
         """
         self._refuse_between_steps("save_checkpoint")
+        keep_last = self.resolved.config.checkpoint.keep_last
         save_checkpoint(
             self.module,
             self.optimizer,
@@ -73,9 +79,13 @@ class Saving:
             self._tag(tag),
             client_state,
             self._extras(),
-            SaveOptions(save_latest, exclude_frozen_parameters, self.resolved.config.checkpoint.keep_last),
+            SaveOptions(save_latest, exclude_frozen_parameters, keep_last, asynchronous),
         )
         return True
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait until a checkpoint that an asynchronous save is writing is complete; raise if it fails."""
+        wait_for_checkpoint(self.optimizer)
 
     def load_checkpoint(
         self,

@@ -45,6 +45,7 @@ ROOMS = {  # and a room of zero_full only itself and these; what is not named ma
     },
     "translate": {"config", "offload", "precision", "shard"},
     "saving": {"checkpoint", "config", "shard"},
+    "stopping": {"checkpoint", "comm", "shard"},
     "engine": {
         "calls",
         "config",
@@ -54,10 +55,12 @@ ROOMS = {  # and a room of zero_full only itself and these; what is not named ma
         "precision",
         "saving",
         "shard",
+        "stopping",
         "stopwatch",
     },
     "plan": {
         "_compat",
+        "checkpoint",
         "comm",
         "config",
         "engine",

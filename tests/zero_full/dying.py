@@ -5,7 +5,7 @@ import os
 import pickle
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -65,18 +65,18 @@ def save(engine: zero_full.Engine, folder: Path, tag: str) -> None:
 
 
 class Killer:
-    """Counts the calls of `CALLS`, and ends this process at the one of this number: a write half-way.
+    """Counts calls of the system, and ends this process at the one of this number: a write half-way.
 
     What has been written and not flushed is lost then, as when the power fails.
     """
 
-    def __init__(self, at: int | None) -> None:
+    def __init__(self, at: int | None, names: Sequence[str] = CALLS) -> None:
         self.at, self.calls = at, list[str]()
         self.unflushed: dict[int, Any] = {}  # files, by descriptor
-        self.real = {name: getattr(os, name) for name in CALLS}
+        self.real = {name: getattr(os, name) for name in names}
 
     def __enter__(self) -> "Killer":
-        for name in CALLS:
+        for name in self.real:
             setattr(os, name, self._watched(name))
         return self
 

@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -183,8 +185,8 @@ def matrix() -> Iterator[Case]:
                 yield Case(world, stage, name, list(PRECISIONS)[(2 * place + stage) % len(PRECISIONS)])
 
 
-def measured(comm: Any, case: Case) -> dict[str, int]:
-    """What this rank holds after two steps, before its gradients are let go, and sends in one."""
+def measured(comm: Any, case: Case, folder: Path) -> dict[str, int]:
+    """What this rank holds after two steps, before its gradients are let go, and sends in one; and saves."""
     topology = None if case.experts is None else topology_of(comm.rank, case.experts)[0]
     engine, optimizer, _, _ = zero_full.initialize(model=case.model(), config=case.config, topology=topology)
     for _ in range(2):
@@ -205,16 +207,18 @@ def measured(comm: Any, case: Case) -> dict[str, int]:
     found["buffers"] = held(engine.module.buffers())
     transports = [each.transport for each in optimizer.groups.communicators]
     found["communication"] = sum(t.windows[0].nbytes for t in transports if isinstance(t, SharedMemory))
+    engine.save_checkpoint(folder, asynchronous=True)
+    found["saved"] = optimizer.beside.room.memory.nbytes
     engine.destroy()
     return found
 
 
-def all_measured(comm: Any, cases: Sequence[Case]) -> dict[Case, dict[str, int]]:
+def all_measured(comm: Any, cases: Sequence[Case], folder: Path) -> dict[Case, dict[str, int]]:
     """One after the other: to start a job takes as long as a case."""
     found = {}
     for case in cases:
         try:
-            found[case] = measured(comm, case)
+            found[case] = measured(comm, case, folder)
         except Exception as error:
             raise RuntimeError(f"in {case}") from error
     return found
@@ -224,4 +228,5 @@ def all_measured(comm: Any, cases: Sequence[Case]) -> dict[Case, dict[str, int]]
 def by_real_ranks(world: int, stage: int) -> list[dict[Case, dict[str, int]]]:
     """What each rank has measured in all cases for so many ranks at that stage."""
     cases = [case for case in matrix() if (case.world, case.stage) == (world, stage)]
-    return POOL.run(all_measured, world, cases, limit=300, collective=60)
+    with TemporaryDirectory() as folder:
+        return POOL.run(all_measured, world, cases, Path(folder), limit=300, collective=60)

@@ -111,12 +111,12 @@ def test_a_rank_may_die_at_any_call(small: Prepared, scenario: str, victim: int)
 
 
 def test_a_rank_may_die_where_names_change(small: Prepared) -> None:
-    for scenario in SCENARIOS:
+    for scenario, some in (("new", slice(-1, None)), ("replaced", slice(None)), ("kept", slice(-2, None))):
         small.prepare(scenario)
-        calls = small.calls[scenario][0]
-        renames = [at for at, name in enumerate(calls) if name == "replace"]
-        found = [small.check(scenario, 0, at) for at in (renames if scenario != "new" else renames[-1:])]
+        renames = [at for at, name in enumerate(small.calls[scenario][0]) if name == "replace"]
+        found = [small.check(scenario, 0, at) for at in renames[some]]
         assert found == sorted(found), (scenario, found)
+    small.prepare("over")
     assert small.check("over", 1, len(small.calls["over"][1]) // 2) == 1
     assert small.check("kept", 0, len(small.calls["kept"][0]) - 1) == 2
 
@@ -140,7 +140,7 @@ def at_random(large: Prepared, seeds: range) -> list[int]:
 
 
 def test_a_rank_may_die_at_some_moments(large: Prepared) -> None:
-    assert set(at_random(large, range(3))) <= {1, 2}
+    assert set(at_random(large, range(2))) <= {1, 2}
 
 
 @pytest.mark.slow

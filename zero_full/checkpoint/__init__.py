@@ -12,13 +12,15 @@ Every rank must call these. A failure on one rank is raised on all of them. One 
 which is `python -m zero_full export`, too.
 """
 
+from zero_full.checkpoint.background import wait_for_checkpoint
 from zero_full.checkpoint.consolidate import export_checkpoint
 from zero_full.checkpoint.export import save_16bit_model, save_weights
 from zero_full.checkpoint.failure import CheckpointError
 from zero_full.checkpoint.folder import complete, latest_tag
 from zero_full.checkpoint.load import LoadOptions, Resumed, load_checkpoint
+from zero_full.checkpoint.one_save import SaveOptions
 from zero_full.checkpoint.reading import open_checkpoint
-from zero_full.checkpoint.save import Extras, SaveOptions, save_checkpoint
+from zero_full.checkpoint.save import Extras, save_checkpoint
 from zero_full.checkpoint.weights import Unmatched, load_weights
 
 __all__ = [
@@ -37,4 +39,5 @@ __all__ = [
     "save_16bit_model",
     "save_checkpoint",
     "save_weights",
+    "wait_for_checkpoint",
 ]

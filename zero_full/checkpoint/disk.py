@@ -6,11 +6,16 @@ A checksum stands for each block of a file, so that a rank can verify what it re
 import os
 import stat
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Thread
 
 BLOCK = 1 << 20  # bytes that share a checksum
+BESIDE = 1 << 26  # bytes, after which a file's way to the disk begins, beside the writing of the next ones
+THREADS = 4  # that compute checksums, of so many blocks or more
+MANY = 8
 NO_LINKS = getattr(os, "O_NOFOLLOW", 0)  # Windows has none
 
 
@@ -24,29 +29,46 @@ def telling(what: str, path: Path) -> Iterator[None]:
 
 
 class NewFile:
-    """A file that is written once, from its beginning to its end, and is on the disk after `finish`."""
+    """A file that is written once, from its beginning to its end, and is on the disk after `finish`.
+
+    A system keeps what is written in memory for a while; so the disk would be idle until the end.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.size, self.blocks, self.crc = 0, list[int](), 0
+        self.flushed, self.flush, self.failure = 0, Thread(), list[OSError]()
         with telling("making a file", path):
             self.descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | NO_LINKS, 0o666)
 
     def write(self, data: bytes | memoryview) -> None:
         """Append these bytes."""
         left = memoryview(data).cast("B")
-        with telling("writing", self.path):
-            rest = left
-            while rest:
-                rest = rest[os.write(self.descriptor, rest) :]
         while left:
             part = left[: BLOCK - self.size % BLOCK]
+            with telling("writing", self.path):
+                rest = part
+                while rest:
+                    rest = rest[os.write(self.descriptor, rest) :]
             self.crc = zlib.crc32(part, self.crc)
             self.size += len(part)
             left = left[len(part) :]
             if self.size % BLOCK == 0:
                 self.blocks.append(self.crc)
                 self.crc = 0
+                self._flush_beside()
+
+    def _flush_beside(self) -> None:
+        if self.size - self.flushed >= BESIDE and not self.flush.is_alive():
+            self.flushed, self.flush = self.size, Thread(target=self._flush)
+            with suppress(RuntimeError):  # at the end of a script none may be started: `finish` does it all
+                self.flush.start()
+
+    def _flush(self) -> None:
+        try:
+            os.fsync(self.descriptor)
+        except OSError as error:  # the system says it once, to whoever asks first
+            self.failure.append(error)
 
     def finish(self) -> list[int]:
         """Wait until everything is on the disk, and return the checksum of each block."""
@@ -54,11 +76,15 @@ class NewFile:
             self.blocks.append(self.crc)
         with telling("flushing", self.path):
             os.fsync(self.descriptor)
-        self.close()
+            self.close()
+            for error in self.failure:
+                raise error
         return self.blocks
 
     def close(self) -> None:
         """Let go of the file."""
+        if self.flush.ident is not None:
+            self.flush.join()
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
@@ -144,16 +170,29 @@ class OldFile:
 
     def read_into(self, buffer: memoryview, at: int) -> None:
         """Fill the buffer with the bytes from `at` on."""
-        if self.descriptor < 0:
-            self.descriptor = os.open(self.path, os.O_RDONLY | NO_LINKS)
+        self._open()
         while buffer:
-            got = os.preadv(self.descriptor, [buffer], at)
+            with telling("reading", self.path):
+                got = os.preadv(self.descriptor, [buffer], at)
             if not got:
                 raise OSError(f"{self.path} ends before byte {at + len(buffer)}")
             buffer, at = buffer[got:], at + got
 
-    def checksum(self, block: int) -> int:
-        """Of a block, as it is now."""
+    def _open(self) -> None:
+        if self.descriptor < 0:
+            with telling("opening", self.path):
+                self.descriptor = os.open(self.path, os.O_RDONLY | NO_LINKS)
+
+    def checksums(self, blocks: Sequence[int]) -> Iterator[int]:
+        """Of these blocks, as they are now."""
+        if len(blocks) < MANY:
+            yield from map(self._checksum, blocks)
+            return
+        self._open()  # once, and not in each thread
+        with ThreadPoolExecutor(THREADS) as threads:
+            yield from threads.map(self._checksum, blocks)
+
+    def _checksum(self, block: int) -> int:
         begin = block * BLOCK
         buffer = bytearray(min(BLOCK, self.size - begin))
         self.read_into(memoryview(buffer), begin)

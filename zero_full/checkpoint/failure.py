@@ -30,7 +30,7 @@ class Attempt:
 
     def agree(self, told: Any = None) -> dict[int, Any]:
         """Raise on every rank if any has failed; else what each has `told`. Every rank must call this."""
-        failure = None if self.error is None else str(self.error) or type(self.error).__name__
+        failure = None if self.error is None else said(self.error)
         reports = {this_rank(): (self.call, failure, told)}
         for group in self.optimizer.groups.everyone:
             for theirs in group.gather_objects(reports, f"what ranks say of {self.call}"):
@@ -40,11 +40,16 @@ class Attempt:
             raise CheckpointError(f"ranks make different calls, of which every rank must make each: {calls}")
         failed = {rank: text for rank, (_, text, _) in sorted(reports.items()) if text is not None}
         if failed:
-            raise CheckpointError(_reasons(failed, len(reports))) from self.error
+            raise CheckpointError(reasons(failed, len(reports))) from self.error
         return {rank: each for rank, (_, _, each) in sorted(reports.items())}
 
 
-def _reasons(failed: dict[int, str], ranks: int) -> str:
+def said(error: BaseException | None) -> str:
+    """The text of an error that may have none."""
+    return str(error) or type(error).__name__
+
+
+def reasons(failed: dict[int, str], ranks: int) -> str:
     """The text of an error: what has failed, and on which ranks if not on all of them alike."""
     first: dict[str, int] = {}
     for rank, text in failed.items():

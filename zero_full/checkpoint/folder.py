@@ -92,8 +92,17 @@ def publish(folder: Path, tag: str, nonce: str, latest: bool) -> None:
     disk.flush_folder(directory)
     if latest:
         disk.replace_file(directory / LATEST, tag.encode(), directory / f"{PARTIAL}-{nonce}-{LATEST}")
-    _put_away(directory, tag)
-    _remove_all(directory)
+
+
+def tidy(directory: Path, tag: str, nonce: str, keep_last: int | None) -> None:
+    """Remove what nobody needs any more, as far as possible: this tag's checkpoint counts in any case."""
+    try:
+        _put_away(directory, tag)
+        if keep_last is not None:
+            _put_away_all_but(directory, keep_last, tag, nonce)
+        _remove_all(directory)
+    except (OSError, CheckpointError) as error:
+        log.warning("older checkpoints in %s could not be removed: %s", directory, error)
 
 
 def discard(folder: Path) -> None:
@@ -127,13 +136,12 @@ def _remove_all(directory: Path) -> None:
             log.warning("%s could not be removed: %s", folder, error)
 
 
-def retain(directory: Path, keep_last: int, newest: str, nonce: str) -> None:
-    """Remove all complete checkpoints of the newest one's model but the last ones, and saves cut off.
+def _put_away_all_but(directory: Path, keep_last: int, newest: str, nonce: str) -> None:
+    """All complete checkpoints of the newest one's model but the last ones, and saves that were cut off.
 
     What `latest` names stays. See [Note: what is ours].
     """
-    found = _found(directory)
-    model = found[newest][1]["about"].get("model")
+    found, model = _found(directory), read_manifest(directory / newest)["about"].get("model")
     others = [
         tag for tag, (_, told) in found.items() if tag != newest and told["about"].get("model") == model
     ]
@@ -141,14 +149,12 @@ def retain(directory: Path, keep_last: int, newest: str, nonce: str) -> None:
     gone = others[: max(0, len(others) - (keep_last - 1))]
     for tag in gone:
         if tag != latest_tag(directory):
-            disk.rename(
-                found[tag][0], directory / f"{REMOVED}-{nonce}-{tag}"
-            )  # at once: all of it or nothing
+            # At once: who looks for it finds all of it or nothing.
+            disk.rename(found[tag][0], directory / f"{REMOVED}-{nonce}-{tag}")
     now = (directory / newest / MANIFEST).stat().st_mtime  # by the clock of the file system
     for path in _aside(directory, PARTIAL):
         if now - _last_write(path) > STALE:
             disk.rename(path, directory / path.name.replace(PARTIAL, REMOVED, 1))
-    _remove_all(directory)
 
 
 def _last_write(path: Path) -> float:
@@ -165,8 +171,11 @@ def refuse_strange(directory: Path, tag: str, model: str) -> None:
         return
     if not place.is_dir() or sum(bool(OURS.fullmatch(path.name)) for path in place.iterdir()) < 3:
         raise CheckpointError(told % "no checkpoint of zero_full")
-    found = complete(directory).get(tag)  # None: it is damaged, and nobody can load it
-    if found is not None and found["about"].get("model", model) != model:
+    try:
+        found = read_manifest(place)
+    except CheckpointError:  # nobody can load it
+        return
+    if found["about"].get("model", model) != model:
         raise CheckpointError(told % "a checkpoint of another model")
 
 
@@ -220,11 +229,12 @@ def latest_tag(directory: Path) -> str | None:
         return None
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{directory / LATEST} cannot be read: {error}") from error
-    if not is_plain(tag):
+    try:
+        return check_tag(tag)
+    except CheckpointError:
         raise CheckpointError(
             f"{directory / LATEST} names {tag!r}, which is no folder beside it: write the tag to load into it"
-        )
-    return tag
+        ) from None
 
 
 def folder_of(directory: Path, tag: str) -> Path:

@@ -7,6 +7,7 @@ which they may refuse: they get their own back, and nothing has happened. Each r
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from os import PathLike
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_full.checkpoint import randomness
+from zero_full.checkpoint.background import background_of
 from zero_full.checkpoint.failure import Attempt, CheckpointError
 from zero_full.checkpoint.plain_data import fingerprint
 from zero_full.checkpoint.reading import holds_latest, open_checkpoint
@@ -34,6 +36,7 @@ from zero_full.shard.own_part import refuse_other_facts, take_facts, wake_all_bu
 from zero_full.wording import listed
 
 log = logging.getLogger("zero_full")
+OF_THIS_RUN = {"params", "fused", "foreach", "capturable", "differentiable"}  # how it computes, and where
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,7 @@ def load_checkpoint(
 
     CheckpointError if anything is wrong, on every rank; nothing is changed then.
     """
+    background_of(optimizer).wait()
     attempt, load = Attempt(optimizer, "load_checkpoint"), list[CheckpointLoad]()
 
     def open_and_check() -> None:
@@ -122,6 +126,15 @@ class CheckpointLoad:
 
     def check(self) -> None:
         """CheckpointError unless everything fits and can be read."""
+        try:
+            self._check()
+        except CheckpointError:
+            raise
+        except Exception as error:
+            told = str(error) if isinstance(error, (ValueError, RuntimeError)) else repr(error)
+            raise CheckpointError(f"{self.source.path}: {told}. Nothing was loaded") from error
+
+    def _check(self) -> None:
         if self.wanted.module_only:  # else the counters begin a step anew
             self.optimizer.refuse_unfinished("load_checkpoint(load_module_only=True)")
         self._match()
@@ -225,14 +238,12 @@ class CheckpointLoad:
 
     def _kept(self) -> dict[str, Any]:
         """The saved states of the objects that are to go on: this rank's, or what all ranks had alike."""
-        world_size = self.source.shared["about"].get("world_size", 0)
-        privates = [self.source.private(rank) for rank in range(world_size)]
-        if not any("kept" in private for private in privates):  # written by somebody else
+        if not self.source.savers:  # written by somebody else
             if self.extras.kept and this_rank() == 0:
                 log.warning("%s has no states of %s", self.source.path, listed(sorted(self.extras.kept)))
             return {}
-        everyones = [private.get("kept", {}) for private in privates]
-        unclaimed = sorted({name for each in everyones for name in each} - self.extras.kept.keys())
+        everyones = {rank: self.source.private(rank).get("kept", {}) for rank in self.source.savers}
+        unclaimed = sorted({name for each in everyones.values() for name in each} - self.extras.kept.keys())
         if unclaimed and this_rank() == 0:
             log.warning(
                 "%s has states of %s, which nobody takes: name them in keep_in_checkpoint (or Extras.kept) "
@@ -240,23 +251,27 @@ class CheckpointLoad:
                 self.source.path,
                 listed(unclaimed),
             )
-        same_ranks = world_size == self._ranks()
         found = {}
         for name in self.extras.kept:
-            states = [each[name] for each in everyones if name in each]
+            states = {rank: each[name] for rank, each in everyones.items() if name in each}
             if len(states) < len(everyones):
                 raise CheckpointError(
                     f"{self.source.path} has no state of {name}: load first, and name it in "
-                    "keep_in_checkpoint (or Extras.kept) after that. Nothing was loaded"
+                    "keep_in_checkpoint (or Extras.kept) after that; for training_dataloader, which "
+                    "initialize has made, set engine.training_dataloader = None before. Nothing was loaded"
                 )
-            if not same_ranks and len({fingerprint(state) for state in states}) > 1:
+            if not self._same_ranks() and len({fingerprint(state) for state in states.values()}) > 1:
                 raise CheckpointError(
                     f"{name} was saved by {len(states)} ranks, each its own state, and here are "
                     f"{self._ranks()}: nobody can say which is whose. Let its state_dict be the same on all "
                     "ranks. Nothing was loaded"
                 )
-            found[name] = states[this_rank()] if same_ranks else states[0]
+            found[name] = states[this_rank() if self._same_ranks() else min(states)]
         return found
+
+    def _same_ranks(self) -> bool:
+        """Whether this rank goes on where one has saved."""
+        return len(self.source.savers) == self._ranks() and this_rank() in self.source.savers
 
     def _ranks(self) -> int:
         groups = self.optimizer.groups
@@ -286,7 +301,8 @@ class CheckpointLoad:
             attempt.agree()
         except BaseException:
             for each, state in before:
-                each.load_state_dict(state)
+                with suppress(Exception):  # of one that takes no state at all, which has been told
+                    each.load_state_dict(state)
             raise
         attempt(self.fill)
         try:
@@ -319,7 +335,7 @@ class CheckpointLoad:
             take_facts(self.optimizer, self._facts())
         self.optimizer.zero_grad()
         load_others(self.module, {k: v for k, v in shared.get("others", {}).items() if k in self.named})
-        if shared["about"].get("world_size") == self._ranks():
+        if self._same_ranks():
             self._take_own_buffers()
 
     def _facts(self) -> dict[str, Any]:
@@ -328,6 +344,11 @@ class CheckpointLoad:
         known = facts.get("scaler", {}).keys() == scaler.state_dict().keys()
         if not (known and isinstance(scaler, DynamicScale)):
             facts.pop("scaler", None)
+        known_here = [group.keys() - OF_THIS_RUN for group in self.optimizer.param_groups]
+        facts["groups"] = [
+            {k: v for k, v in options.items() if k in known}
+            for options, known in zip(facts["groups"], known_here, strict=True)
+        ]
         return facts
 
     def _take_own_buffers(self) -> None:
@@ -351,7 +372,7 @@ class CheckpointLoad:
         if not self.with_state:
             return
         private = self.source.private(this_rank())
-        if self.source.shared["about"].get("world_size") == self._ranks() and "random" in private:
+        if self._same_ranks() and "random" in private:
             randomness.restore(private["random"])
         elif this_rank() == 0:
             log.warning(

@@ -20,6 +20,7 @@ from torch.nn import Parameter
 from zero_full.checkpoint.failure import CheckpointError
 from zero_full.checkpoint.files import CODES
 from zero_full.shard.checksum import digest
+from zero_full.shard.released import Absent
 
 KIND, VALUE = "~", "is"  # of what JSON does not know: {"~": "tuple", "is": [...]}
 SEQUENCES: dict[type, str] = {tuple: "tuple", torch.Size: "size", set: "set", frozenset: "frozenset"}
@@ -75,6 +76,11 @@ class Encoder:
     def _rare(self, value: Any, where: str) -> Any:
         if type(value) in (Tensor, Parameter):
             return self._tensor(value.detach(), where)
+        if isinstance(value, Absent):
+            raise CheckpointError(
+                f"{where} is a parameter that is sharded, so it has no values here: copy it inside "
+                "zero_full.GatheredParameters, on every rank"
+            )
         if type(value) is bytes:
             return {KIND: "bytes", VALUE: base64.b64encode(value).decode()}
         if type(value) is complex:

@@ -1,7 +1,7 @@
 """What one rank writes: ranges of tensors in a safetensors file, and a JSON file that says what they are."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -38,27 +38,38 @@ class Payload:
 
     rank: int
     chunks: Sequence[Chunk]  # its share of each
-    plain: Mapping[str, Any]  # "numbers" and "private" of this rank; the first one's "shared"
-
-    def encoded(self) -> tuple[Any, list[Tensor]]:
-        """The plain data as JSON, and the tensors among them."""
-        encoder = Encoder()
-        shared = {k: encoder.encode(v, k) for k, v in self.plain.get("shared", {}).items()}
-        rest = {k: encoder.encode(v, k) for k, v in self.plain.items() if k != "shared"}
-        return {**rest, "shared": shared}, encoder.tensors
+    plain: Any  # plain data in JSON's terms
+    aside: Sequence[Tensor]  # the tensors among them
 
 
-def write(folder: Path, payload: Payload) -> dict[str, dict[str, int]]:
-    """Write both files, and wait until they are on the disk. Returns a manifest's rows about them."""
-    plain, aside = payload.encoded()
+def payload_of(rank: int, chunks: Iterable[Chunk], plain: Mapping[str, Any]) -> Payload:
+    """What a rank saves: its share of each tensor and plain data, which must be such.
+
+    plain  "numbers" and "private" of this rank; the first one's "shared"
+    """
+    encoder = Encoder()
+    shared = {k: encoder.encode(v, k) for k, v in plain.get("shared", {}).items()}
+    rest = {k: encoder.encode(v, k) for k, v in plain.items() if k != "shared"}
+    mine = [chunk for chunk in chunks if chunk.values.numel() or 0 in chunk.shape]
+    return Payload(rank, mine, {**rest, "shared": shared}, encoder.tensors)
+
+
+def write(
+    folder: Path, payload: Payload, look: Callable[[], None] = lambda: None
+) -> dict[str, dict[str, int]]:
+    """Write both files, and wait until they are on the disk. Returns a manifest's rows about them.
+
+    `look` is called now and then; what it raises ends the writing.
+    """
     named = {chunk.key: chunk.values for chunk in payload.chunks if chunk.values.numel()}
-    named |= {f"{ASIDE}/{number}": tensor.reshape(-1) for number, tensor in enumerate(aside)}
+    named |= {f"{ASIDE}/{number}": tensor.reshape(-1) for number, tensor in enumerate(payload.aside)}
     entries = [TensorEntry(key, t.dtype, tuple(t.shape)) for key, t in named.items()]
     header, places = header_of(entries, {"format": "pt", "note": "ranges of flattened tensors"})
     file = disk.NewFile(folder / data_name(payload.rank))
     try:
         file.write(header)
         for key in sorted(named, key=lambda key: places[key]):
+            look()
             _write_tensor(file, named[key])
         blocks = file.finish()
     finally:
@@ -67,11 +78,12 @@ def write(folder: Path, payload: Payload) -> dict[str, dict[str, int]]:
         "tensors": {
             c.key: [CODES[c.values.dtype], list(c.shape), c.start, c.values.numel(), places.get(c.key, 0)]
             for c in payload.chunks
-            if c.values.numel() or 0 in c.shape
         },
-        "aside": [[CODES[t.dtype], list(t.shape), places[f"{ASIDE}/{i}"]] for i, t in enumerate(aside)],
+        "aside": [
+            [CODES[t.dtype], list(t.shape), places[f"{ASIDE}/{i}"]] for i, t in enumerate(payload.aside)
+        ],
         "blocks": blocks,
-        "plain": plain,
+        "plain": payload.plain,
     }
     text = json.dumps(told, separators=(",", ":")).encode()
     crc = disk.write_file(folder / json_name(payload.rank), text)
@@ -163,26 +175,31 @@ class RankFile:
     def tensor_at(self, at: int, numel: int, dtype: torch.dtype) -> Tensor:
         """Numbers from the file."""
         tensor = torch.empty(numel, dtype=dtype, device="cpu")
+        self.fill(tensor, at)
+        return tensor
+
+    def fill(self, tensor: Tensor, at: int) -> None:
+        """Put numbers from the file into a contiguous tensor on the CPU."""
         try:
             self.data.read_into(bytes_of(tensor).cast("B"), at)
         except OSError as error:
-            raise CheckpointError(f"{self.path} cannot be read: {error}") from error
-        return tensor
+            raise CheckpointError(str(error)) from error
 
     def verify(self, begin: int, end: int) -> None:
         """CheckpointError unless these bytes are what was written."""
-        for block in range(begin // disk.BLOCK, -(-end // disk.BLOCK)):
-            if block not in self.verified:
-                try:
-                    same = self.data.checksum(block) == self.blocks[block]
-                except OSError as error:
-                    raise CheckpointError(f"{self.path} cannot be read: {error}") from error
-                if not same:
-                    raise CheckpointError(
-                        f"{self.path} is damaged: the checksum of bytes {block * disk.BLOCK} to "
-                        f"{min((block + 1) * disk.BLOCK, self.data.size)} is not the one that was written"
-                    )
-                self.verified.add(block)
+        there = range(begin // disk.BLOCK, -(-end // disk.BLOCK))
+        blocks = [block for block in there if block not in self.verified]
+        try:
+            found = list(self.data.checksums(blocks))
+        except OSError as error:
+            raise CheckpointError(str(error)) from error
+        for block, checksum in zip(blocks, found, strict=True):
+            if checksum != self.blocks[block]:
+                raise CheckpointError(
+                    f"{self.path} is damaged: the checksum of bytes {block * disk.BLOCK} to "
+                    f"{min((block + 1) * disk.BLOCK, self.data.size)} is not the one that was written"
+                )
+        self.verified.update(blocks)
 
     def close(self) -> None:
         """Let go of the file."""

@@ -6,12 +6,20 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
-from zero_full.checkpoint.deepspeed import holds_deepspeeds, open_deepspeed
+from zero_full.checkpoint.deepspeed import is_deepspeeds, open_deepspeed
 from zero_full.checkpoint.failure import CheckpointError
 from zero_full.checkpoint.folder import MANIFEST, digest_of, folder_of, latest_tag, read_manifest
 from zero_full.checkpoint.rank_file import Range, RankFile
 from zero_full.checkpoint.source import Source, StoredTensor
+from zero_full.wording import listed
+
+KINDS: dict[str, type] = {  # of plain data that is there by these names
+    **dict.fromkeys(("aliases", "client_state", "counters", "others", "scaler", "stepper"), dict),
+    **dict.fromkeys(("asleep", "excluded", "frozen", "groups", "members"), list),
+    **dict.fromkeys(("buffers", "kept", "random"), dict),  # of each rank
+}
 
 
 class OwnSource(Source):
@@ -20,7 +28,7 @@ class OwnSource(Source):
     def __init__(self, folder: Path) -> None:
         self.path, self.kind = folder, "zero_full"
         self.manifest = read_manifest(folder)
-        self.identity = digest_of(self.manifest)
+        self.identity, self.savers = digest_of(self.manifest), self.manifest["ranks"]
         self.files: list[RankFile] = []
         try:
             for rank in self.manifest["ranks"]:
@@ -38,10 +46,12 @@ class OwnSource(Source):
         for file in self.files:
             for each in file.ranges:
                 self.ranges.setdefault(each.key, []).append(each)
+            _check_kinds(file.plain["private"])
             self.numbers |= file.plain["numbers"]
             self.shared |= file.plain["shared"]
+        _check_kinds(self.shared)
         self.tensors = {key: _whole(key, ranges, self.path) for key, ranges in self.ranges.items()}
-        self.aliases = dict(self.shared.get("aliases", {}))
+        self.aliases = self.shared.get("aliases", {})
         about: Mapping[str, Any] = self.manifest["about"]
         self.shared["about"] = dict(about)
 
@@ -61,6 +71,15 @@ class OwnSource(Source):
         found = self._range(key, start, stop)
         return found.file.tensor_at(found.bytes_of(start, stop)[0], stop - start, found.dtype)
 
+    def read_into(self, key: str, start: int, target: Tensor) -> None:
+        """Without a copy in between, where that is possible."""
+        found = self._range(key, start, start + target.numel())
+        if target.device.type != "cpu" or not target.is_contiguous() or target.dtype != found.dtype:
+            return super().read_into(key, start, target)
+        self.verify(key, start, start + target.numel())
+        found.file.fill(target, found.bytes_of(start, start)[0])
+        increment_version(target)  # as any write by torch does
+
     def verify(self, key: str, start: int, stop: int) -> None:
         """Compare the checksums of the blocks that these elements are in."""
         found = self._range(key, start, stop)
@@ -70,6 +89,12 @@ class OwnSource(Source):
         """Let go of all files."""
         for file in self.files:
             file.close()
+
+
+def _check_kinds(told: Mapping[str, Any]) -> None:
+    wrong = [name for name, kind in KINDS.items() if not isinstance(told.get(name, kind()), kind)]
+    if wrong or not all(isinstance(group, dict) for group in told.get("groups", ())):
+        raise ValueError(f"{listed(wrong or ['groups'])} of another kind")
 
 
 def _whole(key: str, ranges: list[Range], path: Path) -> StoredTensor:
@@ -85,30 +110,30 @@ def _whole(key: str, ranges: list[Range], path: Path) -> StoredTensor:
     return tensor
 
 
+def _is_own(directory: Path, tag: str) -> bool:
+    """Whether zero_full has completed a save of this tag, wherever it is."""
+    try:
+        return (folder_of(directory, tag) / MANIFEST).exists()
+    except CheckpointError:
+        return False
+
+
 def holds_latest(directory: Path) -> bool:
     """Whether a checkpoint can be found there without a tag."""
-    own = (directory / MANIFEST).exists() or latest_tag(directory) is not None
-    return own or holds_deepspeeds(directory)
+    return (directory / MANIFEST).exists() or latest_tag(directory) is not None or is_deepspeeds(directory)
 
 
 def open_checkpoint(directory: Path, tag: str | None = None) -> Source:
-    """The checkpoint of this tag, of the newest, or the one that `directory` itself is; or DeepSpeed's."""
+    """The checkpoint of this tag, of the newest, or the one that `directory` itself is."""
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is no folder, or is not there")
-    try:
-        return _open_own(directory, tag)
-    except CheckpointError:
-        theirs = open_deepspeed(directory, tag)
-        if theirs is None:
-            raise
-    return theirs
-
-
-def _open_own(directory: Path, tag: str | None) -> Source:
-    if tag is None:
-        tag = latest_tag(directory)
-    if tag is None and (directory / MANIFEST).exists():
+    wanted = latest_tag(directory) if tag is None else tag
+    if wanted is None and (directory / MANIFEST).exists():
         return OwnSource(directory)
-    if tag is None:
+    if wanted is None or not _is_own(directory, wanted):
+        foreign = open_deepspeed(directory, tag)
+        if foreign is not None:
+            return foreign
+    if wanted is None:
         raise CheckpointError(f"{directory} has no file `latest`: give a tag, or the checkpoint's own folder")
-    return OwnSource(folder_of(directory, tag))
+    return OwnSource(folder_of(directory, wanted))

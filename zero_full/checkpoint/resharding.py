@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -24,6 +25,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from zero_full.checkpoint.failure import CheckpointError
 from zero_full.checkpoint.source import Source
 from zero_full.shard.contents import Chunk
 
@@ -72,7 +74,7 @@ class SourceReader(StorageReader):
             assert offset is not None
             start = offset[0] + item.storage_offsets[0]
             target = planner.resolve_tensor(item).detach()
-            target.copy_(self.source.read(item.storage_index.fqn, start, start + item.lengths[0]))
+            self.source.read_into(item.storage_index.fqn, start, target)
             planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
@@ -139,10 +141,14 @@ def fill(source: Source, chunks: Sequence[Chunk]) -> None:
         return
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        load(
-            dict.fromkeys(wanted),
-            storage_reader=SourceReader(source),
-            planner=ChunkPlanner(wanted),
-            no_dist=True,
-        )
+        try:
+            load(
+                dict.fromkeys(wanted),
+                storage_reader=SourceReader(source),
+                planner=ChunkPlanner(wanted),
+                no_dist=True,
+            )
+        except CheckpointException as error:  # which is no Exception
+            reason, _ = next(iter(error.failures.values()))
+            raise CheckpointError(str(reason) or type(reason).__name__) from error
     fill(source, others)

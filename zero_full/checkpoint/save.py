@@ -1,15 +1,14 @@
 """Save everything that a run goes on from: each rank its share, in one folder that appears when all is there.
 
-[Note: a save] The ranks meet three times: to see that they mean the same save, to say that their files are on
-the disk, and to hear that it is published. A failure of one rank ends the save on all of them; what was there
-before stays.
+[Note: a save] The ranks meet four times: to see that they mean the same save, to begin, to say that their
+files are on the disk, and to hear that it is published. A failure of one rank ends the save on all of them;
+what was there before stays. An asynchronous save returns when all have begun: see [Note: beside the training]
+in `background.py`.
 """
 
-import logging
 import secrets
-import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
 from os import PathLike
@@ -20,19 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from zero_full.checkpoint import disk, randomness
+from zero_full.checkpoint.background import background_of
 from zero_full.checkpoint.failure import Attempt, CheckpointError
-from zero_full.checkpoint.folder import (
-    FORMAT,
-    VERSION,
-    check_tag,
-    discard,
-    partial_folder,
-    publish,
-    refuse_strange,
-    retain,
-    write_manifest,
-)
-from zero_full.checkpoint.rank_file import Payload, write
+from zero_full.checkpoint.folder import check_tag, refuse_strange
+from zero_full.checkpoint.one_save import CheckpointSave, SaveOptions
+from zero_full.checkpoint.rank_file import payload_of
+from zero_full.comm.notes import patience_of
 from zero_full.comm.topology import this_rank
 from zero_full.shard.checksum import digest
 from zero_full.shard.contents import BUFFERS, PARAMETERS, Chunk, plain
@@ -41,9 +33,7 @@ from zero_full.shard.optimizer import ZeroOptimizer
 from zero_full.shard.own_part import facts_of
 from zero_full.wording import ranks_listed
 
-log = logging.getLogger("zero_full")
 CALL = "save_checkpoint"
-Rows = Mapping[str, Mapping[str, int]]  # what a manifest says of files
 
 
 @dataclass(frozen=True)
@@ -53,64 +43,6 @@ class Extras:
     lr_scheduler: Any = None
     counters: Mapping[str, Any] = field(default_factory=dict)
     kept: Mapping[str, Any] = field(default_factory=dict)  # objects with `state_dict`, each rank its own
-
-
-@dataclass(frozen=True)
-class SaveOptions:
-    """How a checkpoint is saved; the same on every rank."""
-
-    save_latest: bool = True  # `load_checkpoint` finds this one without a tag
-    exclude_frozen_parameters: bool = False  # leave out what has requires_grad=False
-    keep_last: int | None = None  # of this model in this folder; older ones are removed, and cut-off saves
-
-
-@dataclass(frozen=True)
-class CheckpointSave:
-    """One save, as one rank takes part in it."""
-
-    directory: Path
-    tag: str
-    nonce: str
-    payload: Payload
-    about: Mapping[str, Any]
-    is_first: bool  # the rank that makes the folder, and publishes it
-    options: SaveOptions
-
-    @property
-    def folder(self) -> Path:
-        """Where files are until all are there."""
-        return partial_folder(self.directory, self.tag, self.nonce)
-
-    def write(self) -> Rows:
-        """This rank's files."""
-        if not self.folder.is_dir():
-            raise CheckpointError(
-                f"{self.folder} is not there, but rank 0 has made it: save into a folder that all hosts share"
-            )
-        return write(self.folder, self.payload)
-
-    def commit(self, rows: Mapping[int, Rows]) -> None:
-        """All ranks' files are there: the folder becomes a checkpoint."""
-        manifest = {
-            "format": FORMAT,
-            "version": VERSION,
-            "saved_at": time.time(),
-            "ranks": sorted(rows),
-            "files": {name: dict(row) for each in rows.values() for name, row in each.items()},
-            "about": {**self.about, "tag": self.tag},
-        }
-        write_manifest(self.folder, manifest)
-        publish(self.folder, self.tag, self.nonce, self.options.save_latest)
-        if self.options.keep_last is not None:
-            try:
-                retain(self.directory, self.options.keep_last, self.tag, self.nonce)
-            except (OSError, CheckpointError) as error:  # this one is saved all the same
-                log.warning("older checkpoints in %s could not be removed: %s", self.directory, error)
-
-    def discard(self) -> None:
-        """What was written goes."""
-        if self.is_first:
-            discard(self.folder)
 
 
 @torch.no_grad()
@@ -128,12 +60,18 @@ def save_checkpoint(
     client_state  plain data of yours, which `load_checkpoint` returns: rank 0's
     extras        the schedule, counters and other objects of the loop
 
-    CheckpointError, on every rank, if it fails; what was there before stays then.
+    CheckpointError, on every rank, if it fails; what was there before stays then. If the save is
+    asynchronous, it comes from the next step, save or load, or from `wait_for_checkpoint`.
     """
+    background = background_of(optimizer)
+    background.wait()
     attempt, place = Attempt(optimizer, CALL), (Path(directory).absolute(), tag)
-    told = dict(client_state or {}), extras or Extras()
-    save = prepare(attempt, module, optimizer, place, told, options or SaveOptions())
-    finish(save, Attempt(optimizer, CALL))
+    told, options = (dict(client_state or {}), extras or Extras()), options or SaveOptions()
+    save = prepare(attempt, module, optimizer, place, told, options)
+    if options.asynchronous:
+        background.begin(save, patience_of(optimizer.groups.everyone))
+    else:
+        finish(save, Attempt(optimizer, CALL))
     return Path(directory) / tag
 
 
@@ -165,17 +103,23 @@ def prepare(
     told   the client state, and the rest
     """
     (directory, tag), (client_state, extras) = place, told
-    is_first = all(group.rank == 0 for group in optimizer.groups.everyone)
-    taken: list[_Taken] = []
-    attempt(lambda: taken.append(_Taken(module, optimizer, options.exclude_frozen_parameters)))
-    attempt(lambda: _check(tag, options.keep_last))
+    taken: list[Taken] = []
+
+    def take() -> None:
+        _check(tag, options)
+        optimizer.refuse_unfinished("save_checkpoint")
+        optimizer.catch_up()
+        taken.append(Taken(module, optimizer, options.exclude_frozen_parameters))
+
+    attempt(take)
     buffers = taken[0].buffers() if taken else {}
     same = {"directory": str(directory), "tag": tag, **asdict(options)}
     digests = {key: digest(chunk.values) for key, chunk in buffers.items()}
     everyones = attempt.agree({"same": same, "nonce": secrets.token_hex(4), "buffers": digests})
     _refuse_others({rank: told["same"] for rank, told in everyones.items()})
-    nonce, firsts = everyones[min(everyones)]["nonce"], everyones[min(everyones)]["buffers"]
-    own = {key: chunk.values for key, chunk in buffers.items() if firsts.get(key) != digests[key]}
+    is_first, nonce = this_rank() == min(everyones), everyones[min(everyones)]["nonce"]
+    firsts = {k: v for _, told in sorted(everyones.items(), reverse=True) for k, v in told["buffers"].items()}
+    own = {key: chunk.values for key, chunk in buffers.items() if firsts[key] != digests[key]}
     private = {"random": randomness.states(), "buffers": own}
     made: list[CheckpointSave] = []
 
@@ -183,14 +127,12 @@ def prepare(
         private["kept"] = {name: each.state_dict() for name, each in extras.kept.items()}
         shared = taken[0].shared(extras, client_state) if is_first else {}
         numbers = optimizer.contents.numbers(every=False)
-        payload = Payload(
-            this_rank(),
-            taken[0].shares(is_first),
-            {"numbers": numbers, "private": private, "shared": shared},
-        )
-        payload.encoded()  # what cannot be saved is told before anything is written
+        plain = {"numbers": numbers, "private": private, "shared": shared}
+        payload = payload_of(this_rank(), taken[0].shares(), plain)
+        if options.asynchronous:
+            payload = background_of(optimizer).room.copy(payload)
         about = about_of(module, optimizer, len(everyones), extras.counters)
-        made.append(CheckpointSave(directory, tag, nonce, payload, about, is_first, options))
+        made.append(CheckpointSave(directory, tag, nonce, payload, about, tuple(everyones), options))
         if is_first:
             disk.make_folders(directory)
             refuse_strange(directory, tag, about["model"])
@@ -231,10 +173,17 @@ def group_members(optimizer: ZeroOptimizer) -> list[list[str]]:
     ]
 
 
-def _check(tag: str, keep_last: int | None) -> None:
+def _check(tag: str, options: SaveOptions) -> None:
     check_tag(tag)
-    if keep_last is not None and keep_last < 1:
-        raise CheckpointError(f"keep_last is {keep_last}: at least this one must be kept")
+    if options.keep_last is not None and options.keep_last < 1:
+        raise CheckpointError(f"keep_last is {options.keep_last}: at least this one must be kept")
+
+
+def share_of(chunk: Chunk) -> Chunk:
+    """What a rank writes of it. A buffer may have other values on each rank: the first one's are written."""
+    if not chunk.key.startswith(BUFFERS):
+        return chunk.share()
+    return chunk if chunk.holder[0] == 0 else replace(chunk, values=chunk.values[:0])
 
 
 def _refuse_others(same: Mapping[int, Mapping[str, Any]]) -> None:
@@ -251,12 +200,10 @@ def _refuse_others(same: Mapping[int, Mapping[str, Any]]) -> None:
             )
 
 
-class _Taken:
-    """What this rank has, looked at between two steps."""
+class Taken:
+    """What this rank has, between two steps."""
 
     def __init__(self, module: nn.Module, optimizer: ZeroOptimizer, exclude_frozen: bool) -> None:
-        optimizer.refuse_unfinished("save_checkpoint")
-        optimizer.catch_up()
         self.optimizer = optimizer
         self.named = names_and_values(module)
         self.frozen = [plain(n) for n, p in module.named_parameters() if not p.requires_grad]
@@ -270,23 +217,22 @@ class _Taken:
         self.first = first
         contents = optimizer.contents
         whole = contents.whole({name: tensor for tensor, name in first.items()})
-        self.chunks = [*contents.masters(), *contents.state(), *contents.frozen(), *whole]
+        self.whole = list(whole)  # what every rank has
+        self.cut = [*contents.masters(), *contents.state(), *contents.frozen()]
 
     def buffers(self) -> dict[str, Chunk]:
         """What ranks may have different values of."""
-        return {c.key: c for c in self.chunks if c.key.startswith(BUFFERS)}
+        return {c.key: c for c in self.whole if c.key.startswith(BUFFERS)}
 
-    def shares(self, is_first: bool) -> list[Chunk]:
-        """What this rank writes. The first one writes buffers, which may have other values on each rank."""
+    def shares(self) -> list[Chunk]:
+        """What this rank writes."""
         left_out = set(self.excluded)
-        shares = []
-        for chunk in self.chunks:
-            kind, _, name = chunk.key.partition("/")
-            if kind.startswith(BUFFERS):
-                shares += [chunk] if is_first else []
-            elif not (kind.startswith(PARAMETERS) and name in left_out):
-                shares.append(chunk.share())
-        return shares + (self._empty() if is_first else [])
+        kinds = ((chunk, *chunk.key.partition("/")[::2]) for chunk in (*self.cut, *self.whole))
+        return self._empty() + [
+            share_of(chunk)
+            for chunk, kind, name in kinds
+            if not (kind.startswith(PARAMETERS) and name in left_out)
+        ]
 
     def _empty(self) -> list[Chunk]:
         """Tensors without elements, of which no rank has a range."""

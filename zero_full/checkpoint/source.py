@@ -11,7 +11,7 @@ same for all.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -47,13 +47,15 @@ class Source(ABC):
 
     path: Path  # of the folder
     identity: str = ""  # what tells it from another one that may take its place
+    savers: Sequence[int] = ()  # the ranks that have saved something for themselves
     kind: str  # who has written it, in words: "zero_full", "DeepSpeed, stage 2"
     tensors: dict[str, StoredTensor]  # by key
     aliases: dict[str, str]  # further names of tied parameters, with the name under which they are stored
     # What the optimizer keeps of a parameter as a whole, such as {"step": tensor(7.)}, by parameters/NAME.
     numbers: dict[str, dict[str, Any]]
     # The rest, the same for all ranks, as far as it is there: "counters", "groups" (a list of options of the
-    # optimizer's parameter groups), "scaler", "lr_scheduler", "client_state", "frozen" (names of parameters),
+    # optimizer's parameter groups), "members" (the names of each group's parameters), "scaler",
+    # "lr_scheduler", "schedule" (the name of its class), "client_state", "frozen" (names of parameters),
     # "excluded" (those of them that were left out), "asleep", and in "about" what a person wants to know:
     # "world_size", "stage", "step".
     shared: dict[str, Any]
@@ -61,6 +63,10 @@ class Source(ABC):
     @abstractmethod
     def read(self, key: str, start: int, stop: int) -> Tensor:
         """These elements of a flattened tensor, all in one of its pieces: one dimension, on the CPU."""
+
+    def read_into(self, key: str, start: int, target: Tensor) -> None:
+        """Put as many elements from `start` on as fit into a tensor there, converted to its type."""
+        target.copy_(self.read(key, start, start + target.numel()))
 
     @abstractmethod
     def verify(self, key: str, start: int, stop: int) -> None:

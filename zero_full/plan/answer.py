@@ -37,6 +37,7 @@ class Plan:
     moments: int  # what the optimizer remembers
     communication: int  # windows in shared memory
     host: int  # beside that, and not on the device: what waits in the host's memory
+    saved: int  # in a checkpoint by this rank: an asynchronous save keeps a copy in the host's memory
     # Beside that, at a step's worst moment.
     gathered: int  # whole parameters of units, while they are used
     buckets: int  # gradients that are not reduced yet, or are being reduced
@@ -64,6 +65,7 @@ class Plan:
             *((f"  {name}", getattr(self, kind)) for kind, name in PASSING.items()),
             ("peak", self.peak),
             ("sent in a step", self.sent),
+            ("in a checkpoint", self.saved),
         ]
         title = f"stage {self.stage}, {self.world:,} ranks, {self.numel:,} parameters: bytes a rank"
         lines = [

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_full._compat import identity_of
+from zero_full.checkpoint.save import Taken
 from zero_full.comm.ledger import Traffic
 from zero_full.comm.pretend import PretendedGroup
 from zero_full.comm.shared import HALF, window_of
@@ -27,6 +28,7 @@ from zero_full.given import check_optimizer
 from zero_full.kernels.load import compiled_for
 from zero_full.offload import HostTier
 from zero_full.optim import build_optimizer, check_elementwise
+from zero_full.plan.saved import saved_bytes
 from zero_full.plan.shadow import new_pass, shadow_of
 from zero_full.plan.watch import Watch
 from zero_full.shard import Connection, Dealer, ZeroOptimizer, connect, place_the_rest
@@ -167,6 +169,7 @@ class Rehearsal:
 
     def kept(self) -> dict[str, int]:
         """Bytes from step to step, by kind."""
+        taken = Taken(self.shadow, self.optimizer, exclude_frozen=False)
         done = {member.param for flat in self.optimizer.flats() for member in flat.members}
         elsewhere = [p for p in self.shadow.parameters() if p not in done]
         host, owned = (held(self.holdings.get(kind, [])) for kind in ("host", "optimizer"))
@@ -179,6 +182,7 @@ class Rehearsal:
             "moments": state + surplus if owned else 0,
             "communication": self._windows(),
             "host": host + surplus if host else 0,
+            "saved": saved_bytes(taken, self.optimizer, self.cluster.experts or 1),
         }
 
     def passing(self) -> dict[str, int]:

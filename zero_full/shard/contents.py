@@ -50,8 +50,10 @@ class Chunk:
     def share(self) -> "Chunk":
         """What this rank saves of it, so that ranks that have the same save it once."""
         place, holders = self.holder
+        if holders == 1:
+            return self
         numel = self.values.numel()
-        first, last = numel * place // holders, numel * (place + 1) // holders
+        first, last = -(-numel * place // holders), -(-numel * (place + 1) // holders)
         return replace(self, start=self.start + first, values=self.values[first:last])
 
 

@@ -50,14 +50,17 @@ def facts_of(optimizer: Optimizer) -> dict[str, Any]:
 def refuse_other_facts(optimizer: Optimizer, facts: Mapping[str, Any]) -> None:
     """ValueError if these are the facts of another optimizer."""
     saved, here = facts["groups"], optimizer.param_groups
+    without = "(load_checkpoint has load_optimizer_states=False)"
     if len(saved) != len(here):
-        raise ValueError(f"{len(saved)} parameter groups were saved, but the optimizer has {len(here)}")
+        raise ValueError(
+            f"{len(saved)} parameter groups were saved, but the optimizer has {len(here)} {without}"
+        )
     kind = type(optimizer.base).__name__
     other = facts.get("optimizer", kind)
     if other != kind and not ALIKE.issuperset((other, kind)):
         raise ValueError(
             f"the optimizer's state is {other}'s, but the optimizer is {kind}: what one keeps means nothing "
-            "to the other (load_checkpoint has load_optimizer_states=False)"
+            f"to the other {without}"
         )
 
 

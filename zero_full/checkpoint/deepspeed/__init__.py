@@ -6,6 +6,6 @@
 file a kind: `zero` (stages 1 to 3), `plain` (no ZeRO) and `universal`.
 """
 
-from zero_full.checkpoint.deepspeed.folder import holds_deepspeeds, open_deepspeed
+from zero_full.checkpoint.deepspeed.folder import is_deepspeeds, open_deepspeed
 
-__all__ = ["holds_deepspeeds", "open_deepspeed"]
+__all__ = ["is_deepspeeds", "open_deepspeed"]

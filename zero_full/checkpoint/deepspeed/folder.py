@@ -128,6 +128,11 @@ class TagFolder:
             raise CheckpointError(f"{self.path} lacks the {what} of {ranks_listed(missing)}: {INTERRUPTED}")
 
 
+def is_deepspeeds(folder: Path) -> bool:
+    """Whether a checkpoint of DeepSpeed's can be found there without a tag."""
+    return folder.is_dir() and ((folder / "latest_universal").is_file() or TagFolder(folder).is_deepspeeds)
+
+
 def open_deepspeed(folder: Path | str, tag: str | None = None) -> Source | None:
     """The checkpoint of DeepSpeed in a folder; None if there is nothing of DeepSpeed's.
 
@@ -148,15 +153,6 @@ def open_deepspeed(folder: Path | str, tag: str | None = None) -> Source | None:
         raise CheckpointError(
             f"{place}: the files are not as DeepSpeed up to 0.19.8 writes them: {error!r}"
         ) from error
-
-
-def holds_deepspeeds(folder: Path) -> bool:
-    """Whether `open_deepspeed` finds something there without a tag, or would tell what is wrong with it."""
-    try:
-        place = _place(folder, None)
-    except CheckpointError:
-        return True
-    return place is not None and place.is_dir() and TagFolder(place).is_deepspeeds
 
 
 def _place(folder: Path, tag: str | None) -> Path | None:

@@ -22,31 +22,35 @@ from tests.zero_full.deepspeed_files import (
 )
 from zero_full.__main__ import main
 
-PLACES = [  # case and stage, by number of ranks: those that are as many as there were go on training
-    (1, [("stage1_alone", 3), ("stage3_alone", 0), ("stage3_all", 2), ("plain_bf16", 1)]),
-    (2, [("plain_fp32", 3), ("stage1_elastic", 2), ("stage2_round_robin", 3), ("stage3_sub_groups", 1)]),
-    (3, [("stage2_fp32", 3), ("stage1_small_group", 2), ("stage2_aligned", 1), ("stage3_persistent", 3)]),
-    (4, [("stage3_all", 1), ("stage1_elastic", 3)]),
+# Case, what is loaded, and at which stage, by number of ranks. If they are as many as there were, they go on.
+LATEST, UNIVERSAL = "latest", "latest_universal"
+PLACES = [
+    (1, [("stage1_alone", LATEST, 3), ("stage3_sub_groups", UNIVERSAL, 0), ("stage3_all", LATEST, 2)]),
+    (2, [("plain_fp32", LATEST, 3), ("stage1_elastic", LATEST, 2), ("stage2_round_robin", LATEST, 3)]),
+    (3, [("stage2_fp32", UNIVERSAL, 3), ("stage2_aligned", LATEST, 1), ("stage3_persistent", LATEST, 3)]),
+    (4, [("stage3_all", LATEST, 1), ("stage1_bf16_groups", LATEST, 3), ("plain_bf16", LATEST, 2)]),
 ]
 
 
 @pytest.mark.parametrize(("world", "cases"), PLACES)
-def test_a_run_goes_on(world: int, cases: list[tuple[str, int]], tmp_path: Path) -> None:
-    for name, _ in cases:
+def test_a_run_goes_on(world: int, cases: list[tuple[str, str, int]], tmp_path: Path) -> None:
+    for name, _, _ in cases:
         unpacked(name, tmp_path)
-    run_each(goes_on, world, [(tmp_path / name, stage) for name, stage in cases])
+    run_each(goes_on, world, [(tmp_path / name, latest, stage) for name, latest, stage in cases])
 
 
-def goes_on(comm: Any, folder: Path, stage: int) -> None:
+def goes_on(comm: Any, folder: Path, latest: str, stage: int) -> None:
     case = CASES[folder.name]
     truth, rest = truth_of(folder)
     engine = engine_of(folder.name, stage)
-    path, client_state = engine.load_checkpoint(folder)
-    assert path == str(folder / (folder / "latest").read_text()) and client_state["epoch"] == 3
+    tag = None if latest == LATEST else (folder / latest).read_text()
+    path, client_state = engine.load_checkpoint(folder, tag)
+    assert path == str(folder / (folder / latest).read_text()) and client_state["epoch"] == 3
     for name, param in engine.module.named_parameters():
         if not (param.requires_grad and f"state/exp_avg/{name}" in truth):
             continue
         assert torch.equal(zero_full.safe_get_full_fp32_param(param), truth[f"parameters/{name}"]), name
+        assert zero_full.safe_get_full_optimizer_state(param, "step") == rest["step"], name
         for key in MOMENTS:
             found = zero_full.safe_get_full_optimizer_state(param, key)
             assert torch.equal(found, truth[f"state/{key}/{name}"]), (key, name)

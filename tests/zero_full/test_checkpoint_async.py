@@ -1,0 +1,383 @@
+"""A save that is written beside the next steps: what it saves, who waits, and who hears of its failures."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zero_full
+from tests.worlds import POOL, RankError, free_port, run_each
+from tests.zero_full.checkpoint_runs import (
+    Layout,
+    Rich,
+    batch,
+    differences,
+    engine_of,
+    everything,
+    go,
+)
+from zero_full.checkpoint import CheckpointError, complete, latest_tag
+from zero_full.checkpoint.background import CopyRoom, Writing
+from zero_full.checkpoint.disk import NewFile
+
+LAYOUTS = [
+    *(Layout(world, stage) for world in (1, 2) for stage in (0, 1, 2, 3)),
+    Layout(2, 2, host=True),
+    Layout(1, 1, "bf16", host=True),
+    Layout(2, 1, "bf16"),
+    Layout(2, 3, "bf16", host=True),
+    Layout(2, 3, "fp16", optimizer="SGD"),
+    Layout(2, 2, "bf16", optimizer="Lamb"),
+]
+
+
+@contextmanager
+def writer(before: Callable[[], object]) -> Iterator[None]:
+    """In this block something is done before each write into a file."""
+    write = NewFile.write
+
+    def changed(self: NewFile, data: Any) -> None:
+        before()
+        write(self, data)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NewFile, "write", changed)
+        yield
+
+
+def slowly() -> None:
+    time.sleep(0.01)
+
+
+def disk_full() -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+# What is saved ---------------------------------------------------------------------------------------
+
+
+def written(folder: Path) -> dict[str, Any]:
+    """All that the ranks' files say."""
+    found: dict[str, Any] = {path.name: path.read_bytes() for path in sorted(folder.glob("*.safetensors"))}
+    return found | {path.name: json.loads(path.read_text()) for path in sorted(folder.glob("rank_*.json"))}
+
+
+def saved_twice(comm: Any, layout: Layout, folder: Path) -> None:
+    """Save and wait; then save and change everything that was saved before a byte of it is written."""
+    torch.manual_seed(comm.rank)
+    engine, go_on = engine_of(layout), threading.Event()
+    go(engine, comm.rank, range(2))
+    mine, tensor = {"list": [1]}, torch.arange(3)
+    engine.save_checkpoint(folder, "waited", {"mine": mine, "tensor": tensor})
+    held, counters = everything(engine), (engine.global_steps, engine.micro_steps)
+    with writer(go_on.wait):
+        engine.save_checkpoint(folder, "beside", {"mine": mine, "tensor": tensor}, asynchronous=True)
+        mine["list"].append(2)
+        tensor += 1
+        go(engine, comm.rank, range(2, 4))
+        with zero_full.GatheredParameters(engine.module.frozen.weight, modifier_rank=0):
+            engine.module.frozen.weight.data += 1
+        engine.module.seen.running_mean += 1
+        assert complete(folder).keys() == {"waited"}
+        go_on.set()
+        engine.wait_for_checkpoint()
+    assert differences(held, everything(engine)) and counters != (engine.global_steps, engine.micro_steps)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_values_are_those_of_the_moment_of_the_call(tmp_path: Path, world: int) -> None:
+    cases = [(layout, tmp_path / str(i)) for i, layout in enumerate(LAYOUTS) if layout.world == world]
+    run_each(saved_twice, world, cases)
+    for layout, folder in cases:
+        waited, beside = written(folder / "waited"), written(folder / "beside")
+        assert waited == beside and len(waited) == 2 * world, layout
+        assert latest_tag(folder) == "beside"
+
+
+def test_without_torch_distributed_and_without_an_engine(tmp_path: Path) -> None:
+    """The function's form; values come back."""
+    model = Rich()
+    optimizer = zero_full.assemble.shard(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    model(batch(0, 0, torch.float32)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    options = zero_full.SaveOptions(asynchronous=True)
+    with writer(slowly):
+        zero_full.save_checkpoint(model, optimizer, tmp_path, "one", {"n": 1}, options=options)
+        with torch.no_grad():
+            for param in model.parameters():
+                param += 1
+        zero_full.wait_for_checkpoint(optimizer)
+    found = zero_full.load_checkpoint(model, optimizer, tmp_path)
+    assert found is not None and found.client_state == {"n": 1}
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+class Cuda:
+    """What is asked of CUDA, which is not here."""
+
+    def __init__(self) -> None:
+        self.locked, self.free = dict[int, int](), 10**9
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
+        if nbytes > self.free:
+            return 2
+        self.locked[address] = nbytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> None:  # noqa: N802
+        del self.locked[address]
+
+
+def test_memory_that_an_accelerator_copies_to_is_locked_as_long_as_it_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cuda, room = Cuda(), CopyRoom()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    room._make_room(1000, {"xpu"})
+    assert cuda.locked == {} and room.memory.numel() == 1000
+    for nbytes, kept in [(3000, 3000), (2000, 3000), (5000, 5000)]:
+        room._make_room(nbytes, {"cuda"})
+        assert cuda.locked == {room.memory.data_ptr(): kept} and room.memory.numel() == kept
+    cuda.free = 5999
+    with pytest.raises(CheckpointError, match="CUDA cannot lock 6000 bytes"):
+        room._make_room(6000, {"cuda"})
+    assert cuda.locked == {} and room.memory.numel() == 0
+    room._make_room(10, {"cuda"})
+    room.release()
+    assert cuda.locked == {} and room.memory.numel() == 0
+    room._make_room(20, {"cuda"})
+    del room
+    assert cuda.locked == {}
+
+
+# One at a time ---------------------------------------------------------------------------------------
+
+
+def in_turn(comm: Any, folder: Path) -> None:
+    engine, latest = engine_of(Layout(comm.world_size)), list[str | None]()
+    go(engine, comm.rank, range(1))
+    with writer(slowly):
+        for tag in ("one", "two"):
+            engine.save_checkpoint(folder, tag, asynchronous=True)
+            latest.append(latest_tag(folder))
+        room = engine.optimizer.beside.room.memory
+        engine.save_checkpoint(folder, "three")
+        latest += [latest_tag(folder)]
+        engine.save_checkpoint(folder, "four", asynchronous=True)
+        assert engine.optimizer.beside.room.memory is room
+        latest += [Path(str(engine.load_checkpoint(folder)[0])).name]
+        engine.save_checkpoint(folder, "five", asynchronous=True)
+        optimizer = engine.optimizer
+        engine.destroy()
+        latest += [latest_tag(folder)]
+    assert latest == [None, "one", "three", "four", "five"], latest
+    assert len(complete(folder)) == 5 and not list(folder.glob("partial-*"))
+    assert optimizer.closed and not optimizer.beside.room.memory.numel()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_one_save_at_a_time_and_loads_and_destroy_wait_for_it(tmp_path: Path, world: int) -> None:
+    POOL.run(in_turn, world, tmp_path)
+
+
+def another_way(comm: Any, folder: Path) -> str:
+    engine = engine_of(Layout())
+    with pytest.raises(CheckpointError) as refusal:
+        engine.save_checkpoint(folder, "one", asynchronous=comm.rank == 0)
+    engine.destroy()
+    return str(refusal.value)
+
+
+def test_ranks_save_in_the_same_way(tmp_path: Path) -> None:
+    for text in POOL.run(another_way, 2, tmp_path):
+        assert "another asynchronous: True on rank 0; False on rank 1" in text
+    assert list(tmp_path.iterdir()) == []
+
+
+# Failures --------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def hears_late(late: bool) -> Iterator[None]:
+    """In this block this rank hears later than the others how a save has ended."""
+    part = Writing._write_and_publish
+
+    def later(self: Writing) -> str:
+        outcome = part(self)
+        time.sleep(0.3 if late else 0)
+        return outcome
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Writing, "_write_and_publish", later)
+        yield
+
+
+def until_known(engine: zero_full.Engine) -> None:
+    deadline = time.monotonic() + 20
+    while not engine.optimizer.beside.has_failed():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def failing(comm: Any, folder: Path, late: int, fails: int) -> tuple[list[float], list[float], list[str]]:
+    """Losses without a failure and with two; what was said."""
+    layout = Layout(comm.world_size, more={"gradient_accumulation_steps": 2})
+    losses, said = list[list[float]](), list[str]()
+    for disturbed in (False, True):
+        torch.manual_seed(comm.rank)
+        engine = engine_of(layout)
+        losses.append(go(engine, comm.rank, range(2)))
+        engine.save_checkpoint(folder, "good")
+        for step in (2, 4):
+            if disturbed:
+                with writer(disk_full if comm.rank == fails else slowly), hears_late(comm.rank == late):
+                    engine.save_checkpoint(folder, "bad", asynchronous=True)
+                    if comm.rank != late:
+                        until_known(engine)
+                    losses[-1] += go(engine, comm.rank, range(step, step + 1))
+                    loss = engine(batch(step + 1, comm.rank, torch.float32))
+                    losses[-1].append(float(loss.detach()))
+                    engine.backward(loss)
+                    with pytest.raises(CheckpointError) as error:
+                        engine.step()
+                    said.append(str(error.value))
+                    engine.step()
+            else:
+                losses[-1] += go(engine, comm.rank, range(step, step + 2))
+        assert engine.global_steps == 3
+        assert complete(folder).keys() == {"good"} and latest_tag(folder) == "good"
+        assert [path.name for path in folder.iterdir() if "partial" in path.name] == []
+        if disturbed:
+            engine.save_checkpoint(folder, "better", asynchronous=True)
+        engine.destroy()
+    return losses[0], losses[1], said
+
+
+@pytest.mark.parametrize(("world", "late", "fails"), [(1, 1, 0), (2, 0, 1), (2, 1, 1), (2, 1, 0)])
+def test_a_failure_is_raised_by_the_next_step_on_all_ranks_and_the_run_goes_on(
+    tmp_path: Path, world: int, late: int, fails: int
+) -> None:
+    """Also on a rank that has not heard of it. The step was not taken: whoever calls again loses nothing."""
+    who = f"rank {fails}: " if world > 1 else ""
+    for undisturbed, disturbed, said in POOL.run(failing, world, tmp_path, late, fails):
+        assert undisturbed == disturbed and len(said) == 2
+        assert all(f"-bad was written beside the training: {who}[Errno 28] No space left" in t for t in said)
+    assert latest_tag(tmp_path) == "better" and complete(tmp_path).keys() == {"good", "better"}
+
+
+def heard(comm: Any, folder: Path) -> int:
+    """How many kinds of calls have raised a failure, once."""
+    calls: dict[str, Callable[[zero_full.Engine], object]] = {
+        "wait": lambda engine: engine.wait_for_checkpoint(),
+        "save": lambda engine: engine.save_checkpoint(folder, "next"),
+        "load": lambda engine: engine.load_checkpoint(folder),
+        "destroy": lambda engine: engine.destroy(),
+    }
+    for name, call in calls.items():
+        engine = engine_of(Layout(comm.world_size))
+        with writer(disk_full if comm.rank == 1 else slowly):
+            engine.save_checkpoint(folder, "bad", asynchronous=True)
+            with pytest.raises(CheckpointError, match="No space left on device"):
+                call(engine)
+            assert engine.optimizer.closed == (name == "destroy")
+        engine.destroy()
+        assert not complete(folder)
+    return len(calls)
+
+
+def test_a_failure_is_raised_by_whatever_waits_for_the_save(tmp_path: Path) -> None:
+    assert POOL.run(heard, 2, tmp_path) == [4, 4]
+
+
+def killed(comm: Any, folder: Path) -> None:
+    """Rank 1 is killed while it writes."""
+    engine = engine_of(Layout())
+    engine.save_checkpoint(folder, "good")
+    with writer(slowly if comm.rank == 0 else lambda: os.kill(os.getpid(), signal.SIGKILL)):
+        engine.save_checkpoint(folder, "bad", asynchronous=True)
+        try:
+            engine.wait_for_checkpoint()
+        except CheckpointError as error:
+            (folder / "said").write_text(str(error))
+
+
+def test_a_rank_that_is_killed_while_it_writes_lets_nobody_wait_forever(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="rank 1: the process died"):
+        POOL.run(killed, 2, tmp_path, collective=2)
+    assert "nothing was heard of rank 1 within 2 s" in (tmp_path / "said").read_text()
+    assert latest_tag(tmp_path) == "good" and complete(tmp_path).keys() == {"good"}
+
+
+# The end of a script ---------------------------------------------------------------------------------
+
+SCRIPT = """
+import os, sys, time
+import torch, zero_full
+from zero_full.checkpoint.disk import NewFile
+from zero_full.comm import notes
+
+if os.environ["RANK"] == "1":  # it reads what the first one has to say when that one could be gone
+    notes.FIRST_LOOK_S = notes.LAST_LOOK_S = 1.5
+zero_full.init_distributed()
+given = {{"train_micro_batch_size_per_gpu": 1, "optimizer": {{"type": "AdamW"}}}}
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+engine = zero_full.initialize(model=model, config=given)[0]
+engine.backward(engine(torch.ones(1, 4)).sum())
+engine.step()
+engine.save_checkpoint(sys.argv[1], "one")
+
+def changed(self, data, write=NewFile.write):
+    {before}
+    write(self, data)
+
+NewFile.write = changed
+engine.save_checkpoint(sys.argv[1], "two", asynchronous=True)
+{end}
+"""
+SLOWLY, DISK_FULL = "time.sleep(0.1)", f"raise OSError({errno.ENOSPC}, {os.strerror(errno.ENOSPC)!r})"
+
+
+def started(folder: Path, world: int, before: str, end: str = "") -> list["subprocess.Popen[str]"]:
+    """The script on so many ranks, of which the first one has the store that they meet in."""
+    place = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command = [sys.executable, "-c", SCRIPT.format(before=before, end=end), str(folder)]
+    places = [{**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
+    return [subprocess.Popen(command, env=each, stderr=subprocess.PIPE, text=True) for each in places]
+
+
+def ended(ranks: list["subprocess.Popen[str]"]) -> list[tuple[str, int]]:
+    """What each has said, and its exit code."""
+    return [(process.communicate(timeout=60)[1], process.returncode) for process in ranks]
+
+
+def test_a_script_that_ends_right_after_the_call_loses_nothing(tmp_path: Path) -> None:
+    for said, code in ended(started(tmp_path, 2, SLOWLY)):
+        assert code == 0 and "beside the training" not in said
+    assert latest_tag(tmp_path) == "two" and complete(tmp_path).keys() == {"one", "two"}
+    assert list(tmp_path.glob("partial-*")) == []
+
+
+def test_a_script_that_ends_with_an_error_leaves_the_older_checkpoint(tmp_path: Path) -> None:
+    """And one whose last save fails says so, although nothing is left of it that could raise it."""
+    raises, fails = tmp_path / "raises", tmp_path / "fails"
+    processes = started(raises, 1, SLOWLY, "raise ValueError('of the script')") + started(fails, 1, DISK_FULL)
+    (raised, raised_code), (failed, failed_code) = ended(processes)
+    assert (raised_code, failed_code) == (1, 0)
+    assert "the script has ended with an error: of the script" in raised
+    assert "-two was written beside the training: [Errno 28] No space left on device" in failed
+    for folder in (raises, fails):
+        assert latest_tag(folder) == "one" and complete(folder).keys() == {"one"}

@@ -1,0 +1,23 @@
+"""Work of an optimizer that goes on beside its steps, such as the writing of a checkpoint."""
+
+from typing import NoReturn, Protocol
+
+
+class Beside(Protocol):
+    """Such work, of which the next step hears."""
+
+    def has_failed(self) -> bool:
+        """Whether `wait` would raise, as far as this rank knows by now."""
+
+    def wait(self) -> None:
+        """Wait until it is done. Raises what has failed, once."""
+
+    def close(self) -> None:
+        """Wait, and let go of memory."""
+
+
+def raise_failure(work: Beside | None) -> NoReturn:
+    """It has failed on some rank: raise that on this one, which may not have heard of it yet."""
+    if work is not None:
+        work.wait()
+    raise RuntimeError("something that was done beside the training has failed on another rank: see there")
