@@ -168,8 +168,9 @@ def resuming(engine: zero_full.Engine, step: int) -> None:
     """A step, and its state is loaded with other values."""
     one_step(engine, step)
     state = engine.optimizer.state_dict()
-    for piece in state["fragments"].values():
-        piece["master"].mul_(0.5)
+    for key, each in state["tensors"].items():
+        if key.startswith("parameters/"):
+            each["values"].mul_(0.5)
     engine.optimizer.load_state_dict(state)
 
 

@@ -163,3 +163,17 @@ def said_by(act: Callable[[], Any]) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing was said"
+
+
+def fragments(engine: zero_full.Engine) -> dict[str, dict[str, Any]]:
+    """Copies of what this rank owns of each parameter: its range, its master and its state."""
+    engine.optimizer.catch_up()
+    state, found = engine.optimizer.base.state, {}
+    for _, piece, _ in engine.optimizer.contents.pieces():
+        kept = {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.get(piece.master, {}).items()}
+        found[piece.name] = {
+            "range": piece.param_range,
+            "master": piece.master.detach().clone(),
+            "state": kept,
+        }
+    return found

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import zero_full
-from tests.zero_full.runs import Net, data
+from tests.zero_full.runs import Net, data, fragments
 
 STAGES = (0, 1, 2)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -57,7 +57,7 @@ def by_hand(
 
 def pieces(engine: zero_full.Engine) -> dict[str, tuple[tuple[int, int], Tensor]]:
     """This rank's part of every master: (its range of elements, its values)."""
-    saved = engine.optimizer.state_dict()["fragments"]
+    saved = fragments(engine)
     return {name: (fragment["range"], fragment["master"].reshape(-1)) for name, fragment in saved.items()}
 
 
@@ -85,7 +85,7 @@ class Line(nn.Module):
 def snapshot(engine: zero_full.Engine) -> dict[str, Tensor]:
     """Copies of all that a step may change: parameters, masters, optimizer state and its counters."""
     found = {f"parameter {name}": p.detach().clone() for name, p in engine.named_parameters()}
-    for name, fragment in engine.optimizer.state_dict()["fragments"].items():
+    for name, fragment in fragments(engine).items():
         found[f"master {name}"] = fragment["master"]
         found |= {f"{key} of {name}": v for key, v in fragment["state"].items() if isinstance(v, Tensor)}
     return found

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import zero_full
 from tests.worlds import POOL
-from tests.zero_full.runs import Net, config, data
+from tests.zero_full.runs import Net, config, data, fragments
 from zero_full.optim.fused_adam import FusedAdam, is_plain_adam
 
 STAGES = (0, 1, 2, 3)
@@ -55,7 +55,7 @@ def trained(
         FusedAdam.step = step  # type: ignore[method-assign]
     assert len(calls) == (steps if swept else 0)
     parameters = {name: p.clone() for name, p in engine.module_state_dict().items()}
-    state = engine.optimizer.state_dict()["fragments"]
+    state = fragments(engine)
     engine.destroy()
     return parameters, state, norms
 
