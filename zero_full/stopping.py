@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from zero_full.checkpoint.failure import Attempt
+from zero_full.checkpoint.background import wait_for_checkpoint
+from zero_full.checkpoint.failure import Attempt, CheckpointError
 from zero_full.checkpoint.folder import check_tag
 from zero_full.comm.topology import this_rank
 from zero_full.shard.optimizer import ZeroOptimizer
@@ -59,6 +60,10 @@ class Stopping:
             attempt, told = Attempt(self.optimizer, "on_signal"), dict[str, Any]()
             attempt(lambda: told.update(client_state() if callable(client_state) else client_state or {}))
             attempt.agree()
+            try:
+                wait_for_checkpoint(self.optimizer)
+            except CheckpointError as error:  # of an earlier save: this one is the more needed
+                log.error("%s", error)
             self.save_checkpoint(save_dir, tag, told)
             if this_rank() == 0:
                 log.warning("a signal has asked this run to stop: it is saved in %s, and ends", save_dir)

@@ -1,0 +1,125 @@
+"""What becomes of a save that is being written when its run ends: in order, by an error, a signal, a kill."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.worlds import POOL, RankError, free_port
+from tests.zero_full.checkpoint_runs import Layout, engine_of, go
+from tests.zero_full.test_checkpoint_async import disk_full, slowly, writer
+from zero_full.checkpoint import CheckpointError, complete, latest_tag
+from zero_full.checkpoint.disk import NewFile
+
+
+def stopped(comm: Any, folder: Path) -> None:
+    """A signal comes, and a save fails after the step in which all ranks hear of the signal."""
+    engine, go_on = engine_of(Layout()), threading.Event()
+    engine.on_signal(folder, [signal.SIGUSR1], tag="last")
+    write = NewFile.write
+
+    def fails_later(self: NewFile, data: Any) -> None:
+        if "-bad" in str(self.path):
+            go_on.wait()
+            disk_full()
+        write(self, data)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NewFile, "write", fails_later)
+        engine.save_checkpoint(folder, "bad", asynchronous=True)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        engine.optimizer.register_step_post_hook(lambda *step: go_on.set())
+        with pytest.raises(SystemExit):
+            go(engine, comm.rank, range(1))
+    engine.destroy()
+
+
+def test_a_failure_does_not_keep_a_run_from_saving_when_it_is_told_to_stop(tmp_path: Path) -> None:
+    POOL.run(stopped, 2, tmp_path)
+    assert complete(tmp_path).keys() == {"last"}
+
+
+def killed(comm: Any, folder: Path) -> None:
+    """Rank 1 is killed while it writes."""
+    engine = engine_of(Layout())
+    engine.save_checkpoint(folder, "good")
+    with writer(slowly if comm.rank == 0 else lambda: os.kill(os.getpid(), signal.SIGKILL)):
+        engine.save_checkpoint(folder, "bad", asynchronous=True)
+        try:
+            engine.wait_for_checkpoint()
+        except CheckpointError as error:
+            (folder / "said").write_text(str(error))
+
+
+def test_a_rank_that_is_killed_while_it_writes_lets_nobody_wait_forever(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="rank 1: the process died"):
+        POOL.run(killed, 2, tmp_path, collective=2)
+    assert "nothing was heard of rank 1 within 2 s" in (tmp_path / "said").read_text()
+    assert latest_tag(tmp_path) == "good" and complete(tmp_path).keys() == {"good"}
+
+
+# The end of a script ---------------------------------------------------------------------------------
+
+SCRIPT = """
+import os, sys, time
+import torch, zero_full
+from zero_full.checkpoint.disk import NewFile
+from zero_full.comm import notes
+
+if os.environ["RANK"] == "1":  # it reads what the first one has to say when that one could be gone
+    notes.FIRST_LOOK_S = notes.LAST_LOOK_S = 1.5
+zero_full.init_distributed()
+given = {{"train_micro_batch_size_per_gpu": 1, "optimizer": {{"type": "AdamW"}}}}
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+engine = zero_full.initialize(model=model, config=given)[0]
+engine.backward(engine(torch.ones(1, 4)).sum())
+engine.step()
+engine.save_checkpoint(sys.argv[1], "one")
+
+def changed(self, data, write=NewFile.write):
+    {before}
+    write(self, data)
+
+NewFile.write = changed
+engine.save_checkpoint(sys.argv[1], "two", asynchronous=True)
+{end}
+"""
+SLOWLY, DISK_FULL = "time.sleep(0.1)", f"raise OSError({errno.ENOSPC}, {os.strerror(errno.ENOSPC)!r})"
+
+
+def started(folder: Path, world: int, before: str, end: str = "") -> list["subprocess.Popen[str]"]:
+    """The script on so many ranks, of which the first one has the store that they meet in."""
+    place = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command = [sys.executable, "-c", SCRIPT.format(before=before, end=end), str(folder)]
+    places = [{**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
+    return [subprocess.Popen(command, env=each, stderr=subprocess.PIPE, text=True) for each in places]
+
+
+def ended(ranks: list["subprocess.Popen[str]"]) -> list[tuple[str, int]]:
+    """What each has said, and its exit code."""
+    return [(process.communicate(timeout=60)[1], process.returncode) for process in ranks]
+
+
+def test_a_script_that_ends_right_after_the_call_loses_nothing(tmp_path: Path) -> None:
+    for said, code in ended(started(tmp_path, 2, SLOWLY)):
+        assert code == 0 and "beside the training" not in said
+    assert latest_tag(tmp_path) == "two" and complete(tmp_path).keys() == {"one", "two"}
+    assert list(tmp_path.glob("partial-*")) == []
+
+
+def test_a_script_that_ends_with_an_error_leaves_the_older_checkpoint(tmp_path: Path) -> None:
+    """And one whose last save fails says so, although nothing is left of it that could raise it."""
+    raises, fails = tmp_path / "raises", tmp_path / "fails"
+    processes = started(raises, 1, SLOWLY, "raise ValueError('of the script')") + started(fails, 1, DISK_FULL)
+    (raised, raised_code), (failed, failed_code) = ended(processes)
+    assert (raised_code, failed_code) == (1, 0)
+    assert "the script has ended with an error: of the script" in raised
+    assert "-two was written beside the training: [Errno 28] No space left on device" in failed
+    for folder in (raises, fails):
+        assert latest_tag(folder) == "one" and complete(folder).keys() == {"one"}
