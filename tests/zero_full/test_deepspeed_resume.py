@@ -81,6 +81,16 @@ def test_a_universal_checkpoint_is_found_without_latest(tmp_path: Path) -> None:
     assert path == str(folder / "global_step3_universal")
 
 
+def test_an_own_checkpoint_beside_deepspeeds_is_found_wherever_it_is(tmp_path: Path) -> None:
+    folder, engine = unpacked("stage1_alone", tmp_path), engine_of("stage1_alone", 0)
+    engine.load_checkpoint(folder)
+    engine.save_checkpoint(folder, tag="mine")
+    assert engine.load_checkpoint(folder)[0] == str(folder / "mine")
+    (folder / "mine").rename(folder / "replaced-00000000-mine")  # as in the middle of the next save
+    assert engine.load_checkpoint(folder)[0] == str(folder / "replaced-00000000-mine")
+    assert engine.load_checkpoint(folder, "global_step3")[0] == str(folder / "global_step3")
+
+
 def test_groups_in_another_order_are_refused(tmp_path: Path) -> None:
     case, model = CASES["stage2_fp32"], Odd(CASES["stage2_fp32"])
     optimizer = torch.optim.AdamW(groups_of(model, 3)[::-1], lr=0.01)
