@@ -259,7 +259,7 @@ def test_what_cannot_be_removed_is_told_and_the_save_counts(
     assert names_in(tmp_path) == ["c", "latest"]
 
 
-# Who has saved -----------------------------------------------------------------------------------------------
+# Who has saved ----------------------------------------------------------------------------------------------
 
 
 class Drawn:
