@@ -82,10 +82,11 @@ $(MATRIX)/ready: pyproject.toml constraints.txt
 test-matrix: $(MATRIX)/ready  ## the tests on the oldest torch that is supported, and Python 3.12 (6 GB in build/matrix)
 	ZERO_FULL_NO_BROWSER=1 $(MATRIX)/bin/python -m pytest -q -m "$(WHICH)" tests
 
-bench: .venv/ready  ## kernels, step times, collectives beside peers that are installed (30 minutes, quiet machine)
+bench: .venv/ready  ## kernels, step times, collectives, checkpoints beside peers that are installed (30 minutes, quiet machine)
 	@mkdir -p build/bench
 	$(BIN)/python -m tests.bench.kernels | tee build/bench/kernels.md
 	$(BIN)/python -m tests.bench.files | tee build/bench/files.md
+	$(BIN)/python -m tests.bench.checkpoint | tee build/bench/checkpoint.md
 	$(BIN)/python -m tests.bench.collectives | tee build/bench/collectives.md
 	$(BIN)/python -m tests.bench.hooks | tee build/bench/hooks.md
 	$(BIN)/python -W ignore -m tests.bench.step_time --no-overlap | tee build/bench/step_time.md

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from zero_full.comm import CommunicationError, DesyncError, DisagreementError, Topology
     from zero_full.config import Config, ConfigError
     from zero_full.construct import Init
-    from zero_full.data import RepeatingLoader, synced
+    from zero_full.data import RepeatingLoader, leave_signals, synced
     from zero_full.engine import Engine
     from zero_full.entry import initialize
     from zero_full.launch import add_config_arguments, init_distributed
@@ -75,7 +75,7 @@ _WHERE = {
     "zero_full.comm": ("CommunicationError", "DesyncError", "DisagreementError", "Topology"),
     "zero_full.config": ("Config", "ConfigError"),
     "zero_full.construct": ("Init",),
-    "zero_full.data": ("RepeatingLoader", "synced"),
+    "zero_full.data": ("RepeatingLoader", "leave_signals", "synced"),
     "zero_full.engine": ("Engine",),
     "zero_full.entry": ("initialize",),
     "zero_full.launch": ("add_config_arguments", "init_distributed"),
@@ -137,6 +137,7 @@ __all__ = [
     "get_z3_leaf_modules",
     "init_distributed",
     "initialize",
+    "leave_signals",
     "load_checkpoint",
     "load_weights",
     "plan_stages",

@@ -206,6 +206,15 @@ def with_initial_seed(state: Tensor, seed: int) -> Tensor:
     return changed
 
 
+# Files ---------------------------------------------------------------------------------------------
+
+# The functions that a pickle of torch.save names: for a tensor, for a parameter, and for a tensor that has
+# attributes of its own. A reader that calls none of them must know what they mean.
+REBUILD_TENSOR = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3")
+REBUILD_PARAMETER = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
+REBUILD_WITH_ATTRIBUTES = "torch._tensor._rebuild_from_type_v2"
+
+
 # Process groups --------------------------------------------------------------------------------------
 
 

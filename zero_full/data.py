@@ -1,17 +1,40 @@
-"""Data for ranks: the loader that `initialize` makes, loaders without an end, and loops that end together."""
+"""Data for ranks: the loader that `initialize` makes, loaders without an end, and loops that end together.
 
-from collections.abc import Callable, Iterable, Iterator
+[Note: the place in the data] In a pass, all ranks together take the next samples of one shuffled order. So
+the place is two numbers, whatever the number of ranks and the size of a batch: which pass it is, and how many
+samples of it all ranks together have had.
+"""
+
+import signal
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from zero_full._compat import device_of
 
 
+@dataclass
+class DataPlace:
+    """Where in the data all ranks are."""
+
+    number: int = 0  # of the pass
+    samples: int = 0  # of it, that all ranks together have had
+
+
 class RankLoader:
-    """Micro-batches of this rank; every pass over it is shuffled anew, the same way on all ranks."""
+    """Micro-batches of this rank; every pass over it is shuffled anew, the same way on all ranks.
+
+    Its state is the place behind the batch that was handed out last, see [Note: the place in the data].
+    After a load the next loop goes on there, also in a pass that was left by `break`. (Without a load, a loop
+    after `break` begins a new pass.) An IterableDataset is read from its beginning for that, and what was had
+    is thrown away.
+    """
 
     def __init__(
         self,
@@ -22,22 +45,115 @@ class RankLoader:
         collate_fn: Callable[..., Any] | None,
         drop_last: bool,
     ) -> None:
-        self.sampler: DistributedSampler[Any] | None = None
-        if not isinstance(dataset, IterableDataset):
-            self.sampler = DistributedSampler(dataset, world, rank, shuffle=True, drop_last=drop_last)
-        self.loader: DataLoader[Any] = DataLoader(
-            dataset, batch_size, sampler=self.sampler, collate_fn=collate_fn, drop_last=drop_last
-        )
-        self.passes = 0
+        self.dataset, self.batch_size, self.rank, self.world = dataset, batch_size, rank, world
+        self.collate_fn, self.drop_last = collate_fn, drop_last
+        self.in_order = isinstance(dataset, IterableDataset)
+        self.place = DataPlace()
+        self.begun = False  # whether there is an iterator for the place
+        self.loads = 0
+        # torch draws a number whenever an iterator begins: not from the generator of the loop, because a run
+        # that is resumed in the middle of a pass begins one more
+        self.generator = torch.Generator()
 
     def __iter__(self) -> Iterator[Any]:
-        if self.sampler is not None:
-            self.sampler.set_epoch(self.passes)
-        self.passes += 1
-        return iter(self.loader)
+        while True:
+            place, loads = self._begin(), self.loads
+            passed, each = place.samples, self.batch_size * self.world
+            for batch in self._rest(place):
+                place.samples = passed = passed + each
+                yield batch
+                if self.loads != loads and not self.begun:
+                    break  # a checkpoint was loaded in the middle of a loop, which goes on from there
+            else:
+                if self.place is place:
+                    self.place, self.begun = DataPlace(place.number + 1), False
+                return
+
+    def _begin(self) -> DataPlace:
+        """The place that an iterator begins at."""
+        if self.begun:  # another loop has left its pass, or is still at it
+            self.place = DataPlace(self.place.number + 1)
+        self.begun = True
+        return self.place
+
+    def _rest(self, place: DataPlace) -> DataLoader[Any]:
+        """This rank's batches from a place to the end of the pass."""
+        if isinstance(self.dataset, IterableDataset):
+            had = -(-place.samples // self.world)
+            rest = _Behind(self.dataset, had) if had else self.dataset
+            return self._batches(rest, batch_size=self.batch_size, drop_last=self.drop_last)
+        return self._batches(self.dataset, batch_sampler=_Deal(self, place))
+
+    def _batches(self, dataset: Dataset[Any], **how: Any) -> DataLoader[Any]:
+        return DataLoader(dataset, collate_fn=self.collate_fn, generator=self.generator, **how)
 
     def __len__(self) -> int:
-        return len(self.loader)
+        """Batches of a whole pass."""
+        return len(self._rest(DataPlace()))
+
+    def state_dict(self) -> dict[str, int]:
+        """The place, which is the same on all ranks after each of their steps."""
+        return {"pass": self.place.number, "samples": self.place.samples, "of": self._samples()}
+
+    def _samples(self) -> int:
+        """How many there are; -1 if nobody knows."""
+        return -1 if isinstance(self.dataset, IterableDataset) else len(self.dataset)  # type: ignore[arg-type]
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on from a place, at this number of ranks and with this size of a batch."""
+        if state["of"] != self._samples():
+            raise ValueError(
+                f"the data had {state['of']} samples when this was saved, and has {self._samples()} now, so "
+                "the place in them means nothing (-1: an IterableDataset). To begin the data anew, set "
+                "engine.training_dataloader = None before load_checkpoint"
+            )
+        self.place, self.begun, self.loads = DataPlace(state["pass"], state["samples"]), False, self.loads + 1
+
+
+class _Deal(Sampler[list[int]]):
+    """The batches of one rank from a place to the end of the pass, as numbers of samples."""
+
+    def __init__(self, loader: RankLoader, place: DataPlace) -> None:
+        self.loader, self.place = loader, place
+        self.numel = len(loader.dataset)  # type: ignore[arg-type]
+        rest = max(0, self.numel - place.samples)
+        self.each = rest // loader.world if loader.drop_last else -(-rest // loader.world)
+
+    def __len__(self) -> int:
+        size = self.loader.batch_size
+        return self.each // size if self.loader.drop_last else -(-self.each // size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in self._numbers().split(self.loader.batch_size)[: len(self)]:
+            yield batch.tolist()
+
+    def _numbers(self) -> Tensor:
+        """Dealt in turn, as by DistributedSampler: who would have one less gets one of the first again."""
+        generator = torch.Generator().manual_seed(self.place.number)
+        order = torch.randperm(self.numel, generator=generator, device="cpu")
+        turns = torch.arange(self.each, device="cpu") * self.loader.world
+        return order[(self.place.samples + self.loader.rank + turns) % max(1, self.numel)]
+
+
+class _Behind(IterableDataset[Any]):
+    """What of a dataset comes after some samples of this rank."""
+
+    def __init__(self, dataset: IterableDataset[Any], had: int) -> None:
+        self.dataset, self.had = dataset, had
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self.dataset), self.had, None)
+
+
+def leave_signals(worker_id: int) -> None:
+    """For `DataLoader(..., worker_init_fn=zero_full.leave_signals)`: its processes do not end at a signal.
+
+    torchrun and Slurm send a signal to these processes, too. If it ended them, their rank would have no data
+    for the step after which it is to be saved, and an error instead.
+    """
+    for name in ("SIGTERM", "SIGUSR1"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
 
 
 class RepeatingLoader:

@@ -11,7 +11,7 @@ DeepSpeed's do. Plain `loss.backward()` works, too; with several micro-batches t
 
 import logging
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -28,13 +28,14 @@ from zero_full.saving import Saving
 from zero_full.shard.offload_states import OffloadedStates
 from zero_full.shard.optimizer import ZeroOptimizer
 from zero_full.shard.passes import Rules
+from zero_full.stopping import Stopping
 from zero_full.stopwatch import Stopwatch
 from zero_full.trees import mapped
 
 log = logging.getLogger("zero_full")
 
 
-class Engine(DeepSpeedQueries, Saving):
+class Engine(DeepSpeedQueries, Saving, Stopping):
     """A model under care. What it does not know itself, it asks the module."""
 
     def __init__(
@@ -62,6 +63,7 @@ class Engine(DeepSpeedQueries, Saving):
         self._passes = 0  # backward passes until the last step
         self.offloaded = OffloadedStates(optimizer)
         self.kept: dict[str, Any] = {}  # see `keep_in_checkpoint`
+        self._save_at_stop: Callable[[], Any] | None = None  # see `on_signal`
         optimizer.reducer.backward.rules = Rules(
             self.is_gradient_accumulation_boundary,
             self._plain_divisor,
@@ -179,6 +181,8 @@ class Engine(DeepSpeedQueries, Saving):
                 self.micro_steps += 1
         finally:
             self._stepping = False
+        if self._stepped:
+            self._stop_if_asked()
 
     def _take_step(self, lr_kwargs: Mapping[str, Any]) -> None:
         self.optimizer.step()

@@ -260,13 +260,19 @@ def _join(backend: str | None, where: str, timeout: timedelta | None, rank: int,
 
     from zero_full._compat import keys_under
     from zero_full.comm.devices import ON_CPU
+    from zero_full.comm.fresh_store import fresh_part
 
-    if backend in ON_CPU or not torch.accelerator.is_available():
+    on_cpu = backend in ON_CPU or not torch.accelerator.is_available()
+    is_agents = where.startswith("env:") and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if on_cpu and not is_agents:
         dist.init_process_group(backend, where, timeout, rank=rank, world_size=world_size)
         return
     patience = {} if timeout is None else {"timeout": timeout}
     store, rank, world_size = next(rendezvous(where, rank, world_size, **patience))
-    backend = _backend_for_devices(store, rank, world_size, backend)
+    if is_agents:
+        store = fresh_part(store, rank, world_size)
+    if not on_cpu:
+        backend = _backend_for_devices(store, rank, world_size, backend)
     store = keys_under("default_pg", store)
     dist.init_process_group(backend, timeout=timeout, rank=rank, world_size=world_size, store=store)
 

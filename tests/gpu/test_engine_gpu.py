@@ -1,6 +1,7 @@
 """zero_full on CUDA: one device for streams and precision, two for NCCL."""
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -89,3 +90,25 @@ def test_two_devices_end_where_plain_adam_ends(stage: int, precision: str, overl
     multiprocessing.spawn(rank_of_nccl, (free_port(), keys, answers), nprocs=2)
     for rank in range(2):
         assert off_by(answers[rank], reference(2, STEPS, micro_batches=2)) <= tolerance
+
+
+@pytest.mark.parametrize("host", [False, True])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_asynchronous_save_has_the_values_of_the_moment_of_its_call(
+    stage: int, host: bool, tmp_path: Path
+) -> None:
+    zero = {**RELEASES, **({"offload_optimizer": {"device": "cpu", "pin_memory": True}} if host else {})}
+    engine, _, _, _ = zero_full.initialize(
+        model=Net().to("cuda:0"), config=config(stage, zero_optimization=zero, bf16={"enabled": True})
+    )
+    for step in range(STEPS):
+        engine.backward(engine(data(step, 0, 0, torch.bfloat16).to("cuda:0")))
+        engine.step()
+        engine.save_checkpoint(tmp_path, "waited")
+        engine.save_checkpoint(tmp_path, "beside", asynchronous=True)
+        engine.backward(engine(data(step, 1, 0, torch.bfloat16).to("cuda:0")))
+        engine.step()
+        engine.wait_for_checkpoint()
+        files = [tmp_path / tag / "rank_00000.safetensors" for tag in ("waited", "beside")]
+        assert files[0].read_bytes() == files[1].read_bytes()
+    engine.destroy()

@@ -88,7 +88,8 @@ def test_the_shell_can_read_it(block: Block) -> None:
 def test_our_command_line_takes_them(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command_line.doctor, "main", lambda: 0)
     monkeypatch.setattr(command_line, "_build", lambda: 0)
-    for name in ("_plan", "_migrate"):
+    monkeypatch.setattr(command_line, "_inspect", lambda options: 0)
+    for name in ("_plan", "_migrate", "_export"):
         monkeypatch.setattr(command_line, name, lambda parser, options: 0)
     assert command_line.main(arguments) == 0
 

@@ -34,7 +34,7 @@ ROOMS = {  # and a room of zero_full only itself and these; what is not named ma
     "precision": {"_compat", "kernels"},
     "shard": {"_compat", "comm", "kernels", "layout", "offload", "optim", "trees", "precision", "wording"},
     "construct": {"_compat", "comm", "trees", "shard"},
-    "checkpoint": {"comm", "layout", "precision", "trees", "shard", "wording"},
+    "checkpoint": {"_compat", "comm", "layout", "precision", "trees", "shard", "wording"},
     "deepspeed_queries": {"comm", "config", "precision", "shard"},
     "calls": {"trees", "shard"},
     "given": {"comm", "construct", "shard", "wording"},
@@ -45,6 +45,7 @@ ROOMS = {  # and a room of zero_full only itself and these; what is not named ma
     },
     "translate": {"config", "offload", "precision", "shard"},
     "saving": {"checkpoint", "config", "shard"},
+    "stopping": {"checkpoint", "comm", "shard"},
     "engine": {
         "calls",
         "config",
@@ -54,6 +55,7 @@ ROOMS = {  # and a room of zero_full only itself and these; what is not named ma
         "precision",
         "saving",
         "shard",
+        "stopping",
         "stopwatch",
     },
     "plan": {

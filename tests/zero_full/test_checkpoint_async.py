@@ -28,7 +28,7 @@ from tests.zero_full.checkpoint_runs import (
     go,
 )
 from zero_full.checkpoint import CheckpointError, complete, latest_tag
-from zero_full.checkpoint.background import Writing
+from zero_full.checkpoint.background import CopyRoom, Writing
 from zero_full.checkpoint.disk import NewFile
 
 LAYOUTS = [
@@ -124,6 +124,44 @@ def test_without_torch_distributed_and_without_an_engine(tmp_path: Path) -> None
     found = zero_full.load_checkpoint(model, optimizer, tmp_path)
     assert found is not None and found.client_state == {"n": 1}
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+class Cuda:
+    """What is asked of CUDA, which is not here."""
+
+    def __init__(self) -> None:
+        self.locked, self.free = dict[int, int](), 10**9
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
+        if nbytes > self.free:
+            return 2
+        self.locked[address] = nbytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> None:  # noqa: N802
+        del self.locked[address]
+
+
+def test_memory_that_an_accelerator_copies_to_is_locked_as_long_as_it_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cuda, room = Cuda(), CopyRoom()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    room._make_room(1000, {"xpu"})
+    assert cuda.locked == {} and room.memory.numel() == 1000
+    for nbytes, kept in [(3000, 3000), (2000, 3000), (5000, 5000)]:
+        room._make_room(nbytes, {"cuda"})
+        assert cuda.locked == {room.memory.data_ptr(): kept} and room.memory.numel() == kept
+    cuda.free = 5999
+    with pytest.raises(CheckpointError, match="CUDA cannot lock 6000 bytes"):
+        room._make_room(6000, {"cuda"})
+    assert cuda.locked == {} and room.memory.numel() == 0
+    room._make_room(10, {"cuda"})
+    room.release()
+    assert cuda.locked == {} and room.memory.numel() == 0
+    room._make_room(20, {"cuda"})
+    del room
+    assert cuda.locked == {}
 
 
 # One at a time ---------------------------------------------------------------------------------------

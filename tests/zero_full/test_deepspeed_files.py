@@ -1,75 +1,35 @@
-"""Checkpoints that the real DeepSpeed has written are read, exactly; what is not complete is refused.
+"""Checkpoints that the real DeepSpeed has written are read, exactly, and no more of them than is asked for.
 
 `deepspeed_files` has written them, with what DeepSpeed says that they hold.
 """
 
 import json
-import shutil
-import tarfile
-from collections.abc import Callable, Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from torch import Tensor
 
-from tests.zero_full.deepspeed_files import CASES, CLIENT_STATE, FOLDER
+from tests.zero_full.deepspeed_cases import opened, rewritten, truth_of, unpacked
+from tests.zero_full.deepspeed_files import CASES, CLIENT_STATE, Odd, groups_of
 from zero_full.checkpoint import CheckpointError
 from zero_full.checkpoint.deepspeed import open_deepspeed
-from zero_full.checkpoint.deepspeed.ranges import with_values
-from zero_full.checkpoint.source import Source
+from zero_full.checkpoint.inspection import verify
 from zero_full.checkpoint.torch_file import SavedTensor, TorchArchive
-from zero_full.checkpoint.unpickle import SavedObject, load_saved
+from zero_full.checkpoint.unpickle import load_saved
 from zero_full.precision.scaler import DynamicScale, StaticScale
 
 READABLE = [name for name, case in CASES.items() if case.universal and name != "stage2_round_robin"]
 KINDS = [(name, "latest") for name in CASES] + [(name, "latest_universal") for name in READABLE]
 
 
-@pytest.fixture(scope="module")
-def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a case; for tests that read only."""
-
-    @cache
-    def unpack(name: str) -> Path:
-        folder = tmp_path_factory.mktemp(name)
-        with tarfile.open(FOLDER / f"{name}.tar.xz") as archive:
-            archive.extractall(folder, filter="data")
-        return folder
-
-    return unpack
-
-
-@pytest.fixture
-def copied(unpacked: Callable[[str], Path], tmp_path: Path) -> Callable[[str], Path]:
-    """The same, for tests that write."""
-
-    def copy(name: str) -> Path:
-        shutil.copytree(unpacked(name), tmp_path / name, dirs_exist_ok=True)
-        return tmp_path / name
-
-    return copy
-
-
-def opened(folder: Path, latest: str = "latest") -> Source:
-    source = open_deepspeed(folder, (folder / latest).read_text())
-    assert source is not None
-    return source
-
-
-def truth_of(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    return load_file(folder / "truth.safetensors"), json.loads((folder / "truth.json").read_text())
-
-
 # What is in it ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "latest"), KINDS)
-def test_every_tensor_is_what_deepspeed_says(name: str, latest: str, unpacked: Callable[[str], Path]) -> None:
-    source, (truth, _) = opened(unpacked(name), latest), truth_of(unpacked(name))
+def test_every_tensor_is_what_deepspeed_says(name: str, latest: str, tmp_path: Path) -> None:
+    folder = unpacked(name, tmp_path)
+    source, (truth, _) = opened(folder, latest), truth_of(folder)
     left_out = {"parameters/base.weight"} if CASES[name].exclude_frozen else set()
     assert source.tensors.keys() == truth.keys() - left_out
     for key, stored in source.tensors.items():
@@ -84,8 +44,9 @@ def test_every_tensor_is_what_deepspeed_says(name: str, latest: str, unpacked: C
 
 
 @pytest.mark.parametrize(("name", "latest"), KINDS)
-def test_the_rest_is_what_deepspeed_says(name: str, latest: str, unpacked: Callable[[str], Path]) -> None:
-    case, source, (truth, rest) = CASES[name], opened(unpacked(name), latest), truth_of(unpacked(name))
+def test_the_rest_is_what_deepspeed_says(name: str, latest: str, tmp_path: Path) -> None:
+    case, folder = CASES[name], unpacked(name, tmp_path)
+    source, (truth, rest) = opened(folder, latest), truth_of(folder)
     shared, trained = (
         source.shared,
         {key.split("/", 2)[2] for key in truth if key.startswith("state/exp_avg/")},
@@ -93,10 +54,12 @@ def test_the_rest_is_what_deepspeed_says(name: str, latest: str, unpacked: Calla
     counters = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
     assert shared["counters"] == {counter: rest[counter] for counter in counters}
     assert shared["lr_scheduler"] == rest["lr_scheduler"]
-    assert source.numbers == {f"parameters/{name}": {"step": rest["step"]} for name in trained}
+    assert source.numbers.keys() == {f"parameters/{parameter}" for parameter in trained}
+    for numbers in source.numbers.values():  # as torch's Adam keeps it
+        assert numbers.keys() == {"step"} and torch.equal(numbers["step"], torch.tensor(rest["step"]))
     assert source.aliases == rest["tied"]
     about = {"world_size": case.world, "stage": case.stage, "step": rest["global_steps"]}
-    assert shared["about"] == {**about, "written_by": "DeepSpeed 0.19.8"}
+    assert shared["about"] == {**about, "deepspeed": "0.19.8"}
     noise = shared["client_state"].pop("noise")
     assert torch.equal(noise, CLIENT_STATE["noise"])
     assert shared["client_state"] == {key: value for key, value in CLIENT_STATE.items() if key != "noise"}
@@ -104,15 +67,26 @@ def test_the_rest_is_what_deepspeed_says(name: str, latest: str, unpacked: Calla
         [] if case.exclude_frozen or name == "plain_fp32" else rest["frozen"]
     )  # the optimizer has it there
     assert shared["frozen"] == named
+    assert bool(shared.get("excluded")) == case.exclude_frozen
     expected = [{k: v for k, v in group.items() if k != "step"} for group in rest["groups"]]
-    assert json.loads(json.dumps(shared.get("groups", expected))) == expected
-    assert ("groups" in shared) == (name != "stage1_elastic")
+    if name == "stage1_elastic":  # DeepSpeed does not save options there
+        expected = [{} for _ in expected]
+    assert json.loads(json.dumps(shared["groups"])) == expected
+    assert [trained & {*names} for names in shared["members"]] == [trained & names for names in members(name)]
     assert source.private(0) == {} and source.path.is_dir()
 
 
+def members(name: str) -> list[set[str]]:
+    """The names in each group that the optimizer was given."""
+    model = Odd(CASES[name])
+    names = {param: parameter for parameter, param in model.named_parameters()}
+    return [{names[param] for param in group["params"]} for group in groups_of(model, CASES[name].groups)]
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_the_loss_scale_can_be_taken_over(name: str, unpacked: Callable[[str], Path]) -> None:
-    rest, shared = truth_of(unpacked(name))[1], opened(unpacked(name)).shared
+def test_the_loss_scale_can_be_taken_over(name: str, tmp_path: Path) -> None:
+    folder = unpacked(name, tmp_path)
+    rest, shared = truth_of(folder)[1], opened(folder).shared
     saved = rest["scaler"]
     if not saved or name == "plain_bf16_flat":
         assert "scaler" not in shared
@@ -126,20 +100,53 @@ def test_the_loss_scale_can_be_taken_over(name: str, unpacked: Callable[[str], P
         assert (scale.window, scale.minimum, scale.hysteresis, scale.lives) == (2, 1, 1, 1)
 
 
-def test_the_fixtures_have_what_they_are_for(unpacked: Callable[[str], Path]) -> None:
+def test_the_fixtures_have_what_they_are_for(tmp_path: Path) -> None:
     """Else they prove less than their names say."""
-    skipped = {name: truth_of(unpacked(name))[1]["skipped_steps"] for name in CASES}
+    skipped = {name: truth_of(unpacked(name, tmp_path))[1]["skipped_steps"] for name in CASES}
     assert {name for name, count in skipped.items() if count} == {
         *("stage1_elastic", "stage2_aligned", "stage3_persistent"),
     }
-    aligned = load_saved(next(unpacked("stage2_aligned").rglob("*_0_*optim_states.pt")))
+    aligned = load_saved(next(unpacked("stage2_aligned", tmp_path).rglob("*_0_*optim_states.pt")))
     assert any(map(any, aligned["optimizer_state_dict"]["param_alignment_paddings"]))
-    small = load_saved(next(unpacked("stage2_fp32").rglob("*rank_2_*optim_states.pt")))
+    small = load_saved(next(unpacked("stage2_fp32", tmp_path).rglob("*rank_2_*optim_states.pt")))
     assert 0 in [part.numel for part in small["optimizer_state_dict"]["single_partition_of_fp32_groups"]]
-    groups = load_saved(next(unpacked("stage3_all").rglob("*_0_*optim_states.pt")))
+    groups = load_saved(next(unpacked("stage3_all", tmp_path).rglob("*_0_*optim_states.pt")))
     assert len(groups["optimizer_state_dict"]["fp32_flat_groups"]) > 3
-    cut = opened(unpacked("stage1_elastic")).tensors["parameters/embed.weight"]
-    assert len(cut.pieces) == 2 and len(opened(unpacked("stage3_all")).tensors["parameters/gain"].pieces) == 1
+    cut = opened(unpacked("stage1_elastic", tmp_path)).tensors["parameters/embed.weight"]
+    one = opened(unpacked("stage3_all", tmp_path)).tensors["parameters/gain"]
+    assert len(cut.pieces) == 2 and len(one.pieces) == 1
+
+
+def test_another_save_has_another_identity(tmp_path: Path) -> None:
+    """Ranks may find different files under one name."""
+    folder = unpacked("stage2_fp32", tmp_path)
+    before = opened(folder).identity
+    assert before and before == opened(folder).identity != opened(unpacked("stage1_alone", tmp_path)).identity
+    path = folder / "global_step3" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    rewritten(path, lambda content: None)
+    same = opened(folder).identity
+
+    def change(content: Any) -> None:
+        content["optimizer_state_dict"]["single_partition_of_fp32_groups"][0][0] += 1
+
+    rewritten(path, change)
+    assert opened(folder).identity not in (before, same)
+
+
+def test_names_of_compiled_models_are_the_models(tmp_path: Path) -> None:
+    module = {"_orig_mod.a.weight": torch.ones(2), "_orig_mod.b": torch.zeros(1)}
+    adam = {"state": {0: {"exp_avg": torch.ones(2)}, 1: {"exp_avg": torch.ones(1)}}}
+    content = {
+        "module": module,
+        "dp_world_size": 1,
+        "buffer_names": [],
+        "optimizer": {**adam, "param_groups": [{"params": [0, 1], "step": 4}]},
+    }
+    torch.save(content, tmp_path / "mp_rank_00_model_states.pt")
+    source = open_deepspeed(tmp_path)
+    assert source is not None and {"parameters/a.weight", "state/exp_avg/b"} < source.tensors.keys()
+    assert source.shared["members"] == [["a.weight", "b"]]
+    assert source.read("parameters/a.weight", 0, 2).tolist() == [1, 1]
 
 
 # How it is read --------------------------------------------------------------------------------------
@@ -147,9 +154,9 @@ def test_the_fixtures_have_what_they_are_for(unpacked: Callable[[str], Path]) ->
 
 @pytest.mark.parametrize("name", ["plain_fp32", "stage2_round_robin", "stage3_all"])
 def test_only_the_bytes_that_are_asked_for_are_read(
-    name: str, unpacked: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, asked, read = opened(unpacked(name)), list[int](), TorchArchive.read
+    source, asked, read = opened(unpacked(name, tmp_path)), list[int](), TorchArchive.read
 
     def counted(archive: TorchArchive, member: str, start: int, stop: int) -> bytearray:
         asked.append(stop - start)
@@ -159,387 +166,43 @@ def test_only_the_bytes_that_are_asked_for_are_read(
     for key, stored in source.tensors.items():
         for start, stop in stored.pieces:
             asked.clear()
+            source.verify(key, start, stop)
             source.read(key, start, stop - 1)
             assert sum(asked) == (stop - 1 - start) * stored.dtype.itemsize
 
 
-def test_a_flipped_byte_is_found_by_verify(copied: Callable[[str], Path]) -> None:
-    folder = copied("stage2_fp32")
+def test_a_flipped_byte_is_found_by_checks_of_whole_files(tmp_path: Path) -> None:
+    folder = unpacked("stage2_fp32", tmp_path)
     path = next(folder.rglob("zero_pp_rank_1_*optim_states.pt"))
-    source = opened(folder)
+    assert verify(opened(folder)) == []
     values = load_saved(path)["optimizer_state_dict"]["single_partition_of_fp32_groups"][0]
     content = path.read_bytes()
     place = content.index(values.whole().numpy().tobytes())
     path.write_bytes(content[:place] + b"\x55" + content[place + 1 :])
-    with pytest.raises(CheckpointError, match=f"{path.name}.*not what was written"):
-        for key, stored in source.tensors.items():
-            for piece in stored.pieces:
-                source.verify(key, *piece)
-
-
-# What is found ---------------------------------------------------------------------------------------
-
-
-def test_a_checkpoint_is_found_by_latest_tag_or_folder(copied: Callable[[str], Path]) -> None:
-    folder = copied("stage2_fp32")
-    tag, universal = (folder / "latest").read_text(), (folder / "latest_universal").read_text()
-
-    def kind(*arguments: Any) -> str:
-        source = open_deepspeed(*arguments)
-        assert source is not None
-        return source.kind
-
-    assert (
-        kind(folder) == kind(str(folder)) == kind(folder, tag) == kind(folder / tag) == "DeepSpeed, stage 2"
-    )
-    assert kind(folder, universal) == kind(folder / universal) == "DeepSpeed, universal"
-    (folder / "latest").unlink()
-    assert kind(folder) == "DeepSpeed, universal"
-    (folder / "latest_universal").unlink()
-    assert open_deepspeed(folder) is None
-
-
-def test_nothing_of_deepspeeds_is_none(tmp_path: Path) -> None:
-    assert open_deepspeed(tmp_path / "absent") is None and open_deepspeed(tmp_path, "tag") is None
-    assert open_deepspeed(tmp_path) is None
-    (tmp_path / "tag").mkdir()
-    (tmp_path / "tag" / "model.safetensors").write_bytes(b"")
-    (tmp_path / "latest").write_text("tag")
-    assert open_deepspeed(tmp_path) is None and open_deepspeed(tmp_path / "tag") is None
-    (tmp_path / "latest").write_text("gone")
-    assert open_deepspeed(tmp_path) is None
-
-
-@pytest.mark.parametrize("text", ["", "global_step9", "../elsewhere", "/etc", "a/../../b", ".", "\0"])
-def test_latest_must_name_a_folder_beside_it(text: str, copied: Callable[[str], Path]) -> None:
-    folder = copied("stage1_alone")
-    shutil.copytree(folder / "global_step3", folder.parent / "elsewhere")
-    (folder / "latest").write_text(text)
-    with pytest.raises(CheckpointError, match=r"latest names .*global_step3"):
-        open_deepspeed(folder)
-
-
-# What is not complete, or not of one run -------------------------------------------------------------
-
-INCOMPLETE = [(name, place) for name in ("stage2_fp32", "stage3_all") for place in range(CASES[name].world)]
-
-
-@pytest.mark.parametrize(("name", "rank"), INCOMPLETE)
-def test_a_missing_or_truncated_file_of_a_rank_is_named(
-    name: str, rank: int, copied: Callable[[str], Path]
-) -> None:
-    folder = copied(name)
-    for path in sorted((folder / "global_step3").glob(f"*_rank_{rank}_*.pt")):
-        content = path.read_bytes()
-        path.unlink()
-        with pytest.raises(CheckpointError, match=rf"states of rank {rank}|the first rank's model") as caught:
-            open_deepspeed(folder)
-        assert "interrupted" in str(caught.value) and str(path.parent) in str(caught.value)
-        for size in (0, 1000, len(content) - 1):
-            path.write_bytes(content[:size])
-            with pytest.raises(CheckpointError, match=f"{path.name} is cut off"):
-                open_deepspeed(folder)
-        path.write_bytes(content)
-    opened(folder)
-
-
-def test_missing_model_states_are_named(copied: Callable[[str], Path]) -> None:
-    for name in ("stage1_alone", "stage2_fp32", "plain_fp32"):
-        folder = copied(name)
-        (folder / "global_step3" / "mp_rank_00_model_states.pt").unlink()
-        if name == "plain_fp32":
-            assert open_deepspeed(folder) is None  # nothing is left
-        else:
-            with pytest.raises(CheckpointError, match=r"mp_rank_00_model_states\.pt does not exist"):
-                open_deepspeed(folder)
-
-
-def test_missing_optimizer_states_are_named(copied: Callable[[str], Path]) -> None:
-    folder = copied("stage2_fp32")
-    for path in (folder / "global_step3").glob("*optim_states.pt"):
-        path.unlink()
-    with pytest.raises(CheckpointError, match="global_step3 has no files of optimizer states"):
-        open_deepspeed(folder)
-
-
-def test_stage_3_needs_other_ranks_model_states_for_frozen_parameters_only(
-    copied: Callable[[str], Path],
-) -> None:
-    folder = copied("stage3_persistent")
-    for path in (folder / "global_step5").glob("zero_pp_rank_[12]_*model_states.pt"):
-        path.unlink()
-    opened(folder)
-
-
-def test_a_run_with_fewer_ranks_under_the_same_tag_is_noticed(copied: Callable[[str], Path]) -> None:
-    old, new = copied("stage2_fp32") / "global_step3", copied("stage1_alone") / "global_step3"
-    for path in new.glob("*.pt"):
-        shutil.copy(path, old)
-    with pytest.raises(CheckpointError, match="3 ranks, but they are of runs with 1 and 3: a run with fewer"):
-        open_deepspeed(old)
-
-
-def test_two_precisions_under_the_same_tag_are_noticed(copied: Callable[[str], Path]) -> None:
-    folder = copied("stage2_fp32") / "global_step3"
-    path = folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
-    shutil.copy(path, folder / f"bf16_{path.name}")
-    with pytest.raises(CheckpointError, match=f"bf16_{path.name} and {path.name} are both there"):
-        open_deepspeed(folder)
-
-
-def rewritten(path: Path, change: Callable[[Any], None]) -> None:
-    """Save a file again, without DeepSpeed's objects, after a change."""
-
-    def plain(nest: Any) -> Any:
-        if isinstance(nest, dict):
-            return {key: plain(value) for key, value in nest.items() if not isinstance(value, SavedObject)}
-        return [plain(value) for value in nest] if isinstance(nest, list) else with_values(nest)
-
-    content = plain(load_saved(path))
-    change(content)
-    torch.save(content, path)
-
-
-def set_step(content: Any) -> None:
-    content["optimizer_state_dict"]["base_optimizer_state"]["state"][0]["step"] = 2
-
-
-def drop_moment(content: Any) -> None:
-    del content["optimizer_state_dict"]["base_optimizer_state"]["state"][0]["exp_avg_sq"]
-
-
-def set_stage(content: Any) -> None:
-    content["optimizer_state_dict"]["zero_stage"] = 1
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (set_step, "'step': 2.0.*different saves"),
-        (drop_moment, "different saves"),
-        (set_stage, "different runs"),
-    ],
-)
-def test_ranks_of_different_saves_are_noticed(
-    change: Callable[[Any], None], said: str, copied: Callable[[str], Path]
-) -> None:
-    folder = copied("stage2_fp32")
-    path = folder / "global_step3" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
-    rewritten(path, lambda content: None)
-    opened(folder)
-    rewritten(path, change)
-    with pytest.raises(CheckpointError, match=f"{path.name} .*{said}"):
-        open_deepspeed(folder)
-
-
-def test_model_states_of_another_model_are_noticed(copied: Callable[[str], Path]) -> None:
-    folder = copied("stage2_fp32")
-    path = folder / "global_step3" / "mp_rank_00_model_states.pt"
-
-    def grow(content: Any) -> None:
-        content["param_shapes"][0]["embed.weight"] = (12, 3)
-
-    rewritten(path, grow)
-    with pytest.raises(CheckpointError, match=r"not hold all|of different runs"):
-        open_deepspeed(folder)
-    rewritten(path, lambda content: content["param_shapes"].pop())
-    with pytest.raises(CheckpointError, match="do not have the same groups"):
-        open_deepspeed(folder)
-
-
-def test_files_of_an_unknown_kind_are_an_error_that_names_the_folder(copied: Callable[[str], Path]) -> None:
-    folder = copied("stage2_fp32")
-    path = folder / "global_step3" / "mp_rank_00_model_states.pt"
-    for key, value in (("buffer_names", None), ("param_shapes", [1, 2, 3]), ("global_steps", "x")):
-        shutil.copy(folder / "global_step3_universal" / path.name, path)
-        rewritten(path, lambda content, key=key, value=value: content.update({key: value}))  # type: ignore[misc]
-        with pytest.raises(CheckpointError, match="global_step3: the files are not as DeepSpeed"):
-            open_deepspeed(folder)
-    for content, said in (([], "no file of model states"), ({"module": 1, "dp_world_size": 1}, "no module")):
-        torch.save(content, path)
-        with pytest.raises(CheckpointError, match=f"{path.name} .*{said}"):
-            open_deepspeed(folder)
-
-
-# What is not read ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("mp_rank_01_model_states.pt", "tensor or pipeline"),
-        ("zero_pp_rank_0_mp_rank_01_optim_states.pt", "tensor or pipeline"),
-        ("layer_0_expert_3_mp_rank_00_model_states.pt", "of experts"),
-        ("expp_rank_0_mp_rank_00_optim_states.pt", "of experts"),
-        ("layer_01-model_00-model_states.pt", "pipeline parallelism"),
-        ("offloaded_tensors", "on NVMe"),
-    ],
-)
-def test_what_is_not_read_is_refused_with_the_reason(
-    name: str, said: str, copied: Callable[[str], Path]
-) -> None:
-    folder = copied("stage2_fp32") / "global_step3"
-    (folder / name).write_bytes(b"")
-    with pytest.raises(CheckpointError, match=f"{folder}.*{said}"):
-        open_deepspeed(folder)
-
-
-def changed_contents() -> Iterator[tuple[str, str, Any, str]]:
-    """File, key, value, and what is said."""
-    model, optimizer = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"
-    yield model, "mp_world_size", 2, "tensor or pipeline parallelism"
-    yield model, "checkpoint_parallel_dimensions", {"pp_degree": 2, "tp_degree": 1}, "tensor or pipeline"
-    yield model, "num_experts", [4], "a model with experts"
-    yield model, "ds_autoep_layers", [{"ep_size": 2}], "a model with experts"
-    yield model, "module", None, "pipeline parallelism"
-    yield optimizer, "partition_count", [3, 1, 3], "a model with experts"
-    yield optimizer, "ds_zero_partition_groups", [{"partition_count": 1}], "a model with experts"
-
-
-@pytest.mark.parametrize(("name", "key", "value", "said"), [*changed_contents()])
-def test_a_model_that_was_cut_otherwise_is_refused(
-    name: str, key: str, value: Any, said: str, copied: Callable[[str], Path]
-) -> None:
-    folder = copied("stage2_fp32") / "global_step3"
-
-    def change(content: Any) -> None:
-        content.get("optimizer_state_dict", content)[key] = value
-
-    rewritten(folder / name, change)
-    with pytest.raises(CheckpointError, match=f"{name} .*{said}|{name}: .*{said}"):
-        open_deepspeed(folder)
-
-
-def test_a_loss_scale_that_has_no_equal_is_left_out(copied: Callable[[str], Path]) -> None:
-    folder = copied("plain_fp16")
-    path = folder / "global_step5" / "mp_rank_00_model_states.pt"
-    rewritten(path, lambda content: content["optimizer"].update(scale_factor=4.0))
-    assert "scaler" not in opened(folder).shared
-
-
-# Without ZeRO ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("shapes", "groups", "said"),
-    [
-        ([(2, 2), (2,), (3, 2), (3,)], [[(2, 2), (3, 2)], [(2,), (3,)]], None),  # as most have it
-        ([(2, 2), (2,), (3, 2), (3,)], [[(3, 2)], [(2,), (3,)]], None),  # with a frozen one
-        ([(2, 2), (2, 2), (2,)], [[(2, 2), (2,)]], "in several ways"),  # which of the two is frozen?
-        ([(2, 2), (2, 2)], [[(2, 2)], [(2, 2)]], "in several ways"),
-        ([(2, 2), (2,)], [[(2,), (2, 2)]], "does not fit"),  # not the model's order
-        ([(2, 2)], [[(2, 2), (2, 2)]], "does not fit"),
-        ([(2, 2)], [[]], None),
-    ],
-)
-def test_without_zero_names_are_found_or_nothing_is_guessed(
-    shapes: list[tuple[int, ...]], groups: list[list[tuple[int, ...]]], said: str | None, tmp_path: Path
-) -> None:
-    places = iter(range(9))
-    content = {
-        "module": {f"p{number}": torch.zeros(shape) for number, shape in enumerate(shapes)},
-        "dp_world_size": 1,
-        "buffer_names": [],
-        "optimizer": {"state": {}, "param_groups": [{"params": [next(places) for _ in g]} for g in groups]},
-    }
-    for place, shape in enumerate(shape for group in groups for shape in group):
-        content["optimizer"]["state"][place] = {"exp_avg": torch.zeros(shape), "step": place}  # type: ignore[index]
-    path = tmp_path / "mp_rank_00_model_states.pt"
-    torch.save(content, path)
-    if said is not None:
-        with pytest.raises(CheckpointError, match=f"{path}: .*{said}.*stage 1"):
-            open_deepspeed(tmp_path)
-        return
-    source = open_deepspeed(tmp_path)
-    assert source is not None
-    found = [source.tensors[f"state/exp_avg/{key.partition('/')[2]}"].shape for key in source.numbers]
-    assert sorted(found) == sorted(shape for group in groups for shape in group)
-    assert len(source.shared["frozen"]) == len(shapes) - len(found)
-    assert [source.tensors[f"parameters/p{number}"].shape for number in range(len(shapes))] == shapes
-
-
-def test_weights_without_an_optimizer_are_read(tmp_path: Path) -> None:
-    module = {"a": torch.arange(3.0), "b": torch.arange(2)}
-    content = {"module": module, "dp_world_size": 1, "buffer_names": ["b"], "optimizer": None}
-    torch.save(content, tmp_path / "mp_rank_00_model_states.pt")
-    source = open_deepspeed(tmp_path)
-    assert source is not None and source.tensors.keys() == {"parameters/a", "buffers/b"}
-    assert source.read("parameters/a", 1, 3).tolist() == [1, 2] and source.numbers == {}
-
-
-# Universal -------------------------------------------------------------------------------------------
-
-
-def test_what_the_converter_has_mixed_up_is_refused(unpacked: Callable[[str], Path]) -> None:
-    folder = unpacked("stage2_round_robin")
-    with pytest.raises(CheckpointError, match=r"round_robin_gradients.*Load what it was made of"):
-        open_deepspeed(folder, "global_step3_universal")
-    mixed = load_saved(folder / "global_step3_universal" / "zero" / "first.bias" / "fp32.pt")["param"].whole()
-    assert not torch.equal(mixed, truth_of(folder)[0]["parameters/first.bias"])  # else it could be read
-
-
-@pytest.mark.parametrize("name", ["stage2_fp32", "stage3_all"])
-def test_an_interrupted_conversion_is_noticed(name: str, copied: Callable[[str], Path]) -> None:
-    folder = copied(name) / "global_step3_universal"
-    content = (folder / "zero" / "gain" / "fp32.pt").read_bytes()
-    (folder / "zero" / "gain" / "fp32.pt").unlink()
-    with pytest.raises(CheckpointError, match=r"gain/fp32\.pt does not exist"):
-        open_deepspeed(folder)
-    (folder / "zero" / "gain" / "fp32.pt").write_bytes(content[:100])
-    with pytest.raises(CheckpointError, match=r"gain/fp32\.pt is cut off"):
-        open_deepspeed(folder)
-    (folder / "zero" / "gain" / "fp32.pt").write_bytes(content)
-    (folder / "zero" / "optimizer_state.pt").unlink()
-    with pytest.raises(CheckpointError, match=r"optimizer_state\.pt does not exist"):
-        open_deepspeed(folder)
-    for path in folder.glob("*model_states.pt"):
-        path.unlink()
-    with pytest.raises(CheckpointError, match="lacks the first rank's model states"):
-        open_deepspeed(folder)
-
-
-@pytest.mark.parametrize(
-    ("extra", "said"),
-    [
-        ({"cat_dim": 1}, "a cat_dim"),
-        ({"vocab_tensor": True}, "vocab_tensor"),
-        ({"cat_dim": 0, "param_n_sub_params": 2}, "param_n_sub_params"),
-        ({"sub_param_shape": (3, -1)}, "sub_param_shape"),
-        ({"is_expert_param": True, "ep_num_experts": 2}, "ep_num_experts, is_expert_param"),
-    ],
-)
-def test_what_was_merged_from_cut_models_is_refused(
-    extra: dict[str, Any], said: str, copied: Callable[[str], Path]
-) -> None:
-    folder = copied("stage2_fp32") / "global_step3_universal"
-    path = folder / "zero" / "gain" / "exp_avg.pt"
-    torch.save({"param": torch.ones(1), **extra}, path)
-    with pytest.raises(CheckpointError, match=f"{path} was merged .* it has {said}: only"):
-        open_deepspeed(folder)
-    torch.save({"param": torch.ones(2)}, path)
-    with pytest.raises(CheckpointError, match=rf"{path} is no tensor of shape \(1,\)"):
-        open_deepspeed(folder)
-
-
-def test_names_do_not_lead_out_of_the_folder(copied: Callable[[str], Path]) -> None:
-    folder = copied("stage2_fp32") / "global_step3_universal"
-    shutil.copytree(folder / "zero" / "gain", folder.parent / "gain")
-
-    def rename(content: Any) -> None:
-        content["param_shapes"][2] = {"../../gain": (1,)}
-
-    rewritten(folder / "mp_rank_00_model_states.pt", rename)
-    with pytest.raises(CheckpointError, match="does not exist"):
-        open_deepspeed(folder)
-
-
-def test_saved_tensors_are_not_changed_by_reading(unpacked: Callable[[str], Path]) -> None:
+    (said,) = verify(opened(folder))
+    assert path.name in said and "not what was written" in said
+
+
+def test_a_file_that_is_gone_is_found_by_verify(tmp_path: Path) -> None:
+    folder = unpacked("stage3_all", tmp_path)
+    path = next(folder.rglob("zero_pp_rank_3_*optim_states.pt"))
+    source = opened(folder)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=f"{path.name} has changed"):
+        source.verify("parameters/embed.weight", 32, 33)
+    path.unlink()
+    with pytest.raises(CheckpointError, match=f"{path.name} cannot be read"):
+        source.verify("parameters/embed.weight", 32, 33)
+    source.verify("parameters/embed.weight", 0, 3)  # of another rank
+
+
+def test_saved_tensors_are_not_changed_by_reading(tmp_path: Path) -> None:
     """What is read is a copy: whoever writes to it does not write to the next one's."""
-    source = opened(unpacked("stage3_alone"))
+    source = opened(unpacked("stage3_alone", tmp_path))
     first = source.read("parameters/first.weight", 0, 4)
     expected = first.clone()
     first.zero_()
     assert torch.equal(source.read("parameters/first.weight", 0, 4), expected)
     assert isinstance(
-        load_saved(next(unpacked("stage3_alone").rglob("*model_states.pt")))["noise"], SavedTensor
+        load_saved(next(unpacked("stage3_alone", tmp_path).rglob("*model_states.pt")))["noise"], SavedTensor
     )

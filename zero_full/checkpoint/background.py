@@ -14,12 +14,11 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from zero_full.checkpoint.failure import CheckpointError, reasons, said
 from zero_full.checkpoint.one_save import CheckpointSave
@@ -38,13 +37,14 @@ class CopyRoom:
 
     def __init__(self) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self.unlock: Callable[[], object] = lambda: None
 
     def copy(self, payload: Payload) -> Payload:
         """The same with values of its own, until the next copy."""
         # Wide numbers first, as in the file: so every tensor begins at a multiple of its numbers' size.
         chunks = sorted(payload.chunks, key=lambda chunk: -chunk.values.dtype.itemsize)
         devices = {chunk.values.device for chunk in chunks if chunk.values.device.type != "cpu"}
-        self._make_room(sum(chunk.values.nbytes for chunk in chunks), devices)
+        self._make_room(sum(chunk.values.nbytes for chunk in chunks), {device.type for device in devices})
         copies, begin = [], 0
         for chunk in chunks:
             end = begin + chunk.values.nbytes
@@ -57,25 +57,32 @@ class CopyRoom:
         aside = [tensor.to("cpu", copy=True) for tensor in payload.aside]
         return replace(payload, chunks=copies, aside=aside)
 
-    def _make_room(self, nbytes: int, devices: Collection[torch.device]) -> None:
-        if nbytes > self.memory.numel():
-            self.memory = _memory(0, pinned=False)  # the old room goes before there is a new one
-            self.memory = _memory(nbytes, any(device.type == "cuda" for device in devices))
+    def _make_room(self, nbytes: int, devices: Collection[str]) -> None:
+        if nbytes <= self.memory.numel():
+            return
+        self.release()  # the old room goes before there is a new one
+        self.memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        if "cuda" in devices:
+            self._lock()
 
+    def _lock(self) -> None:
+        """Let CUDA copy into it at full speed.
 
-def _memory(nbytes: int, pinned: bool) -> Tensor:
-    """Memory on the host; page-locked, if a CUDA device is to copy into it.
-
-    torch's own page-locked memory has a power of two of bytes, which may be twice as much, and is not given
-    back to the system.
-    """
-    memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-    if pinned:
-        cuda, address = torch.cuda.cudart(), memory.data_ptr()
+        torch's own page-locked memory has a power of two of bytes, which may be twice as much, and is not
+        given back to the system.
+        """
+        cuda, address, nbytes = torch.cuda.cudart(), self.memory.data_ptr(), self.memory.nbytes
         if int(cuda.cudaHostRegister(address, nbytes, 0)):
-            raise CheckpointError(f"CUDA cannot lock {nbytes} bytes of the host's memory: save without it")
-        weakref.finalize(memory.untyped_storage(), cuda.cudaHostUnregister, address)
-    return memory
+            self.release()
+            raise CheckpointError(
+                f"CUDA cannot lock {nbytes} bytes of the host's memory for a copy: save without asynchronous"
+            )
+        self.unlock = weakref.finalize(self, cuda.cudaHostUnregister, address)
+
+    def release(self) -> None:
+        """Let go of the memory."""
+        self.unlock()  # it does so once
+        self.memory = self.memory[:0].clone()
 
 
 class Writing:
@@ -170,7 +177,7 @@ class BackgroundSaves:
         try:
             self.wait()
         finally:
-            self.room = CopyRoom()
+            self.room.release()
 
 
 def background_of(optimizer: ZeroOptimizer) -> BackgroundSaves:

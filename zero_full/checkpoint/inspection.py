@@ -75,6 +75,8 @@ def verify(source: Source, advance: Advance = lambda size: None) -> list[str]:
             if first < last:
                 attempt(partial(source.verify, key, first, last))
                 advance((last - first) * stored.dtype.itemsize)
+    for check in source.further_checks():
+        attempt(check)
     for rank in range(_ranks(source)):
         attempt(partial(source.private, rank))
     return list(wrong)

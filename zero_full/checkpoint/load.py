@@ -7,6 +7,7 @@ which they may refuse: they get their own back, and nothing has happened. Each r
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from os import PathLike
@@ -256,7 +257,8 @@ class CheckpointLoad:
             if len(states) < len(everyones):
                 raise CheckpointError(
                     f"{self.source.path} has no state of {name}: load first, and name it in "
-                    "keep_in_checkpoint (or Extras.kept) after that. Nothing was loaded"
+                    "keep_in_checkpoint (or Extras.kept) after that; for training_dataloader, which "
+                    "initialize has made, set engine.training_dataloader = None before. Nothing was loaded"
                 )
             if not self._same_ranks() and len({fingerprint(state) for state in states.values()}) > 1:
                 raise CheckpointError(
@@ -299,7 +301,8 @@ class CheckpointLoad:
             attempt.agree()
         except BaseException:
             for each, state in before:
-                each.load_state_dict(state)
+                with suppress(Exception):  # of one that takes no state at all, which has been told
+                    each.load_state_dict(state)
             raise
         attempt(self.fill)
         try:

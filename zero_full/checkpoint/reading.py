@@ -110,6 +110,14 @@ def _whole(key: str, ranges: list[Range], path: Path) -> StoredTensor:
     return tensor
 
 
+def _is_own(directory: Path, tag: str) -> bool:
+    """Whether zero_full has completed a save of this tag, wherever it is."""
+    try:
+        return (folder_of(directory, tag) / MANIFEST).exists()
+    except CheckpointError:
+        return False
+
+
 def holds_latest(directory: Path) -> bool:
     """Whether a checkpoint can be found there without a tag."""
     return (directory / MANIFEST).exists() or latest_tag(directory) is not None or is_deepspeeds(directory)
@@ -122,7 +130,7 @@ def open_checkpoint(directory: Path, tag: str | None = None) -> Source:
     wanted = latest_tag(directory) if tag is None else tag
     if wanted is None and (directory / MANIFEST).exists():
         return OwnSource(directory)
-    if wanted is None or not (directory / wanted / MANIFEST).exists():
+    if wanted is None or not _is_own(directory, wanted):
         foreign = open_deepspeed(directory, tag)
         if foreign is not None:
             return foreign

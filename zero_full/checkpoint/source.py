@@ -11,7 +11,7 @@ same for all.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -51,7 +51,7 @@ class Source(ABC):
     kind: str  # who has written it, in words: "zero_full", "DeepSpeed, stage 2"
     tensors: dict[str, StoredTensor]  # by key
     aliases: dict[str, str]  # further names of tied parameters, with the name under which they are stored
-    # What the optimizer keeps of a parameter as a whole, such as {"step": 7.0}, by the parameter's key.
+    # What the optimizer keeps of a parameter as a whole, such as {"step": tensor(7.)}, by parameters/NAME.
     numbers: dict[str, dict[str, Any]]
     # The rest, the same for all ranks, as far as it is there: "counters", "groups" (a list of options of the
     # optimizer's parameter groups), "members" (the names of each group's parameters), "scaler",
@@ -71,6 +71,10 @@ class Source(ABC):
     @abstractmethod
     def verify(self, key: str, start: int, stop: int) -> None:
         """Raise unless these elements, all in one piece, can be read and are what was written."""
+
+    def further_checks(self) -> Iterator[Callable[[], object]]:
+        """What `verify` leaves out, as it would read more than what is asked for. Each raises if it fails."""
+        return iter(())
 
     def private(self, rank: int) -> dict[str, Any]:
         """What one rank has saved for itself, such as random numbers' states."""

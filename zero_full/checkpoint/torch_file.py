@@ -31,6 +31,7 @@ class TorchArchive:
         self.size = 0
         self.members: dict[str, zipfile.ZipInfo] = {}
         self._checked = set[str]()
+        self._is_confirmed = False
         try:
             with path.open("rb") as file, zipfile.ZipFile(file) as archive:
                 self.size = file.seek(0, 2)
@@ -50,6 +51,12 @@ class TorchArchive:
             raise CheckpointError(
                 f"{path} was written by a machine of another byte order: it cannot be read here"
             )
+
+    @property
+    def checksum(self) -> int:
+        """Of all checksums in it: of the contents, unless torch.save was told to write none."""
+        found = [(name, info.file_size, info.CRC) for name, info in sorted(self.members.items())]
+        return zlib.crc32(repr(found).encode())
 
     def size_of(self, member: str) -> int:
         """How many bytes this part has; CheckpointError if it is not there in full."""
@@ -77,6 +84,17 @@ class TorchArchive:
         except (OSError, EOFError) as error:
             raise CheckpointError(f"{self.path} cannot be read: {error}: {REMEDY}") from error
         return content
+
+    def confirm(self) -> None:
+        """CheckpointError if the file has gone, or has another size. It is looked at once."""
+        if not self._is_confirmed:
+            try:
+                size = self.path.stat().st_size
+            except OSError as error:
+                raise CheckpointError(f"{self.path} cannot be read: {error}: {REMEDY}") from error
+            if size != self.size:
+                raise CheckpointError(f"{self.path} has changed since it was opened: load again")
+            self._is_confirmed = True
 
     def check(self, member: str) -> None:
         """Compare a part with its checksum, unless torch.save was told to write none."""

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from zero_full._compat import REBUILD_PARAMETER, REBUILD_TENSOR, REBUILD_WITH_ATTRIBUTES
 from zero_full.checkpoint.failure import CheckpointError
 from zero_full.checkpoint.torch_file import REMEDY, SavedTensor, TorchArchive
 from zero_full.wording import shown
@@ -29,8 +30,8 @@ from zero_full.wording import shown
 class Inert:
     """The base of what a pickle may name.
 
-    A pickle can try to set attributes of all that it has named or made. Then `__setstate__` is asked; of a
-    class it is called without an instance, which is an error.
+    A pickle can try to set attributes of all that it has named or made: `__setstate__` is asked for that, and
+    a class's own is called without an instance, which is an error.
     """
 
     def __setstate__(self, state: object) -> None:
@@ -85,7 +86,7 @@ class SavedStorage(NamedTuple):
 
 
 class TensorMaker(Inert):
-    """`torch._utils._rebuild_tensor_v2` and v3: a tensor is a window into a storage."""
+    """A tensor, which is a window into a storage."""
 
     def __new__(cls, storage: Any, offset: int, size: Any, stride: Any, *rest: Any) -> Any:
         """See the class."""
@@ -99,7 +100,7 @@ class TensorMaker(Inert):
 
 
 class ParameterMaker(Inert):
-    """`torch._utils._rebuild_parameter`: the tensor itself."""
+    """A parameter: the tensor itself."""
 
     def __new__(cls, data: Any, *rest: Any) -> Any:
         """See the class."""
@@ -109,7 +110,7 @@ class ParameterMaker(Inert):
 
 
 class AttributesMaker(Inert):
-    """`torch._tensor._rebuild_from_type_v2`: a tensor with attributes, which are left out."""
+    """A tensor with attributes of its own, which are left out."""
 
     def __new__(cls, make: Any, kind: Any, args: Any, state: Any) -> Any:
         """See the class."""
@@ -218,11 +219,9 @@ ADMITTED: dict[str, Any] = {
     **{str(dtype): dtype for dtype in DTYPES},
     **{f"torch.{name}Storage": dtype for name, dtype in STORAGES.items()},
     "torch.storage.UntypedStorage": torch.uint8,
-    "torch._utils._rebuild_tensor_v2": TensorMaker,
-    "torch._utils._rebuild_tensor_v3": TensorMaker,
-    "torch._utils._rebuild_parameter": ParameterMaker,
-    "torch._utils._rebuild_parameter_with_state": ParameterMaker,
-    "torch._tensor._rebuild_from_type_v2": AttributesMaker,
+    **dict.fromkeys(REBUILD_TENSOR, TensorMaker),
+    **dict.fromkeys(REBUILD_PARAMETER, ParameterMaker),
+    REBUILD_WITH_ATTRIBUTES: AttributesMaker,
     "torch.Tensor": TENSOR,
     "numpy.dtype": NumpyType,
     "numpy.core.multiarray.scalar": NumpyNumber,

@@ -100,8 +100,7 @@ def missing_of_engines() -> dict[str, str]:
         from zero_full import engine
     except ImportError:  # without torch a script can be looked at, too
         return ENGINE
-    missing = {**ENGINE, **getattr(engine, "NOT_LANDED", {})}
-    return {name: text for name, text in missing.items() if not hasattr(engine.Engine, name)}
+    return {name: text for name, text in ENGINE.items() if not hasattr(engine.Engine, name)}
 
 
 def _arguments(call: ast.Call) -> Iterator[Leftover]:

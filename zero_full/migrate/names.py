@@ -76,7 +76,7 @@ INSTEAD = {  # the longest that a name begins with counts
     "deepspeed.accelerator": "torch.accelerator, or engine.device",
     "deepspeed.get_accelerator": "torch.accelerator, or engine.device",
     "deepspeed.autotuning": "compare stages with python -m zero_full plan --stages",
-    "deepspeed.checkpoint": "engine.save_weights and engine.load_weights deal in whole weights",
+    "deepspeed.checkpoint": "engine.load_checkpoint, or python -m zero_full inspect and export",
     "deepspeed.checkpointing": CHECKPOINTING,
     "deepspeed.runtime.activation_checkpointing": CHECKPOINTING,
     "deepspeed.comm": "torch.distributed has no such function",
@@ -109,11 +109,11 @@ INSTEAD = {  # the longest that a name begins with counts
     "deepspeed.utils.logger": "logging.getLogger(__name__); zero_full's own logger is named zero_full",
     "deepspeed.utils.logging": "logging.getLogger(__name__); zero_full's own logger is named zero_full",
     "deepspeed.utils.timer": "time.perf_counter; wall_clock_breakdown logs the engine's times",
-    "deepspeed.utils.zero_to_fp32": "engine.save_weights(folder, dtype=torch.float32) writes whole weights",
+    "deepspeed.utils.zero_to_fp32": "python -m zero_full export FOLDER OUT writes whole weights",
     "deepspeed.zero.TiledLinear": "torch.nn.Linear",
     "deepspeed.zero.ZeroParamStatus": "zero_full.GatheredParameters, around whole parameters, too",
 }
-ENGINE = {  # what scripts ask of an engine, beside engine.NOT_LANDED and unless ours has it by now
+ENGINE = {  # what scripts ask of an engine, unless ours has it by now
     "save_fp16_model": "engine.save_16bit_model",
     "_zero3_consolidated_16bit_state_dict": "engine.module_state_dict(), on every rank",
     "_consolidated_16bit_state_dict": "engine.module_state_dict(), on every rank",

@@ -5,6 +5,7 @@ One vector is summed over the ranks and read once by the host. In it are
     squares    of the gradients that this rank owns, and how many slices that do not count are not finite:
                a sum that is inf or NaN says that somebody has a gradient that is. So the norm is the
                overflow check
+    stops      how many ranks have been asked to stop, by a signal
     alarms     how many ranks know that what goes on beside the training has failed
     marks      a number made of what this rank is about to do, and its square: all marks are the same if
                and only if the sum of squares is what it is for equal numbers
@@ -35,7 +36,7 @@ from zero_full.shard.groups import Groups, Pair
 from zero_full.shard.stand_in import Found, names_of
 
 SQUARES = 2  # numbers that are of slices; those behind are of ranks
-ALARMS, MARKS, SPOILT, FLAGS = 2, 3, 5, 6  # places of these numbers
+STOPS, ALARMS, MARKS, SPOILT, FLAGS = 2, 3, 4, 6, 7  # places of these numbers
 MARK_BITS = 20  # so that a sum of squares over thousands of ranks is exact in fp64
 WRITTEN, ERROR = "parameters written in place", "error"  # among what ranks do
 SPOILT_BY = (
@@ -52,6 +53,7 @@ class Agreement:
 
     norm: float | None  # of the averaged gradients, as they are; None: nobody has asked
     used: Container[Member]  # parameters that have a gradient on any rank
+    stops: bool = False  # whether any rank has been asked to stop
     alarm: bool = False  # whether something beside the training has failed on any rank
 
 
@@ -61,6 +63,7 @@ class Said:
 
     used: set[Member]  # parameters that have a gradient here
     doings: Doings
+    stops: bool  # whether it has been asked to stop
     alarm: bool  # whether it knows that something beside the training has failed
 
 
@@ -77,16 +80,16 @@ def agree(groups: Groups, buckets: Sequence[Bucket], said: Said, needs_norm: boo
         sides.append(_Side(groups.expert, experts, said, counts))
     alone = groups.model is None or groups.model.size == 1
     if not needs_norm and alone and not any(side.has_peers for side in sides):
-        return Agreement(None, said.used, said.alarm)
-    squared, poison, alarms, *rest = _add_up(groups, sides, exactly=False)
+        return Agreement(None, said.used, said.stops, said.alarm)
+    squared, poison, stops, alarms, *rest = _add_up(groups, sides, exactly=False)
     if needs_norm and not isfinite(squared) and not poison and leaves_overflow(sides[0].numbers.device):
-        squared, poison, _, *rest = _add_up(groups, sides, exactly=True)
+        squared, poison, _, _, *rest = _add_up(groups, sides, exactly=True)
     everyones: set[Member] = set()
     for side in sides:
         everyones |= side.read(rest[: side.length])
         rest = rest[side.length :]
     norm = float("nan") if poison else float(squared) ** 0.5
-    return Agreement(norm if needs_norm else None, everyones, alarms > 0)
+    return Agreement(norm if needs_norm else None, everyones, stops > 0, alarms > 0)
 
 
 def numbers_on(device: torch.device, values: Sequence[float]) -> Tensor:
@@ -100,13 +103,13 @@ def numbers_on(device: torch.device, values: Sequence[float]) -> Tensor:
 
 
 def _add_up(groups: Groups, sides: Sequence["_Side"], exactly: bool) -> list[float]:
-    """Everyone's squares and alarms, then marks and flags of each side."""
+    """Everyone's squares, stops and alarms, then marks and flags of each side."""
     for side in sides:
         side.add_up(exactly)
     squares = torch.stack([side.numbers[:SQUARES] for side in sides])
     if groups.between_experts is not None:
         groups.between_experts.sum_numbers(squares[1], "squared gradient norm")
-    total = torch.cat([squares.sum(0), sides[0].numbers[ALARMS:MARKS]])  # every rank has the dense side
+    total = torch.cat([squares.sum(0), sides[0].numbers[STOPS:MARKS]])  # every rank has the dense side
     if groups.model is not None:
         groups.model.sum_numbers(total, "squared gradient norm")
     numbers: list[float] = torch.cat([total, *(side.numbers[MARKS:] for side in sides)]).tolist()
@@ -125,7 +128,7 @@ class _Side:
         self.length = FLAGS - MARKS + len(self.members)
         mark = float(zlib.crc32(repr(said.doings).encode()) >> (32 - MARK_BITS))
         flags = (float(member in said.used) for member in self.members)
-        self.said = [float(said.alarm), mark, mark * mark, 0.0, *flags]
+        self.said = [float(said.stops), float(said.alarm), mark, mark * mark, 0.0, *flags]
         released = [bucket.flat for bucket in buckets if bucket.flat.released_at_rest]
         kinds = {(flat.dtype, flat.kind.device) for flat in released if flat.kind.device.type != "meta"}
         self.absent = [nothing(*kind) for kind in kinds]

@@ -5,7 +5,7 @@ It stands where the optimizer it wraps stood: same `param_groups` (so schedulers
 """
 
 import logging
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from math import isfinite
@@ -20,7 +20,7 @@ from zero_full._compat import load_hooks, mark_stepped, state_dict_hooks
 from zero_full.comm.lane import lane_for
 from zero_full.precision.scaler import DynamicScale, StaticScale
 from zero_full.shard import owned as owned_state
-from zero_full.shard.agreement import Said, agree, doings_of, refuse_unused
+from zero_full.shard.agreement import Doings, Said, agree, doings_of, refuse_unused
 from zero_full.shard.base import (
     AFTER,
     BEFORE,
@@ -47,6 +47,7 @@ from zero_full.shard.owners import register
 from zero_full.shard.reducer import GradientReducer
 from zero_full.shard.report import NonFinite, StepReport
 from zero_full.shard.settings import Settings
+from zero_full.shard.signals import SIGNALS, StopSignals
 from zero_full.shard.stand_in import UNSCALED, Found, names_of
 from zero_full.shard.stepping import Steppers, sub_groups
 from zero_full.shard.watch import ModelWatch, ParameterWrites
@@ -81,6 +82,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.settings, self.scaler = settings, scaler
         self.lane = lane_for(groups.dense.shard.device, settings.overlap)
         self.report = NonFinite()
+        self.signals = StopSignals()
         self.last: StepReport | None = None
         self.steppers = Steppers(self.redirected, settings.dtypes)
         self.closed = self.states_offloaded = False  # see `offload_states.py`
@@ -183,11 +185,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
             refuse_unused(self.groups, self.awake, self.reducer.used)
         self.gradients.refuse_two_scales()
         scale, gathered = self.scaler.scale, self.gatherer.trail if self.gatherer is not None else 0
-        so_far = [("call of step", self.calls), ("order of gathers", gathered), ("loss scale", scale)]
+        so_far: Doings = [("call of step", self.calls), ("order of gathers", gathered), ("loss scale", scale)]
+        so_far = [*so_far, ("signals watched", self.signals.told)]
         doings = doings_of(self.param_groups, so_far, found, self.writes.digest(), failure)
         alarm = self.beside is not None and self.beside.has_failed()
-        said = Said(self.reducer.used, doings, alarm)
+        said = Said(self.reducer.used, doings, self.signals.came is not None, alarm)
         agreed = agree(self.groups, self.awake, said, self.settings.needs_norm)
+        self.signals.requested |= agreed.stops
         if failure is not None:
             raise failure
         if agreed.alarm:
@@ -207,6 +211,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for bucket in self.buckets:
             bucket.local_finite = None
         self.report.learn(self.scaler, overflow=not finite)
+
+    def watch_signals(self, signals: Iterable[int] = SIGNALS) -> None:
+        """Note these signals until `destroy`, instead of ending: `stop_requested`. On every rank."""
+        self.signals.watch(signals)
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether a watched signal has come to any rank: the same on all ranks, and found out in a step."""
+        return self.signals.requested
 
     def _say_nothing_to_do(self) -> None:
         if not self.said_nothing_to_do:
@@ -372,6 +385,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def close(self, gather: bool) -> None:
         """Leave the model without hooks, its parameters as they are or, if every rank asks for it, whole."""
         if not self.closed:
+            self.signals.leave()
             with ExitStack() as leaving:
                 leaving.callback(setattr, self, "closed", True)
                 leaving.callback(leave_model, self, gather)

@@ -83,11 +83,11 @@ class TagFolder:
         if self.refusals:
             raise CheckpointError(f"{self.path}: {listed(self.refusals, 3)}")
         if self.is_universal:
-            return UniversalSource(self.path, self._models())
+            return UniversalSource(self.path, self._models()).completed()
         if not self.optimizer_parts:
             model = self._models()[0]
             if model.trained is None:
-                return PlainSource(self.path, model)
+                return PlainSource(self.path, model).completed()
             raise CheckpointError(f"{self.path} has no files of optimizer states: {INTERRUPTED}")
         return self._open_zero()
 
@@ -107,7 +107,7 @@ class TagFolder:
             self.model = None
         else:
             self.model_parts = {}
-        return ZeroSource(self.path, self._models(world), ranks)
+        return ZeroSource(self.path, self._models(world), ranks).completed()
 
     def _models(self, world: int | None = None) -> list[ModelStates]:
         """The files of model states that are needed: all ranks' at stage 3 if parameters are frozen."""

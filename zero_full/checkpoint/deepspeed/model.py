@@ -20,6 +20,7 @@ from zero_full.checkpoint.unpickle import (
 
 Shapes = Mapping[str, tuple[int, ...]]  # of parameters by name, in the order in which they lie in a buffer
 
+UNNAMED = "(whose names DeepSpeed has not saved)"  # frozen parameters that were left out
 # Every other key is of the client_state: DeepSpeed puts them side by side.
 OWN_KEYS = frozenset(
     (
@@ -95,7 +96,7 @@ class ModelStates:
                 "world_size": world,
                 "stage": stage,
                 "step": content.get("global_steps"),
-                "written_by": f"DeepSpeed {content.get('ds_version', '')}".strip(),
+                "deepspeed": content.get("ds_version"),
             },
         }
         if content.get("lr_scheduler") is not None:
@@ -160,6 +161,8 @@ def add_untrained(source: SavedSource, models: list[ModelStates], stage: int) ->
         if isinstance(value, SavedTensor) and _is_buffer(first, name):
             source.add(f"{BUFFERS}/{name}", Cuts.whole(value.shape), [value])
     source.shared["frozen"] = sorted(name for name, numel in frozen.items() if numel)
+    if stage >= 2 and first.content.get("frozen_param_shapes", {}) is None:
+        source.shared["excluded"] = [UNNAMED]
     _add_aliases(source, first)
 
 

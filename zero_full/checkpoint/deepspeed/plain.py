@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from zero_full.checkpoint.deepspeed.model import ModelStates, add_untrained, dynamic_scale
-from zero_full.checkpoint.deepspeed.ranges import Cuts, SavedSource, numbers_of, options_of
+from zero_full.checkpoint.deepspeed.ranges import Cuts, SavedSource, numbers_of, options_of, states_of
 from zero_full.checkpoint.failure import CheckpointError
 from zero_full.checkpoint.source import PARAMETERS, STATE
 from zero_full.checkpoint.torch_file import SavedTensor
@@ -167,7 +167,8 @@ class PlainSource(SavedSource):
 
     def _add_trained(self, values: dict[str, SavedTensor], optimizer: Mapping[str, Any]) -> None:
         base = optimizer.get("optimizer_state_dict", optimizer)
-        found = arranged(values, _rows(base, optimizer))
+        rows = _rows(base, optimizer)
+        found = arranged(values, rows)
         if isinstance(found, int):
             problem = (
                 "does not fit to the parameters" if found == 0 else "fits to the parameters in several ways"
@@ -184,8 +185,9 @@ class PlainSource(SavedSource):
             if f"{PARAMETERS}/{name}" not in self.tensors:
                 self.add(f"{PARAMETERS}/{name}", Cuts.whole(value.shape), [value])
             if numbers := numbers_of(row.state(position)):
-                self.note(name, numbers)
+                self.numbers[f"{PARAMETERS}/{name}"] = numbers
         self.shared["groups"] = options_of(base["param_groups"])
+        self.shared["members"] = [[n for n, (r, _) in found.items() if r is row] for row in rows]
         scaler = self._scaler(optimizer)
         if scaler is not None:
             self.shared["scaler"] = scaler
@@ -205,8 +207,7 @@ class PlainSource(SavedSource):
 
 def _rows(base: Mapping[str, Any], optimizer: Mapping[str, Any]) -> list[Row]:
     """The groups of an optimizer, of which DeepSpeed has three kinds without ZeRO."""
-    places: list[list[int]] = [group["params"] for group in base["param_groups"]]
-    states = [[base["state"].get(place, {}) for place in group] for group in places]
+    states = states_of(base)
     if "fp32_groups_flat" in optimizer:
         masters = optimizer["fp32_groups_flat"]
         return [FlatRow(state[0], master) for state, master in zip(states, masters, strict=True)]

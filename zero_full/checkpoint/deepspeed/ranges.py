@@ -1,8 +1,10 @@
 """A source whose tensors lie in tensors of torch.save's files: one in one, or cut into several."""
 
+import zlib
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from math import inf, prod
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,9 @@ import torch
 from torch import Tensor
 
 from zero_full.checkpoint.failure import CheckpointError
-from zero_full.checkpoint.source import PARAMETERS, Source, StoredTensor
+from zero_full.checkpoint.source import Source, StoredTensor
 from zero_full.checkpoint.torch_file import SavedTensor
-from zero_full.shard.contents import STEP
+from zero_full.shard.contents import STEP, plain
 from zero_full.trees import mapped
 
 
@@ -83,11 +85,6 @@ class SavedSource(Source):
         self.tensors[key] = StoredTensor(cuts.shape, parts[0].dtype, cuts.pieces)
         self._places[key] = cuts, parts
 
-    def note(self, name: str, numbers: Mapping[str, Any]) -> None:
-        """What an optimizer keeps of a whole parameter: the step is a tensor, as torch's have it."""
-        told = {k: torch.tensor(v) if k == STEP else v for k, v in numbers.items()}
-        self.numbers[f"{PARAMETERS}/{name}"] = told
-
     def read(self, key: str, start: int, stop: int) -> Tensor:
         """These elements, all in one of its pieces."""
         if start == stop:
@@ -96,9 +93,14 @@ class SavedSource(Source):
         return part.read(first, first + stop - start)
 
     def verify(self, key: str, start: int, stop: int) -> None:
-        """Compare the storage that they lie in with the checksum that torch.save has written."""
+        """See that they are still there: checksums are of whole storages, of which a rank may need little."""
         if start != stop:
-            self._place(key, start)[0].check()
+            self._place(key, start)[0].archive.confirm()
+
+    def further_checks(self) -> Iterator[Callable[[], object]]:
+        """Compare each storage with the checksum that torch.save has written."""
+        parts = {(p.archive.path, p.member): p for _, parts in self._places.values() for p in parts}
+        return (part.check for part in parts.values())
 
     def _place(self, key: str, element: int) -> tuple[SavedTensor, int]:
         """The part that an element is in, and which it is there."""
@@ -107,6 +109,24 @@ class SavedSource(Source):
         part, begin = cuts.places[number]
         return parts[part], begin + element - cuts.pieces[number][0]
 
+    def completed(self) -> "SavedSource":
+        """To be called when all is known: gives names as a load has them, and the identity."""
+        self.tensors = {plain(key): stored for key, stored in self.tensors.items()}
+        self._places = {plain(key): place for key, place in self._places.items()}
+        self.aliases = {plain(alias): plain(name) for alias, name in self.aliases.items()}
+        self.numbers = {plain(key): numbers for key, numbers in self.numbers.items()}
+        for key in ("frozen", "members"):
+            if key in self.shared:
+                self.shared[key] = [_plain_names(each) for each in self.shared[key]]
+        files = {part.archive.path: part.archive for _, parts in self._places.values() for part in parts}
+        checksums = [(path.name, archive.checksum) for path, archive in sorted(files.items())]
+        self.identity = f"{zlib.crc32(repr(checksums).encode()):08x}"
+        return self
+
+
+def _plain_names(names: Any) -> Any:
+    return plain(names) if isinstance(names, str) else [plain(name) for name in names]
+
 
 def with_values(nest: Any) -> Any:
     """The nest with tensors in place of what is still in a file."""
@@ -114,12 +134,36 @@ def with_values(nest: Any) -> Any:
 
 
 def numbers_of(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Those entries of an optimizer's state that are one number for the whole parameter."""
-    single = {k: v.whole().item() for k, v in state.items() if isinstance(v, SavedTensor) and not v.shape}
-    plain = {k: v for k, v in state.items() if isinstance(v, (bool, int, float))}
-    return {k: float(v) if k == STEP else v for k, v in {**single, **plain}.items()}
+    """Those entries of an optimizer's state that are one number for the whole parameter.
+
+    Some of DeepSpeed's optimizers count steps in an int; here, as in torch, a count is a tensor.
+    """
+    single = {k: v.whole() for k, v in state.items() if isinstance(v, SavedTensor) and not v.shape}
+    found = {k: v for k, v in state.items() if isinstance(v, (bool, int, float))} | single
+    return {k: torch.as_tensor(v, dtype=torch.float32) if k == STEP else v for k, v in found.items()}
+
+
+def told(numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers to be compared and shown."""
+    return {k: v.item() if isinstance(v, Tensor) else v for k, v in numbers.items()}
+
+
+def states_of(base: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
+    """The states in an optimizer's state dict, by group. Some optimizers count steps once for a group."""
+    found = []
+    for group in base["param_groups"]:
+        common = {STEP: group[STEP]} if STEP in group else {}
+        states = [base["state"].get(place, {}) for place in group["params"]]
+        found.append([{**common, **state} if state else {} for state in states])
+    return found
 
 
 def options_of(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The options of an optimizer's groups, without which parameters they are of, and how far they are."""
-    return [{k: with_values(v) for k, v in group.items() if k not in ("params", "step")} for group in groups]
+    return [{k: with_values(v) for k, v in group.items() if k not in ("params", STEP)} for group in groups]
+
+
+def members_of(groups: list[dict[str, Any]], shapes: Iterable[Iterable[str]]) -> list[list[str]]:
+    """The names of each group's parameters. At stage 3 a group may be several sub-groups."""
+    rest = iter(shapes)
+    return [[name for named in islice(rest, len(group["params"])) for name in named] for group in groups]

@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from zero_full.checkpoint.deepspeed.model import ModelStates, add_untrained, scaler_state
-from zero_full.checkpoint.deepspeed.ranges import Cuts, SavedSource, numbers_of, options_of
+from zero_full.checkpoint.deepspeed.ranges import Cuts, SavedSource, members_of, numbers_of, options_of
 from zero_full.checkpoint.failure import CheckpointError
 from zero_full.checkpoint.files import is_plain
 from zero_full.checkpoint.source import PARAMETERS, STATE
 from zero_full.checkpoint.torch_file import SavedTensor
 from zero_full.checkpoint.unpickle import load_saved
+from zero_full.shard.contents import STEP
 
 
 class UniversalSource(SavedSource):
@@ -36,6 +37,7 @@ class UniversalSource(SavedSource):
             raise CheckpointError(f"{models[0].path} does not say which parameters there are")
         self.shared = models[0].shared(stage, models[0].world)
         self.shared["groups"] = options_of(self.common["param_groups"])
+        self.shared["members"] = members_of(self.common["param_groups"], groups)
         self._refuse_mixed_up(stage, groups)
         for group, named in enumerate(groups):
             common = self._numbers(stage, group)
@@ -70,7 +72,7 @@ class UniversalSource(SavedSource):
             places = [place for each in base["param_groups"] for place in each["params"]]
             return numbers_of(base["state"].get(places[group], {}))
         options = self.common["param_groups"][group]
-        return {"step": float(options["step"])} if "step" in options else {}
+        return numbers_of({STEP: options[STEP]}) if STEP in options else {}
 
     def _add_parameter(self, name: str, shape: tuple[int, ...], numbers: dict[str, Any]) -> None:
         folder = self.path / "zero" / name
@@ -80,14 +82,14 @@ class UniversalSource(SavedSource):
                 "Convert again, or load what it was made of"
             )
         found = {path.stem: load_saved(path) for path in sorted(folder.glob("*.pt"))}
-        if "step" in found:
-            numbers = {**numbers, **numbers_of({"step": found.pop("step")})}
+        if STEP in found:
+            numbers = {**numbers, **numbers_of({STEP: found.pop(STEP)})}
         for entry, content in found.items():
             values = self._values(folder / f"{entry}.pt", content, shape)
             key = f"{PARAMETERS}/{name}" if entry == "fp32" else f"{STATE}/{entry}/{name}"
             self.add(key, Cuts.whole(shape), [values])
         if numbers and len(found) > 1:
-            self.note(name, numbers)
+            self.numbers[f"{PARAMETERS}/{name}"] = dict(numbers)
 
     def _values(self, path: Path, content: Any, shape: tuple[int, ...]) -> SavedTensor:
         """The tensor in a file of an entry: by itself, or with how it was merged."""

@@ -13,17 +13,27 @@ places.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from zero_full.checkpoint.deepspeed.model import ModelStates, Shapes, add_untrained, scaler_state
-from zero_full.checkpoint.deepspeed.ranges import Cuts, SavedSource, even_share, numbers_of, options_of
+from zero_full.checkpoint.deepspeed.ranges import (
+    Cuts,
+    SavedSource,
+    even_share,
+    members_of,
+    numbers_of,
+    options_of,
+    states_of,
+    told,
+)
 from zero_full.checkpoint.failure import CheckpointError
 from zero_full.checkpoint.source import PARAMETERS, STATE
 from zero_full.checkpoint.torch_file import SavedTensor
 from zero_full.checkpoint.unpickle import load_saved
+from zero_full.shard.contents import STEP
 
 
 @dataclass(frozen=True)
@@ -64,13 +74,8 @@ class RankStates:
         """What the optimizer keeps, by group or sub-group."""
         if isinstance(self.base, list):
             step = self.content.get("base_optimizer_state_step")
-            return [state if step is None else {"step": step, **state} for state in self.base]
-        states = []
-        for group in self.base["param_groups"]:
-            for place in group["params"]:
-                state = self.base["state"].get(place, {})
-                states.append({"step": group["step"], **state} if state and "step" in group else state)
-        return states
+            return [state if step is None else {STEP: step, **state} for state in self.base]
+        return list(chain.from_iterable(states_of(self.base)))
 
     def moments(self, group: int) -> dict[str, SavedTensor]:
         """Those entries of a group's state that have a number for each element."""
@@ -118,8 +123,11 @@ class ZeroSource(SavedSource):
         for group, named in enumerate(shapes):
             self._add_group(group, named)
         add_untrained(self, models, first.stage)
-        if not isinstance(first.base, list):
-            self.shared["groups"] = options_of(first.base["param_groups"])
+        base = first.base
+        # An elastic checkpoint has no options: those that are set stay.
+        groups = [{"params": [0]} for _ in shapes] if isinstance(base, list) else base["param_groups"]
+        self.shared["groups"] = options_of(groups)
+        self.shared["members"] = members_of(groups, shapes)
         scaler = scaler_state(first.content.get("loss_scaler"))
         if scaler is not None:
             self.shared["scaler"] = scaler
@@ -131,7 +139,7 @@ class ZeroSource(SavedSource):
             if other.stage != first.stage or len(other.masters) != len(first.masters):
                 raise CheckpointError(f"{other.path} and {first.path.name} are of different runs")
             for group, (theirs, ours) in enumerate(zip(other.states, first.states, strict=True)):
-                steps = numbers_of(theirs), numbers_of(ours)
+                steps = told(numbers_of(theirs)), told(numbers_of(ours))
                 if steps[0] != steps[1] or other.moments(group).keys() != first.moments(group).keys():
                     raise CheckpointError(
                         f"{other.path} has {steps[0] or 'no state'} where {first.path.name} has "
@@ -151,7 +159,7 @@ class ZeroSource(SavedSource):
             for entry, parts in entries.items():
                 self.add(f"{STATE}/{entry}/{name}", cuts, parts)
             if numbers:
-                self.note(name, numbers)
+                self.numbers[f"{PARAMETERS}/{name}"] = dict(numbers)
 
     def _cuts_before_3(
         self, group: int, named: Shapes, masters: list[SavedTensor]

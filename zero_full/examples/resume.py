@@ -1,0 +1,92 @@
+"""Train, stop when a signal asks for it, and go on from there, with as many ranks as there are then.
+
+    torchrun --standalone --nproc-per-node 3 -m zero_full.examples.resume --out run
+    torchrun --standalone --nproc-per-node 2 -m zero_full.examples.resume --out run --stage 1
+
+End the first one as you like: with Ctrl-C or `kill` it finishes its step, saves and exits; after `kill -9`
+the last checkpoint is there. The second one goes on, in the middle of an epoch if need be. With any number of
+ranks a step is 12 samples, so the losses are those of a run that was never stopped, but for rounding.
+"""
+
+import argparse
+import logging
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import zero_full
+
+CONFIG: dict[str, Any] = {
+    "train_batch_size": 12,
+    "optimizer": {"type": "AdamW", "params": {"lr": 3e-3}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 3e-3, "warmup_num_steps": 20}},
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    "checkpoint": {"keep_last": 2},
+}
+
+
+def samples(count: int = 132) -> TensorDataset:
+    """Numbers, and what a network that nobody knows makes of them."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(count, 16, generator=generator)
+    return TensorDataset(inputs, torch.tanh(inputs @ torch.randn(16, 4, generator=generator)))
+
+
+def mean_of_ranks(loss: Tensor) -> float:
+    """For the log."""
+    total = loss.detach().clone()
+    if dist.is_initialized():
+        dist.all_reduce(total)
+        total /= dist.get_world_size()
+    return float(total)
+
+
+def main() -> int:
+    """Go on, or begin."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, required=True, help="a folder that all hosts share")
+    parser.add_argument("--stage", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--save-every", type=int, default=5, help="steps")
+    parser.add_argument(
+        "--pause", type=float, default=0.0, help="seconds after each step, to have time for kill"
+    )
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+
+    zero_full.init_distributed()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
+    config = CONFIG | {"zero_optimization": CONFIG["zero_optimization"] | {"stage": args.stage}}
+    engine, _, loader, _ = zero_full.initialize(model=model, config=config, training_data=samples())
+
+    progress: dict[str, Any] = {"epoch": 0}
+    _, saved = engine.load_checkpoint(args.out)  # (None, None) if there is none yet
+    progress |= saved or {}
+    signals = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    engine.on_signal(args.out, signals, client_state=progress)
+    while progress["epoch"] < args.epochs:
+        for inputs, wanted in loader:  # behind the last batch before the save
+            loss = nn.functional.mse_loss(engine(inputs.to(engine.device)), wanted.to(engine.device))
+            engine.backward(loss)
+            shown = mean_of_ranks(loss)
+            if engine.global_rank == 0:
+                print(f"step {engine.global_steps}: loss {shown:.6f}, {engine.world_size} ranks", flush=True)
+            engine.step()  # after a signal it saves and exits
+            if engine.global_steps % args.save_every == 0:
+                engine.save_checkpoint(args.out, client_state=progress)
+            time.sleep(args.pause)
+        progress["epoch"] += 1
+    engine.destroy()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

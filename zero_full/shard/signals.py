@@ -1,0 +1,82 @@
+"""Signals that ask a run to stop: noted when they come, agreed on in a step.
+
+[Note: a signal] It may come to one rank, to some or to all, and between any two lines. So its handler only
+notes it, and what all ranks sum up in a step (`agreement.py`) says whether anybody has one: all ranks know
+after the same step. A log would be too much for a handler: it may have interrupted one.
+"""
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Iterable
+from types import FrameType
+from typing import Any
+
+log = logging.getLogger("zero_full")
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
+HARMLESS = tuple(getattr(signal, name) for name in ("SIGUSR1", "SIGUSR2") if hasattr(signal, name))
+ORDINARY = (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler)
+
+
+class StopSignals:
+    """Which signals this rank watches, and whether one has come. See [Note: a signal]."""
+
+    def __init__(self) -> None:
+        self.before: dict[signal.Signals, Any] = {}  # their handlers
+        self.told = ""  # what is watched, and for what: the same on all ranks
+        self.came: signal.Signals | None = None  # to this rank
+        self.requested = False  # to any rank, as all ranks know
+        self.process = 0
+
+    def watch(self, signals: Iterable[int], purpose: str = "") -> None:
+        """Take the place of these signals' handlers until `leave`."""
+        wanted = _known(signals)
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("signals are handled by Python's main thread: call this there")
+        for number in wanted:
+            owner = getattr(signal.getsignal(number), "__self__", None)
+            if isinstance(owner, StopSignals) and owner is not self:
+                raise RuntimeError(
+                    f"{number.name} is watched by another engine or optimizer of this process already: let "
+                    "one watch, by optimizer.watch_signals(), and save all when its stop_requested is true"
+                )
+        self.leave()
+        self.process = os.getpid()
+        for number in wanted:
+            before = signal.signal(number, self._note)
+            signal.siginterrupt(number, False)  # what a library waits for in the system goes on
+            if before not in ORDINARY:
+                which = before or "that is not Python's"
+                log.warning("%s: its handler %s is not called until destroy", number.name, which)
+            self.before[number] = before
+        self.told = f"{', '.join(sorted(number.name for number in wanted))} {purpose}".strip()
+
+    def leave(self) -> None:
+        """Give the signals back to whoever handled them."""
+        if self.before and threading.current_thread() is threading.main_thread():
+            for number, before in self.before.items():
+                if signal.getsignal(number) == self._note:  # else somebody has come after us
+                    signal.signal(number, signal.SIG_DFL if before is None else before)
+            self.before, self.told = {}, ""
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() == self.process:
+            self.came = signal.Signals(number)
+        elif number not in HARMLESS:  # a child that was forked from this rank: what ends it still does
+            signal.signal(number, self.before.get(signal.Signals(number)) or signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+
+def _known(signals: Iterable[int]) -> list[signal.Signals]:
+    """The signals, if there are some, and Python can handle them."""
+    if not isinstance(signals, Iterable) or isinstance(signals, (str, bytes)):
+        raise TypeError(f"signals is a sequence, such as (signal.SIGTERM,), and not {signals!r}")
+    try:
+        wanted = [signal.Signals(number) for number in signals]
+    except ValueError as error:
+        raise ValueError(f"signals: {error}") from None
+    never = [each.name for each in wanted if each.name in ("SIGKILL", "SIGSTOP")]
+    if never or not wanted:
+        raise ValueError(f"signals: {', '.join(never)} cannot be watched" if never else "signals is empty")
+    return wanted
