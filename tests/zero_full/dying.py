@@ -19,7 +19,7 @@ import zero_full
 from zero_full.checkpoint import complete, open_checkpoint
 
 CALLS = ("open", "write", "fsync", "mkdir", "replace", "unlink", "rmdir")  # that change a disk, or promise to
-LIMIT = 60.0  # seconds, after which a rank hangs
+PATIENCE, LIMIT = 5.0, 60.0  # seconds: of a rank for another one, and after which a rank hangs
 
 
 class Small(nn.Module):
@@ -56,9 +56,11 @@ def step(engine: zero_full.Engine) -> None:
     engine.step()
 
 
-def save(engine: zero_full.Engine, folder: Path, tag: str) -> None:
+def save(engine: zero_full.Engine, folder: Path, tag: str, asynchronous: bool = False) -> None:
     """With the step's number beside it."""
-    engine.save_checkpoint(folder, tag=tag, client_state={"step": engine.global_steps})
+    state = {"step": engine.global_steps}
+    engine.save_checkpoint(folder, tag=tag, client_state=state, asynchronous=asynchronous)
+    engine.wait_for_checkpoint()
 
 
 # What a rank does ----------------------------------------------------------------------------------
@@ -118,7 +120,7 @@ def saves_and_dies(
     said = None
     with Killer(how.get("at") if rank == how["victim"] else None) as killer:
         try:
-            save(engine, folder, how["tag"])
+            save(engine, folder, how["tag"], how["asynchronous"])
         except Exception as error:
             said = f"{type(error).__name__}: {error}"
     return killer.calls, said
@@ -140,9 +142,7 @@ def _serve(rank: int, port: int, pipe: Connection, fn: Callable[..., Any], args:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=LIMIT / 2)
-    )
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=PATIENCE))
     pipe.send(("answer", pickle.dumps(fn(rank, pipe, *args))))
     os._exit(0)  # whoever is left does not wait for the dead
 
