@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from tests.worlds import POOL
 from tests.zero_full.checkpoint_runs import Layout, Rich, batch, differences, engine_of, everything, go
 from tests.zero_full.runs import said_by
 from zero_full.assemble import shard
-from zero_full.checkpoint import open_checkpoint
+from zero_full.checkpoint import disk, open_checkpoint
 from zero_full.comm.topology import Topology
 from zero_full.shard import Settings
 
@@ -300,3 +301,45 @@ def test_a_layer_that_was_thawed_goes_on(tmp_path: Path) -> None:
 
 def go_on(engine: zero_full.Engine, step: int) -> float:
     return go(engine, 0, range(step, step + 1))[0]
+
+
+def bytes_read(comm: Any, layout: Layout, folder: Path) -> tuple[int, int]:
+    """How many bytes of numbers a load reads, and how many this rank gets."""
+    read = [0]
+
+    def counting(file: disk.OldFile, buffer: memoryview, at: int) -> None:
+        read[0] += len(buffer) * file.path.name.endswith(".safetensors")
+        plainly(file, buffer, at)
+
+    plainly = disk.OldFile.read_into
+    engine = zero_full.initialize(model=nn.Linear(1000, 1000), config=layout.keys())[0]
+    with mock.patch.object(disk.OldFile, "read_into", counting):
+        engine.load_checkpoint(folder)
+    mine = sum(each.numel() * each.itemsize for each in engine.optimizer.holdings()["optimizer"])
+    mine += sum(owned.master.nbytes for owned in engine.optimizer.owned if not owned.is_separate)
+    engine.destroy()
+    return read[0], mine
+
+
+def saves_a_large_layer(comm: Any, folder: Path) -> None:
+    keys = Layout(comm.world_size, 1).keys()
+    engine = zero_full.initialize(model=nn.Linear(1000, 1000), config=keys)[0]
+    engine.backward(engine(torch.ones(1, 1000)).square().mean())
+    engine.step()
+    engine.save_checkpoint(folder)
+    engine.destroy()
+
+
+def test_a_rank_reads_what_it_owns_once_to_verify_it_and_once_to_take_it(tmp_path: Path) -> None:
+    POOL.run(saves_a_large_layer, 2, tmp_path)
+    for layout in (Layout(4, 3), Layout(3, 1)):
+        for read, mine in POOL.run(bytes_read, layout.world, layout, tmp_path):
+            assert 2 * mine <= read <= 2 * mine + 8 * disk.BLOCK, (read, mine)
+
+
+def test_an_engine_that_only_runs_forward_takes_the_weights(tmp_path: Path) -> None:
+    saved = values(trained(tmp_path))
+    keys = {key: each for key, each in ALONE.keys().items() if key not in ("optimizer", "scheduler")}
+    engine = zero_full.initialize(model=Rich(), config=keys)[0]
+    assert engine.load_checkpoint(tmp_path)[0] is not None
+    assert all(torch.equal(value, saved[name]) for name, value in values(engine).items())

@@ -1,6 +1,7 @@
 """Experts: each lives on some ranks only; its gradients come from all, and one norm is over everything."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -152,3 +153,37 @@ def test_the_check_of_calls_tells_expert_groups_and_data_groups_of_the_same_rank
     keys = keys_of(2, debug={"check_collectives": True, "timeout_s": 5})
     for got in POOL.run(expert_run, WORLD, 1, keys):
         assert got["applied"] == [True] * STEPS
+
+
+def saved_and_loaded(comm: Any, folder: Path, stage: int, experts: int) -> str:
+    """Two experts are saved from stage 1, and loaded at another stage; what differs, or what is said."""
+    topology, row = topology_of(comm.rank, 2)
+    model = WithExpert(comm.rank % 2, 2)
+    engine = zero_full.initialize(model=model, config=config(1), optimizer=sgd, topology=topology)[0]
+    x = [data(0, 0, rank) for rank in range(WORLD)]
+    engine.backward(engine(x[comm.rank], [x[rank] for rank in row]))
+    engine.step()
+    engine.save_checkpoint(folder)
+    names = ("dense", "expert")
+    held = [zero_full.safe_get_full_optimizer_state(getattr(model, n), "momentum_buffer") for n in names]
+    topology, row = topology_of(comm.rank, experts)
+    other = WithExpert(comm.rank % experts, experts)
+    engine = zero_full.initialize(model=other, config=config(stage), optimizer=sgd, topology=topology)[0]
+    try:
+        engine.load_checkpoint(folder)
+    except zero_full.CheckpointError as error:
+        return str(error)
+    found = [zero_full.safe_get_full_optimizer_state(getattr(other, n), "momentum_buffer") for n in names]
+    with zero_full.GatheredParameters([other.dense, other.expert]):
+        same = torch.equal(other.dense, model.dense) and torch.equal(other.expert, model.expert)
+    return "" if same and all(map(torch.equal, held, found)) else "other values"
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_each_expert_goes_on_where_it_was(stage: int, tmp_path: Path) -> None:
+    assert POOL.run(saved_and_loaded, WORLD, tmp_path, stage, 2) == [""] * WORLD
+
+
+def test_other_numbers_of_experts_are_an_error(tmp_path: Path) -> None:
+    for said in POOL.run(saved_and_loaded, WORLD, tmp_path, 2, 4):
+        assert "lacks expert" in said and "Nothing was loaded" in said, said

@@ -21,7 +21,7 @@ Capture = pytest.CaptureFixture[str]
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """A folder with two checkpoints and what is left of two saves."""
-    for name in ("step10", "step20", "partial-0f", "replaced-1e", ".hidden"):
+    for name in ("step10", "step20", "partial-0f0f0f0f-x", "replaced-1e1e1e1e-x", ".hidden"):
         (tmp_path / "saved" / name).mkdir(parents=True)
     (tmp_path / "saved/latest").write_text("step20\n")
     return tmp_path / "saved"
@@ -67,7 +67,7 @@ def test_a_table_says_what_there_is(root: Path, source: MemorySource, capsys: Ca
     for want in [
         *("written by a test", "tag step20", "world size 4", "stage 3", "step 20", "latest step20"),
         *("types bf16, fp32", "torch unknown", "also here step10"),
-        "unfinished partial-0f, replaced-1e: saves that run now, or were cut off",
+        "unfinished partial-0f0f0f0f-x, replaced-1e1e1e1e-x: saves that run now, or were cut off",
         "left out the frozen parameters base.weight",
         "also in it counters",
         "tensors elements size bytes",
@@ -96,7 +96,7 @@ def test_json_is_one_line_with_the_same(root: Path, source: MemorySource, capsys
     beside = {key: told[key] for key in ("tag", "latest", "also_here", "unfinished")}
     assert beside == {
         **{"tag": "step20", "latest": "step20"},
-        **{"also_here": ["step10"], "unfinished": ["partial-0f", "replaced-1e"]},
+        **{"also_here": ["step10"], "unfinished": ["partial-0f0f0f0f-x", "replaced-1e1e1e1e-x"]},
     }
     sizes = {key: value.nbytes for key, value in source.values.items()}
     for kind, sums in told["totals"].items():
@@ -175,7 +175,7 @@ def test_a_disk_that_fails_is_told_like_damage(
 
 
 def test_neighbours_are_those_of_the_folder_that_was_given(root: Path) -> None:
-    saves = ["partial-0f", "replaced-1e"]
+    saves = ["partial-0f0f0f0f-x", "replaced-1e1e1e1e-x"]
     both = Neighbours("step20", ["step10"], saves)
     assert neighbours(root, root / "step20") == both
     assert neighbours(root / "step20", root / "step20") == both
@@ -200,7 +200,7 @@ def test_what_cannot_be_opened_is_told_with_what_is_there(
     code, out, err = run(capsys, root, "--tag", "step7", *options)
     assert (code, out) == (1, "")
     assert err.startswith(f"error: {root} has no complete checkpoint step7\n")
-    assert "step10, step20" in err and "partial-0f, replaced-1e" in err
+    assert "step10, step20" in err and "partial-0f0f0f0f-x, replaced-1e1e1e1e-x" in err
 
 
 def test_a_folder_that_may_not_be_read(root: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

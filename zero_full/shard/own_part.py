@@ -57,7 +57,7 @@ def refuse_other_facts(optimizer: Optimizer, facts: Mapping[str, Any]) -> None:
     if other != kind and not ALIKE.issuperset((other, kind)):
         raise ValueError(
             f"the optimizer's state is {other}'s, but the optimizer is {kind}: what one keeps means nothing "
-            "to the other"
+            "to the other (load_checkpoint has load_optimizer_states=False)"
         )
 
 
