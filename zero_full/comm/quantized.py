@@ -19,12 +19,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from zero_full.comm.chunks import ALIGNED
 from zero_full.comm.communicator import Communicator
 from zero_full.comm.transport import own_slice
 from zero_full.kernels.load import operators
 from zero_full.kernels.reference import payload_bytes
 
-ALIGNED = 16  # bytes: what a GPU loads or stores at once
 Gather = Callable[[Tensor, str], None]  # fill in the others' slices
 BLOCK = 2048  # numbers that share a scale: its four bytes are 1/512 of eight bits each, 1/256 of four
 QUANTIZABLE = (torch.float32, torch.bfloat16, torch.float16)

@@ -87,6 +87,22 @@ class SharedMemory(OverGroup):
                 pieces[rank].copy_(self._half(rank, whole.dtype)[:numel])
             self.turn += 1
 
+    def all_to_all(self, sent: Tensor, received: Tensor) -> None:
+        """Each rank shows the others what it has for them, and copies what they have for it."""
+        theirs = [own_slice(sent.view(-1), rank, self.size) for rank in range(self.size)]
+        mine = [own_slice(received.view(-1), rank, self.size) for rank in range(self.size)]
+        mine[self.rank].copy_(theirs[self.rank])
+        room = self.half // sent.element_size() // (self.size - 1)
+        for low in range(0, mine[0].numel(), room):
+            shown = [s[low : low + room] for s in theirs]
+            for reader in self.others:
+                self._slot(self.rank, reader, shown[reader]).copy_(shown[reader])
+            self.meet()
+            for rank in self.others:
+                piece = mine[rank][low : low + room]
+                piece.copy_(self._slot(rank, self.rank, piece))
+            self.turn += 1
+
     def sum_numbers(self, numbers: Tensor) -> None:
         """An all-reduce of the numbers and of padding, so that they can be cut evenly."""
         if not numbers.is_floating_point():  # fp32, in which slices are summed, does not hold all of them

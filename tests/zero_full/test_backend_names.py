@@ -1,0 +1,37 @@
+"""`comm_backend_name`: what is missing for a name, in words."""
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from zero_full.comm.backend_names import NAMES, missing_for
+
+
+@pytest.mark.parametrize(
+    ("name", "there", "has_cuda", "missing"),
+    [
+        ("nccl", True, True, ""),
+        ("nccl", True, False, "nccl: there is no CUDA device"),
+        ("nccl", False, True, "nccl: this torch was built without NCCL"),
+        ("gloo", True, False, ""),
+        ("gloo", False, False, "gloo: this torch was built without gloo"),
+        ("mpi", True, False, ""),
+        ("mpi", False, False, "mpi: this torch was built without MPI"),
+        ("hccl", True, False, ""),
+        ("hccl", False, False, "hccl: torch_npu, which brings it, is not installed or not imported"),
+    ],
+)
+def test_what_a_backend_lacks_is_said(name: str, there: bool, has_cuda: bool, missing: str) -> None:
+    with (
+        mock.patch.object(dist, "is_backend_available", lambda asked: there and asked == name),
+        mock.patch.object(torch.cuda, "is_available", lambda: has_cuda),
+    ):
+        assert missing_for(name) == missing
+
+
+def test_a_backend_is_one_of_four() -> None:
+    assert NAMES == ("nccl", "gloo", "mpi", "hccl") and missing_for("gloo") == ""
+    with pytest.raises(ValueError, match="comm_backend_name 'ucc': it can be nccl, gloo, mpi, hccl"):
+        missing_for("ucc")
