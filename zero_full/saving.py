@@ -96,6 +96,7 @@ class Saving:
         wanted = LoadOptions(
             load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only
         )
+        tag = None if tag is None else str(tag)
         found = load_checkpoint(self.module, self.optimizer, load_dir, tag, wanted, self._extras())
         if found is None:
             there = ", ".join(complete(Path(load_dir))) or "none"

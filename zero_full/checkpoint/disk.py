@@ -4,7 +4,7 @@ A checksum stands for each block of a file, so that a rank can verify what it re
 """
 
 import os
-import shutil
+import stat
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -81,6 +81,15 @@ def make_folder(path: Path) -> None:
         path.mkdir()
 
 
+def make_folders(path: Path) -> None:
+    """Make a folder and those that it is in, so far as they are missing, and wait for the disk."""
+    missing = [each for each in (path, *path.parents) if not each.exists()]
+    with telling("making a folder", path):
+        path.mkdir(parents=True, exist_ok=True)
+    for each in missing:
+        flush_folder(each.parent)
+
+
 def flush_folder(path: Path) -> None:
     """Wait until the names in a folder are on the disk."""
     if not hasattr(os, "O_DIRECTORY"):  # Windows cannot
@@ -99,9 +108,11 @@ def rename(old: Path, new: Path) -> None:
         old.replace(new)
 
 
-def replace_file(path: Path, data: bytes, nonce: str) -> None:
-    """A file has these bytes from now on; whoever reads it finds the old ones or the new ones."""
-    part = path.with_name(f"{path.name}.{nonce}")
+def replace_file(path: Path, data: bytes, part: Path) -> None:
+    """A file has these bytes from now on; whoever reads it finds the old ones or the new ones.
+
+    part  where they are until then
+    """
     try:
         write_file(part, data)
         rename(part, path)
@@ -111,24 +122,30 @@ def replace_file(path: Path, data: bytes, nonce: str) -> None:
     flush_folder(path.parent)
 
 
-def remove(folder: Path) -> None:
-    """Remove a folder and all that is in it, as far as possible."""
-    shutil.rmtree(folder, ignore_errors=True)
+def remove(path: Path) -> None:
+    """Remove a file or an empty folder."""
+    with telling("removing", path):
+        path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 class OldFile:
-    """A file of a known size that is read in ranges; links are not followed."""
+    """A file of a known size that is read in ranges; links are not followed.
+
+    It is opened when it is read, because of many ranks' files most ranks read few.
+    """
 
     def __init__(self, path: Path, size: int) -> None:
-        self.path, self.size = path, size
-        self.descriptor = os.open(path, os.O_RDONLY | NO_LINKS)
-        found = os.fstat(self.descriptor).st_size
-        if found != size:
-            self.close()
-            raise OSError(f"{path} has {found} bytes, not the {size} that were written: it was cut short")
+        self.path, self.size, self.descriptor = path, size, -1
+        found = path.lstat()
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(f"{path} is no file, but a link or the like")
+        if found.st_size != size:
+            raise OSError(f"{path} has {found.st_size} bytes, not the {size} that were written")
 
     def read_into(self, buffer: memoryview, at: int) -> None:
         """Fill the buffer with the bytes from `at` on."""
+        if self.descriptor < 0:
+            self.descriptor = os.open(self.path, os.O_RDONLY | NO_LINKS)
         while buffer:
             got = os.preadv(self.descriptor, [buffer], at)
             if not got:

@@ -125,7 +125,7 @@ def save_16bit_model(
 
 def _export(optimizer: ZeroOptimizer, selection: Selection, sink: Sink, exact: bool) -> None:
     """Gather every selected tensor and pass it to the first rank's sink."""
-    attempt = Attempt(optimizer)
+    attempt = Attempt(optimizer, "save_weights")
     writes = all(group.rank == 0 for group in optimizer.groups.everyone)
 
     def deliver(name: str, tensor: Tensor) -> None:

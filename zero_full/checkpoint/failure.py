@@ -14,8 +14,10 @@ class CheckpointError(RuntimeError):
 class Attempt:
     """Runs what this rank does between collectives, and keeps its failure until all ranks can hear of it."""
 
-    def __init__(self, optimizer: ZeroOptimizer) -> None:
-        self.optimizer = optimizer
+    def __init__(self, optimizer: ZeroOptimizer, call: str) -> None:
+        if optimizer.closed:
+            raise CheckpointError("after destroy nothing can be saved or loaded: initialize the model again")
+        self.optimizer, self.call = optimizer, call  # what every rank must have called
         self.error: Exception | None = None
 
     def __call__(self, act: Callable[[], None]) -> None:
@@ -29,14 +31,17 @@ class Attempt:
     def agree(self, told: Any = None) -> dict[int, Any]:
         """Raise on every rank if any has failed; else what each has `told`. Every rank must call this."""
         failure = None if self.error is None else str(self.error) or type(self.error).__name__
-        reports = {this_rank(): (failure, told)}
+        reports = {this_rank(): (self.call, failure, told)}
         for group in self.optimizer.groups.everyone:
-            for theirs in group.gather_objects(reports, "failures"):
+            for theirs in group.gather_objects(reports, f"what ranks say of {self.call}"):
                 reports = {**reports, **theirs}
-        failed = {rank: text for rank, (text, _) in sorted(reports.items()) if text is not None}
+        calls = {rank: call for rank, (call, _, _) in sorted(reports.items())}
+        if len(set(calls.values())) > 1:
+            raise CheckpointError(f"ranks make different calls, of which every rank must make each: {calls}")
+        failed = {rank: text for rank, (_, text, _) in sorted(reports.items()) if text is not None}
         if failed:
             raise CheckpointError(_reasons(failed, len(reports))) from self.error
-        return {rank: each for rank, (_, each) in sorted(reports.items())}
+        return {rank: each for rank, (_, _, each) in sorted(reports.items())}
 
 
 def _reasons(failed: dict[int, str], ranks: int) -> str:

@@ -96,8 +96,11 @@ def header_of(entries: Iterable[TensorEntry], metadata: Mapping[str, str]) -> tu
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The numbers of a contiguous tensor on the CPU, without a copy; valid as long as the tensor is."""
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr() if tensor.nbytes else 1))
+    """The numbers of a contiguous tensor on the CPU, without a copy. They keep the tensor alive."""
+    tensor = tensor.resolve_conj().resolve_neg()  # else they are not what the tensor shows
+    told = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr() if tensor.nbytes else 1)
+    told.tensor = tensor  # type: ignore[attr-defined]  # else its memory could be another's by the time of use
+    return memoryview(told)
 
 
 def part_of(path: Path) -> Path:

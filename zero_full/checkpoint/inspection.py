@@ -9,10 +9,10 @@ from typing import Any
 
 from zero_full.checkpoint.consolidate import Advance
 from zero_full.checkpoint.failure import CheckpointError
+from zero_full.checkpoint.folder import ASIDE
 from zero_full.checkpoint.source import PARAMETERS, STATE, Source, StoredTensor
 from zero_full.wording import human, listed, natural, shown
 
-REMAINS = ("partial-", "replaced-")  # how folders begin whose save has not ended, or was cut off
 LATEST = ("latest", "latest_universal")  # files with the name of the newest checkpoint
 MOST = 20  # lines about what is wrong
 
@@ -45,7 +45,7 @@ def neighbours(folder: Path, path: Path | None) -> Neighbours:
     if not root.is_dir():
         return Neighbours()
     folders = sorted(each.name for each in root.iterdir() if each.is_dir() and each.name[0] != ".")
-    unfinished = [name for name in folders if name.startswith(REMAINS)]
+    unfinished = [name for name in folders if ASIDE.fullmatch(name)]
     mine = None if path is None else path.resolve().name
     return Neighbours(_latest(root), [n for n in folders if n not in (mine, *unfinished)], unfinished)
 

@@ -1,14 +1,14 @@
-"""CheckpointLoad what a run goes on from: at any number of ranks, stage and precision, all of it or nothing.
+"""Load what a run goes on from: at any number of ranks, stage and precision, all of it or nothing.
 
 [Note: a load] First everything is compared and every byte that this rank needs is verified; only when all
-ranks are content, anything is changed. Each rank reads its own ranges.
+ranks are content, anything is changed. Then the schedule and other objects of the loop take their states,
+which they may refuse: they get their own back, and nothing has happened. Each rank reads its own ranges.
 """
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
-from functools import cached_property
-from math import prod
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,15 @@ from torch import Tensor, nn
 
 from zero_full.checkpoint import randomness
 from zero_full.checkpoint.failure import Attempt, CheckpointError
+from zero_full.checkpoint.plain_data import fingerprint
 from zero_full.checkpoint.reading import holds_latest, open_checkpoint
-from zero_full.checkpoint.resharding import fill
-from zero_full.checkpoint.save import Extras
+from zero_full.checkpoint.save import Extras, group_members
 from zero_full.checkpoint.source import Source, StoredTensor
+from zero_full.checkpoint.source_values import SourceValues
 from zero_full.comm.topology import this_rank
 from zero_full.precision.scaler import DynamicScale
 from zero_full.shard.base import NoOptimizer
-from zero_full.shard.contents import BUFFERS, PARAMETERS, Chunk, NewState, entry_of, plain, state_key
+from zero_full.shard.contents import BUFFERS, PARAMETERS, Chunk, NewState, plain
 from zero_full.shard.flat import GatherState
 from zero_full.shard.gathered import load_others, names_and_values
 from zero_full.shard.optimizer import ZeroOptimizer
@@ -71,7 +72,7 @@ def load_checkpoint(
 
     CheckpointError if anything is wrong, on every rank; nothing is changed then.
     """
-    attempt, load = Attempt(optimizer), list[CheckpointLoad]()
+    attempt, load = Attempt(optimizer, "load_checkpoint"), list[CheckpointLoad]()
 
     def open_and_check() -> None:
         optimizer.catch_up()
@@ -82,23 +83,26 @@ def load_checkpoint(
 
     attempt(open_and_check)
     try:
-        found = attempt.agree(str(load[0].source.path) if load else None)
-        if len(set(found.values())) > 1:
-            raise CheckpointError(f"ranks find different folders: {found}. Nothing was loaded")
+        found = attempt.agree([(str(each.source.path), each.source.identity) for each in load])
+        _refuse_others(found)
         if not load:
             return None
-        attempt(load[0].take_schedule)
-        attempt.agree()
-        attempt(load[0].fill)
-        attempt.agree()
-        load[0].finish()
-        attempt.agree()
+        load[0].change(attempt)
     finally:
         for each in load:
             each.source.close()
     shared = load[0].source.shared
     counters = {} if wanted.module_only else shared.get("counters", {})
     return Resumed(load[0].source.path, shared.get("client_state", {}), counters)
+
+
+def _refuse_others(found: Mapping[int, list[tuple[str, str]]]) -> None:
+    if len({str(each) for each in found.values()}) > 1:
+        folders = {rank: each[0][0] if each else "none" for rank, each in found.items()}
+        raise CheckpointError(
+            f"ranks find different checkpoints: {folders}. If these are the same, another save has just "
+            "taken its place: load again. Nothing was loaded"
+        )
 
 
 class CheckpointLoad:
@@ -118,14 +122,17 @@ class CheckpointLoad:
 
     def check(self) -> None:
         """CheckpointError unless everything fits and can be read."""
+        if self.wanted.module_only:  # else the counters begin a step anew
+            self.optimizer.refuse_unfinished("load_checkpoint(load_module_only=True)")
         self._match()
         if self.with_state:
             self._check_state()
+        self.objects = self._objects()
         self.values.check(self._chunks())
 
     def _match(self) -> None:
         """Find every tensor of the module in the source."""
-        contents, shared = self.optimizer.contents, self.source.shared
+        contents, excluded = self.optimizer.contents, set(self.source.shared.get("excluded", ()))
         names: dict[Tensor, list[str]] = {
             param: [plain(member.name)] for param, (_, member) in self.optimizer.parts.places.items()
         }
@@ -137,21 +144,29 @@ class CheckpointLoad:
         for tensor, known in names.items():
             stored = self._find(keys[tensor].partition("/")[0], known)
             if stored is None:
-                missing += [known[0]] if known[0] not in shared.get("excluded", ()) else []
+                missing += [known[0]] if known[0] not in excluded else []
                 continue
             used.add(stored)
             self.values.place[keys[tensor]] = stored
             wrong += _differences(known[0], tensor, self.source.tensors[stored])
         mine = {key.partition("/")[0].partition("@")[2] for key in keys.values()}
         unexpected = [key for key in self.source.tensors if _is_of(key, mine) and key not in used]
-        where = self.source.path
-        if missing and self.wanted.strict:
-            wrong.append(f"{where} lacks {listed(sorted(missing))}")
-        if unexpected and self.wanted.strict:
-            extra = sorted(key.partition("/")[2] for key in unexpected)
-            wrong.append(f"{where} has {listed(extra)}, which the model lacks")
+        self._judge(wrong, sorted(missing), sorted(key.partition("/")[2] for key in unexpected))
+
+    def _judge(self, wrong: list[str], missing: Sequence[str], unexpected: Sequence[str]) -> None:
+        where, told = self.source.path, list[str]()
+        if missing:
+            told.append(f"{where} lacks {listed(missing)}")
+        if unexpected:
+            told.append(f"{where} has {listed(unexpected)}, which the model lacks")
+        if self.wanted.strict:
+            wrong, told = wrong + told, []
         if wrong:
             raise CheckpointError("; ".join(wrong) + ". Nothing was loaded")
+        if excluded := self.source.shared.get("excluded"):
+            told.append(f"{where} was saved without {listed(excluded)}, which keep their values")
+        if told and this_rank() == 0:
+            log.warning("; ".join(told))
 
     def _find(self, kind: str, names: Sequence[str]) -> str | None:
         """The key under which a tensor with these names is stored."""
@@ -171,30 +186,70 @@ class CheckpointLoad:
                 "(load_optimizer_states=False). Nothing was loaded"
             )
         refuse_other_facts(self.optimizer, shared)
-        if self._takes_schedule() and shared.get("lr_scheduler") is None:
-            raise CheckpointError(
-                f"{self.source.path} has no state of a schedule: load without it "
-                "(load_lr_scheduler_states=False). Nothing was loaded"
-            )
-        self._kept()
+        self._refuse_other_groups(shared.get("members", ()))
+        randomness.check(self.source.private(this_rank()).get("random"))
 
-    def _takes_schedule(self) -> bool:
-        wanted = self.wanted.lr_scheduler_states and not self.wanted.module_only
-        return wanted and self.extras.lr_scheduler is not None
+    def _refuse_other_groups(self, members: Iterable[Sequence[str]]) -> None:
+        """CheckpointError if a parameter would get the options of another one's group."""
+        saved = {name: number for number, names in enumerate(members) for name in names}
+        for number, names in enumerate(group_members(self.optimizer)):
+            for name in names:
+                if saved.get(name, number) != number:
+                    raise CheckpointError(
+                        f"{name} was in the optimizer's parameter group {saved[name]}, but is in group "
+                        f"{number} here, so it would get another group's options: give the groups in the "
+                        f"order of {self.source.path}, or load without them (load_optimizer_states=False). "
+                        "Nothing was loaded"
+                    )
+
+    def _objects(self) -> list[tuple[str, Any, Any]]:
+        """What takes a state of its own: its name, the object, and the state that was saved."""
+        found, shared = list[tuple[str, Any, Any]](), self.source.shared
+        schedule, wanted = self.extras.lr_scheduler, self.wanted.lr_scheduler_states
+        if schedule is not None and wanted and not self.wanted.module_only:
+            state, kind = shared.get("lr_scheduler"), type(schedule).__name__
+            saved = shared.get("schedule", kind)
+            if state is None or saved != kind:
+                told = (
+                    "no state of a schedule" if state is None else f"the state of a {saved}, not of a {kind}"
+                )
+                raise CheckpointError(
+                    f"{self.source.path} has {told}: load without it (load_lr_scheduler_states=False). "
+                    "Nothing was loaded"
+                )
+            found.append(("the schedule", schedule, state))
+        if self.with_state:
+            kept = self._kept()
+            found += [(name, self.extras.kept[name], state) for name, state in kept.items()]
+        return found
 
     def _kept(self) -> dict[str, Any]:
         """The saved states of the objects that are to go on: this rank's, or what all ranks had alike."""
-        if not self.extras.kept:
+        world_size = self.source.shared["about"].get("world_size", 0)
+        privates = [self.source.private(rank) for rank in range(world_size)]
+        if not any("kept" in private for private in privates):  # written by somebody else
+            if self.extras.kept and this_rank() == 0:
+                log.warning("%s has no states of %s", self.source.path, listed(sorted(self.extras.kept)))
             return {}
-        about = self.source.shared["about"]
-        everyones = [self.source.private(rank).get("kept", {}) for rank in range(about["world_size"])]
-        same_ranks = about["world_size"] == self._ranks()
+        everyones = [private.get("kept", {}) for private in privates]
+        unclaimed = sorted({name for each in everyones for name in each} - self.extras.kept.keys())
+        if unclaimed and this_rank() == 0:
+            log.warning(
+                "%s has states of %s, which nobody takes: name them in keep_in_checkpoint (or Extras.kept) "
+                "before loading",
+                self.source.path,
+                listed(unclaimed),
+            )
+        same_ranks = world_size == self._ranks()
         found = {}
         for name in self.extras.kept:
             states = [each[name] for each in everyones if name in each]
             if len(states) < len(everyones):
-                raise CheckpointError(f"{self.source.path} has no state of {name}. Nothing was loaded")
-            if not same_ranks and any(repr(state) != repr(states[0]) for state in states):
+                raise CheckpointError(
+                    f"{self.source.path} has no state of {name}: load first, and name it in "
+                    "keep_in_checkpoint (or Extras.kept) after that. Nothing was loaded"
+                )
+            if not same_ranks and len({fingerprint(state) for state in states}) > 1:
                 raise CheckpointError(
                     f"{name} was saved by {len(states)} ranks, each its own state, and here are "
                     f"{self._ranks()}: nobody can say which is whose. Let its state_dict be the same on all "
@@ -223,29 +278,42 @@ class CheckpointLoad:
 
     # Changes -------------------------------------------------------------------------------------
 
-    def take_schedule(self) -> None:
-        """Give the schedule its state; it keeps its own if that fails."""
-        if not self._takes_schedule():
-            return
-        schedule = self.extras.lr_scheduler
-        before = schedule.state_dict()
+    def change(self, attempt: Attempt) -> None:
+        """Do all of it. Every rank must call this, after all have checked."""
+        before = list[tuple[Any, Any]]()
+        attempt(lambda: self._hand_out(before))
         try:
-            schedule.load_state_dict(self.source.shared["lr_scheduler"])
+            attempt.agree()
+        except BaseException:
+            for each, state in before:
+                each.load_state_dict(state)
+            raise
+        attempt(self.fill)
+        try:
+            attempt.agree()
+            self.finish()
+            attempt(self._go_on)
+            attempt.agree()
         except Exception as error:
-            schedule.load_state_dict(before)
-            raise CheckpointError(
-                f"the schedule cannot take the state in {self.source.path}: {error!r}. Nothing was loaded"
-            ) from error
+            raise CheckpointError(f"{error}. Some parameters are changed already: load again") from error
+
+    def _hand_out(self, before: list[tuple[Any, Any]]) -> None:
+        """Give the objects their states, and note what they had."""
+        for name, each, state in self.objects:
+            before.append((each, deepcopy(each.state_dict())))
+            try:
+                each.load_state_dict(state)
+            except Exception as error:
+                raise CheckpointError(
+                    f"{name} cannot take the state in {self.source.path}: {error!r}. Nothing was loaded"
+                ) from error
 
     def fill(self) -> None:
         """Read this rank's ranges. Parameters follow when all ranks are done."""
         shared = self.source.shared
         if "asleep" in shared:
             wake_all_but(self.optimizer, shared["asleep"])
-        try:
-            self.values.read(self._chunks())
-        except (CheckpointError, OSError) as error:
-            raise CheckpointError(f"{error}. Some parameters are changed already: load again") from error
+        self.values.read(self._chunks())
         if self.state is not None:
             self.state.install()
             take_facts(self.optimizer, self._facts())
@@ -270,17 +338,18 @@ class CheckpointLoad:
                 targets[key].values.copy_(values)
 
     def finish(self) -> None:
-        """Parameters follow their masters, on all ranks; the loop's own objects go on."""
+        """Parameters follow their masters, on all ranks."""
         optimizer = self.optimizer
         optimizer.publish()
         for flat in optimizer.frozen:
             flat.node_copy = None
             if flat.state is GatherState.WHOLE:
                 flat.collect()
+
+    def _go_on(self) -> None:
+        """Random numbers go on where they were."""
         if not self.with_state:
             return
-        for name, state in self._kept().items():
-            self.extras.kept[name].load_state_dict(state)
         private = self.source.private(this_rank())
         if self.source.shared["about"].get("world_size") == self._ranks() and "random" in private:
             randomness.restore(private["random"])
@@ -301,63 +370,5 @@ def _is_of(key: str, parts: Iterable[str]) -> bool:
 def _differences(name: str, tensor: Tensor, stored: StoredTensor) -> Iterator[str]:
     if tuple(tensor.shape) != stored.shape:
         yield f"{name} has shape {tuple(tensor.shape)}, but {stored.shape} in the checkpoint"
-    if tensor.is_floating_point() != stored.dtype.is_floating_point:
+    if tensor.dtype != stored.dtype and not (tensor.is_floating_point() and stored.dtype.is_floating_point):
         yield f"{name} is {tensor.dtype}, but {stored.dtype} in the checkpoint"
-
-
-class SourceValues:
-    """A source as `Values`: under the names that the model has, which may be others of tied parameters.
-
-    `place` must be complete before anything is asked for.
-    """
-
-    def __init__(self, source: Source) -> None:
-        self.source = source
-        self.place: dict[str, str] = {}  # of each tensor of the model, by key: its key in the source
-
-    def _entries(self) -> Iterator[tuple[str, str]]:
-        """Each entry of the optimizer's state: its key here, and there."""
-        reverse: dict[str, list[str]] = {}
-        for mine, theirs in self.place.items():
-            reverse.setdefault(theirs, []).append(mine)
-        for key in self.source.tensors:
-            if found := entry_of(key):
-                for mine in reverse.get(found[0], ()):
-                    yield state_key(mine, found[1]), key
-
-    @cached_property
-    def places(self) -> dict[str, str]:
-        """Of everything that can be read, by its key here."""
-        return {**self.place, **dict(self._entries())}
-
-    @cached_property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Of each tensor."""
-        return {mine: self.source.tensors[theirs].shape for mine, theirs in self.places.items()}
-
-    @cached_property
-    def dtypes(self) -> Mapping[str, torch.dtype]:
-        """In which they are stored."""
-        return {mine: self.source.tensors[theirs].dtype for mine, theirs in self.places.items()}
-
-    @cached_property
-    def numbers(self) -> Mapping[str, Mapping[str, Any]]:
-        """What the optimizer keeps of each parameter as a whole."""
-        return {mine: self.source.numbers.get(theirs, {}) for mine, theirs in self.place.items()}
-
-    def check(self, chunks: Sequence[Chunk]) -> None:
-        """CheckpointError unless all of it is there, as it was written."""
-        places = self.places
-        for chunk in chunks:
-            stored = places[chunk.key]
-            assert prod(chunk.shape) == self.source.tensors[stored].numel, chunk
-            for start, stop in self.source.parts(stored, chunk.start, chunk.stop):
-                self.source.verify(stored, start, stop)
-
-    def read(self, chunks: Sequence[Chunk]) -> None:
-        """Put values into the chunks, converted to their types."""
-        places = self.places
-        fill(
-            self.source,
-            [Chunk(places[c.key], c.shape, c.start, c.values, c.holder) for c in chunks],
-        )

@@ -18,6 +18,18 @@ def states() -> dict[str, Any]:
     return found
 
 
+def check(found: dict[str, Any] | None) -> None:
+    """Raise if `restore` would."""
+    if found is None:
+        return
+    random.Random().setstate(found["python"])
+    torch.Generator().set_state(found["torch"])
+    if "numpy" in found:
+        import numpy
+
+        numpy.random.RandomState().set_state(found["numpy"])
+
+
 def restore(found: dict[str, Any]) -> None:
     """Go on where `states` was called, as far as the same generators are here."""
     random.setstate(found["python"])

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -115,30 +116,49 @@ class RankFile:
             rows = files[data_name(rank)], files[json_name(rank)]
             told = json.loads(read_whole(told_in, rows[1]["crc32"]))
             self.data = disk.OldFile(self.path, rows[0]["bytes"])
-            self.blocks: list[int] = told["blocks"]
-            self.ranges = [self._range(key, *each) for key, each in told["tensors"].items()]
-            self.aside = [(DTYPES[code], list(shape), int(at)) for code, shape, at in told["aside"]]
-            self.plain = decode(told["plain"], self._tensor_aside)
+            try:
+                self._take_in(told)
+            except BaseException:
+                self.data.close()
+                raise
+        except CheckpointError:
+            raise
         except FileNotFoundError as error:
             raise CheckpointError(f"{error.filename} is missing: rank {rank} has written it") from None
         except OSError as error:
             raise CheckpointError(str(error)) from error
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+        except Exception as error:  # whatever a file can do that is not what we have written
             raise CheckpointError(f"{told_in} is damaged: {error!r}") from error
 
+    def _take_in(self, told: Mapping[str, Any]) -> None:
+        self.blocks: list[int] = told["blocks"]
+        if len(self.blocks) != -(-self.data.size // disk.BLOCK):
+            raise ValueError(f"{len(self.blocks)} checksums of {self.data.size} bytes")
+        self.ranges = [self._range(key, *each) for key, each in told["tensors"].items()]
+        self.aside = [(DTYPES[code], shape, at) for code, shape, at in told["aside"]]
+        self.plain = decode(told["plain"], self._tensor_aside)
+        for name in ("numbers", "private", "shared"):
+            if not isinstance(self.plain[name], dict):
+                raise TypeError(f"{name} is a {type(self.plain[name]).__name__}")
+
     def _range(self, key: str, code: str, shape: list[int], start: int, numel: int, at: int) -> Range:
-        dtype = DTYPES[code]
-        if min(start, numel, at, *shape, 0) < 0 or at + numel * dtype.itemsize > self.data.size:
-            raise ValueError(f"{key} would lie outside the file")
-        return Range(self, key, dtype, tuple(map(int, shape)), start, start + numel, at)
+        self._refuse_outside(key, DTYPES[code], [*shape, start], numel, at)
+        return Range(self, key, DTYPES[code], tuple(shape), start, start + numel, at)
 
     def _tensor_aside(self, number: int) -> Tensor:
         dtype, shape, at = self.aside[number]
-        numel = torch.Size(shape).numel()
-        if at < 0 or at + numel * dtype.itemsize > self.data.size:
-            raise ValueError("a tensor among plain data would lie outside the file")
-        self.verify(at, at + numel * dtype.itemsize)
-        return self.tensor_at(at, numel, dtype).view(shape)
+        self._refuse_outside("a tensor among plain data", dtype, shape, prod(shape), at)
+        self.verify(at, at + prod(shape) * dtype.itemsize)
+        return self.tensor_at(at, prod(shape), dtype).view(shape)
+
+    def _refuse_outside(
+        self, what: str, dtype: torch.dtype, counts: Sequence[int], numel: int, at: int
+    ) -> None:
+        """ValueError unless these are counts, and so many numbers lie in the file."""
+        if any(type(each) is not int or each < 0 for each in (*counts, numel, at)):
+            raise ValueError(f"{what} has {counts}, {numel} and {at}, which are not all counts")
+        if at + numel * dtype.itemsize > self.data.size:
+            raise ValueError(f"{what} would lie outside the file")
 
     def tensor_at(self, at: int, numel: int, dtype: torch.dtype) -> Tensor:
         """Numbers from the file."""

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from zero_full.checkpoint.failure import CheckpointError
-from zero_full.checkpoint.folder import MANIFEST, folder_of, latest_tag, read_manifest
+from zero_full.checkpoint.folder import MANIFEST, digest_of, folder_of, latest_tag, read_manifest
 from zero_full.checkpoint.rank_file import Range, RankFile
 from zero_full.checkpoint.source import Source, StoredTensor
 
@@ -19,13 +19,16 @@ class OwnSource(Source):
     def __init__(self, folder: Path) -> None:
         self.path, self.kind = folder, "zero_full"
         self.manifest = read_manifest(folder)
+        self.identity = digest_of(self.manifest)
         self.files: list[RankFile] = []
         try:
             for rank in self.manifest["ranks"]:
                 self.files.append(RankFile(folder, int(rank), self.manifest["files"]))
             self._take_in()
-        except BaseException:
+        except BaseException as error:
             self.close()
+            if isinstance(error, Exception) and not isinstance(error, CheckpointError):
+                raise CheckpointError(f"{folder} is damaged: {error!r}") from error
             raise
 
     def _take_in(self) -> None:
@@ -52,7 +55,8 @@ class OwnSource(Source):
         raise AssertionError(f"{key}: {start} to {stop} are not in one range")
 
     def read(self, key: str, start: int, stop: int) -> Tensor:
-        """These elements, which one rank has written."""
+        """These elements, which one rank has written, if they are still what was written."""
+        self.verify(key, start, stop)
         found = self._range(key, start, stop)
         return found.file.tensor_at(found.bytes_of(start, stop)[0], stop - start, found.dtype)
 
@@ -89,10 +93,10 @@ def open_checkpoint(directory: Path, tag: str | None = None) -> Source:
     """The checkpoint of this tag, of the newest, or the one that `directory` itself is."""
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is no folder, or is not there")
-    if tag is None and (directory / MANIFEST).exists():
-        return OwnSource(directory)
     if tag is None:
         tag = latest_tag(directory)
+    if tag is None and (directory / MANIFEST).exists():
+        return OwnSource(directory)
     if tag is None:
         raise CheckpointError(f"{directory} has no file `latest`: give a tag, or the checkpoint's own folder")
     return OwnSource(folder_of(directory, tag))

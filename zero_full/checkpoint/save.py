@@ -5,11 +5,13 @@ the disk, and to hear that it is published. A failure of one rank ends the save 
 before stays.
 """
 
+import logging
 import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from hashlib import blake2b
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from zero_full.checkpoint.folder import (
     FORMAT,
     VERSION,
     check_tag,
+    discard,
     partial_folder,
     publish,
     refuse_strange,
@@ -38,6 +41,8 @@ from zero_full.shard.optimizer import ZeroOptimizer
 from zero_full.shard.own_part import facts_of
 from zero_full.wording import ranks_listed
 
+log = logging.getLogger("zero_full")
+CALL = "save_checkpoint"
 Rows = Mapping[str, Mapping[str, int]]  # what a manifest says of files
 
 
@@ -56,7 +61,7 @@ class SaveOptions:
 
     save_latest: bool = True  # `load_checkpoint` finds this one without a tag
     exclude_frozen_parameters: bool = False  # leave out what has requires_grad=False
-    keep_last: int | None = None  # remove all but the last so many in this folder, and unfinished ones
+    keep_last: int | None = None  # of this model in this folder; older ones are removed, and cut-off saves
 
 
 @dataclass(frozen=True)
@@ -97,12 +102,15 @@ class CheckpointSave:
         write_manifest(self.folder, manifest)
         publish(self.folder, self.tag, self.nonce, self.options.save_latest)
         if self.options.keep_last is not None:
-            retain(self.directory, self.options.keep_last, self.tag)
+            try:
+                retain(self.directory, self.options.keep_last, self.tag, self.nonce)
+            except (OSError, CheckpointError) as error:  # this one is saved all the same
+                log.warning("older checkpoints in %s could not be removed: %s", self.directory, error)
 
     def discard(self) -> None:
         """What was written goes."""
         if self.is_first:
-            disk.remove(self.folder)
+            discard(self.folder)
 
 
 @torch.no_grad()
@@ -122,10 +130,10 @@ def save_checkpoint(
 
     CheckpointError, on every rank, if it fails; what was there before stays then.
     """
-    attempt, place = Attempt(optimizer), (Path(directory), tag)
+    attempt, place = Attempt(optimizer, CALL), (Path(directory).absolute(), tag)
     told = dict(client_state or {}), extras or Extras()
     save = prepare(attempt, module, optimizer, place, told, options or SaveOptions())
-    finish(save, Attempt(optimizer))
+    finish(save, Attempt(optimizer, CALL))
     return Path(directory) / tag
 
 
@@ -181,25 +189,28 @@ def prepare(
             {"numbers": numbers, "private": private, "shared": shared},
         )
         payload.encoded()  # what cannot be saved is told before anything is written
-        about = about_of(optimizer, len(everyones), extras.counters)
+        about = about_of(module, optimizer, len(everyones), extras.counters)
         made.append(CheckpointSave(directory, tag, nonce, payload, about, is_first, options))
         if is_first:
-            directory.mkdir(parents=True, exist_ok=True)
-            refuse_strange(directory, tag)
+            disk.make_folders(directory)
+            refuse_strange(directory, tag, about["model"])
             disk.make_folder(made[0].folder)
 
     attempt(make)
     try:
         attempt.agree()
-    except CheckpointError:
+    except BaseException:
         for save in made:
             save.discard()
         raise
     return made[0]
 
 
-def about_of(optimizer: ZeroOptimizer, ranks: int, counters: Mapping[str, Any]) -> dict[str, Any]:
-    """What a person wants to know of a checkpoint."""
+def about_of(
+    module: nn.Module, optimizer: ZeroOptimizer, ranks: int, counters: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What a person wants to know of a checkpoint, and whose it is."""
+    shapes = sorted((plain(name), tuple(p.shape)) for name, p in module.named_parameters())
     dtypes = sorted({str(flat.dtype).removeprefix("torch.") for flat in optimizer.flats()})
     return {
         "world_size": ranks,
@@ -208,7 +219,16 @@ def about_of(optimizer: ZeroOptimizer, ranks: int, counters: Mapping[str, Any]) 
         "parameters_in": dtypes,
         "optimizer": type(optimizer.base).__name__,
         "torch": torch.__version__,
+        "model": blake2b(repr(shapes).encode(), digest_size=8).hexdigest(),
     }
+
+
+def group_members(optimizer: ZeroOptimizer) -> list[list[str]]:
+    """The names of the parameters in each group of the optimizer."""
+    places = optimizer.parts.places
+    return [
+        [plain(places[p][1].name) for p in group["params"] if p in places] for group in optimizer.param_groups
+    ]
 
 
 def _check(tag: str, keep_last: int | None) -> None:
@@ -282,7 +302,9 @@ class _Taken:
         return {
             **facts_of(self.optimizer),
             "counters": dict(extras.counters),
+            "members": group_members(self.optimizer),
             "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
+            **({} if scheduler is None else {"schedule": type(scheduler).__name__}),
             "client_state": dict(client_state),
             "frozen": self.frozen,
             "excluded": self.excluded,

@@ -46,6 +46,7 @@ class Source(ABC):
     """A checkpoint that is open for reading. What is wrong with it is a `CheckpointError`."""
 
     path: Path  # of the folder
+    identity: str = ""  # what tells it from another one that may take its place
     kind: str  # who has written it, in words: "zero_full", "DeepSpeed, stage 2"
     tensors: dict[str, StoredTensor]  # by key
     aliases: dict[str, str]  # further names of tied parameters, with the name under which they are stored

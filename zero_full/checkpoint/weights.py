@@ -66,7 +66,8 @@ def load_weights(
     The optimizer's state stays as it is.
     """
     refuse_parts(optimizer)
-    mine, loading, attempt = select(module, names).tensors, _Loading(Path(path)), Attempt(optimizer)
+    mine, loading = select(module, names).tensors, _Loading(Path(path))
+    attempt = Attempt(optimizer, "load_weights")
     attempt(optimizer.catch_up)
     attempt(lambda: loading.match(mine, strict))
     attempt.agree()
