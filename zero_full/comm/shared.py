@@ -21,7 +21,7 @@ from torch import Tensor
 
 from zero_full._compat import timeout_of
 from zero_full.comm import spin_barrier
-from zero_full.comm.transport import OverGroup, add_up, own_slice
+from zero_full.comm.transport import OverGroup, Splits, add_up, own_slice
 
 CPU = torch.device("cpu")
 HALF = 2 * 2**20  # bytes
@@ -55,6 +55,11 @@ class SharedMemory(OverGroup):
         place = reader - (reader > owner)
         return self._half(owner, like.dtype)[place * like.numel() : (place + 1) * like.numel()]
 
+    def _place(self, owner: int, reader: int, dtype: torch.dtype, room: int) -> Tensor:
+        """The same, where parts differ in size and have room for so many elements each."""
+        place = reader - (reader > owner)
+        return self._half(owner, dtype)[place * room : (place + 1) * room]
+
     def _meet_by_message(self) -> None:
         dist.barrier(self.group)
 
@@ -85,6 +90,20 @@ class SharedMemory(OverGroup):
             self.meet()
             for rank in self.others:
                 pieces[rank].copy_(self._half(rank, whole.dtype)[:numel])
+            self.turn += 1
+
+    def all_to_all_uneven(self, sent: Tensor, received: Tensor, splits: Splits) -> None:
+        """Each rank shows the others what it has for them, and copies what they have for it."""
+        theirs, mine = sent.split(list(splits.sent)), received.split(list(splits.received))
+        room = self.half // sent.element_size() // (self.size - 1)
+        for low in range(0, splits.most, room):
+            for reader in self.others:
+                shown = theirs[reader][low : low + room]
+                self._place(self.rank, reader, sent.dtype, room)[: shown.numel()].copy_(shown)
+            self.meet()
+            for rank in self.others:
+                piece = mine[rank][low : low + room]
+                piece.copy_(self._place(rank, self.rank, sent.dtype, room)[: piece.numel()])
             self.turn += 1
 
     def sum_numbers(self, numbers: Tensor) -> None:

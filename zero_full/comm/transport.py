@@ -11,6 +11,7 @@ current stream).
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +22,15 @@ from zero_full._compat import all_gather_single, reduce_scatter_single
 
 MESSAGE = 2**20  # elements sent at a time: large enough for speed, small enough that memory is reused
 CACHED = 2**17  # elements summed at a time, so that a sum and its division meet in the cache
+
+
+@dataclass(frozen=True)
+class Splits:
+    """How many elements this rank sends to each other rank and receives from each; of itself it has 0."""
+
+    sent: Sequence[int]
+    received: Sequence[int]
+    most: int  # that any rank sends to another one: all ranks know it, so that they take as many turns
 
 
 class Transport(Protocol):
@@ -42,6 +52,9 @@ class Transport(Protocol):
 
     def all_to_all(self, sent: Tensor, received: Tensor) -> None:
         """Rank r gets the r-th part of `sent`; the r-th part of `received` is what it had for this rank."""
+
+    def all_to_all_uneven(self, sent: Tensor, received: Tensor, splits: Splits) -> None:
+        """The same with parts of these sizes."""
 
     def broadcast(self, tensor: Tensor) -> None:
         """The first rank's values become everyone's."""
@@ -100,6 +113,10 @@ class OverGroup:
     def all_to_all(self, sent: Tensor, received: Tensor) -> None:
         """One call."""
         dist.all_to_all_single(received, sent, group=self.group)
+
+    def all_to_all_uneven(self, sent: Tensor, received: Tensor, splits: Splits) -> None:
+        """One call."""
+        dist.all_to_all_single(received, sent, list(splits.received), list(splits.sent), group=self.group)
 
     def broadcast(self, tensor: Tensor) -> None:
         """One call."""

@@ -125,7 +125,7 @@ class Rehearsal:
         if not trained:
             raise ValueError("there is nothing to train: no parameter requires gradients")
         try:
-            base = build_optimizer(chosen.type, chosen.params, [{"params": trained}])
+            base = build_optimizer(chosen.type, chosen.params, [{"params": trained}], self.shadow)
             if is_cut:
                 check_elementwise(base, self.config.zero_allow_untested_optimizer)
             check_optimizer(base, self.shadow)
