@@ -140,7 +140,10 @@ class SimulatedQueue:
         self.current.queued.put(lambda: wait_until(goes_on, lambda: None, PATIENCE_S))
 
 
-COLLECTIVES = ("reduce_scatter", "all_gather", "all_reduce", "sum_numbers", "broadcast", "all_to_all")
+COLLECTIVES = (
+    *("reduce_scatter", "all_gather", "all_reduce", "sum_numbers", "broadcast", "all_to_all"),
+    "all_to_all_uneven",
+)
 
 
 class Settled:

@@ -39,14 +39,18 @@ class Shapes(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.parts = nn.ModuleDict({name: Dot(shape, seed) for seed, (name, shape) in enumerate(SHAPES.items())})
+        self.parts = nn.ModuleDict(
+            {name: Dot(shape, seed) for seed, (name, shape) in enumerate(SHAPES.items())}
+        )
         self.parts["again"] = Dot(SHAPES["tied"], 99)
         self.parts["again"].weight = self.parts["tied"].weight
         self.parts["frozen"].weight.requires_grad_(False)
 
     def forward(self, numbers: Mapping[str, Tensor]) -> Tensor:
         """The loss."""
-        return torch.stack([part(numbers[name]) for name, part in self.parts.items() if name != "unused"]).sum()
+        return torch.stack(
+            [part(numbers[name]) for name, part in self.parts.items() if name != "unused"]
+        ).sum()
 
 
 def numbers(step: int, micro: int, rank: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:

@@ -18,7 +18,10 @@ RUNS = [
     *(Run(stage, precision, 2, zero=HOST) for stage, precision in ((1, "bf16"), (2, "fp16"), (3, "fp32"))),
     Run(1, options={"nesterov": False, "adjust_lr_fn": "match_rms_adamw", "ns_steps": 2}),
 ]
-IN_GROUPS = [*(Run(stage, "bf16", zero=MICS) for stage in (1, 2, 3)), Run(3, zero={**MICS, "sub_group_size": 50})]
+IN_GROUPS = [
+    *(Run(stage, "bf16", zero=MICS) for stage in (1, 2, 3)),
+    Run(3, zero={**MICS, "sub_group_size": 50}),
+]
 
 
 def differences(got: dict[str, Tensor], want: dict[str, Tensor]) -> list[str]:
