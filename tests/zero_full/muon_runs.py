@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import zero_full
 from tests.zero_full.runs import config
+from tests.zero_full.test_experts import topology_of
 
 OPTIONS = {"muon_lr": 0.05, "adam_lr": 0.01, "weight_decay": 0.1, "momentum": 0.9}
 SHAPES = {
@@ -18,6 +19,7 @@ SHAPES = {
     **{"embedding": (13, 4), "bias": (11,), "filter": (3, 2, 2), "scalar": ()},
 }
 SMALL = {"stage3_param_persistence_threshold": 10, "stage3_max_reuse_distance": 0}
+REMEMBERED = ("large", "tied", "row")  # whose momentum is looked at
 BY_ADAM = ("embedding", "bias", "filter", "scalar")
 
 
@@ -71,6 +73,7 @@ class Run:
     clip: float = 0.0
     zero: dict[str, Any] = field(default_factory=dict, hash=False)
     options: dict[str, Any] = field(default_factory=dict, hash=False)
+    experts: int | None = None  # how many ranks hold different ones
 
     def keys(self, world: int) -> dict[str, Any]:
         """The configuration. Three ranks add up: to divide by three would round."""
@@ -91,33 +94,51 @@ class Run:
         )
 
 
-def trained(comm: Any, run: Run, steps: int = 3) -> dict[str, Tensor]:
-    """Parameters and momentum at the end, whole."""
-    model = Shapes()
+def engine_of(comm: Any, run: Run) -> zero_full.Engine:
+    """A new one. With experts the large matrix is another one on neighbours."""
+    model, topology = Shapes(), None
     model.parts["embedding"].weight.use_muon = False  # type: ignore[assignment]
-    engine, *_ = zero_full.initialize(model=model, config=run.keys(comm.world_size))
-    dtype = model.parts["bias"].weight.dtype
+    if run.experts is not None:
+        topology = topology_of(comm.rank, run.experts)[0]
+        for name in ("large", "wide"):
+            model.parts[name].weight.allreduce = False  # type: ignore[assignment]
+            model.parts[name].weight.data += comm.rank % run.experts
+    return zero_full.initialize(model=model, config=run.keys(comm.world_size), topology=topology)[0]
+
+
+def one_step(engine: zero_full.Engine, rank: int, step: int) -> None:
+    """All its micro-batches."""
+    for micro in range(engine.gradient_accumulation_steps()):
+        engine.backward(engine(numbers(step, micro, rank, engine.module.parts["bias"].weight.dtype)))
+        engine.step()
+
+
+def values_of(engine: zero_full.Engine) -> dict[str, Tensor]:
+    """Parameters and some momentum, whole. Every rank must call this."""
+    found = {name: value.clone() for name, value in engine.module_state_dict().items()}
+    for name in REMEMBERED:
+        whole = zero_full.safe_get_full_optimizer_state(engine.module.parts[name].weight, "momentum_buffer")
+        found[f"momentum of {name}"] = torch.zeros(()) if whole is None else whole
+    return found
+
+
+def trained(comm: Any, run: Run, steps: int = 2) -> dict[str, Tensor]:
+    """What there is at the end."""
+    engine = engine_of(comm, run)
     for step in range(steps):
-        for micro in range(run.micro_batches):
-            engine.backward(engine(numbers(step, micro, comm.rank, dtype)))
-            engine.step()
-    found = engine.module_state_dict()
-    for name, part in model.parts.items():
-        if name not in (*BY_ADAM, "unused", "frozen", "empty"):
-            whole = zero_full.safe_get_full_optimizer_state(part.weight, "momentum_buffer")
-            assert whole is not None
-            found[f"momentum of {name}"] = whole
+        one_step(engine, comm.rank, step)
+    found = values_of(engine)
     engine.destroy()
     return found
 
 
-def expected(world: int, run: Run, steps: int = 3) -> dict[str, Tensor]:
+def expected(world: int, run: Run, steps: int = 2) -> dict[str, Tensor]:
     """The same on one process, with torch's optimizers on fp32 parameters."""
     model = Shapes()
     named = {name: part.weight for name, part in model.parts.items()}
     matrices = [p for name, p in named.items() if name not in (*BY_ADAM, "again") and p.requires_grad]
     muon = torch.optim.Muon(
-        matrices, lr=0.05, weight_decay=0.1, momentum=0.9, **{k: v for k, v in run.options.items()}
+        matrices, lr=0.05, weight_decay=0.1, momentum=0.9, **run.options
     )
     adam = torch.optim.AdamW(
         [named[name] for name in BY_ADAM], lr=0.01, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.1
@@ -140,7 +161,4 @@ def expected(world: int, run: Run, steps: int = 3) -> dict[str, Tensor]:
         muon.step()
         adam.step()
     found = {f"parts.{name}.weight": p.detach().clone() for name, p in named.items()}
-    for name, p in named.items():
-        if p in muon.state and p.numel():
-            found[f"momentum of {name}"] = muon.state[p]["momentum_buffer"]
-    return found
+    return found | {f"momentum of {n}": muon.state[named[n]]["momentum_buffer"] for n in REMEMBERED}

@@ -24,7 +24,7 @@ def deal_work(
     begun, places = [0] * world, [(0, 0)] * len(works)
     for each in order:
         owner = owners[each]
-        places[each] = owner, begun[owner] * rounds // limit if limit else 0
+        places[each] = owner, min(begun[owner] * rounds // max(limit, 1), rounds - 1)
         begun[owner] += works[each]
     return places
 
