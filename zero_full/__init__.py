@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from zero_full.entry import initialize
     from zero_full.launch import add_config_arguments, init_distributed
     from zero_full.offload import DeviceTier, HostTier
-    from zero_full.optim import Lamb, Lion, Piece, Stepper
+    from zero_full.optim import Lamb, Lion, Muon, Peers, Piece, Stepper, Whole, WholeRule, muon_groups
     from zero_full.plan import Plan, PlanError, plan_stages
     from zero_full.precision import Dtypes, DynamicScale, ScaleExhaustedError, StaticScale
     from zero_full.shard import Gathering, Settings, StepReport, ZeroOptimizer
@@ -80,7 +80,9 @@ _WHERE = {
     "zero_full.entry": ("initialize",),
     "zero_full.launch": ("add_config_arguments", "init_distributed"),
     "zero_full.offload": ("DeviceTier", "HostTier"),
-    "zero_full.optim": ("Lamb", "Lion", "Piece", "Stepper"),
+    "zero_full.optim": (
+        *("Lamb", "Lion", "Muon", "Peers", "Piece", "Stepper", "Whole", "WholeRule", "muon_groups"),
+    ),
     "zero_full.plan": ("Plan", "PlanError", "plan_stages"),
     "zero_full.precision": ("Dtypes", "DynamicScale", "ScaleExhaustedError", "StaticScale"),
     "zero_full.shard": ("Gathering", "Settings", "StepReport", "ZeroOptimizer"),
@@ -121,6 +123,8 @@ __all__ = [
     "Lamb",
     "Lion",
     "LoadOptions",
+    "Muon",
+    "Peers",
     "Piece",
     "Plan",
     "PlanError",
@@ -132,6 +136,8 @@ __all__ = [
     "StepReport",
     "Stepper",
     "Topology",
+    "Whole",
+    "WholeRule",
     "ZeroOptimizer",
     "add_config_arguments",
     "get_z3_leaf_modules",
@@ -140,6 +146,7 @@ __all__ = [
     "leave_signals",
     "load_checkpoint",
     "load_weights",
+    "muon_groups",
     "plan_stages",
     "register_external_parameter",
     "safe_get_full_fp32_param",

@@ -186,7 +186,7 @@ def _optimizer(
         return given
     if given is None:
         assert section is not None
-        return build_optimizer(section.type, section.params, groups)
+        return build_optimizer(section.type, section.params, groups, model)
     made: torch.optim.Optimizer = given(groups)
     return made
 

@@ -19,9 +19,11 @@ from zero_full.shard.bucket import Bucket
 from zero_full.shard.flat import FlatParameter, GatherState
 from zero_full.shard.gatherer import ParameterGatherer
 from zero_full.shard.optimizer import ZeroOptimizer
+from zero_full.shard.peers import Trip
 from zero_full.shard.reducer import GradientReducer
 
 BF16 = {"bf16": {"enabled": True}}
+MUON = {"optimizer": {"type": "Muon", "params": {"lr": 0.1}}}
 Plant = Callable[[], AbstractContextManager[Any]]
 
 
@@ -205,6 +207,24 @@ def update_while_clearing(self: ZeroOptimizer, *args: Any) -> None:
 UPDATE = ZeroOptimizer._update
 
 
+def work_unarrived(self: Trip) -> None:
+    """An owner works on matrices whose pieces are still on their way."""
+    self.pending = lane.Done()
+    WORK(self)
+
+
+WORK = Trip.work
+
+
+def come_back_unarrived(self: Trip) -> None:
+    """Pieces are moved before what was made of them is back."""
+    self.pending = lane.Done()
+    COME_BACK(self)
+
+
+COME_BACK = Trip.come_back
+
+
 def order_nothing(self: Stream, earlier: Any, later: Any) -> None:
     """Several streams write to one flat buffer, and none waits for the one that has made it."""
 
@@ -256,6 +276,12 @@ MISTAKES = {
     ),
     "slices are cleared while they are read": Mistake(
         instead(ZeroOptimizer, "_update", update_while_clearing), Case(2), "_slice_memory"
+    ),
+    "matrices are worked on before they are whole": Mistake(
+        instead(Trip, "work", work_unarrived), Case(2, keys=MUON, steps=2, depth=8)
+    ),
+    "pieces are moved before anything has come back": Mistake(
+        instead(Trip, "come_back", come_back_unarrived), Case(2, keys=MUON, steps=2, depth=8)
     ),
     "two producers write one buffer": Mistake(
         instead(Stream, "order", order_nothing),

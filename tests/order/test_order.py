@@ -5,6 +5,7 @@ import torch
 
 import zero_full
 from tests.order.clocks import races
+from tests.order.mistakes import MUON
 from tests.order.models import WIDTH, data
 from tests.order.playback import Choose, Player, seeded, side_first, side_last
 from tests.order.runs import Case, one_step, recorded
@@ -46,6 +47,8 @@ FEW = [
     Case(3, keys=BF16, zero=KEPT),
     *(Case(stage, keys=BF16, zero=HOST) for stage in (1, 3)),
     *(Case(stage, keys=BF16, drive=drive) for stage in (1, 3) for drive in (moved_and_back, looked_at)),
+    *(Case(stage, keys=MUON | CLIPPED, steps=2, depth=8) for stage in (2, 3)),
+    Case(1, keys=MUON | BF16, zero=HOST, steps=2, depth=8),
     *(Case(stage, "two streams") for stage in (2, 3)),
     *(Case(stage, "two streams", zero=TOGETHER_LATE) for stage in (1, 2)),
 ]

@@ -41,6 +41,7 @@ OPTIMIZERS = {
     "AdamW": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}},
     "SGD": {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9}},
     "Lamb": {"type": "Lamb", "params": {"lr": 0.01}},
+    "Muon": {"type": "Muon", "params": {"lr": 0.01, "weight_decay": 0.1}},
 }
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {},

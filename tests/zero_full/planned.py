@@ -95,6 +95,10 @@ OPTIONS: dict[str, Keys] = {  # for two ranks
     "momentum": optimizer("SGD", momentum=0.9),
     "Lion": optimizer("Lion"),
     "LAMB": optimizer("Lamb"),
+    "Muon": {**optimizer("Muon"), **AGAIN},
+    "Muon in rounds": {**optimizer("Muon"), **zero(overlap_comm=True)},
+    "Muon, state on the host": {**zero(offload_optimizer={"device": "cpu"}), **optimizer("Muon")},
+    "Muon, small steps": {**optimizer("Muon"), **zero(sub_group_size=50)},
     "state on the host": zero(offload_optimizer={"device": "cpu"}),
     "state on the host, LAMB": {**zero(offload_optimizer={"device": "cpu"}), **optimizer("Lamb"), **AGAIN},
     "amsgrad": optimizer("Adam", amsgrad=True),
@@ -104,6 +108,8 @@ FOR_FOUR: dict[str, Keys] = {
     "MiCS": zero(mics_shard_size=2),
     "MiCS, fp32": {**zero(mics_shard_size=2), **AGAIN, "communication_data_type": "fp32"},
     "no shards": zero(mics_shard_size=1),
+    "MiCS, Muon": {**zero(mics_shard_size=2), **optimizer("Muon")},
+    "4 ranks, Muon": optimizer("Muon"),
     "node copies": zero(zero_hpz_partition_size=2),
     "node copies, released": {
         **zero(zero_hpz_partition_size=2, stage3_max_reuse_distance=0),
@@ -123,6 +129,7 @@ FOR_EXPERTS: dict[str, tuple[int, Keys]] = {  # on four ranks: how many hold dif
     "4 experts": (4, {"gradient_clipping": 1.0}),
     "1 expert": (1, {}),
     "2 experts, overlap": (2, zero(overlap_comm=True)),
+    "2 experts, Muon": (2, optimizer("Muon")),
     "2 experts, ZeRO++": (2, zero(zero_hpz_partition_size=2, zero_quantized_weights=True)),
 }
 
@@ -130,11 +137,11 @@ FOR_EXPERTS: dict[str, tuple[int, Keys]] = {  # on four ranks: how many hold dif
 ONLY_AT_STAGE_3 = {
     *("nothing stays", "little may be live", "no prefetch", "small steps", "all in units", "none in units"),
     *("node copies", "node copies, released", "quantized weights", "quantized gradients"),
-    *("ZeRO++", "2 experts, ZeRO++"),
+    *("ZeRO++", "2 experts, ZeRO++", "Muon, small steps"),
 }
 NOT_AT_STAGE_0 = {  # where nothing is cut, and state on the host is refused
-    *("MiCS", "MiCS, fp32", "no shards"),
-    *("state on the host", "state on the host, LAMB"),
+    *("MiCS", "MiCS, fp32", "no shards", "MiCS, Muon"),
+    *("state on the host", "state on the host, LAMB", "Muon, state on the host"),
 }
 
 

@@ -37,9 +37,9 @@ def trained(
     calls: list[float] = []
     step = FusedAdam.step
 
-    def counted(self: FusedAdam, pieces: Any, factor: float, add_up: Any) -> None:
+    def counted(self: FusedAdam, pieces: Any, factor: float, peers: Any) -> None:
         calls.append(factor)
-        step(self, pieces, factor, add_up)
+        step(self, pieces, factor, peers)
 
     FusedAdam.step = counted  # type: ignore[method-assign]
     try:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero_full.layout import FlatLayout, Fragment, backward_order, deal, in_order, round_robin
+from zero_full.layout import FlatLayout, Fragment, backward_order, deal, deal_work, in_order, round_robin
 
 SIZES = st.lists(st.integers(0, 60), max_size=8)
 LAYOUTS = st.builds(
@@ -54,6 +54,48 @@ def test_a_rank_owns_its_fragments(layout: FlatLayout) -> None:
     assert layout.owned == tuple(
         sum(fragment.numel for fragment in layout.fragments(rank)) for rank in range(layout.world)
     )
+
+
+@given(LAYOUTS)
+def test_shares_say_who_has_how_much_of_a_parameter(layout: FlatLayout) -> None:
+    for index, numel in enumerate(layout.numels):
+        shares = [(rank, fragment.numel) for rank, fragment in pieces(layout) if fragment.index == index]
+        assert layout.shares(index) == shares and sum(each for _, each in shares) == numel
+
+
+WORKS = st.lists(
+    st.tuples(st.integers(0, 50), st.lists(st.integers(0, 8), min_size=9, max_size=9)), max_size=20
+)
+
+
+@given(WORKS, st.integers(1, 9), st.integers(1, 5))
+def test_work_is_dealt_evenly_and_each_round_is_so_too(
+    drawn: list[tuple[int, list[int]]], world: int, rounds: int
+) -> None:
+    works = [work for work, _ in drawn]
+    shares = [[(rank, n) for rank, n in enumerate(numels[:world]) if n] for _, numels in drawn]
+    dealt = deal_work(works, shares, world, rounds)
+    loads = [sum(w for w, (owner, _) in zip(works, dealt, strict=True) if owner == r) for r in range(world)]
+    largest = max(works, default=0)
+    assert sum(loads) == sum(works) and max(loads) * world <= sum(works) + largest * (world - 1)
+    assert all(0 <= owner < world and 0 <= number < rounds for owner, number in dealt)
+    for rank in range(world):
+        begun = 0
+        for number in range(rounds):  # what a rank has done after so many rounds, but for one tensor
+            here = zip(works, dealt, strict=True)
+            begun += sum(work for work, place in here if place == (rank, number))
+            assert begun <= max(loads) * (number + 1) / rounds + largest
+
+
+def test_a_tensor_stays_where_it_lies_if_that_costs_no_balance() -> None:
+    on = [[(0, 9)], [(1, 5), (2, 4)], [(2, 9)]]
+    assert [owner for owner, _ in deal_work([7, 7, 7], on, 3)] == [0, 1, 2]
+    assert [owner for owner, _ in deal_work([7, 7, 7], [[(2, 9)], [(1, 9)], [(0, 9)]], 3)] == [2, 1, 0]
+    assert sorted(owner for owner, _ in deal_work([7, 7, 7], [[(1, 9)]] * 3, 3)) == [0, 1, 2]
+    # One rank has the large one to do, and the small ones are the others' whoever has them.
+    assert [owner for owner, _ in deal_work([1, 1, 9], [[(0, 4)]] * 3, 3)][2] == 0
+    assert 0 not in [owner for owner, _ in deal_work([1, 1, 9], [[(0, 4)]] * 3, 3)][:2]
+    assert deal_work([], [], 3) == []
 
 
 @given(LAYOUTS)

@@ -23,7 +23,7 @@ from zero_full.comm.communicator import CommunicationError, Communicator
 from zero_full.comm.shared import share_memory
 from zero_full.comm.staged import Staged
 from zero_full.comm.topology import new_group, ranks_of
-from zero_full.comm.transport import Exchange, Transport
+from zero_full.comm.transport import Exchange, Splits, Transport
 
 WORLDS = [2, 3, 4]
 CPU = torch.device("cpu")
@@ -41,7 +41,7 @@ def others(by: Transport, rank: int, world: int, dtype: torch.dtype) -> dict[str
     """Calls that add nothing up in small types, and numbers in odd shapes."""
     parts = numbers(rank, 35 * world, torch.float32).mul(9).to(dtype)
     received = torch.zeros_like(parts)
-    by.all_to_all(parts, received)
+    by.all_to_all(parts, received, Splits.even(len(parts), world))
     told = parts.clone()
     by.broadcast(told)
     gathered = torch.zeros(world * 301, dtype=dtype)
@@ -56,7 +56,7 @@ def others(by: Transport, rank: int, world: int, dtype: torch.dtype) -> dict[str
     by.sum_numbers(counts)
     for empty in (torch.empty(0), torch.empty(0, dtype=dtype)):
         by.broadcast(empty)
-        by.all_to_all(empty, empty.clone())
+        by.all_to_all(empty, empty.clone(), Splits.even(0, world))
     return {"parts": received, "told": told, "gathered": gathered, "counts": counts, **sums}
 
 

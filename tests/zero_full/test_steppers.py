@@ -1,6 +1,6 @@
 """Rules that move what a rank owns: LAMB on cut tensors, rules of users, and one begin and end a step."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import zero_full
 from tests.worlds import POOL
 from tests.zero_full.runs import Net, assert_close, config, data, reference, train
-from zero_full.optim import Lamb, Piece, Stepper, build_optimizer
+from zero_full.optim import Lamb, Peers, Piece, Stepper, build_optimizer
 
 STAGES = [0, 1, 2, 3]
 CUT = {
@@ -211,13 +211,13 @@ class ByNormStep(Stepper):
     def begin(self, pieces: Sequence[Piece]) -> None:
         self.told.append("begin")
 
-    def step(self, pieces: Sequence[Piece], factor: float, add_up: Callable[..., Tensor]) -> None:
+    def step(self, pieces: Sequence[Piece], factor: float, peers: Peers) -> None:
         self.told.append("step")
         rows = torch.zeros(len(pieces), 1, dtype=torch.float64)
         for number, piece in enumerate(pieces):
             assert piece.gradient is not None and piece.gradient.dtype == piece.master.dtype
             rows[number] = piece.gradient.double().square().sum()
-        for piece, (square,) in zip(pieces, add_up(pieces, rows).tolist(), strict=True):
+        for piece, (square,) in zip(pieces, peers.add_up(pieces, rows).tolist(), strict=True):
             assert piece.gradient is not None
             piece.master.sub_(piece.gradient / square**0.5, alpha=0.01)
             piece.state["steps"] = piece.state.get("steps", 0) + 1

@@ -23,7 +23,7 @@ from zero_full.comm import shared, spin_barrier, transport
 from zero_full.comm.communicator import Communicator, choose_transport
 from zero_full.comm.ledger import Traffic
 from zero_full.comm.shared import share_memory
-from zero_full.comm.transport import Exchange, Native, Transport, own_slice
+from zero_full.comm.transport import Exchange, Native, Splits, Transport, own_slice
 
 WORLDS = [2, 3, 4]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -89,7 +89,7 @@ def every_call(by: Transport, rank: int, world: int, case: Case) -> Results:
     reduced = fresh()
     by.all_reduce(reduced, divisor)
     received = torch.full((world * shard,), 7.0, dtype=dtype)
-    by.all_to_all(fresh(), received)
+    by.all_to_all(fresh(), received, Splits.even(world * shard, world))
     inside = own_slice(flat, rank, world)
     sums = {"apart": apart, "wide": wide, "inside": inside, "reduced": reduced}
     return {**sums, "gathered": gathered, "received": received}
@@ -206,7 +206,8 @@ def _reduce(by: Transport, rank: int, world: int, shard: int, seed: int) -> bool
 
 def _exchange(by: Transport, rank: int, world: int, shard: int, seed: int) -> bool:
     received = torch.empty(world * shard)
-    by.all_to_all(numbers(rank, world * shard, torch.float32, seed), received)
+    sent = numbers(rank, world * shard, torch.float32, seed)
+    by.all_to_all(sent, received, Splits.even(world * shard, world))
     wholes = [numbers(r, world * shard, torch.float32, seed) for r in range(world)]
     return torch.equal(received, torch.cat([own_slice(whole, rank, world) for whole in wholes]))
 

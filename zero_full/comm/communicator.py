@@ -20,7 +20,7 @@ from zero_full.comm.shared import HALF, share_memory
 from zero_full.comm.staged import HALF as STAGED_HALF
 from zero_full.comm.staged import Staged
 from zero_full.comm.topology import ranks_of
-from zero_full.comm.transport import Exchange, Native, Transport, own_slice
+from zero_full.comm.transport import Exchange, Native, Splits, Transport, own_slice
 
 
 class CommunicationError(RuntimeError):
@@ -107,8 +107,20 @@ class Communicator:
         if self.transport is None:
             received.copy_(sent)
             return
-        transport, wire = self.transport, (self.size - 1) * (sent.nbytes // self.size)
-        self._call("all_to_all", what, sent, wire, lambda: transport.all_to_all(sent, received))
+        transport, splits = self.transport, Splits.even(sent.numel(), self.size)
+        flat, wire = (sent.view(-1), received.view(-1)), (self.size - 1) * (sent.nbytes // self.size)
+        self._call("all_to_all", what, sent, wire, lambda: transport.all_to_all(*flat, splits))
+
+    def all_to_all_uneven(self, sent: Tensor, received: Tensor, splits: Splits, what: str) -> None:
+        """The same with parts of these sizes, none for itself. Where nobody has any for another, nobody is called."""
+        if self.transport is None or not splits.most:
+            return
+        transport, told = self.transport, f"{what}, {splits.most} at most between two ranks"
+
+        def exchange() -> None:
+            transport.all_to_all(sent, received, splits)
+
+        self._call("all_to_all", told, sent[:0], sent.nbytes, exchange)
 
     def sum_numbers(self, numbers: Tensor, what: str) -> Tensor:
         """Sum a few numbers over the ranks, in place, and return them. They do not count as traffic."""

@@ -11,6 +11,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from zero_full.comm.transport import Splits
+
 
 class PretendedGroup(dist.ProcessGroup):
     """A group of ranks, seen from one of them. No process stands behind it."""
@@ -37,7 +39,7 @@ class Pretence:
     def all_reduce(self, whole: Tensor, divisor: float) -> None:
         """As above."""
 
-    def all_to_all(self, sent: Tensor, received: Tensor) -> None:
+    def all_to_all(self, sent: Tensor, received: Tensor, splits: Splits) -> None:
         """As above."""
 
     def broadcast(self, tensor: Tensor) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from zero_full._compat import timeout_of
 from zero_full.comm import spin_barrier
-from zero_full.comm.transport import OverGroup, add_up, own_slice
+from zero_full.comm.transport import OverGroup, Splits, add_up, own_slice
 
 CPU = torch.device("cpu")
 HALF = 2 * 2**20  # bytes
@@ -50,10 +50,10 @@ class SharedMemory(OverGroup):
         start = self.turn % 2 * self.half
         return self.windows[rank][start : start + self.half].view(dtype)
 
-    def _slot(self, owner: int, reader: int, like: Tensor) -> Tensor:
-        """The part of `owner`'s window that is for `reader`. No rank has a part for itself."""
+    def _slot(self, owner: int, reader: int, dtype: torch.dtype, room: int) -> Tensor:
+        """The part of `owner`'s window that is for `reader`: room for so many elements. None is for itself."""
         place = reader - (reader > owner)
-        return self._half(owner, like.dtype)[place * like.numel() : (place + 1) * like.numel()]
+        return self._half(owner, dtype)[place * room : (place + 1) * room]
 
     def _meet_by_message(self) -> None:
         dist.barrier(self.group)
@@ -65,12 +65,10 @@ class SharedMemory(OverGroup):
         for low in range(0, out.numel(), room):
             pieces = [s[low : low + room] for s in slices]
             for reader in self.others:
-                self._slot(self.rank, reader, pieces[reader]).copy_(pieces[reader])
+                self._slot(self.rank, reader, whole.dtype, pieces[0].numel()).copy_(pieces[reader])
             self.meet()
-            mine = pieces[self.rank]
-            pieces = [
-                mine if rank == self.rank else self._slot(rank, self.rank, mine) for rank in range(self.size)
-            ]
+            for rank in self.others:
+                pieces[rank] = self._slot(rank, self.rank, whole.dtype, pieces[0].numel())
             add_up(pieces, out[low : low + room], divisor)
             self.turn += 1
 
@@ -87,20 +85,19 @@ class SharedMemory(OverGroup):
                 pieces[rank].copy_(self._half(rank, whole.dtype)[:numel])
             self.turn += 1
 
-    def all_to_all(self, sent: Tensor, received: Tensor) -> None:
+    def all_to_all(self, sent: Tensor, received: Tensor, splits: Splits) -> None:
         """Each rank shows the others what it has for them, and copies what they have for it."""
-        theirs = [own_slice(sent.view(-1), rank, self.size) for rank in range(self.size)]
-        mine = [own_slice(received.view(-1), rank, self.size) for rank in range(self.size)]
+        theirs, mine = sent.split(list(splits.sent)), received.split(list(splits.received))
         mine[self.rank].copy_(theirs[self.rank])
         room = self.half // sent.element_size() // (self.size - 1)
-        for low in range(0, mine[0].numel(), room):
-            shown = [s[low : low + room] for s in theirs]
+        for low in range(0, splits.most, room):
             for reader in self.others:
-                self._slot(self.rank, reader, shown[reader]).copy_(shown[reader])
+                shown = theirs[reader][low : low + room]
+                self._slot(self.rank, reader, sent.dtype, room)[: shown.numel()].copy_(shown)
             self.meet()
             for rank in self.others:
                 piece = mine[rank][low : low + room]
-                piece.copy_(self._slot(rank, self.rank, piece))
+                piece.copy_(self._slot(rank, self.rank, sent.dtype, room)[: piece.numel()])
             self.turn += 1
 
     def sum_numbers(self, numbers: Tensor) -> None:

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from zero_full.comm.device_queue import NUMBERS, Flag, Mark, Queue, wait_until
 from zero_full.comm.shared import SharedMemory
-from zero_full.comm.transport import Exchange, own_slice
+from zero_full.comm.transport import Exchange, Splits, own_slice
 
 ROOMS = 3
 ROOM = 32 * 2**20  # bytes, at most
@@ -219,21 +219,24 @@ class Staged:
         )
         self._stage(Load("broadcast", [parts], self.inner.broadcast) for parts in pieces)
 
-    def all_to_all(self, sent: Tensor, received: Tensor) -> None:
-        """Pieces of the parts for all ranks go in, and of those from all ranks come back."""
-        ways = [(sent.view(-1), True, False), (received.view(-1), False, True)]
+    def all_to_all(self, sent: Tensor, received: Tensor, splits: Splits) -> None:
+        """Pieces of the parts for all ranks go in, and of those from all ranks come back.
+
+        A part that has come to its end has no elements in the pieces that follow.
+        """
+        ways = [
+            (sent.split(list(splits.sent)), True, False),
+            (received.split(list(splits.received)), False, True),
+        ]
         step = self._step(2 * self.size * sent.element_size(), fields=2)
-        pieces = (
-            [
-                [
-                    Carried(own_slice(flat, rank, self.size)[low : low + step], *way)
-                    for rank in range(self.size)
-                ]
-                for flat, *way in ways
-            ]
-            for low in range(0, sent.numel() // self.size, step)
-        )
-        self._stage(Load("all_to_all", fields, self.inner.all_to_all) for fields in pieces)
+
+        def piece(low: int) -> Load:
+            fields = [[Carried(part[low : low + step], *way) for part in parts] for parts, *way in ways]
+            leaving, coming = ([part.tensor.numel() for part in parts] for parts in fields)
+            of_piece = Splits(leaving, coming, min(step, splits.most - low))
+            return Load("all_to_all", fields, partial(self.inner.all_to_all, splits=of_piece))
+
+        self._stage(piece(low) for low in range(0, splits.most, step))
 
     def gather_objects(self, mine: Any) -> list[Any]:
         """The worker gathers them when their turn comes; the host waits."""

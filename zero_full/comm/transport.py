@@ -11,6 +11,7 @@ current stream).
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +22,21 @@ from zero_full._compat import all_gather_single, reduce_scatter_single
 
 MESSAGE = 2**20  # elements sent at a time: large enough for speed, small enough that memory is reused
 CACHED = 2**17  # elements summed at a time, so that a sum and its division meet in the cache
+
+
+@dataclass(frozen=True)
+class Splits:
+    """How many elements this rank sends to each rank and receives from each."""
+
+    sent: Sequence[int]
+    received: Sequence[int]
+    most: int  # that any rank sends to another one: all ranks know it, so that they take as many turns
+
+    @classmethod
+    def even(cls, numel: int, ranks: int) -> "Splits":
+        """As many elements for each."""
+        part = numel // ranks
+        return cls([part] * ranks, [part] * ranks, part)
 
 
 class Transport(Protocol):
@@ -40,7 +56,7 @@ class Transport(Protocol):
     def sum_numbers(self, numbers: Tensor) -> None:
         """Make `numbers`, of any size, their sum over all ranks."""
 
-    def all_to_all(self, sent: Tensor, received: Tensor) -> None:
+    def all_to_all(self, sent: Tensor, received: Tensor, splits: Splits) -> None:
         """Rank r gets the r-th part of `sent`; the r-th part of `received` is what it had for this rank."""
 
     def broadcast(self, tensor: Tensor) -> None:
@@ -97,9 +113,9 @@ class OverGroup:
         """One all-reduce: for a few numbers it takes fewer turns than anything cleverer."""
         dist.all_reduce(numbers, group=self.group)
 
-    def all_to_all(self, sent: Tensor, received: Tensor) -> None:
+    def all_to_all(self, sent: Tensor, received: Tensor, splits: Splits) -> None:
         """One call."""
-        dist.all_to_all_single(received, sent, group=self.group)
+        dist.all_to_all_single(received, sent, list(splits.received), list(splits.sent), group=self.group)
 
     def broadcast(self, tensor: Tensor) -> None:
         """One call."""

@@ -239,7 +239,9 @@ class ZeroConfig(Strict):
     override_module_apply: Annotated[Flag, idle("Init records what apply does, too")] = True
     log_trace_cache_warnings: Annotated[Flag, idle("a changed order of modules is logged once")] = False
     enable_sanity_checks: Annotated[Flag, idle("see debug.check_collectives for the check there is")] = False
-    save_muon_momentum_buffer_in_memory: Annotated[Flag, idle("there is no Muon here")] = False
+    save_muon_momentum_buffer_in_memory: Annotated[
+        Flag, idle("Muon's momentum waits where the optimizer's state does")
+    ] = False
     leaf_module: LeafModuleConfig = LeafModuleConfig()
     # The old names. False asks for what happens anyway.
     cpu_offload: Annotated[Flag | None, missing(OLD_OFFLOAD, when=bool)] = None

@@ -40,15 +40,17 @@ def adam_step(
     """Adam on gradients times `factor`; masters are copied to `copies`, if there are any.
 
     A copy that is not what its master rounds to was written by somebody: the master takes its value first.
-    `decoupled` is AdamW's decay. `steps` are this step's numbers, from 1. All is computed in fp32.
+    `decoupled` is AdamW's decay. `steps` are this step's numbers, from 1. All is computed in fp32; of fp64
+    masters, which no compiled operator takes, in fp64.
     """
     for i, master in enumerate(masters):
         first, second = (
             1 - beta ** steps[i].double() for beta in (beta1, beta2)
         )  # nobody waits for a device
-        p = (master if not copies else unless_written(master, copies[i])).float()
-        m, v = exp_avgs[i].float(), exp_avg_sqs[i].float()
-        g = grads[i].float() * factor
+        wide = _wide(master)
+        p = (master if not copies else unless_written(master, copies[i])).to(wide)
+        m, v = exp_avgs[i].to(wide), exp_avg_sqs[i].to(wide)
+        g = grads[i].to(wide) * factor
         if not decoupled:
             g = g + p * weight_decay
         m = m + (1 - beta1) * (g - m)

@@ -80,16 +80,23 @@ class FlatLayout:
                 fragments.append(Fragment(index, (low - start, high - start), (low, high)))
         return fragments
 
+    def shares(self, index: int) -> list[tuple[int, int]]:
+        """The ranks that own elements of parameter `index`, in order, and how many each."""
+        start, numel, shares = self.starts[index], self.numels[index], []
+        while numel:
+            rank = start // self.shard
+            here = min(numel, (rank + 1) * self.shard - start)
+            shares.append((rank, here))
+            start, numel = start + here, numel - here
+        return shares
+
     @cached_property
     def owned(self) -> tuple[int, ...]:
         """Elements of parameters that each rank owns: its slice without padding."""
         owned = [0] * self.world
-        for start, numel in zip(self.starts, self.numels, strict=True):
-            while numel:
-                rank = start // self.shard
-                here = min(numel, (rank + 1) * self.shard - start)
+        for index in range(len(self.numels)):
+            for rank, here in self.shares(index):
                 owned[rank] += here
-                start, numel = start + here, numel - here
         return tuple(owned)
 
 

@@ -15,7 +15,10 @@ from zero_full.wording import shown
 LARGEST = torch.finfo(torch.float32).max
 MOST_STEPS = 10**12
 # What torch's optimizers call a number that cannot be negative; others, such as Adafactor's beta2_decay, can.
-NOT_NEGATIVE = ("lr", "eps", "weight_decay", "momentum", "lr_decay", "initial_accumulator_value")
+NOT_NEGATIVE = (
+    *("lr", "eps", "weight_decay", "momentum", "lr_decay", "initial_accumulator_value"),
+    *("muon_lr", "adam_lr", "ns_eps"),
+)
 BELOW_1 = math.nextafter(1, 0)  # the largest weight that an average can give to its past
 WEIGHTS = ("alpha", "rho")
 FLAGS_OR_NONE = ("foreach", "fused")
@@ -61,7 +64,7 @@ def checked_options(
 
 
 def _checked(key: str, name: str, default: Any, value: Any) -> Any:
-    if name in FLAGS_OR_NONE and value is None:
+    if value is None and (name in FLAGS_OR_NONE or (default is None and name in NOT_NEGATIVE)):
         return None
     if isinstance(default, bool) or name in FLAGS_OR_NONE:
         return flag(key, value)
@@ -72,7 +75,8 @@ def _checked(key: str, name: str, default: Any, value: Any) -> Any:
     least = 0.0 if name in NOT_NEGATIVE else -LARGEST
     if isinstance(default, tuple) and None not in default:
         return finite_numbers(key, value, len(default), least)
-    return finite_number(key, value, least) if isinstance(default, int | float) else value
+    is_number = isinstance(default, int | float) or (default is None and name in NOT_NEGATIVE)
+    return finite_number(key, value, least) if is_number else value
 
 
 def flag(key: str, value: Any) -> bool:

@@ -5,13 +5,14 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_full.optim.adam import adam_class, adam_options, fused_if_possible
 from zero_full.optim.arguments import as_call, check_signature, checked_options, flag, nearest
 from zero_full.optim.lamb import Lamb
 from zero_full.optim.lion import Lion
+from zero_full.optim.muon import Muon, muon_groups
 from zero_full.wording import shown
 
 NOT_LANDED = {
@@ -19,23 +20,38 @@ NOT_LANDED = {
     "zerooneadam": "Adam",
     "onebitlamb": "Lamb",
     "muadam": "Adam",
-    "musgd": "SGD",  # and any other mu: Muon, MuAdamW
+    "muadamw": "AdamW",
+    "musgd": "SGD",
 }
 OURS = {"adam_w_mode", "torch_adam"}  # they choose between torch's classes
 # DeepSpeed's switches that our classes do not have, at the value which they have anyway.
-OF_TORCH = {
+Fixed = Mapping[str, tuple[bool | str, str]]
+OF_TORCH: Fixed = {
     "bias_correction": (True, "torch always corrects the bias; remove it"),
     "fp32_optimizer_states": (True, "the state has the type of the master parameters; remove it"),
 }
-OF_LAMB = {"amsgrad": (False, "LAMB has no such variant; remove it")}
-FIXED = {
+OF_LAMB: Fixed = {"amsgrad": (False, "LAMB has no such variant; remove it")}
+OF_MUON: Fixed = {
+    **OF_TORCH,
+    "adam_w_mode": (True, "what Muon does not step is stepped by AdamW; remove it"),
+    "torch_adam": (False, "the AdamW beside Muon is a part of it; remove it"),
+    "ns_method": ("standard", "the other order of its products has not landed; remove it"),
+    "per_head_muon": (False, "heads are not made orthogonal one by one; remove it"),
+}
+FIXED: dict[str, Fixed] = {
     **dict.fromkeys(("adam", "adamw", "adagrad", "lion"), OF_TORCH),
     **dict.fromkeys(("lamb", "fusedlamb"), OF_LAMB),
+    "muon": OF_MUON,
 }
 
 
-def build_optimizer(type: str, params: Mapping[str, Any], groups: list[dict[str, Any]]) -> Optimizer:
-    """The optimizer of that name, in any case, over `groups`; a group's own options win over `params`."""
+def build_optimizer(
+    type: str, params: Mapping[str, Any], groups: list[dict[str, Any]], model: nn.Module | None = None
+) -> Optimizer:
+    """The optimizer of that name, in any case, over `groups`; a group's own options win over `params`.
+
+    `model`: what the parameters are of, for a rule that must know which of them are hidden matrices.
+    """
     if not isinstance(type, str):
         raise ValueError(f"optimizer.type must be the name of an optimizer, not {shown(type)}")
     name = type.lower()
@@ -57,6 +73,8 @@ def build_optimizer(type: str, params: Mapping[str, Any], groups: list[dict[str,
     groups = parameter_groups(groups)
     options = checked_options(kind, options, lambda key: f"optimizer.params.{key}")
     groups = [_checked(kind, number, group) for number, group in enumerate(groups)]
+    if kind is Muon and model is not None:
+        groups = muon_groups(model, groups)
     options |= fused_if_possible(kind, groups, options)
     try:
         made: Optimizer = kind(groups, **options)
@@ -102,10 +120,11 @@ def _checked(kind: Any, number: int, group: Mapping[str, Any]) -> dict[str, Any]
 def class_of(type: str) -> Any:
     """The class of an optimizer that has this name, in any case; ValueError if there is none."""
     name = type.lower()
-    if name in NOT_LANDED or name.startswith("mu"):
-        instead = NOT_LANDED.get(name, "AdamW")
+    if name in NOT_LANDED:
+        instead = NOT_LANDED[name]
         raise ValueError(f"optimizer.type: {type} has not landed in zero_full yet; the nearest is {instead}")
-    known: dict[str, Any] = {"Lion": Lion, "Lamb": Lamb, "FusedLamb": Lamb, **_optimizers_of_torch()}
+    known: dict[str, Any] = {"Lion": Lion, "Lamb": Lamb, "FusedLamb": Lamb, "Muon": Muon}
+    known = {**known, **{name: kind for name, kind in _optimizers_of_torch().items() if name not in known}}
     for each, kind in known.items():
         if each.lower() == name:
             return kind
@@ -122,8 +141,10 @@ def _optimizers_of_torch() -> dict[str, Any]:
     }
 
 
-def _without_fixed(options: Mapping[str, Any], fixed: Mapping[str, tuple[bool, str]]) -> dict[str, Any]:
-    for key, (only, reason) in fixed.items():
-        if key in options and flag(f"optimizer.params.{key}", options[key]) != only:
+def _without_fixed(options: Mapping[str, Any], fixed: Mapping[str, tuple[bool | str, str]]) -> dict[str, Any]:
+    for key in fixed.keys() & options.keys():
+        only, reason = fixed[key]
+        given = flag(f"optimizer.params.{key}", options[key]) if isinstance(only, bool) else options[key]
+        if given != only:
             raise ValueError(f"optimizer.params.{key} cannot be {options[key]}: {reason}")
     return {key: value for key, value in options.items() if key not in fixed}

@@ -41,10 +41,10 @@ def check_elementwise(optimizer: Optimizer, allow_untested: bool = False) -> Non
         return
     for refused, reason in NOT_ELEMENTWISE.items():
         if isinstance(optimizer, refused):
-            raise TypeError(
-                f"{name} cannot step on pieces of parameters: it {reason}. Use an elementwise optimizer such "
-                "as AdamW, or stage 0, which cuts nothing"
-            )
+            instead = "an elementwise optimizer such as AdamW, or stage 0, which cuts nothing"
+            if refused is torch.optim.Muon:
+                instead = "zero_full.Muon, which does the same at every stage"
+            raise TypeError(f"{name} cannot step on pieces of parameters: it {reason}. Use {instead}")
     if not allow_untested and not any(_same_step(kind, known) for known in ELEMENTWISE):
         raise TypeError(
             f"zero_full does not know whether {name} can step on parameters that are cut into flat pieces. "

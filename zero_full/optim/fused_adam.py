@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from zero_full._compat import foreach_add
 from zero_full.kernels.load import compiled_for, operators
-from zero_full.optim.step import AddUp, Kind, Piece, Stepper, alike, moments_of, steps_as_its_class
+from zero_full.optim.step import Kind, Peers, Piece, Stepper, alike, moments_of, steps_as_its_class
 from zero_full.precision.dtypes import Dtypes
 
 GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
@@ -79,26 +79,31 @@ class FusedAdam(Stepper):
             return False
         return self.compiled_for(device) or self.dtypes.moments_of(master) != master
 
-    def step(self, pieces: Sequence[Piece], factor: float, add_up: AddUp) -> None:
+    def step(self, pieces: Sequence[Piece], factor: float, peers: Peers) -> None:
         """Masters, state and copies change."""
         for some in alike(pieces):
-            self._step_group(some, self.base.param_groups[some[0].group], factor)
+            dtype, by = self.dtypes.moments_of(some[0].master.dtype), operators(some[0].master.device)
+            sweep(by, some, dtype, self.base.param_groups[some[0].group], factor)
 
-    def _step_group(self, pieces: Sequence[Piece], group: Mapping[str, Any], factor: float) -> None:
-        states = [moments_of(piece, self.dtypes.moments_of(piece.master.dtype)) for piece in pieces]
-        steps = [state["step"] for state in states]
-        foreach_add(steps, 1)
-        operators(pieces[0].master.device).adam_step(
-            [piece.master for piece in pieces],
-            [piece.gradient.contiguous() for piece in pieces if piece.gradient is not None],
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            steps,
-            [piece.copy for piece in pieces if piece.copy is not None],
-            group["lr"],
-            *group["betas"],
-            group["eps"],
-            group["weight_decay"],
-            group.get("decoupled_weight_decay", False),
-            factor,
-        )
+
+def sweep(
+    by: Any, pieces: Sequence[Piece], moments: torch.dtype, group: Mapping[str, Any], factor: float
+) -> None:
+    """Step pieces that are alike, with moments of this type and a group's options, by these operators."""
+    states = [moments_of(piece, moments) for piece in pieces]
+    steps = [state["step"] for state in states]
+    foreach_add(steps, 1)
+    by.adam_step(
+        [piece.master for piece in pieces],
+        [piece.gradient.contiguous() for piece in pieces if piece.gradient is not None],
+        [state["exp_avg"] for state in states],
+        [state["exp_avg_sq"] for state in states],
+        steps,
+        [piece.copy for piece in pieces if piece.copy is not None],
+        float(group["lr"]),
+        *group["betas"],
+        group["eps"],
+        group["weight_decay"],
+        group.get("decoupled_weight_decay", False),
+        factor,
+    )

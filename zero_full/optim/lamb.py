@@ -9,9 +9,8 @@ from torch.optim import Optimizer
 
 from zero_full._compat import foreach_add
 from zero_full.kernels import reference
-from zero_full.kernels.load import operators
 from zero_full.optim.arguments import checked_options
-from zero_full.optim.step import AddUp, Piece, Stepper, alike, alone, loss_of, moments_of
+from zero_full.optim.step import Peers, Piece, Stepper, alike, loss_of, moments_of, operators_for
 
 
 class Lamb(Optimizer):
@@ -69,7 +68,7 @@ class Lamb(Optimizer):
         ]
         stepper = self.zero_full_stepper()
         stepper.begin(whole)
-        stepper.step(whole, 1.0, alone)
+        stepper.step(whole, 1.0, Peers())
         return loss
 
 
@@ -86,14 +85,14 @@ class LambStep(Stepper):
         for group in self.optimizer.param_groups:
             _checked(group)
 
-    def step(self, pieces: Sequence[Piece], factor: float, add_up: AddUp) -> None:
+    def step(self, pieces: Sequence[Piece], factor: float, peers: Peers) -> None:
         """Masters, state and copies change."""
         together = list(alike(pieces))
         ordered = [piece for some in together for piece in some]
         norms = [self._first_half(some, factor) for some in together]
         device = pieces[0].master.device if pieces else None
         rows = torch.cat(norms) if norms else torch.zeros(0, 2, dtype=torch.float64, device=device)
-        totals = add_up(ordered, rows)
+        totals = peers.add_up(ordered, rows)
         for some in together:
             mine, totals = totals[: len(some)], totals[len(some) :]
             self._second_half(some, mine)
@@ -104,7 +103,7 @@ class LambStep(Stepper):
             if piece.copy is not None:
                 piece.master.copy_(reference.unless_written(piece.master, piece.copy))
         states = [moments_of(p, torch.promote_types(p.master.dtype, torch.float32)) for p in pieces]
-        norms: Tensor = _operators(pieces).lamb_norms(
+        norms: Tensor = operators_for(pieces).lamb_norms(
             [piece.master for piece in pieces],
             [piece.gradient.contiguous() for piece in pieces if piece.gradient is not None],
             [state["exp_avg"] for state in states],
@@ -121,7 +120,7 @@ class LambStep(Stepper):
         group = self._group(pieces)
         steps = [piece.state["step"] for piece in pieces]
         foreach_add(steps, 1)
-        _operators(pieces).lamb_step(
+        operators_for(pieces).lamb_step(
             [piece.master for piece in pieces],
             [piece.state["exp_avg"] for piece in pieces],
             [piece.state["exp_avg_sq"] for piece in pieces],
@@ -150,13 +149,3 @@ def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
     if not 0 <= least <= most:
         raise ValueError(f"min_coeff must be from 0 to max_coeff, {most}, not {least}")
     return checked
-
-
-def _operators(pieces: Sequence[Piece]) -> Any:
-    """The compiled ones, for all that they take; else the plain ones, which take everything."""
-    given = [t for piece in pieces for t in (piece.master, piece.gradient) if t is not None]
-    fine = (torch.float32, torch.bfloat16, torch.float16)
-    takes = all(t.dtype in fine for t in given) and all(
-        piece.master.dtype != torch.float16 and piece.master.is_contiguous() for piece in pieces
-    )
-    return operators(given[0].device) if given and takes else reference

@@ -2,26 +2,37 @@
 
 [Note: steppers] A step of training is one `begin`, one `step` for each part of the pieces, and one `end`:
 what counts steps, or is called at every step, is so once. A piece is a range of a parameter's elements, in
-one dimension; where nothing is cut it is the whole parameter, in its own shape. A rule that needs to know
-about whole parameters, such as their norms, adds up over the ranks by `add_up`, which every rank must call
-equally often, also one that owns no piece.
+one dimension; where nothing is cut it is the whole parameter, in its own shape.
+
+A rule that needs more than pieces asks the `Peers`, which every rank must ask equally often, also one that
+owns no piece. `add_up` gives sums over all elements of a parameter, such as its norm. `by_whole` puts whole
+parameters together: each comes to one rank, which does the work on it, and what is made of it is cut again.
 
 An optimizer brings its own stepper by a method `zero_full_stepper` that returns one.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from zero_full._compat import hooks_aside, is_wrapped_by_schedule, without_hooks
+from zero_full.kernels import reference
+from zero_full.kernels.load import operators
 
-# Given one row of numbers about each piece: the same about the whole parameters that they are of.
-AddUp = Callable[[Sequence["Piece"], Tensor], Tensor]
 Kind = tuple[torch.dtype, torch.dtype, torch.device]  # of masters and of their gradients, and where they are
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A parameter, as all ranks know it that have pieces of such."""
+
+    name: str
+    shape: torch.Size
+    group: int  # which of the optimizer's parameter groups
 
 
 @dataclass(eq=False)
@@ -36,6 +47,47 @@ class Piece:
     gradient: Tensor | None = None  # averaged; only while the piece is stepped
     copy: Tensor | None = None  # the parameter's own elements, if they are of another type; only then, too
     state: dict[str, Any] = field(default_factory=dict)  # what the rule remembers
+
+    @property
+    def whole(self) -> Whole:
+        """The parameter."""
+        return Whole(self.name, self.shape, self.group)
+
+
+class WholeRule(Protocol):
+    """What `Peers.by_whole` is to do."""
+
+    wire: torch.dtype  # of what ranks bring and are given
+
+    def concerns(self, whole: Whole) -> bool:
+        """Whether this parameter is to be put together. All ranks must say the same."""
+
+    def work(self, whole: Whole) -> int:
+        """How much there is to do on it, as a number to compare. All ranks must say the same."""
+
+    def bring(self, piece: Piece) -> Tensor:
+        """What this rank has to say of a piece: one number for each element."""
+
+    def of_whole(self, whole: Whole, values: Tensor) -> Tensor:
+        """What is made of all that was brought, in the parameter's shape. It may write over `values`."""
+
+    def take(self, piece: Piece, values: Tensor) -> None:
+        """The piece is given its elements of that."""
+
+
+class Peers:
+    """The ranks that have the other pieces of the same parameters. Here there are none."""
+
+    def add_up(self, pieces: Sequence[Piece], rows: Tensor) -> Tensor:
+        """Given one row of numbers about each piece: the same about the whole parameters they are of."""
+        return rows
+
+    def by_whole(self, pieces: Sequence[Piece], rule: WholeRule) -> None:
+        """Do what the rule says about these and the others' pieces of the same parameters."""
+        for piece in pieces:
+            if rule.concerns(piece.whole):
+                brought = rule.bring(piece).view(piece.shape)
+                rule.take(piece, rule.of_whole(piece.whole, brought).reshape(-1))
 
 
 class Stepper:
@@ -54,7 +106,7 @@ class Stepper:
     def begin(self, pieces: Sequence[Piece]) -> None:
         """A step begins. `pieces`: all that this rank owns, also what has no gradient now."""
 
-    def step(self, pieces: Sequence[Piece], factor: float, add_up: AddUp) -> None:
+    def step(self, pieces: Sequence[Piece], factor: float, peers: Peers) -> None:
         """Move these pieces, all of which have a gradient. Gradients count times `factor`."""
         raise NotImplementedError
 
@@ -91,7 +143,7 @@ class TorchStep(Stepper):
         for piece in pieces:
             groups[piece.group]["params"].append(piece.master)
 
-    def step(self, pieces: Sequence[Piece], factor: float, add_up: AddUp) -> None:
+    def step(self, pieces: Sequence[Piece], factor: float, peers: Peers) -> None:
         """What has no gradient now stays as it is."""
         for piece in pieces:
             piece.master.grad = piece.gradient
@@ -141,14 +193,19 @@ def moments_of(piece: Piece, dtype: torch.dtype) -> dict[str, Tensor]:
     return state
 
 
+def operators_for(pieces: Sequence[Piece]) -> Any:
+    """The compiled ones, for all that they take; else the plain ones, which take everything."""
+    given = [t for piece in pieces for t in (piece.master, piece.gradient) if t is not None]
+    fine = (torch.float32, torch.bfloat16, torch.float16)
+    takes = all(t.dtype in fine for t in given) and all(
+        piece.master.dtype != torch.float16 and piece.master.is_contiguous() for piece in pieces
+    )
+    return operators(given[0].device) if given and takes else reference
+
+
 def loss_of(closure: Callable[[], float] | None) -> float | None:
     """What a closure that was passed to `step` returns, with gradients enabled meanwhile."""
     if closure is None:
         return None
     with torch.enable_grad():
         return closure()
-
-
-def alone(pieces: Sequence[Piece], rows: Tensor) -> Tensor:
-    """How who owns whole parameters adds up."""
-    return rows

@@ -4,8 +4,9 @@ Dealing, hooks, buckets, collectives and the optimizer are those of a run. Three
 not there: the model's shadow (`shadow.py`), groups whose collectives move nothing (`comm/pretend.py`), and a
 lane on which reductions and gathers come as late as they can (`Late` in `comm/lane.py`).
 
-[Note: the rank that holds most] The first one is rehearsed. All ranks hold slices of the same size; they
-differ only in how much of a slice is padding, of which an optimizer keeps no state.
+[Note: the rank that holds most] The first one is rehearsed. All ranks hold slices of the same size. They
+differ in how much of a slice is padding, of which an optimizer keeps no state; in what it keeps of which
+parameter; and in the whole parameters that they own for the update (`everyone.py`).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from zero_full._compat import identity_of
 from zero_full.checkpoint.save import Taken
+from zero_full.comm.communicator import Communicator
 from zero_full.comm.ledger import Traffic
 from zero_full.comm.pretend import PretendedGroup
 from zero_full.comm.shared import HALF, window_of
@@ -27,11 +29,13 @@ from zero_full.engine import Engine
 from zero_full.given import check_optimizer
 from zero_full.kernels.load import compiled_for
 from zero_full.offload import HostTier
-from zero_full.optim import build_optimizer, check_elementwise
+from zero_full.optim import Peers, Piece, build_optimizer, check_elementwise
+from zero_full.plan.everyone import Everyone
 from zero_full.plan.saved import saved_bytes
 from zero_full.plan.shadow import new_pass, shadow_of
 from zero_full.plan.watch import Watch
 from zero_full.shard import Connection, Dealer, ZeroOptimizer, connect, place_the_rest
+from zero_full.shard.flat import Member
 from zero_full.shard.groups import Pair
 from zero_full.translate import scaler_of, settings_of, shard_ranks_of
 
@@ -116,6 +120,8 @@ class Rehearsal:
         made = ZeroOptimizer(base, self.shadow, parts, groups, settings, scaler_of(self.config))
         steppers, planned = made.steppers, torch.device(self.cluster.device)
         steppers.fused_adam.compiled_for = lambda device: compiled_for(planned)
+        self.everyone = Everyone(self.watch, None if settings.tier.apart else "update")
+        steppers.peers_of = self.everyone.peers
         for stepper in (steppers.own, steppers.by_torch, steppers.fused_adam):
             if stepper is not None:
                 stepper.step = self.watch.around(None, stepper.step)  # type: ignore[method-assign]
@@ -127,7 +133,7 @@ class Rehearsal:
         if not trained:
             raise ValueError("there is nothing to train: no parameter requires gradients")
         try:
-            base = build_optimizer(chosen.type, chosen.params, [{"params": trained}])
+            base = build_optimizer(chosen.type, chosen.params, [{"params": trained}], self.shadow)
             if is_cut:
                 check_elementwise(base, self.config.zero_allow_untested_optimizer)
             check_optimizer(base, self.shadow)
@@ -158,12 +164,13 @@ class Rehearsal:
     def _step(self, micro_batches: int) -> int:
         """A whole step. Returns the bytes that are sent in it."""
         self.traffic.clear()
+        self.everyone.sent.clear()
         count = min(micro_batches, DIFFERENT)
         sent = self._passes([place + 1 == count for place in range(count)])
         with self.watch.of(None if self.optimizer.settings.tier.apart else "update"):
             self.optimizer.step()
         alike = micro_batches - count
-        return self.traffic.total() + (alike * sent[1] if alike else 0)
+        return self.traffic.total() + (alike * sent[1] if alike else 0) + self._more(self.everyone.sent)
 
     # What it shows -------------------------------------------------------------------------------
 
@@ -173,7 +180,7 @@ class Rehearsal:
         done = {member.param for flat in self.optimizer.flats() for member in flat.members}
         elsewhere = [p for p in self.shadow.parameters() if p not in done]
         host, owned = (held(self.holdings.get(kind, [])) for kind in ("host", "optimizer"))
-        state, surplus = held(_state_in(self.optimizer.base.state.values())), self._surplus()
+        state, surplus = held(_state_in(self.optimizer.base.state.values())), self._more(self._states())
         return {
             "parameters": held([*self.holdings["parameters"], *elsewhere]),
             "buffers": held(self.shadow.buffers()),
@@ -189,16 +196,43 @@ class Rehearsal:
         """The most bytes at a time of what comes and goes within a step, by kind."""
         return {kind: self.watch.most(kind) for kind in ("gathered", "buckets", "update")}
 
-    def _surplus(self) -> int:
-        """Bytes of state that another rank has more than this one. See [Note: the rank that holds most]."""
-        groups, shown = self.optimizer.groups, self.optimizer.state
-        dense, experts = ([0] * pair.shard.size for pair in (groups.dense, groups.expert or groups.dense))
-        for flat in self.optimizer.flats():
-            ours = held(_state_in(shown[m.param] for m in flat.members if m.param in shown))
-            ranks = experts if flat.kind.expert else dense
-            for rank, numel in enumerate(flat.layout.owned if ours else ()):
-                ranks[rank] += ours * numel // flat.layout.owned[0]
-        neighbours = self.cluster.experts or 1
+    def _states(self) -> dict[Communicator, list[int]]:
+        """Bytes of the optimizer's state, by the ranks that share it."""
+        known, bytes_of = self.optimizer.base.state, dict[tuple[int, torch.dtype], int]()
+        states: dict[Communicator, list[int]] = {}
+        for owned in self.optimizer.owned:
+            ranks = states.setdefault(owned.flat.ranks, [0] * owned.flat.ranks.size)
+            for member in owned.flat.members if not owned.bucket.asleep else ():
+                kind = member.group, owned.master.dtype
+                piece = owned.pieces.get(member)
+                if piece is not None:
+                    bytes_of[kind] = held(_state_in([known.get(piece.master, {})])) // piece.master.numel()
+                elif kind not in bytes_of:
+                    bytes_of[kind] = self._bytes_of(member, owned.master.dtype)
+                for rank, numel in owned.flat.layout.shares(member.index):
+                    ranks[rank] += numel * bytes_of[kind]
+        return states
+
+    def _bytes_of(self, member: Member, dtype: torch.dtype) -> int:
+        """What a rule of its own keeps of each element of a parameter of which the first rank has nothing."""
+        stepper, master = (
+            self.optimizer.steppers.own,
+            torch.empty(member.param.shape, dtype=dtype, device=META),
+        )
+        if stepper is None:
+            return 0
+        piece = Piece(member.name, master.shape, (0, master.numel()), member.group, master, master)
+        with self.watch:
+            stepper.begin([piece])
+            stepper.step([piece], 1.0, Peers())
+            stepper.end()
+        return held(_state_in([piece.state])) // master.numel()
+
+    def _more(self, by_ranks: Mapping[Communicator, Sequence[int]]) -> int:
+        """Bytes that another rank has more than this one. See [Note: the rank that holds most]."""
+        groups, neighbours = self.optimizer.groups, self.cluster.experts or 1
+        dense = by_ranks.get(groups.dense.shard, [0])
+        experts = [0] if groups.expert is None else by_ranks.get(groups.expert.shard, [0])
         totals = [
             dense[rank % len(dense)] + experts[rank // neighbours % len(experts)]
             for rank in range(self.cluster.world)

@@ -84,7 +84,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.report = NonFinite()
         self.signals = StopSignals()
         self.last: StepReport | None = None
-        self.steppers = Steppers(self.redirected, settings.dtypes)
+        self.steppers = Steppers(self.redirected, settings.dtypes, self.lane)
         self.closed = self.states_offloaded = False  # see `offload_states.py`
         self.writes = ParameterWrites(m for v in self.flats() if not v.released_at_rest for m in v.members)
         self.calls = 0  # of step

@@ -1,28 +1,30 @@
 """One step of what a rank owns: which stepper, on which pieces, how much at a time."""
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 
-import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
+from zero_full.comm.lane import Lane
 from zero_full.optim.elementwise import own_stepper
 from zero_full.optim.fused_adam import FusedAdam
-from zero_full.optim.step import AddUp, Piece, Stepper, TorchStep
+from zero_full.optim.step import Peers, Stepper, TorchStep
 from zero_full.precision.dtypes import Dtypes
 from zero_full.shard.base import Base
 from zero_full.shard.flat import Member
 from zero_full.shard.owned import Owned
+from zero_full.shard.peers import PartPeers
 
 
 class Steppers:
     """The steppers that an optimizer can be stepped by."""
 
-    def __init__(self, base: Base, dtypes: Dtypes) -> None:
+    def __init__(self, base: Base, dtypes: Dtypes, lane: Lane) -> None:
         self.optimizer: Optimizer = base.optimizer
         self.own = own_stepper(self.optimizer, base.own_step)
         self.by_torch = TorchStep(self.optimizer, base.own_step)
         self.fused_adam = FusedAdam(self.optimizer, base.own_step, dtypes)
+        self.lane = lane
+        self.peers_of: Callable[[Sequence[Owned], Container[Member], Lane], Peers] = PartPeers
 
     def choose(self, stepped: Iterable[Owned]) -> Stepper:
         """The optimizer's own, if it brings one; else the fastest that does the same as its `step`."""
@@ -53,7 +55,7 @@ class Steppers:
         pieces = [piece for owned in part for piece in owned.fetch(used, stepper.fuses)]
         for piece in pieces:
             piece.state = self.optimizer.state[piece.master]
-        stepper.step(pieces, factor, _adding_up(part, used))
+        stepper.step(pieces, factor, self.peers_of(part, used, self.lane))
         for owned in part:
             owned.put_away()
 
@@ -72,25 +74,3 @@ def sub_groups(stepped: Sequence[Owned], limit: int | None) -> list[list[Owned]]
         together[-1].append(owned)
         room -= numel
     return together
-
-
-def _adding_up(part: Sequence[Owned], used: Container[Member]) -> AddUp:
-    """Sums of numbers about pieces, over the ranks that have the other pieces of the same parameters.
-
-    All ranks number the parameters in the same way, whichever pieces they own.
-    """
-
-    def add_up(pieces: Sequence[Piece], rows: Tensor) -> Tensor:
-        named = [(m.name, owned.flat.ranks) for owned in part for m in owned.flat.members if m in used]
-        place = {name: number for number, (name, _) in enumerate(named)}
-        mine = [place[piece.name] for piece in pieces]
-        totals = torch.zeros(len(named), *rows.shape[1:], dtype=rows.dtype, device=rows.device)
-        totals[mine] = rows
-        for ranks in dict.fromkeys(ranks for _, ranks in named):
-            if ranks.size > 1:
-                theirs = [number for number, (_, each) in enumerate(named) if each is ranks]
-                summed = ranks.sum_numbers(totals[theirs].to(ranks.device), "numbers about whole parameters")
-                totals[theirs] = summed.to(totals.device)
-        return totals[mine]
-
-    return add_up

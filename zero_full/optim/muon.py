@@ -1,0 +1,317 @@
+"""Muon: a hidden matrix moves by its momentum made orthogonal; all else is stepped by AdamW.
+
+[Note: whose update is which] Muon is for matrices between hidden layers. Embeddings, output heads, biases and
+norms are AdamW's. A parameter's class and shape do not tell which a matrix is, so somebody must say it:
+
+    param.use_muon = True       DeepSpeed's mark, on a parameter
+    {"params": ..., "use_muon": True}   for a whole group
+    use_muon=lambda name, p: ...        for all of `model.named_parameters()`
+    muon_groups(model)          the rule that a configuration file gets: what has two dimensions, is no
+                                nn.Embedding's weight and has neither `embed` nor `lm_head` in its name
+
+DeepSpeed's own rule knows names only, so that GPT-2's `wte` is Muon's there; and it takes what has three
+dimensions and more, which is AdamW's here.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from zero_full.kernels import reference
+from zero_full.optim.arguments import BELOW_1, at_least, checked_options, finite_number
+from zero_full.optim.fused_adam import sweep
+from zero_full.optim.step import Peers, Piece, Stepper, Whole, alike, loss_of, operators_for
+from zero_full.wording import shown
+
+NOT_HIDDEN = ("embed", "lm_head")
+OF_MUON = ("momentum", "nesterov", "ns_steps", "ns_coefficients", "ns_eps", "adjust_lr_fn")
+OF_ADAM = ("betas", "eps")
+RATES = {True: ("muon_lr", 0.02), False: ("adam_lr", 3e-4)}
+ADJUSTMENTS = (None, "original", "match_rms_adamw")
+MOST_STEPS = 99  # Newton-Schulz takes 5; torch refuses more
+State = dict[str, Any]
+
+
+class Muon(Optimizer):
+    """Moves a matrix by `lr` along its momentum, whose singular values have become about 1 first.
+
+    What is no matrix, and what is not to be one of Muon's, is stepped by AdamW with `betas` and `eps`. See
+    [Note: whose update is which] in `optim/muon.py` for who decides. There is a parameter group for each.
+
+    lr           of both; `muon_lr` and `adam_lr` win over it, and a group's own `lr` over all of them. None:
+                 0.02 for Muon and 3e-4 for AdamW
+    adjust_lr_fn "original" (also None) makes steps of tall matrices larger, by sqrt(rows / columns);
+                 "match_rms_adamw" gives steps the size of AdamW's, so that its rate and decay can be used
+    ns_...       the Newton-Schulz iteration, which runs in bf16
+
+    Names and updates are those of torch.optim.Muon, whose `eps` is called `ns_eps` here; names that
+    DeepSpeed has, and all defaults, are DeepSpeed's. At every stage the update is that of whole matrices.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | None = None,
+        *,
+        muon_lr: float | None = None,
+        adam_lr: float | None = None,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        weight_decay: float = 0.0,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-10,
+        ns_steps: int = 5,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        ns_eps: float = 1e-7,
+        adjust_lr_fn: str | None = None,
+        use_muon: Callable[[str, Parameter], bool] | None = None,
+    ) -> None:
+        given = {
+            "lr": lr,
+            "muon_lr": muon_lr,
+            "adam_lr": adam_lr,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "weight_decay": weight_decay,
+            "betas": betas,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "ns_coefficients": ns_coefficients,
+            "ns_eps": ns_eps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "use_muon": use_muon,
+        }
+        super().__init__(params, _checked(given))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group for the matrices among these parameters, and one for all else."""
+        for name in (name for name, _ in RATES.values() if name in param_group):
+            raise ValueError(f"a parameter group cannot have {name}: what it has of its own is called lr")
+        options = {**self.defaults, **{k: v for k, v in param_group.items() if k != "params"}}
+        halves: dict[bool, list[Any]] = {True: [], False: []}
+        params = param_group["params"]
+        if isinstance(params, set):
+            raise TypeError("parameters come in a set, which every process may order in its own way")
+        for each in [params] if isinstance(params, Tensor) else params:
+            name, param = each if isinstance(each, tuple) else (None, each)
+            halves[_uses_muon(name, param, _checked(options)["use_muon"])].append(each)
+        for is_muons, half in halves.items():
+            if half:
+                self._add_half(half, {**options, "use_muon": is_muons}, param_group.get("lr"))
+
+    def _add_half(self, params: list[Any], options: dict[str, Any], own_lr: float | None) -> None:
+        rate, default = RATES[options["use_muon"]]
+        rates = (own_lr, options[rate], options["lr"], default)
+        lr = next(each for each in rates if each is not None)
+        super().add_param_group({**_checked({**options, "lr": lr}), "params": params})
+        for name in (*(name for name, _ in RATES.values()), *(OF_ADAM if options["use_muon"] else OF_MUON)):
+            del self.param_groups[-1][name]  # it would have no effect
+
+    def zero_full_stepper(self) -> Stepper:
+        """What steps pieces of parameters."""
+        return MuonStep(self)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Move every parameter that has a gradient."""
+        loss = loss_of(closure)
+        listed = [(number, p) for number, group in enumerate(self.param_groups) for p in group["params"]]
+        for p in (p for _, p in listed if p.grad is not None and p.grad.layout != torch.strided):
+            raise RuntimeError(f"Muon takes no sparse gradients, as a parameter of {tuple(p.shape)} has one")
+        whole = [
+            Piece("", p.shape, (0, p.numel()), number, p, p.grad, state=self.state[p])
+            for number, p in listed
+            if p.grad is not None
+        ]
+        stepper = self.zero_full_stepper()
+        stepper.begin(whole)
+        stepper.step(whole, 1.0, Peers())
+        return loss
+
+
+class MuonStep(Stepper):
+    """AdamW on pieces; momentum on pieces; then matrix by matrix."""
+
+    fuses = True
+
+    def __init__(self, optimizer: Muon) -> None:
+        self.optimizer = optimizer
+
+    def begin(self, pieces: Sequence[Piece]) -> None:
+        """Every rank looks at all groups, which may have been edited: all fail, or none."""
+        for group in self.optimizer.param_groups:
+            _checked(group)
+
+    def step(self, pieces: Sequence[Piece], factor: float, peers: Peers) -> None:
+        """Masters, state and copies change."""
+        groups: Sequence[Mapping[str, Any]] = self.optimizer.param_groups
+        by_adam = [piece for piece in pieces if not groups[piece.group]["use_muon"]]
+        for some in alike(by_adam):
+            group = {**groups[some[0].group], "decoupled_weight_decay": True}
+            sweep(operators_for(some), some, _wide(some[0].master), group, factor)
+        peers.by_whole(pieces, Orthogonal(groups, factor))
+
+
+class Orthogonal:
+    """The part of a step that needs whole matrices. What ranks bring and are given is bf16, and loses nothing
+    by it: Newton-Schulz begins by rounding to bf16, and ends in it.
+    """
+
+    wire = torch.bfloat16
+
+    def __init__(self, groups: Sequence[Mapping[str, Any]], factor: float) -> None:
+        self.groups, self.factor = groups, factor
+
+    def concerns(self, whole: Whole) -> bool:
+        """Whether it is one of Muon's matrices."""
+        return bool(self.groups[whole.group]["use_muon"])
+
+    def work(self, whole: Whole) -> int:
+        """Multiplications in Newton-Schulz."""
+        small, large = sorted(whole.shape)
+        return int(self.groups[whole.group]["ns_steps"]) * small * small * (2 * large + small)
+
+    def bring(self, piece: Piece) -> Tensor:
+        """The momentum, which has become newer, or what Nesterov makes of it."""
+        group, master, gradient = self.groups[piece.group], piece.master, piece.gradient
+        assert gradient is not None
+        if "momentum_buffer" not in piece.state:
+            piece.state["momentum_buffer"] = torch.zeros_like(master, dtype=_wide(master))
+        average, share = piece.state["momentum_buffer"], float(group["momentum"])
+        newest = gradient.to(average.dtype) * self.factor
+        average.lerp_(newest, 1 - share)
+        update = newest.lerp(average, share) if group["nesterov"] else average
+        return update.to(self.wire).reshape(-1)
+
+    def of_whole(self, whole: Whole, values: Tensor) -> Tensor:
+        """Made orthogonal."""
+        group = self.groups[whole.group]
+        return orthogonalized(values, int(group["ns_steps"]), group["ns_coefficients"], group["ns_eps"])
+
+    def take(self, piece: Piece, values: Tensor) -> None:
+        """Move the piece."""
+        group, master = self.groups[piece.group], piece.master
+        if piece.copy is not None:
+            master.copy_(reference.unless_written(master, piece.copy))
+        lr = float(group["lr"])
+        master.mul_(1 - lr * group["weight_decay"])
+        master.add_(values.view(master.shape), alpha=-lr * _adjustment(group["adjust_lr_fn"], piece.shape))
+        if piece.copy is not None:
+            piece.copy.copy_(master)
+
+
+def orthogonalized(matrix: Tensor, steps: int, coefficients: Sequence[float], eps: float) -> Tensor:
+    """A matrix of the same singular vectors, whose singular values are about 1, by Newton-Schulz in bf16.
+
+    `coefficients` are those of an odd polynomial of degree 5, which is applied so often.
+    """
+    first, third, fifth = coefficients
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.to(torch.bfloat16)
+    x = x.T if is_tall else x
+    x = x / x.norm().clamp(min=eps)  # no singular value is above 1 now
+    for _ in range(steps):
+        gram = x @ x.T
+        factor = torch.addmm(gram, gram, gram, beta=third, alpha=fifth)
+        x = torch.addmm(x, factor, x, beta=first)
+    return x.T if is_tall else x
+
+
+def _adjustment(kind: str | None, shape: torch.Size) -> float:
+    rows, columns = shape
+    if kind == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1, rows / columns))
+
+
+def _wide(master: Tensor) -> torch.dtype:
+    """In what type averages are kept."""
+    return torch.promote_types(master.dtype, torch.float32)
+
+
+def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's options, of the right kind and in their bounds; ValueError if one is not."""
+    checked = checked_options(Muon, {k: v for k, v in options.items() if k != "params"}, str)
+    rule = checked["use_muon"]
+    if not (rule is None or isinstance(rule, bool) or callable(rule)):
+        raise ValueError(
+            f"use_muon must be true, false or a function of a name and a parameter, not {shown(rule)}"
+        )
+    if "momentum" in checked:
+        finite_number("momentum", checked["momentum"], most=BELOW_1)
+        checked["ns_steps"] = at_least("ns_steps", checked["ns_steps"], 0)
+        if checked["ns_steps"] > MOST_STEPS:
+            raise ValueError(f"ns_steps must be at most {MOST_STEPS}, not {checked['ns_steps']}")
+        if checked["adjust_lr_fn"] not in ADJUSTMENTS:
+            known = " or ".join(repr(each) for each in ADJUSTMENTS[1:])
+            raise ValueError(f"adjust_lr_fn must be {known}, not {shown(checked['adjust_lr_fn'])}")
+    return checked
+
+
+# Whose update is which ---------------------------------------------------------------------------
+
+
+def muon_groups(model: nn.Module, groups: Iterable[Mapping[str, Any]] | None = None) -> list[dict[str, Any]]:
+    """Parameter groups for `Muon`: hidden matrices, and what AdamW steps.
+
+    What a parameter's `use_muon` or its group's says counts; else see [Note: whose update is which] in
+    `optim/muon.py`. Of `groups` each is cut in two; None: all that is trained is one.
+    """
+    named: dict[Parameter, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        named.setdefault(param, []).append(name)
+    embeddings = {
+        param
+        for module in model.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        for param in module.parameters(recurse=False)
+    }
+
+    def is_hidden(_: str, param: Parameter) -> bool:
+        called = " ".join(named.get(param, ())).lower()
+        is_known = param in named and param not in embeddings
+        return is_known and param.dim() == 2 and not any(word in called for word in NOT_HIDDEN)
+
+    if groups is None:
+        groups = [{"params": [param for param in named if param.requires_grad]}]
+    halves = []
+    for group in groups:
+        cut: dict[bool, list[Any]] = {True: [], False: []}
+        for param in group["params"]:
+            name = named.get(param, ["a parameter"])[0]
+            cut[_uses_muon(name, param, group.get("use_muon", is_hidden))].append(param)
+        halves += [{**group, "params": half, "use_muon": use} for use, half in cut.items() if half]
+    return halves
+
+
+def _uses_muon(name: str | None, param: Any, rule: Any) -> bool:
+    """Whether a parameter is Muon's: by its own mark, by the group's word, by a function of its name."""
+    if not isinstance(param, Tensor):
+        return False  # torch says what it is
+    told: Any = getattr(param, "use_muon", None)
+    if told is None and callable(rule):
+        if name is None:
+            raise ValueError("use_muon asks for names: pass model.named_parameters()")
+        told = param.dim() > 1 and rule(name, param)
+    elif told is None:
+        told = rule
+    what = f"{name or 'a parameter'} of shape {tuple(param.shape)}"
+    if told is None and param.dim() == 2:
+        raise ValueError(
+            f"{what} may be a hidden matrix, which is Muon's, or an embedding, which is AdamW's: pass "
+            "zero_full.muon_groups(model), or say which by param.use_muon = True or False, or by use_muon= "
+            "with model.named_parameters()"
+        )
+    if told and param.dim() != 2:
+        raise ValueError(
+            f"{what} is to be Muon's, which takes matrices of two dimensions: set its use_muon to False, "
+            "or train a matrix and give forward a view of it"
+        )
+    if told and param.is_complex():
+        raise ValueError(f"{what} is complex, which Muon does not take: set its use_muon to False")
+    return bool(told)
