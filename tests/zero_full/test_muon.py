@@ -1,7 +1,6 @@
 """Muon: whole matrices at every stage, in the bits of torch's own on one process."""
 
 from collections import Counter
-from copy import deepcopy
 from typing import Any
 from unittest import mock
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import zero_full
-from tests.worlds import POOL, run_each
+from tests.worlds import run_each
 from tests.zero_full.muon_runs import (
     BY_ADAM,
     SHAPES,
@@ -22,10 +21,8 @@ from tests.zero_full.muon_runs import (
     trained,
     values_of,
 )
-from tests.zero_full.runs import Net, config, data, said_by
-from zero_full import Muon, muon_groups
+from tests.zero_full.runs import config, data
 from zero_full.comm.communicator import Communicator
-from zero_full.optim import build_optimizer, build_scheduler
 from zero_full.optim.muon import Orthogonal
 from zero_full.plan import plan
 

@@ -112,7 +112,7 @@ class Communicator:
         self._call("all_to_all", what, sent, wire, lambda: transport.all_to_all(*flat, splits))
 
     def all_to_all_uneven(self, sent: Tensor, received: Tensor, splits: Splits, what: str) -> None:
-        """The same with parts of these sizes, none for itself. Where nobody has any for another, nobody is called."""
+        """The same with parts of these sizes. Where nobody has any for another rank, nobody is called."""
         if self.transport is None or not splits.most:
             return
         transport, told = self.transport, f"{what}, {splits.most} at most between two ranks"

@@ -51,7 +51,7 @@ class SharedMemory(OverGroup):
         return self.windows[rank][start : start + self.half].view(dtype)
 
     def _slot(self, owner: int, reader: int, dtype: torch.dtype, room: int) -> Tensor:
-        """The part of `owner`'s window that is for `reader`: room for so many elements. None is for itself."""
+        """The part of `owner`'s window that is for `reader`, with room for so many elements."""
         place = reader - (reader > owner)
         return self._half(owner, dtype)[place * room : (place + 1) * room]
 
