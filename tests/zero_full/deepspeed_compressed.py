@@ -10,7 +10,7 @@ Run by hand, never by a test; 0.19.7 and later do not have them any more:
 What runs is DeepSpeed's own `step` and its own `CompressedBackend.compressed_allreduce`, over gloo, on two
 ranks. Four things are not its own:
 
-* packing bits. DeepSpeed has that for CUDA (by cupy) and for Intel's GPUs, and not for a CPU; numpy packs here.
+* packing bits. DeepSpeed has that for CUDA (by cupy) and for Intel's GPUs, not for a CPU; numpy packs here.
 * gathering scales. DeepSpeed gathers numbers without dimensions into tensors of one element: NCCL takes that,
   and gloo does not, so `Gathering` gives them their dimension.
 * the engine. It would average gradients of the whole model over the ranks in each step in which

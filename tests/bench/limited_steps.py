@@ -1,0 +1,138 @@
+"""Training steps of some optimizers, timed in turns on ranks that may be behind a limited link."""
+
+import gc
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.bench import interleave, link, peers
+from tests.bench.interleave import Series
+from tests.bench.peers import Setup, Trainee
+from zero_min.gpt import GPTConfig, batch, load_text
+
+SIZES = {
+    "50k": GPTConfig(layers=4, heads=2, width=32),
+    "3M": GPTConfig(layers=4, heads=4, width=256),
+    "10M": GPTConfig(layers=6, heads=6, width=384),
+}
+ADAM = {"lr": 1e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
+FROZEN = {"var_freeze_step": 1, "local_step_scaler": 1}
+ALONE, DDP = "forward+backward", "DDP"
+ADAM_ROW, ONE_BIT_ROW, EVERY, IN_16 = "Adam", "1-bit Adam", "0/1 Adam, a round in every step", "0/1 Adam, in 16"
+
+
+@dataclass(frozen=True)
+class Row:
+    """An optimizer of a JSON file, and how many steps are timed as one: as many as a round comes back in."""
+
+    type: str = ""
+    params: dict[str, Any] = field(default_factory=dict)
+    block: int = 1
+    warmup: int = 2
+
+
+ROWS = {
+    ALONE: Row(),
+    DDP: Row(),
+    ADAM_ROW: Row("AdamW", ADAM),
+    ONE_BIT_ROW: Row("OneBitAdam", {**ADAM, "freeze_step": 1}),
+    EVERY: Row("ZeroOneAdam", {**ADAM, **FROZEN, "local_step_clipper": 1}),
+    IN_16: Row("ZeroOneAdam", {**ADAM, **FROZEN, "local_step_clipper": 16}, block=16, warmup=8),
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One run."""
+
+    size: str
+    rows: tuple[str, ...]
+    rounds: int
+    rate: int | None
+
+
+@dataclass
+class Found:
+    """What one rank saw."""
+
+    parameters: int = 0
+    rate: float = 0.0  # bits a second that a stream got
+    seconds: dict[str, Series] = field(default_factory=dict)  # a step
+    sent: dict[str, int] = field(default_factory=dict)  # bytes a step, as zero_full counts
+
+
+def build(name: str, setup: Setup) -> Trainee:
+    """A row, ready to train."""
+    row = ROWS[name]
+    if name == ALONE:
+        return peers.forward_backward(setup)
+    if name == DDP:
+        return peers.ddp(setup)
+    import zero_full
+
+    config = peers.json_config(setup, 0) | {"optimizer": {"type": row.type, "params": row.params}}
+    engine = zero_full.initialize(model=setup.model(), config=config)[0]
+    backward = peers.engine_backward(engine)
+    return Trainee(engine.module, backward, engine.step, engine, traffic=engine.traffic)
+
+
+class Rank:
+    """One rank: its rows, all alive at once, and its clock."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.found = plan, Found(rate=link.measured_rate(plan.rate))
+        config, world = SIZES[plan.size], dist.get_world_size()
+        setup = Setup(config, torch.float32, world, None, bucket=5_000_000, overlap=False)
+        self.alive = {name: build(name, setup) for name in plan.rows}
+        self.found.parameters = sum(p.numel() for p in self.alive[plan.rows[0]].model.parameters())
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        self.data = [batch(load_text(), 1, config.context, generator) for _ in range(16)]
+        self.taken = 0
+
+    def run(self) -> Found:
+        """Every row once to warm up, then rounds."""
+        for name in self.plan.rows:
+            self.steps(name, ROWS[name].warmup)
+        self.found.seconds = interleave.run(self.plan.rows, self.plan.rounds, self.visit)
+        return self.found
+
+    def visit(self, name: str, number: int) -> list[float]:
+        """The time of one block, over its steps."""
+        traffic, block = self.alive[name].traffic, ROWS[name].block
+        before = sum(traffic().values()) if traffic else 0
+        gc.collect()
+        dist.barrier()
+        start = time.perf_counter()
+        self.steps(name, block)
+        seconds = time.perf_counter() - start
+        if traffic:
+            self.found.sent[name] = (sum(traffic().values()) - before) // block
+        return [seconds / block]
+
+    def steps(self, name: str, count: int) -> None:
+        """Train."""
+        trainee = self.alive[name]
+        for _ in range(count):
+            trainee.backward(*self.data[self.taken % len(self.data)])
+            self.taken += 1
+            trainee.update()
+
+
+def rank_main(plan: Plan) -> Found:
+    """The life of a rank."""
+    return Rank(plan).run()
+
+
+def in_pool(_: Any, plan: Plan) -> Found:
+    """The same on a rank of `tests.worlds`."""
+    return rank_main(plan)
+
+
+def together(ranks: list[Found]) -> Found:
+    """All ranks' findings as one: a step is over when its last rank is."""
+    first = ranks[0]
+    seconds = {name: interleave.slowest([rank.seconds[name] for rank in ranks]) for name in first.seconds}
+    return Found(first.parameters, first.rate, seconds, first.sent)
