@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from zero_full._compat import run_exit_functions
 from zero_full.checkpoint.failure import CheckpointError, reasons, said
 from zero_full.checkpoint.one_save import CheckpointSave
 from zero_full.checkpoint.rank_file import Payload
@@ -151,7 +152,7 @@ class Writing:
 def _exit_as_failed() -> None:
     """End the process with exit code 1, after all else that is to be done at its end."""
     atexit.unregister(_exit_as_failed)
-    atexit._run_exitfuncs()
+    run_exit_functions()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(1)

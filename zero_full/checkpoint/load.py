@@ -6,7 +6,7 @@ which they may refuse: they get their own back, and nothing has happened. Each r
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -91,9 +91,8 @@ def load_checkpoint(
         _refuse_others(found)
         if not load:
             return None
-        if checks := list(load[0].source.further_checks()):  # they read everything: each rank does its share
-            attempt(lambda: _call(checks[sorted(found).index(this_rank()) :: len(found)]))
-            attempt.agree()
+        if checks := list(load[0].source.further_checks()):  # they read everything
+            attempt.divide(checks, found)
         load[0].change(attempt)
     finally:
         for each in load:
@@ -110,11 +109,6 @@ def _refuse_others(found: Mapping[int, list[tuple[str, str]]]) -> None:
             f"ranks find different checkpoints: {folders}. If these are the same, another save has just "
             "taken its place: load again. Nothing was loaded"
         )
-
-
-def _call(checks: Iterable[Callable[[], object]]) -> None:
-    for check in checks:
-        check()
 
 
 class CheckpointLoad:
