@@ -21,7 +21,12 @@ SIZES = {
 ADAM = {"lr": 1e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
 FROZEN = {"var_freeze_step": 1, "local_step_scaler": 1}
 ALONE, DDP = "forward+backward", "DDP"
-ADAM_ROW, ONE_BIT_ROW, EVERY, IN_16 = "Adam", "1-bit Adam", "0/1 Adam, a round in every step", "0/1 Adam, in 16"
+ADAM_ROW, ONE_BIT_ROW, EVERY, IN_16 = (
+    "Adam",
+    "1-bit Adam",
+    "0/1 Adam, a round in every step",
+    "0/1 Adam, in 16",
+)
 
 
 @dataclass(frozen=True)
