@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.bench import interleave, link, peers
+from tests.bench import interleave, link, peers, volume
 from tests.bench.interleave import Series
 from tests.bench.peers import Setup, Trainee
 from zero_min.gpt import GPTConfig, batch, load_text
@@ -18,7 +18,8 @@ SIZES = {
     "3M": GPTConfig(layers=4, heads=4, width=256),
     "10M": GPTConfig(layers=6, heads=6, width=384),
 }
-ADAM = {"lr": 1e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
+ADAM = {"lr": 1e-7, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
+# A variance that is frozen after one step is a poor one: the learning rate is small, so that nothing diverges.
 FROZEN = {"var_freeze_step": 1, "local_step_scaler": 1}
 ALONE, DDP = "forward+backward", "DDP"
 ADAM_ROW, ONE_BIT_ROW, EVERY, IN_16 = (
@@ -37,15 +38,16 @@ class Row:
     params: dict[str, Any] = field(default_factory=dict)
     block: int = 1
     warmup: int = 2
+    kind: str = ""  # of the one step in a block that sends, by `volume.py`
 
 
 ROWS = {
     ALONE: Row(),
     DDP: Row(),
-    ADAM_ROW: Row("AdamW", ADAM),
-    ONE_BIT_ROW: Row("OneBitAdam", {**ADAM, "freeze_step": 1}),
-    EVERY: Row("ZeroOneAdam", {**ADAM, **FROZEN, "local_step_clipper": 1}),
-    IN_16: Row("ZeroOneAdam", {**ADAM, **FROZEN, "local_step_clipper": 16}, block=16, warmup=8),
+    ADAM_ROW: Row("AdamW", ADAM, kind=volume.EXACT),
+    ONE_BIT_ROW: Row("OneBitAdam", {**ADAM, "freeze_step": 1}, kind=volume.ONE_BIT),
+    EVERY: Row("ZeroOneAdam", {**ADAM, **FROZEN, "local_step_clipper": 1}, kind=volume.ONE_BIT),
+    IN_16: Row("ZeroOneAdam", {**ADAM, **FROZEN, "local_step_clipper": 16}, 16, 8, volume.ONE_BIT),
 }
 
 
@@ -66,7 +68,7 @@ class Found:
     parameters: int = 0
     rate: float = 0.0  # bits a second that a stream got
     seconds: dict[str, Series] = field(default_factory=dict)  # a step
-    sent: dict[str, int] = field(default_factory=dict)  # bytes a step, as zero_full counts
+    sent: dict[str, float] = field(default_factory=dict)  # bytes a step, as zero_full counts
 
 
 def build(name: str, setup: Setup) -> Trainee:
@@ -92,7 +94,8 @@ class Rank:
         config, world = SIZES[plan.size], dist.get_world_size()
         setup = Setup(config, torch.float32, world, None, bucket=5_000_000, overlap=False)
         self.alive = {name: build(name, setup) for name in plan.rows}
-        self.found.parameters = sum(p.numel() for p in self.alive[plan.rows[0]].model.parameters())
+        sizes = volume.sizes_of(setup.model())
+        self.model, self.found.parameters = volume.Model(sizes, world), sum(sizes)
         generator = torch.Generator().manual_seed(dist.get_rank())
         self.data = [batch(load_text(), 1, config.context, generator) for _ in range(16)]
         self.taken = 0
@@ -105,8 +108,8 @@ class Rank:
         return self.found
 
     def visit(self, name: str, number: int) -> list[float]:
-        """The time of one block, over its steps."""
-        traffic, block = self.alive[name].traffic, ROWS[name].block
+        """The time of one block, over its steps. RuntimeError if it did not send what it is there for."""
+        traffic, block, kind = self.alive[name].traffic, ROWS[name].block, ROWS[name].kind
         before = sum(traffic().values()) if traffic else 0
         gc.collect()
         dist.barrier()
@@ -114,7 +117,10 @@ class Rank:
         self.steps(name, block)
         seconds = time.perf_counter() - start
         if traffic:
-            self.found.sent[name] = (sum(traffic().values()) - before) // block
+            sent = sum(traffic().values()) - before
+            if sent != self.model.sent(kind):
+                raise RuntimeError(f"{name} sent {sent} bytes, and not the {self.model.sent(kind)} of {kind}")
+            self.found.sent[name] = sent / block
         return [seconds / block]
 
     def steps(self, name: str, count: int) -> None:

@@ -108,7 +108,7 @@ def train(comm: Any, row: Row, seed: int) -> Found:
             found.steps.append(step)
             found.curves[0].append(validation(model, text[cut:]))
     found.sent = (sum(engine.traffic().values()) - before) / row.steps / found.numel
-    engine.destroy()
+    engine.destroy(gather=True)
     return found
 
 

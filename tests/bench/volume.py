@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from torch import nn
+
 EXACT, ONE_BIT, SILENT = "exact", "one bit", "silent"  # what a step can have
 HEADER, NUMBER, ALIGNED = 1, 4, 16  # of a message: numbers before the scales, and bytes
 
@@ -77,6 +79,11 @@ class Model:
     def sent(self, kind: str, width: int = 4) -> int:
         """Bytes that a rank sends in a step of this kind."""
         return {EXACT: self.exact(width), ONE_BIT: self.one_bit(), SILENT: 0}[kind]
+
+
+def sizes_of(model: nn.Module) -> list[int]:
+    """The sizes of its parameters in the order in which they lie in a compressed buffer: that of their names."""
+    return [p.numel() for _, p in sorted(model.named_parameters())]
 
 
 # What was published ---------------------------------------------------------------------------------
