@@ -1,4 +1,4 @@
-"""Plots of what benchmarks have recorded, drawn when the site is built: from the line for programs in a record."""
+"""Plots of what benchmarks have recorded, drawn when the site is built from a record's line for programs."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +28,7 @@ BARS = {
     "Adam": ORANGE,
     "1-bit Adam": GREEN,
     "0/1 Adam, a round in every step": SKY,
-    "0/1 Adam, in 16": BLUE,
+    "0/1 Adam, a round in 16 steps": BLUE,
 }
 
 
@@ -44,7 +44,7 @@ def _named(plot: Axes, title: str, x: str, y: str) -> None:
 
 
 def losses(record: Record) -> Picture:
-    """Every optimizer's mean over the seeds, in a band from the best to the worst; large batches by themselves."""
+    """Every optimizer's mean over the seeds, in a band from the best to the worst one."""
     curves: Mapping[str, Any] = record["curves"]
     figure, plots = new_figure(2)
     said = []

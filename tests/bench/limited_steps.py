@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.bench import interleave, link, peers, volume
+from tests.bench import interleave, peers, volume
 from tests.bench.interleave import Series
 from tests.bench.peers import Setup, Trainee
 from zero_min.gpt import GPTConfig, batch, load_text
@@ -19,15 +19,11 @@ SIZES = {
     "10M": GPTConfig(layers=6, heads=6, width=384),
 }
 ADAM = {"lr": 1e-7, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
-# A variance that is frozen after one step is a poor one: the learning rate is small, so that nothing diverges.
+STREAM_S = 0.5  # how long a link's rate is measured
+# A variance that is frozen after one step is a poor one: by a larger learning rate the model would diverge.
 FROZEN = {"var_freeze_step": 1, "local_step_scaler": 1}
-ALONE, DDP = "forward+backward", "DDP"
-ADAM_ROW, ONE_BIT_ROW, EVERY, IN_16 = (
-    "Adam",
-    "1-bit Adam",
-    "0/1 Adam, a round in every step",
-    "0/1 Adam, in 16",
-)
+ALONE, DDP, ADAM_ROW, ONE_BIT_ROW = "forward+backward", "DDP", "Adam", "1-bit Adam"
+EVERY, IN_16 = "0/1 Adam, a round in every step", "0/1 Adam, a round in 16 steps"
 
 
 @dataclass(frozen=True)
@@ -86,11 +82,30 @@ def build(name: str, setup: Setup) -> Trainee:
     return Trainee(engine.module, backward, engine.step, engine, traffic=engine.traffic)
 
 
+def measured_rate(rate: int | None) -> float:
+    """Bits a second that a stream from the last rank to the first gets, as the first one sees it."""
+    numel = int(max(rate or 0, 10**8) * STREAM_S / 8)
+    data, hello = torch.zeros(numel, dtype=torch.uint8), torch.zeros(1)
+    last = dist.get_world_size() - 1
+    seconds = 0.0
+    if dist.get_rank() == last:
+        dist.send(hello, 0)
+        dist.send(data, 0)
+    elif dist.get_rank() == 0:
+        dist.recv(hello, last)
+        start = time.perf_counter()
+        dist.recv(data, last)
+        seconds = time.perf_counter() - start
+    answer = [8 * numel / seconds if seconds else 0.0]
+    dist.broadcast_object_list(answer, 0)
+    return answer[0]
+
+
 class Rank:
     """One rank: its rows, all alive at once, and its clock."""
 
     def __init__(self, plan: Plan) -> None:
-        self.plan, self.found = plan, Found(rate=link.measured_rate(plan.rate))
+        self.plan, self.found = plan, Found(rate=measured_rate(plan.rate))
         config, world = SIZES[plan.size], dist.get_world_size()
         setup = Setup(config, torch.float32, world, None, bucket=5_000_000, overlap=False)
         self.alive = {name: build(name, setup) for name in plan.rows}

@@ -2,17 +2,21 @@
 
 All cables (veth pairs) end at one switch (a bridge), and at both ends of each a token bucket of `tc` lets no
 more than the rate through: so a rank sends at the rate and receives at the rate, as with a network card. What
-a bucket lets through at once is a millisecond's worth. `measured_rate` says what a TCP stream really gets.
+a bucket lets through at once is a millisecond's worth. `limited_steps.py` measures what a
+stream really gets.
 
 The namespaces are those of one process tree, which `unshare` starts with a user namespace: no right is needed
 beyond making that, nothing outside sees it, and all of it ends with its first process. Where that is not
 allowed, or `ip` or `tc` is missing, `problem` says why, and nothing can be limited here: a benchmark then
 says so instead of measuring something else.
 
+Only ranks import torch: all else here starts at once.
+
     python -m tests.bench.link
 """
 
 import contextlib
+import json
 import os
 import pickle
 import shutil
@@ -27,9 +31,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 ALONE = ("unshare", "--map-root-user", "--net", "--pid", "--fork", "--mount-proc", "--kill-child")
 TOOLS = ("unshare", "ip", "tc")
 PORT = 29500  # free in a namespace that has just been made
@@ -40,7 +41,6 @@ INSIDE = {
     "OMP_NUM_THREADS": "1",
     "TORCH_CPP_LOG_LEVEL": "ERROR",  # the addresses have no names, and torch would say so
 }
-STREAM_S = 0.5  # how long a rate is measured
 
 
 class LinkError(RuntimeError):
@@ -66,7 +66,8 @@ def run(
     `fn` must be importable by its name. The ranks have a gloo group of all.
     """
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "job").write_bytes(pickle.dumps((world, rate, fn, args)))
+        (Path(folder) / "job").write_bytes(pickle.dumps((fn, args)))
+        (Path(folder) / "link").write_text(json.dumps([world, rate]))
         command = [*ALONE, sys.executable, "-m", "tests.bench.link", "switch", folder]
         try:
             done = subprocess.run(command, timeout=limit, env={**os.environ, **INSIDE, **environment})
@@ -78,25 +79,6 @@ def run(
     if failed or done.returncode:
         raise LinkError("\n".join(failed) or "the switch failed, see above")
     return [answer for _, answer in answers]
-
-
-def measured_rate(rate: int | None) -> float:
-    """Bits a second that a stream from the last rank to the first gets, as the first one sees it."""
-    numel = int(max(rate or 0, 10**8) * STREAM_S / 8)
-    data, hello = torch.zeros(numel, dtype=torch.uint8), torch.zeros(1)
-    last = dist.get_world_size() - 1
-    seconds = 0.0
-    if dist.get_rank() == last:
-        dist.send(hello, 0)
-        dist.send(data, 0)
-    elif dist.get_rank() == 0:
-        dist.recv(hello, last)
-        start = time.perf_counter()
-        dist.recv(data, last)
-        seconds = time.perf_counter() - start
-    answer = [8 * numel / seconds if seconds else 0.0]
-    dist.broadcast_object_list(answer, 0)
-    return answer[0]
 
 
 # Inside ----------------------------------------------------------------------------------------------
@@ -158,10 +140,20 @@ def connected(rank: int, rate: int | None) -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # nobody reads the pipe any more
 
 
+def link_of(folder: Path) -> tuple[int, int | None]:
+    """How many ranks, and the rate of their links."""
+    world, rate = json.loads((folder / "link").read_text())
+    return world, rate
+
+
 def be_rank(folder: Path, rank: int) -> int:
     """The life of a rank; its answer becomes a file."""
-    world, rate, fn, args = pickle.loads((folder / "job").read_bytes())
+    import torch
+    import torch.distributed as dist
+
+    world, rate = link_of(folder)
     connected(rank, rate)
+    fn, args = pickle.loads((folder / "job").read_bytes())
     torch.set_num_threads(1)
     try:
         where = f"tcp://10.77.0.1:{PORT}"
@@ -193,9 +185,8 @@ def main(arguments: Sequence[str]) -> int:
         elif arguments[0] == "try":
             try_it()
         elif arguments[0] == "switch":
-            world, rate, *_ = pickle.loads((Path(arguments[1]) / "job").read_bytes())
             rank = [sys.executable, "-m", "tests.bench.link", "rank", arguments[1]]
-            return switch(world, rate, rank)
+            return switch(*link_of(Path(arguments[1])), rank)
         else:
             return be_rank(Path(arguments[1]), int(arguments[2]))
     except LinkError as error:

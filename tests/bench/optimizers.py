@@ -1,4 +1,4 @@
-"""How well optimizers train: a small GPT on characters, from several seeds, on 2 gloo ranks through zero_full.
+"""How well optimizers train: a small GPT on characters, from several seeds, on 2 ranks through zero_full.
 
     python -m tests.bench.optimizers
     python -m tests.bench.optimizers --tune --seeds 100
@@ -120,21 +120,25 @@ def validation(model: GPT, text: torch.Tensor) -> float:
 
 
 def measure(rows: dict[str, Row], seeds: list[int], limit: float) -> dict[str, Found]:
-    """Every row from every seed. RuntimeError if two ranks saw another loss."""
+    """Every row from every seed."""
     pool, result = Pool(), {name: Found() for name in rows}
     try:
         for name, row in rows.items():
             for seed in seeds:
                 print(f"{name}, seed {seed}", file=sys.stderr)
                 ranks: list[Found] = pool.run(train, WORLD, row, seed, limit=limit, collective=limit)
-                if any(rank.curves != ranks[0].curves for rank in ranks):
-                    raise RuntimeError(f"{name}, seed {seed}: the ranks have different models")
-                result[name].curves += ranks[0].curves
-                result[name].steps, result[name].sent = ranks[0].steps, ranks[0].sent
-                result[name].numel = ranks[0].numel
+                one = agreed(ranks, f"{name}, seed {seed}")
+                result[name] = replace(one, curves=result[name].curves + one.curves)
     finally:
         pool.stop()
     return result
+
+
+def agreed(ranks: list[Found], where: str) -> Found:
+    """What all ranks have found. RuntimeError if two saw another loss."""
+    if any(rank.curves != ranks[0].curves for rank in ranks):
+        raise RuntimeError(f"{where}: the ranks have different models")
+    return ranks[0]
 
 
 def rate_of(row: Row) -> str:

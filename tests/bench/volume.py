@@ -1,4 +1,4 @@
-"""What the compressed optimizers send, as closed forms: which steps have a round of which kind, and its bytes.
+"""What the compressed optimizers send, as closed forms: the kind of every step, and what a kind sends.
 
 Written from the algorithms and the format of a message, without zero_full: `tests/bench/compression.py`
 compares what zero_full counts with this, step by step.
@@ -64,7 +64,7 @@ class Model:
     def one_bit(self, per_tensor: bool = True) -> int:
         """Bytes that a rank sends at one bit an element: a message to each of the others, twice.
 
-        A message has a bit for each element of a chunk, and a scale for each tensor in it; the longest counts.
+        A message has a bit for each element of a chunk and a scale for each tensor in it; the longest counts.
         """
         ends = list(accumulate(self.sizes if per_tensor else [self.numel]))
         chunk = 8 * -(-self.numel // (8 * self.ranks))
@@ -82,7 +82,7 @@ class Model:
 
 
 def sizes_of(model: nn.Module) -> list[int]:
-    """The sizes of its parameters in the order in which they lie in a compressed buffer: that of their names."""
+    """The sizes of its parameters, in the order in which a compressed buffer has them: by name."""
     return [p.numel() for _, p in sorted(model.named_parameters())]
 
 
@@ -107,7 +107,7 @@ class Published:
 
 
 def bits(rounds: Mapping[str, int], width: int = 16) -> float:
-    """Bits an element and step, as the papers count: `width` each way for an exact round, one for the other."""
+    """Bits an element and step, as the papers count: `width` for an exact round, one for the other."""
     return (width * rounds.get(EXACT, 0) + rounds.get(ONE_BIT, 0)) / sum(rounds.values())
 
 
