@@ -72,7 +72,7 @@ def test_masks_are_checked() -> None:
 def test_alone_it_cannot_step() -> None:
     weight = nn.Parameter(torch.ones(2))
     weight.grad = torch.ones(2)
-    with pytest.raises(RuntimeError, match="pass it to zero_full.initialize"):
+    with pytest.raises(RuntimeError, match=r"pass it to zero_full\.initialize"):
         OneBitAdam([weight]).step()
 
 
