@@ -26,7 +26,7 @@ from zero_full.comm.communicator import Communicator
 from zero_full.comm.lane import Done, Inline, Lane, Pending
 from zero_full.comm.transport import Splits
 from zero_full.layout import Share, deal_work
-from zero_full.optim.step import Peers, Piece, Whole, WholeRule
+from zero_full.optim.step import Peers, Piece, Totals, Whole, WholeRule
 from zero_full.shard.flat import Member
 from zero_full.shard.owned import Owned
 
@@ -40,7 +40,7 @@ class PartPeers(Peers):
         self.lane = lane
         self.members = [(m, owned.flat) for owned in part for m in owned.flat.members if m in used]
 
-    def add_up(self, pieces: Sequence[Piece], rows: Tensor) -> Tensor:
+    def totals(self, pieces: Sequence[Piece], rows: Tensor) -> Totals:
         """Sums over the ranks that have the other pieces."""
         named = [(member.name, flat.ranks) for member, flat in self.members]
         place = {name: number for number, (name, _) in enumerate(named)}
@@ -52,7 +52,7 @@ class PartPeers(Peers):
                 theirs = [number for number, (_, each) in enumerate(named) if each is ranks]
                 summed = ranks.sum_numbers(totals[theirs].to(ranks.device), "numbers about whole parameters")
                 totals[theirs] = summed.to(totals.device)
-        return totals[mine]
+        return Totals([member.param for member, _ in self.members], totals, mine)
 
     def by_whole(self, pieces: Sequence[Piece], rule: WholeRule) -> None:
         """See [Note: whole parameters]."""
