@@ -26,6 +26,11 @@ class Steppers:
         self.lane = lane
         self.peers_of: Callable[[Sequence[Owned], Container[Member], Lane], Peers] = PartPeers
 
+    @property
+    def kept(self) -> Stepper:
+        """What remembers something that a checkpoint has."""
+        return self.fused_adam if self.own is None else self.own
+
     def choose(self, stepped: Iterable[Owned]) -> Stepper:
         """The optimizer's own, if it brings one; else the fastest that does the same as its `step`."""
         if self.own is not None:
