@@ -17,8 +17,9 @@ from torch.autograd.graph import increment_version
 from torch.utils.hooks import RemovableHandle
 
 from zero_full._compat import load_hooks, mark_stepped, state_dict_hooks
+from zero_full.comm.compressed import NotFiniteError
 from zero_full.comm.lane import lane_for
-from zero_full.precision.scaler import DynamicScale, StaticScale
+from zero_full.precision.scaler import StaticScale
 from zero_full.shard import owned as owned_state
 from zero_full.shard.agreement import Doings, Said, agree, doings_of, refuse_unused
 from zero_full.shard.base import (
@@ -53,7 +54,6 @@ from zero_full.shard.stepping import Steppers, sub_groups
 from zero_full.shard.watch import ModelWatch, ParameterWrites
 
 log = logging.getLogger("zero_full")
-EPSILON = 1e-6
 CLOSED = "step after destroy: initialize the model again"
 NO_COPY = "this optimizer cannot be copied or pickled: it belongs to a model. Save its state_dict() instead"
 
@@ -85,6 +85,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.signals = StopSignals()
         self.last: StepReport | None = None
         self.steppers = Steppers(self.redirected, settings.dtypes, self.lane)
+        self.steppers.attach(self.owned)
         self.closed = self.states_offloaded = False  # see `offload_states.py`
         self.writes = ParameterWrites(m for v in self.flats() if not v.released_at_rest for m in v.members)
         self.calls = 0  # of step
@@ -98,6 +99,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.reducer.on_waking = self._wake
         self.reducer.backward.at_begin.append(self.take_back_moved)
         self.gradients = KeptGradients(scaler, self.reducer)
+        self.gradients.averages = self.steppers.averages
+        for bucket in self.buckets:
+            bucket.averages = self.steppers.averages
         self.reducer.hands_back = isinstance(base, NoOptimizer)
         self.hooks: list[Any] = refuse_gradients(base, model, settings.stage)
         self.guards: list[RemovableHandle] = []  # on the model's state_dict
@@ -120,6 +124,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         owned.wake()
         for member, piece in owned.pieces.items():
             self.own_state.add(piece.master, member.param)
+        self.steppers.attach(self.owned)
 
     # What torch's optimizers have ----------------------------------------------------------------
 
@@ -184,13 +189,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self.settings.refuse_unused:
             refuse_unused(self.groups, self.awake, self.reducer.used)
         self.gradients.refuse_two_scales()
+        averaged = self.gradients.begin_step()
         scale, gathered = self.scaler.scale, self.gatherer.trail if self.gatherer is not None else 0
         so_far: Doings = [("call of step", self.calls), ("order of gathers", gathered), ("loss scale", scale)]
         so_far = [*so_far, ("signals watched", self.signals.told)]
         doings = doings_of(self.param_groups, so_far, found, self.writes.digest(), failure)
         alarm = self.beside is not None and self.beside.has_failed()
-        said = Said(self.reducer.used, doings, self.signals.came is not None, alarm)
-        agreed = agree(self.groups, self.awake, said, self.settings.needs_norm)
+        said = Said(self.reducer.used, doings, self.signals.came is not None, alarm, averaged)
+        agreed = agree(self.groups, self.awake, said, self.settings.needs_norm or not averaged)
         self.signals.requested |= agreed.stops
         if failure is not None:
             raise failure
@@ -200,13 +206,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
             return self._say_nothing_to_do()  # the same, on all ranks
         norm = None if agreed.norm is None else agreed.norm / self.gradients.scale
         finite = norm is None or isfinite(norm)
-        apply = finite or not self.settings.check_overflow
+        apply = finite or (averaged and not self.settings.check_overflow)
         if not finite:
-            # A dynamic scale finds its place by overflowing: that is no reason to worry anybody.
-            level = logging.INFO if isinstance(self.scaler, DynamicScale) else logging.WARNING
-            self.report.tell(self.buckets, self.groups.everyone, apply, level)
-        if apply:
-            self._update(norm, agreed.used)
+            self.report.tell(self.buckets, self.groups.everyone, apply, self.scaler)
+        try:
+            if apply:
+                self._update(norm, agreed.used)
+        except NotFiniteError as error:  # on all ranks, and nothing has changed
+            finite = apply = False
+            self.report.tell_average(error, self.scaler)
         self.last, self.report.loss = StepReport(apply, norm, scale), None
         for bucket in self.buckets:
             bucket.local_finite = None
@@ -329,21 +337,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         `divided`: by the number of micro-batches already.
         """
         scaled = self.scaler.times(loss * 1)  # a hook on the caller's own would stay there
-        scaled.register_hook(partial(self._begin_scaled, divided))
+        scaled.register_hook(partial(self.reducer.begin_scaled, divided))
         return scaled
-
-    def _begin_scaled(self, divided: bool, grad: Tensor) -> None:
-        backward = self.reducer.backward
-        if not backward.is_at_work():
-            self.reducer.begin(divided, scaled=True)
-        backward.divided, backward.scaled = divided, True
 
     # The parts of a step -------------------------------------------------------------------------
 
     def _update(self, norm: float | None, used: Container[Member]) -> None:
-        factor = 1.0 / self.gradients.scale
-        if self.settings.clip > 0 and norm is not None:
-            factor *= min(1.0, self.settings.clip / (norm + EPSILON))
+        factor = self.gradients.factor(norm, self.settings.clip)
         stepped = [o for o in self.owned if not o.bucket.asleep and any(m in used for m in o.flat.members)]
         stepper = self.steppers.choose(stepped)
         if not stepper.fuses:

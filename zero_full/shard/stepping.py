@@ -31,6 +31,18 @@ class Steppers:
         """What remembers something that a checkpoint has."""
         return self.fused_adam if self.own is None else self.own
 
+    def averages(self) -> bool:
+        """Whether the gradients of the step to come are to be averaged: see [Note: own gradients]."""
+        return self.own is None or self.own.averages
+
+    def attach(self, everything: Iterable[Owned]) -> None:
+        """Tell the optimizer's own stepper what it will step."""
+        if self.own is not None:
+            awake = [owned for owned in everything if not owned.bucket.asleep]
+            members = {member for owned in awake for member in owned.flat.members}
+            pieces = [piece for owned in awake for piece in owned.pieces.values()]
+            self.own.attach(pieces, self.peers_of(awake, members, self.lane))
+
     def choose(self, stepped: Iterable[Owned]) -> Stepper:
         """The optimizer's own, if it brings one; else the fastest that does the same as its `step`."""
         if self.own is not None:
