@@ -95,16 +95,23 @@ class Saving:
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
+        drop_errors: bool = False,
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Go on from a checkpoint, at any number of ranks, stage and precision. Every rank must call this.
 
-        tag  None: what the folder's file `latest` names
+        tag          None: what the folder's file `latest` names
+        drop_errors  give up what each rank of 1-bit and 0/1 Adam had of its own: what it had not said yet,
+                     and where it has gone alone. Another number of ranks cannot go on without this
 
         Returns its folder and the client state; (None, None), as DeepSpeed does, if there is no `latest` and
         no tag was given. CheckpointError, on every rank, if anything is wrong; nothing is changed then.
         """
         wanted = LoadOptions(
-            load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only
+            load_module_strict,
+            load_optimizer_states,
+            load_lr_scheduler_states,
+            load_module_only,
+            drop_errors or self.resolved.config.checkpoint.drop_errors,
         )
         tag = None if tag is None else str(tag)
         found = load_checkpoint(self.module, self.optimizer, load_dir, tag, wanted, self._extras())

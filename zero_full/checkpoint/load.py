@@ -6,7 +6,7 @@ which they may refuse: they get their own back, and nothing has happened. Each r
 """
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -21,13 +21,15 @@ from zero_full._compat import plain
 from zero_full.checkpoint import randomness
 from zero_full.checkpoint.background import background_of
 from zero_full.checkpoint.failure import Attempt, CheckpointError
+from zero_full.checkpoint.own_state import OwnState
 from zero_full.checkpoint.plain_data import fingerprint
 from zero_full.checkpoint.reading import holds_latest, open_checkpoint
 from zero_full.checkpoint.save import Extras, group_members
-from zero_full.checkpoint.source import Source, StoredTensor
-from zero_full.checkpoint.source_values import SourceValues
+from zero_full.checkpoint.source import Source
+from zero_full.checkpoint.source_values import SourceValues, differences, is_of
 from zero_full.comm.topology import this_rank
 from zero_full.precision.scaler import DynamicScale
+from zero_full.shard.apart import refuse_apart
 from zero_full.shard.base import NoOptimizer
 from zero_full.shard.contents import BUFFERS, PARAMETERS, Chunk, NewState
 from zero_full.shard.flat import GatherState
@@ -48,6 +50,7 @@ class LoadOptions:
     optimizer_states: bool = True  # and with them what else a run goes on from, such as random numbers
     lr_scheduler_states: bool = True
     module_only: bool = False
+    drop_errors: bool = False  # give up what each rank had of its own, as another number of ranks must
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,7 @@ class CheckpointLoad:
         self.named = names_and_values(module)
         trains = not isinstance(optimizer.base, NoOptimizer)
         self.with_state = wanted.optimizer_states and not wanted.module_only and trains
-        self.values = SourceValues(source)
+        self.values, self.own = SourceValues(source), OwnState(source, optimizer)
 
     # Before anything changes ---------------------------------------------------------------------
 
@@ -138,6 +141,8 @@ class CheckpointLoad:
     def _check(self) -> None:
         if self.wanted.module_only:  # else the counters begin a step anew
             self.optimizer.refuse_unfinished("load_checkpoint(load_module_only=True)")
+        if not self.with_state:
+            refuse_apart(self.optimizer, "loading parameters without the optimizer's state")
         self._match()
         if self.with_state:
             self._check_state()
@@ -162,9 +167,9 @@ class CheckpointLoad:
                 continue
             used.add(stored)
             self.values.place[keys[tensor]] = stored
-            wrong += _differences(known[0], tensor, self.source.tensors[stored])
+            wrong += differences(known[0], tensor, self.source.tensors[stored])
         mine = {key.partition("/")[0].partition("@")[2] for key in keys.values()}
-        unexpected = [key for key in self.source.tensors if _is_of(key, mine) and key not in used]
+        unexpected = [key for key in self.source.tensors if is_of(key, mine) and key not in used]
         self._judge(wrong, sorted(missing), sorted(key.partition("/")[2] for key in unexpected))
 
     def _judge(self, wrong: list[str], missing: Sequence[str], unexpected: Sequence[str]) -> None:
@@ -200,6 +205,9 @@ class CheckpointLoad:
                 "(load_optimizer_states=False). Nothing was loaded"
             )
         refuse_other_facts(self.optimizer, shared)
+        if not self.wanted.drop_errors:
+            self.own.find(self._ranks(), self._same_ranks())
+            self.values.place.update({key: key for key in self.own.keys})
         self._refuse_other_groups(shared.get("members", ()))
         randomness.check(self.source.private(this_rank()).get("random"))
 
@@ -290,7 +298,7 @@ class CheckpointLoad:
         chunks = [*contents.masters(), *contents.frozen(), *whole]
         chunks = [chunk for chunk in chunks if chunk.key in self.values.place]
         self.state = NewState(contents, self.values) if self.with_state else None
-        return chunks if self.state is None else [*chunks, *self.state.chunks()]
+        return chunks if self.state is None else [*chunks, *self.state.chunks(), *self.own.chunks()]
 
     # Changes -------------------------------------------------------------------------------------
 
@@ -328,12 +336,15 @@ class CheckpointLoad:
     def fill(self) -> None:
         """Read this rank's ranges. Parameters follow when all ranks are done."""
         shared = self.source.shared
+        if self.with_state:
+            self.optimizer.contents.stepper.load_own({})
         if "asleep" in shared:
             wake_all_but(self.optimizer, shared["asleep"])
         self.values.read(self._chunks())
         if self.state is not None:
             self.state.install()
             take_facts(self.optimizer, self._facts())
+            self.own.install()
         self.optimizer.zero_grad()
         load_others(self.module, {k: v for k, v in shared.get("others", {}).items() if k in self.named})
         if self._same_ranks():
@@ -381,16 +392,3 @@ class CheckpointLoad:
                 "of ranks, or not at all",
                 self.source.path,
             )
-
-
-def _is_of(key: str, parts: Iterable[str]) -> bool:
-    """Whether it is a parameter or a buffer that concerns a rank with these parts of the model."""
-    kind, _, part = key.partition("/")[0].partition("@")
-    return kind in (PARAMETERS, BUFFERS) and part in parts
-
-
-def _differences(name: str, tensor: Tensor, stored: StoredTensor) -> Iterator[str]:
-    if tuple(tensor.shape) != stored.shape:
-        yield f"{name} has shape {tuple(tensor.shape)}, but {stored.shape} in the checkpoint"
-    if tensor.dtype != stored.dtype and not (tensor.is_floating_point() and stored.dtype.is_floating_point):
-        yield f"{name} is {tensor.dtype}, but {stored.dtype} in the checkpoint"

@@ -16,9 +16,14 @@ every rank. Ranks still agree on the step: it is skipped on all of them if one h
 finite. The norm by which gradients are clipped is one number for all, the root of the mean of the squared
 norms of all ranks' own gradients: at least the averaged gradient's norm, and equal to it where all ranks have
 the same. What a rule averages by itself it averages with what `Peers.compressed` makes.
+
+[Note: a rank's own state] Such a rule may keep what differs from rank to rank, and ranks may even have other
+parameters for a while. Then `common` says what all agree on, which is what is saved as the parameters, and
+`own_tensors` what this rank has beside it: a checkpoint has that for each rank. It can be restored where it
+was saved; elsewhere it must be given up, which somebody has to ask for.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -182,6 +187,39 @@ class Stepper:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` has returned."""
+
+    # What differs from rank to rank: see [Note: a rank's own state] ------------------------------
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether ranks have parameters of their own now."""
+        return False
+
+    def meet(self) -> None:
+        """Let all ranks have the same parameters again. Every rank must call this."""
+
+    def common(self, piece: Piece) -> Tensor:
+        """What all ranks agree that a piece is."""
+        return piece.master
+
+    @property
+    def own_entries(self) -> frozenset[str]:
+        """The entries of the pieces' state that differ from rank to rank now."""
+        return frozenset()
+
+    def held(self) -> list[Tensor]:
+        """The memory that it keeps beside the pieces' state."""
+        return []
+
+    def own_tensors(self) -> dict[str, Tensor]:
+        """What this rank alone has, by name, between two steps."""
+        return {}
+
+    def refuse_own(self, state: Mapping[str, Any]) -> None:
+        """ValueError unless `load_own` can restore what was saved together with this `state_dict`."""
+
+    def load_own(self, tensors: Mapping[str, Tensor]) -> None:
+        """Restore what `own_tensors` has returned, after all else. Nothing: what there is is given up."""
 
 
 class TorchStep(Stepper):

@@ -37,6 +37,7 @@ from zero_full.plan.watch import Watch
 from zero_full.shard import Connection, Dealer, ZeroOptimizer, connect, place_the_rest
 from zero_full.shard.flat import Member
 from zero_full.shard.groups import Pair
+from zero_full.shard.served import refuse_unserved
 from zero_full.translate import scaler_of, settings_of, shard_ranks_of
 
 NO_OPTIMIZER = OptimizerConfig(type="AdamW")  # where the config leaves it to the script
@@ -115,6 +116,7 @@ class Rehearsal:
         base = self._base(
             is_cut=any(p is not None and p.shard.size > 1 for p in (groups.dense, groups.expert))
         )
+        refuse_unserved(base, settings, groups)
         parts = Dealer(base.param_groups, topology, groups, settings).deal(self.shadow)
         place_the_rest(self.shadow, parts, topology, groups, settings)
         made = ZeroOptimizer(base, self.shadow, parts, groups, settings, scaler_of(self.config))

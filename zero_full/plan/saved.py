@@ -29,7 +29,8 @@ def saved_bytes(taken: Taken, optimizer: ZeroOptimizer, neighbours: int) -> int:
         total = dense[rank % len(dense)] + experts[place]
         most[place] = max(total, most.get(place, 0))
     across = pairs[1].across.size
-    return max(total + _of_whole(taken, place * across) for place, total in most.items())
+    own = sum(chunk.values.nbytes for chunk in taken.own)
+    return own + max(total + _of_whole(taken, place * across) for place, total in most.items())
 
 
 def _cut(taken: Taken, optimizer: ZeroOptimizer) -> dict[FlatParameter, int]:

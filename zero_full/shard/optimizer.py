@@ -22,6 +22,7 @@ from zero_full.comm.lane import lane_for
 from zero_full.precision.scaler import StaticScale
 from zero_full.shard import owned as owned_state
 from zero_full.shard.agreement import Doings, Said, agree, doings_of, refuse_unused
+from zero_full.shard.apart import meet, refuse_writes
 from zero_full.shard.base import (
     AFTER,
     BEFORE,
@@ -41,6 +42,7 @@ from zero_full.shard.contents import Contents
 from zero_full.shard.flat import FlatParameter, GatherState, Member
 from zero_full.shard.gatherer import ParameterGatherer
 from zero_full.shard.groups import Groups
+from zero_full.shard.in_its_place import InItsPlace
 from zero_full.shard.kept_gradients import KeptGradients
 from zero_full.shard.leaving import leave_model
 from zero_full.shard.own_part import load_own_part, own_part
@@ -55,10 +57,9 @@ from zero_full.shard.watch import ModelWatch, ParameterWrites
 
 log = logging.getLogger("zero_full")
 CLOSED = "step after destroy: initialize the model again"
-NO_COPY = "this optimizer cannot be copied or pickled: it belongs to a model. Save its state_dict() instead"
 
 
-class ZeroOptimizer(torch.optim.Optimizer):
+class ZeroOptimizer(InItsPlace):
     """Steps this rank's pieces of a model's parameters, in the place of the optimizer that it wraps."""
 
     def __init__(
@@ -86,6 +87,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.last: StepReport | None = None
         self.steppers = Steppers(self.redirected, settings.dtypes, self.lane)
         self.steppers.attach(self.owned)
+        self.contents.stepper = self.steppers.kept
         self.closed = self.states_offloaded = False  # see `offload_states.py`
         self.writes = ParameterWrites(m for v in self.flats() if not v.released_at_rest for m in v.members)
         self.calls = 0  # of step
@@ -126,49 +128,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.own_state.add(piece.master, member.param)
         self.steppers.attach(self.owned)
 
-    # What torch's optimizers have ----------------------------------------------------------------
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The groups of the wrapped optimizer, which list the model's parameters."""
-        return self.base.param_groups
-
-    @property
-    def state(self) -> Any:
-        """The wrapped optimizer's state: what this rank keeps, by parameter."""
-        return self.base.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        """Forget it, if `state` is empty."""
-        self.base.state = state
-        self._take_back_state()
-
-    def _take_back_state(self) -> None:
-        """What was put in the place of the state resets it, if it is empty."""
-        if self.base.state is not self.own_state:
-            given, self.base.state = self.base.state, self.own_state  # type: ignore[assignment]
-            if given:
-                raise RuntimeError("set optimizer state with zero_full.safe_set_full_optimizer_state")
-            self.own_state.clear()
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The default options of the wrapped optimizer."""
-        return self.base.defaults
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(NO_COPY)
+    # Steps ---------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
         return f"ZeroOptimizer(stage {self.settings.stage}, {len(self.buckets)} buckets, {self.base!r})"
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: the layout is made once."""
-        raise RuntimeError(
-            "parameter groups cannot be added after initialize, because slices are already dealt: pass all "
-            "of them to initialize (those that should wait may be frozen until then)"
-        )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
@@ -248,12 +211,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         try:
             self.redirected.run_step_hooks(BEFORE)
             self._take_back_state()
-            for owned in self.owned:
-                owned.follow_master()
-                if self.settings.needs_norm:
-                    owned.refuse_sparse()
+            masters = [owned.flat.name for owned in self.owned if owned.follow_master()]
+            for owned in self.owned if self.settings.needs_norm else ():
+                owned.refuse_sparse()
             refuse_unusable(self.param_groups, self.listed)
             self.look_at_model()
+            refuse_writes(self.contents.stepper, self.writes, masters)
             return self._take_in_gradients(), None
         except Exception as error:  # a hook of the user's may raise any
             return Found(), error
@@ -340,10 +303,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
         scaled.register_hook(partial(self.reducer.begin_scaled, divided))
         return scaled
 
+    @torch.no_grad()
+    def meet(self) -> None:
+        """Let all ranks have the same parameters, in the middle of an interval of `ZeroOneAdam`'s, too.
+
+        Every rank must call this, between steps: before the model is evaluated or exported.
+        """
+        meet(self)
+
     # The parts of a step -------------------------------------------------------------------------
 
     def _update(self, norm: float | None, used: Container[Member]) -> None:
         factor = self.gradients.factor(norm, self.settings.clip)
+        used = self.steppers.concerned(self.owned, used)
         stepped = [o for o in self.owned if not o.bucket.asleep and any(m in used for m in o.flat.members)]
         stepper = self.steppers.choose(stepped)
         if not stepper.fuses:
@@ -386,6 +358,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Leave the model without hooks, its parameters as they are or, if every rank asks for it, whole."""
         if not self.closed:
             self.signals.leave()
+            if gather and self.contents.stepper.is_apart and not self.reducer.backward.failed:
+                self.zero_grad()
+                self.meet()
             with ExitStack() as leaving:
                 leaving.callback(setattr, self, "closed", True)
                 leaving.callback(leave_model, self, gather)
@@ -396,4 +371,4 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def holdings(self) -> dict[str, list[Tensor]]:
         """Every tensor that this rank keeps, by kind. Counters are the optimizer's step numbers."""
-        return owned_state.holdings(self.flats(), self.owned, self.base.state)
+        return owned_state.holdings(self.flats(), self.owned, self.base.state, self.contents.stepper.held())

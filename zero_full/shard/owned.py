@@ -201,11 +201,15 @@ def _cut(value: Any, flat: FlatParameter, member: Member, piece: Piece, dtype: t
 
 
 def holdings(
-    flats: Sequence[FlatParameter], owned: Sequence[Owned], states: Mapping[Any, Mapping[str, Any]]
+    flats: Sequence[FlatParameter],
+    owned: Sequence[Owned],
+    states: Mapping[Any, Mapping[str, Any]],
+    beside: Sequence[Tensor],
 ) -> dict[str, list[Tensor]]:
     """Every tensor that a rank keeps, by kind. Counters are the optimizer's step numbers.
 
-    What waits on the host is there in the place of what the optimizer would keep on the device.
+    What waits on the host is there in the place of what the optimizer would keep on the device. `beside`:
+    what a stepper keeps that is no state of a piece.
     """
     state = [v for s in states.values() for v in s.values() if isinstance(v, Tensor)]
     masters = [each.master for each in owned if each.is_separate]
@@ -215,6 +219,6 @@ def holdings(
     return {
         "parameters": whole + [flat.shard for flat in flats if flat.released_at_rest] + copies,
         "gradients": [tensor for each in owned for tensor in each.bucket.gradient_memory()],
-        "host" if is_apart else "optimizer": masters + [t for t in state if t.dim()],
+        "host" if is_apart else "optimizer": [*masters, *(t for t in state if t.dim()), *beside],
         "counters": [t for t in state if not t.dim()],
     }

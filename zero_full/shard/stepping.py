@@ -4,6 +4,7 @@ from collections.abc import Callable, Container, Iterable, Sequence
 
 from torch.optim import Optimizer
 
+from zero_full._compat import plain
 from zero_full.comm.lane import Lane
 from zero_full.optim.elementwise import own_stepper
 from zero_full.optim.fused_adam import FusedAdam
@@ -35,12 +36,24 @@ class Steppers:
         """Whether the gradients of the step to come are to be averaged: see [Note: own gradients]."""
         return self.own is None or self.own.averages
 
+    def concerned(self, everything: Iterable[Owned], used: Container[Member]) -> Container[Member]:
+        """What a step is about: `used`; and where gradients are not averaged all that has a state already.
+
+        What has no gradient now counts as zero then, for its average goes on all the same.
+        """
+        if self.averages():
+            return used
+        known = self.optimizer.state
+        pairs = (pair for owned in everything for pair in owned.pieces.items())
+        return {member for member, piece in pairs if member in used or known.get(piece.master)}
+
     def attach(self, everything: Iterable[Owned]) -> None:
         """Tell the optimizer's own stepper what it will step."""
         if self.own is not None:
             awake = [owned for owned in everything if not owned.bucket.asleep]
             members = {member for owned in awake for member in owned.flat.members}
             pieces = [piece for owned in awake for piece in owned.pieces.values()]
+            pieces.sort(key=lambda piece: plain(piece.name))  # whatever buckets they are in
             self.own.attach(pieces, self.peers_of(awake, members, self.lane))
 
     def choose(self, stepped: Iterable[Owned]) -> Stepper:
