@@ -95,8 +95,8 @@ class Run:
         return torch.arange(42).view(3, 14) % 4 != 1
 
 
-def engine_of(run: Run, stage: int = 0) -> zero_full.Engine:
-    """A new one."""
+def engine_of(run: Run, stage: int = 0, by: Any = None) -> zero_full.Engine:
+    """A new one. `by`: another optimizer's class, with the same groups."""
     model = Shapes()
     named = dict(model.parts.items())
     groups: list[dict[str, Any]] = [
@@ -106,7 +106,8 @@ def engine_of(run: Run, stage: int = 0) -> zero_full.Engine:
     if run.masked:
         names = [name for name in named if name not in SECOND]
         groups[0]["exp_avg_mask"] = [run.mask() if name == "wide" else None for name in names]
-    made = CLASSES[run.kind](groups, **{**SCHEDULES[run.kind], **run.options})  # type: ignore[arg-type]
+    options: dict[str, Any] = {**SCHEDULES[run.kind], **run.options}
+    made = CLASSES[run.kind](groups, **options) if by is None else by(groups)
     keys = run.config()
     keys["zero_optimization"]["stage"] = stage
     return zero_full.initialize(model=model, optimizer=made, config=keys)[0]

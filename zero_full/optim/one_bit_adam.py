@@ -1,6 +1,7 @@
 """1-bit Adam: the variance is learned first and frozen then; after that only signs of the momentum travel."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -42,12 +43,12 @@ class OneBitAdam(OneBitOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         eps_inside_sqrt: bool = False,
+        *,
         weight_decay: float = 0.0,
         max_grad_norm: float = 0.0,
         amsgrad: bool = False,
         cuda_aware: bool = False,
         comm_backend_name: str | None = None,
-        *,
         per_tensor_scales: bool = True,
     ) -> None:
         options = {
@@ -85,6 +86,13 @@ class OneBitAdamStep(OneBitStep):
     def averages(self) -> bool:
         """While the variance is learned."""
         return self.steps < self.learning
+
+    def phases(self) -> dict[str, Callable[[], None]]:
+        """For plans."""
+        return {
+            "the variance is learned": partial(setattr, self, "steps", 0),
+            "the momentum at one bit": partial(setattr, self, "steps", self.learning),
+        }
 
     def step(self, pieces: Sequence[Piece], factor: float, peers: Peers) -> None:
         """Masters, state and copies change."""

@@ -188,6 +188,10 @@ class Stepper:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` has returned."""
 
+    def phases(self) -> dict[str, Callable[[], None]]:
+        """What its steps are like at different times, in order; each lets the next one be such. For plans."""
+        return {}
+
     # What differs from rank to rank: see [Note: a rank's own state] ------------------------------
 
     @property

@@ -11,7 +11,8 @@ A walk adds up momenta times learning rates, before they are divided by the spre
 ranks. Walk and anchor are there while ranks are apart. Ranks that have met have the same bits.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -55,6 +56,7 @@ class ZeroOneAdam(OneBitOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         eps_inside_sqrt: bool = False,
+        *,
         weight_decay: float = 0.0,
         max_grad_norm: float = 0.0,
         var_freeze_step: int = 100_000,
@@ -64,7 +66,6 @@ class ZeroOneAdam(OneBitOptimizer):
         amsgrad: bool = False,
         cuda_aware: bool = False,
         comm_backend_name: str | None = None,
-        *,
         per_tensor_scales: bool = True,
     ) -> None:
         options = {
@@ -150,6 +151,19 @@ class ZeroOneAdamStep(OneBitStep):
     def is_apart(self) -> bool:
         """Whether ranks have parameters of their own now."""
         return self.walk is not None
+
+    def phases(self) -> dict[str, Callable[[], None]]:
+        """For plans: those that its intervals leave."""
+        found: dict[str, Callable[[], None]] = {"exact gradients": partial(self._pretend, 1, False, 0)}
+        if self.learning > self.exact.patience:
+            found["gradients at one bit"] = partial(self._pretend, 2, False, 0)
+        if self.meeting.longest > 1:
+            found["each rank alone"] = partial(self._pretend, 2, True, 0)
+        return found | {"a meeting": partial(self._pretend, 2, True, 1)}
+
+    def _pretend(self, interval: int, frozen: bool, steps: int) -> None:
+        self.exact.length = self.meeting.length = interval
+        self.frozen, self.steps = frozen, steps
 
     def step(self, pieces: Sequence[Piece], factor: float, peers: Peers) -> None:
         """Masters, state and copies change."""

@@ -29,7 +29,7 @@ def saved_bytes(taken: Taken, optimizer: ZeroOptimizer, neighbours: int) -> int:
         total = dense[rank % len(dense)] + experts[place]
         most[place] = max(total, most.get(place, 0))
     across = pairs[1].across.size
-    own = sum(chunk.values.nbytes for chunk in taken.own)
+    own = sum(chunk.values.nbytes for chunk in (*taken.own, *(each for each in taken.cut if each.differs)))
     return own + max(total + _of_whole(taken, place * across) for place, total in most.items())
 
 
@@ -37,7 +37,7 @@ def _cut(taken: Taken, optimizer: ZeroOptimizer) -> dict[FlatParameter, int]:
     """The bytes of what the rehearsed rank has of each flat buffer: values, and the optimizer's state."""
     flat_of = {plain(member.name): flat for flat in optimizer.flats() for member in flat.members}
     found = dict.fromkeys(optimizer.flats(), 0)
-    for chunk in taken.cut:
+    for chunk in (each for each in taken.cut if not each.differs):
         key, _ = entry_of(chunk.key) or (chunk.key, "")
         found[flat_of[key.partition("/")[2]]] += chunk.values.nbytes
     return {flat: nbytes for flat, nbytes in found.items() if nbytes}

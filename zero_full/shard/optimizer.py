@@ -156,7 +156,8 @@ class ZeroOptimizer(InItsPlace):
         scale, gathered = self.scaler.scale, self.gatherer.trail if self.gatherer is not None else 0
         so_far: Doings = [("call of step", self.calls), ("order of gathers", gathered), ("loss scale", scale)]
         so_far = [*so_far, ("signals watched", self.signals.told)]
-        doings = doings_of(self.param_groups, so_far, found, self.writes.digest(), failure)
+        written = "" if self.contents.stepper.is_apart else self.writes.digest()  # there it is refused
+        doings = doings_of(self.param_groups, so_far, found, written, failure)
         alarm = self.beside is not None and self.beside.has_failed()
         said = Said(self.reducer.used, doings, self.signals.came is not None, alarm, averaged)
         agreed = agree(self.groups, self.awake, said, self.settings.needs_norm or not averaged)
@@ -211,9 +212,11 @@ class ZeroOptimizer(InItsPlace):
         try:
             self.redirected.run_step_hooks(BEFORE)
             self._take_back_state()
-            masters = [owned.flat.name for owned in self.owned if owned.follow_master()]
-            for owned in self.owned if self.settings.needs_norm else ():
-                owned.refuse_sparse()
+            masters = [owned.flat.name for owned in self.owned if owned.master_was_written()]
+            for owned in self.owned:
+                owned.follow_master()
+                if self.settings.needs_norm:
+                    owned.refuse_sparse()
             refuse_unusable(self.param_groups, self.listed)
             self.look_at_model()
             refuse_writes(self.contents.stepper, self.writes, masters)
@@ -337,6 +340,8 @@ class ZeroOptimizer(InItsPlace):
         for owned in self.owned:
             owned.copy_master()
         self.send(self.buckets)
+        if self.contents.stepper.is_apart:  # what each rank has of its own was not written by hand
+            self.writes.forget()
 
     def send(self, buckets: Sequence[Bucket]) -> None:
         """This rank's slices to everyone. Parameters that are whole have their new values afterwards.

@@ -118,13 +118,17 @@ class Owned:
         self.version = version_of(self.master)
         self.param_versions = [version_of(member.param) for member in self.flat.members]
 
+    def master_was_written(self) -> bool:
+        """Whether somebody has written to the master since writes were noted, as far as torch counts it."""
+        return version_of(self.master) != self.version
+
     @torch.no_grad()
     def follow_master(self, parameters_count: bool = False) -> bool:
         """This rank's slice of the parameters takes what somebody has written to the master, if anything.
 
         `parameters_count`: they were written, too, so far as torch does not count it.
         """
-        if not self.is_separate or version_of(self.master) == self.version:
+        if not self.is_separate or not self.master_was_written():
             return False
         pairs = zip(self.flat.members, self.param_versions, strict=True)
         is_counted = not self.flat.released_at_rest
