@@ -54,6 +54,7 @@ class Case:
 
 ZERO_ONE = {"var_freeze_step": 14, "var_update_scaler": 2, "local_step_scaler": 5, "local_step_clipper": 4}
 ONE_BIT = {"freeze_step": 6}
+LAMB = {**ONE_BIT, "coeff_beta": 0.0}  # the last coefficient instead of a mean that begins at zero
 CASES = {
     "zero_one": Case("ZeroOneAdam", 36, ZERO_ONE),
     "zero_one_masked": Case("ZeroOneAdam", 36, ZERO_ONE, masked=True),
@@ -61,8 +62,9 @@ CASES = {
     "one_bit": Case("OneBitAdam", 20, ONE_BIT),
     "one_bit_masked": Case("OneBitAdam", 20, ONE_BIT, masked=True),
     "one_bit_decay": Case("OneBitAdam", 20, {**ONE_BIT, "weight_decay": 0.1}),
-    "lamb": Case("OneBitLamb", 20, ONE_BIT, ((4, 4), (16,))),
-    "lamb_decay": Case("OneBitLamb", 20, {**ONE_BIT, "weight_decay": 0.1}, ((4, 4), (16,))),
+    "lamb": Case("OneBitLamb", 20, LAMB, ((4, 4), (16,))),
+    "lamb_decay": Case("OneBitLamb", 20, {**LAMB, "weight_decay": 0.1}, ((4, 4), (16,))),
+    "lamb_mean": Case("OneBitLamb", 20, ONE_BIT, ((4, 4), (16,))),
 }
 
 
