@@ -22,14 +22,7 @@ LINES = {  # a colour and a dash for each optimizer, the same in all plots
     "LAMB": (RED, "-."),
     "1-bit LAMB": (SKY, "--"),
 }
-BARS = {
-    "forward+backward": "#999999",
-    "DDP": RED,
-    "Adam": ORANGE,
-    "1-bit Adam": GREEN,
-    "0/1 Adam, a round in every step": SKY,
-    "0/1 Adam, a round in 16 steps": BLUE,
-}
+OTHERS = {"forward+backward": "#999999", "DDP": RED, "0/1 Adam, a round in every step": SKY}
 
 
 def _style(name: str) -> dict[str, Any]:
@@ -102,7 +95,7 @@ def links(record: Record) -> Picture:
                     place + wide * (bar - len(medians) / 2 + 0.5),
                     1e3 * seconds,
                     wide,
-                    color=BARS[row],
+                    color=OTHERS.get(row) or _style(row)["color"],
                     label=label,
                 )
             told = ", ".join(f"{row} {1e3 * seconds:.0f}" for row, seconds in medians.items())
@@ -122,11 +115,11 @@ PLOTS: dict[str, Callable[[Record], Picture]] = {
 }
 
 
-def _drawn(name: str, lines: Sequence[str]) -> str:
+def drawn(name: str, lines: Sequence[str]) -> str:
+    """The figure of what a benchmark has printed."""
     found = [line for line in lines if line.startswith("{")]
-    return (
-        f'<figure class="drawing" data-search-exclude>\n{PLOTS[name](json.loads(found[-1])).svg}\n</figure>\n'
-    )
+    svg = PLOTS[name](json.loads(found[-1])).svg.strip()
+    return f'<figure class="drawing" data-search-exclude>\n{svg}\n</figure>\n'
 
 
 def render(name: str, page: str) -> str:
@@ -137,4 +130,4 @@ def render(name: str, page: str) -> str:
     if not file.exists():
         raise SiteError(f"{page} asks for a plot of {file.relative_to(ROOT)}, which does not exist")
     made_from = [file, ROOT / "site" / "hooks" / "record_plots.py", ROOT / "lessons" / "plots.py"]
-    return made_once(f"plot-{name}", made_from, partial(_drawn, name, file.read_text().splitlines()))
+    return made_once(f"plot-{name}", made_from, partial(drawn, name, file.read_text().splitlines()))
