@@ -32,7 +32,20 @@ if TYPE_CHECKING:
     from zero_full.entry import initialize
     from zero_full.launch import add_config_arguments, init_distributed
     from zero_full.offload import DeviceTier, HostTier
-    from zero_full.optim import Lamb, Lion, Muon, Peers, Piece, Stepper, Whole, WholeRule, muon_groups
+    from zero_full.optim import (
+        Average,
+        Lamb,
+        Lion,
+        Muon,
+        OneBitAdam,
+        Peers,
+        Piece,
+        Stepper,
+        Whole,
+        WholeRule,
+        ZeroOneAdam,
+        muon_groups,
+    )
     from zero_full.plan import Plan, PlanError, plan_stages
     from zero_full.precision import Dtypes, DynamicScale, ScaleExhaustedError, StaticScale
     from zero_full.shard import Gathering, Settings, StepReport, ZeroOptimizer
@@ -81,7 +94,8 @@ _WHERE = {
     "zero_full.launch": ("add_config_arguments", "init_distributed"),
     "zero_full.offload": ("DeviceTier", "HostTier"),
     "zero_full.optim": (
-        *("Lamb", "Lion", "Muon", "Peers", "Piece", "Stepper", "Whole", "WholeRule", "muon_groups"),
+        *("Average", "Lamb", "Lion", "Muon", "OneBitAdam", "Peers", "Piece", "Stepper", "Whole", "WholeRule"),
+        *("ZeroOneAdam", "muon_groups"),
     ),
     "zero_full.plan": ("Plan", "PlanError", "plan_stages"),
     "zero_full.precision": ("Dtypes", "DynamicScale", "ScaleExhaustedError", "StaticScale"),
@@ -105,6 +119,7 @@ _WHERE = {
 }
 _MODULE_OF = {name: module for module, names in _WHERE.items() for name in names}
 __all__ = [
+    "Average",
     "CheckpointError",
     "CommunicationError",
     "Config",
@@ -124,6 +139,7 @@ __all__ = [
     "Lion",
     "LoadOptions",
     "Muon",
+    "OneBitAdam",
     "Peers",
     "Piece",
     "Plan",
@@ -138,6 +154,7 @@ __all__ = [
     "Topology",
     "Whole",
     "WholeRule",
+    "ZeroOneAdam",
     "ZeroOptimizer",
     "add_config_arguments",
     "get_z3_leaf_modules",

@@ -35,6 +35,7 @@ from zero_full.shard import Connection, Dealer, Settings, ZeroOptimizer, connect
 from zero_full.shard.base import NoOptimizer
 from zero_full.shard.gathered import guard
 from zero_full.shard.passes import Rules
+from zero_full.shard.served import refuse_other_backend, refuse_unserved
 from zero_full.wording import listed
 
 OPERATORS = "operators"
@@ -154,6 +155,8 @@ def assemble(model: nn.Module, topology: Topology, prepared: Prepared) -> ZeroOp
     groups = connect(topology, settings, connection)
     if groups.dense.shard.size > 1 or (groups.expert is not None and groups.expert.shard.size > 1):
         check_elementwise(base, settings.allow_untested)
+    refuse_unserved(base, settings, groups)
+    refuse_other_backend(base, groups, device)
     if topology.model is not None and hasattr(base, "zero_full_stepper"):
         _refuse_split(model, base, topology)
     deferred.refuse_strangers(base.param_groups)

@@ -180,6 +180,7 @@ def _optimizer_facts(base: Optimizer | None) -> Iterator[tuple[str, Any]]:
         yield "optimizer", None
         return
     yield "optimizer", f"{type(base).__module__}.{type(base).__qualname__}"
+    yield from getattr(base, "model_options", {}).items()  # of an optimizer that averages by itself
     for number, group in enumerate(base.param_groups):
         for key, value in group.items():
             if key != "params":

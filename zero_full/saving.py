@@ -98,6 +98,7 @@ class Saving:
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
+        drop_errors: bool = False,
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Go on from a checkpoint, at any number of ranks, stage and precision. Every rank must call this.
 
@@ -106,13 +107,20 @@ class Saving:
         load_optimizer_states      False: nor random numbers, loss scale, and what `keep_in_checkpoint` names
         load_lr_scheduler_states   False: the schedule stays as it is
         load_module_only           True: weights and buffers; optimizer and counters keep what they have
+        drop_errors                True: give up what each rank of 1-bit and 0/1 Adam had of its own: what it
+                                   had not said yet, and where it has gone alone. Another number of ranks
+                                   cannot go on without this
 
         Returns its folder and the client state; (None, None), as DeepSpeed does, if there is no `latest` and
         no tag was given. CheckpointError, on every rank, if anything is wrong; nothing is changed then.
         """
         self._refuse_in_step("load_checkpoint")
         wanted = LoadOptions(
-            load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only
+            load_module_strict,
+            load_optimizer_states,
+            load_lr_scheduler_states,
+            load_module_only,
+            drop_errors or self.resolved.config.checkpoint.drop_errors,
         )
         tag = None if tag is None else str(tag)
         found = load_checkpoint(self.module, self.optimizer, load_dir, tag, wanted, self._extras())

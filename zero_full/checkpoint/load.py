@@ -7,7 +7,7 @@ ranges.
 """
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -19,13 +19,15 @@ from torch import Tensor, nn
 from zero_full.checkpoint import randomness
 from zero_full.checkpoint.background import background_of
 from zero_full.checkpoint.failure import Attempt, CheckpointError
+from zero_full.checkpoint.own_state import OwnState
 from zero_full.checkpoint.reading import holds_latest, open_checkpoint
 from zero_full.checkpoint.save import Extras, group_members
-from zero_full.checkpoint.source import Source, StoredTensor
-from zero_full.checkpoint.source_values import SourceValues
+from zero_full.checkpoint.source import Source
+from zero_full.checkpoint.source_values import SourceValues, differences, is_of
 from zero_full.checkpoint.takers import Takers, made_in, set_rates
 from zero_full.comm.topology import this_rank
 from zero_full.precision.scaler import DynamicScale
+from zero_full.shard.apart import refuse_apart
 from zero_full.shard.base import NoOptimizer
 from zero_full.shard.contents import BUFFERS, PARAMETERS, Chunk, NewState, plain, put_back
 from zero_full.shard.flat import GatherState
@@ -47,6 +49,7 @@ class LoadOptions:
     optimizer_states: bool = True  # and with them what else a run goes on from, such as random numbers
     lr_scheduler_states: bool = True
     module_only: bool = False
+    drop_errors: bool = False  # give up what each rank had of its own, as another number of ranks must
 
 
 @dataclass(frozen=True)
@@ -121,11 +124,11 @@ class CheckpointLoad:
         self.module, self.optimizer, self.source = module, optimizer, source
         self.wanted, self.extras = wanted, extras
         self.named = names_and_values(module)
-        self.own, _ = own_and_made(module)
+        self.own_tensors, _ = own_and_made(module)
         self.keys: dict[str, str] = {}  # of the module's tensors, by name
         trains = not isinstance(optimizer.base, NoOptimizer)
         self.with_state = wanted.optimizer_states and not wanted.module_only and trains
-        self.values = SourceValues(source)
+        self.values, self.own = SourceValues(source), OwnState(source, optimizer)
 
     # Before anything changes ---------------------------------------------------------------------
 
@@ -142,6 +145,8 @@ class CheckpointLoad:
     def _check(self) -> None:
         if self.wanted.module_only:  # else the counters begin a step anew
             self.optimizer.refuse_unfinished("load_checkpoint(load_module_only=True)")
+        if not self.with_state:
+            refuse_apart(self.optimizer, "loading parameters without the optimizer's state")
         self._match()
         if self.with_state:
             self._check_state()
@@ -171,9 +176,9 @@ class CheckpointLoad:
                 continue
             used.add(stored)
             self.values.place[keys[tensor]] = stored
-            wrong += _differences(known[0], tensor, self.source.tensors[stored])
+            wrong += differences(known[0], tensor, self.source.tensors[stored])
         mine = {key.partition("/")[0].partition("@")[2] for key in keys.values()}
-        surplus = [key for key in self.source.tensors if _is_of(key, mine) and key not in used]
+        surplus = [key for key in self.source.tensors if is_of(key, mine) and key not in used]
         unexpected = [key.partition("/")[2] for key in surplus]
         if self.source.savers:  # others do not tell apart what modules make themselves
             told = self.source.shared["others"].keys()
@@ -216,6 +221,9 @@ class CheckpointLoad:
         refuse_other_facts(self.optimizer, shared)
         if this_rank() == 0:
             self._tell_options()
+        if not self.wanted.drop_errors:
+            self.own.find(self._ranks(), self._same_ranks())
+            self.values.place.update({key: key for key in self.own.keys})
         self._refuse_other_groups(shared.get("members", ()))
         randomness.check(self.source.private(this_rank()).get("random"))
 
@@ -271,13 +279,13 @@ class CheckpointLoad:
         """Where values go; with room for the optimizer's state."""
         contents = self.optimizer.contents
         first: dict[Tensor, str] = {}
-        for name, tensor in self.own.items():
+        for name, tensor in self.own_tensors.items():
             first.setdefault(tensor, name)
         whole = contents.whole({name: tensor for tensor, name in first.items()})
         chunks = [*contents.masters(), *contents.frozen(), *whole]
         chunks = [chunk for chunk in chunks if chunk.key in self.values.place]
         self.state = NewState(contents, self.values) if self.with_state else None
-        return chunks if self.state is None else [*chunks, *self.state.chunks()]
+        return chunks if self.state is None else [*chunks, *self.state.chunks(), *self.own.chunks()]
 
     # Changes -------------------------------------------------------------------------------------
 
@@ -301,6 +309,8 @@ class CheckpointLoad:
     def fill(self) -> None:
         """Read this rank's ranges. Parameters follow when all ranks are done."""
         shared = self.source.shared
+        if self.with_state:
+            self.optimizer.contents.stepper.load_own({})
         if "asleep" in shared:
             wake_all_but(self.optimizer, shared["asleep"])
         chunks = self._chunks()
@@ -309,6 +319,7 @@ class CheckpointLoad:
         if self.state is not None:
             self.state.install()
             take_facts(self.optimizer, self._facts())
+            self.own.install()
         elif self.takers.takes_schedule:
             set_rates(self.optimizer.param_groups, self.extras.lr_scheduler)
         self.optimizer.zero_grad()
@@ -358,16 +369,3 @@ class CheckpointLoad:
 
 def _shown(option: Any) -> str:
     return repr(tuple(option) if isinstance(option, list) else option)
-
-
-def _is_of(key: str, parts: Iterable[str]) -> bool:
-    """Whether it is a parameter or a buffer that concerns a rank with these parts of the model."""
-    kind, _, part = key.partition("/")[0].partition("@")
-    return kind in (PARAMETERS, BUFFERS) and part in parts
-
-
-def _differences(name: str, tensor: Tensor, stored: StoredTensor) -> Iterator[str]:
-    if tuple(tensor.shape) != stored.shape:
-        yield f"{name} has shape {tuple(tensor.shape)}, but {stored.shape} in the checkpoint"
-    if tensor.dtype != stored.dtype and not (tensor.is_floating_point() and stored.dtype.is_floating_point):
-        yield f"{name} is {tensor.dtype}, but {stored.dtype} in the checkpoint"

@@ -220,6 +220,7 @@ class Taken:
         whole = contents.whole({name: tensor for tensor, name in first.items()})
         self.whole = list(whole)  # what every rank has
         self.cut = [*contents.masters(), *contents.state(), *contents.frozen()]
+        self.own = list(contents.own(this_rank()))
 
     def _refuse_gone(self, module: nn.Module) -> None:
         """CheckpointError if a parameter that is trained is not the module's any longer."""
@@ -239,7 +240,7 @@ class Taken:
     def shares(self) -> list[Chunk]:
         """What this rank writes."""
         left_out = set(self.excluded)
-        kinds = ((chunk, *chunk.key.partition("/")[::2]) for chunk in (*self.cut, *self.whole))
+        kinds = ((chunk, *chunk.key.partition("/")[::2]) for chunk in (*self.cut, *self.own, *self.whole))
         return self._empty() + [
             share_of(chunk)
             for chunk, kind, name in kinds

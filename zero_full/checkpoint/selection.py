@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from zero_full.shard.apart import refuse_apart
 from zero_full.shard.gathered import names_and_values
 from zero_full.shard.optimizer import ZeroOptimizer
 
@@ -48,7 +49,10 @@ def select(module: nn.Module, names: Renaming | None = None) -> Selection:
 
 
 def refuse_parts(optimizer: ZeroOptimizer) -> None:
-    """ValueError if ranks have different parameters of the same name, which one file cannot hold."""
+    """ValueError if ranks have different parameters of the same name, which one file cannot hold.
+
+    RuntimeError if they have for now."""
+    refuse_apart(optimizer, "saving or loading weights")
     groups = optimizer.groups
     if groups.expert is not None or (groups.model is not None and groups.model.size > 1):
         raise ValueError(

@@ -1,15 +1,16 @@
 """A source as what a load fills a run from: under the names that the model has."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from math import prod
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from zero_full.checkpoint.resharding import fill
-from zero_full.checkpoint.source import Source
-from zero_full.shard.contents import Chunk, entry_of, state_key
+from zero_full.checkpoint.source import Source, StoredTensor
+from zero_full.shard.contents import BUFFERS, PARAMETERS, Chunk, entry_of, state_key
 
 
 class SourceValues:
@@ -68,3 +69,17 @@ class SourceValues:
             self.source,
             [Chunk(places[c.key], c.shape, c.start, c.values, c.holder) for c in chunks],
         )
+
+
+def is_of(key: str, parts: Iterable[str]) -> bool:
+    """Whether it is a parameter or a buffer that concerns a rank with these parts of the model."""
+    kind, _, part = key.partition("/")[0].partition("@")
+    return kind in (PARAMETERS, BUFFERS) and part in parts
+
+
+def differences(name: str, tensor: Tensor, stored: StoredTensor) -> Iterator[str]:
+    """In words, why what is stored is not this tensor's."""
+    if tuple(tensor.shape) != stored.shape:
+        yield f"{name} has shape {tuple(tensor.shape)}, but {stored.shape} in the checkpoint"
+    if tensor.dtype != stored.dtype and not (tensor.is_floating_point() and stored.dtype.is_floating_point):
+        yield f"{name} is {tensor.dtype}, but {stored.dtype} in the checkpoint"

@@ -125,6 +125,7 @@ class CompressedReduce:
         self.chunks = Chunks(tuple(accumulate(sizes)), comm.size)
         places = 0 if live is None else zlib.crc32(_bytes_of(live))
         self.made_for = MadeFor(self.chunks.numel, comm.size, comm.rank, places)
+        self.sent = self.chunks.sent  # bytes, for one average
         self._agree()
         self.live = None if live is None else live.to(comm.device)  # None: the first `chunks.numel` travel
         self._place_scales()

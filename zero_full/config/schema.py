@@ -140,6 +140,7 @@ class CheckpointConfig(Strict):
     writer: Annotated[Section, idle("checkpoints have one writer here")] = {}
     checkpoint_serialization: Annotated[Flag, idle("checkpoints have one format here")] = True
     keep_last: Count | None = None
+    drop_errors: Flag = False
 
 
 class OffloadParamConfig(Strict):

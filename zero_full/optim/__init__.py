@@ -5,6 +5,7 @@ from zero_full.optim.elementwise import check_elementwise
 from zero_full.optim.lamb import Lamb
 from zero_full.optim.lion import Lion
 from zero_full.optim.muon import Muon, muon_groups
+from zero_full.optim.one_bit_adam import OneBitAdam
 from zero_full.optim.schedules import (
     LRRangeTest,
     OneCycle,
@@ -14,13 +15,16 @@ from zero_full.optim.schedules import (
     WarmupLR,
     build_scheduler,
 )
-from zero_full.optim.step import Peers, Piece, Stepper, Whole, WholeRule
+from zero_full.optim.step import Average, Peers, Piece, Stepper, Whole, WholeRule
+from zero_full.optim.zero_one_adam import ZeroOneAdam
 
 __all__ = [
+    "Average",
     "LRRangeTest",
     "Lamb",
     "Lion",
     "Muon",
+    "OneBitAdam",
     "OneCycle",
     "Peers",
     "Piece",
@@ -31,6 +35,7 @@ __all__ = [
     "WarmupLR",
     "Whole",
     "WholeRule",
+    "ZeroOneAdam",
     "build_optimizer",
     "build_scheduler",
     "check_elementwise",

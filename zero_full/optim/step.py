@@ -9,9 +9,21 @@ owns no piece. `add_up` gives sums over all elements of a parameter, such as its
 parameters together: each comes to one rank, which does the work on it, and what is made of it is cut again.
 
 An optimizer brings its own stepper by a method `zero_full_stepper` that returns one.
+
+[Note: own gradients] A rule may have to see this rank's own gradient before anybody averages it. While its
+`averages` is False, gradients stay what each rank's backward passes have brought; that needs whole state on
+every rank. Ranks still agree on the step: it is skipped on all of them if one has a gradient that is not
+finite. The norm by which gradients are clipped is one number for all, the root of the mean of the squared
+norms of all ranks' own gradients: at least the averaged gradient's norm, and equal to it where all ranks have
+the same. What a rule averages by itself it averages with what `Peers.compressed` makes.
+
+[Note: a rank's own state] Such a rule may keep what differs from rank to rank, and ranks may even have other
+parameters for a while. Then `common` says what all agree on, which is what is saved as the parameters, and
+`own_tensors` what this rank has beside it: a checkpoint has that for each rank. It can be restored where it
+was saved; elsewhere it must be given up, which somebody has to ask for.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -75,6 +87,25 @@ class WholeRule(Protocol):
         """The piece is given its elements of that."""
 
 
+class Average(Protocol):
+    """What `Peers.compressed` makes: averages over ranks of a flat buffer, at one bit an element each way."""
+
+    sent: int  # bytes that this rank sends for one of them
+
+    def new_errors(self) -> Any:
+        """What this rank has wanted to say and has not said yet: nothing. The caller keeps it.
+
+        It has `zero_`, `state_dict` and `load_state_dict`.
+        """
+
+    def average(self, x: Tensor, out: Tensor, errors: Any, what: str) -> None:
+        """`out`, in fp32, becomes the average of everyone's `x`, and may be it; `errors` change.
+
+        Something that is not finite raises an error on all ranks, by which the step is skipped, and changes
+        nothing: so a stepper changes nothing before its last average of a step.
+        """
+
+
 class Peers:
     """The ranks that have the other pieces of the same parameters. Here there are none."""
 
@@ -89,6 +120,16 @@ class Peers:
                 brought = rule.bring(piece).view(piece.shape)
                 rule.take(piece, rule.of_whole(piece.whole, brought).reshape(-1))
 
+    def compressed(
+        self, numel: int, tensors: Sequence[tuple[int, int]] | None = None, mask: Tensor | None = None
+    ) -> Average:
+        """Make what averages flat buffers of so many elements. Every rank must call this with the same.
+
+        `tensors`: their ranges in the buffer, in order; each has a scale of its own. None: all is one.
+        `mask`: bool, False where an element stays zero and does not travel.
+        """
+        raise NotImplementedError("there are no ranks to average with")
+
 
 class Stepper:
     """See [Note: steppers]."""
@@ -102,6 +143,20 @@ class Stepper:
     def takes_parts(self) -> bool:
         """Whether `step` may be called for a part of the pieces at a time."""
         return True
+
+    @property
+    def averages(self) -> bool:
+        """Whether the gradients of the step to come are averaged over the ranks: see [Note: own gradients].
+
+        All ranks must say the same, and the same from a step's first backward pass until `step`.
+        """
+        return True
+
+    def attach(self, pieces: Sequence[Piece], peers: Peers) -> None:
+        """These are all the pieces that it will step, and the ranks that it can ask at any time.
+
+        Once before the first step, and whenever parameters are trained that were frozen till then.
+        """
 
     def begin(self, pieces: Sequence[Piece]) -> None:
         """A step begins. `pieces`: all that this rank owns, also what has no gradient now."""
@@ -119,6 +174,43 @@ class Stepper:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` has returned."""
+
+    def phases(self) -> dict[str, Callable[[], None]]:
+        """What its steps are like at different times, in order; each lets the next one be such. For plans."""
+        return {}
+
+    # What differs from rank to rank: see [Note: a rank's own state] ------------------------------
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether ranks have parameters of their own now."""
+        return False
+
+    def meet(self) -> None:
+        """Let all ranks have the same parameters again. Every rank must call this."""
+
+    def common(self, piece: Piece) -> Tensor:
+        """What all ranks agree that a piece is."""
+        return piece.master
+
+    @property
+    def own_entries(self) -> frozenset[str]:
+        """The entries of the pieces' state that differ from rank to rank now."""
+        return frozenset()
+
+    def held(self) -> list[Tensor]:
+        """The memory that it keeps beside the pieces' state."""
+        return []
+
+    def own_tensors(self) -> dict[str, Tensor]:
+        """What this rank alone has, by name, between two steps."""
+        return {}
+
+    def refuse_own(self, state: Mapping[str, Any]) -> None:
+        """ValueError unless `load_own` can restore what was saved together with this `state_dict`."""
+
+    def load_own(self, tensors: Mapping[str, Tensor]) -> None:
+        """Restore what `own_tensors` has returned, after all else. Nothing: what there is is given up."""
 
 
 class TorchStep(Stepper):

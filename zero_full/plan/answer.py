@@ -23,6 +23,17 @@ PASSING = {
 
 
 @dataclass(frozen=True)
+class Phase:
+    """Bytes in a step of one of several kinds, of an optimizer whose steps are not all alike."""
+
+    name: str
+    moments: int  # kept behind such a step
+    update: int
+    sent: int
+    saved: int
+
+
+@dataclass(frozen=True)
 class Plan:
     """Bytes on the rank that holds most, by kind. See [Note: what is exact] in `zero_full.plan`."""
 
@@ -44,6 +55,7 @@ class Plan:
     activations: int | None  # None: nobody has said what a batch is
     update: int  # what the step makes for the optimizer; by then the three above are gone
     sent: int  # bytes that this rank sends in a step
+    phases: tuple[Phase, ...] = ()  # where there are some, the same numbers above are those of the largest
 
     @property
     def between_steps(self) -> int:
@@ -67,6 +79,12 @@ class Plan:
             ("sent in a step", self.sent),
             ("in a checkpoint", self.saved),
         ]
+        for phase in self.phases:
+            rows += [
+                (f"{phase.name}: state", phase.moments),
+                ("  copies for the optimizer", phase.update),
+                ("  sent in a step", phase.sent),
+            ]
         title = f"stage {self.stage}, {self.world:,} ranks, {self.numel:,} parameters: bytes a rank"
         lines = [
             f"{name:<34}{human(size):>9}" + (f"{size:>24,}" if size is not None else "")

@@ -94,11 +94,19 @@ def _plan(model: nn.Module, resolved: Resolved, cluster: Cluster, left: int | No
         stage=resolved.config.zero_optimization.stage,
         world=cluster.world,
         numel=sum(p.numel() for p in model.parameters()),
-        **rehearsed.kept(),
-        **rehearsed.passing(),
+        phases=rehearsed.phases,
         activations=left,
-        sent=rehearsed.sent,
+        **_largest(rehearsed),
     )
+
+
+def _largest(rehearsed: Rehearsal) -> dict[str, int]:
+    """Bytes by kind, in the phase that has most of it."""
+    found = {"sent": rehearsed.sent, **rehearsed.passing(), **rehearsed.kept()}
+    for phase in rehearsed.phases:
+        for kind in ("moments", "update", "sent", "saved"):
+            found[kind] = max(found[kind], getattr(phase, kind))
+    return found
 
 
 def _check_experts(model: nn.Module, cluster: Cluster) -> None:

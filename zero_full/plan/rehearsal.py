@@ -9,7 +9,7 @@ differ in how much of a slice is padding, of which an optimizer keeps no state; 
 parameter; and in the whole parameters that they own for the update (`everyone.py`).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,6 +30,7 @@ from zero_full.given import check_optimizer
 from zero_full.kernels.load import compiled_for
 from zero_full.offload import HostTier
 from zero_full.optim import Peers, Piece, build_optimizer, check_elementwise
+from zero_full.plan.answer import Phase
 from zero_full.plan.everyone import AllRanks
 from zero_full.plan.saved import saved_bytes
 from zero_full.plan.shadow import new_pass, shadow_of
@@ -37,6 +38,7 @@ from zero_full.plan.watch import Watch
 from zero_full.shard import Connection, Dealer, ZeroOptimizer, connect, place_the_rest
 from zero_full.shard.flat import Member
 from zero_full.shard.groups import Pair
+from zero_full.shard.served import refuse_unserved
 from zero_full.translate import scaler_of, settings_of, shard_ranks_of
 
 NO_OPTIMIZER = OptimizerConfig(type="AdamW")  # where the config leaves it to the script
@@ -103,6 +105,8 @@ class Rehearsal:
             self.watch.begin(flat.full for flat in self.optimizer.flats() if flat.released_at_rest)
             self.sent = self._step(self.config.gradient_accumulation_steps)
         self.holdings = self.optimizer.holdings()
+        self.most = {kind: self.watch.most(kind) for kind in ("gathered", "buckets", "update")}
+        self.phases = tuple(self._phases())
 
     def _optimizer(self) -> ZeroOptimizer:
         settings, topology = settings_of(self.config), self.cluster.topology(self.config)
@@ -115,6 +119,7 @@ class Rehearsal:
         base = self._base(
             is_cut=any(p is not None and p.shard.size > 1 for p in (groups.dense, groups.expert))
         )
+        refuse_unserved(base, settings, groups)
         parts = Dealer(base.param_groups, topology, groups, settings).deal(self.shadow)
         place_the_rest(self.shadow, parts, topology, groups, settings)
         made = ZeroOptimizer(base, self.shadow, parts, groups, settings, scaler_of(self.config))
@@ -124,7 +129,8 @@ class Rehearsal:
         steppers.peers_of = self.everyone.peers
         for stepper in (steppers.own, steppers.by_torch, steppers.fused_adam):
             if stepper is not None:
-                stepper.step = self.watch.around(None, stepper.step)  # type: ignore[method-assign]
+                kind = "update" if stepper.phases() else None
+                stepper.step = self.watch.around(kind, stepper.step)  # type: ignore[method-assign]
         return made
 
     def _base(self, is_cut: bool) -> torch.optim.Optimizer:
@@ -172,15 +178,27 @@ class Rehearsal:
         alike = micro_batches - count
         return self.traffic.total() + (alike * sent[1] if alike else 0) + self._more(self.everyone.sent)
 
+    def _phases(self) -> Iterator[Phase]:
+        """A step of each kind, of an optimizer that has several."""
+        stepper = self.optimizer.contents.stepper
+        for name, begin in stepper.phases().items():
+            self.optimizer.zero_grad()
+            begin()
+            with self.watch:
+                self.watch.begin(())
+                sent = self._step(self.config.gradient_accumulation_steps)
+            moments = held(_state_in(self.optimizer.base.state.values())) + held(stepper.held())
+            yield Phase(name, moments, self.watch.most("update"), sent, self._saved())
+
     # What it shows -------------------------------------------------------------------------------
 
     def kept(self) -> dict[str, int]:
         """Bytes from step to step, by kind."""
-        taken = Taken(self.shadow, self.optimizer, exclude_frozen=False)
         done = {member.param for flat in self.optimizer.flats() for member in flat.members}
         elsewhere = [p for p in self.shadow.parameters() if p not in done]
         host, owned = (held(self.holdings.get(kind, [])) for kind in ("host", "optimizer"))
-        state, surplus = held(_state_in(self.optimizer.base.state.values())), self._more(self._states())
+        state = held(_state_in(self.optimizer.base.state.values()))
+        surplus = self._more(self._states())
         return {
             "parameters": held([*self.holdings["parameters"], *elsewhere]),
             "buffers": held(self.shadow.buffers()),
@@ -189,12 +207,16 @@ class Rehearsal:
             "moments": state + surplus if owned else 0,
             "communication": self._windows(),
             "host": host + surplus if host else 0,
-            "saved": saved_bytes(taken, self.optimizer, self.cluster.experts or 1),
+            "saved": self._saved(),
         }
+
+    def _saved(self) -> int:
+        taken = Taken(self.shadow, self.optimizer, exclude_frozen=False)
+        return saved_bytes(taken, self.optimizer, self.cluster.experts or 1)
 
     def passing(self) -> dict[str, int]:
         """The most bytes at a time of what comes and goes within a step, by kind."""
-        return {kind: self.watch.most(kind) for kind in ("gathered", "buckets", "update")}
+        return self.most
 
     def _states(self) -> dict[Communicator, list[int]]:
         """Bytes of the optimizer's state, by the ranks that share it."""

@@ -29,7 +29,8 @@ def saved_bytes(taken: Taken, optimizer: ZeroOptimizer, neighbours: int) -> int:
         total = dense[rank % len(dense)] + experts[place]
         most[place] = max(total, most.get(place, 0))
     across = pairs[1].across.size
-    return max(total + _of_whole(taken, place * across) for place, total in most.items())
+    own = sum(chunk.values.nbytes for chunk in (*taken.own, *(each for each in taken.cut if each.differs)))
+    return own + max(total + _of_whole(taken, place * across) for place, total in most.items())
 
 
 def _cut(taken: Taken, optimizer: ZeroOptimizer) -> dict[FlatParameter, list[int]]:
@@ -39,7 +40,7 @@ def _cut(taken: Taken, optimizer: ZeroOptimizer) -> dict[FlatParameter, list[int
     """
     by_name, by_group = dict[str, int](), dict[int, int]()
     for chunk in taken.cut:
-        if chunk.values.numel():
+        if chunk.values.numel() and not chunk.differs:
             key, _ = entry_of(chunk.key) or (chunk.key, "")
             name = key.partition("/")[2]
             by_name[name] = by_name.get(name, 0) + chunk.values.itemsize

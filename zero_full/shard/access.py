@@ -7,7 +7,9 @@ that this rank owns (perhaps none), and concern nobody else.
 Of a parameter that the engine does not train, all that is asked for is None.
 
 A gradient is the averaged one, unscaled, between the last backward pass and `step`. Before it is averaged
-(inside `no_sync`, and between the micro-batches of a step at stages 0 and 1) it is this rank's own.
+(inside `no_sync`, and between the micro-batches of a step at stages 0 and 1) it is this rank's own. Where an
+optimizer averages by itself the `full` function averages it when it is asked, and the `local` one does not;
+and while `ZeroOneAdam`'s ranks step apart each has parameters and momenta of its own, which all these show.
 """
 
 from collections.abc import Callable, Iterable
@@ -125,7 +127,14 @@ def safe_get_full_grad(param: Parameter) -> Tensor | None:
     if not place.is_averaged():
         return place.own_gradient()
     mine = place.gradient()
-    return None if mine is None else place.assemble(mine, place.bucket.accumulate)
+    if mine is None:
+        return None
+    whole = place.assemble(mine, place.bucket.accumulate)
+    if not place.optimizer.steppers.averages():
+        place.bucket.across.sum_numbers(whole, f"gradient of {place.member.name}").div_(
+            place.bucket.across.size
+        )
+    return whole
 
 
 def safe_get_full_optimizer_state(param: Parameter, key: str) -> Tensor | None:

@@ -15,7 +15,8 @@ One vector is summed over the ranks and read once by the host. In it are
                none on any rank is left alone: no decay, no momentum
 
 State that is cut into slices has its squares summed over the ranks that share it; whoever repeats the same
-slices (`across`) only takes part in the rest.
+slices (`across`) only takes part in the rest. Gradients that nobody has averaged are others on each of these:
+their squares are summed over all, and the norm is the root of the mean over the ranks.
 """
 
 import zlib
@@ -51,7 +52,7 @@ Doings = Sequence[tuple[str, Any]]  # what, and how
 class Agreement:
     """What all ranks know after they have met."""
 
-    norm: float | None  # of the averaged gradients, as they are; None: nobody has asked
+    norm: float | None  # of the gradients, as they are; None: nobody has asked
     used: Container[Member]  # parameters that have a gradient on any rank
     stops: bool = False  # whether any rank has been asked to stop
     alarm: bool = False  # whether something beside the training has failed on any rank
@@ -65,6 +66,7 @@ class Said:
     doings: Doings
     stops: bool  # whether it has been asked to stop
     alarm: bool  # whether it knows that something beside the training has failed
+    averaged: bool = True  # whether gradients are, or each rank's own
 
 
 def agree(groups: Groups, buckets: Sequence[Bucket], said: Said, needs_norm: bool) -> Agreement:
@@ -88,7 +90,8 @@ def agree(groups: Groups, buckets: Sequence[Bucket], said: Said, needs_norm: boo
     for side in sides:
         everyones |= side.read(rest[: side.length])
         rest = rest[side.length :]
-    norm = float("nan") if poison else float(squared) ** 0.5
+    ranks = 1 if said.averaged else groups.data_ranks
+    norm = float("nan") if poison else float(squared / ranks) ** 0.5
     return Agreement(norm if needs_norm else None, everyones, stops > 0, alarms > 0)
 
 
@@ -123,6 +126,7 @@ class _Side:
 
     def __init__(self, pair: Pair, buckets: Sequence[Bucket], said: Said, counts: bool) -> None:
         self.pair, self.buckets, self.doings, self.counts = pair, list(buckets), said.doings, counts
+        self.repeated = SQUARES if said.averaged else 0  # so many numbers are the same for all of `across`
         self.has_peers = pair.shard.size > 1 or pair.across.size > 1
         self.members = [member for bucket in buckets for member in bucket.members]
         self.length = FLAGS - MARKS + len(self.members)
@@ -148,7 +152,7 @@ class _Side:
             self.numbers[1] = ~all_finite(_gradients(self.buckets, in_norm=False), device)
         what = "norm and parameters in use"
         self.pair.shard.sum_numbers(self.numbers, what)
-        self.pair.across.sum_numbers(self.numbers[SQUARES:], what)
+        self.pair.across.sum_numbers(self.numbers[self.repeated :], what)
 
     def read(self, numbers: Sequence[float]) -> set[Member]:
         """The parameters with a gradient; raise if ranks would do different things."""

@@ -12,6 +12,8 @@ average, of which each rank keeps its slice. Stage 0 is the case where a slice i
 Where state is repeated (`across`), slices are averaged with the other copies, too: from stage 2 on once a
 step, behind the reduction of its last backward pass.
 
+Where the rule that steps averages by itself (`averages`, at stage 0), `grad_slice` is this rank's own.
+
 A rank that is alone has nobody to send to: then there is no `grad_slice`, the optimizer reads `param.grad`.
 
 [Note: asleep] A bucket whose parameters were all frozen at first is asleep: it has no gradients, its
@@ -19,7 +21,7 @@ parameters no masters, and nothing of it travels. It wakes up for good when one 
 trained.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import torch
@@ -56,6 +58,7 @@ class Bucket:
         # than what is written to them. (On an accelerator the allocator does it, and it minds the streams.)
         self.spares: list[Tensor] = []
         self.grad_slice: Tensor | None = None
+        self.averages: Callable[[], bool] = lambda: True  # whether the next step wants averages
         self.slice_is_valid = False
         self.slice_is_shared = False  # averaged over `across`, too
         self.arrived: set[Member] = set()
@@ -149,6 +152,9 @@ class Bucket:
 
     def _average(self, local: Tensor) -> None:
         keep = not self.settings.frees_gradients and not self.slice_is_valid
+        if not self.averages():
+            copies = keep and local.dtype != self.accumulate
+            return self._add_to_slice(self._slice_memory().copy_(local) if copies else local)
         sent = local.to(self.settings.dtypes.reduce or local.dtype)
         in_place = keep and sent is local and local.dtype == self.accumulate
         out = self.ranks.slice_of(local) if in_place else self._slice_memory()
@@ -159,11 +165,14 @@ class Bucket:
         self._sum(sent, out, 1 if share_now else after)
         if share_now:
             self._share(out, after, sent.dtype)
+        self._add_to_slice(out)
+
+    def _add_to_slice(self, more: Tensor) -> None:
         if self.slice_is_valid:
             assert self.grad_slice is not None
-            self.grad_slice.add_(out)
+            self.grad_slice.add_(more)
         else:
-            self.grad_slice, self.slice_is_valid = out, True
+            self.grad_slice, self.slice_is_valid = more, True
 
     def _sum(self, sent: Tensor, out: Tensor, divisor: float) -> None:
         what = f"gradients {self.name}"

@@ -5,6 +5,7 @@ A chunk is what this rank has of a tensor, flattened. Its key says what it is:
     parameters/NAME        a parameter; of what is trained its master, which is the most exact there is
     state/ENTRY/NAME       what the optimizer keeps of it, element by element: state/exp_avg/layers.0.weight
     buffers/NAME           any other tensor of the module's state dict
+    own/RANK/NAME          what a rank alone has, see [Note: a rank's own state] in `optim/step.py`
 
 Where ranks hold different parameters of one name, the first word tells whose: `parameters@expert1/NAME`.
 What the optimizer keeps of a parameter as a whole, such as `step`, is no chunk but one of its numbers.
@@ -21,13 +22,13 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from zero_full.optim.step import Piece
+from zero_full.optim.step import Piece, Stepper
 from zero_full.precision.dtypes import Dtypes
 from zero_full.shard.build import Sharded
 from zero_full.shard.flat import FlatParameter
 from zero_full.shard.groups import Groups
 
-PARAMETERS, STATE, BUFFERS = "parameters", "state", "buffers"
+PARAMETERS, STATE, BUFFERS, OWN = "parameters", "state", "buffers", "own"
 STEP = "step"  # a number, also of a parameter that has no dimensions
 COMPILED = "_orig_mod."  # what torch.compile puts before a module's names
 
@@ -42,6 +43,7 @@ class Chunk:
     values: Tensor  # these elements, in one dimension: the memory itself, unless `scattered`
     holder: tuple[int, int] = (0, 1)  # which of how many ranks that have the same elements
     scattered: Tensor | None = None  # whole tensors whose elements do not lie in order: these are a copy
+    differs: bool = False  # each of these ranks has other values
 
     @property
     def stop(self) -> int:
@@ -51,8 +53,10 @@ class Chunk:
     def share(self) -> "Chunk":
         """What this rank saves of it, so that ranks that have the same save it once."""
         place, holders = self.holder
-        if holders == 1:
+        if holders == 1 or (self.differs and place == 0):
             return self
+        if self.differs:  # the first one's count
+            return replace(self, values=self.values[:0])
         numel = self.values.numel()
         first, last = -(-numel * place // holders), -(-numel * (place + 1) // holders)
         return replace(self, start=self.start + first, values=self.values[first:last])
@@ -108,6 +112,7 @@ class Contents:
 
     def __init__(self, base: torch.optim.Optimizer, parts: Sharded, groups: Groups, dtypes: Dtypes) -> None:
         self.base, self.parts, self.groups, self.dtypes = base, parts, groups, dtypes
+        self.stepper = Stepper()  # that knows what of it differs from rank to rank
 
     def part(self, expert: bool) -> str:
         """What tells parameters of one name on different ranks apart; "" where there are none such."""
@@ -142,14 +147,21 @@ class Contents:
     def masters(self) -> Iterator[Chunk]:
         """What is trained."""
         for key, piece, holder in self.pieces():
-            yield Chunk(key, tuple(piece.shape), piece.param_range[0], _flat(piece.master), holder)
+            common = _flat(self.stepper.common(piece))
+            yield Chunk(key, tuple(piece.shape), piece.param_range[0], common, holder)
 
     def state(self) -> Iterator[Chunk]:
         """What the optimizer keeps for each element; ValueError if it keeps something of another shape."""
         for key, piece, holder in self.pieces():
             for entry, value in self.base.state.get(piece.master, {}).items():
                 if not _is_number(entry, value, piece):
-                    yield _state_chunk(state_key(key, entry), piece, value, holder)
+                    chunk = _state_chunk(state_key(key, entry), piece, value, holder)
+                    yield replace(chunk, differs=entry in self.stepper.own_entries)
+
+    def own(self, rank: int) -> Iterator[Chunk]:
+        """What this rank alone has."""
+        for name, tensor in self.stepper.own_tensors().items():
+            yield Chunk(f"{OWN}/{rank}/{name}", tuple(tensor.shape), 0, _flat(tensor))
 
     def numbers(self, every: bool) -> dict[str, dict[str, Any]]:
         """What the optimizer keeps of whole parameters.

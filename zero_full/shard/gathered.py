@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zero_full._compat import version_of
 from zero_full.comm.topology import this_rank
+from zero_full.shard.apart import refuse_apart
 from zero_full.shard.checksum import checksum
 from zero_full.shard.contents import OwnPart, kept, put_back
 from zero_full.shard.flat import FlatParameter, Member, is_released
@@ -26,6 +27,7 @@ from zero_full.wording import listed
 
 def whole_parameters(optimizer: ZeroOptimizer) -> Iterator[tuple[Member, Tensor]]:
     """Yield every parameter, whole until the next one is asked for. Every rank must iterate to the end."""
+    refuse_apart(optimizer, "reading whole parameters")
     optimizer.catch_up()
     for flat in optimizer.flats():
         with _gathered(optimizer, [flat]):
@@ -80,6 +82,7 @@ def load_whole_state_dict(
     module: nn.Module, optimizer: ZeroOptimizer, state: Mapping[str, Any], strict: bool
 ) -> None:
     """Take this rank's slices out of a whole state dict, which must be the same on every rank."""
+    refuse_apart(optimizer, "loading parameters")
     optimizer.catch_up()
     mine, places = names_and_values(module), optimizer.parts.places
     names = {name for name, value in mine.items() if _is_in(value, places)}

@@ -1,7 +1,11 @@
 """Averaged gradients from one step to the next: at which scale they are, and what a step leaves of them."""
 
+from collections.abc import Callable
+
 from zero_full.precision.scaler import StaticScale
 from zero_full.shard.reducer import GradientReducer
+
+EPSILON = 1e-6
 
 
 class KeptGradients:
@@ -12,6 +16,8 @@ class KeptGradients:
         self.scale_left: float | None = None  # that the last step has left in them
         self.unclipped = 1.0  # by what the last step has multiplied them for itself only
         self.passes = 0  # backward passes until the last step
+        self.averages: Callable[[], bool] = lambda: True  # whether the next step wants averages
+        self.are_own = False  # they are each rank's own, as far as a step has looked at them
         reducer.on_clearing = self.forget
         reducer.backward.at_begin.append(self._clip)
 
@@ -34,6 +40,26 @@ class KeptGradients:
                 f"whose scale is {self.scale:g}: call zero_grad after every step"
             )
 
+    def factor(self, norm: float | None, clip: float) -> float:
+        """By what a step multiplies them, if they have this norm without their scale."""
+        factor = 1.0 / self.scale
+        return factor * min(1.0, clip / (norm + EPSILON)) if clip > 0 and norm is not None else factor
+
+    def begin_step(self) -> bool:
+        """Whether they are averaged now, and not each rank's own."""
+        self.refuse_own()
+        averaged = self.averages()
+        self.are_own = not averaged
+        return averaged
+
+    def refuse_own(self) -> None:
+        """Raise if a step that wants averages would get what the last step has left of each rank's own."""
+        if self.are_own and self.averages():
+            raise RuntimeError(
+                "the last step has left gradients that each rank has of its own, and the next step is one of "
+                "averaged gradients: call zero_grad after every step"
+            )
+
     def multiply(self, factor: float) -> None:
         """Multiply all of them, unless by 1."""
         if factor == 1.0:
@@ -51,9 +77,10 @@ class KeptGradients:
 
     def _clip(self) -> None:
         """Backward adds to the last step's gradients: as in torch, to clipped ones."""
+        self.refuse_own()
         self.multiply(self.unclipped)
         self.unclipped = 1.0
 
     def forget(self) -> None:
         """Nothing is left of them."""
-        self.scale_left, self.unclipped = None, 1.0
+        self.scale_left, self.unclipped, self.are_own = None, 1.0, False

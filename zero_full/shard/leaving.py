@@ -1,12 +1,16 @@
 """How an optimizer leaves its model: collectives come to their end, hooks go, groups are closed."""
 
+import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 from zero_full.comm.communicator import CommunicationError
+from zero_full.comm.topology import this_rank
 from zero_full.shard.flat import FlatParameter, GatherState
 from zero_full.shard.owners import unregister
+
+log = logging.getLogger("zero_full")
 
 
 def leave_model(optimizer: Any, gather: bool) -> None:
@@ -14,6 +18,11 @@ def leave_model(optimizer: Any, gather: bool) -> None:
 
     Every rank must call this. What is under way and fails was told already.
     """
+    if optimizer.contents.stepper.is_apart and not gather and this_rank() == 0:
+        log.warning(
+            "the ranks leave the model with parameters of their own each: call meet() of the engine's "
+            "optimizer before destroy, or destroy(gather=True)"
+        )
     for finish in (optimizer.reducer.close, optimizer.zero_grad):
         with suppress(CommunicationError):
             finish()

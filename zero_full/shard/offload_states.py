@@ -78,6 +78,7 @@ class OffloadedStates:
         if kind == "optim_states":
             states = self.optimizer.base.state.values()
             yield from (v for s in states for v in s.values() if isinstance(v, Tensor) and v.dim())
+            yield from self.optimizer.contents.stepper.held()
         elif kind == "hp_params":
             yield from (owned.master for owned in self.optimizer.owned if owned.is_separate)
         elif kind == "lp_params":

@@ -17,10 +17,12 @@ from torch.autograd.graph import increment_version
 from torch.utils.hooks import RemovableHandle
 
 from zero_full._compat import load_hooks, mark_stepped, state_dict_hooks
+from zero_full.comm.compressed import NotFiniteError
 from zero_full.comm.lane import lane_for
-from zero_full.precision.scaler import DynamicScale, StaticScale
+from zero_full.precision.scaler import StaticScale
 from zero_full.shard import owned as owned_state
 from zero_full.shard.agreement import Doings, Said, agree, doings_of, refuse_unused
+from zero_full.shard.apart import meet, refuse_writes
 from zero_full.shard.base import (
     AFTER,
     BEFORE,
@@ -40,6 +42,7 @@ from zero_full.shard.contents import Contents
 from zero_full.shard.flat import FlatParameter, GatherState, Member
 from zero_full.shard.gatherer import ParameterGatherer
 from zero_full.shard.groups import Groups
+from zero_full.shard.in_its_place import InItsPlace
 from zero_full.shard.kept_gradients import KeptGradients
 from zero_full.shard.leaving import leave_model
 from zero_full.shard.own_part import load_own_part, own_part
@@ -53,12 +56,10 @@ from zero_full.shard.stepping import Steppers, sub_groups
 from zero_full.shard.watch import ModelWatch, ParameterWrites
 
 log = logging.getLogger("zero_full")
-EPSILON = 1e-6
 CLOSED = "step after destroy: initialize the model again"
-NO_COPY = "this optimizer cannot be copied or pickled: it belongs to a model. Save its state_dict() instead"
 
 
-class ZeroOptimizer(torch.optim.Optimizer):
+class ZeroOptimizer(InItsPlace):
     """Steps this rank's pieces of a model's parameters, in the place of the optimizer that it wraps."""
 
     def __init__(
@@ -85,6 +86,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.signals = StopSignals()
         self.last: StepReport | None = None
         self.steppers = Steppers(self.redirected, settings.dtypes, self.lane)
+        self.steppers.attach(self.owned)
+        self.contents.stepper = self.steppers.own or self.contents.stepper
         self.closed = self.states_offloaded = False  # see `offload_states.py`
         self.writes = ParameterWrites(m for v in self.flats() if not v.released_at_rest for m in v.members)
         self.calls = 0  # of step
@@ -98,6 +101,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.reducer.on_waking = self._wake
         self.reducer.backward.at_begin.append(self.take_back_moved)
         self.gradients = KeptGradients(scaler, self.reducer)
+        self.gradients.averages = self.steppers.averages
+        for bucket in self.buckets:
+            bucket.averages = self.steppers.averages
         self.reducer.hands_back = isinstance(base, NoOptimizer)
         self.hooks: list[Any] = refuse_gradients(base, model, settings.stage)
         self.guards: list[RemovableHandle] = []  # on the model's state_dict
@@ -120,50 +126,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         owned.wake()
         for member, piece in owned.pieces.items():
             self.own_state.add(piece.master, member.param)
+        self.steppers.attach(self.owned)
 
-    # What torch's optimizers have ----------------------------------------------------------------
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The groups of the wrapped optimizer, which list the model's parameters."""
-        return self.base.param_groups
-
-    @property
-    def state(self) -> Any:
-        """The wrapped optimizer's state: what this rank keeps, by parameter."""
-        return self.base.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        """Forget it, if `state` is empty."""
-        self.base.state = state
-        self._take_back_state()
-
-    def _take_back_state(self) -> None:
-        """What was put in the place of the state resets it, if it is empty."""
-        if self.base.state is not self.own_state:
-            given, self.base.state = self.base.state, self.own_state  # type: ignore[assignment]
-            if given:
-                raise RuntimeError("set optimizer state with zero_full.safe_set_full_optimizer_state")
-            self.own_state.clear()
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The default options of the wrapped optimizer."""
-        return self.base.defaults
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(NO_COPY)
+    # Steps ---------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
         return f"ZeroOptimizer(stage {self.settings.stage}, {len(self.buckets)} buckets, {self.base!r})"
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: the layout is made once."""
-        raise RuntimeError(
-            "parameter groups cannot be added after initialize, because slices are already dealt: pass all "
-            "of them to initialize (those that should wait may be frozen until then)"
-        )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
@@ -184,13 +152,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self.settings.refuse_unused:
             refuse_unused(self.groups, self.awake, self.reducer.used)
         self.gradients.refuse_two_scales()
+        averaged = self.gradients.begin_step()
         scale, gathered = self.scaler.scale, self.gatherer.trail if self.gatherer is not None else 0
         so_far: Doings = [("call of step", self.calls), ("order of gathers", gathered), ("loss scale", scale)]
         so_far = [*so_far, ("signals watched", self.signals.told)]
-        doings = doings_of(self.param_groups, so_far, found, self.writes.digest(), failure)
+        written = "" if self.contents.stepper.is_apart else self.writes.digest()  # there it is refused
+        doings = doings_of(self.param_groups, so_far, found, written, failure)
         alarm = self.beside is not None and self.beside.has_failed()
-        said = Said(self.reducer.used, doings, self.signals.came is not None, alarm)
-        agreed = agree(self.groups, self.awake, said, self.settings.needs_norm)
+        said = Said(self.reducer.used, doings, self.signals.came is not None, alarm, averaged)
+        agreed = agree(self.groups, self.awake, said, self.settings.needs_norm or not averaged)
         self.signals.requested |= agreed.stops
         if failure is not None:
             raise failure
@@ -200,13 +170,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
             return self._say_nothing_to_do()  # the same, on all ranks
         norm = None if agreed.norm is None else agreed.norm / self.gradients.scale
         finite = norm is None or isfinite(norm)
-        apply = finite or not self.settings.check_overflow
+        apply = finite or (averaged and not self.settings.check_overflow)
         if not finite:
-            # A dynamic scale finds its place by overflowing: that is no reason to worry anybody.
-            level = logging.INFO if isinstance(self.scaler, DynamicScale) else logging.WARNING
-            self.report.tell(self.buckets, self.groups.everyone, apply, level)
-        if apply:
-            self._update(norm, agreed.used)
+            self.report.tell(self.buckets, self.groups.everyone, apply, self.scaler)
+        try:
+            if apply:
+                self._update(norm, agreed.used)
+        except NotFiniteError as error:  # on all ranks, and nothing has changed
+            finite = apply = False
+            self.report.tell_average(error, self.scaler)
         self.last, self.report.loss = StepReport(apply, norm, scale), None
         for bucket in self.buckets:
             bucket.local_finite = None
@@ -240,12 +212,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         try:
             self.redirected.run_step_hooks(BEFORE)
             self._take_back_state()
+            masters = [owned.flat.name for owned in self.owned if owned.master_was_written()]
             for owned in self.owned:
                 owned.follow_master()
                 if self.settings.needs_norm:
                     owned.refuse_sparse()
             refuse_unusable(self.param_groups, self.listed)
             self.look_at_model()
+            refuse_writes(self.contents.stepper, self.writes, masters)
             return self._take_in_gradients(), None
         except Exception as error:  # a hook of the user's may raise any
             return Found(), error
@@ -329,21 +303,22 @@ class ZeroOptimizer(torch.optim.Optimizer):
         `divided`: by the number of micro-batches already.
         """
         scaled = self.scaler.times(loss * 1)  # a hook on the caller's own would stay there
-        scaled.register_hook(partial(self._begin_scaled, divided))
+        scaled.register_hook(partial(self.reducer.begin_scaled, divided))
         return scaled
 
-    def _begin_scaled(self, divided: bool, grad: Tensor) -> None:
-        backward = self.reducer.backward
-        if not backward.is_at_work():
-            self.reducer.begin(divided, scaled=True)
-        backward.divided, backward.scaled = divided, True
+    @torch.no_grad()
+    def meet(self) -> None:
+        """Let all ranks have the same parameters, in the middle of an interval of `ZeroOneAdam`'s, too.
+
+        Every rank must call this, between steps: before the model is evaluated or exported.
+        """
+        meet(self)
 
     # The parts of a step -------------------------------------------------------------------------
 
     def _update(self, norm: float | None, used: Container[Member]) -> None:
-        factor = 1.0 / self.gradients.scale
-        if self.settings.clip > 0 and norm is not None:
-            factor *= min(1.0, self.settings.clip / (norm + EPSILON))
+        factor = self.gradients.factor(norm, self.settings.clip)
+        used = self.steppers.concerned(self.owned, used)
         stepped = [o for o in self.owned if not o.bucket.asleep and any(m in used for m in o.flat.members)]
         stepper = self.steppers.choose(stepped)
         if not stepper.fuses:
@@ -365,6 +340,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for owned in self.owned:
             owned.copy_master()
         self.send(self.buckets)
+        if self.contents.stepper.is_apart:  # what each rank has of its own was not written by hand
+            self.writes.forget()
 
     def send(self, buckets: Sequence[Bucket]) -> None:
         """This rank's slices to everyone. Parameters that are whole have their new values afterwards.
@@ -386,6 +363,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Leave the model without hooks, its parameters as they are or, if every rank asks for it, whole."""
         if not self.closed:
             self.signals.leave()
+            if gather and self.contents.stepper.is_apart and not self.reducer.backward.failed:
+                self.zero_grad()
+                self.meet()
             with ExitStack() as leaving:
                 leaving.callback(setattr, self, "closed", True)
                 leaving.callback(leave_model, self, gather)
@@ -396,4 +376,4 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def holdings(self) -> dict[str, list[Tensor]]:
         """Every tensor that this rank keeps, by kind. Counters are the optimizer's step numbers."""
-        return owned_state.holdings(self.flats(), self.owned, self.base.state)
+        return owned_state.holdings(self.flats(), self.owned, self.base.state, self.contents.stepper.held())

@@ -1,6 +1,6 @@
 """What one rank has kept of an optimizer, and how it goes on from there."""
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -16,7 +16,26 @@ def own_part(optimizer: Optimizer) -> dict[str, Any]:
     """This rank's ranges of parameters and state, and the facts."""
     contents = optimizer.contents
     tensors = kept(chain(contents.masters(), contents.state()))
-    return {"tensors": tensors, "numbers": contents.numbers(every=True), **facts_of(optimizer)}
+    own = {name: tensor.clone() for name, tensor in contents.stepper.own_tensors().items()}
+    numbers = contents.numbers(every=True)
+    place = _place_of(optimizer)
+    return {"tensors": tensors, "own": own, "place": place, "numbers": numbers, **facts_of(optimizer)}
+
+
+def _place_of(optimizer: Optimizer) -> list[int]:
+    """Which rank it is, of how many that have the same."""
+    across = optimizer.groups.dense.across
+    return [across.rank, across.size]
+
+
+def _refuse_other_place(optimizer: Optimizer, saved: Sequence[int]) -> None:
+    here = _place_of(optimizer)
+    if list(saved) != here:
+        raise ValueError(
+            "what a rank had not said yet, and where it has gone alone, was saved by rank {} of {} and means "
+            "nothing to rank {} of {}: load what the same rank has saved; or use save_checkpoint, and "
+            "load_checkpoint with drop_errors=True".format(*saved, *here)
+        )
 
 
 def load_own_part(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
@@ -29,11 +48,17 @@ def load_own_part(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     part, contents = OwnPart(saved["tensors"], saved["numbers"]), optimizer.contents
     refuse_other_facts(optimizer, saved)
     part.check([*contents.masters(), *NewState(contents, part).chunks()])
+    own = saved.get("own", {})
+    if own:
+        _refuse_other_place(optimizer, saved["place"])
+        contents.stepper.refuse_own(saved["stepper"])
+    contents.stepper.load_own({})
     wake_all_but(optimizer, saved["asleep"])
     state = NewState(contents, part)
     part.read([*contents.masters(), *state.chunks()])
     state.install()
     take_facts(optimizer, saved)
+    contents.stepper.load_own(own)
     optimizer.publish()
 
 

@@ -118,13 +118,17 @@ class Owned:
         self.version = version_of(self.master)
         self.param_versions = [version_of(member.param) for member in self.flat.members]
 
+    def master_was_written(self) -> bool:
+        """Whether somebody has written to the master since writes were noted, as far as torch counts it."""
+        return version_of(self.master) != self.version
+
     @torch.no_grad()
     def follow_master(self, parameters_count: bool = False) -> bool:
         """This rank's slice of the parameters takes what somebody has written to the master, if anything.
 
         `parameters_count`: they were written, too, so far as torch does not count it.
         """
-        if not self.is_separate or version_of(self.master) == self.version:
+        if not self.is_separate or not self.master_was_written():
             return False
         pairs = zip(self.flat.members, self.param_versions, strict=True)
         is_counted = not self.flat.released_at_rest
@@ -201,11 +205,15 @@ def _cut(value: Any, flat: FlatParameter, member: Member, piece: Piece, dtype: t
 
 
 def holdings(
-    flats: Sequence[FlatParameter], owned: Sequence[Owned], states: Mapping[Any, Mapping[str, Any]]
+    flats: Sequence[FlatParameter],
+    owned: Sequence[Owned],
+    states: Mapping[Any, Mapping[str, Any]],
+    beside: Sequence[Tensor],
 ) -> dict[str, list[Tensor]]:
     """Every tensor that a rank keeps, by kind. Counters are the optimizer's step numbers.
 
-    What waits on the host is there in the place of what the optimizer would keep on the device.
+    What waits on the host is there in the place of what the optimizer would keep on the device. `beside`:
+    what a stepper keeps that is no state of a piece.
     """
     state = [v for s in states.values() for v in s.values() if isinstance(v, Tensor)]
     masters = [each.master for each in owned if each.is_separate]
@@ -215,6 +223,6 @@ def holdings(
     return {
         "parameters": whole + [flat.shard for flat in flats if flat.released_at_rest] + copies,
         "gradients": [tensor for each in owned for tensor in each.bucket.gradient_memory()],
-        "host" if is_apart else "optimizer": masters + [t for t in state if t.dim()],
+        "host" if is_apart else "optimizer": [*masters, *(t for t in state if t.dim()), *beside],
         "counters": [t for t in state if not t.dim()],
     }

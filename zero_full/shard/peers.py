@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from zero_full.comm.communicator import Communicator
+from zero_full.comm.compressed import CompressedReduce
 from zero_full.comm.lane import Done, Inline, Lane, Pending
 from zero_full.comm.transport import Splits
 from zero_full.layout import Share, deal_work
@@ -37,7 +38,7 @@ class PartPeers(Peers):
     """Of a part of a step. All ranks number the parameters in the same way, whichever pieces they own."""
 
     def __init__(self, part: Sequence[Owned], used: Container[Member], lane: Lane) -> None:
-        self.lane = lane
+        self.lane, self.part = lane, part
         self.members = [(m, owned.flat) for owned in part for m in owned.flat.members if m in used]
 
     def add_up(self, pieces: Sequence[Piece], rows: Tensor) -> Tensor:
@@ -53,6 +54,13 @@ class PartPeers(Peers):
                 summed = ranks.sum_numbers(totals[theirs].to(ranks.device), "numbers about whole parameters")
                 totals[theirs] = summed.to(totals.device)
         return totals[mine]
+
+    def compressed(
+        self, numel: int, tensors: Sequence[tuple[int, int]] | None = None, mask: Tensor | None = None
+    ) -> CompressedReduce:
+        """Over the ranks that repeat the same state, each with gradients of its own."""
+        (ranks,) = {owned.flat.across for owned in self.part}
+        return CompressedReduce(ranks, numel, tensors, mask)
 
     def by_whole(self, pieces: Sequence[Piece], rule: WholeRule) -> None:
         """See [Note: whole parameters]."""

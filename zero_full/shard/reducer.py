@@ -129,6 +129,12 @@ class GradientReducer:
         self._start(divided, scaled)
         self._refuse_unscaled_presets()
 
+    def begin_scaled(self, divided: bool, grad: Tensor) -> None:
+        """A pass has reached a loss that was multiplied by the loss scale, perhaps before all else."""
+        if not self.backward.is_at_work():
+            self.begin(divided, scaled=True)
+        self.backward.divided, self.backward.scaled = divided, True
+
     def _start(self, divided: bool, scaled: bool) -> None:
         self.backward.begin(divided, scaled)
         self.wait_for_end = False

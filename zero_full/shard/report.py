@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from zero_full.comm.communicator import Communicator
+from zero_full.comm.compressed import NotFiniteError
 from zero_full.comm.topology import this_rank
-from zero_full.precision.scaler import ScaleExhaustedError, StaticScale
+from zero_full.precision.scaler import DynamicScale, ScaleExhaustedError, StaticScale
 from zero_full.shard.bucket import Bucket
 from zero_full.wording import listed, ranks_listed
 
@@ -31,12 +32,22 @@ class NonFinite:
         self.loss = loss if self.loss is None else self.loss + loss
 
     def tell(
-        self, buckets: Sequence[Bucket], everyone: Sequence[Communicator], applied: bool, level: int
+        self, buckets: Sequence[Bucket], everyone: Sequence[Communicator], applied: bool, scaler: StaticScale
     ) -> None:
         """Find out and log it. Every rank must call this."""
         self.finding = investigate(buckets, self.loss, everyone, this_rank())
+        self._log("applied nevertheless" if applied else "skipped", scaler)
+
+    def tell_average(self, error: NotFiniteError, scaler: StaticScale) -> None:
+        """All gradients are finite, and an average that the step has made of them is not."""
+        self.finding = str(error)
+        self._log("skipped", scaler)
+
+    def _log(self, what: str, scaler: StaticScale) -> None:
         if this_rank() == 0:
-            log.log(level, "step %s: %s", "applied nevertheless" if applied else "skipped", self.finding)
+            # A dynamic scale finds its place by overflowing: that is no reason to worry anybody.
+            level = logging.INFO if isinstance(scaler, DynamicScale) else logging.WARNING
+            log.log(level, "step %s: %s", what, self.finding)
 
     def learn(self, scaler: StaticScale, overflow: bool) -> None:
         """Let the loss scale learn from the step."""

@@ -10,6 +10,7 @@ from zero_full.optim.fused_adam import FusedAdam
 from zero_full.optim.step import Peers, Stepper, TorchStep
 from zero_full.precision.dtypes import Dtypes
 from zero_full.shard.base import Base
+from zero_full.shard.contents import plain
 from zero_full.shard.flat import Member
 from zero_full.shard.owned import Owned
 from zero_full.shard.peers import PartPeers
@@ -25,6 +26,30 @@ class Steppers:
         self.fused_adam = FusedAdam(self.optimizer, base.own_step, dtypes)
         self.lane = lane
         self.peers_of: Callable[[Sequence[Owned], Container[Member], Lane], Peers] = PartPeers
+
+    def averages(self) -> bool:
+        """Whether the gradients of the step to come are to be averaged: see [Note: own gradients]."""
+        return self.own is None or self.own.averages
+
+    def concerned(self, everything: Iterable[Owned], used: Container[Member]) -> Container[Member]:
+        """What a step is about: `used`; and where gradients are not averaged all that has a state already.
+
+        What has no gradient now counts as zero then, for its average goes on all the same.
+        """
+        if self.averages():
+            return used
+        known = self.optimizer.state
+        pairs = (pair for owned in everything for pair in owned.pieces.items())
+        return {member for member, piece in pairs if member in used or known.get(piece.master)}
+
+    def attach(self, everything: Iterable[Owned]) -> None:
+        """Tell the optimizer's own stepper what it will step."""
+        if self.own is not None:
+            awake = [owned for owned in everything if not owned.bucket.asleep]
+            members = {member for owned in awake for member in owned.flat.members}
+            pieces = [piece for owned in awake for piece in owned.pieces.values()]
+            pieces.sort(key=lambda piece: plain(piece.name))  # whatever buckets they are in
+            self.own.attach(pieces, self.peers_of(awake, members, self.lane))
 
     def choose(self, stepped: Iterable[Owned]) -> Stepper:
         """The optimizer's own, if it brings one; else the fastest that does the same as its `step`."""

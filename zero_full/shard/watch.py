@@ -86,6 +86,11 @@ class ParameterWrites:
         self.versions = [version_of(member.param) for member in self.members]
         self.moved: set[Member] = set()  # that were given other memory
 
+    def names(self) -> list[str]:
+        """Of what was written since `forget` or the last digest."""
+        pairs = zip(self.members, self.versions, strict=True)
+        return [m.name for m, old in pairs if version_of(m.param) != old or m in self.moved]
+
     def digest(self) -> str:
         """A digest of the values written since `forget` or the last call; "" if there are none."""
         before, moved = self.versions, self.moved

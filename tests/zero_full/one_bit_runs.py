@@ -1,0 +1,141 @@
+"""Training with 1-bit and 0/1 Adam: parameters of all shapes whose gradients are known, and runs of them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import zero_full
+from tests.zero_full.runs import config
+from zero_full.optim import OneBitAdam, ZeroOneAdam
+
+SHAPES: dict[str, tuple[int, ...]] = {
+    **{"tall": (9, 5), "wide": (3, 14), "single": (1,), "scalar": (), "filter": (3, 2, 2), "large": (20, 17)},
+    **{"empty": (0, 3), "unused": (6, 4), "frozen": (3, 8), "rare": (4, 5), "tied": (4, 7), "bias": (11,)},
+}
+SECOND = ("bias", "scalar", "rare")  # of the second parameter group
+RARELY = 3  # "rare" has a gradient in every third step
+GROUPS: tuple[dict[str, Any], ...] = (
+    {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1},
+    {"lr": 0.02, "betas": (0.8, 0.98), "eps": 1e-6, "weight_decay": 0.0},
+)
+CLASSES = {"OneBitAdam": OneBitAdam, "ZeroOneAdam": ZeroOneAdam}
+# Phases that fit into a test: the steps in which they change are in `tests/zero_full/test_one_bit.py`.
+SCHEDULES: dict[str, dict[str, int]] = {
+    "OneBitAdam": {"freeze_step": 4},
+    "ZeroOneAdam": {
+        **{"var_freeze_step": 7, "var_update_scaler": 2, "local_step_scaler": 2, "local_step_clipper": 4},
+    },
+}
+
+
+class Shapes(nn.Module):
+    """Parameters of all shapes; the loss is the sum of each element times a number, its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(5)
+        self.parts = nn.ParameterDict(
+            {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+        )
+        self.parts["frozen"].requires_grad_(False)
+
+    def forward(self, numbers: Mapping[str, Tensor]) -> Tensor:
+        """The loss. The tied parameter is used twice."""
+        each = [(self.parts[name] * times).float().sum() for name, times in numbers.items()]
+        return torch.stack([*each, (self.parts["tied"] * numbers["tied"]).float().sum()]).sum()
+
+
+def numbers(step: int, micro: int, rank: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """A drift that all have, and noise. What never has a gradient: a row of "tall"; and "unused"."""
+    common = torch.Generator().manual_seed(77)
+    own = torch.Generator().manual_seed(10_000 * step + 100 * micro + rank)
+    found = {}
+    for name, shape in SHAPES.items():
+        drawn = torch.randn(shape, generator=common) + 0.5 * torch.randn(shape, generator=own)
+        if name == "tall":
+            drawn[2] = 0
+        if name not in ("unused", "frozen") and (name != "rare" or step % RARELY == 0):
+            found[name] = drawn.to(dtype)
+    return found
+
+
+@dataclass(frozen=True)
+class Run:
+    """An optimizer, a precision and what else may differ."""
+
+    kind: str
+    precision: str = "fp32"
+    micro_batches: int = 1
+    clip: float = 0.0
+    options: dict[str, Any] = field(default_factory=dict, hash=False)
+    keys: dict[str, Any] = field(default_factory=dict, hash=False)
+    masked: bool = False  # a part of "wide" never moves by its momentum
+
+    def config(self) -> dict[str, Any]:
+        """What a file would say, but for the optimizer."""
+        precisions: dict[str, dict[str, Any]] = {
+            "fp32": {},
+            "bf16": {"bf16": {"enabled": True}},
+            "bf16 masters": {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+            "fp16": {"fp16": {"enabled": True, "initial_scale_power": 3}},
+        }
+        return config(
+            0,
+            gradient_accumulation_steps=self.micro_batches,
+            gradient_clipping=self.clip,
+            **{**precisions[self.precision], **self.keys},
+        )
+
+    def mask(self) -> Tensor:
+        """Of "wide"."""
+        return torch.arange(42).view(3, 14) % 4 != 1
+
+
+def engine_of(run: Run, stage: int = 0, by: Any = None) -> zero_full.Engine:
+    """A new one. `by`: another optimizer's class, with the same groups."""
+    model = Shapes()
+    named = dict(model.parts.items())
+    groups: list[dict[str, Any]] = [
+        {"params": [p for name, p in named.items() if (name in SECOND) == second], **GROUPS[second]}
+        for second in (False, True)
+    ]
+    if run.masked:
+        names = [name for name in named if name not in SECOND]
+        groups[0]["exp_avg_mask"] = [run.mask() if name == "wide" else None for name in names]
+    options: dict[str, Any] = {**SCHEDULES[run.kind], **run.options}
+    made = CLASSES[run.kind](groups, **options) if by is None else by(groups)
+    keys = run.config()
+    keys["zero_optimization"]["stage"] = stage
+    return zero_full.initialize(model=model, optimizer=made, config=keys)[0]
+
+
+def one_step(engine: zero_full.Engine, rank: int, step: int, poison: float | None = None) -> None:
+    """All its micro-batches."""
+    dtype = engine.module.parts["tall"].dtype
+    for micro in range(engine.gradient_accumulation_steps()):
+        given = numbers(step, micro, rank, dtype)
+        if poison is not None:
+            given["wide"][0, 3] = poison
+        engine.backward(engine(given))
+        engine.step()
+
+
+def values_of(engine: zero_full.Engine) -> dict[str, Tensor]:
+    """Every parameter of this rank, in the precision in which it is stepped."""
+    named = {f"parts.{name}": p.detach().clone() for name, p in engine.module.parts.items()}
+    pieces = (piece for _, piece, _ in engine.optimizer.contents.pieces())
+    return named | {piece.name: piece.master.detach().clone() for piece in pieces}
+
+
+def everything(engine: zero_full.Engine) -> dict[str, Tensor]:
+    """All that decides how this rank goes on, as tensors by name."""
+    found = values_of(engine)
+    stepper, state = engine.optimizer.contents.stepper, engine.optimizer.base.state
+    for _, piece, _ in engine.optimizer.contents.pieces():
+        for name, value in state.get(piece.master, {}).items():
+            found[f"{name} of {piece.name}"] = torch.as_tensor(value).clone()
+    found |= {f"own {name}": tensor.clone() for name, tensor in stepper.own_tensors().items()}
+    return found | {"told": torch.tensor(list(repr(stepper.state_dict()).encode()))}

@@ -1,0 +1,210 @@
+"""1-bit and 0/1 Adam: the algorithm in fp64, the same bits on every rank, and every phase's bytes."""
+
+import logging
+import math
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.worlds import run_each
+from tests.zero_full.one_bit_model import NAMES, Model
+from tests.zero_full.one_bit_runs import SHAPES, Run, engine_of, everything, one_step, values_of
+from zero_full.comm.chunks import Chunks
+
+STEPS = 22
+# A step of each kind, numbered from 0, by the schedules in `one_bit_runs.py`.
+PHASES = {
+    "OneBitAdam": {"learning": 2, "first at one bit": 4, "at one bit": 9},
+    "ZeroOneAdam": {"exact": 3, "at one bit": 4, "alone": 9, "meeting": 11, "first meeting": 7, "silent": 12},
+}
+TOGETHER = ("exact", "one bit", "meeting")  # kinds of steps after which all ranks have the same
+
+
+def trained(comm: Any, run: Run, steps: int) -> dict[str, Any]:
+    """Parameters, norms and bytes after each step."""
+    engine = engine_of(run)
+    found: dict[str, Any] = {"values": [], "norms": [], "sent": []}
+    for step in range(steps):
+        before = dict(engine.traffic())
+        one_step(engine, comm.rank, step)
+        found["values"].append(values_of(engine))
+        found["norms"].append(engine.get_global_grad_norm())
+        now = engine.traffic()
+        found["sent"].append({k: now[k] - before.get(k, 0) for k in now if now[k] != before.get(k, 0)})
+    by = engine.optimizer.contents.stepper.by  # type: ignore[attr-defined]
+    found["an average"] = by.sent
+    found["padded"] = sum(bucket.layout.total for bucket in engine.optimizer.awake)
+    engine.destroy()
+    return found
+
+
+KINDS = ("OneBitAdam", "ZeroOneAdam")
+RUNS = [
+    *(Run(kind) for kind in KINDS),
+    *(Run(kind, micro_batches=2, clip=0.5) for kind in KINDS),
+    *(Run(kind, options={"bias_correction": False, "eps_inside_sqrt": True}) for kind in KINDS),
+    *(Run(kind, options={"per_tensor_scales": False}, masked=True) for kind in KINDS),
+    *(
+        Run(kind, keys={"zero_optimization": {"overlap_comm": True, "reduce_bucket_size": 40}})
+        for kind in KINDS
+    ),
+    Run("OneBitAdam", options={"freeze_step": 1}),
+    Run("ZeroOneAdam", options={"local_step_clipper": 1, "local_step_scaler": 1}),
+    Run("ZeroOneAdam", options={"var_freeze_step": 1, "local_step_scaler": 1, "local_step_clipper": 3}),
+]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_every_step_is_the_algorithms(world: int) -> None:
+    for run, ranks in zip(RUNS, run_each(trained, world, [(run, STEPS) for run in RUNS]), strict=True):
+        model = Model(world, run)
+        for step in range(STEPS):
+            model.step(step)
+            for rank, each in enumerate(ranks):
+                for name, want in model.x[rank].items():
+                    got = each["values"][step][f"parts.{name}"].double()
+                    worst = float(((got - want).abs() / (1 + want.abs())).max())
+                    assert worst < 2e-5, f"{run}, step {step} ({model.kinds[-1]}), {name}: off by {worst:.3g}"
+                if each["norms"][step] is not None:
+                    assert each["norms"][step] == pytest.approx(model.norms[step], rel=1e-5)
+            if model.kinds[-1] in TOGETHER:
+                assert_alike([each["values"][step] for each in ranks], f"{run}, step {step}")
+            elif world > 1:
+                with pytest.raises(AssertionError):
+                    assert_alike([each["values"][step] for each in ranks], "")
+        untouched = Model(1, run).x[0]["unused"].float()
+        assert all(torch.equal(each["values"][-1]["parts.unused"], untouched) for each in ranks)
+
+
+def assert_alike(ranks: list[dict[str, Tensor]], where: str) -> None:
+    for name, want in ranks[0].items():
+        for rank, each in enumerate(ranks):
+            assert torch.equal(each[name], want), f"{where}: {name} differs on rank {rank}"
+
+
+def _mean_size(tensors: list[Tensor]) -> float:
+    return float(torch.cat([tensor.reshape(-1) for tensor in tensors]).abs().mean())
+
+
+# Precisions, bytes and what is not finite --------------------------------------------------------
+
+PRECISE = [Run(kind, precision) for kind in KINDS for precision in ("bf16", "bf16 masters", "fp16")]
+
+
+def test_in_16_bits_ranks_have_the_same_bits_after_every_meeting_and_stay_near_fp32() -> None:
+    for run, ranks in zip(PRECISE, run_each(trained, 2, [(run, STEPS) for run in PRECISE]), strict=True):
+        model = Model(2, run)
+        for step in range(STEPS):
+            model.step(step)
+            if model.kinds[-1] in TOGETHER:
+                assert_alike([each["values"][step] for each in ranks], f"{run}, step {step}")
+        near = 0.02 if run.precision == "bf16 masters" else 0.005  # some signs are other ones
+        off = [ranks[0]["values"][-1][f"parts.{name}"].double() - want for name, want in model.x[0].items()]
+        moved = [want - Model(1, run).x[0][name] for name, want in model.x[0].items()]
+        assert _mean_size(off) < near < 0.2 * _mean_size(moved), f"{run}: off by {_mean_size(off):.3g}"
+
+
+def with_adam(comm: Any, run: Run, is_ours: bool) -> list[dict[str, Tensor]]:
+    """Parameters after each of four steps, of warm-up; or of AdamW's."""
+    engine = engine_of(run, by=None if is_ours else torch.optim.AdamW)
+    found = []
+    for step in range(4):
+        one_step(engine, comm.rank, step)
+        found.append(values_of(engine))
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16 masters", "fp16"])
+def test_while_the_variance_is_learned_1_bit_adam_is_adam_bit_for_bit(precision: str) -> None:
+    runs = [Run("OneBitAdam", precision), Run("OneBitAdam", precision, micro_batches=2, clip=0.5)]
+    found = run_each(with_adam, 2, [(run, is_ours) for run in runs for is_ours in (True, False)])
+    for ours, adams in zip(found[::2], found[1::2], strict=True):
+        for mine, theirs in zip(ours[0], adams[0], strict=True):
+            for name, want in theirs.items():
+                assert torch.equal(mine[name], want), f"{precision}: {name}"
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_each_kind_of_step_sends_what_the_formula_says(world: int) -> None:
+    for run in (
+        Run("ZeroOneAdam"),
+        Run("OneBitAdam"),
+        Run("ZeroOneAdam", options={"per_tensor_scales": False}),
+    ):
+        (ranks,) = run_each(trained, world, [(run, STEPS)])
+        model = Model(world, run)
+        flat = run.options.get("per_tensor_scales") is False
+        ends = list(accumulate(math.prod(SHAPES[name]) for name in NAMES))
+        sent = Chunks((ends[-1],) if flat else tuple(ends), world).sent
+        for step in range(STEPS):
+            model.step(step)
+            for each in ranks:
+                traffic = dict(each["sent"][step])
+                told = traffic.pop("sum_numbers", 0)  # norm, and which parameters are in use: in every step
+                assert told < 1000 and each["an average"] == sent
+                at_one_bit = traffic.pop("all_to_all", 0) + traffic.pop("all_gather", 0)
+                assert at_one_bit == (sent if model.kinds[-1] in ("one bit", "meeting") else 0)
+                if model.kinds[-1] == "exact":
+                    padded = each["padded"]  # elements of all buckets
+                    assert sum(traffic.values()) == 2 * (world - 1) * (4 * padded // world)
+                else:
+                    assert not traffic or set(traffic) == {"gather_objects"}, traffic
+
+
+def poisoned(comm: Any, run: Run, at: int | None) -> list[dict[str, Tensor]]:
+    """Everything after each step. In one of them rank 1 has a gradient that is inf, and it is tried again."""
+    engine, found = engine_of(run), []
+    for step in range(STEPS):
+        if step == at:
+            before = everything(engine)
+            one_step(engine, comm.rank, step, poison=float("inf") if comm.rank == 1 else None)
+            assert not engine.was_step_applied()
+            assert_alike([before, everything(engine)], f"a step that was skipped, {at}")
+        one_step(engine, comm.rank, step)
+        assert engine.was_step_applied()
+        found.append(everything(engine))
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_not_finite_on_one_rank_skips_the_step_and_changes_nothing(kind: str) -> None:
+    run = Run(kind, clip=100.0)
+    cases = [(run, None), *((run, step) for step in PHASES[kind].values())]
+    plain, *others = run_each(poisoned, 2, cases)
+    for each in others:
+        for rank in range(2):
+            assert_alike([plain[rank][-1], each[rank][-1]], f"{kind}, rank {rank}")
+
+
+def too_large(comm: Any) -> tuple[list[bool], bool, list[str]]:
+    """Gradients that are finite, and what one bit says of them is not."""
+    engine = engine_of(Run("ZeroOneAdam"))
+    stepper, applied, records = engine.optimizer.contents.stepper, [], list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zero_full").addHandler(handler)
+    before: dict[str, Tensor] = {}
+    for step in range(6):
+        if step == 4:
+            assert not stepper.averages
+            if comm.rank == 1:
+                stepper.errors.worker.fill_(3e38)  # type: ignore[attr-defined]
+            before = everything(engine)
+        one_step(engine, comm.rank, step, poison=3e38 if step == 4 and comm.rank == 1 else None)
+        applied.append(engine.was_step_applied())
+        if step == 4:
+            assert_alike([before, everything(engine)], "an average that was not finite")
+    logging.getLogger("zero_full").removeHandler(handler)
+    engine.destroy()
+    return applied, stepper.averages, records
+
+
+def test_an_average_that_is_not_finite_is_an_overflow() -> None:
+    for rank, (applied, _, said) in enumerate(run_each(too_large, 2, [()])[0]):
+        assert applied == [True] * 4 + [False, True]
+        assert any("step skipped: compressed average of gradients" in each for each in said) == (rank == 0)

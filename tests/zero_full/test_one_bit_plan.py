@@ -1,0 +1,83 @@
+"""A plan of 1-bit and 0/1 Adam: each phase's state and traffic are what ranks have and send, to the byte."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import zero_full
+from tests.worlds import POOL
+from tests.zero_full.runs import Net, config, data
+from zero_full.checkpoint.save import Taken
+from zero_full.comm.chunks import Chunks
+from zero_full.plan import plan
+from zero_min.ledger import held
+
+PARAMS: dict[str, dict[str, Any]] = {
+    "OneBitAdam": {"freeze_step": 3},
+    "ZeroOneAdam": {
+        **{"var_freeze_step": 7, "var_update_scaler": 2, "local_step_scaler": 2, "local_step_clipper": 4},
+    },
+}
+STEPS = {  # numbered from 0; the second of a kind, because the first makes what all keep
+    "OneBitAdam": {"the variance is learned": 1, "the momentum at one bit": 5},
+    "ZeroOneAdam": {
+        **{"exact gradients": 1, "gradients at one bit": 4, "each rank alone": 12, "a meeting": 15},
+    },
+}
+NUMEL = sum(p.numel() for p in Net().parameters())
+
+
+def keys_of(kind: str, more: dict[str, Any], **params: Any) -> dict[str, Any]:
+    return config(0, optimizer={"type": kind, "params": {**PARAMS[kind], **params}}, **more)
+
+
+def measured(comm: Any, keys: dict[str, Any]) -> list[dict[str, int]]:
+    """What this rank keeps behind each step, and sends in it."""
+    engine, *_ = zero_full.initialize(model=Net(), config=keys)
+    found = []
+    dtype = next(engine.module.parameters()).dtype
+    for step in range(16):
+        before = sum(engine.traffic().values())
+        engine.backward(engine(data(step, 0, comm.rank, dtype)))
+        engine.step()
+        sent = sum(engine.traffic().values()) - before
+        masters = held([owned.master for owned in engine.optimizer.owned if owned.is_separate])
+        moments = held(engine.optimizer.holdings()["optimizer"]) - masters
+        saved = sum(c.values.nbytes for c in Taken(engine.module, engine.optimizer, False).shares())
+        found.append({"moments": moments, "sent": sent, "saved": saved})
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("more", [{}, {"bf16": {"enabled": True}}], ids=str)
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("kind", list(PARAMS))
+def test_each_phase_is_planned_to_the_byte(kind: str, world: int, more: dict[str, Any]) -> None:
+    keys = keys_of(kind, more)
+    planned = plan(Net(), keys, world, device="cpu")
+    (found, *_) = POOL.run(measured, world, keys)  # the first rank serves the largest chunk
+    assert [phase.name for phase in planned.phases] == list(STEPS[kind])
+    for phase in planned.phases:
+        step = found[STEPS[kind][phase.name]]
+        assert {"moments": phase.moments, "sent": phase.sent, "saved": phase.saved} == step, phase
+    assert planned.moments == max(each["moments"] for each in found)
+    assert planned.sent == max(each["sent"] for each in found)
+    assert all(phase.name in planned.table() for phase in planned.phases)
+    assert planned.saved == max(each["saved"] for each in found)
+
+
+def test_the_formula_of_its_memory() -> None:
+    world = 4
+    chunks = Chunks(
+        tuple(torch.tensor([p.numel() for _, p in sorted(Net().named_parameters())]).cumsum(0)), world
+    )
+    low, high = chunks.range_of(0)
+    one = plan(Net(), keys_of("OneBitAdam", {}), world)
+    zero_one = plan(Net(), keys_of("ZeroOneAdam", {}), world)
+    errors = 4 * NUMEL + 4 * (high - low)
+    assert [phase.moments for phase in one.phases] == [8 * NUMEL, 8 * NUMEL + errors]
+    together, alone = 8 * NUMEL + errors, 16 * NUMEL + errors
+    assert [phase.moments for phase in zero_one.phases] == [8 * NUMEL, together, alone, together]
+    rare = plan(Net(), keys_of("ZeroOneAdam", {}, var_update_scaler=9, local_step_clipper=1), world)
+    assert [phase.name for phase in rare.phases] == ["exact gradients", "a meeting"]

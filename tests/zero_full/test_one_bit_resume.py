@@ -1,0 +1,234 @@
+"""1-bit and 0/1 Adam resumed in every phase; what each rank has of its own; meeting, and what needs it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import zero_full
+from tests.worlds import POOL, run_each
+from tests.zero_full.one_bit_runs import Run, engine_of, everything, one_step, values_of
+from tests.zero_full.runs import said_by
+from tests.zero_full.test_one_bit import KINDS, PHASES, assert_alike
+
+BY = ("state_dict", "checkpoint")
+
+
+def resumed(comm: Any, run: Run, at: int, by: str, folder: str) -> tuple[list[dict[str, Tensor]], ...]:
+    """Everything after some steps and after eight more: of a run, and of one that was resumed in between."""
+    found = []
+    first = engine_of(run)
+    for step in range(at):
+        one_step(first, comm.rank, step)
+    if by == "checkpoint":
+        first.save_checkpoint(folder, tag="here")
+    state = first.state_dict() if by == "state_dict" else None
+    second = engine_of(run)
+    one_step(second, comm.rank, 99)  # something that must not stay
+    if state is None:
+        second.load_checkpoint(folder)
+    else:
+        second.load_state_dict(state)
+    for engine in (first, second):
+        now = everything(engine)
+        for step in range(at, at + 8):
+            one_step(engine, comm.rank, step)
+        found.append([now, everything(engine)])
+        engine.destroy()
+    return tuple(found)
+
+
+@pytest.mark.parametrize("by", BY)
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_run_goes_on_bit_for_bit_in_every_phase(world: int, by: str, tmp_path: Path) -> None:
+    cases = [
+        (Run(kind, precision), at + 1, by, str(tmp_path / f"{kind} {precision} {phase}"))
+        for kind in KINDS
+        for precision in ("fp32", "bf16")
+        for phase, at in PHASES[kind].items()
+    ]
+    for case, ranks in zip(cases, run_each(resumed, world, cases), strict=True):
+        for rank, (plain, again) in enumerate(ranks):
+            for before, after in zip(plain, again, strict=True):
+                assert_alike([before, after], f"{case[0]} after {case[1]} steps, rank {rank}")
+
+
+def saved(comm: Any, kind: str, at: int, folder: str) -> dict[str, Tensor]:
+    """The parameters of this rank where it was saved."""
+    engine = engine_of(Run(kind))
+    for step in range(at):
+        one_step(engine, comm.rank, step)
+    engine.save_checkpoint(folder, tag="here")
+    values = values_of(engine)
+    stepper = engine.optimizer.contents.stepper
+    pieces = [piece for _, piece, _ in engine.optimizer.contents.pieces()]
+    values |= {f"common {piece.name}": stepper.common(piece).clone() for piece in pieces}
+    values |= {f"variance {p.name}": v["exp_avg_sq"] for p in pieces if (v := stepper.known(p))}  # type: ignore[attr-defined]
+    engine.destroy()
+    return values
+
+
+def loaded(comm: Any, kind: str, folder: str, drops: str) -> tuple[str, dict[str, Tensor], dict[str, Tensor]]:
+    """What a load says without dropping errors; and what is there after one that does."""
+    keys = {"checkpoint": {"drop_errors": True}} if drops == "configuration" else {}
+    engine = engine_of(Run(kind))
+    before = everything(engine)
+    said = said_by(lambda: engine.load_checkpoint(folder))
+    assert_alike([before, everything(engine)], "a load that was refused")
+    engine.destroy()
+    engine = engine_of(Run(kind, keys=keys))
+    engine.load_checkpoint(folder, **({"drop_errors": True} if drops == "argument" else {}))
+    now = values_of(engine)
+    assert not engine.optimizer.contents.stepper.own_tensors()
+    variances = {
+        f"variance {p.name}": v["exp_avg_sq"].clone()
+        for _, p, _ in engine.optimizer.contents.pieces()
+        if (v := engine.optimizer.base.state.get(p.master))
+    }
+    for step in range(12, 30):
+        one_step(engine, comm.rank, step)
+    engine.optimizer.meet()
+    after = values_of(engine)
+    engine.destroy()
+    return said, now | variances, after
+
+
+@pytest.mark.parametrize(("kind", "at"), [("OneBitAdam", 6), ("ZeroOneAdam", 5), ("ZeroOneAdam", 11)])
+def test_another_number_of_ranks_must_give_up_what_each_had_of_its_own(
+    kind: str, at: int, tmp_path: Path
+) -> None:
+    everyones = POOL.run(saved, 2, kind, at, str(tmp_path))
+    for drops in ("argument", "configuration"):
+        ranks = POOL.run(loaded, 3, kind, str(tmp_path), drops)
+        for said, now, after in ranks:
+            assert "was saved by 2 ranks" in said and "drop_errors=True" in said and "Nothing was" in said
+            for name in now:
+                if name.startswith("parts."):
+                    assert torch.equal(now[name], everyones[0].get(f"common {name}", now[name])), name
+                else:
+                    assert torch.equal(now[name], everyones[0][name]), name
+            assert_alike([ranks[0][2], after], "after a meeting of three")
+    for each in everyones[1:]:
+        assert_alike(
+            [{k: v for k, v in e.items() if k[:2] in ("co", "va")} for e in (everyones[0], each)], ""
+        )
+
+
+def a_warm_up_of_two(comm: Any, folder: str, saves: bool) -> str:
+    """A checkpoint in which ranks have nothing of their own is loaded anywhere."""
+    engine = engine_of(Run("OneBitAdam"))
+    if saves:
+        one_step(engine, comm.rank, 0)
+        engine.save_checkpoint(folder)
+    said = "" if saves else said_by(lambda: engine.load_checkpoint(folder))
+    engine.destroy()
+    return said
+
+
+def test_a_phase_in_which_all_is_common_needs_no_such_word(tmp_path: Path) -> None:
+    POOL.run(a_warm_up_of_two, 2, str(tmp_path), True)
+    assert POOL.run(a_warm_up_of_two, 3, str(tmp_path), False) == ["nothing was said"] * 3
+
+
+# In the middle of an interval --------------------------------------------------------------------
+
+
+def in_the_middle(comm: Any, folder: str) -> dict[str, Any]:
+    """What may be done while each rank has parameters of its own, and what may not."""
+    engine = engine_of(Run("ZeroOneAdam"))
+    optimizer, large = engine.optimizer, engine.module.parts["large"]
+    for step in range(13):
+        one_step(engine, comm.rank, step)
+    assert optimizer.contents.stepper.is_apart
+    own = everything(engine)
+    state = optimizer.state_dict()
+    refused = {
+        "state dict": said_by(engine.module_state_dict),
+        "load": said_by(lambda: engine.load_module_state_dict({}, strict=False)),
+        "weights": said_by(lambda: engine.save_weights(folder)),
+        "16 bits": said_by(lambda: engine.save_16bit_model(folder)),
+    }
+    engine.save_checkpoint(folder, tag="middle")
+    refused["module only"] = said_by(lambda: engine.load_checkpoint(folder, load_module_only=True))
+    assert_alike([own, everything(engine)], "what was refused")
+    engine.backward(engine_loss(engine, comm.rank))
+    gradient = zero_full.safe_get_full_grad(large)
+    refused["meet"] = said_by(optimizer.meet)
+    with torch.no_grad():
+        large.mul_(2)
+    refused["write"] = said_by(engine.step)
+    with torch.no_grad():
+        large.div_(2)
+    optimizer.zero_grad()
+    optimizer.load_state_dict(state)
+    assert_alike([own, everything(engine)], "its own state dict")
+    optimizer.meet()
+    met = values_of(engine)
+    optimizer.meet()  # nothing more to do
+    assert_alike([met, values_of(engine)], "a meeting of those who have met")
+    one_step(engine, comm.rank, 13)
+    with torch.no_grad():
+        zero_full.safe_get_local_fp32_param(large).add_(1)
+    refused["master"] = said_by(lambda: one_step(engine, comm.rank, 14))
+    engine.optimizer.zero_grad()
+    engine.destroy()
+    return {"refused": refused, "met": met, "own": own, "gradient": gradient, "state": state}
+
+
+def engine_loss(engine: zero_full.Engine, rank: int) -> Tensor:
+    from tests.zero_full.one_bit_runs import numbers
+
+    loss: Tensor = engine(numbers(13, 0, rank))
+    return loss
+
+
+def test_in_the_middle_of_an_interval_nothing_passes_for_common_that_is_not(tmp_path: Path) -> None:
+    ranks = POOL.run(in_the_middle, 2, str(tmp_path))
+    for each in ranks:
+        assert_alike([ranks[0]["met"], each["met"]], "after meet()")
+        assert torch.equal(each["gradient"], ranks[0]["gradient"]), "a full gradient is averaged"
+        for what, said in each["refused"].items():
+            if what == "meet":
+                assert "between the backward passes of a step" in said
+            else:
+                assert "each rank has parameters of its own" in said and "call meet()" in said, what
+    assert not torch.equal(ranks[0]["own"]["parts.large"], ranks[1]["own"]["parts.large"])
+
+
+def the_state_dict_of_rank(comm: Any, other: bool) -> str:
+    """What a rank's state dict says to another rank."""
+    engine = engine_of(Run("OneBitAdam"))
+    for step in range(6):
+        one_step(engine, comm.rank, step)
+    state = engine.optimizer.state_dict()
+    if other:
+        state["place"] = [1 - comm.rank, 2]
+    else:
+        state["stepper"]["layout"] += 1
+    said = said_by(lambda: engine.optimizer.load_state_dict(state))
+    engine.destroy()
+    return said
+
+
+def test_errors_are_refused_where_they_mean_nothing() -> None:
+    for rank, said in enumerate(POOL.run(the_state_dict_of_rank, 2, True)):
+        assert f"saved by rank {1 - rank} of 2 and means nothing to rank {rank} of 2" in said
+    for said in POOL.run(the_state_dict_of_rank, 2, False):
+        assert "are those of other parameters" in said
+
+
+def leaves(comm: Any, gather: bool) -> tuple[Tensor, list[str]]:
+    """A parameter after the engine has left in the middle of an interval."""
+    engine = engine_of(Run("ZeroOneAdam"))
+    for step in range(13):
+        one_step(engine, comm.rank, step)
+    large = engine.module.parts["large"]
+    engine.destroy(gather=gather)
+    return large.detach().clone()
+
+
+def test_an_engine_that_gathers_leaves_common_parameters() -> None:
+    own, common = run_each(leaves, 2, [(False,), (True,)])
+    assert torch.equal(*common) and not torch.equal(*own)

@@ -1,0 +1,98 @@
+"""Adam's update of a piece whose variance has a count of its own, because it is not updated in every step."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_full.kernels import reference
+from zero_full.optim.step import Piece, alike, operators_for
+
+Options = Mapping[str, Any]
+
+
+def averages_of(piece: Piece, state: dict[str, Any]) -> dict[str, Any]:
+    """A piece's state, made if there is none: how often each average was updated, and both."""
+    if not state:
+        state["step"] = state["variance_step"] = 0
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name] = torch.zeros_like(piece.master, dtype=torch.float32)
+    return state
+
+
+def rate(state: Mapping[str, Any], group: Options, more: int = 0) -> float:
+    """The learning rate, corrected for a momentum that began at zero, `more` steps from now."""
+    lr = float(group["lr"])
+    return lr / (1 - group["betas"][0] ** (state["step"] + more)) if group["bias_correction"] else lr
+
+
+def spread(state: Mapping[str, Any], group: Options) -> Tensor:
+    """The root of the variance, corrected for the updates that it has really had."""
+    variance: Tensor = state["exp_avg_sq"]
+    eps = group["eps"]
+    if group["bias_correction"]:
+        variance = variance / (1 - group["betas"][1] ** state["variance_step"])
+    return (variance + eps).sqrt_() if group["eps_inside_sqrt"] else variance.sqrt().add_(eps)
+
+
+def learn(state: dict[str, Any], group: Options, gradient: Tensor, factor: float) -> None:
+    """Both averages take an averaged gradient, times `factor`."""
+    gradient = gradient.float() * factor
+    state["step"] += 1
+    state["variance_step"] += 1
+    state["exp_avg_sq"].mul_(group["betas"][1]).addcmul_(gradient, gradient, value=1 - group["betas"][1])
+    state["exp_avg"].lerp_(gradient, 1 - group["betas"][0])
+
+
+def take_copy(piece: Piece) -> None:
+    """The master takes what somebody has written to its copy."""
+    if piece.copy is not None:
+        piece.master.copy_(reference.unless_written(piece.master, piece.copy))
+
+
+def put(piece: Piece, value: Tensor) -> None:
+    """The piece and its copy become this."""
+    piece.master.copy_(value)
+    if piece.copy is not None:
+        piece.copy.copy_(value)
+
+
+def move(piece: Piece, state: Mapping[str, Any], group: Options) -> None:
+    """The piece steps along its momentum over the spread, and shrinks by the decay."""
+    take_copy(piece)
+    value = piece.master.float() * (1 - float(group["lr"]) * group["weight_decay"])
+    put(piece, value.addcdiv_(state["exp_avg"], spread(state, group), value=-rate(state, group)))
+
+
+def adam(pieces: Sequence[Piece], states: Mapping[int, dict[str, Any]], groups: Any, factor: float) -> None:
+    """An ordinary step of AdamW; `states` by the pieces' ids. The operator does what it knows."""
+    for some in alike(pieces):
+        group = groups[some[0].group]
+        if not group["bias_correction"] or group["eps_inside_sqrt"]:
+            for piece in some:
+                assert piece.gradient is not None
+                learn(states[id(piece)], group, piece.gradient, factor)
+                move(piece, states[id(piece)], group)
+            continue
+        for state in (states[id(piece)] for piece in some):
+            state["step"] += 1
+            state["variance_step"] += 1
+        mine = [states[id(piece)] for piece in some]
+        operators_for(some).adam_step(
+            [piece.master for piece in some],
+            [piece.gradient.contiguous() for piece in some if piece.gradient is not None],
+            [state["exp_avg"] for state in mine],
+            [state["exp_avg_sq"] for state in mine],
+            [
+                torch.full((), state["step"], dtype=torch.float32, device=some[0].master.device)
+                for state in mine
+            ],
+            [piece.copy for piece in some if piece.copy is not None],
+            float(group["lr"]),
+            *group["betas"],
+            group["eps"],
+            group["weight_decay"],
+            True,
+            factor,
+        )

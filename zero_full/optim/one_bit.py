@@ -1,0 +1,261 @@
+"""What 1-bit rules have in common: pieces in one flat buffer, its average at one bit, what each rank has.
+
+[Note: errors and walks] Between two steps most of what such a rule keeps is the same on all ranks. What
+differs from rank to rank is what was wanted and not said yet (the errors), and while ranks step apart also
+where each has gone. It is saved for each rank, and means nothing to other ranks, or to as many others.
+"""
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zero_full.optim.arguments import at_least, checked_options, flag
+from zero_full.optim.step import Average, Peers, Piece, Stepper
+from zero_full.wording import shown
+
+MASK = "exp_avg_mask"
+FIXED = {  # DeepSpeed's options that can only have one value here
+    "max_grad_norm": "clipping is not the optimizer's: use gradient_clipping, or Settings(clip=...)",
+    "amsgrad": "the largest variance so far cannot be known at one bit an element",
+    "cuda_aware": "torch.distributed knows by itself what its MPI can send",
+}
+
+
+class OneBitOptimizer(Optimizer):
+    """An optimizer that needs the other ranks: `zero_full.initialize` makes of it one that can step."""
+
+    zero_full_stages: tuple[int, ...] = (0,)  # at which it can be stepped
+    model_options: Mapping[str, Any]  # those that are the whole model's, not a group's
+
+    def __init__(self, params: Any, options: Mapping[str, Any], whole: Mapping[str, Any]) -> None:
+        for name in FIXED.keys() & whole.keys():
+            if whole[name]:
+                raise ValueError(f"{name} cannot be {shown(whole[name])}: {FIXED[name]}")
+        self.model_options = {name: value for name, value in whole.items() if name not in FIXED}
+        if not (self.backend is None or isinstance(self.backend, str)):
+            raise ValueError(f"comm_backend_name must be a name, not {shown(self.backend)}")
+        self.model_options["per_tensor_scales"] = flag("per_tensor_scales", whole["per_tensor_scales"])
+        super().__init__(params, self.checked(options))
+
+    @property
+    def backend(self) -> str | None:
+        """Over what its author wants ranks to talk; None: over whatever they do."""
+        name: str | None = self.model_options["comm_backend_name"]
+        return name
+
+    def steps_option(self, name: str) -> int:
+        """One of the options that count steps; ValueError unless it is a whole number above 0."""
+        return at_least(name, self.model_options[name], 1)
+
+    def checked(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """A group's options, of the right kind and in their bounds; ValueError if one is not."""
+        return checked_options(type(self), {k: v for k, v in options.items() if k != "params"}, str)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, whose options are checked as those of the constructor are."""
+        super().add_param_group({**param_group, **self.checked({**self.defaults, **param_group})})
+        group = self.param_groups[-1]
+        for name in self.model_options.keys() & group.keys():
+            raise ValueError(f"{name} is the whole model's and cannot be a parameter group's")
+        if group.get(MASK) is not None:
+            group[MASK] = _checked_masks(group[MASK], group["params"])
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Refused: a step averages over the ranks, which this object does not know."""
+        raise RuntimeError(
+            f"{type(self).__name__} averages over the ranks by itself, so it cannot step alone: pass it to "
+            "zero_full.initialize or zero_full.assemble.shard, also on one process"
+        )
+
+
+def _checked_masks(given: Any, params: Sequence[Tensor]) -> list[Tensor | None]:
+    masks = [given] if isinstance(given, Tensor) and len(params) == 1 else given
+    if not isinstance(masks, list | tuple) or len(masks) != len(params):
+        raise ValueError(
+            f"{MASK} must be a list with a mask or None for each of the group's {len(params)} parameters"
+        )
+    made: list[Tensor | None] = []
+    for place, (mask, param) in enumerate(zip(masks, params, strict=True)):
+        if mask is not None and (not isinstance(mask, Tensor) or mask.shape != param.shape):
+            raise ValueError(
+                f"{MASK}[{place}] must be a tensor of the shape {tuple(param.shape)} of its parameter, or "
+                f"None, not {shown(mask if not isinstance(mask, Tensor) else tuple(mask.shape))}"
+            )
+        made.append(None if mask is None else mask != 0)
+    return made
+
+
+# Pieces in a flat buffer -------------------------------------------------------------------------
+
+
+class Fused:
+    """Pieces end to end, as flat fp32 buffers have them."""
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self.pieces = list(pieces)
+        numels = [piece.master.numel() for piece in pieces]
+        ends = list(accumulate(numels))
+        self.ranges = [(end - numel, end) for numel, end in zip(numels, ends, strict=True)]
+        self.numel = sum(numels)
+        self.place = {id(piece): place for place, piece in enumerate(self.pieces)}
+        self.device = pieces[0].master.device if pieces else torch.device("cpu")
+
+    def new(self) -> Tensor:
+        """A buffer of zeros."""
+        return torch.zeros(self.numel, dtype=torch.float32, device=self.device)
+
+    def windows(self, flat: Tensor) -> Iterator[tuple[Piece, Tensor]]:
+        """Each piece, and its part of a buffer in the piece's shape."""
+        for piece, (start, stop) in zip(self.pieces, self.ranges, strict=True):
+            yield piece, flat[start:stop].view(piece.master.shape)
+
+    def filled(self, value_of: Callable[[Piece], Tensor | None]) -> Tensor:
+        """A buffer of what pieces have; zeros where that is nothing."""
+        flat = self.new()
+        for piece, window in self.windows(flat):
+            if (value := value_of(piece)) is not None:
+                window.copy_(value)
+        return flat
+
+    def digest(self) -> int:
+        """A checksum of what is where: buffers of another one cannot be used."""
+        return zlib.crc32(repr([(piece.group, tuple(piece.shape)) for piece in self.pieces]).encode())
+
+
+# The stepper -------------------------------------------------------------------------------------
+
+WORKER, SERVER, MADE_FOR = "worker_error", "server_error", "made_for"
+OF_ERRORS = {WORKER: "worker", SERVER: "server", MADE_FOR: "made_for"}
+
+
+class OneBitStep(Stepper):
+    """What steppers have in common that average by themselves. See [Note: errors and walks]."""
+
+    fuses = True
+
+    def __init__(self, optimizer: OneBitOptimizer) -> None:
+        self.optimizer = optimizer
+        self.steps = 0  # that were taken
+        self.fused = Fused([])
+        self.by: Average | None = None
+        self.errors: Any = None
+        self.errors_of = ""  # of what
+        self.loaded: dict[str, Tensor] = {}  # errors, until there is something to put them into
+        self.peers = Peers()
+
+    @property
+    def takes_parts(self) -> bool:
+        """No: an average takes the whole model."""
+        return False
+
+    def attach(self, pieces: Sequence[Piece], peers: Peers) -> None:
+        """The buffer is laid out. Errors that there are belong to what was trained until now."""
+        fused = Fused(pieces)
+        began = self.errors is not None or bool(self.held())
+        if self.fused.numel and fused.numel != self.fused.numel and began:
+            raise RuntimeError(
+                f"{type(self.optimizer).__name__}: a parameter is trained now that was frozen when averages "
+                "at one bit began, whose errors are those of the others: unfreeze it before, or save a "
+                "checkpoint and load it with drop_errors=True into a run in which it is trained"
+            )
+        self.fused, self.peers = fused, peers
+
+    def begin(self, pieces: Sequence[Piece]) -> None:
+        """Every rank looks at all groups, which may have been edited: all fail, or none."""
+        for group in self.optimizer.param_groups:
+            self.optimizer.checked(group)
+
+    # Averages ------------------------------------------------------------------------------------
+
+    def average(self, flat: Tensor, what: str) -> Tensor:
+        """The buffer becomes the average of everyone's. Where it raises nothing has changed."""
+        if self.by is None:
+            self._make_average()
+        assert self.by is not None
+        if self.errors_of != what:  # errors of one quantity mean nothing to another
+            self.errors.zero_()
+            self.errors_of = what
+        self.by.average(flat, flat, self.errors, what)
+        return flat
+
+    def _make_average(self) -> None:
+        ranges = self.fused.ranges if self.optimizer.model_options["per_tensor_scales"] else None
+        self.by = self.peers.compressed(self.fused.numel, ranges, self._mask())
+        self.errors = self.by.new_errors()
+        if self.loaded:
+            self.errors.load_state_dict({OF_ERRORS[name]: t for name, t in self.loaded.items()})
+            self.loaded = {}
+
+    def _mask(self) -> Tensor | None:
+        """Which elements travel: None if no group says so."""
+        masks = {
+            param: mask
+            for group in self.optimizer.param_groups
+            for param, mask in zip(group["params"], group.get(MASK) or (), strict=False)
+            if mask is not None
+        }
+        if not masks:
+            return None
+        mine: dict[int, Tensor] = {}
+        for piece, param in self._params():
+            if param in masks:
+                mine[id(piece)] = masks[param]
+        full = self.fused.filled(lambda piece: mine.get(id(piece), torch.ones_like(piece.master)))
+        return full != 0
+
+    def _params(self) -> Iterator[tuple[Piece, Any]]:
+        """Each piece and its parameter."""
+        owners: Mapping[Any, Any] = self.optimizer.state.owners  # type: ignore[attr-defined]
+        return ((piece, owners[piece.master]) for piece in self.fused.pieces)
+
+    # State ---------------------------------------------------------------------------------------
+
+    def group_of(self, piece: Piece) -> Mapping[str, Any]:
+        """The options of a piece's group."""
+        group: Mapping[str, Any] = self.optimizer.param_groups[piece.group]
+        return group
+
+    def known(self, piece: Piece) -> dict[str, Any] | None:
+        """A piece's state, if it has any: a parameter that never had a gradient has none."""
+        return self.optimizer.state.get(piece.master) or None
+
+    def held(self) -> list[Tensor]:
+        """What is kept beside the pieces' state."""
+        return [*([] if self.errors is None else (self.errors.worker, self.errors.server)), *self._loaded()]
+
+    def _loaded(self) -> Iterator[Tensor]:
+        return (tensor for name, tensor in self.loaded.items() if name != MADE_FOR)
+
+    def own_tensors(self) -> dict[str, Tensor]:
+        """What this rank alone has."""
+        if self.errors is None:
+            return dict(self.loaded)
+        told = self.errors.state_dict()
+        return {name: told[theirs] for name, theirs in OF_ERRORS.items()} if told["worker"].numel() else {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far it is, the same on every rank."""
+        return {"steps": self.steps, "errors_of": self.errors_of, "layout": self.fused.digest()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` has returned. What ranks had of their own comes after that."""
+        self.steps, self.errors_of = state["steps"], state["errors_of"]
+
+    def refuse_own(self, state: Mapping[str, Any]) -> None:
+        """ValueError unless what ranks had of their own can be loaded into this, going by `state_dict`."""
+        if state.get("layout", self.fused.digest()) != self.fused.digest():
+            raise ValueError(
+                "the errors of its averages at one bit are those of other parameters, or of parameters in "
+                "other groups"
+            )
+
+    def load_own(self, tensors: Mapping[str, Tensor]) -> None:
+        """Restore what `own_tensors` has returned; nothing means that it is given up."""
+        self.loaded = {name: tensors[name].clone() for name in OF_ERRORS if name in tensors}
+        self.by = self.errors = None

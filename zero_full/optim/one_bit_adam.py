@@ -1,0 +1,134 @@
+"""1-bit Adam: the variance is learned first and frozen then; after that only signs of the momentum travel."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from zero_full.optim.adam_pieces import adam, averages_of, move
+from zero_full.optim.one_bit import OneBitOptimizer, OneBitStep
+from zero_full.optim.step import Peers, Piece, Stepper
+
+
+class OneBitAdam(OneBitOptimizer):
+    """AdamW for `freeze_step` steps; then its variance stays, and the momentum is averaged at one bit.
+
+    freeze_step        steps with averaged gradients, in which the variance is learned
+    bias_correction    of both averages, as Adam has it: the momentum's by all steps, the variance's by those
+                       in which it was updated
+    per_tensor_scales  one sign scale for each parameter; False: one for all, which is much worse where
+                       parameters have gradients of different size
+    comm_backend_name  "nccl", "gloo", "mpi" or "hccl": over what ranks must talk; None: over what they do
+    exp_avg_mask       an option of a parameter group: for each of its parameters None, or a tensor that is 0
+                       where the momentum stays zero, such as at positions that never occur. One bit cannot
+                       say zero. (What never had a gradient while the variance was learned stays where it is,
+                       but for the decay.)
+
+    Stage 0 only. What DeepSpeed 0.19.6 does otherwise: its `bias_correction` and `eps_inside_sqrt` have no
+    effect and the bias is never corrected (bias_correction=False here); there its first call takes no step;
+    one scale for a whole group (per_tensor_scales=False is one for the model); each rank clips by its own
+    norm; an overflow may reach the errors; a resumed run forgets them.
+
+    A parameter that has no gradient in a step of the second phase, and had one before, counts as one whose
+    gradient is zero. Its momentum is fp32, and the variance too.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        freeze_step: int = 100_000,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        *,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        amsgrad: bool = False,
+        cuda_aware: bool = False,
+        comm_backend_name: str | None = None,
+        per_tensor_scales: bool = True,
+    ) -> None:
+        options = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "eps_inside_sqrt": eps_inside_sqrt,
+            "weight_decay": weight_decay,
+        }
+        whole = {
+            "freeze_step": freeze_step,
+            "max_grad_norm": max_grad_norm,
+            "amsgrad": amsgrad,
+            "cuda_aware": cuda_aware,
+            "comm_backend_name": comm_backend_name,
+            "per_tensor_scales": per_tensor_scales,
+        }
+        super().__init__(params, options, whole)
+        self.steps_option("freeze_step")
+
+    def zero_full_stepper(self) -> Stepper:
+        """What steps pieces of parameters."""
+        return OneBitAdamStep(self)
+
+
+class OneBitAdamStep(OneBitStep):
+    """AdamW's step by averaged gradients; then steps along a momentum that is averaged."""
+
+    def __init__(self, optimizer: OneBitAdam) -> None:
+        super().__init__(optimizer)
+        self.learning = optimizer.steps_option("freeze_step")
+
+    @property
+    def averages(self) -> bool:
+        """While the variance is learned."""
+        return self.steps < self.learning
+
+    def phases(self) -> dict[str, Callable[[], None]]:
+        """For plans."""
+        return {
+            "the variance is learned": partial(setattr, self, "steps", 0),
+            "the momentum at one bit": partial(setattr, self, "steps", self.learning),
+        }
+
+    def step(self, pieces: Sequence[Piece], factor: float, peers: Peers) -> None:
+        """Masters, state and copies change."""
+        if self.averages:
+            states = {id(p): averages_of(p, self.optimizer.state[p.master]) for p in pieces}
+            adam(pieces, states, self.optimizer.param_groups, factor)
+        else:
+            self._along_the_average(pieces, factor)
+        self.steps += 1
+
+    def _along_the_average(self, pieces: Sequence[Piece], factor: float) -> None:
+        refuse_without_variance(self, pieces)
+        given = {id(piece): piece.gradient for piece in pieces}
+
+        def newest(piece: Piece) -> Tensor | None:
+            state, gradient = self.known(piece), given.get(id(piece))
+            if state is None:
+                return None
+            beta = self.group_of(piece)["betas"][0]
+            average: Tensor = state["exp_avg"] * beta
+            return average if gradient is None else average.add_(gradient, alpha=(1 - beta) * factor)
+
+        mean = self.average(self.fused.filled(newest), "momentum")
+        for piece, window in self.fused.windows(mean):
+            if (state := self.known(piece)) is not None:
+                state["exp_avg"].copy_(window).mul_(state["exp_avg_sq"] > 0)
+                state["step"] += 1
+                move(piece, state, self.group_of(piece))
+
+
+def refuse_without_variance(stepper: OneBitStep, pieces: Sequence[Piece]) -> None:
+    """RuntimeError if a parameter has its first gradient when no variance is learned any more."""
+    late = [piece.name for piece in pieces if not (stepper.known(piece) or {}).get("variance_step")]
+    if late:
+        raise RuntimeError(
+            f"{', '.join(late)}: the first gradient comes in step {stepper.steps + 1}, when "
+            f"{type(stepper.optimizer).__name__} has frozen the variance, so nobody knows how far to step. "
+            "Train what is trained from the beginning, or freeze the variance later"
+        )

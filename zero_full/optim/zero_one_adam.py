@@ -1,0 +1,323 @@
+"""0/1 Adam: exact gradients ever more rarely, one bit in between, and later steps that each rank takes alone.
+
+[Note: three kinds of steps] Until `var_freeze_step` all ranks stay together. When the variance is due they
+average gradients exactly, and both averages of Adam take them; in the steps between, gradients are averaged
+at one bit and only the momentum takes them. After `var_freeze_step` the variance stays, so that a step is
+linear in the momentum: each rank steps by its own gradient, adds up where it went (`walk`), and at ever
+longer intervals they meet. They go back to where they parted (`anchor`), take the average of their walks, at
+one bit, instead of their own, and make of it a momentum for all.
+
+A walk adds up momenta times learning rates, before they are divided by the spread, which is the same on all
+ranks. Walk and anchor are there while ranks are apart. Ranks that have met have the same bits.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from zero_full.optim.adam_pieces import averages_of, learn, move, put, rate, spread, take_copy
+from zero_full.optim.one_bit import OneBitOptimizer, OneBitStep
+from zero_full.optim.one_bit_adam import refuse_without_variance
+from zero_full.optim.step import Peers, Piece, Stepper
+
+WALK, PARAMETERS, MOMENTUM = "walk", "parameters", "exp_avg"
+
+
+class ZeroOneAdam(OneBitOptimizer):
+    """Adam that communicates less and less. See [Note: three kinds of steps] in `optim/zero_one_adam.py`.
+
+    var_freeze_step     steps in which the variance is learned and all ranks stay together
+    var_update_scaler   so many exact averages until the interval between two of them doubles
+    local_step_scaler   so many steps until the interval between two meetings doubles
+    local_step_clipper  the longest such interval
+    bias_correction     of both averages, as Adam has it: the momentum's by all steps, the variance's by those
+                        in which it was updated
+    per_tensor_scales   one sign scale for each parameter; False: one for all, which is much worse
+    comm_backend_name   "nccl", "gloo", "mpi" or "hccl": over what ranks must talk; None: over what they do
+    exp_avg_mask        as `OneBitAdam`'s
+
+    In the middle of an interval each rank has parameters of its own, of which `engine.optimizer.meet()` makes
+    common ones: call it before you evaluate or export. A checkpoint needs no meeting.
+
+    What DeepSpeed 0.19.6 does otherwise: its `bias_correction` and `eps_inside_sqrt` have no effect and the
+    bias is never corrected (bias_correction=False here); there its first call takes no step, and a rank that
+    is alone leaves its momentum as it is between exact averages; the decay is part of the walk, and so of
+    the momentum after it; ranks differ by rounding after they have met; one scale for a whole group; each
+    rank clips by its own norm; a resumed run begins its intervals anew.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        *,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        var_freeze_step: int = 100_000,
+        var_update_scaler: int = 16,
+        local_step_scaler: int = 32_678,
+        local_step_clipper: int = 16,
+        amsgrad: bool = False,
+        cuda_aware: bool = False,
+        comm_backend_name: str | None = None,
+        per_tensor_scales: bool = True,
+    ) -> None:
+        options = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "eps_inside_sqrt": eps_inside_sqrt,
+            "weight_decay": weight_decay,
+        }
+        whole = {
+            "var_freeze_step": var_freeze_step,
+            "var_update_scaler": var_update_scaler,
+            "local_step_scaler": local_step_scaler,
+            "local_step_clipper": local_step_clipper,
+            "max_grad_norm": max_grad_norm,
+            "amsgrad": amsgrad,
+            "cuda_aware": cuda_aware,
+            "comm_backend_name": comm_backend_name,
+            "per_tensor_scales": per_tensor_scales,
+        }
+        super().__init__(params, options, whole)
+        for name in ("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper"):
+            self.steps_option(name)
+
+    def zero_full_stepper(self) -> Stepper:
+        """What steps pieces of parameters."""
+        return ZeroOneAdamStep(self)
+
+
+class Interval:
+    """How many steps lie between two events; doubles after every `patience` counts, up to `longest`."""
+
+    def __init__(self, patience: int, longest: float = float("inf")) -> None:
+        self.patience, self.longest = patience, longest
+        self.length, self.counted = 1, 0
+
+    def is_due(self, step: int) -> bool:
+        """Whether the event is in this step."""
+        return step % self.length == 0
+
+    def count(self) -> None:
+        """One more; perhaps the interval grows."""
+        self.counted += 1
+        if self.counted >= self.patience:
+            self.counted = 0
+            self.length = int(min(2 * self.length, self.longest))
+
+
+class Walk:
+    """Where a rank went since all were together. The numbers are the same on all ranks, by piece."""
+
+    def __init__(self, anchor: Tensor, walked: Tensor, rates: Sequence[float], kept: Sequence[float]) -> None:
+        self.anchor, self.walked = anchor, walked
+        self.rates = list(rates)  # the sum of the learning rates
+        self.kept = list(kept)  # the product of what decays have left
+
+
+class ZeroOneAdamStep(OneBitStep):
+    """See [Note: three kinds of steps]."""
+
+    def __init__(self, optimizer: ZeroOneAdam) -> None:
+        super().__init__(optimizer)
+        self.learning = optimizer.steps_option("var_freeze_step")
+        self.exact = Interval(optimizer.steps_option("var_update_scaler"))
+        longest = optimizer.steps_option("local_step_clipper")
+        self.meeting = Interval(optimizer.steps_option("local_step_scaler"), longest)
+        self.frozen = False  # a step without the others was taken
+        self.walk: Walk | None = None  # while ranks are apart
+        self.numbers: list[list[float]] = []  # of a walk that is loaded
+
+    @property
+    def steps_alone(self) -> bool:
+        """Whether the step to come is one that each rank takes by its own gradient."""
+        return self.frozen or self.steps >= self.learning
+
+    @property
+    def averages(self) -> bool:
+        """When the variance is due."""
+        return not self.steps_alone and self.exact.is_due(self.steps + 1)
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether ranks have parameters of their own now."""
+        return self.walk is not None
+
+    def phases(self) -> dict[str, Callable[[], None]]:
+        """For plans: those that its intervals leave."""
+        found: dict[str, Callable[[], None]] = {"exact gradients": partial(self._pretend, 1, False, 0)}
+        if self.learning > self.exact.patience:
+            found["gradients at one bit"] = partial(self._pretend, 2, False, 0)
+        if self.meeting.longest > 1:
+            found["each rank alone"] = partial(self._pretend, 2, True, 0)
+        return found | {"a meeting": partial(self._pretend, 2, True, 1)}
+
+    def _pretend(self, interval: int, frozen: bool, steps: int) -> None:
+        self.exact.length = self.meeting.length = interval
+        self.frozen, self.steps = frozen, steps
+
+    def step(self, pieces: Sequence[Piece], factor: float, peers: Peers) -> None:
+        """Masters, state and copies change."""
+        if self.steps_alone:
+            refuse_without_variance(self, pieces)
+            self._alone(pieces, factor)
+            self.frozen = True
+            self.meeting.count()
+        elif self.averages:
+            for piece in pieces:
+                assert piece.gradient is not None
+                state, group = averages_of(piece, self.optimizer.state[piece.master]), self.group_of(piece)
+                learn(state, group, piece.gradient, factor)
+                move(piece, state, group)
+            self.exact.count()
+        else:
+            self._at_one_bit(pieces, factor)
+        self.steps += 1
+
+    def _at_one_bit(self, pieces: Sequence[Piece], factor: float) -> None:
+        given = {id(piece): piece.gradient for piece in pieces}
+
+        def gradient_of(piece: Piece) -> Tensor | None:
+            gradient = given.get(id(piece))
+            return None if gradient is None else gradient.float() * factor
+
+        mean = self.average(self.fused.filled(gradient_of), "gradients")
+        for piece, window in self.fused.windows(mean):
+            if id(piece) in given or self.known(piece) is not None:
+                state, group = averages_of(piece, self.optimizer.state[piece.master]), self.group_of(piece)
+                gradient = window.mul_(state["exp_avg_sq"] > 0)  # one bit cannot say zero
+                state["exp_avg"].lerp_(gradient, 1 - group["betas"][0])
+                state["step"] += 1
+                if state["variance_step"]:
+                    move(piece, state, group)
+
+    # Apart ---------------------------------------------------------------------------------------
+
+    def _alone(self, pieces: Sequence[Piece], factor: float) -> None:
+        """A step by this rank's own gradient, or in the place of an interval's last one the meeting."""
+        for piece in pieces:
+            take_copy(piece)
+        momenta = self._newest_momenta(pieces, factor)
+        walk, is_last = self.walk or self._new_walk(), self.meeting.is_due(self.steps + 1)
+        walked = walk.walked.clone() if is_last else walk.walked
+        rates, kept = list(walk.rates), list(walk.kept)
+        for place, ((piece, momentum), (_, target)) in enumerate(
+            zip(self.fused.windows(momenta), self.fused.windows(walked), strict=True)
+        ):
+            if (state := self.known(piece)) is not None:
+                group = self.group_of(piece)
+                now = rate(state, group, more=1)
+                target.add_(momentum, alpha=now)
+                rates[place] += now
+                kept[place] *= 1 - float(group["lr"]) * group["weight_decay"]
+        following = Walk(walk.anchor, walked, rates, kept)
+        if is_last:
+            self._meet(following)
+        else:
+            self.walk = following
+        for piece, momentum in self.fused.windows(momenta):
+            if (state := self.known(piece)) is not None:
+                state["step"] += 1
+                if not is_last:
+                    state["exp_avg"].copy_(momentum)
+                    move(piece, state, self.group_of(piece))
+
+    def _newest_momenta(self, pieces: Sequence[Piece], factor: float) -> Tensor:
+        given = {id(piece): piece.gradient for piece in pieces}
+
+        def newest(piece: Piece) -> Tensor | None:
+            state, gradient = self.known(piece), given.get(id(piece))
+            if state is None:
+                return None
+            beta = self.group_of(piece)["betas"][0]
+            average: Tensor = state["exp_avg"] * beta
+            return average if gradient is None else average.add_(gradient, alpha=(1 - beta) * factor)
+
+        return self.fused.filled(newest)
+
+    def _new_walk(self) -> Walk:
+        count = len(self.fused.pieces)
+        anchor = self.fused.filled(lambda piece: piece.master)
+        return Walk(anchor, self.fused.new(), [0.0] * count, [1.0] * count)
+
+    def _meet(self, walk: Walk) -> None:
+        mean = self.average(walk.walked, "walks")
+        together = zip(self.fused.windows(mean), self.fused.windows(walk.anchor), strict=True)
+        for place, ((piece, window), (_, value)) in enumerate(together):
+            state = self.known(piece)
+            if state is not None and walk.rates[place]:
+                window.mul_(state["exp_avg_sq"] > 0)
+                put(piece, value * walk.kept[place] - window / spread(state, self.group_of(piece)))
+                state["exp_avg"].copy_(window).div_(walk.rates[place])
+        self.walk = None
+
+    def meet(self) -> None:
+        """End the interval now. Every rank must call this."""
+        if self.walk is not None:
+            walk = self.walk
+            self._meet(Walk(walk.anchor, walk.walked.clone(), walk.rates, walk.kept))
+
+    # State ---------------------------------------------------------------------------------------
+
+    def common(self, piece: Piece) -> Tensor:
+        """What all ranks have of a piece: while they are apart, where they parted."""
+        place = self.fused.place.get(id(piece))
+        if self.walk is None or place is None:
+            return piece.master
+        start, stop = self.fused.ranges[place]
+        return self.walk.anchor[start:stop].view(piece.master.shape)
+
+    @property
+    def own_entries(self) -> frozenset[str]:
+        """The momentum, while ranks are apart."""
+        return frozenset((MOMENTUM,)) if self.is_apart else frozenset()
+
+    def held(self) -> list[Tensor]:
+        """What is kept beside the pieces' state."""
+        return super().held() + ([] if self.walk is None else [self.walk.anchor, self.walk.walked])
+
+    def own_tensors(self) -> dict[str, Tensor]:
+        """What this rank alone has."""
+        own = super().own_tensors()
+        if self.walk is None:
+            return own
+        momenta = self.fused.filled(lambda piece: (self.known(piece) or {}).get(MOMENTUM))
+        masters = self.fused.filled(lambda piece: piece.master)
+        return own | {WALK: self.walk.walked, PARAMETERS: masters, MOMENTUM: momenta}
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far it is, the same on every rank."""
+        intervals = [[each.length, each.counted] for each in (self.exact, self.meeting)]
+        numbers = [] if self.walk is None else [self.walk.rates, self.walk.kept]
+        return {**super().state_dict(), "intervals": intervals, "frozen": self.frozen, "walk": numbers}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` has returned. What ranks had of their own comes after that."""
+        super().load_state_dict(state)
+        for interval, (length, counted) in zip((self.exact, self.meeting), state["intervals"], strict=True):
+            interval.length, interval.counted = int(min(length, interval.longest)), counted
+        self.frozen, self.numbers = state["frozen"], state["walk"]
+
+    def load_own(self, tensors: Mapping[str, Tensor]) -> None:
+        """Restore what `own_tensors` has returned; nothing means that it is given up."""
+        super().load_own(tensors)
+        self.walk = None
+        if WALK not in tensors:
+            return
+        self.walk = Walk(self._new_walk().anchor, tensors[WALK].clone(), *self.numbers)
+        for name in (PARAMETERS, MOMENTUM):
+            for piece, window in self.fused.windows(tensors[name]):
+                state = self.known(piece)
+                if name == PARAMETERS:
+                    piece.master.copy_(window)
+                elif state is not None:
+                    state[MOMENTUM].copy_(window)

@@ -1,0 +1,39 @@
+"""Ranks whose parameters differ for a while: what would then be lost, or be one rank's only, is refused."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from zero_full.optim.step import Stepper
+from zero_full.shard.watch import ParameterWrites
+from zero_full.wording import listed
+
+Optimizer = Any  # a `ZeroOptimizer`, which imports this module
+
+
+def refuse_writes(stepper: Stepper, writes: ParameterWrites, masters: Iterable[str]) -> None:
+    """RuntimeError if somebody has written to parameters, or to the `masters` of these."""
+    if stepper.is_apart and (written := [*writes.names(), *masters]):
+        raise RuntimeError(
+            f"{listed(written)} was written while each rank has parameters of its own, so all ranks would "
+            "lose it when they meet: call meet() of the engine's optimizer on every rank first, and write "
+            "then"
+        )
+
+
+def refuse_apart(optimizer: Optimizer, call: str) -> None:
+    """RuntimeError in the middle of an interval of steps that ranks take alone."""
+    if optimizer.contents.stepper.is_apart:
+        raise RuntimeError(
+            f"{call} while each rank has parameters of its own: call meet() of the engine's optimizer on "
+            "every rank first, which ends the interval (save_checkpoint needs no meeting)"
+        )
+
+
+def meet(optimizer: Optimizer) -> None:
+    """All ranks have the same parameters again. Every rank must call this."""
+    optimizer.refuse_unfinished("meet")
+    optimizer.catch_up()
+    refuse_writes(optimizer.contents.stepper, optimizer.writes, ())
+    optimizer.contents.stepper.meet()
+    optimizer.publish()
+    optimizer.writes.forget()

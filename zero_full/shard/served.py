@@ -1,0 +1,58 @@
+"""Which runs an optimizer that averages by itself can serve: said before anything is laid out."""
+
+from collections.abc import Iterable
+
+import torch
+from torch.optim import Optimizer
+
+from zero_full._compat import backend_of
+from zero_full.comm.backend_names import missing_for
+from zero_full.optim.one_bit import OneBitOptimizer
+from zero_full.shard.groups import Groups
+from zero_full.shard.settings import Settings
+
+SUMS = "its average is a mean: gradients cannot be summed (gradient_allreduce_op, Settings(average=False))"
+EXPERTS = "experts have gradients of their own ranks, and it averages the whole model's over all"
+LOW_STATE = "it keeps its state in fp32: remove bf16_optimizer_states, or Settings(dtypes=...) with low_state"
+
+
+def refuse_unserved(base: Optimizer, settings: Settings, groups: Groups) -> None:
+    """ValueError if this optimizer cannot step in such a run, with the reason and the remedy."""
+    if not isinstance(base, OneBitOptimizer):
+        return
+    name, stages = type(base).__name__, base.zero_full_stages
+    if settings.stage not in stages:
+        one_of = " or ".join(map(str, stages))
+        raise ValueError(
+            f"{name} at stage {settings.stage}: it needs this rank's own gradients, whole, and a momentum of "
+            f"the whole model on every rank. Use stage {one_of}, or another optimizer"
+        )
+    wide = any(p.dtype == torch.float64 for p in _trained(base) if settings.dtypes.parameter is None)
+    for applies, reason in (
+        (groups.expert is not None, EXPERTS),
+        (not settings.average, SUMS),
+        (settings.dtypes.low_state, LOW_STATE),
+        (wide, "it keeps its state and averages in fp32: convert the model by model.float()"),
+    ):
+        if applies:
+            raise ValueError(f"{name} cannot step here: {reason}")
+
+
+def refuse_other_backend(base: Optimizer, groups: Groups, device: torch.device) -> None:
+    """ValueError if ranks do not talk over what `comm_backend_name` names."""
+    if not isinstance(base, OneBitOptimizer) or base.backend is None:
+        return
+    missing = missing_for(base.backend)
+    group = groups.dense.across.group
+    actual = None if group is None else backend_of(group, device)
+    if not missing and actual not in (None, base.backend):
+        missing = f"{base.backend}: the ranks' process group on {device.type} is one of {actual}"
+    if missing:
+        raise ValueError(
+            f"comm_backend_name of {type(base).__name__}: {missing}. Remove comm_backend_name: the ranks "
+            "average over whatever process group there is"
+        )
+
+
+def _trained(base: Optimizer) -> Iterable[torch.Tensor]:
+    return (p for group in base.param_groups for p in group["params"])
