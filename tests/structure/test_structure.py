@@ -84,6 +84,7 @@ LONG_SIGNATURES = {
         "lamb_step",
     ),  # operators take nothing but tensors and numbers
     *("zero_full.optim.lamb.__init__", "zero_full.optim.muon.__init__"),  # options are what a file may say
+    *("zero_full.optim.one_bit_adam.__init__", "zero_full.optim.zero_one_adam.__init__"),
 }
 
 

@@ -95,6 +95,8 @@ def load_checkpoint(
         _refuse_others(found)
         if not load:
             return None
+        if checks := list(load[0].source.further_checks()):  # they read everything
+            attempt.divide(checks, found)
         load[0].change(attempt)
     finally:
         for each in load:

@@ -5,6 +5,7 @@ less padding, and so more elements; what several ranks have they share, and the 
 be divided; and only the first of them saves buffers.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from zero_full._compat import plain
@@ -19,10 +20,10 @@ def saved_bytes(taken: Taken, optimizer: ZeroOptimizer, neighbours: int) -> int:
     groups = optimizer.groups
     pairs = groups.dense, groups.expert or groups.dense
     dense, experts = ([0] * pair.shard.size for pair in pairs)
-    for flat, nbytes in _cut(taken, optimizer).items():
+    for flat, sizes in _cut(taken, optimizer).items():
         totals = experts if flat.kind.expert else dense
         for rank in range(len(totals)):
-            totals[rank] += _elements(flat, rank) * nbytes // flat.layout.owned[0]
+            totals[rank] += _share(flat, rank, sizes)
     most = dict[int, int]()  # by place among those that have the same: of the first, and of all others alike
     for rank in range(max(len(dense), neighbours * len(experts))):
         place = rank // neighbours % len(experts)
@@ -33,22 +34,31 @@ def saved_bytes(taken: Taken, optimizer: ZeroOptimizer, neighbours: int) -> int:
     return own + max(total + _of_whole(taken, place * across) for place, total in most.items())
 
 
-def _cut(taken: Taken, optimizer: ZeroOptimizer) -> dict[FlatParameter, int]:
-    """The bytes of what the rehearsed rank has of each flat buffer: values, and the optimizer's state."""
-    flat_of = {plain(member.name): flat for flat in optimizer.flats() for member in flat.members}
-    found = dict.fromkeys(optimizer.flats(), 0)
-    for chunk in (each for each in taken.cut if not each.differs):
-        key, _ = entry_of(chunk.key) or (chunk.key, "")
-        found[flat_of[key.partition("/")[2]]] += chunk.values.nbytes
-    return {flat: nbytes for flat, nbytes in found.items() if nbytes}
+def _cut(taken: Taken, optimizer: ZeroOptimizer) -> dict[FlatParameter, list[int]]:
+    """How many bytes are saved for an element of each parameter of each flat buffer: values and state.
+
+    Of what the rehearsed rank has nothing, as many as of another parameter of the optimizer's group.
+    """
+    by_name, by_group = dict[str, int](), dict[int, int]()
+    for chunk in taken.cut:
+        if chunk.values.numel() and not chunk.differs:
+            key, _ = entry_of(chunk.key) or (chunk.key, "")
+            name = key.partition("/")[2]
+            by_name[name] = by_name.get(name, 0) + chunk.values.itemsize
+    named = [(flat, member, plain(member.name)) for flat in optimizer.flats() for member in flat.members]
+    for _, member, name in named:
+        if name in by_name:
+            by_group.setdefault(member.group, by_name[name])
+    found: dict[FlatParameter, list[int]] = {}
+    for flat, member, name in named:
+        found.setdefault(flat, []).append(by_name.get(name, by_group.get(member.group, 0)))
+    return found
 
 
-def _elements(flat: FlatParameter, rank: int) -> int:
-    """How many a rank of the flat buffer's saves, the first of those that have the same."""
-    holders = flat.across.size
-    if holders == 1:
-        return flat.layout.owned[rank]
-    return sum(-(-fragment.numel // holders) for fragment in flat.layout.fragments(rank))
+def _share(flat: FlatParameter, rank: int, sizes: Sequence[int]) -> int:
+    """The bytes that a rank of the flat buffer's saves, the first of those that have the same."""
+    fragments, holders = flat.layout.fragments(rank), flat.across.size
+    return sum(-(-fragment.numel // holders) * sizes[fragment.index] for fragment in fragments)
 
 
 def _of_whole(taken: Taken, place: int) -> int:
