@@ -128,6 +128,28 @@ inline void adam_step_op(
   adam_step(work.slots.data(), work.slots.size(), work.types, options, queue_of(masters[0]));
 }
 
+inline void adam_step_stochastic_op(
+    Tensors masters, Tensors grads, Tensors exp_avgs, Tensors exp_avg_sqs, Tensors steps, std::vector<int64_t> keys,
+    std::vector<int64_t> places, double lr, double beta1, double beta2, double eps, double weight_decay,
+    bool decoupled, double factor) {
+  if (masters.empty()) return;
+  const char* op = "adam_step_stochastic";
+  check_list(grads, masters, op, "grads");
+  check_steps(steps, masters, op);
+  const Work work = collect(op, masters, grads, exp_avgs, exp_avg_sqs, steps, {});
+  STD_TORCH_CHECK(work.types.master == Type::bf16, "zero_full::", op, ": masters must be bfloat16");
+  std::vector<StochasticSlot> slots;
+  for (size_t i = 0; i < masters.size(); ++i) {
+    STD_TORCH_CHECK(
+        keys.size() == masters.size() && places.size() == masters.size(), "zero_full::", op, ": ", masters.size(),
+        " masters, but ", keys.size(), " keys and ", places.size(), " places");
+    STD_TORCH_CHECK(places[i] >= 0, "zero_full::", op, ": place ", i, " is negative");
+    slots.push_back({work.slots[i], uint64_t(keys[i]), uint64_t(places[i])});
+  }
+  const AdamOptions options{lr, beta1, beta2, eps, weight_decay, factor, decoupled};
+  adam_step_stochastic(slots.data(), slots.size(), work.types, options, queue_of(masters[0]));
+}
+
 inline Tensor lamb_norms_op(
     Tensors masters, Tensors grads, Tensors exp_avgs, Tensors exp_avg_sqs, double beta1, double beta2, double eps,
     double weight_decay, bool eps_inside_sqrt, double factor) {
@@ -315,6 +337,7 @@ inline void dequantize_blocks_op(Tensor payload, Tensor out, int64_t bits, int64
 
 #define ZF_IMPLEMENTATIONS(m)                                \
   m.impl("adam_step", TORCH_BOX(&adam_step_op));             \
+  m.impl("adam_step_stochastic", TORCH_BOX(&adam_step_stochastic_op)); \
   m.impl("lamb_norms", TORCH_BOX(&lamb_norms_op));           \
   m.impl("lamb_step", TORCH_BOX(&lamb_step_op));             \
   m.impl("unscale_norm_check", TORCH_BOX(&unscale_norm_check_op)); \

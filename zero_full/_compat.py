@@ -268,6 +268,11 @@ def _new_group(ranks: list[int], name: str, backend: str, timeout: timedelta | N
     return group
 
 
+def plain(name: str) -> str:
+    """A parameter's name, whether or not the model is compiled: torch.compile puts this before names."""
+    return name.replace("_orig_mod.", "")
+
+
 def backend_of(group: Any, device: torch.device) -> str:
     """The backend that moves this device's tensors; `dist.get_backend` tells only what was asked for."""
     return str(group._get_backend(device).name())

@@ -3,6 +3,8 @@
 import os
 from typing import Any
 
+from torch.optim import Optimizer
+
 from zero_full.comm.topology import this_rank
 from zero_full.config import Config
 from zero_full.precision.scaler import DynamicScale
@@ -38,6 +40,11 @@ class DeepSpeedQueries:
     def get_mom(self) -> list[Any]:
         """The momentum, or Adam's betas, of every parameter group."""
         return [group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]
+
+    @property
+    def basic_optimizer(self) -> Optimizer:
+        """The optimizer that is wrapped, for what only it knows, such as a Lamb's `get_lamb_coeffs`."""
+        return self.optimizer.base
 
     def loss_scale(self) -> float:
         """The loss scale of the next backward."""

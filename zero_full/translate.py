@@ -28,6 +28,7 @@ def settings_of(config: Config) -> Settings:
         buffer=_dtype(config.data_types.buffer_dtype),
         low_master=fp16.fp16_master_weights_and_grads or bf16.bf16_master_weights_and_grads,
         low_state=bf16.bf16_optimizer_states,
+        rounding_seed=bf16.stochastic_rounding_seed if bf16.stochastic_rounding else None,
     )
     return Settings(
         stage=zero.stage,

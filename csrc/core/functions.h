@@ -8,6 +8,9 @@
 // a copy goes into its master first.
 void adam_step(const Slot*, int64_t count, SlotTypes, const AdamOptions&, Stream);
 
+// The same on bf16 masters without copies. What is kept in bf16 is rounded stochastically: see rounding.h.
+void adam_step_stochastic(const StochasticSlot*, int64_t count, SlotTypes, const AdamOptions&, Stream);
+
 // `sum`: of the squares of all elements times `factor`. `first`: where the first is that is not finite, counted
 // through all pieces, or -1. Unless factor is 1 elements are multiplied in place.
 void unscale_norm_check(

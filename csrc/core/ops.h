@@ -19,6 +19,12 @@ struct Slot {
   int64_t numel;
 };
 
+// The same with what its stochastic rounding depends on.
+struct StochasticSlot : Slot {
+  uint64_t key;    // of the parameter
+  uint64_t place;  // of the first element, in the parameter
+};
+
 struct SlotTypes {
   Type master, grad, moments, copy;  // `none` where the pointers are null
 };

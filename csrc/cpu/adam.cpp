@@ -1,8 +1,9 @@
-// adam_step: see core/functions.h.
+// adam_step and adam_step_stochastic: see core/functions.h.
 //
 // The update itself is done in fp32, a block at a time; blocks of other types pass through the cache on their
 // way in and out. One loop that does everything would need more registers than there are, and be slower.
 #include "../core/adam.h"
+#include "../core/rounding.h"
 
 #include "blocks.h"
 #include "sums.h"
@@ -39,6 +40,49 @@ void adam_step(const Slot* slots, int64_t count, SlotTypes types, const AdamOpti
       exp_avg.write_back(at, size);
       exp_avg_sq.write_back(at, size);
       if (slot.copy) write(slot.copy, types.copy, at, size, p);
+    });
+  });
+}
+
+// Stochastic rounding -----------------------------------------------------------------------------
+
+static void draw_for(uint32_t* __restrict drawn, const Chance& chance, uint64_t place, int64_t count) {
+  const uint32_t first = uint32_t(place), above = uint32_t(place >> 32);
+  for (int64_t i = 0; i < count; ++i) {
+    const uint32_t low = first + uint32_t(i);
+    drawn[i] = draw(chance, low, above + (low < first));
+  }
+}
+
+template <int SHIFT>
+static void round_by(float* __restrict numbers, const uint32_t* __restrict drawn, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) numbers[i] = rounded_by(numbers[i], drawn[i] >> SHIFT);
+}
+
+// Numbers in bf16 are in the blocks' own room, in fp32, until they are written back: rounded by then, exactly.
+void adam_step_stochastic(
+    const StochasticSlot* slots, int64_t count, SlotTypes types, const AdamOptions& options, Stream) {
+  const auto update_block = options.decoupled ? &update<true> : &update<false>;
+  for_stretches(slots, count, GRAIN, [&](const Stretch& s) {
+    const StochasticSlot& slot = slots[s.part];
+    const AdamNumbers numbers = adam_numbers(options, *slot.step);
+    const Chance chance = chance_of(slot.key, *slot.step);
+    Block master(slot.master, types.master), grad(const_cast<void*>(slot.grad), types.grad);
+    Block exp_avg(slot.exp_avg, types.moments), exp_avg_sq(slot.exp_avg_sq, types.moments);
+    uint32_t drawn[BLOCK];
+    for_blocks(s.low, s.high, [&](int64_t at, int64_t size) {
+      float *p = master.read(at, size), *m = exp_avg.read(at, size), *v = exp_avg_sq.read(at, size);
+      update_block(p, grad.read(at, size), m, v, numbers, size);
+      draw_for(drawn, chance, slot.place + uint64_t(at), size);
+      round_by<0>(p, drawn, size);
+      if (types.moments == Type::bf16) {
+        round_by<16>(m, drawn, size);
+        for (int64_t i = 0; i < size; ++i) drawn[i] = draw_again(chance, drawn[i]);
+        round_by<0>(v, drawn, size);
+      }
+      master.write_back(at, size);
+      exp_avg.write_back(at, size);
+      exp_avg_sq.write_back(at, size);
     });
   });
 }

@@ -39,6 +39,11 @@ void adam_step(const Slot* slots, int64_t count, SlotTypes types, const AdamOpti
   PASS_ON(adam_step, slots, count, types, options, s)
 }
 
+void adam_step_stochastic(
+    const StochasticSlot* slots, int64_t count, SlotTypes types, const AdamOptions& options, Stream s) {
+  PASS_ON(adam_step_stochastic, slots, count, types, options, s)
+}
+
 void unscale_norm_check(
     const Piece* pieces, int64_t count, Type type, double factor, double* sum, int64_t* first, double* work, Stream s) {
   PASS_ON(unscale_norm_check, pieces, count, type, factor, sum, first, work, s)

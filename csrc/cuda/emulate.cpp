@@ -281,6 +281,11 @@ ZF_ENTRY(
     count, *types, *options, nullptr)
 
 ZF_ENTRY(
+    adam_step_stochastic,
+    (const StochasticSlot* slots, int64_t count, const SlotTypes* types, const AdamOptions* options), slots, count,
+    *types, *options, nullptr)
+
+ZF_ENTRY(
     lamb_norms,
     (const Slot* slots, int64_t count, const SlotTypes* types, const LambOptions* options, double* norms,
      double* workspace),

@@ -81,21 +81,47 @@ def vanishing() -> str:
     return columns(rows)
 
 
+def rounded_by_chance(numbers: Tensor, generator: torch.Generator) -> Tensor:
+    """One of the two bf16 neighbours: the chance of each is how near the number is to it."""
+    cut_off = 2**16  # bf16 has the upper 16 bits of fp32
+    drawn = torch.randint(cut_off, numbers.shape, generator=generator, dtype=torch.int32)
+    return ((numbers.view(torch.int32) + drawn) & -cut_off).view(torch.float32)  # it may carry
+
+
+def chance() -> str:
+    """A thousand weights of 1 in bf16 that should lose 0.0006 a thousand times, rounded in two ways."""
+    rows: list[list[object]] = [["mean of 1,000 weights", "after 1", "after 100", "after 1000", "spread"]]
+    for name, by_chance in (("to the nearest", False), ("by chance", True)):
+        generator, weights, means = torch.Generator().manual_seed(0), torch.ones(1000), []
+        for step in range(1, 1001):
+            moved = weights - 6e-4
+            weights = rounded_by_chance(moved, generator) if by_chance else moved.bfloat16().float()
+            if step in (1, 100, 1000):
+                means.append(f"{float(weights.mean()):.4f}")
+        rows.append([name, *means, f"{float(weights.std()):.4f}"])
+    return columns(rows)
+
+
 def bf16_alone() -> str:
     """Adam on a thousand weights between 0.5 and 1.5 that should all become 1; how far off they end."""
-    rows: list[list[object]] = [["lr", "float32", "bfloat16, float32 master", "bfloat16 alone"]]
+    rows: list[list[object]] = [["lr", "float32", "with a master", "bfloat16 alone", "alone, by chance"]]
+    start = torch.linspace(0.5, 1.5, 1000)
     for lr in (1e-2, 3e-3, 1e-3):
         ends: list[object] = []
-        for kept, seen in (
-            (torch.float32, torch.float32),
-            (torch.float32, torch.bfloat16),
-            (torch.bfloat16, torch.bfloat16),
+        for kept, seen, by_chance in (
+            (torch.float32, torch.float32, False),
+            (torch.float32, torch.bfloat16, False),
+            (torch.bfloat16, torch.bfloat16, False),
+            (torch.float32, torch.bfloat16, True),  # the weight's fp32 has the bits of bf16 after each step
         ):
-            weight = torch.linspace(0.5, 1.5, 1000).to(kept)
+            generator = torch.Generator().manual_seed(0)
+            weight = (start.bfloat16() if by_chance else start).to(kept, copy=True)
             adam = AdamW([{"params": [weight]}], lr=lr)
             for _ in range(round(1 / lr)):
                 weight.grad = (weight.to(seen) - 1).to(kept)  # the model sees the rounded weight
                 adam.step()
+                if by_chance:
+                    weight.copy_(rounded_by_chance(weight, generator))
             ends.append(f"{float((weight.to(seen).float() - 1).abs().mean()):.3f}")
         rows.append([f"{lr:g} x {round(1 / lr):,} steps", *ends])
     return columns(rows)

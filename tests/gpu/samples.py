@@ -73,6 +73,19 @@ def adam_step(
     return Sample("adam_step", tuple(_lists(sizes, types, offsets)), {**ADAM, "decoupled": decoupled})
 
 
+def adam_step_stochastic(
+    sizes: Sequence[int],
+    types: Types = Types(BF16, BF16, BF16, None),  # noqa: B008
+    offsets: Sequence[int] = TOGETHER,
+) -> Sample:
+    about = {
+        "keys": [7 * 10**15 * i - 10**18 for i in range(len(sizes))],
+        "places": [2**32 - 50] * len(sizes),
+    }
+    tensors = tuple(_lists(sizes, types, offsets)[:5])
+    return Sample("adam_step_stochastic", tensors, {**about, **ADAM, "decoupled": True})
+
+
 def lamb_norms(
     sizes: Sequence[int],
     types: Types = Types(),  # noqa: B008
@@ -158,7 +171,7 @@ def dequantize(
 def one_of_each(numel: int) -> dict[str, Sample]:
     """Every operator, with about so many elements."""
     sizes = (numel // 3, 0, 7, numel - numel // 3)
-    optimizers = [make(sizes) for make in (adam_step, lamb_norms, lamb_step)]
+    optimizers = [make(sizes) for make in (adam_step, adam_step_stochastic, lamb_norms, lamb_step)]
     signs = [sign_pack(numel), sign_mean(numel)]
     each = [*optimizers, unscale(sizes), *signs, quantize(numel), dequantize(numel)]
     return {sample.operator: sample for sample in each}
@@ -242,6 +255,8 @@ def tolerances(sample: Sample) -> tuple[list[Tolerance], list[Tolerance]]:
     if sample.operator in ("adam_step", "lamb_step"):
         for place in (0, -1 if sample.operator == "adam_step" else -2):  # masters and copies
             exact[place] = [POWER[tensor.dtype] for tensor in sample.tensors[place]]
+    if sample.operator == "adam_step_stochastic":
+        exact[0] = [POWER[tensor.dtype] for tensor in sample.tensors[0]]
     if sample.operator == "sign_pack":
         exact[1] = [(0, 1e-6)]  # what a scale with another last bit gets wrong
     results = {

@@ -240,6 +240,10 @@ ARRAYS: dict[str, Callable[..., Arrays]] = {
         [master, grad, moments, moments],
         [master, moments, moments, copy],
     ),
+    "stochastic_kernel": lambda grad, moments: (
+        ["bf16", grad, moments, moments],
+        ["bf16", moments, moments],
+    ),
     "norms_kernel": lambda master, grad, moments: ([master, grad, moments, moments], [moments, moments]),
     "step_kernel": lambda master, moments, copy: ([master, moments, moments], [master, copy]),
     "unscale_kernel": lambda number, scale: ([number], [number] if scale == "true" else []),
@@ -268,7 +272,7 @@ def roundings(kernel: Kernel) -> int:
 
 
 # Kernels whose narrow accesses are only those of the elements before and behind the wide ones.
-SWEPT = {"adam_kernel", "norms_kernel", "step_kernel", "unscale_kernel"}
+SWEPT = {"adam_kernel", "stochastic_kernel", "norms_kernel", "step_kernel", "unscale_kernel"}
 
 
 def too_narrow(found: Mapping[Kernel, Counter[Access]]) -> list[str]:

@@ -66,6 +66,19 @@ def check_adam(cuda: Emulated, before: Lists, decoupled: bool = True) -> None:
     assert_same(mine.written(), cpu.written())
 
 
+def check_stochastic(cuda: Emulated, before: Lists, decoupled: bool = True) -> None:
+    """The CPU's bits, and the reference's."""
+    count = len(before.masters)
+    keys, places = [7 * 10**15 * i - 10**18 for i in range(count)], [2**32 - 50] * count
+    mine, wanted, cpu = before.map(clone), before.map(clone), before.map(clone)
+    for step, lists in ((cuda.adam_step_stochastic, mine), (ops().adam_step_stochastic, cpu)):
+        step(*lists[:5], keys, places, **ADAM, decoupled=decoupled)
+    reference.adam_step_stochastic(*wanted[:5], keys, places, **ADAM, decoupled=decoupled)
+    assert_same(mine.written(), cpu.written())
+    for one, other in zip(mine.written(), wanted.written(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
 def check_lamb(cuda: Emulated, before: Lists, eps_inside_sqrt: bool = False) -> None:
     mine, wanted, cpu = before.map(clone), before.map(clone), before.map(clone)
     options = {**LAMB, "eps_inside_sqrt": eps_inside_sqrt}

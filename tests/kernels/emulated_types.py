@@ -18,6 +18,10 @@ class Slot(ctypes.Structure):
     )
 
 
+class StochasticSlot(ctypes.Structure):
+    _fields_ = (("slot", Slot), ("key", ctypes.c_uint64), ("place", ctypes.c_uint64))
+
+
 class SlotTypes(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_int) for name in ("master", "grad", "moments", "copy"))
 

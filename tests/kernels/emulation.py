@@ -27,6 +27,7 @@ from tests.kernels.emulated_types import (
     Long,
     Piece,
     Slot,
+    StochasticSlot,
     rows_of,
     type_of,
 )
@@ -37,7 +38,7 @@ DIALECT = "-x c++ -std=c++17 -fPIC -fvisibility=hidden -fno-gnu-unique -ffp-cont
 WARNINGS = "-Wall -Wextra -Wno-unknown-pragmas"
 EMULATE = f"-DZF_EMULATE -DZF_THREADS={THREADS} -DZF_CHUNK={CHUNK}"
 FLAGS = [*f"{DIALECT} {WARNINGS} {EMULATE}".split(), *KERNEL]
-SOURCES = ("emulate.cpp", "adam.cu", "lamb.cu", "quantize.cu", "sign.cu", "unscale.cu")
+SOURCES = ("emulate.cpp", "adam.cu", "lamb.cu", "quantize.cu", "sign.cu", "stochastic.cu", "unscale.cu")
 ORDERS = [(0, 0), (1, 0), (2, 1), (2, 2)]  # of threads and of blocks: forward, reverse, shuffled by a seed
 POISON = 255  # NaN in all types
 GUARD = 512  # bytes on each side of an array
@@ -243,6 +244,28 @@ class Emulated:
             self._call("adam_step", slots, Long(len(slots)), *map(ctypes.byref, (lists.types(), chosen)))
 
         self._in_all_orders([*masters, *exp_avgs, *exp_avg_sqs, *copies], call)
+
+    def adam_step_stochastic(
+        self,
+        masters: list[Tensor],
+        grads: list[Tensor],
+        exp_avgs: list[Tensor],
+        exp_avg_sqs: list[Tensor],
+        steps: list[Tensor],
+        keys: list[int],
+        places: list[int],
+        **options: float,
+    ) -> None:
+        chosen = AdamOptions(**options)
+        lists = Lists(masters, grads, exp_avgs, exp_avg_sqs, [], steps)
+
+        def call(memory: Memory) -> None:
+            made = zip(self._slots(memory, lists), keys, places, strict=True)
+            slots = (StochasticSlot * len(masters))(*(StochasticSlot(*each) for each in made))
+            about = map(ctypes.byref, (lists.types(), chosen))
+            self._call("adam_step_stochastic", slots, Long(len(slots)), *about)
+
+        self._in_all_orders([*masters, *exp_avgs, *exp_avg_sqs], call)
 
     def lamb_norms(
         self,

@@ -19,6 +19,7 @@ from tests.kernels.emulated_checks import (
     check_rows,
     check_sign_mean,
     check_sign_pack,
+    check_stochastic,
     check_unscale,
     ends_of,
     special,
@@ -75,6 +76,20 @@ def test_an_optimizer_takes_its_option_and_special_numbers(
     before = lists([100], grad=FP32)
     special(before.grads[0])
     check(cuda, before, option)
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("moments", [FP32, BF16])
+@pytest.mark.parametrize("grad", NUMBERS)
+@pytest.mark.parametrize("offsets", [ALIGNED, TOGETHER, APART])
+def test_stochastic_rounding_gives_the_cpus_bits(
+    cuda: Emulated, offsets: Sequence[int], grad: torch.dtype, moments: torch.dtype, decoupled: bool
+) -> None:
+    check_stochastic(cuda, lists([100, 0, CHUNK + 1], offsets, grad, BF16, moments, None), decoupled)
+
+
+def test_stochastic_rounding_takes_more_tensors_than_a_launch(cuda: Emulated) -> None:
+    check_stochastic(cuda, lists(MANY, ALIGNED, BF16, BF16, BF16, None))
 
 
 def test_no_tensors_are_no_work(cuda: Emulated) -> None:

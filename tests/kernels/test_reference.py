@@ -32,6 +32,12 @@ def adam() -> None:
     reference.adam_step(*lists([9, 5], moments=BF16), 1e-2, 0.9, 0.95, 1e-8, 0.1, True, 0.5)
 
 
+def stochastic() -> None:
+    masters, grads, exp_avgs, exp_avg_sqs, steps, _ = lists([9, 5], master=BF16, moments=BF16, copy=None)
+    given = (masters, grads, exp_avgs, exp_avg_sqs, steps, [3, -4], [0, 100])
+    reference.adam_step_stochastic(*given, 1e-2, 0.9, 0.95, 1e-8, 0.1, True, 0.5)
+
+
 def lamb() -> None:
     masters, grads, exp_avgs, exp_avg_sqs, steps, copies = lists([9, 5])
     norms = reference.lamb_norms(masters, grads, exp_avgs, exp_avg_sqs, 0.9, 0.95, 1e-6, 0.1, False, 0.5)
@@ -50,7 +56,7 @@ def integers() -> None:
     reference.dequantize_blocks(payload, out, 4, 8, True)
 
 
-@pytest.mark.parametrize("call", [adam, lamb, unscale, integers])
+@pytest.mark.parametrize("call", [adam, stochastic, lamb, unscale, integers])
 def test_nothing_is_read_from_the_device(call: Callable[[], None]) -> None:
     with Asked() as asked:
         call()
@@ -63,7 +69,7 @@ def test_nothing_is_read_from_the_device(call: Callable[[], None]) -> None:
 @pytest.mark.parametrize("step", [1.0, 2.0, 1000.0, 1e6])
 def test_a_steps_number_gives_the_bits_that_python_computes(step: float) -> None:
     def by_python(master: Tensor, m: Tensor, v: Tensor) -> Tensor:
-        root = v.sqrt() / (1 - 0.95**step) ** 0.5 + 1e-8
+        root = v.sqrt() * (1 / (1 - 0.95**step) ** 0.5) + 1e-8
         return master - 1e-2 / (1 - 0.9**step) * m / root
 
     masters, grads, exp_avgs, exp_avg_sqs, steps, _ = lists([1000], copy=None)

@@ -16,7 +16,10 @@ from zero_full.kernels import build, toolchain
 
 HERE = Path(__file__).parent
 SANITIZED = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g", "-O1"]
-TESTS = ["test_adam.py", "test_unscale.py", "test_lamb.py", "test_sign.py", "test_blocks.py", "test_files.py"]
+TESTS = [
+    *("test_adam.py", "test_stochastic.py", "test_unscale.py", "test_lamb.py"),
+    *("test_sign.py", "test_blocks.py", "test_files.py"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import zero_full
 from tests.zero_full.runs import config
-from zero_full.optim import OneBitAdam, ZeroOneAdam
+from zero_full.optim import OneBitAdam, OneBitLamb, ZeroOneAdam
 
 SHAPES: dict[str, tuple[int, ...]] = {
     **{"tall": (9, 5), "wide": (3, 14), "single": (1,), "scalar": (), "filter": (3, 2, 2), "large": (20, 17)},
@@ -21,10 +21,11 @@ GROUPS: tuple[dict[str, Any], ...] = (
     {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1},
     {"lr": 0.02, "betas": (0.8, 0.98), "eps": 1e-6, "weight_decay": 0.0},
 )
-CLASSES = {"OneBitAdam": OneBitAdam, "ZeroOneAdam": ZeroOneAdam}
+CLASSES = {"OneBitAdam": OneBitAdam, "OneBitLamb": OneBitLamb, "ZeroOneAdam": ZeroOneAdam}
 # Phases that fit into a test: the steps in which they change are in `tests/zero_full/test_one_bit.py`.
 SCHEDULES: dict[str, dict[str, int]] = {
     "OneBitAdam": {"freeze_step": 4},
+    "OneBitLamb": {"freeze_step": 4},
     "ZeroOneAdam": {
         **{"var_freeze_step": 7, "var_update_scaler": 2, "local_step_scaler": 2, "local_step_clipper": 4},
     },

@@ -1,4 +1,4 @@
-"""Rules that move what a rank owns: LAMB on cut tensors, rules of users, and one begin and end a step."""
+"""Rules that move what a rank owns: sparse gradients, rules of users, and one begin and end a step."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import zero_full
 from tests.worlds import POOL
 from tests.zero_full.runs import Net, assert_close, config, data, reference, train
-from zero_full.optim import Lamb, Peers, Piece, Stepper, build_optimizer
+from zero_full.optim import Lamb, Peers, Piece, Stepper
 
 STAGES = [0, 1, 2, 3]
 CUT = {
@@ -19,128 +19,6 @@ CUT = {
     "stage3_max_live_parameters": 100,
     "sub_group_size": 60,
 }
-OPTIONS = {"lr": 0.05, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1}
-
-
-class PlainLamb(torch.optim.Optimizer):
-    """The formula, tensor by tensor, in fp64."""
-
-    def __init__(
-        self, params: Any, bias_correction: bool = True, inside: bool = False, most: float = 10.0
-    ) -> None:
-        self.bias_correction, self.inside, self.most = bias_correction, inside, most
-        super().__init__(params, dict(OPTIONS))
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            for p in (p for p in group["params"] if p.grad is not None):
-                state = self.state[p]
-                if not state:
-                    state["t"], state["m"], state["v"] = (
-                        0,
-                        torch.zeros_like(p).double(),
-                        torch.zeros_like(p).double(),
-                    )
-                g, w = p.grad.double(), p.double()
-                state["t"] += 1
-                state["m"] = m = beta1 * state["m"] + (1 - beta1) * g
-                state["v"] = v = beta2 * state["v"] + (1 - beta2) * g * g
-                root = (v + group["eps"]).sqrt() if self.inside else v.sqrt() + group["eps"]
-                update = m / root + group["weight_decay"] * w
-                ratio = float(w.norm() / update.norm()) if w.norm() > 0 and update.norm() > 0 else 1.0
-                t, lr = state["t"], group["lr"]
-                size = lr * (1 - beta2**t) ** 0.5 / (1 - beta1**t) if self.bias_correction else lr
-                p.copy_(w - size * min(max(ratio, 0.01), self.most) * update)
-
-
-def lamb(**more: Any) -> dict[str, Any]:
-    return {"type": "Lamb", "params": {**OPTIONS, "betas": list(OPTIONS["betas"]), **more}}  # type: ignore[call-overload]
-
-
-def at_all_stages(comm: Any, keys: dict[str, Any]) -> list[dict[str, Tensor]]:
-    """Parameters at the end, by stage."""
-    found = []
-    for stage in STAGES:
-        zero = {"stage": stage, **(CUT if stage == 3 else {})}
-        engine, *_ = zero_full.initialize(model=Net(), config=config(stage, zero_optimization=zero, **keys))
-        dtype = next(engine.parameters()).dtype
-        for step in range(4):
-            for micro in range(engine.gradient_accumulation_steps()):
-                engine.backward(engine(data(step, micro, comm.rank, dtype)))
-                engine.step()
-        found.append(engine.module_state_dict())
-        engine.destroy()
-    return found
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"bias_correction": False}, {"eps_inside_sqrt": True}, {"max_coeff": 0.5}],
-    ids=str,
-)
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_lamb_on_cut_tensors_is_lamb_on_whole_ones(world: int, options: dict[str, Any]) -> None:
-    def make(params: Any) -> PlainLamb:
-        inside, most = options.get("eps_inside_sqrt", False), options.get("max_coeff", 10.0)
-        return PlainLamb(params, options.get("bias_correction", True), inside, most)
-
-    want = reference(world, make=make, micro_batches=2, clip=0.1)
-    keys = {"optimizer": lamb(**options), "gradient_accumulation_steps": 2, "gradient_clipping": 0.1}
-    for stages in POOL.run(at_all_stages, world, keys):
-        for got in stages:
-            assert_close(got, want, 5e-6)
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_lamb_in_16_bits_is_the_same_at_every_stage(precision: str) -> None:
-    for whole, *others in POOL.run(at_all_stages, 3, {"optimizer": lamb(), precision: {"enabled": True}}):
-        for got in others:
-            assert_close(got, whole, 2**-6)
-        assert not torch.equal(whole["layers.0.weight"].float(), Net().layers[0].weight)  # it has moved
-
-
-@pytest.mark.parametrize("kind", ["contiguous", "transposed", "fp64", "fp16"])
-def test_lamb_by_itself_is_an_optimizer_of_torch(kind: str) -> None:
-    start = torch.linspace(-1, 1, 12).view(3, 4)
-    start = {"transposed": start.t(), "fp64": start.double(), "fp16": start.half()}.get(kind, start)
-    mine, plain = (nn.Parameter(start.clone(memory_format=torch.preserve_format)) for _ in range(2))
-    ours, theirs = Lamb([mine], **OPTIONS), PlainLamb([plain])  # type: ignore[arg-type]
-    for step in range(3):
-        for p in (mine, plain):
-            p.grad = (p.detach() * 3).sin() * (step + 1)
-        ours.step()
-        theirs.step()
-    tolerance = {"fp64": 1e-12, "fp16": 2e-3}.get(kind, 2e-6)
-    torch.testing.assert_close(mine, plain, rtol=tolerance, atol=tolerance)
-
-
-def test_lambs_options_are_checked_and_deepspeeds_names_taken() -> None:
-    params = [{"params": [nn.Parameter(torch.ones(2))]}]
-    made = build_optimizer("FusedLamb", {"amsgrad": False, "max_coeff": 5, "eps_inside_sqrt": True}, params)
-    assert isinstance(made, Lamb) and made.defaults["max_coeff"] == 5
-    for name, value in (("amsgrad", True), ("min_coeff", 11.0), ("min_coeff", -1.0), ("betas", [1.0, 0.9])):
-        with pytest.raises(ValueError, match=name):
-            build_optimizer("Lamb", {name: value}, params)
-
-
-@pytest.mark.parametrize("option", [{"min_coeff": 11.0}, {"betas": (0.9, 1.0)}, {"lr": -1.0}], ids=str)
-def test_lambs_options_are_checked_in_a_group_and_when_they_are_edited(option: dict[str, Any]) -> None:
-    weight, (name, value) = nn.Parameter(torch.ones(2)), next(iter(option.items()))
-    with pytest.raises(ValueError, match=name):
-        Lamb([{"params": [weight], **option}])
-    plain, model = Lamb([{"params": [weight], "min_coeff": 0.1}]), Net()
-    given = Lamb(model.parameters())
-    engine, *_ = zero_full.initialize(model=model, optimizer=given, config=config(2))
-    engine.backward(engine(data(0, 0, 0)))
-    weight.grad = torch.ones(2)
-    plain.step()
-    for each, step in ((plain, plain.step), (given, engine.step)):
-        each.param_groups[0][name] = value
-        with pytest.raises(ValueError, match=name):
-            step()
-    engine.destroy()
 
 
 class Rare(nn.Module):
@@ -166,13 +44,6 @@ def test_a_sparse_gradient_is_an_error_with_a_remedy(kind: str, keys: dict[str, 
         engine.backward(engine(torch.tensor([1, 2])))
         engine.step()
     engine.destroy()
-
-
-def test_lamb_by_itself_refuses_a_sparse_gradient() -> None:
-    model = Rare()
-    model(torch.tensor([1])).backward()
-    with pytest.raises(RuntimeError, match="Lamb takes no sparse gradients"):
-        Lamb(model.parameters()).step()
 
 
 class Lookahead(Lamb):

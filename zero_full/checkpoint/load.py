@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zero_full._compat import plain
 from zero_full.checkpoint import randomness
 from zero_full.checkpoint.background import background_of
 from zero_full.checkpoint.failure import Attempt, CheckpointError
@@ -29,7 +30,7 @@ from zero_full.comm.topology import this_rank
 from zero_full.precision.scaler import DynamicScale
 from zero_full.shard.apart import refuse_apart
 from zero_full.shard.base import NoOptimizer
-from zero_full.shard.contents import BUFFERS, PARAMETERS, Chunk, NewState, plain, put_back
+from zero_full.shard.contents import BUFFERS, PARAMETERS, Chunk, NewState, put_back
 from zero_full.shard.flat import GatherState
 from zero_full.shard.gathered import load_others, names_and_values, own_and_made
 from zero_full.shard.optimizer import ZeroOptimizer

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zero_full._compat import plain
 from zero_full.checkpoint import disk, randomness
 from zero_full.checkpoint.background import background_of
 from zero_full.checkpoint.failure import Attempt, CheckpointError
@@ -27,7 +28,7 @@ from zero_full.checkpoint.rank_file import payload_of
 from zero_full.comm.notes import patience_of
 from zero_full.comm.topology import this_rank
 from zero_full.shard.checksum import digest
-from zero_full.shard.contents import BUFFERS, PARAMETERS, Chunk, plain
+from zero_full.shard.contents import BUFFERS, PARAMETERS, Chunk
 from zero_full.shard.gathered import names_and_values
 from zero_full.shard.optimizer import ZeroOptimizer
 from zero_full.shard.own_part import facts_of

@@ -12,12 +12,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from zero_full._compat import plain
 from zero_full.checkpoint.failure import CheckpointError
 from zero_full.checkpoint.plain_data import fingerprint
 from zero_full.checkpoint.save import Extras
 from zero_full.checkpoint.source import Source
 from zero_full.comm.topology import this_rank
-from zero_full.shard.contents import plain
 from zero_full.shard.gathered import copied, load_others, own_and_made
 from zero_full.wording import listed
 

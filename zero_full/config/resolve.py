@@ -147,6 +147,11 @@ def _clashes(config: Config, world_size: int) -> Iterator[str]:
         yield "fp16.enabled and bf16.enabled: only one of them can be true"
     if config.bf16.bf16_optimizer_states and not config.bf16.bf16_master_weights_and_grads:
         yield "bf16.bf16_optimizer_states: needs bf16.bf16_master_weights_and_grads true as well"
+    if config.bf16.stochastic_rounding and not config.bf16.bf16_master_weights_and_grads:
+        yield (
+            "bf16.stochastic_rounding: needs bf16.bf16_master_weights_and_grads true as well: masters in "
+            "fp32 lose no small updates"
+        )
     first, least = 2**config.fp16.initial_scale_power, config.fp16.min_loss_scale
     if config.fp16.enabled and config.fp16.loss_scale == 0 and least > first:
         yield (

@@ -103,6 +103,8 @@ class BF16Config(Strict):
     check_grad_overflow: Flag = True
     bf16_master_weights_and_grads: Flag = False
     bf16_optimizer_states: Flag = False
+    stochastic_rounding: Flag = False
+    stochastic_rounding_seed: Size = 0
 
 
 class AutocastConfig(Strict):

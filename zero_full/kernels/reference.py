@@ -43,25 +43,102 @@ def adam_step(
     `decoupled` is AdamW's decay. `steps` are this step's numbers, from 1. All is computed in fp32; of fp64
     masters, which no compiled operator takes, in fp64.
     """
+    adam = Adam(lr, beta1, beta2, eps, weight_decay, decoupled, factor)
     for i, master in enumerate(masters):
-        first, second = (
-            1 - beta ** steps[i].double() for beta in (beta1, beta2)
-        )  # nobody waits for a device
-        wide = _wide(master)
-        p = (master if not copies else unless_written(master, copies[i])).to(wide)
-        m, v = exp_avgs[i].to(wide), exp_avg_sqs[i].to(wide)
-        g = grads[i].to(wide) * factor
-        if not decoupled:
-            g = g + p * weight_decay
-        m = m + (1 - beta1) * (g - m)
-        v = v * beta2 + (1 - beta2) * g * g
-        root = v.sqrt() / second.sqrt() + eps
-        keep = 1 - lr * weight_decay if decoupled else 1.0
-        p = p * keep - lr / first * m / root
-        for target, value in ((master, p), (exp_avgs[i], m), (exp_avg_sqs[i], v)):
+        p = master if not copies else unless_written(master, copies[i])
+        moved = adam.step(p, grads[i], exp_avgs[i], exp_avg_sqs[i], steps[i])
+        for target, value in zip((master, exp_avgs[i], exp_avg_sqs[i]), moved, strict=True):
             target.copy_(value)
         if copies:
-            copies[i].copy_(p)
+            copies[i].copy_(moved[0])
+
+
+class Adam(NamedTuple):
+    """Its options, and what it makes of a tensor."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    decoupled: bool
+    factor: float
+
+    def step(
+        self, master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The new master and moments, not yet rounded to their types; each operation as the compiled ones."""
+        wide = _wide(master)
+        first, second = (1 - beta ** step.double() for beta in (self.beta1, self.beta2))  # nobody waits
+        step_size, root_scale = (self.lr / first).to(wide), (1 / second.sqrt()).to(wide)
+        p, m, v, g = (each.to(wide) for each in (master, exp_avg, exp_avg_sq, grad))
+        g = g * self.factor
+        if not self.decoupled:
+            g = g + p * self.weight_decay
+        m = m + (1 - self.beta1) * (g - m)
+        v = v * self.beta2 + (1 - self.beta2) * g * g
+        if self.decoupled:
+            p = p * (1 - self.lr * self.weight_decay)
+        return p - step_size * m / (v.sqrt() * root_scale + self.eps), m, v
+
+
+def adam_step_stochastic(
+    masters: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    keys: Sequence[int],
+    places: Sequence[int],
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    decoupled: bool,
+    factor: float,
+) -> None:
+    """Adam whose bf16 masters, and moments if they are bf16, are rounded stochastically.
+
+    Chance is a function of the parameter's key, the step and the element's place in the parameter, of which
+    `places` has that of each tensor's first element.
+    """
+    adam = Adam(lr, beta1, beta2, eps, weight_decay, decoupled, factor)
+    for i, kept in enumerate(zip(masters, exp_avgs, exp_avg_sqs, strict=True)):
+        moved = adam.step(kept[0], grads[i], kept[1], kept[2], steps[i])
+        drawn_for = draws(keys[i], steps[i], places[i], kept[0].numel())
+        for target, value, drawn in zip(kept, moved, drawn_for, strict=True):
+            low = target.dtype == torch.bfloat16
+            target.copy_(rounded_by(value, drawn.view(value.shape)) if low else value)
+
+
+WORD = 2**32 - 1
+GOLDEN = 0x9E3779B9
+
+
+def rounded_by(values: Tensor, drawn: Tensor) -> Tensor:
+    """bf16 neighbours of fp32 numbers: the farther from zero if what is cut off and 16 drawn bits carry."""
+    rounded = (values.view(torch.int32).long() + (drawn & 0xFFFF)) & 0xFFFF0000
+    low = (rounded >> 16).to(torch.int32).to(torch.int16).view(torch.bfloat16)
+    return torch.where(values.isnan(), values.bfloat16(), low)
+
+
+def draws(key: int, step: Tensor, place: int, numel: int) -> tuple[Tensor, Tensor, Tensor]:
+    """For each element 16 bits or more for its master, its first and its second moment."""
+    number = step.long() & WORD
+    first = _scrambled((key & WORD) ^ _scrambled(number))
+    second = _scrambled(((key >> 32 & WORD) + _scrambled(number ^ GOLDEN)) & WORD)
+    places = torch.arange(place, place + numel, device=step.device)
+    low, high = places & WORD, places >> 32
+    drawn = _scrambled((_scrambled(low ^ first) + second + high * GOLDEN) & WORD)
+    return drawn, drawn >> 16, _scrambled(drawn ^ first)
+
+
+def _scrambled(x: Tensor) -> Tensor:
+    """The last part of MurmurHash3, on 32-bit numbers in int64. Factors are less 2**32: nothing overflows."""
+    for shift, factor in ((16, 0x85EBCA6B - 2**32), (13, 0xC2B2AE35 - 2**32)):
+        x = (x ^ x >> shift) * factor & WORD
+    return x ^ x >> 16
 
 
 def unless_written(master: Tensor, copy: Tensor) -> Tensor:

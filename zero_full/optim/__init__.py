@@ -6,6 +6,7 @@ from zero_full.optim.lamb import Lamb
 from zero_full.optim.lion import Lion
 from zero_full.optim.muon import Muon, muon_groups
 from zero_full.optim.one_bit_adam import OneBitAdam
+from zero_full.optim.one_bit_lamb import OneBitLamb
 from zero_full.optim.schedules import (
     LRRangeTest,
     OneCycle,
@@ -25,6 +26,7 @@ __all__ = [
     "Lion",
     "Muon",
     "OneBitAdam",
+    "OneBitLamb",
     "OneCycle",
     "Peers",
     "Piece",

@@ -14,11 +14,11 @@ from zero_full.optim.lamb import Lamb
 from zero_full.optim.lion import Lion
 from zero_full.optim.muon import Muon, muon_groups
 from zero_full.optim.one_bit_adam import OneBitAdam
+from zero_full.optim.one_bit_lamb import OneBitLamb
 from zero_full.optim.zero_one_adam import ZeroOneAdam
 from zero_full.wording import shown
 
 NOT_LANDED = {
-    "onebitlamb": "Lamb",
     "muadam": "Adam",
     "muadamw": "AdamW",
     "musgd": "SGD",
@@ -124,7 +124,7 @@ def class_of(type: str) -> Any:
         instead = NOT_LANDED[name]
         raise ValueError(f"optimizer.type: {type} has not landed in zero_full yet; the nearest is {instead}")
     known: dict[str, Any] = {"Lion": Lion, "Lamb": Lamb, "FusedLamb": Lamb, "Muon": Muon}
-    known |= {"OneBitAdam": OneBitAdam, "ZeroOneAdam": ZeroOneAdam}
+    known |= {"OneBitAdam": OneBitAdam, "OneBitLamb": OneBitLamb, "ZeroOneAdam": ZeroOneAdam}
     known = {**known, **{name: kind for name, kind in _optimizers_of_torch().items() if name not in known}}
     for each, kind in known.items():
         if each.lower() == name:

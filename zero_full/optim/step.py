@@ -25,7 +25,7 @@ was saved; elsewhere it must be given up, which somebody has to ask for.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -87,6 +87,14 @@ class WholeRule(Protocol):
         """The piece is given its elements of that."""
 
 
+class Totals(NamedTuple):
+    """One row of numbers about each whole parameter that any rank steps now."""
+
+    params: list[Tensor]
+    rows: Tensor
+    places: list[int]  # of the parameters of this rank's pieces, among them
+
+
 class Average(Protocol):
     """What `Peers.compressed` makes: averages over ranks of a flat buffer, at one bit an element each way."""
 
@@ -109,9 +117,14 @@ class Average(Protocol):
 class Peers:
     """The ranks that have the other pieces of the same parameters. Here there are none."""
 
+    def totals(self, pieces: Sequence[Piece], rows: Tensor) -> Totals:
+        """Given one row of numbers about each piece: sums over all pieces of each parameter."""
+        return Totals([piece.master for piece in pieces], rows, list(range(len(pieces))))
+
     def add_up(self, pieces: Sequence[Piece], rows: Tensor) -> Tensor:
-        """Given one row of numbers about each piece: the same about the whole parameters they are of."""
-        return rows
+        """The same, of the parameters that these pieces are of."""
+        totals = self.totals(pieces, rows)
+        return totals.rows[totals.places]
 
     def by_whole(self, pieces: Sequence[Piece], rule: WholeRule) -> None:
         """Do what the rule says about these and the others' pieces of the same parameters."""

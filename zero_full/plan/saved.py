@@ -8,9 +8,10 @@ be divided; and only the first of them saves buffers.
 from collections.abc import Sequence
 from dataclasses import replace
 
+from zero_full._compat import plain
 from zero_full.checkpoint.save import Taken, share_of
 from zero_full.shard import ZeroOptimizer
-from zero_full.shard.contents import entry_of, plain
+from zero_full.shard.contents import entry_of
 from zero_full.shard.flat import FlatParameter
 
 

@@ -21,9 +21,12 @@ class Dtypes:
     buffer: torch.dtype | None = None  # None: as the model has them
     low_master: bool = False  # master and gradients in the parameters' 16 bits
     low_state: bool = False  # with such masters: bf16 moments for Adam, too
+    rounding_seed: int | None = None  # of stochastic rounding of Adam's bf16 numbers; None: to the nearest
 
     def __post_init__(self) -> None:
         """Raise TypeError for what is no type of floating-point numbers."""
+        if self.rounding_seed is not None and not self.low_master:
+            raise ValueError("rounding_seed without low_master: masters in fp32 are not rounded")
         for name in ("parameter", "reduce", "accumulate", "buffer"):
             dtype = getattr(self, name)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -75,4 +78,6 @@ class Dtypes:
             "Adam's moments": self.moments_of(master),
             "buffers": self.buffer or "as the model has them",
         }
+        if self.rounding_seed is not None:
+            rows["rounding of bf16"] = f"stochastic, seed {self.rounding_seed}"
         return {kind: str(dtype).removeprefix("torch.") for kind, dtype in rows.items()}

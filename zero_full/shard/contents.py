@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from zero_full._compat import plain
 from zero_full.optim.step import Piece, Stepper
 from zero_full.precision.dtypes import Dtypes
 from zero_full.shard.build import Sharded
@@ -30,7 +31,6 @@ from zero_full.shard.groups import Groups
 
 PARAMETERS, STATE, BUFFERS, OWN = "parameters", "state", "buffers", "own"
 STEP = "step"  # a number, also of a parameter that has no dimensions
-COMPILED = "_orig_mod."  # what torch.compile puts before a module's names
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,11 +85,6 @@ class Values(Protocol):
 
 
 # What there is -----------------------------------------------------------------------------------
-
-
-def plain(name: str) -> str:
-    """A parameter's name, whether or not the model is compiled."""
-    return name.replace(COMPILED, "")
 
 
 def state_key(key: str, entry: str) -> str:

@@ -87,7 +87,7 @@ class ZeroOptimizer(InItsPlace):
         self.last: StepReport | None = None
         self.steppers = Steppers(self.redirected, settings.dtypes, self.lane)
         self.steppers.attach(self.owned)
-        self.contents.stepper = self.steppers.own or self.contents.stepper
+        self.contents.stepper = self.steppers.kept
         self.closed = self.states_offloaded = False  # see `offload_states.py`
         self.writes = ParameterWrites(m for v in self.flats() if not v.released_at_rest for m in v.members)
         self.calls = 0  # of step

@@ -4,7 +4,8 @@ from collections.abc import Container, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from zero_full.shard.contents import NewState, OwnPart, kept, plain
+from zero_full._compat import plain
+from zero_full.shard.contents import NewState, OwnPart, kept
 
 Optimizer = Any  # a `ZeroOptimizer`, which imports this module
 # Of the options of a parameter group: how it computes, and where; and whether an Adam is an AdamW.
@@ -64,13 +65,12 @@ def load_own_part(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
 
 def facts_of(optimizer: Optimizer) -> dict[str, Any]:
     """What is no tensor, and the same on every rank."""
-    own = optimizer.steppers.own
     return {
         "optimizer": type(optimizer.base).__name__,
         "groups": [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups],
         "asleep": [plain(m.name) for bucket in optimizer.buckets if bucket.asleep for m in bucket.members],
         "scaler": optimizer.scaler.state_dict(),
-        "stepper": {} if own is None else own.state_dict(),
+        "stepper": optimizer.contents.stepper.state_dict(),
     }
 
 
@@ -95,8 +95,8 @@ def take_facts(optimizer: Optimizer, facts: Mapping[str, Any]) -> None:
     """Restore what `facts_of` has returned, as far as it is there; let go of gradients."""
     if "scaler" in facts:
         optimizer.scaler.load_state_dict(facts["scaler"])
-    if optimizer.steppers.own is not None and "stepper" in facts:
-        optimizer.steppers.own.load_state_dict(facts["stepper"])
+    if "stepper" in facts:
+        optimizer.contents.stepper.load_state_dict(facts["stepper"])
     for group, options in zip(optimizer.param_groups, facts["groups"], strict=True):
         group.update({k: v for k, v in options.items() if k in group.keys() - OF_THIS_RUN})
     optimizer.zero_grad()

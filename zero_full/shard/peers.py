@@ -27,7 +27,7 @@ from zero_full.comm.compressed import CompressedReduce
 from zero_full.comm.lane import Done, Inline, Lane, Pending
 from zero_full.comm.transport import Splits
 from zero_full.layout import Share, deal_work
-from zero_full.optim.step import Peers, Piece, Whole, WholeRule
+from zero_full.optim.step import Peers, Piece, Totals, Whole, WholeRule
 from zero_full.shard.flat import Member
 from zero_full.shard.owned import Owned
 
@@ -41,7 +41,7 @@ class PartPeers(Peers):
         self.lane, self.part = lane, part
         self.members = [(m, owned.flat) for owned in part for m in owned.flat.members if m in used]
 
-    def add_up(self, pieces: Sequence[Piece], rows: Tensor) -> Tensor:
+    def totals(self, pieces: Sequence[Piece], rows: Tensor) -> Totals:
         """Sums over the ranks that have the other pieces."""
         named = [(member.name, flat.ranks) for member, flat in self.members]
         place = {name: number for number, (name, _) in enumerate(named)}
@@ -53,7 +53,7 @@ class PartPeers(Peers):
                 theirs = [number for number, (_, each) in enumerate(named) if each is ranks]
                 summed = ranks.sum_numbers(totals[theirs].to(ranks.device), "numbers about whole parameters")
                 totals[theirs] = summed.to(totals.device)
-        return totals[mine]
+        return Totals([member.param for member, _ in self.members], totals, mine)
 
     def compressed(
         self, numel: int, tensors: Sequence[tuple[int, int]] | None = None, mask: Tensor | None = None

@@ -4,13 +4,13 @@ from collections.abc import Callable, Container, Iterable, Sequence
 
 from torch.optim import Optimizer
 
+from zero_full._compat import plain
 from zero_full.comm.lane import Lane
 from zero_full.optim.elementwise import own_stepper
 from zero_full.optim.fused_adam import FusedAdam
 from zero_full.optim.step import Peers, Stepper, TorchStep
 from zero_full.precision.dtypes import Dtypes
 from zero_full.shard.base import Base
-from zero_full.shard.contents import plain
 from zero_full.shard.flat import Member
 from zero_full.shard.owned import Owned
 from zero_full.shard.peers import PartPeers
@@ -26,6 +26,11 @@ class Steppers:
         self.fused_adam = FusedAdam(self.optimizer, base.own_step, dtypes)
         self.lane = lane
         self.peers_of: Callable[[Sequence[Owned], Container[Member], Lane], Peers] = PartPeers
+
+    @property
+    def kept(self) -> Stepper:
+        """What remembers something that a checkpoint has."""
+        return self.fused_adam if self.own is None else self.own
 
     def averages(self) -> bool:
         """Whether the gradients of the step to come are to be averaged: see [Note: own gradients]."""

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero_full._compat import plain
 from zero_full.checkpoint.failure import CheckpointError
 from zero_full.checkpoint.source import Source, StoredTensor
 from zero_full.checkpoint.torch_file import SavedTensor
-from zero_full.shard.contents import STEP, plain
+from zero_full.shard.contents import STEP
 from zero_full.trees import mapped
 
 

@@ -1,0 +1,289 @@
+"""1-bit LAMB: LAMB learns how far each parameter goes; after that only signs of the momentum travel.
+
+[Note: coefficients at one bit] LAMB moves a parameter by its norm over its update's norm. At one bit that
+would follow the noise of the signs. So while gradients are averaged exactly, the mean of each parameter's
+coefficient is learned, and then multiplied by a factor that follows the gradients' size: of two momenta in a
+row the averaged gradient between them is known, and of it a variance that goes on (`exp_avg_sq_fresh`) beside
+the one that stays. The factor is the largest ratio of their roots. It is kept between bounds, and changes by
+a small part from step to step.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_full.optim.adam_pieces import put, take_copy
+from zero_full.optim.arguments import BELOW_1, finite_number
+from zero_full.optim.lamb import Coefficients, LambStep, check_bounds
+from zero_full.optim.one_bit import OneBitOptimizer, OneBitStep
+from zero_full.optim.one_bit_adam import refuse_without_variance
+from zero_full.optim.step import Peers, Piece, Stepper
+
+FRESH = "exp_avg_sq_fresh"
+State = dict[str, Any]
+
+
+class OneBitLamb(OneBitOptimizer, Coefficients):
+    """LAMB for `freeze_step` steps; then its variance stays, and the momentum is averaged at one bit.
+
+    freeze_step              steps with averaged gradients. They are `Lamb`'s, with its options
+    coeff_beta               how much of its past the mean of a coefficient keeps in such a step
+    factor_max, factor_min   bounds of what that mean is multiplied by afterwards
+    factor_threshold         by which part of itself that factor may change in a step
+    per_tensor_scales        one sign scale for each parameter; False: one for all, and each momentum is
+                             multiplied so that all had one size when the variance was frozen
+    comm_backend_name        "nccl", "gloo", "mpi" or "hccl": over what ranks must talk; None: what they do
+    exp_avg_mask             as `OneBitAdam`'s
+
+    `lamb_coeffs` and `get_lamb_coeffs()` tell the coefficients of the last step, as `Lamb`'s do.
+
+    Stage 0 only. What DeepSpeed 0.19.6 does otherwise: its `bias_correction` and `eps_inside_sqrt` have no
+    effect and the bias is never corrected (bias_correction=False here); the mean of a coefficient begins at
+    zero, which a short `freeze_step` does not make up for; a parameter that has had no coefficient never
+    moves afterwards; elements that never had a gradient keep the factor from falling below 1; one scale for
+    a whole group; each rank clips by its own norm; a resumed run forgets the errors.
+
+    A parameter that has no gradient in a step of the second phase, and had one before, counts as one whose
+    gradient is zero.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        freeze_step: int = 100_000,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        *,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        amsgrad: bool = False,
+        cuda_aware: bool = False,
+        comm_backend_name: str | None = None,
+        coeff_beta: float = 0.9,
+        factor_max: float = 4.0,
+        factor_min: float = 0.5,
+        factor_threshold: float = 0.1,
+        per_tensor_scales: bool = True,
+    ) -> None:
+        options = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "eps_inside_sqrt": eps_inside_sqrt,
+            "weight_decay": weight_decay,
+            "max_coeff": max_coeff,
+            "min_coeff": min_coeff,
+        }
+        whole = {
+            "freeze_step": freeze_step,
+            "max_grad_norm": max_grad_norm,
+            "amsgrad": amsgrad,
+            "cuda_aware": cuda_aware,
+            "comm_backend_name": comm_backend_name,
+            "coeff_beta": finite_number("coeff_beta", coeff_beta, most=BELOW_1),
+            "factor_max": finite_number("factor_max", factor_max),
+            "factor_min": finite_number("factor_min", factor_min),
+            "factor_threshold": finite_number("factor_threshold", factor_threshold),
+            "per_tensor_scales": per_tensor_scales,
+        }
+        if not 0 < whole["factor_min"] <= whole["factor_max"]:
+            raise ValueError(
+                f"factor_min must be above 0 and at most factor_max, {factor_max}, not {factor_min}"
+            )
+        super().__init__(params, options, whole)
+        self.steps_option("freeze_step")
+
+    def checked(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """A group's options, of the right kind and in their bounds; ValueError if one is not."""
+        checked = super().checked(options)
+        check_bounds(checked)
+        return checked
+
+    def zero_full_stepper(self) -> Stepper:
+        """What steps pieces of parameters."""
+        return OneBitLambStep(self)
+
+
+class OneBitLambStep(OneBitStep):
+    """LAMB's step by averaged gradients; then steps along a momentum that is averaged."""
+
+    optimizer: OneBitLamb
+
+    def __init__(self, optimizer: OneBitLamb) -> None:
+        super().__init__(optimizer)
+        self.lamb = LambStep(optimizer)
+        self.learning = optimizer.steps_option("freeze_step")
+
+    @property
+    def averages(self) -> bool:
+        """While the variance is learned."""
+        return self.steps < self.learning
+
+    def phases(self) -> dict[str, Callable[[], None]]:
+        """For plans."""
+        return {
+            "coefficients are learned": partial(setattr, self, "steps", 0),
+            "the momentum at one bit": partial(setattr, self, "steps", self.learning),
+        }
+
+    def begin(self, pieces: Sequence[Piece]) -> None:
+        """Every rank looks at all groups, which may have been edited: all fail, or none."""
+        super().begin(pieces)
+        self.lamb.take_bounds()
+
+    def step(self, pieces: Sequence[Piece], factor: float, peers: Peers) -> None:
+        """Masters, state and copies change."""
+        if self.averages:
+            self.lamb.step(pieces, factor, peers)
+            self._learn(pieces)
+        else:
+            refuse_without_variance(self, pieces)
+            self._along_the_average(pieces, factor)
+        self.steps += 1
+
+    def _learn(self, pieces: Sequence[Piece]) -> None:
+        """The mean of each coefficient. Where a norm was zero there was none."""
+        beta, coeffs = self.optimizer.model_options["coeff_beta"], self.optimizer.lamb_coeffs
+        stepped = {id(piece) for piece in pieces}
+        for piece, param in self._params():
+            if id(piece) in stepped:
+                state = self.optimizer.state[piece.master]
+                state["variance_step"] = state.get("variance_step", 0) + 1
+                if coeffs[param] != 1:
+                    state["coeff_sum"] = beta * state.get("coeff_sum", 0.0) + (1 - beta) * coeffs[param]
+                    state["coeff_weight"] = beta * state.get("coeff_weight", 0.0) + 1 - beta
+
+    # At one bit ----------------------------------------------------------------------------------
+
+    def _along_the_average(self, pieces: Sequence[Piece], factor: float) -> None:
+        """See [Note: coefficients at one bit]."""
+        given = {id(piece): piece.gradient for piece in pieces}
+        sizes = self._sizes()
+
+        def newest(piece: Piece) -> Tensor | None:
+            state, gradient = self.known(piece), given.get(id(piece))
+            if state is None:
+                return None
+            beta = self.group_of(piece)["betas"][0]
+            average: Tensor = state["exp_avg"].float() * beta
+            if gradient is not None:
+                average.add_(gradient, alpha=(1 - beta) * factor)
+            return average.mul_(sizes.get(id(piece), 1.0))
+
+        mean = self.average(self.fused.filled(newest), "momentum")
+        for piece, window in self.fused.windows(mean):
+            if (state := self.known(piece)) is not None:
+                if id(piece) in sizes:
+                    window.div_(sizes[id(piece)])
+                    state["scaling_coeff"] = sizes[id(piece)]
+                _remember(state, self.group_of(piece), window)
+        self._move()
+
+    def _sizes(self) -> dict[int, float]:
+        """By what each momentum is multiplied on its way, so that one scale fits all; by the piece's id."""
+        if self.optimizer.model_options["per_tensor_scales"]:
+            return {}
+        known = [(piece, state) for piece, state in self._known() if piece.master.numel()]
+        if all("scaling_coeff" in state for _, state in known):
+            return {id(piece): state["scaling_coeff"] for piece, state in known}
+        rows = [state["exp_avg"].float().square().mean().sqrt() for _, state in known]
+        sizes = _read(torch.stack(rows)) if rows else []
+        usual = sum(sizes) / max(len(sizes), 1)
+        pairs = zip(known, sizes, strict=True)
+        return {id(piece): usual / size if size > 0 else 1.0 for (piece, _), size in pairs}
+
+    def _move(self) -> None:
+        """Each parameter by its coefficient. The host reads the norms of all of them at once."""
+        known = [(piece, state) for piece, state in self._known() if piece.master.numel()]
+        for piece, _ in known:
+            take_copy(piece)
+        rows = [_about(piece, state, self.group_of(piece)) for piece, state in known]
+        numbers = _read(torch.stack(rows)) if rows else []
+        params = {id(piece): param for piece, param in self._params()}
+        coeffs = []
+        for (piece, state), about in zip(known, numbers, strict=True):
+            group = self.group_of(piece)
+            coeff = self._coefficient(state, group, *about)
+            coeffs.append((params[id(piece)], coeff))
+            update = _along(piece, state, group) + group["weight_decay"] * piece.master.float()
+            put(piece, piece.master.float().add_(update, alpha=-coeff * _step_size(state, group)))
+        self.optimizer.ratios.append(partial(iter, coeffs))
+
+    def _coefficient(
+        self, state: State, group: Mapping[str, Any], ratio: float, along: float, update: float
+    ) -> float:
+        """Of one parameter: its variances' ratio, and the norms of its update without decay and with."""
+        options, last = self.optimizer.model_options, state.get("last_factor", 1.0)
+        part = min(1.0, along / update) if group["weight_decay"] and update > 0 else 1.0
+        factor = (ratio if ratio > 0 else 1.0) * part + (1 - part)
+        factor = min(max(factor, options["factor_min"]), options["factor_max"])
+        change = options["factor_threshold"]
+        state["last_factor"] = factor = min(max(factor, last * (1 - change)), last * (1 + change))
+        learned = state["coeff_sum"] / state["coeff_weight"] if "coeff_sum" in state else 1.0
+        return float(learned * factor)
+
+    def _known(self) -> Iterator[tuple[Piece, State]]:
+        """The pieces that have a state."""
+        for piece in self.fused.pieces:
+            if (state := self.known(piece)) is not None:
+                yield piece, state
+
+
+def _remember(state: State, group: Mapping[str, Any], momentum: Tensor) -> None:
+    """The averaged momentum, and what its change says about the gradient. One bit cannot say zero."""
+    beta1, beta2 = group["betas"]
+    momentum = momentum * (state["exp_avg_sq"] > 0)
+    gradient = (momentum - beta1 * state["exp_avg"]).div_(1 - beta1)
+    if FRESH not in state:
+        state[FRESH] = state["exp_avg_sq"].clone()
+        state["frozen_step"] = 0
+    state[FRESH].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    state["exp_avg"].copy_(momentum)
+    state["step"] += 1
+    state["frozen_step"] += 1
+
+
+def _root(variance: Tensor, group: Mapping[str, Any]) -> Tensor:
+    eps = group["eps"]
+    return (variance + eps).sqrt_() if group["eps_inside_sqrt"] else variance.sqrt().add_(eps)
+
+
+def _along(piece: Piece, state: State, group: Mapping[str, Any]) -> Tensor:
+    """The update without decay, in fp32."""
+    update: Tensor = state["exp_avg"] / _root(state["exp_avg_sq"], group)
+    return update.float()
+
+
+def _about(piece: Piece, state: State, group: Mapping[str, Any]) -> Tensor:
+    """The largest ratio of both variances' roots, and the norms of the update without decay and with."""
+    frozen, fresh = state["exp_avg_sq"], state[FRESH]
+    if group["bias_correction"]:  # as little of the fresh one as the frozen one has had
+        beta2, count = group["betas"][1], state["variance_step"]
+        fresh = fresh * ((1 - beta2**count) / (1 - beta2 ** (count + state["frozen_step"])))
+    ratios = (_root(frozen, group) / _root(fresh, group)).masked_fill_(frozen == 0, 0.0)
+    along = _along(piece, state, group)
+    update = along + group["weight_decay"] * piece.master.float()
+    return torch.stack([ratios.max().double(), along.double().norm(), update.double().norm()])
+
+
+def _step_size(state: State, group: Mapping[str, Any]) -> float:
+    """The learning rate, corrected for averages that began at zero, as `Lamb` corrects it."""
+    lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+    if not group["bias_correction"]:
+        return lr
+    count = state["variance_step"]
+    return float(lr * (1 - beta2**count) ** 0.5 / (1 - beta1 ** (count + state["frozen_step"])))
+
+
+def _read(numbers: Tensor) -> Any:
+    """On the host; a plan's have no values."""
+    return (torch.zeros(numbers.shape) if numbers.is_meta else numbers).tolist()
