@@ -214,15 +214,15 @@ def test_a_model_without_a_hidden_matrix_is_adamws_and_nothing_more_travels(
 
 def by_itself(optimizer: Callable[[nn.Module], Any], with_closure: bool) -> list[Tensor]:
     model = Two()
-    used = optimizer(model)
+    used, steps = optimizer(model), iter(range(3))
 
     def closure() -> Tensor:
         used.zero_grad()
-        loss: Tensor = model(data(step, 0, 0))
+        loss: Tensor = model(data(next(steps), 0, 0))
         loss.backward()
         return loss.detach()
 
-    for step in range(3):
+    for _ in range(3):
         if with_closure:
             assert used.step(closure) is not None
         else:

@@ -39,7 +39,7 @@ class PlannedRule:
                 self.rule.take(piece, values)
 
 
-class Everyone:
+class AllRanks:
     """What stands in for the other ranks in a part of a step, and counts the bytes that each rank sends."""
 
     def __init__(self, watch: Watch, kind: str | None) -> None:
@@ -55,7 +55,7 @@ class PlannedPeers(PartPeers):
     """Plays the first rank, and then the busiest one, if that is another."""
 
     def __init__(
-        self, everyone: Everyone, part: Sequence[Owned], used: Container[Member], lane: Lane
+        self, everyone: AllRanks, part: Sequence[Owned], used: Container[Member], lane: Lane
     ) -> None:
         super().__init__(part, used, lane)
         self.everyone = everyone

@@ -30,7 +30,7 @@ from zero_full.given import check_optimizer
 from zero_full.kernels.load import compiled_for
 from zero_full.offload import HostTier
 from zero_full.optim import Peers, Piece, build_optimizer, check_elementwise
-from zero_full.plan.everyone import Everyone
+from zero_full.plan.everyone import AllRanks
 from zero_full.plan.saved import saved_bytes
 from zero_full.plan.shadow import new_pass, shadow_of
 from zero_full.plan.watch import Watch
@@ -120,7 +120,7 @@ class Rehearsal:
         made = ZeroOptimizer(base, self.shadow, parts, groups, settings, scaler_of(self.config))
         steppers, planned = made.steppers, torch.device(self.cluster.device)
         steppers.fused_adam.compiled_for = lambda device: compiled_for(planned)
-        self.everyone = Everyone(self.watch, None if settings.tier.apart else "update")
+        self.everyone = AllRanks(self.watch, None if settings.tier.apart else "update")
         steppers.peers_of = self.everyone.peers
         for stepper in (steppers.own, steppers.by_torch, steppers.fused_adam):
             if stepper is not None:

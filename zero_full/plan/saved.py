@@ -5,12 +5,14 @@ less padding, and so more elements; what several ranks have they share, and the 
 be divided; and only the first of them saves buffers.
 """
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 
 from zero_full.checkpoint.save import Taken, share_of
 from zero_full.shard import ZeroOptimizer
 from zero_full.shard.contents import entry_of, plain
-from zero_full.shard.flat import FlatParameter
+from zero_full.shard.flat import FlatParameter, Kind
 
 
 def saved_bytes(taken: Taken, optimizer: ZeroOptimizer, neighbours: int) -> int:
@@ -18,10 +20,11 @@ def saved_bytes(taken: Taken, optimizer: ZeroOptimizer, neighbours: int) -> int:
     groups = optimizer.groups
     pairs = groups.dense, groups.expert or groups.dense
     dense, experts = ([0] * pair.shard.size for pair in pairs)
-    for flat, nbytes in _cut(taken, optimizer).items():
+    widths = _widths(taken, optimizer)
+    for flat in optimizer.flats():
         totals = experts if flat.kind.expert else dense
         for rank in range(len(totals)):
-            totals[rank] += _elements(flat, rank) * nbytes // flat.layout.owned[0]
+            totals[rank] += _cut_bytes(flat, rank, widths)
     most = dict[int, int]()  # by place among those that have the same: of the first, and of all others alike
     for rank in range(max(len(dense), neighbours * len(experts))):
         place = rank // neighbours % len(experts)
@@ -31,22 +34,29 @@ def saved_bytes(taken: Taken, optimizer: ZeroOptimizer, neighbours: int) -> int:
     return max(total + _of_whole(taken, place * across) for place, total in most.items())
 
 
-def _cut(taken: Taken, optimizer: ZeroOptimizer) -> dict[FlatParameter, int]:
-    """The bytes of what the rehearsed rank has of each flat buffer: values, and the optimizer's state."""
-    flat_of = {plain(member.name): flat for flat in optimizer.flats() for member in flat.members}
-    found = dict.fromkeys(optimizer.flats(), 0)
+def _widths(taken: Taken, optimizer: ZeroOptimizer) -> dict[tuple[Kind, int], int]:
+    """Bytes of an element that is cut: of its value, and of what the rule of its group keeps of it."""
+    place = {plain(m.name): (flat.kind, m.group) for flat in optimizer.flats() for m in flat.members}
+    of_each = Counter[str]()
     for chunk in taken.cut:
         key, _ = entry_of(chunk.key) or (chunk.key, "")
-        found[flat_of[key.partition("/")[2]]] += chunk.values.nbytes
-    return {flat: nbytes for flat, nbytes in found.items() if nbytes}
+        of_each[key.partition("/")[2]] += chunk.values.itemsize
+    widths = Counter[tuple[Kind, int]]()
+    for name, width in of_each.items():
+        widths[place[name]] = max(widths[place[name]], width)
+    return widths
 
 
-def _elements(flat: FlatParameter, rank: int) -> int:
-    """How many a rank of the flat buffer's saves, the first of those that have the same."""
+def _cut_bytes(flat: FlatParameter, rank: int, widths: Mapping[tuple[Kind, int], int]) -> int:
+    """What a rank of the flat buffer's saves of it, the first of those that have the same."""
     holders = flat.across.size
-    if holders == 1:
-        return flat.layout.owned[rank]
-    return sum(-(-fragment.numel // holders) for fragment in flat.layout.fragments(rank))
+    of_groups = {widths[flat.kind, member.group] for member in flat.members}
+    if holders == 1 and len(of_groups) == 1:
+        return flat.layout.owned[rank] * of_groups.pop()
+    return sum(
+        -(-fragment.numel // holders) * widths[flat.kind, flat.members[fragment.index].group]
+        for fragment in flat.layout.fragments(rank)
+    )
 
 
 def _of_whole(taken: Taken, place: int) -> int:
