@@ -170,7 +170,7 @@ def _offload(model: nn.Module, comm: Comm, lr: float, steps: int) -> Any:
 
 
 def _muon(model: nn.Module, comm: Comm, lr: float, steps: int) -> Any:
-    return zero_min.Stage2Muon(model, comm, lr=10 * lr)
+    return zero_min.Stage2Muon(model, comm, lr=10 * lr, adam_lr=lr)
 
 
 def _muon_matrices(shapes: Shapes, N: int) -> tuple[list[Sequence[int]], int]:
