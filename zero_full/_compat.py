@@ -1,9 +1,10 @@
-"""The private or renamed parts of torch that the package uses, and the only place that names them.
+"""The private or renamed parts of torch (and one of Python) that the package uses; no other file names them.
 
 Each helper says what it is for. A change in torch shows here first: as an AttributeError when this module is
 imported, or in the test of what the helper is for.
 """
 
+import atexit
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -204,6 +205,11 @@ def with_initial_seed(state: Tensor, seed: int) -> Tensor:
     changed = state.clone()
     changed[:8] = torch.frombuffer(bytearray(seed.to_bytes(8, "little")), dtype=torch.uint8)
     return changed
+
+
+# The end of the process ------------------------------------------------------------------------------
+
+run_exit_functions: Callable[[], None] = atexit._run_exitfuncs  # all that are registered; then none is
 
 
 # Files ---------------------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ def test_a_rank_that_is_killed_while_it_writes_lets_nobody_wait_forever(tmp_path
 # The end of a script ---------------------------------------------------------------------------------
 
 SCRIPT = """
-import os, sys, time
+import atexit, os, sys, time
 import torch, zero_full
 from zero_full.checkpoint.disk import NewFile
 from zero_full.comm import notes
@@ -76,6 +76,7 @@ if os.environ["RANK"] == "1":  # it reads what the first one has to say when tha
     notes.FIRST_LOOK_S = notes.LAST_LOOK_S = 1.5
 zero_full.init_distributed()
 given = {{"train_micro_batch_size_per_gpu": 1, "optimizer": {{"type": "AdamW"}}}}
+atexit.register(print, "at its end", file=sys.stderr)
 model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
 engine = zero_full.initialize(model=model, config=given)[0]
 engine.backward(engine(torch.ones(1, 4)).sum())
@@ -114,12 +115,13 @@ def test_a_script_that_ends_right_after_the_call_loses_nothing(tmp_path: Path) -
 
 
 def test_a_script_that_ends_with_an_error_leaves_the_older_checkpoint(tmp_path: Path) -> None:
-    """And one whose last save fails says so, although nothing is left of it that could raise it."""
+    """And one whose last save fails says so by its exit code: nothing is left of it that could raise it."""
     raises, fails = tmp_path / "raises", tmp_path / "fails"
     processes = started(raises, 1, SLOWLY, "raise ValueError('of the script')") + started(fails, 1, DISK_FULL)
     (raised, raised_code), (failed, failed_code) = ended(processes)
-    assert (raised_code, failed_code) == (1, 0)
+    assert (raised_code, failed_code) == (1, 1)
     assert "the script has ended with an error: of the script" in raised
     assert "-two was written beside the training: [Errno 28] No space left on device" in failed
+    assert "at its end" in raised and "at its end" in failed
     for folder in (raises, fails):
         assert latest_tag(folder) == "one" and complete(folder).keys() == {"one"}

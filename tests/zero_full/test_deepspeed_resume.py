@@ -91,6 +91,20 @@ def test_an_own_checkpoint_beside_deepspeeds_is_found_wherever_it_is(tmp_path: P
     assert engine.load_checkpoint(folder, "global_step3")[0] == str(folder / "global_step3")
 
 
+def test_a_flipped_bit_is_found_before_anything_changes(tmp_path: Path) -> None:
+    folder, engine = unpacked("stage2_fp32", tmp_path), engine_of("stage2_fp32", 0)
+    engine.load_checkpoint(folder, "global_step3")
+    before = [p.detach().clone() for p in engine.module.parameters()]
+    written = next(p for p in before if p.numel() > 1).flatten()[1:2].numpy().tobytes()
+    paths = (folder / "global_step3").glob("*optim_states.pt")
+    path, content = next((p, p.read_bytes()) for p in sorted(paths) if written in p.read_bytes())
+    place = content.index(written)
+    path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+    with pytest.raises(zero_full.CheckpointError, match=rf"{path.name}: .* is not what was written"):
+        engine.load_checkpoint(folder, "global_step3")
+    assert all(map(torch.equal, engine.module.parameters(), before))
+
+
 def test_groups_in_another_order_are_refused(tmp_path: Path) -> None:
     case, model = CASES["stage2_fp32"], Odd(CASES["stage2_fp32"])
     optimizer = torch.optim.AdamW(groups_of(model, 3)[::-1], lr=0.01)

@@ -243,10 +243,10 @@ def watched() -> Iterator[Counter[int]]:
             sent[op.peer] += op.tensor.nbytes if op.op is dist.isend else 0
         return swap(ops)
 
-    def seen_exchange(received: Tensor, tensor: Tensor, group: Any) -> Any:
-        for rank in dist.get_process_group_ranks(group):
-            sent[rank] += tensor.nbytes // group.size()
-        return exchange(received, tensor, group=group)
+    def seen_exchange(received: Tensor, tensor: Tensor, *splits: list[int], group: Any) -> Any:
+        for rank, numel in zip(dist.get_process_group_ranks(group), splits[1], strict=True):
+            sent[rank] += numel * tensor.element_size()
+        return exchange(received, tensor, *splits, group=group)
 
     with (
         mock.patch.object(dist, "batch_isend_irecv", seen_swap),

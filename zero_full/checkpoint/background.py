@@ -5,12 +5,15 @@ kept for the next save; a thread writes it. Ranks tell each other through the st
 that its files are on the disk, then the first one that the checkpoint is published, or why not. Who has heard
 of a failure says so in the next step, and all ranks raise it there.
 
-The thread is no daemon, so that a script which ends waits for it. If the script ends with an error there is
-no waiting: the save ends unfinished, as it would in a crash, and the others are told.
+The thread is no daemon, so that a script which ends waits for it; if the save fails then, the exit code says
+so. If the script ends with an error there is no waiting: the save ends unfinished, as in a crash, and the
+others are told.
 """
 
+import atexit
 import json
 import logging
+import os
 import sys
 import threading
 import weakref
@@ -20,6 +23,7 @@ from typing import Any
 
 import torch
 
+from zero_full._compat import run_exit_functions
 from zero_full.checkpoint.failure import CheckpointError, reasons, said
 from zero_full.checkpoint.one_save import CheckpointSave
 from zero_full.checkpoint.rank_file import Payload
@@ -111,6 +115,7 @@ class Writing:
             self.failure = CheckpointError(f"{self.save.folder} was written beside the training: {failed}")
             if not threading.main_thread().is_alive():  # nothing of the script is left to raise it
                 log.error("%s", self.failure)
+                atexit.register(_exit_as_failed)
         mine = [_note_of(self.save.payload.rank)]
         keys = [*mine, OUTCOME] if self.save.is_first else mine
         self.notes.part(keys, min(FAREWELL_S, self.patience_s))
@@ -142,6 +147,15 @@ class Writing:
         if failed := {rank: text for rank, (text, _) in everyones.items() if text is not None}:
             raise CheckpointError(reasons(failed, len(ranks)))
         self.save.commit({rank: rows for rank, (_, rows) in everyones.items()})
+
+
+def _exit_as_failed() -> None:
+    """End the process with exit code 1, after all else that is to be done at its end."""
+    atexit.unregister(_exit_as_failed)
+    run_exit_functions()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(1)
 
 
 def _note_of(rank: int) -> str:

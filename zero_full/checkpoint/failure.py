@@ -1,6 +1,6 @@
 """A failure of one rank is everybody's: nobody goes on alone, nobody waits for one that does not come."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from zero_full.comm.topology import this_rank
@@ -42,6 +42,17 @@ class Attempt:
         if failed:
             raise CheckpointError(reasons(failed, len(reports))) from self.error
         return {rank: each for rank, (_, _, each) in sorted(reports.items())}
+
+    def divide(self, acts: Sequence[Callable[[], object]], ranks: Iterable[int]) -> None:
+        """Each of these ranks calls its share, and all agree. Every rank must call this with the same."""
+        order = sorted(ranks)
+
+        def call_share() -> None:
+            for act in acts[order.index(this_rank()) :: len(order)]:
+                act()
+
+        self(call_share)
+        self.agree()
 
 
 def said(error: BaseException | None) -> str:

@@ -5,14 +5,13 @@ less padding, and so more elements; what several ranks have they share, and the 
 be divided; and only the first of them saves buffers.
 """
 
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import replace
 
 from zero_full.checkpoint.save import Taken, share_of
 from zero_full.shard import ZeroOptimizer
 from zero_full.shard.contents import entry_of, plain
-from zero_full.shard.flat import FlatParameter, Kind
+from zero_full.shard.flat import FlatParameter
 
 
 def saved_bytes(taken: Taken, optimizer: ZeroOptimizer, neighbours: int) -> int:
@@ -20,11 +19,10 @@ def saved_bytes(taken: Taken, optimizer: ZeroOptimizer, neighbours: int) -> int:
     groups = optimizer.groups
     pairs = groups.dense, groups.expert or groups.dense
     dense, experts = ([0] * pair.shard.size for pair in pairs)
-    widths = _widths(taken, optimizer)
-    for flat in optimizer.flats():
+    for flat, sizes in _cut(taken, optimizer).items():
         totals = experts if flat.kind.expert else dense
         for rank in range(len(totals)):
-            totals[rank] += _cut_bytes(flat, rank, widths)
+            totals[rank] += _share(flat, rank, sizes)
     most = dict[int, int]()  # by place among those that have the same: of the first, and of all others alike
     for rank in range(max(len(dense), neighbours * len(experts))):
         place = rank // neighbours % len(experts)
@@ -34,29 +32,31 @@ def saved_bytes(taken: Taken, optimizer: ZeroOptimizer, neighbours: int) -> int:
     return max(total + _of_whole(taken, place * across) for place, total in most.items())
 
 
-def _widths(taken: Taken, optimizer: ZeroOptimizer) -> dict[tuple[Kind, int], int]:
-    """Bytes of an element that is cut: of its value, and of what the rule of its group keeps of it."""
-    place = {plain(m.name): (flat.kind, m.group) for flat in optimizer.flats() for m in flat.members}
-    of_each = Counter[str]()
+def _cut(taken: Taken, optimizer: ZeroOptimizer) -> dict[FlatParameter, list[int]]:
+    """How many bytes are saved for an element of each parameter of each flat buffer: values and state.
+
+    Of what the rehearsed rank has nothing, as many as of another parameter of the optimizer's group.
+    """
+    by_name, by_group = dict[str, int](), dict[int, int]()
     for chunk in taken.cut:
-        key, _ = entry_of(chunk.key) or (chunk.key, "")
-        of_each[key.partition("/")[2]] += chunk.values.itemsize
-    widths = Counter[tuple[Kind, int]]()
-    for name, width in of_each.items():
-        widths[place[name]] = max(widths[place[name]], width)
-    return widths
+        if chunk.values.numel():
+            key, _ = entry_of(chunk.key) or (chunk.key, "")
+            name = key.partition("/")[2]
+            by_name[name] = by_name.get(name, 0) + chunk.values.itemsize
+    named = [(flat, member, plain(member.name)) for flat in optimizer.flats() for member in flat.members]
+    for _, member, name in named:
+        if name in by_name:
+            by_group.setdefault(member.group, by_name[name])
+    found: dict[FlatParameter, list[int]] = {}
+    for flat, member, name in named:
+        found.setdefault(flat, []).append(by_name.get(name, by_group.get(member.group, 0)))
+    return found
 
 
-def _cut_bytes(flat: FlatParameter, rank: int, widths: Mapping[tuple[Kind, int], int]) -> int:
-    """What a rank of the flat buffer's saves of it, the first of those that have the same."""
-    holders = flat.across.size
-    of_groups = {widths[flat.kind, member.group] for member in flat.members}
-    if holders == 1 and len(of_groups) == 1:
-        return flat.layout.owned[rank] * of_groups.pop()
-    return sum(
-        -(-fragment.numel // holders) * widths[flat.kind, flat.members[fragment.index].group]
-        for fragment in flat.layout.fragments(rank)
-    )
+def _share(flat: FlatParameter, rank: int, sizes: Sequence[int]) -> int:
+    """The bytes that a rank of the flat buffer's saves, the first of those that have the same."""
+    fragments, holders = flat.layout.fragments(rank), flat.across.size
+    return sum(-(-fragment.numel // holders) * sizes[fragment.index] for fragment in fragments)
 
 
 def _of_whole(taken: Taken, place: int) -> int:

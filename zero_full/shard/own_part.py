@@ -7,6 +7,8 @@ from typing import Any
 from zero_full.shard.contents import NewState, OwnPart, kept, plain
 
 Optimizer = Any  # a `ZeroOptimizer`, which imports this module
+# Of the options of a parameter group: how it computes, and where; and whether an Adam is an AdamW.
+OF_THIS_RUN = {"params", "fused", "foreach", "capturable", "differentiable", "decoupled_weight_decay"}
 ALIKE = frozenset(("Adam", "AdamW"))  # optimizers that keep the same
 
 
@@ -71,7 +73,7 @@ def take_facts(optimizer: Optimizer, facts: Mapping[str, Any]) -> None:
     if optimizer.steppers.own is not None and "stepper" in facts:
         optimizer.steppers.own.load_state_dict(facts["stepper"])
     for group, options in zip(optimizer.param_groups, facts["groups"], strict=True):
-        group.update(options)
+        group.update({k: v for k, v in options.items() if k in group.keys() - OF_THIS_RUN})
     optimizer.zero_grad()
 
 
