@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lessons.registry import Row
+from lessons.registry import Row, sizes_of
 from zero_min.comm import Comm
 from zero_min.gpt import GPT, GPTConfig, batch, load_text
 from zero_min.ledger import Event, Ledger, held
@@ -21,12 +21,17 @@ SMALL = GPTConfig(context=16, layers=1, width=32)
 class RankBill:
     """What one rank's ledger says after a step, before the gradients are let go."""
 
-    sizes: tuple[int, ...]  # elements of every parameter of the model
+    shapes: dict[str, tuple[int, ...]]  # of every parameter of the model
     held: dict[str, int]
     live: int  # everything still allocated, whoever owns it
     peak: int
     sent: int  # in all steps
     events: tuple[Event, ...]  # of the last step
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Elements of every parameter of the model."""
+        return tuple(sizes_of(self.shapes))
 
 
 @dataclass(frozen=True)
@@ -91,7 +96,7 @@ def measure_rank(comm: Comm, row: Row, config: GPTConfig, micro_batches: int = 1
     with comm.ledger.watch():
         model = GPT(config)
         trainer = row.trainer(model, comm, 1e-3, row.steps)
-        sizes = tuple(p.numel() for p in model.parameters())
+        shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         sent = 0
         for _ in range(row.steps):
             comm.ledger.clear_traffic()
@@ -100,13 +105,13 @@ def measure_rank(comm: Comm, row: Row, config: GPTConfig, micro_batches: int = 1
         kinds = {kind: held(tensors) for kind, tensors in trainer.holdings().items()}
         ledger = comm.ledger
         comm.settle()
-        return RankBill(sizes, kinds, ledger.live(), ledger.peak, sent, tuple(ledger.events))
+        return RankBill(shapes, kinds, ledger.live(), ledger.peak, sent, tuple(ledger.events))
 
 
 def compare(row: Row, ranks: Sequence[RankBill]) -> Bill:
     """Put the formula beside what the ranks measured."""
-    sizes, world_size = ranks[0].sizes, len(ranks)
-    return Bill(row, ranks, row.held(sizes, world_size), row.sent(sizes, world_size, row.steps))
+    shapes, world_size = ranks[0].shapes, len(ranks)
+    return Bill(row, ranks, row.held(shapes, world_size), row.sent(shapes, world_size, row.steps))
 
 
 def measure(row: Row, world_size: int = 4, config: GPTConfig = SMALL) -> Bill:

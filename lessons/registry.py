@@ -1,7 +1,8 @@
 """What there is: the lessons, and the rows of the demo. A new step adds itself here and nowhere else."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 import zero_min
 from zero_min import formula
 from zero_min.comm import Comm
+from zero_min.muon import choose_owners
 
 ROOT = Path(__file__).parent.parent
 WORK = ROOT / "work"
@@ -110,8 +112,17 @@ LESSONS = [
         0,
         ("tests/zero_min/test_zero_one_adam.py",),
     ),
+    Lesson(
+        7,
+        "step7_muon",
+        "Bonus: Muon, a rule that must see whole matrices",
+        ("zero_min/muon.py",),
+        2,
+        ("tests/zero_min/test_muon.py",),
+    ),
 ]
 
+Shapes = Mapping[str, Sequence[int]]  # of every parameter, by name
 Sizes = Sequence[int]  # elements of every parameter
 
 
@@ -122,21 +133,31 @@ class Row:
     name: str
     lesson: int
     trainer: Callable[[nn.Module, Comm, float, int], Any]  # (model, comm, learning rate, steps to come)
-    held: Callable[[Sizes, int], dict[str, int]]  # (sizes, world size) -> bytes on a rank, by kind
-    sent: Callable[[Sizes, int, int], int]  # (sizes, world size, steps) -> bytes that all ranks send
+    held: Callable[[Shapes, int], dict[str, int]]  # (shapes, world size) -> bytes on a rank, by kind
+    sent: Callable[[Shapes, int, int], int]  # (shapes, world size, steps) -> bytes that all ranks send
     steps: int = 2  # how many steps show what it does
 
 
+def sizes_of(shapes: Shapes) -> list[int]:
+    """Elements of every parameter."""
+    return [prod(shape) for shape in shapes.values()]
+
+
+def _whole(shapes: Shapes) -> list[int]:
+    """All parameters as one flat tensor."""
+    return [sum(sizes_of(shapes))]
+
+
 def _stage(number: int) -> Row:
-    def pieces(sizes: Sizes) -> Sizes:
-        return sizes if number == 3 else [sum(sizes)]
+    def pieces(shapes: Shapes) -> Sizes:
+        return sizes_of(shapes) if number == 3 else _whole(shapes)
 
     return Row(
         f"stage {number}",
         number,
         lambda model, comm, lr, steps: zero_min.STAGES[number](model, comm, lr=lr),
-        lambda sizes, N: formula.held(number, pieces(sizes), N),
-        lambda sizes, N, steps: steps * formula.sent(number, pieces(sizes), N),
+        lambda shapes, N: formula.held(number, pieces(shapes), N),
+        lambda shapes, N, steps: steps * formula.sent(number, pieces(shapes), N),
     )
 
 
@@ -148,12 +169,34 @@ def _offload(model: nn.Module, comm: Comm, lr: float, steps: int) -> Any:
     return zero_min.MixedPrecision(zero_min.Stage2Offload(model.bfloat16(), comm, lr=lr))
 
 
-def _mixed_sent(sizes: Sizes, N: int, steps: int, each: formula.Bytes) -> int:
-    return steps * (formula.sent(2, [sum(sizes)], N, each=each) + formula.flag(N))
+def _muon(model: nn.Module, comm: Comm, lr: float, steps: int) -> Any:
+    return zero_min.Stage2Muon(model, comm, lr=10 * lr, adam_lr=lr)
 
 
-def _offload_held(sizes: Sizes, N: int) -> dict[str, int]:
-    usual = formula.held(2, [sum(sizes)], N, formula.MIXED)
+def _muon_matrices(shapes: Shapes, N: int) -> tuple[list[Sequence[int]], int]:
+    """The shapes of the GPT's hidden matrices as they are dealt, and how many elements the rest has."""
+    matrices = [shape for name, shape in shapes.items() if len(shape) == 2 and name.startswith("blocks.")]
+    dealt = [shape for start in range(N) for shape in matrices[start::N]]
+    return dealt, sum(sizes_of(shapes)) - sum(map(prod, dealt))
+
+
+def _muon_held(shapes: Shapes, N: int) -> dict[str, int]:
+    matrices, others = _muon_matrices(shapes, N)
+    return formula.muon_held(sum(map(prod, matrices)), others, N)
+
+
+def _muon_sent(shapes: Shapes, N: int, steps: int) -> int:
+    matrices, others = _muon_matrices(shapes, N)
+    owners = choose_owners(matrices, N)
+    return steps * formula.muon_sent([prod(shape) for shape in matrices], owners, others, N)
+
+
+def _mixed_sent(shapes: Shapes, N: int, steps: int, each: formula.Bytes) -> int:
+    return steps * (formula.sent(2, _whole(shapes), N, each=each) + formula.flag(N))
+
+
+def _offload_held(shapes: Shapes, N: int) -> dict[str, int]:
+    usual = formula.held(2, _whole(shapes), N, formula.MIXED)
     away = {"host gradients": usual["gradients"], "host optimizer": usual["optimizer"]}
     return {"parameters": usual["parameters"], "gradients": 0, **away}
 
@@ -174,22 +217,23 @@ ROWS = [
         "stage 2, bf16",
         4,
         _bf16,
-        lambda sizes, N: formula.held(2, [sum(sizes)], N, formula.BF16),
-        lambda sizes, N, steps: _mixed_sent(sizes, N, steps, formula.BF16),
+        lambda shapes, N: formula.held(2, _whole(shapes), N, formula.BF16),
+        lambda shapes, N, steps: _mixed_sent(shapes, N, steps, formula.BF16),
     ),
     Row(
         "stage 2, offload",
         5,
         _offload,
         _offload_held,
-        lambda sizes, N, steps: _mixed_sent(sizes, N, steps, formula.MIXED),
+        lambda shapes, N, steps: _mixed_sent(shapes, N, steps, formula.MIXED),
     ),
     Row(
         "0/1 Adam",
         6,
         lambda model, comm, lr, steps: zero_min.ZeroOneAdam(model, comm, lr=lr, **_schedule(steps)),
-        formula.zero_one_held,
-        lambda sizes, N, steps: formula.zero_one_sent(sizes, N, steps, **_schedule(steps)),
+        lambda shapes, N: formula.zero_one_held(sizes_of(shapes), N),
+        lambda shapes, N, steps: formula.zero_one_sent(sizes_of(shapes), N, steps, **_schedule(steps)),
         steps=8,
     ),
+    Row("stage 2, Muon", 7, _muon, _muon_held, _muon_sent),
 ]

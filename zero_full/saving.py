@@ -18,6 +18,7 @@ from zero_full.checkpoint import (
     save_16bit_model,
     save_checkpoint,
     save_weights,
+    unfinished,
     wait_for_checkpoint,
 )
 from zero_full.config import Resolved
@@ -47,6 +48,8 @@ class Saving:
     global_samples: int | None
     kept: dict[str, Any]
     _boundary: bool | None
+    _micro_batches: int
+    _stepping: bool
 
     # Checkpoints ---------------------------------------------------------------------------------
 
@@ -99,13 +102,19 @@ class Saving:
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Go on from a checkpoint, at any number of ranks, stage and precision. Every rank must call this.
 
-        tag          None: what the folder's file `latest` names
-        drop_errors  give up what each rank of 1-bit and 0/1 Adam had of its own: what it had not said yet,
-                     and where it has gone alone. Another number of ranks cannot go on without this
+        tag  None: what the folder's file `latest` names
+        load_module_strict         False: parameters and buffers may be missing or additional, with a warning
+        load_optimizer_states      False: nor random numbers, loss scale, and what `keep_in_checkpoint` names
+        load_lr_scheduler_states   False: the schedule stays as it is
+        load_module_only           True: weights and buffers; optimizer and counters keep what they have
+        drop_errors                True: give up what each rank of 1-bit and 0/1 Adam had of its own: what it
+                                   had not said yet, and where it has gone alone. Another number of ranks
+                                   cannot go on without this
 
         Returns its folder and the client state; (None, None), as DeepSpeed does, if there is no `latest` and
         no tag was given. CheckpointError, on every rank, if anything is wrong; nothing is changed then.
         """
+        self._refuse_in_step("load_checkpoint")
         wanted = LoadOptions(
             load_module_strict,
             load_optimizer_states,
@@ -116,13 +125,17 @@ class Saving:
         tag = None if tag is None else str(tag)
         found = load_checkpoint(self.module, self.optimizer, load_dir, tag, wanted, self._extras())
         if found is None:
-            there = ", ".join(complete(Path(load_dir))) or "none"
-            log.warning("nothing was loaded: %s has no `latest` (checkpoints there: %s)", load_dir, there)
+            folder = Path(load_dir)
+            told = ", ".join(complete(folder)) or "none"
+            told += "".join(f"; being written, or cut off: {path.name}" for path in unfinished(folder))
+            log.warning("nothing was loaded: %s has no `latest` (checkpoints there: %s)", load_dir, told)
             return None, None
         if "global_samples" in found.counters and self.global_samples is None:
             found.counters["global_samples"] = None  # without a batch size nobody can go on counting
         for name in COUNTERS:
             setattr(self, name, found.counters.get(name, getattr(self, name)))
+        if self.micro_steps % self._micro_batches:  # there a step had another number of them
+            self.micro_steps = self.global_steps * self._micro_batches
         return str(found.path), found.client_state
 
     def keep_in_checkpoint(self, **objects: Any) -> None:
@@ -145,12 +158,19 @@ class Saving:
 
     def _refuse_between_steps(self, call: str) -> None:
         """Raise between the micro-batches of a step, of which a checkpoint has no gradients."""
-        config = self.resolved.config
-        after = self.micro_steps % config.gradient_accumulation_steps
-        if config.managed_gradient_accumulation and self._boundary is None and after:
+        self._refuse_in_step(call)
+        after = self.micro_steps % self._micro_batches
+        if self.resolved.config.managed_gradient_accumulation and self._boundary is None and after:
             raise RuntimeError(
-                f"{call} after {after} of a step's {config.gradient_accumulation_steps} micro-batches: save "
-                "after the step's last one"
+                f"{call} after {after} of a step's {self._micro_batches} micro-batches: save after the "
+                "step's last one"
+            )
+
+    def _refuse_in_step(self, call: str) -> None:
+        if self._stepping:
+            raise RuntimeError(
+                f"{call} inside engine.step(), by a hook: the weights are of this step already, and counters "
+                "and schedule still of the one before. Call it after engine.step()"
             )
 
     def _tag(self, tag: str | None) -> str:

@@ -1,13 +1,15 @@
 """ZeRO in short files, one idea each: the answer key of the lessons.
 
 Read them in this order: `comm`, `ledger`, `adam` and `stage0` (step 0), `stage1`, `stage2`, `stage3` and
-`prefetch`, `precision`, `offload`, then `compression`, `one_bit_adam` and `zero_one_adam` (step 6).
+`prefetch`, `precision`, `offload`, then `compression`, `one_bit_adam` and `zero_one_adam` (step 6). `muon`
+is a bonus.
 """
 
 from zero_min.adam import Adam, AdamW
 from zero_min.comm import Comm, WorldError
 from zero_min.dist_comm import DistComm
 from zero_min.ledger import Ledger
+from zero_min.muon import Stage2Muon
 from zero_min.offload import Stage2Disk, Stage2Offload
 from zero_min.one_bit_adam import OneBitAdam
 from zero_min.precision import DynamicScale, MixedPrecision, StaticScale
@@ -35,6 +37,7 @@ __all__ = [
     "Stage1",
     "Stage2",
     "Stage2Disk",
+    "Stage2Muon",
     "Stage2Offload",
     "Stage3",
     "Stage3Prefetch",

@@ -55,11 +55,22 @@ class Comm(ABC):
         self.ledger.charge("reduce_scatter", sum(part.nbytes for part in others))
         return self._reduce_scatter(describe("reduce_scatter", *parts, label=label), parts)
 
-    def all_to_all(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Send part j to rank j; receive one part from each rank. Sends (N-1)/N n."""
+    def all_to_all(self, parts: Sequence[Tensor], sizes: Sequence[int] | None = None) -> list[Tensor]:
+        """Send part j to rank j; receive one part from each rank. Sends (N-1)/N n.
+
+        Without `sizes` all ranks cut n alike. With them anybody may send anything, in one dimension: they
+        say how many elements come to this rank from each.
+        """
         others = self._others(parts)
         self.ledger.charge("all_to_all", sum(part.nbytes for part in others))
-        return self._all_to_all(describe("all_to_all", *parts), parts)
+        call = describe("all_to_all", *(parts if sizes is None else ()))
+        received = self._all_to_all(call, parts, sizes)
+        got = [part.numel() for part in received]
+        if sizes is not None and got != list(sizes):
+            raise ValueError(
+                f"rank {self.rank} expects {list(sizes)} elements from the ranks, and gets {got}"
+            )
+        return received
 
     def all_gather(self, whole: Tensor, mine: Tensor, label: str = "") -> Tensor:
         """Fill `whole` with every rank's `mine`, in rank order. Sends (N-1)/N n."""
@@ -94,12 +105,14 @@ class Comm(ABC):
         return [part for rank, part in enumerate(parts) if rank != self.rank]
 
     def _reduce_scatter(self, call: str, parts: Sequence[Tensor]) -> Tensor:
-        return add_up(self._all_to_all(call, parts))
+        return add_up(self._all_to_all(call, parts, None))
 
     @abstractmethod
     def _all_reduce(self, tensor: Tensor) -> Tensor: ...
     @abstractmethod
-    def _all_to_all(self, call: str, parts: Sequence[Tensor]) -> list[Tensor]: ...
+    def _all_to_all(
+        self, call: str, parts: Sequence[Tensor], sizes: Sequence[int] | None
+    ) -> list[Tensor]: ...
     @abstractmethod
     def _all_gather(self, call: str, whole: Tensor, mine: Tensor) -> Tensor: ...
     @abstractmethod

@@ -102,15 +102,14 @@ class DistComm(Comm):
         self._guard(describe("all_reduce", tensor), lambda: dist.all_reduce(tensor))
         return tensor
 
-    def _all_to_all(self, call: str, parts: Sequence[Tensor]) -> list[Tensor]:
+    def _all_to_all(self, call: str, parts: Sequence[Tensor], sizes: Sequence[int] | None) -> list[Tensor]:
         # gloo's own reduce-scatter puts all-reduce bytes on the wire; an exchange and a local sum does not.
         mine = parts[self.rank]
-        received = mine.new_empty(self.world_size * mine.numel())
-        sizes = [part.numel() for part in parts]
-        get = [mine.numel()] * self.world_size
-        sent = torch.cat([part.reshape(-1) for part in parts])
-        self._guard(call, lambda: dist.all_to_all_single(received, sent, get, sizes))
-        return [part.view_as(mine) for part in received.chunk(self.world_size)]
+        give = [part.numel() for part in parts]
+        get = [mine.numel()] * self.world_size if sizes is None else list(sizes)
+        received, sent = mine.new_empty(sum(get)), torch.cat([part.reshape(-1) for part in parts])
+        self._guard(call, lambda: dist.all_to_all_single(received, sent, get, give))
+        return [part.view_as(mine) if sizes is None else part for part in received.split(get)]
 
     def _all_gather(self, call: str, whole: Tensor, mine: Tensor) -> Tensor:
         self._guard(call, lambda: _all_gather_single(whole.view(-1), mine.contiguous().view(-1)))

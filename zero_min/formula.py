@@ -105,3 +105,25 @@ def zero_one_sent(sizes: Sequence[int], world_size: int, steps: int, **schedule:
     rounds = zero_one_rounds(steps, **schedule)
     exact = 2 * (world_size - 1) * 4 * padded([sum(sizes)], world_size)
     return rounds["exact"] * exact + rounds["one bit"] * compressed_round(sizes, world_size)
+
+
+def muon_held(matrices: int, others: int, world_size: int) -> dict[str, int]:
+    """What a rank holds if Muon, which keeps one average, moves that many elements, and AdamW the others."""
+    flats = padded([matrices], world_size), padded([others], world_size)
+    own = [flat // world_size for flat in flats]
+    return {"parameters": 4 * sum(flats), "gradients": 4 * sum(own), "optimizer": 4 * own[0] + 8 * own[1]}
+
+
+def muon_visits(sizes: Sequence[int], owners: Sequence[int], world_size: int) -> int:
+    """Elements that are not where the work on their matrix is done. The matrices lie one behind the other."""
+    own, start, away = padded([sum(sizes)], world_size) // world_size, 0, 0
+    for size, owner in zip(sizes, owners, strict=True):
+        at_home = min(start + size, (owner + 1) * own) - max(start, owner * own)
+        away += size - max(0, at_home)
+        start += size
+    return away
+
+
+def muon_sent(sizes: Sequence[int], owners: Sequence[int], others: int, world_size: int) -> int:
+    """Bytes all ranks together send in a step: stage 2's, and two bytes an element to its owner and back."""
+    return sent(2, [sum(sizes), others], world_size) + 2 * 2 * muon_visits(sizes, owners, world_size)

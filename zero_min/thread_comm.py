@@ -105,7 +105,7 @@ class ThreadComm(Comm):
         total = self._meet(describe("all_reduce", tensor), tensor, add_up)
         return tensor.copy_(total)
 
-    def _all_to_all(self, call: str, parts: Sequence[Tensor]) -> list[Tensor]:
+    def _all_to_all(self, call: str, parts: Sequence[Tensor], sizes: Sequence[int] | None) -> list[Tensor]:
         return self._meet(call, parts, lambda all_: [sent[self.rank].clone() for sent in all_])
 
     def _reduce_scatter(self, call: str, parts: Sequence[Tensor]) -> Tensor:

@@ -33,7 +33,7 @@ def test_the_demo_trains_every_row_to_the_same_loss(world_size: int, tmp_path: P
     assert picture.stat().st_size > 20_000
 
 
-SOME_SLOW = [pytest.param(x, marks=pytest.mark.slow if x.number == 6 else []) for x in LESSONS]
+SOME_SLOW = [pytest.param(x, marks=pytest.mark.slow if x.number >= 6 else []) for x in LESSONS]
 
 
 @pytest.mark.parametrize("lesson", SOME_SLOW, ids=[lesson.folder for lesson in LESSONS])

@@ -18,6 +18,7 @@ QUESTIONS = {
     4: {5, 19},
     5: {18},
     6: set(),
+    7: set(),
 }
 PARTS = [
     "bill",

@@ -77,14 +77,11 @@ ROOMS = {  # and a room of zero_full only itself and these; what is not named ma
 }
 LONG_SIGNATURES = {
     *("initialize", "init_distributed"),  # DeepSpeed's, which scripts call by these names
-    *(
-        "adam_step",
-        "adam_step_stochastic",
-        "lamb_norms",
-        "lamb_step",
-    ),  # operators take nothing but tensors and numbers
+    *("adam_step", "lamb_norms", "lamb_step"),  # operators take nothing but tensors and numbers
+    "adam_step_stochastic",
     *("zero_full.optim.lamb.__init__", "zero_full.optim.muon.__init__"),  # options are what a file may say
     *("zero_full.optim.one_bit_adam.__init__", "zero_full.optim.zero_one_adam.__init__"),
+    "zero_full.optim.one_bit_lamb.__init__",
 }
 
 

@@ -14,7 +14,15 @@ from tests.zero_full.test_experts import topology_of
 
 OPTIONS = {"muon_lr": 0.05, "adam_lr": 0.01, "weight_decay": 0.1, "momentum": 0.9}
 SHAPES = {
-    **{"tall": (24, 5), "wide": (5, 24), "square": (9, 9), "row": (1, 9), "column": (7, 1), "tiny": (2, 1)},
+    **{
+        "tall": (24, 5),
+        "wide": (5, 24),
+        "square": (9, 9),
+        "row": (1, 9),
+        "column": (7, 1),
+        "tiny": (2, 1),
+        "one": (1, 1),
+    },
     **{"large": (40, 33), "empty": (0, 3), "unused": (6, 4), "frozen": (3, 8), "tied": (4, 7)},
     **{"embedding": (13, 4), "bias": (11,), "filter": (3, 2, 2), "scalar": ()},
 }
@@ -74,6 +82,7 @@ class Run:
     zero: dict[str, Any] = field(default_factory=dict, hash=False)
     options: dict[str, Any] = field(default_factory=dict, hash=False)
     experts: int | None = None  # how many ranks hold different ones
+    alike: bool = False  # all ranks have the first one's numbers
 
     def keys(self, world: int) -> dict[str, Any]:
         """The configuration. Three ranks add up: to divide by three would round."""
@@ -88,7 +97,7 @@ class Run:
             optimizer={"type": "Muon", "params": {**OPTIONS, **self.options}},
             gradient_accumulation_steps=self.micro_batches,
             gradient_clipping=self.clip,
-            gradient_allreduce_op="sum" if world == 3 else "mean",
+            gradient_allreduce_op="sum" if world == 3 and not self.alike else "mean",
             zero_optimization=zero,
             **precisions[self.precision],
         )

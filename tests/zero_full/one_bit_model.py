@@ -1,4 +1,4 @@
-"""1-bit and 0/1 Adam in fp64, on all ranks at once: what the papers' algorithms come to."""
+"""1-bit and 0/1 Adam in fp64, on all ranks at once: what the algorithms come to, written down plainly."""
 
 import math
 from typing import Any

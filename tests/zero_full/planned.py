@@ -189,7 +189,10 @@ def matrix() -> Iterator[Case]:
             for place, name in enumerate(names):
                 if (stage < 3 and name in ONLY_AT_STAGE_3) or (stage == 0 and name in NOT_AT_STAGE_0):
                     continue
-                yield Case(world, stage, name, list(PRECISIONS)[(2 * place + stage) % len(PRECISIONS)])
+                precision = list(PRECISIONS)[(2 * place + stage) % len(PRECISIONS)]
+                if "Muon" in name and precision == "nothing but bf16":  # which is refused
+                    precision = "no master"
+                yield Case(world, stage, name, precision)
 
 
 def measured(comm: Any, case: Case, folder: Path) -> dict[str, int]:

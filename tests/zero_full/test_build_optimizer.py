@@ -162,8 +162,6 @@ BAD = [
     ("Adam", {"weight_decy": 1}, r"optimizer\.params\.weight_decy: AdamW .*did you mean weight_decay\?"),
     ("SGD", {"zzz": 1}, r"optimizer\.params\.zzz: SGD .*takes lr, momentum"),
     ("Adam", {"params": []}, r"optimizer\.params\.params"),
-    ("OneBitAdam", {}, "OneBitAdam has not landed in zero_full yet; the nearest is Adam"),
-    ("ZeroOneAdam", {}, "not landed"),
     ("MuAdam", {}, "MuAdam has not landed in zero_full yet; the nearest is Adam"),
     ("Muon", {"ns_method": "gram"}, r"optimizer\.params\.ns_method cannot be gram: .*remove it"),
     ("Muon", {"adam_w_mode": False}, r"optimizer\.params\.adam_w_mode cannot be False"),

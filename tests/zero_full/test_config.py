@@ -283,6 +283,17 @@ def test_all_errors_are_reported_together_and_what_is_bad_hides_nothing() -> Non
             "bf16.bf16_optimizer_states: needs bf16.bf16_master_weights_and_grads true as well",
         ),
         (
+            {
+                "optimizer": {"type": "Muon"},
+                "bf16": {
+                    "enabled": True,
+                    "bf16_master_weights_and_grads": True,
+                    "bf16_optimizer_states": True,
+                },
+            },
+            "bf16.bf16_optimizer_states: Muon keeps what it remembers in fp32; remove it",
+        ),
+        (
             {"zero_optimization": {"mics_shard_size": 0}},
             "zero_optimization.mics_shard_size: 0 does not divide the world size 2; "
             "give a divisor of it, or -1 to shard over all ranks",

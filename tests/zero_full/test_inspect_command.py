@@ -48,6 +48,7 @@ def source(root: Path, monkeypatch: pytest.MonkeyPatch) -> MemorySource:
         counters={"micro": 3},
     )
     made.aliases = {"head": "words", "other": "words"}
+    made.savers = range(4)
     monkeypatch.setattr(command, "open_checkpoint", lambda folder, tag: made)
     return made
 

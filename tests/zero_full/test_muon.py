@@ -1,6 +1,8 @@
 """Muon: whole matrices at every stage, in the bits of torch's own on one process."""
 
 from collections import Counter
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -9,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import zero_full
-from tests.worlds import run_each
+from tests.worlds import POOL, run_each
 from tests.zero_full.muon_runs import (
     BY_ADAM,
     SHAPES,
@@ -208,3 +210,35 @@ def resumed(comm: Any, run: Run) -> list[str]:
 def test_a_rank_goes_on_from_its_own_state_bit_for_bit() -> None:
     runs = [Run(1, "bf16"), Run(3)]
     assert run_each(resumed, 2, [(run,) for run in runs]) == [[[], []]] * len(runs)
+
+
+def saved_after(comm: Any, run: Run, folder: Path, first: int, last: int) -> dict[str, Tensor]:
+    """From the checkpoint that is there, if any: some steps, and a new one."""
+    engine = engine_of(comm, run)
+    engine.load_checkpoint(folder)
+    for step in range(first, last):
+        one_step(engine, 0, step)
+    engine.save_checkpoint(folder)
+    found = values_of(engine)
+    engine.destroy()
+    return found
+
+
+ELSEWHERE = [
+    (2, Run(2)),
+    (4, Run(3, zero=PARTS)),
+    (1, Run(0)),
+    (3, Run(1, zero=HOST)),
+    (2, Run(3, zero=HOST)),
+]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_run_goes_on_at_other_stages_and_numbers_of_ranks_in_the_same_bits(
+    precision: str, tmp_path: Path
+) -> None:
+    for number, (world, run) in enumerate(ELSEWHERE):
+        run = replace(run, precision=precision, alike=True)
+        ranks = POOL.run(saved_after, world, run, tmp_path, number, number + 1)
+        for got in ranks:
+            assert not differences(got, expected(1, run, number + 1)), (world, run)

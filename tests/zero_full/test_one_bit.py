@@ -18,6 +18,7 @@ STEPS = 22
 # A step of each kind, numbered from 0, by the schedules in `one_bit_runs.py`.
 PHASES = {
     "OneBitAdam": {"learning": 2, "first at one bit": 4, "at one bit": 9},
+    "OneBitLamb": {"learning": 2, "first at one bit": 4, "at one bit": 9},
     "ZeroOneAdam": {"exact": 3, "at one bit": 4, "alone": 9, "meeting": 11, "first meeting": 7, "silent": 12},
 }
 TOGETHER = ("exact", "one bit", "meeting")  # kinds of steps after which all ranks have the same

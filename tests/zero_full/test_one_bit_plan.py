@@ -1,4 +1,4 @@
-"""A plan of 1-bit and 0/1 Adam: each phase's state and traffic are what ranks have and send, to the byte."""
+"""A plan of 1-bit rules: each phase's state and traffic are what ranks have and send, to the byte."""
 
 from typing import Any
 
@@ -15,12 +15,14 @@ from zero_min.ledger import held
 
 PARAMS: dict[str, dict[str, Any]] = {
     "OneBitAdam": {"freeze_step": 3},
+    "OneBitLamb": {"freeze_step": 3},
     "ZeroOneAdam": {
         **{"var_freeze_step": 7, "var_update_scaler": 2, "local_step_scaler": 2, "local_step_clipper": 4},
     },
 }
 STEPS = {  # numbered from 0; the second of a kind, because the first makes what all keep
     "OneBitAdam": {"the variance is learned": 1, "the momentum at one bit": 5},
+    "OneBitLamb": {"coefficients are learned": 1, "the momentum at one bit": 5},
     "ZeroOneAdam": {
         **{"exact gradients": 1, "gradients at one bit": 4, "each rank alone": 12, "a meeting": 15},
     },
@@ -77,6 +79,8 @@ def test_the_formula_of_its_memory() -> None:
     zero_one = plan(Net(), keys_of("ZeroOneAdam", {}), world)
     errors = 4 * NUMEL + 4 * (high - low)
     assert [phase.moments for phase in one.phases] == [8 * NUMEL, 8 * NUMEL + errors]
+    lamb = plan(Net(), keys_of("OneBitLamb", {}), world)
+    assert [phase.moments for phase in lamb.phases] == [8 * NUMEL, 12 * NUMEL + errors]
     together, alone = 8 * NUMEL + errors, 16 * NUMEL + errors
     assert [phase.moments for phase in zero_one.phases] == [8 * NUMEL, together, alone, together]
     rare = plan(Net(), keys_of("ZeroOneAdam", {}, var_update_scaler=9, local_step_clipper=1), world)

@@ -10,12 +10,13 @@ import zero_full
 from tests.worlds import POOL
 from tests.zero_full.one_bit_runs import Run, engine_of, one_step
 from tests.zero_full.runs import Net, config, data, said_by
-from tests.zero_full.test_one_bit import KINDS
-from zero_full.optim import OneBitAdam, ZeroOneAdam, build_optimizer
+from zero_full.optim import OneBitAdam, OneBitLamb, ZeroOneAdam, build_optimizer
 
-CLASSES = {"OneBitAdam": OneBitAdam, "ZeroOneAdam": ZeroOneAdam}
+CLASSES = {"OneBitAdam": OneBitAdam, "OneBitLamb": OneBitLamb, "ZeroOneAdam": ZeroOneAdam}
+KINDS = tuple(CLASSES)
 COUNTS = {
     "OneBitAdam": ("freeze_step",),
+    "OneBitLamb": ("freeze_step",),
     "ZeroOneAdam": ("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper"),
 }
 WRONG: list[tuple[dict[str, Any], str]] = [

@@ -45,7 +45,7 @@ def resumed(comm: Any, run: Run, at: int, by: str, folder: str) -> tuple[list[di
 def test_a_run_goes_on_bit_for_bit_in_every_phase(world: int, by: str, tmp_path: Path) -> None:
     cases = [
         (Run(kind, precision), at + 1, by, str(tmp_path / f"{kind} {precision} {phase}"))
-        for kind in KINDS
+        for kind in (*KINDS, "OneBitLamb")
         for precision in ("fp32", "bf16")
         for phase, at in PHASES[kind].items()
     ]
@@ -95,7 +95,9 @@ def loaded(comm: Any, kind: str, folder: str, drops: str) -> tuple[str, dict[str
     return said, now | variances, after
 
 
-@pytest.mark.parametrize(("kind", "at"), [("OneBitAdam", 6), ("ZeroOneAdam", 5), ("ZeroOneAdam", 11)])
+@pytest.mark.parametrize(
+    ("kind", "at"), [("OneBitAdam", 6), ("OneBitLamb", 6), ("ZeroOneAdam", 5), ("ZeroOneAdam", 11)]
+)
 def test_another_number_of_ranks_must_give_up_what_each_had_of_its_own(
     kind: str, at: int, tmp_path: Path
 ) -> None:

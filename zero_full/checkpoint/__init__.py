@@ -16,7 +16,7 @@ from zero_full.checkpoint.background import wait_for_checkpoint
 from zero_full.checkpoint.consolidate import export_checkpoint
 from zero_full.checkpoint.export import save_16bit_model, save_weights
 from zero_full.checkpoint.failure import CheckpointError
-from zero_full.checkpoint.folder import complete, latest_tag
+from zero_full.checkpoint.folder import complete, latest_tag, unfinished
 from zero_full.checkpoint.load import LoadOptions, Resumed, load_checkpoint
 from zero_full.checkpoint.one_save import SaveOptions
 from zero_full.checkpoint.reading import open_checkpoint
@@ -39,5 +39,6 @@ __all__ = [
     "save_16bit_model",
     "save_checkpoint",
     "save_weights",
+    "unfinished",
     "wait_for_checkpoint",
 ]

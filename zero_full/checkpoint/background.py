@@ -28,7 +28,6 @@ from zero_full.checkpoint.failure import CheckpointError, reasons, said
 from zero_full.checkpoint.one_save import CheckpointSave
 from zero_full.checkpoint.rank_file import Payload
 from zero_full.comm.notes import Notes
-from zero_full.shard.contents import Chunk
 from zero_full.shard.optimizer import ZeroOptimizer
 
 log = logging.getLogger("zero_full")
@@ -54,7 +53,7 @@ class CopyRoom:
             end = begin + chunk.values.nbytes
             room = self.memory[begin:end].view(chunk.values.dtype)
             room.copy_(chunk.values, non_blocking=True)
-            copies.append(Chunk(chunk.key, chunk.shape, chunk.start, room, chunk.holder))
+            copies.append(replace(chunk, values=room))
             begin = end
         for device in devices:
             torch.accelerator.current_stream(device).synchronize()

@@ -32,6 +32,8 @@ def inspect(options: argparse.Namespace) -> int:
 
 def _export(options: argparse.Namespace, max_shard_bytes: int) -> int:
     wish = Wish(DTYPES.get(options.dtype), options.exclude_frozen, max_shard_bytes)
+    if not options.out:
+        raise CheckpointError("OUT is empty: name the folder that the weights are to be written to")
     out = Path(options.out)
     with closing(open_checkpoint(Path(options.checkpoint), options.tag)) as source:
         with Progress("exporting", size_to_read(source, wish), sys.stderr) as progress:
@@ -50,7 +52,7 @@ def _export(options: argparse.Namespace, max_shard_bytes: int) -> int:
 def _inspect(options: argparse.Namespace) -> int:
     folder = Path(options.checkpoint)
     try:
-        source = open_checkpoint(Path(folder), options.tag)
+        source = open_checkpoint(folder, options.tag)
     except CheckpointError as error:
         beside = aligned([(f"  {name}", value) for name, value in neighbours(folder, None).rows()])
         raise CheckpointError("\n".join([str(error), *beside])) from error

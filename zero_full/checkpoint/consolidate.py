@@ -17,8 +17,9 @@ from torch import Tensor
 from zero_full.checkpoint.failure import CheckpointError
 from zero_full.checkpoint.files import CODES, TensorEntry, WeightFiles
 from zero_full.checkpoint.reading import open_checkpoint
-from zero_full.checkpoint.source import BUFFERS, PARAMETERS, Source
+from zero_full.checkpoint.source import Source
 from zero_full.checkpoint.weights import SINGLE
+from zero_full.shard.contents import BUFFERS, PARAMETERS
 from zero_full.wording import human, listed, natural
 
 CHUNK = 4 * 2**20  # bytes of a tensor that are read at a time: memory grows by several of them

@@ -167,7 +167,7 @@ def refuse_strange(directory: Path, tag: str, model: str) -> None:
     told = f"{place} exists and is %s, so it is left alone: choose another tag or another folder"
     if place.is_symlink():
         raise CheckpointError(told % "a link")
-    if not place.exists():
+    if not place.exists() or (place.is_dir() and not any(place.iterdir())):
         return
     if not place.is_dir() or sum(bool(OURS.fullmatch(path.name)) for path in place.iterdir()) < 3:
         raise CheckpointError(told % "no checkpoint of zero_full")

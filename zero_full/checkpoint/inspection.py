@@ -10,7 +10,8 @@ from typing import Any
 from zero_full.checkpoint.consolidate import Advance
 from zero_full.checkpoint.failure import CheckpointError
 from zero_full.checkpoint.folder import ASIDE
-from zero_full.checkpoint.source import PARAMETERS, STATE, Source, StoredTensor
+from zero_full.checkpoint.source import Source, StoredTensor
+from zero_full.shard.contents import PARAMETERS, STATE
 from zero_full.wording import human, listed, natural, shown
 
 LATEST = ("latest", "latest_universal")  # files with the name of the newest checkpoint
@@ -77,14 +78,9 @@ def verify(source: Source, advance: Advance = lambda size: None) -> list[str]:
                 advance((last - first) * stored.dtype.itemsize)
     for check in source.further_checks():
         attempt(check)
-    for rank in range(_ranks(source)):
+    for rank in source.savers:
         attempt(partial(source.private, rank))
     return list(wrong)
-
-
-def _ranks(source: Source) -> int:
-    world = (source.shared.get("about") or {}).get("world_size")
-    return world if isinstance(world, int) else 0
 
 
 def total(tensors: Sequence[StoredTensor]) -> dict[str, int]:

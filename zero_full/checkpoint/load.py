@@ -1,14 +1,13 @@
 """Load what a run goes on from: at any number of ranks, stage and precision, all of it or nothing.
 
 [Note: a load] First everything is compared and every byte that this rank needs is verified; only when all
-ranks are content, anything is changed. Then the schedule and other objects of the loop take their states,
-which they may refuse: they get their own back, and nothing has happened. Each rank reads its own ranges.
+ranks are content, anything is changed. First of all the schedule and other objects take their states, which
+they may refuse (`takers.py`): they get their own back, and nothing has happened. Each rank reads its own
+ranges.
 """
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
-from copy import deepcopy
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -22,24 +21,25 @@ from zero_full.checkpoint import randomness
 from zero_full.checkpoint.background import background_of
 from zero_full.checkpoint.failure import Attempt, CheckpointError
 from zero_full.checkpoint.own_state import OwnState
-from zero_full.checkpoint.plain_data import fingerprint
 from zero_full.checkpoint.reading import holds_latest, open_checkpoint
 from zero_full.checkpoint.save import Extras, group_members
 from zero_full.checkpoint.source import Source
 from zero_full.checkpoint.source_values import SourceValues, differences, is_of
+from zero_full.checkpoint.takers import Takers, made_in, set_rates
 from zero_full.comm.topology import this_rank
 from zero_full.precision.scaler import DynamicScale
 from zero_full.shard.apart import refuse_apart
 from zero_full.shard.base import NoOptimizer
-from zero_full.shard.contents import BUFFERS, PARAMETERS, Chunk, NewState
+from zero_full.shard.contents import BUFFERS, PARAMETERS, Chunk, NewState, put_back
 from zero_full.shard.flat import GatherState
-from zero_full.shard.gathered import load_others, names_and_values
+from zero_full.shard.gathered import load_others, names_and_values, own_and_made
 from zero_full.shard.optimizer import ZeroOptimizer
-from zero_full.shard.own_part import refuse_other_facts, take_facts, wake_all_but
+from zero_full.shard.own_part import OF_THIS_RUN, refuse_other_facts, take_facts, wake_all_but
 from zero_full.wording import listed
 
 log = logging.getLogger("zero_full")
-OF_THIS_RUN = {"params", "fused", "foreach", "capturable", "differentiable"}  # how it computes, and where
+BY_SCHEDULE = ("lr", "initial_lr", "betas", "momentum")  # options of groups that schedules change
+LIMITS = ("max_", "min_", "base_")  # which schedules note there
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,7 @@ class Resumed:
     counters: dict[str, Any] = field(default_factory=dict)
 
 
+@torch.inference_mode(False)
 @torch.no_grad()
 def load_checkpoint(
     module: nn.Module,
@@ -124,6 +125,8 @@ class CheckpointLoad:
         self.module, self.optimizer, self.source = module, optimizer, source
         self.wanted, self.extras = wanted, extras
         self.named = names_and_values(module)
+        self.own_tensors, _ = own_and_made(module)
+        self.keys: dict[str, str] = {}  # of the module's tensors, by name
         trains = not isinstance(optimizer.base, NoOptimizer)
         self.with_state = wanted.optimizer_states and not wanted.module_only and trains
         self.values, self.own = SourceValues(source), OwnState(source, optimizer)
@@ -148,8 +151,12 @@ class CheckpointLoad:
         self._match()
         if self.with_state:
             self._check_state()
-        self.objects = self._objects()
         self.values.check(self._chunks())
+        trained = {plain(member.name) for _, member in self.optimizer.parts.places.values()}
+        keys = {name: key for name, key in self.keys.items() if plain(name) not in trained}
+        place = {name: self.values.place[key] for name, key in keys.items() if key in self.values.place}
+        self.made = made_in(self.source, self.module, place)
+        self.takers = self._takers()
 
     def _match(self) -> None:
         """Find every tensor of the module in the source."""
@@ -161,6 +168,7 @@ class CheckpointLoad:
             if isinstance(value, Tensor):
                 names.setdefault(value, []).append(plain(name))
         keys = {tensor: contents.key_of(tensor, known[0]) for tensor, known in names.items()}
+        self.keys = {name: keys[v] for name, v in self.named.items() if isinstance(v, Tensor)}
         missing, wrong, used = list[str](), list[str](), set[str]()
         for tensor, known in names.items():
             stored = self._find(keys[tensor].partition("/")[0], known)
@@ -171,8 +179,13 @@ class CheckpointLoad:
             self.values.place[keys[tensor]] = stored
             wrong += differences(known[0], tensor, self.source.tensors[stored])
         mine = {key.partition("/")[0].partition("@")[2] for key in keys.values()}
-        unexpected = [key for key in self.source.tensors if is_of(key, mine) and key not in used]
-        self._judge(wrong, sorted(missing), sorted(key.partition("/")[2] for key in unexpected))
+        surplus = [key for key in self.source.tensors if is_of(key, mine) and key not in used]
+        unexpected = [key.partition("/")[2] for key in surplus]
+        if self.source.savers:  # others do not tell apart what modules make themselves
+            told = self.source.shared["others"].keys()
+            made = {plain(name) for name, value in self.named.items() if not isinstance(value, Tensor)}
+            missing, unexpected = [*missing, *(made - told)], [*unexpected, *(told - made)]
+        self._judge(wrong, sorted(missing), sorted(unexpected))
 
     def _judge(self, wrong: list[str], missing: Sequence[str], unexpected: Sequence[str]) -> None:
         where, told = self.source.path, list[str]()
@@ -207,11 +220,29 @@ class CheckpointLoad:
                 "(load_optimizer_states=False). Nothing was loaded"
             )
         refuse_other_facts(self.optimizer, shared)
+        if this_rank() == 0:
+            self._tell_options()
         if not self.wanted.drop_errors:
             self.own.find(self._ranks(), self._same_ranks())
             self.values.place.update({key: key for key in self.own.keys})
         self._refuse_other_groups(shared.get("members", ()))
         randomness.check(self.source.private(this_rank()).get("random"))
+
+    def _tell_options(self) -> None:
+        """Say which options of the optimizer become what they were, although this run gives others."""
+        by_schedule = BY_SCHEDULE if self.extras.lr_scheduler is not None else ()
+        pairs = zip(self.optimizer.param_groups, self.source.shared["groups"], strict=True)
+        for number, (here, saved) in enumerate(pairs):
+            skipped = {*OF_THIS_RUN, *by_schedule}
+            both = [key for key in saved if key in here.keys() - skipped and not key.startswith(LIMITS)]
+            values = {key: (_shown(saved[key]), _shown(here[key])) for key in both}
+            if told := [f"{key} {was}, not {now}" for key, (was, now) in values.items() if was != now]:
+                log.warning(
+                    "%s: parameter group %d goes on with the options that were saved: %s",
+                    self.source.path,
+                    number,
+                    "; ".join(told),
+                )
 
     def _refuse_other_groups(self, members: Iterable[Sequence[str]]) -> None:
         """CheckpointError if a parameter would get the options of another one's group."""
@@ -226,59 +257,15 @@ class CheckpointLoad:
                         "Nothing was loaded"
                     )
 
-    def _objects(self) -> list[tuple[str, Any, Any]]:
-        """What takes a state of its own: its name, the object, and the state that was saved."""
-        found, shared = list[tuple[str, Any, Any]](), self.source.shared
-        schedule, wanted = self.extras.lr_scheduler, self.wanted.lr_scheduler_states
-        if schedule is not None and wanted and not self.wanted.module_only:
-            state, kind = shared.get("lr_scheduler"), type(schedule).__name__
-            saved = shared.get("schedule", kind)
-            if state is None or saved != kind:
-                told = (
-                    "no state of a schedule" if state is None else f"the state of a {saved}, not of a {kind}"
-                )
-                raise CheckpointError(
-                    f"{self.source.path} has {told}: load without it (load_lr_scheduler_states=False). "
-                    "Nothing was loaded"
-                )
-            found.append(("the schedule", schedule, state))
+    def _takers(self) -> Takers:
+        """What takes a state of its own."""
+        takers, wanted = Takers(self.source), self.wanted
+        if wanted.lr_scheduler_states and not wanted.module_only:
+            takers.add_schedule(self.extras.lr_scheduler)
+        takers.add_made(self.module, self.made)
         if self.with_state:
-            kept = self._kept()
-            found += [(name, self.extras.kept[name], state) for name, state in kept.items()]
-        return found
-
-    def _kept(self) -> dict[str, Any]:
-        """The saved states of the objects that are to go on: this rank's, or what all ranks had alike."""
-        if not self.source.savers:  # written by somebody else
-            if self.extras.kept and this_rank() == 0:
-                log.warning("%s has no states of %s", self.source.path, listed(sorted(self.extras.kept)))
-            return {}
-        everyones = {rank: self.source.private(rank).get("kept", {}) for rank in self.source.savers}
-        unclaimed = sorted({name for each in everyones.values() for name in each} - self.extras.kept.keys())
-        if unclaimed and this_rank() == 0:
-            log.warning(
-                "%s has states of %s, which nobody takes: name them in keep_in_checkpoint (or Extras.kept) "
-                "before loading",
-                self.source.path,
-                listed(unclaimed),
-            )
-        found = {}
-        for name in self.extras.kept:
-            states = {rank: each[name] for rank, each in everyones.items() if name in each}
-            if len(states) < len(everyones):
-                raise CheckpointError(
-                    f"{self.source.path} has no state of {name}: load first, and name it in "
-                    "keep_in_checkpoint (or Extras.kept) after that; for training_dataloader, which "
-                    "initialize has made, set engine.training_dataloader = None before. Nothing was loaded"
-                )
-            if not self._same_ranks() and len({fingerprint(state) for state in states.values()}) > 1:
-                raise CheckpointError(
-                    f"{name} was saved by {len(states)} ranks, each its own state, and here are "
-                    f"{self._ranks()}: nobody can say which is whose. Let its state_dict be the same on all "
-                    "ranks. Nothing was loaded"
-                )
-            found[name] = states[this_rank() if self._same_ranks() else min(states)]
-        return found
+            takers.add_kept(self.extras, self._same_ranks(), self._ranks())
+        return takers
 
     def _same_ranks(self) -> bool:
         """Whether this rank goes on where one has saved."""
@@ -293,9 +280,8 @@ class CheckpointLoad:
         """Where values go; with room for the optimizer's state."""
         contents = self.optimizer.contents
         first: dict[Tensor, str] = {}
-        for name, value in self.named.items():
-            if isinstance(value, Tensor):
-                first.setdefault(value, name)
+        for name, tensor in self.own_tensors.items():
+            first.setdefault(tensor, name)
         whole = contents.whole({name: tensor for tensor, name in first.items()})
         chunks = [*contents.masters(), *contents.frozen(), *whole]
         chunks = [chunk for chunk in chunks if chunk.key in self.values.place]
@@ -306,14 +292,11 @@ class CheckpointLoad:
 
     def change(self, attempt: Attempt) -> None:
         """Do all of it. Every rank must call this, after all have checked."""
-        before = list[tuple[Any, Any]]()
-        attempt(lambda: self._hand_out(before))
+        attempt(self.takers.hand_out)
         try:
             attempt.agree()
         except BaseException:
-            for each, state in before:
-                with suppress(Exception):  # of one that takes no state at all, which has been told
-                    each.load_state_dict(state)
+            self.takers.take_back()
             raise
         attempt(self.fill)
         try:
@@ -324,17 +307,6 @@ class CheckpointLoad:
         except Exception as error:
             raise CheckpointError(f"{error}. Some parameters are changed already: load again") from error
 
-    def _hand_out(self, before: list[tuple[Any, Any]]) -> None:
-        """Give the objects their states, and note what they had."""
-        for name, each, state in self.objects:
-            before.append((each, deepcopy(each.state_dict())))
-            try:
-                each.load_state_dict(state)
-            except Exception as error:
-                raise CheckpointError(
-                    f"{name} cannot take the state in {self.source.path}: {error!r}. Nothing was loaded"
-                ) from error
-
     def fill(self) -> None:
         """Read this rank's ranges. Parameters follow when all ranks are done."""
         shared = self.source.shared
@@ -342,27 +314,26 @@ class CheckpointLoad:
             self.optimizer.contents.stepper.load_own({})
         if "asleep" in shared:
             wake_all_but(self.optimizer, shared["asleep"])
-        self.values.read(self._chunks())
+        chunks = self._chunks()
+        self.values.read(chunks)
+        put_back(chunks)
         if self.state is not None:
             self.state.install()
             take_facts(self.optimizer, self._facts())
             self.own.install()
+        elif self.takers.takes_schedule:
+            set_rates(self.optimizer.param_groups, self.extras.lr_scheduler)
         self.optimizer.zero_grad()
-        load_others(self.module, {k: v for k, v in shared.get("others", {}).items() if k in self.named})
         if self._same_ranks():
             self._take_own_buffers()
+        load_others(self.module, self.made)  # once more: what they make of it may need the new parameters
 
     def _facts(self) -> dict[str, Any]:
         """Those that mean something here: a static loss scale is what the configuration says."""
         facts, scaler = dict(self.source.shared), self.optimizer.scaler
-        known = facts.get("scaler", {}).keys() == scaler.state_dict().keys()
-        if not (known and isinstance(scaler, DynamicScale)):
+        is_alike = facts.get("scaler", {}).keys() == scaler.state_dict().keys()
+        if not (is_alike and isinstance(scaler, DynamicScale)):
             facts.pop("scaler", None)
-        known_here = [group.keys() - OF_THIS_RUN for group in self.optimizer.param_groups]
-        facts["groups"] = [
-            {k: v for k, v in options.items() if k in known}
-            for options, known in zip(facts["groups"], known_here, strict=True)
-        ]
         return facts
 
     def _take_own_buffers(self) -> None:
@@ -371,6 +342,7 @@ class CheckpointLoad:
         for key, values in own.items():
             if key in targets:
                 targets[key].values.copy_(values)
+        put_back(targets.values())
 
     def finish(self) -> None:
         """Parameters follow their masters, on all ranks."""
@@ -394,3 +366,7 @@ class CheckpointLoad:
                 "of ranks, or not at all",
                 self.source.path,
             )
+
+
+def _shown(option: Any) -> str:
+    return repr(tuple(option) if isinstance(option, list) else option)

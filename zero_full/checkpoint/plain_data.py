@@ -61,7 +61,8 @@ class Encoder:
         return self._rare(value, where)
 
     def _members(self, value: Iterable[Any], where: str, depth: int) -> list[Any]:
-        return [self.encode(each, f"{where}[...]", depth + 1) for each in value]
+        encoded = [self.encode(each, f"{where}[...]", depth + 1) for each in value]
+        return sorted(encoded, key=json.dumps) if isinstance(value, (set, frozenset)) else encoded
 
     def _mapping(self, value: Mapping[Any, Any], kind: str, where: str, depth: int) -> Any:
         deeper = depth + 1

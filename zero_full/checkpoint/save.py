@@ -215,12 +215,24 @@ class Taken:
         for name, value in self.named.items():
             if isinstance(value, Tensor):
                 first.setdefault(value, name)
+        self._refuse_gone(module)
         self.first = first
         contents = optimizer.contents
         whole = contents.whole({name: tensor for tensor, name in first.items()})
         self.whole = list(whole)  # what every rank has
         self.cut = [*contents.masters(), *contents.state(), *contents.frozen()]
         self.own = list(contents.own(this_rank()))
+
+    def _refuse_gone(self, module: nn.Module) -> None:
+        """CheckpointError if a parameter that is trained is not the module's any longer."""
+        own = set(module.parameters())
+        for param, (_, member) in self.optimizer.parts.places.items():
+            shown = self.named.get(member.name)
+            if param not in own and isinstance(shown, Tensor) and shown in own:
+                raise CheckpointError(
+                    f"{member.name} is another parameter now than at initialize (tied, or replaced), so two "
+                    "would be saved under one name: tie weights and replace modules before initialize"
+                )
 
     def buffers(self) -> dict[str, Chunk]:
         """What ranks may have different values of."""
@@ -244,7 +256,7 @@ class Taken:
 
     def shared(self, extras: Extras, client_state: Mapping[str, Any]) -> dict[str, Any]:
         """What is no range of a tensor, and the same for all ranks."""
-        others = {name: value for name, value in self.named.items() if not isinstance(value, Tensor)}
+        others = {plain(name): v for name, v in self.named.items() if not isinstance(v, Tensor)}
         names = {name: self.first[v] for name, v in self.named.items() if isinstance(v, Tensor)}
         scheduler = extras.lr_scheduler
         return {

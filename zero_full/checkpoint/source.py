@@ -1,10 +1,6 @@
 """Where a load gets its values from: named tensors, flattened, in pieces that lie in files.
 
-A tensor's key says what it is:
-
-    parameters/NAME        a parameter, in the best precision that there is: the master, where there is one
-    state/ENTRY/NAME       what the optimizer keeps of it, element by element: state/exp_avg/layers.0.weight
-    buffers/NAME           a buffer, or another tensor of the module's state dict
+A tensor's key says what it is: see `shard/contents.py`.
 
 Whoever writes files of another kind makes a `Source` of them: what is loaded, exported and inspected is the
 same for all.
@@ -19,8 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-PARAMETERS, STATE, BUFFERS = "parameters", "state", "buffers"
 
 
 @dataclass(frozen=True)

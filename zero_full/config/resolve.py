@@ -152,6 +152,9 @@ def _clashes(config: Config, world_size: int) -> Iterator[str]:
             "bf16.stochastic_rounding: needs bf16.bf16_master_weights_and_grads true as well: masters in "
             "fp32 lose no small updates"
         )
+    is_muon = config.optimizer is not None and config.optimizer.type.lower() == "muon"
+    if config.bf16.bf16_optimizer_states and is_muon:
+        yield "bf16.bf16_optimizer_states: Muon keeps what it remembers in fp32; remove it"
     first, least = 2**config.fp16.initial_scale_power, config.fp16.min_loss_scale
     if config.fp16.enabled and config.fp16.loss_scale == 0 and least > first:
         yield (

@@ -13,6 +13,7 @@ DeepSpeed's own rule knows names only, so that GPT-2's `wte` is Muon's there; an
 dimensions and more, which is AdamW's here.
 """
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -28,6 +29,7 @@ from zero_full.optim.fused_adam import sweep
 from zero_full.optim.step import Peers, Piece, Stepper, Whole, alike, loss_of, operators_for
 from zero_full.wording import shown
 
+log = logging.getLogger("zero_full")
 NOT_HIDDEN = ("embed", "lm_head")
 OF_MUON = ("momentum", "nesterov", "ns_steps", "ns_coefficients", "ns_eps", "adjust_lr_fn")
 OF_ADAM = ("betas", "eps")
@@ -87,6 +89,8 @@ class Muon(Optimizer):
             "use_muon": use_muon,
         }
         super().__init__(params, _checked(given))
+        if not any(group["use_muon"] for group in self.param_groups):
+            log.warning("Muon has no hidden matrix here: AdamW steps all parameters")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group for the matrices among these parameters, and one for all else."""
@@ -144,8 +148,9 @@ class MuonStep(Stepper):
 
     def begin(self, pieces: Sequence[Piece]) -> None:
         """Every rank looks at all groups, which may have been edited: all fail, or none."""
-        for group in self.optimizer.param_groups:
+        for number, group in enumerate(self.optimizer.param_groups):
             _checked(group)
+            _refuse_without_effect(number, group)
 
     def step(self, pieces: Sequence[Piece], factor: float, peers: Peers) -> None:
         """Masters, state and copies change."""
@@ -232,6 +237,18 @@ def _adjustment(kind: str | None, shape: torch.Size) -> float:
 def _wide(master: Tensor) -> torch.dtype:
     """In what type averages are kept."""
     return torch.promote_types(master.dtype, torch.float32)
+
+
+def _refuse_without_effect(number: int, group: Mapping[str, Any]) -> None:
+    """Raise if somebody has edited a group in a way that cannot be followed."""
+    is_muons = group["use_muon"]
+    if any(name not in group for name in (OF_MUON if is_muons else OF_ADAM)):
+        raise ValueError(
+            f"use_muon of parameter group {number} has become {is_muons}: whose update it is cannot change "
+            "after the optimizer is made, because the one's state means nothing to the other"
+        )
+    for name in (name for name, _ in RATES.values() if name in group):
+        raise ValueError(f"{name} in parameter group {number} has no effect: set its lr")
 
 
 def _checked(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ the one that stays. The factor is the largest ratio of their roots. It is kept b
 a small part from step to step.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -59,6 +59,7 @@ class OneBitLamb(OneBitOptimizer, Coefficients):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         eps_inside_sqrt: bool = False,
+        *,
         weight_decay: float = 0.0,
         max_grad_norm: float = 0.0,
         max_coeff: float = 10.0,
@@ -70,7 +71,6 @@ class OneBitLamb(OneBitOptimizer, Coefficients):
         factor_max: float = 4.0,
         factor_min: float = 0.5,
         factor_threshold: float = 0.1,
-        *,
         per_tensor_scales: bool = True,
     ) -> None:
         options = {
@@ -127,6 +127,13 @@ class OneBitLambStep(OneBitStep):
     def averages(self) -> bool:
         """While the variance is learned."""
         return self.steps < self.learning
+
+    def phases(self) -> dict[str, Callable[[], None]]:
+        """For plans."""
+        return {
+            "coefficients are learned": partial(setattr, self, "steps", 0),
+            "the momentum at one bit": partial(setattr, self, "steps", self.learning),
+        }
 
     def begin(self, pieces: Sequence[Piece]) -> None:
         """Every rank looks at all groups, which may have been edited: all fail, or none."""

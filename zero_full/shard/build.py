@@ -4,6 +4,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
@@ -181,8 +182,11 @@ def _broadcast(tensor: Tensor, pair: Pair, name: str) -> None:
     for group in (pair.shard, pair.across):
         if raw.numel():
             group.broadcast(raw, name)
-    if sent.data_ptr() != tensor.data_ptr():
-        tensor.copy_(sent)
+    if sent.data_ptr() != tensor.data_ptr() and not torch.equal(tensor, sent):
+        try:
+            tensor.copy_(sent)
+        except RuntimeError as error:
+            raise RuntimeError(f"{name} cannot get the first rank's values: {error}") from error
 
 
 def _refuse_released(named: Sequence[Named]) -> None:

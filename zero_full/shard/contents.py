@@ -13,7 +13,7 @@ What the optimizer keeps of a parameter as a whole, such as `step`, is no chunk 
 A load is done in two steps: `check` finds what is wrong before anything has changed, `fill` changes it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Protocol
@@ -40,8 +40,9 @@ class Chunk:
     key: str
     shape: tuple[int, ...]  # of the whole tensor
     start: int  # of these elements, in the flattened tensor
-    values: Tensor  # these elements, in one dimension: no copy
+    values: Tensor  # these elements, in one dimension: the memory itself, unless `scattered`
     holder: tuple[int, int] = (0, 1)  # which of how many ranks that have the same elements
+    scattered: Tensor | None = None  # whole tensors whose elements do not lie in order: these are a copy
     differs: bool = False  # each of these ranks has other values
 
     @property
@@ -190,7 +191,8 @@ class Contents:
         for name, tensor in named.items():
             if isinstance(tensor, Tensor) and tensor not in self.parts.places:
                 holder = place, pair.shard.size * pair.across.size
-                yield Chunk(self.key_of(tensor, name), tuple(tensor.shape), 0, _flat(tensor), holder)
+                key, scattered = self.key_of(tensor, name), None if tensor.is_contiguous() else tensor
+                yield Chunk(key, tuple(tensor.shape), 0, _flat(tensor), holder, scattered)
 
 
 def _state_chunk(key: str, piece: Piece, value: Any, holder: tuple[int, int]) -> Chunk:
@@ -212,10 +214,19 @@ def _is_number(entry: str, value: Any, piece: Piece) -> bool:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    return tensor.detach().reshape(-1)
+    return tensor.detach().contiguous().view(-1)
 
 
 # Loading -----------------------------------------------------------------------------------------
+
+
+def put_back(chunks: Iterable[Chunk]) -> None:
+    """Tensors whose elements do not lie in order take what was put into the copies of them."""
+    for chunk in chunks:
+        if chunk.scattered is not None:
+            new = chunk.values.view(chunk.shape)
+            if not torch.equal(chunk.scattered, new):  # one number, shown many times, cannot be written
+                chunk.scattered.detach().copy_(new)
 
 
 class NewState:

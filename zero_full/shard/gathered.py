@@ -3,6 +3,7 @@
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from copy import deepcopy
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -16,7 +17,7 @@ from zero_full._compat import version_of
 from zero_full.comm.topology import this_rank
 from zero_full.shard.apart import refuse_apart
 from zero_full.shard.checksum import checksum
-from zero_full.shard.contents import OwnPart, kept
+from zero_full.shard.contents import OwnPart, kept, put_back
 from zero_full.shard.flat import FlatParameter, Member, is_released
 from zero_full.shard.optimizer import ZeroOptimizer
 from zero_full.shard.owners import owner_of
@@ -97,32 +98,46 @@ def load_whole_state_dict(
 
 def own_state_dict(module: nn.Module, optimizer: ZeroOptimizer) -> dict[str, Any]:
     """This rank's frozen slices and whole tensors, which the optimizer's state does not have."""
-    named = names_and_values(module)
-    chunks = chain(optimizer.contents.frozen(), optimizer.contents.whole(named))
-    others = {name: value for name, value in named.items() if not isinstance(value, Tensor)}
-    return {"tensors": kept(chunks), "others": others}
+    own, others = own_and_made(module)
+    chunks = chain(optimizer.contents.frozen(), optimizer.contents.whole(own))
+    return {"tensors": kept(chunks), "others": {name: copied(value) for name, value in others.items()}}
 
 
 @torch.no_grad()
 def load_own_state_dict(module: nn.Module, optimizer: ZeroOptimizer, state: Mapping[str, Any]) -> None:
     """Restore what `own_state_dict` of the same rank has returned."""
     part = OwnPart(state["tensors"], {})
-    named = names_and_values(module)
-    chunks = [*optimizer.contents.frozen(), *optimizer.contents.whole(named)]
+    own, _ = own_and_made(module)
+    chunks = [*optimizer.contents.frozen(), *optimizer.contents.whole(own)]
     known = {chunk.key for chunk in chunks} | optimizer.contents.shapes().keys()
     if surplus := [key for key in part.shapes if key not in known]:
         raise ValueError(f"this rank's saved part has {listed(surplus)}, which the model lacks")
     part.check(chunks)
     part.read(chunks)
+    put_back(chunks)
     for flat in optimizer.frozen:
         flat.node_copy = None
     load_others(module, state["others"])
 
 
 def load_others(module: nn.Module, others: Mapping[str, Any]) -> None:
-    """Give modules back what they have told by `get_extra_state`."""
+    """Give modules back what they have made for their state dict."""
     with _unguarded():
         module.load_state_dict(others, strict=False)
+
+
+def own_and_made(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The module's state dict: its own tensors; and what modules and hooks make for it and take back."""
+    there = {*module.parameters(), *module.buffers()}
+    own, made = dict[str, Any](), dict[str, Any]()
+    for name, value in names_and_values(module).items():
+        (own if isinstance(value, Tensor) and value in there else made)[name] = value
+    return own, made
+
+
+def copied(value: Any) -> Any:
+    """The same, which nobody else changes."""
+    return value.detach().clone() if isinstance(value, Tensor) else deepcopy(value)
 
 
 def _is_in(value: Any, params: Container[Any]) -> bool:

@@ -8,6 +8,8 @@ from zero_full._compat import plain
 from zero_full.shard.contents import NewState, OwnPart, kept
 
 Optimizer = Any  # a `ZeroOptimizer`, which imports this module
+# Of the options of a parameter group: how it computes, and where; and whether an Adam is an AdamW.
+OF_THIS_RUN = {"params", "fused", "foreach", "capturable", "differentiable", "decoupled_weight_decay"}
 ALIKE = frozenset(("Adam", "AdamW"))  # optimizers that keep the same
 
 
@@ -96,7 +98,7 @@ def take_facts(optimizer: Optimizer, facts: Mapping[str, Any]) -> None:
     if "stepper" in facts:
         optimizer.contents.stepper.load_state_dict(facts["stepper"])
     for group, options in zip(optimizer.param_groups, facts["groups"], strict=True):
-        group.update(options)
+        group.update({k: v for k, v in options.items() if k in group.keys() - OF_THIS_RUN})
     optimizer.zero_grad()
 
 

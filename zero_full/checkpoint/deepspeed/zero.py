@@ -30,10 +30,9 @@ from zero_full.checkpoint.deepspeed.ranges import (
     told,
 )
 from zero_full.checkpoint.failure import CheckpointError
-from zero_full.checkpoint.source import PARAMETERS, STATE
 from zero_full.checkpoint.torch_file import SavedTensor
 from zero_full.checkpoint.unpickle import load_saved
-from zero_full.shard.contents import STEP
+from zero_full.shard.contents import PARAMETERS, STATE, STEP
 
 
 @dataclass(frozen=True)
