@@ -25,7 +25,7 @@ import torch
 import zero_full
 from tests.bench import interleave, limited_steps, link, volume
 from tests.bench.interleave import Ratio
-from tests.bench.limited_steps import ADAM, ADAM_ROW, ALONE, EVERY, IN_16, ONE_BIT_ROW, Found
+from tests.bench.limited_steps import ADAM, ADAM_ROW, ALONE, DDP, EVERY, IN_16, ONE_BIT_ROW, Found
 from tests.worlds import Pool
 from zero_min.gpt import GPT, GPTConfig, batch, load_text
 
@@ -215,12 +215,14 @@ def computed_report(found: Found, rate: int) -> str:
 
 
 def link_ratios(where: str, found: Found, rate: int | None) -> list[Ratio]:
-    """Each compressed row's step over Adam's."""
-    adam = found.seconds[ADAM_ROW]
+    """Each compressed row's step over Adam's, and over that of torch's DDP."""
+    adam, ddp = found.seconds[ADAM_ROW], found.seconds.get(DDP)
     result = []
     for name in (ONE_BIT_ROW, EVERY, IN_16):
         target = TARGET if rate == link.RATES["100 Mbit"] and name != ONE_BIT_ROW else None
         result.append(interleave.ratio(f"{where}: {name} / Adam", found.seconds[name], adam, target))
+        if ddp is not None:
+            result.append(interleave.ratio(f"{where}: {name} / DDP", found.seconds[name], ddp))
     return result
 
 
