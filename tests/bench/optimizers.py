@@ -50,7 +50,7 @@ class Row:
 LARGE = {"batch": 64, "steps": 160}
 ROWS = {
     "Adam": Row("AdamW", {"lr": 4e-3, **BETAS}, "Adam"),
-    "Muon": Row("Muon", {"muon_lr": 2e-2, "adam_lr": 4e-3}, "Adam"),
+    "Muon": Row("Muon", {"muon_lr": 4e-2, "adam_lr": 8e-3}, "Adam"),
     "1-bit Adam": Row("OneBitAdam", {"lr": 4e-3, **BETAS, "freeze_step": 100}, "Adam"),
     "0/1 Adam": Row(
         "ZeroOneAdam",
