@@ -94,7 +94,7 @@ INSTEAD = {  # the longest that a name begins with counts
         '"optimizer": {"type": "Adam"} in the configuration'
     ),
     "deepspeed.ops.lamb": 'zero_full.Lamb, or "optimizer": {"type": "Lamb"} in the configuration',
-    "deepspeed.runtime.fp16": "1-bit optimizers have not landed yet; the nearest are Adam and Lamb",
+    "deepspeed.runtime.fp16": "zero_full.OneBitAdam and zero_full.ZeroOneAdam; 1-bit LAMB has not landed yet",
     "deepspeed.pipe": "there are no pipelines: train the model as one nn.Module",
     "deepspeed.runtime.pipe": "there are no pipelines: train the model as one nn.Module",
     "deepspeed.profiling": "torch.profiler, or torch.utils.flop_counter",
