@@ -40,7 +40,8 @@ class ZeroOneAdam(OneBitOptimizer):
     comm_backend_name   "nccl", "gloo", "mpi" or "hccl": over what ranks must talk; None: over what they do
     exp_avg_mask        as `OneBitAdam`'s
 
-    In the middle of an interval each rank has parameters of its own, of which `engine.optimizer.meet()` makes
+    Stage 0; and stage 1, at which the variance is cut, see [Note: shared variance] in
+    `optim/shared_variance.py`. In the middle of an interval each rank has parameters of its own, of which `engine.optimizer.meet()` makes
     common ones: call it before you evaluate or export. A checkpoint needs no meeting.
 
     What DeepSpeed 0.19.6 does otherwise: its `bias_correction` and `eps_inside_sqrt` have no effect and the
