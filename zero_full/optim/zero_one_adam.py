@@ -41,7 +41,9 @@ class ZeroOneAdam(OneBitOptimizer):
     exp_avg_mask        as `OneBitAdam`'s
 
     Stage 0; and stage 1, at which the variance is cut, see [Note: shared variance] in
-    `optim/shared_variance.py`. In the middle of an interval each rank has parameters of its own, of which `engine.optimizer.meet()` makes
+    `optim/shared_variance.py`.
+
+    In the middle of an interval each rank has parameters of its own, of which `engine.optimizer.meet()` makes
     common ones: call it before you evaluate or export. A checkpoint needs no meeting.
 
     What DeepSpeed 0.19.6 does otherwise: its `bias_correction` and `eps_inside_sqrt` have no effect and the
