@@ -9,6 +9,7 @@ migrate: names or instead  what DeepSpeed's names are here
 rooms: graph or table    who imports whom in zero_full
 bench: here              what `make bench` has printed on this machine, if it has
 record: NAME             what a benchmark has printed, as site/records/NAME.md keeps it
+plot: NAME               the same as a picture (record_plots.py)
 list: notebooks          links to the notebooks
 """
 
@@ -22,6 +23,7 @@ import formulas
 import import_graph
 import migrate_tables
 import notebook_pages
+import record_plots
 import snippets
 from places import ROOT, SiteError, relative, relinked
 
@@ -96,6 +98,7 @@ KINDS: dict[str, Callable[[str, str], str]] = {
     "rooms": _rooms,
     "bench": _bench,
     "record": _record,
+    "plot": record_plots.render,
     "list": _list,
 }
 

@@ -1,5 +1,6 @@
 """The hooks by themselves: what they cut out is right, and a mistake on a page stops the build."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import import_graph
 import migrate_tables
 import notebook_pages
 import places
+import record_plots
 import snippets
 
 
@@ -182,3 +184,37 @@ def test_the_page_of_migration_has_every_name_of_the_command() -> None:
         assert path == "deepspeed" or f"| `{path}` | {text.replace('|', chr(92) + '|')} |" in page
     assert "`DeepSpeedEngine` → `Engine`" in migrate_tables.same("", "x.md")
     assert "| `engine." in page
+
+
+RECORDS: dict[str, dict[str, Any]] = {
+    "optimizers": {
+        "seeds": [0, 1],
+        "curves": {
+            "Adam": {"steps": [20, 40], "losses": [[3.0, 2.5], [3.1, 2.75]]},
+            "LAMB, large batch": {"steps": [20, 40], "losses": [[3.0, 2.0], [3.0, 2.25]]},
+        },
+    },
+    "compression_bytes": {
+        "steps": 2,
+        "counted": {"2": {"Adam": {"sent": [400, 400], "formula": [400, 500], "numel": 100}}},
+    },
+    "compression_link": {"links": {"2 ranks, 100 Mbit": {"seconds": {"DDP": 0.5, "0/1 Adam": 0.02}}}},
+}
+SEEN = {
+    "optimizers": "Adam ends at 2.625, its seeds from 2.500 to 2.750; LAMB, large batch ends at 2.125",
+    "compression_bytes": "Bytes a parameter after 2 steps: Adam on 2 ranks 8.0, closed form 9.0.",
+    "compression_link": "Milliseconds a step. 2 ranks, 100 Mbit: DDP 500, 0/1 Adam 20.",
+}
+
+
+@pytest.mark.parametrize("name", record_plots.PLOTS)
+def test_a_plot_says_what_the_record_says(name: str) -> None:
+    printed = ["# what people read", json.dumps(RECORDS[name])]
+    figure = record_plots.drawn(name, printed)
+    assert SEEN[name] in figure and "\n\n" not in figure
+    assert "currentColor" in figure and "#000000" not in figure and "background" not in figure
+
+
+def test_a_plot_of_what_is_not_recorded_stops_the_build() -> None:
+    with pytest.raises(places.SiteError, match="asks for a plot of nothing; there are optimizers"):
+        record_plots.render("nothing", "page.md")
