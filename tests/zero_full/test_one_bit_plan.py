@@ -10,6 +10,7 @@ from tests.worlds import POOL
 from tests.zero_full.runs import Net, config, data
 from zero_full.checkpoint.save import Taken
 from zero_full.comm.chunks import Chunks
+from zero_full.config import ConfigError
 from zero_full.plan import plan, plan_stages
 from zero_min.ledger import held
 
@@ -102,3 +103,5 @@ def test_side_by_side_are_the_stages_that_it_serves() -> None:
     for kind, stages in (("OneBitAdam", [0]), ("ZeroOneAdam", [0, 1]), ("AdamW", [0, 1, 2, 3])):
         keys = config(0, optimizer={"type": kind, "params": {}})
         assert [each.stage for each in plan_stages(Net(), keys, 2)] == stages
+    with pytest.raises(ConfigError, match="no optimizer is named 'OneBitAdams'; did you mean OneBitAdam"):
+        plan_stages(Net(), config(0, optimizer={"type": "OneBitAdams", "params": {}}), 2)

@@ -49,6 +49,8 @@ def test_a_run_goes_on_bit_for_bit_in_every_phase(world: int, by: str, tmp_path:
         for precision in ("fp32", "bf16")
         for phase, at in PHASES[kind].items()
     ]
+    masked = Run("ZeroOneAdam", masked=True, options={"per_tensor_scales": False})
+    cases += [(masked, at, by, str(tmp_path / f"masked {at}")) for at in (6, 13)]
     for case, ranks in zip(cases, run_each(resumed, world, cases), strict=True):
         for rank, (plain, again) in enumerate(ranks):
             for before, after in zip(plain, again, strict=True):

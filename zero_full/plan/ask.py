@@ -57,7 +57,9 @@ def plan_stages(
     """The same for every stage that the optimizer can serve, whatever the config says, to choose from."""
     resolved, cluster = _resolved(config, world), Cluster(world, expert_parallel, device)
     left = _activations(model, resolved.config, inputs)
-    stages = STAGES if (chosen := resolved.config.optimizer) is None else served_stages(chosen.type)
+    stages: Sequence[int] = STAGES
+    with suppress(ValueError):  # of a name that nobody knows, which the first plan tells
+        stages = STAGES if (chosen := resolved.config.optimizer) is None else served_stages(chosen.type)
     return [_plan(model, _at_stage(resolved, stage), cluster, left) for stage in stages]
 
 
