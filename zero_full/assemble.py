@@ -35,7 +35,7 @@ from zero_full.shard import Connection, Dealer, Settings, ZeroOptimizer, connect
 from zero_full.shard.base import NoOptimizer
 from zero_full.shard.gathered import guard
 from zero_full.shard.passes import Rules
-from zero_full.shard.served import refuse_other_backend, refuse_unserved
+from zero_full.shard.served import refuse_other_backend, served
 from zero_full.wording import listed
 
 OPERATORS = "operators"
@@ -148,14 +148,14 @@ def _operators(device: torch.device, tier: Tier) -> Iterator[tuple[str, str]]:
 
 def assemble(model: nn.Module, topology: Topology, prepared: Prepared) -> ZeroOptimizer:
     """Open the groups, deal the parameters, put the optimizer over them. Every rank must call this."""
-    settings, deferred, base = prepared.settings, prepared.deferred, prepared.base
+    deferred, base = prepared.deferred, prepared.base
+    settings = served(base, prepared.settings, topology)
     device = deferred.device
     separate = settings.overlap or device.type != "cpu"  # there all is queued, overlap or not
     connection = Connection(device, Traffic(), separate, settings.check_timeout_s, settings.shared_memory)
     groups = connect(topology, settings, connection)
     if groups.dense.shard.size > 1 or (groups.expert is not None and groups.expert.shard.size > 1):
         check_elementwise(base, settings.allow_untested)
-    refuse_unserved(base, settings, groups)
     refuse_other_backend(base, groups, device)
     if topology.model is not None and hasattr(base, "zero_full_stepper"):
         _refuse_split(model, base, topology)

@@ -232,7 +232,9 @@ def main(world: int = 4) -> None:
         mean = [sum(each) / len(runs) for each in zip(*map(_smooth, runs), strict=True)]
         ends = ", ".join(f"{_smooth(run)[-1]:.3f}" for run in runs)
         print(f"{name}: loss of the last 10 of {STEPS} steps on {world} ranks, seed by seed: {ends}")
-        right.plot(mean, color=COLOURS[name], label=name)
+        right.plot(
+            mean, "--" if make is TRAINERS["Muon on cut matrices"] else "-", color=COLOURS[name], label=name
+        )
     label(right, f"Training, {world} ranks, mean of three seeds", "step", "loss, mean of 10 steps")
     right.set_ylim(2.0, 4.5)
     save(figure, 7)

@@ -115,6 +115,11 @@ class Model:
 
     def spread(self, name: str) -> Tensor:
         corrected = 1 - self.group(name)["betas"][1] ** self.k[name]
+        if self.run.stage == 1:  # everyone has the root in bf16
+            corrected = corrected if self.o.get("bias_correction", True) else 1
+            root = (self.v[name] / corrected).float().sqrt().to(torch.bfloat16).double()
+            eps = self.group(name)["eps"]
+            return (root * root + eps).sqrt() if self.o.get("eps_inside_sqrt") else root + eps
         v, eps = (
             self.v[name] / (corrected if self.o.get("bias_correction", True) else 1),
             self.group(name)["eps"],

@@ -73,6 +73,7 @@ class Run:
     clip: float = 0.0
     options: dict[str, Any] = field(default_factory=dict, hash=False)
     keys: dict[str, Any] = field(default_factory=dict, hash=False)
+    stage: int = 0
     masked: bool = False  # a part of "wide" never moves by its momentum
 
     def config(self) -> dict[str, Any]:
@@ -84,7 +85,7 @@ class Run:
             "fp16": {"fp16": {"enabled": True, "initial_scale_power": 3}},
         }
         return config(
-            0,
+            self.stage,
             gradient_accumulation_steps=self.micro_batches,
             gradient_clipping=self.clip,
             **{**precisions[self.precision], **self.keys},
@@ -95,7 +96,7 @@ class Run:
         return torch.arange(42).view(3, 14) % 4 != 1
 
 
-def engine_of(run: Run, stage: int = 0, by: Any = None) -> zero_full.Engine:
+def engine_of(run: Run, by: Any = None) -> zero_full.Engine:
     """A new one. `by`: another optimizer's class, with the same groups."""
     model = Shapes()
     named = dict(model.parts.items())
@@ -108,9 +109,7 @@ def engine_of(run: Run, stage: int = 0, by: Any = None) -> zero_full.Engine:
         groups[0]["exp_avg_mask"] = [run.mask() if name == "wide" else None for name in names]
     options: dict[str, Any] = {**SCHEDULES[run.kind], **run.options}
     made = CLASSES[run.kind](groups, **options) if by is None else by(groups)
-    keys = run.config()
-    keys["zero_optimization"]["stage"] = stage
-    return zero_full.initialize(model=model, optimizer=made, config=keys)[0]
+    return zero_full.initialize(model=model, optimizer=made, config=run.config())[0]
 
 
 def one_step(engine: zero_full.Engine, rank: int, step: int, poison: float | None = None) -> None:
@@ -138,5 +137,6 @@ def everything(engine: zero_full.Engine) -> dict[str, Tensor]:
     for _, piece, _ in engine.optimizer.contents.pieces():
         for name, value in state.get(piece.master, {}).items():
             found[f"{name} of {piece.name}"] = torch.as_tensor(value).clone()
-    found |= {f"own {name}": tensor.clone() for name, tensor in stepper.own_tensors().items()}
+    alone = {**stepper.own_tensors(), **stepper.cut_tensors()}
+    found |= {f"own {name}": tensor.clone() for name, tensor in alone.items()}
     return found | {"told": torch.tensor(list(repr(stepper.state_dict()).encode()))}

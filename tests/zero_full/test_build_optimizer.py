@@ -163,6 +163,8 @@ BAD = [
     ("SGD", {"zzz": 1}, r"optimizer\.params\.zzz: SGD .*takes lr, momentum"),
     ("Adam", {"params": []}, r"optimizer\.params\.params"),
     ("MuAdam", {}, "MuAdam has not landed in zero_full yet; the nearest is Adam"),
+    ("OneBitAdam", {"max_grad_norm": 1.0}, "gradient_clipping"),
+    ("ZeroOneAdam", {"amsgrad": True}, "amsgrad cannot be True"),
     ("Muon", {"ns_method": "gram"}, r"optimizer\.params\.ns_method cannot be gram: .*remove it"),
     ("Muon", {"adam_w_mode": False}, r"optimizer\.params\.adam_w_mode cannot be False"),
     ("Muon", {"per_head_muon": True}, r"optimizer\.params\.per_head_muon cannot be True"),

@@ -52,6 +52,11 @@ RUNS = [
         Run(kind, keys={"zero_optimization": {"overlap_comm": True, "reduce_bucket_size": 40}})
         for kind in KINDS
     ),
+    *(
+        Run("ZeroOneAdam", stage=1, options={"bias_correction": c, "eps_inside_sqrt": not c})
+        for c in (True, False)
+    ),
+    Run("ZeroOneAdam", stage=1, micro_batches=2, clip=0.5, masked=True),
     Run("OneBitAdam", options={"freeze_step": 1}),
     Run("ZeroOneAdam", options={"local_step_clipper": 1, "local_step_scaler": 1}),
     Run("ZeroOneAdam", options={"var_freeze_step": 1, "local_step_scaler": 1, "local_step_clipper": 3}),
@@ -68,7 +73,8 @@ def test_every_step_is_the_algorithms(world: int) -> None:
                 for name, want in model.x[rank].items():
                     got = each["values"][step][f"parts.{name}"].double()
                     worst = float(((got - want).abs() / (1 + want.abs())).max())
-                    assert worst < 2e-5, f"{run}, step {step} ({model.kinds[-1]}), {name}: off by {worst:.3g}"
+                    near = 2e-3 if run.stage else 2e-5  # a root that is rounded up here, and down there
+                    assert worst < near, f"{run}, step {step} ({model.kinds[-1]}), {name}: off by {worst:.3g}"
                 if each["norms"][step] is not None:
                     assert each["norms"][step] == pytest.approx(model.norms[step], rel=1e-5)
             if model.kinds[-1] in TOGETHER:
@@ -92,7 +98,11 @@ def _mean_size(tensors: list[Tensor]) -> float:
 
 # Precisions, bytes and what is not finite --------------------------------------------------------
 
-PRECISE = [Run(kind, precision) for kind in KINDS for precision in ("bf16", "bf16 masters", "fp16")]
+PRECISE = [
+    Run(kind, precision, stage=stage)
+    for kind, stage in (("OneBitAdam", 0), ("ZeroOneAdam", 0), ("ZeroOneAdam", 1))
+    for precision in ("bf16", "bf16 masters", "fp16")
+]
 
 
 def test_in_16_bits_ranks_have_the_same_bits_after_every_meeting_and_stay_near_fp32() -> None:
@@ -131,11 +141,8 @@ def test_while_the_variance_is_learned_1_bit_adam_is_adam_bit_for_bit(precision:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_each_kind_of_step_sends_what_the_formula_says(world: int) -> None:
-    for run in (
-        Run("ZeroOneAdam"),
-        Run("OneBitAdam"),
-        Run("ZeroOneAdam", options={"per_tensor_scales": False}),
-    ):
+    flat_scale, shared = {"per_tensor_scales": False}, Run("ZeroOneAdam", stage=1)
+    for run in (Run("ZeroOneAdam"), Run("OneBitAdam"), Run("ZeroOneAdam", options=flat_scale), shared):
         (ranks,) = run_each(trained, world, [(run, STEPS)])
         model = Model(world, run)
         flat = run.options.get("per_tensor_scales") is False
@@ -147,7 +154,10 @@ def test_each_kind_of_step_sends_what_the_formula_says(world: int) -> None:
                 traffic = dict(each["sent"][step])
                 told = traffic.pop("sum_numbers", 0)  # norm, and which parameters are in use: in every step
                 assert told < 1000 and each["an average"] == sent
-                at_one_bit = traffic.pop("all_to_all", 0) + traffic.pop("all_gather", 0)
+                roots = (
+                    2 * -(-ends[-1] // world) * (world - 1) if run.stage and model.kinds[-1] == "exact" else 0
+                )
+                at_one_bit = traffic.pop("all_to_all", 0) + traffic.pop("all_gather", 0) - roots
                 assert at_one_bit == (sent if model.kinds[-1] in ("one bit", "meeting") else 0)
                 if model.kinds[-1] == "exact":
                     padded = each["padded"]  # elements of all buckets
@@ -172,9 +182,9 @@ def poisoned(comm: Any, run: Run, at: int | None) -> list[dict[str, Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_is_not_finite_on_one_rank_skips_the_step_and_changes_nothing(kind: str) -> None:
-    run = Run(kind, clip=100.0)
+@pytest.mark.parametrize(("kind", "stage"), [("OneBitAdam", 0), ("ZeroOneAdam", 0), ("ZeroOneAdam", 1)])
+def test_what_is_not_finite_on_one_rank_skips_the_step_and_changes_nothing(kind: str, stage: int) -> None:
+    run = Run(kind, clip=100.0, stage=stage)
     cases = [(run, None), *((run, step) for step in PHASES[kind].values())]
     plain, *others = run_each(poisoned, 2, cases)
     for each in others:

@@ -10,7 +10,8 @@ from tests.worlds import POOL
 from tests.zero_full.runs import Net, config, data
 from zero_full.checkpoint.save import Taken
 from zero_full.comm.chunks import Chunks
-from zero_full.plan import plan
+from zero_full.config import ConfigError
+from zero_full.plan import plan, plan_stages
 from zero_min.ledger import held
 
 PARAMS: dict[str, dict[str, Any]] = {
@@ -30,8 +31,8 @@ STEPS = {  # numbered from 0; the second of a kind, because the first makes what
 NUMEL = sum(p.numel() for p in Net().parameters())
 
 
-def keys_of(kind: str, more: dict[str, Any], **params: Any) -> dict[str, Any]:
-    return config(0, optimizer={"type": kind, "params": {**PARAMS[kind], **params}}, **more)
+def keys_of(kind: str, more: dict[str, Any], stage: int = 0, **params: Any) -> dict[str, Any]:
+    return config(stage, optimizer={"type": kind, "params": {**PARAMS[kind], **params}}, **more)
 
 
 def measured(comm: Any, keys: dict[str, Any]) -> list[dict[str, int]]:
@@ -54,9 +55,9 @@ def measured(comm: Any, keys: dict[str, Any]) -> list[dict[str, int]]:
 
 @pytest.mark.parametrize("more", [{}, {"bf16": {"enabled": True}}], ids=str)
 @pytest.mark.parametrize("world", [1, 3])
-@pytest.mark.parametrize("kind", list(PARAMS))
-def test_each_phase_is_planned_to_the_byte(kind: str, world: int, more: dict[str, Any]) -> None:
-    keys = keys_of(kind, more)
+@pytest.mark.parametrize(("kind", "stage"), [("OneBitAdam", 0), ("ZeroOneAdam", 0), ("ZeroOneAdam", 1)])
+def test_each_phase_is_planned_to_the_byte(kind: str, stage: int, world: int, more: dict[str, Any]) -> None:
+    keys = keys_of(kind, more, stage)
     planned = plan(Net(), keys, world, device="cpu")
     (found, *_) = POOL.run(measured, world, keys)  # the first rank serves the largest chunk
     assert [phase.name for phase in planned.phases] == list(STEPS[kind])
@@ -85,3 +86,22 @@ def test_the_formula_of_its_memory() -> None:
     assert [phase.moments for phase in zero_one.phases] == [8 * NUMEL, together, alone, together]
     rare = plan(Net(), keys_of("ZeroOneAdam", {}, var_update_scaler=9, local_step_clipper=1), world)
     assert [phase.name for phase in rare.phases] == ["exact gradients", "a meeting"]
+
+
+@pytest.mark.parametrize("world", [1, 4, 7])
+def test_the_formula_of_stage_1(world: int) -> None:
+    """A part of the variance in fp32 and the whole of its root in bf16 in the place of the whole in fp32."""
+    whole, cut = (plan(Net(), keys_of("ZeroOneAdam", {}, stage), world) for stage in (0, 1))
+    part = -(-NUMEL // world)
+    for before, after in zip(whole.phases, cut.phases, strict=True):
+        assert before.moments - after.moments == 4 * NUMEL - 4 * part - 2 * part * world
+        told = 2 * part * (world - 1) if after.name == "exact gradients" else 0
+        assert after.sent - before.sent == told
+
+
+def test_side_by_side_are_the_stages_that_it_serves() -> None:
+    for kind, stages in (("OneBitAdam", [0]), ("ZeroOneAdam", [0, 1]), ("AdamW", [0, 1, 2, 3])):
+        keys = config(0, optimizer={"type": kind, "params": {}})
+        assert [each.stage for each in plan_stages(Net(), keys, 2)] == stages
+    with pytest.raises(ConfigError, match="no optimizer is named 'OneBitAdams'; did you mean OneBitAdam"):
+        plan_stages(Net(), config(0, optimizer={"type": "OneBitAdams", "params": {}}), 2)

@@ -44,11 +44,13 @@ def resumed(comm: Any, run: Run, at: int, by: str, folder: str) -> tuple[list[di
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_run_goes_on_bit_for_bit_in_every_phase(world: int, by: str, tmp_path: Path) -> None:
     cases = [
-        (Run(kind, precision), at + 1, by, str(tmp_path / f"{kind} {precision} {phase}"))
-        for kind in (*KINDS, "OneBitLamb")
+        (Run(kind, precision, stage=stage), at + 1, by, str(tmp_path / f"{kind} {precision} {stage} {phase}"))
+        for kind, stage in ((KINDS[0], 0), (KINDS[1], 0), (KINDS[1], 1), ("OneBitLamb", 0))
         for precision in ("fp32", "bf16")
         for phase, at in PHASES[kind].items()
     ]
+    masked = Run("ZeroOneAdam", masked=True, options={"per_tensor_scales": False})
+    cases += [(masked, at, by, str(tmp_path / f"masked {at}")) for at in (6, 13)]
     for case, ranks in zip(cases, run_each(resumed, world, cases), strict=True):
         for rank, (plain, again) in enumerate(ranks):
             for before, after in zip(plain, again, strict=True):
@@ -132,6 +134,57 @@ def a_warm_up_of_two(comm: Any, folder: str, saves: bool) -> str:
 def test_a_phase_in_which_all_is_common_needs_no_such_word(tmp_path: Path) -> None:
     POOL.run(a_warm_up_of_two, 2, str(tmp_path), True)
     assert POOL.run(a_warm_up_of_two, 3, str(tmp_path), False) == ["nothing was said"] * 3
+
+
+def at_stage(comm: Any, stage: int, folder: str, saves: bool) -> dict[str, Tensor]:
+    """The variance after two exact steps, or after a load of that: whole, or what this rank has of it."""
+    engine = engine_of(Run("ZeroOneAdam", stage=stage))
+    if saves:
+        for step in range(2):
+            one_step(engine, comm.rank, step)
+        engine.save_checkpoint(folder)
+    else:
+        one_step(engine, comm.rank, 7)  # something that must not stay
+        engine.load_checkpoint(folder)
+    stepper = engine.optimizer.contents.stepper
+    found = {f"{p.name} from {start}": values.clone() for p, _, start, values in stepper.cut_state()}
+    for _, piece, _ in engine.optimizer.contents.pieces():
+        if (state := engine.optimizer.base.state.get(piece.master)) and "exp_avg_sq" in state:
+            found[f"{piece.name} from 0"] = state["exp_avg_sq"].clone()
+    one_step(engine, comm.rank, 2)
+    engine.destroy()
+    return found
+
+
+def test_a_variance_in_parts_is_saved_whole_and_loaded_at_other_ranks_and_stages(tmp_path: Path) -> None:
+    folders = {stage: str(tmp_path / f"of {stage}") for stage in (0, 1)}
+    whole = {k: v.reshape(-1) for k, v in POOL.run(at_stage, 2, 0, folders[0], True)[0].items()}
+    parts = POOL.run(at_stage, 2, 1, folders[1], True)
+    parts += [each for ranks in (1, 3) for each in POOL.run(at_stage, ranks, 1, folders[1], False)]
+    parts += POOL.run(at_stage, 3, 1, folders[0], False) + POOL.run(at_stage, 3, 0, folders[1], False)
+    for each in parts:
+        for name, values in each.items():
+            of, _, start = name.rpartition(" from ")
+            want = whole[f"{of} from 0"][int(start) : int(start) + values.numel()]
+            assert torch.equal(values.reshape(-1), want), name
+    for held in (parts[:2], parts[2:3], parts[3:6]):
+        assert sum(v.numel() for each in held for v in each.values()) == sum(map(len, whole.values()))
+
+
+def of_another_stage(comm: Any) -> str:
+    """What a state dict of stage 1 says at stage 0."""
+    first, second = engine_of(Run("ZeroOneAdam", stage=1)), engine_of(Run("ZeroOneAdam"))
+    one_step(first, comm.rank, 0)
+    state = first.optimizer.state_dict()
+    said = said_by(lambda: second.optimizer.load_state_dict(state))
+    for engine in (first, second):
+        engine.destroy()
+    return said
+
+
+def test_a_state_dict_of_stage_1_is_refused_at_stage_0() -> None:
+    for said in POOL.run(of_another_stage, 2):
+        assert "this was saved at stage 1, of whose variance each rank has a part" in said
 
 
 # In the middle of an interval --------------------------------------------------------------------

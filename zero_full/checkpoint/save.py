@@ -221,7 +221,7 @@ class Taken:
         whole = contents.whole({name: tensor for tensor, name in first.items()})
         self.whole = list(whole)  # what every rank has
         self.cut = [*contents.masters(), *contents.state(), *contents.frozen()]
-        self.own = list(contents.own(this_rank()))
+        self.own = [*contents.own(this_rank()), *contents.cut_state()]
 
     def _refuse_gone(self, module: nn.Module) -> None:
         """CheckpointError if a parameter that is trained is not the module's any longer."""

@@ -95,7 +95,7 @@ INSTEAD = {  # the longest that a name begins with counts
     ),
     "deepspeed.ops.lamb": 'zero_full.Lamb, or "optimizer": {"type": "Lamb"} in the configuration',
     "deepspeed.runtime.fp16": (
-        "zero_full.OneBitAdam, OneBitLamb or ZeroOneAdam at stage 0, or their names in the configuration"
+        "zero_full.OneBitAdam, OneBitLamb or ZeroOneAdam, or their names in the configuration"
     ),
     "deepspeed.pipe": "there are no pipelines: train the model as one nn.Module",
     "deepspeed.runtime.pipe": "there are no pipelines: train the model as one nn.Module",

@@ -1,6 +1,6 @@
 """Optimizers and learning-rate schedules, by the names that a configuration gives them."""
 
-from zero_full.optim.build import build_optimizer, parameter_groups
+from zero_full.optim.build import build_optimizer, parameter_groups, served_stages
 from zero_full.optim.elementwise import check_elementwise
 from zero_full.optim.lamb import Lamb
 from zero_full.optim.lion import Lion
@@ -43,4 +43,5 @@ __all__ = [
     "check_elementwise",
     "muon_groups",
     "parameter_groups",
+    "served_stages",
 ]

@@ -12,11 +12,13 @@ from zero_full.optim.step import Piece, alike, operators_for
 Options = Mapping[str, Any]
 
 
-def averages_of(piece: Piece, state: dict[str, Any]) -> dict[str, Any]:
-    """A piece's state, made if there is none: how often each average was updated, and both."""
+def averages_of(
+    piece: Piece, state: dict[str, Any], kept: Sequence[str] = ("exp_avg", "exp_avg_sq")
+) -> dict[str, Any]:
+    """A piece's state, made if there is none: how often each average was updated, and those that are kept."""
     if not state:
         state["step"] = state["variance_step"] = 0
-        for name in ("exp_avg", "exp_avg_sq"):
+        for name in kept:
             state[name] = torch.zeros_like(piece.master, dtype=torch.float32)
     return state
 
@@ -27,22 +29,26 @@ def rate(state: Mapping[str, Any], group: Options, more: int = 0) -> float:
     return lr / (1 - group["betas"][0] ** (state["step"] + more)) if group["bias_correction"] else lr
 
 
+def correction(state: Mapping[str, Any], group: Options) -> float:
+    """By what the variance is divided, for it began at zero: by the updates that it has really had."""
+    return 1 - float(group["betas"][1]) ** state["variance_step"] if group["bias_correction"] else 1.0
+
+
 def spread(state: Mapping[str, Any], group: Options) -> Tensor:
-    """The root of the variance, corrected for the updates that it has really had."""
-    variance: Tensor = state["exp_avg_sq"]
+    """The root of the variance, corrected."""
+    variance: Tensor = state["exp_avg_sq"] / correction(state, group)
     eps = group["eps"]
-    if group["bias_correction"]:
-        variance = variance / (1 - group["betas"][1] ** state["variance_step"])
-    return (variance + eps).sqrt_() if group["eps_inside_sqrt"] else variance.sqrt().add_(eps)
+    return variance.add_(eps).sqrt_() if group["eps_inside_sqrt"] else variance.sqrt_().add_(eps)
 
 
-def learn(state: dict[str, Any], group: Options, gradient: Tensor, factor: float) -> None:
-    """Both averages take an averaged gradient, times `factor`."""
-    gradient = gradient.float() * factor
+def learn(state: dict[str, Any], group: Options, gradient: Tensor) -> None:
+    """The averages that are kept take an averaged gradient."""
     state["step"] += 1
     state["variance_step"] += 1
-    state["exp_avg_sq"].mul_(group["betas"][1]).addcmul_(gradient, gradient, value=1 - group["betas"][1])
     state["exp_avg"].lerp_(gradient, 1 - group["betas"][0])
+    if "exp_avg_sq" in state:
+        beta = group["betas"][1]
+        state["exp_avg_sq"].mul_(beta).addcmul_(gradient, gradient, value=1 - beta)
 
 
 def take_copy(piece: Piece) -> None:
@@ -58,11 +64,11 @@ def put(piece: Piece, value: Tensor) -> None:
         piece.copy.copy_(value)
 
 
-def move(piece: Piece, state: Mapping[str, Any], group: Options) -> None:
+def move(piece: Piece, state: Mapping[str, Any], group: Options, over: Tensor) -> None:
     """The piece steps along its momentum over the spread, and shrinks by the decay."""
     take_copy(piece)
     value = piece.master.float() * (1 - float(group["lr"]) * group["weight_decay"])
-    put(piece, value.addcdiv_(state["exp_avg"], spread(state, group), value=-rate(state, group)))
+    put(piece, value.addcdiv_(state["exp_avg"], over, value=-rate(state, group)))
 
 
 def adam(pieces: Sequence[Piece], states: Mapping[int, dict[str, Any]], groups: Any, factor: float) -> None:
@@ -72,8 +78,9 @@ def adam(pieces: Sequence[Piece], states: Mapping[int, dict[str, Any]], groups: 
         if not group["bias_correction"] or group["eps_inside_sqrt"]:
             for piece in some:
                 assert piece.gradient is not None
-                learn(states[id(piece)], group, piece.gradient, factor)
-                move(piece, states[id(piece)], group)
+                state = states[id(piece)]
+                learn(state, group, piece.gradient.float() * factor)
+                move(piece, state, group, spread(state, group))
             continue
         for state in (states[id(piece)] for piece in some):
             state["step"] += 1

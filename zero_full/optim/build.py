@@ -1,7 +1,7 @@
 """From a configuration's `optimizer` section to a torch optimizer."""
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -131,6 +131,12 @@ def class_of(type: str) -> Any:
             return kind
     hint = nearest(type, known) or f"; there are {', '.join(known)}"
     raise ValueError(f"optimizer.type: no optimizer is named {type!r}{hint}")
+
+
+def served_stages(type: str) -> Sequence[int]:
+    """The stages at which an optimizer of this name can step."""
+    stages: Sequence[int] = getattr(class_of(type), "zero_full_stages", (0, 1, 2, 3))
+    return stages
 
 
 def _optimizers_of_torch() -> dict[str, Any]:

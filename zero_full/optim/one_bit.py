@@ -30,6 +30,7 @@ class OneBitOptimizer(Optimizer):
     """An optimizer that needs the other ranks: `zero_full.initialize` makes of it one that can step."""
 
     zero_full_stages: tuple[int, ...] = (0,)  # at which it can be stepped
+    shares_variance = False  # each rank keeps its part only: stage 1
     model_options: Mapping[str, Any]  # those that are the whole model's, not a group's
 
     def __init__(self, params: Any, options: Mapping[str, Any], whole: Mapping[str, Any]) -> None:

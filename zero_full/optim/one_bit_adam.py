@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from zero_full.optim.adam_pieces import adam, averages_of, move
+from zero_full.optim.adam_pieces import adam, averages_of, move, spread
 from zero_full.optim.one_bit import OneBitOptimizer, OneBitStep
 from zero_full.optim.step import Peers, Piece, Stepper
 
@@ -120,7 +120,7 @@ class OneBitAdamStep(OneBitStep):
             if (state := self.known(piece)) is not None:
                 state["exp_avg"].copy_(window).mul_(state["exp_avg_sq"] > 0)
                 state["step"] += 1
-                move(piece, state, self.group_of(piece))
+                move(piece, state, group := self.group_of(piece), spread(state, group))
 
 
 def refuse_without_variance(stepper: OneBitStep, pieces: Sequence[Piece]) -> None:

@@ -133,6 +133,14 @@ class Peers:
                 brought = rule.bring(piece).view(piece.shape)
                 rule.take(piece, rule.of_whole(piece.whole, brought).reshape(-1))
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """Which rank this is, of how many that average."""
+        return 0, 1
+
+    def all_gather(self, whole: Tensor, what: str) -> None:
+        """Everyone's part becomes everyone's. `whole` is as many equal parts as there are ranks."""
+
     def compressed(
         self, numel: int, tensors: Sequence[tuple[int, int]] | None = None, mask: Tensor | None = None
     ) -> Average:
@@ -214,6 +222,17 @@ class Stepper:
     def held(self) -> list[Tensor]:
         """The memory that it keeps beside the pieces' state."""
         return []
+
+    def cut_state(self) -> Iterator[tuple[Piece, str, int, Tensor]]:
+        """State of which this rank keeps a part only: of which piece, which entry, from where on, the values.
+
+        All ranks together have it whole. A load makes it whole state of the pieces, before `load_own`.
+        """
+        return iter(())
+
+    def cut_tensors(self) -> dict[str, Tensor]:
+        """The same and what is made of it, for `load_own` on the same rank of as many."""
+        return {}
 
     def own_tensors(self) -> dict[str, Tensor]:
         """What this rank alone has, by name, between two steps."""

@@ -11,18 +11,20 @@ A walk adds up momenta times learning rates, before they are divided by the spre
 ranks. Walk and anchor are there while ranks are apart. Ranks that have met have the same bits.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from zero_full.optim.adam_pieces import averages_of, learn, move, put, rate, spread, take_copy
+from zero_full.optim.adam_pieces import averages_of, correction, learn, move, put, rate, spread, take_copy
 from zero_full.optim.one_bit import OneBitOptimizer, OneBitStep
 from zero_full.optim.one_bit_adam import refuse_without_variance
+from zero_full.optim.shared_variance import SharedVariance
 from zero_full.optim.step import Peers, Piece, Stepper
 
-WALK, PARAMETERS, MOMENTUM = "walk", "parameters", "exp_avg"
+WALK, PARAMETERS, MOMENTUM, VARIANCE = "walk", "parameters", "exp_avg", "exp_avg_sq"
+ROOTS = "roots"
 
 
 class ZeroOneAdam(OneBitOptimizer):
@@ -37,6 +39,9 @@ class ZeroOneAdam(OneBitOptimizer):
     per_tensor_scales   one sign scale for each parameter; False: one for all, which is much worse
     comm_backend_name   "nccl", "gloo", "mpi" or "hccl": over what ranks must talk; None: over what they do
     exp_avg_mask        as `OneBitAdam`'s
+
+    Stage 0; and stage 1, at which the variance is cut, see [Note: shared variance] in
+    `optim/shared_variance.py`.
 
     In the middle of an interval each rank has parameters of its own, of which `engine.optimizer.meet()` makes
     common ones: call it before you evaluate or export. A checkpoint needs no meeting.
@@ -91,6 +96,8 @@ class ZeroOneAdam(OneBitOptimizer):
         for name in ("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper"):
             self.steps_option(name)
 
+    zero_full_stages = (0, 1)
+
     def zero_full_stepper(self) -> Stepper:
         """What steps pieces of parameters."""
         return ZeroOneAdamStep(self)
@@ -136,6 +143,20 @@ class ZeroOneAdamStep(OneBitStep):
         self.frozen = False  # a step without the others was taken
         self.walk: Walk | None = None  # while ranks are apart
         self.numbers: list[list[float]] = []  # of a walk that is loaded
+        self.shares = optimizer.shares_variance
+        self.shared: SharedVariance | None = None
+
+    def attach(self, pieces: Sequence[Piece], peers: Peers) -> None:
+        """At stage 1 this rank's part of the variance is laid out."""
+        before = self.shared
+        super().attach(pieces, peers)
+        if self.shares and pieces:
+            self.shared = SharedVariance(self.fused, peers)
+            if before is not None and before.values.any():
+                raise RuntimeError(
+                    "ZeroOneAdam at stage 1: a parameter is trained now that was frozen when the variance "
+                    "was cut into parts: unfreeze it before initialize, or use stage 0"
+                )
 
     @property
     def steps_alone(self) -> bool:
@@ -173,15 +194,48 @@ class ZeroOneAdamStep(OneBitStep):
             self.frozen = True
             self.meeting.count()
         elif self.averages:
-            for piece in pieces:
-                assert piece.gradient is not None
-                state, group = averages_of(piece, self.optimizer.state[piece.master]), self.group_of(piece)
-                learn(state, group, piece.gradient, factor)
-                move(piece, state, group)
+            self._learn(pieces, factor)
             self.exact.count()
         else:
             self._at_one_bit(pieces, factor)
         self.steps += 1
+
+    def _learn(self, pieces: Sequence[Piece], factor: float) -> None:
+        given = {id(piece): piece.gradient.float() * factor for piece in pieces if piece.gradient is not None}
+        for piece in pieces:
+            learn(self._state_of(piece), self.group_of(piece), given[id(piece)])
+        if self.shared is not None:
+            self.shared.learn(
+                lambda piece: given.get(id(piece)), lambda piece: self.group_of(piece)["betas"][1]
+            )
+            self.shared.tell(self._correction)
+        for piece in pieces:
+            self._move(piece, self._state_of(piece))
+
+    def _state_of(self, piece: Piece) -> dict[str, Any]:
+        kept = (MOMENTUM, VARIANCE) if self.shared is None else (MOMENTUM,)
+        return averages_of(piece, self.optimizer.state[piece.master], kept)
+
+    def _correction(self, piece: Piece) -> float:
+        """Of a piece without variance, which is zero, there is none."""
+        state = self.known(piece)
+        learned = state is not None and state["variance_step"]
+        return correction(state, self.group_of(piece)) if state is not None and learned else 1.0
+
+    def _spread(self, piece: Piece, state: Mapping[str, Any]) -> Tensor:
+        group = self.group_of(piece)
+        if self.shared is None:
+            return spread(state, group)
+        root, eps = self.shared.root(piece), group["eps"]
+        return root.square_().add_(eps).sqrt_() if group["eps_inside_sqrt"] else root.add_(eps)
+
+    def _moves(self, piece: Piece, state: Mapping[str, Any]) -> Tensor:
+        """Where there was a gradient: one bit cannot say zero."""
+        moves: Tensor = (state[VARIANCE] if self.shared is None else self.shared.root(piece)) > 0
+        return moves
+
+    def _move(self, piece: Piece, state: Mapping[str, Any]) -> None:
+        move(piece, state, self.group_of(piece), self._spread(piece, state))
 
     def _at_one_bit(self, pieces: Sequence[Piece], factor: float) -> None:
         given = {id(piece): piece.gradient for piece in pieces}
@@ -193,12 +247,12 @@ class ZeroOneAdamStep(OneBitStep):
         mean = self.average(self.fused.filled(gradient_of), "gradients")
         for piece, window in self.fused.windows(mean):
             if id(piece) in given or self.known(piece) is not None:
-                state, group = averages_of(piece, self.optimizer.state[piece.master]), self.group_of(piece)
-                gradient = window.mul_(state["exp_avg_sq"] > 0)  # one bit cannot say zero
-                state["exp_avg"].lerp_(gradient, 1 - group["betas"][0])
+                state = self._state_of(piece)
+                gradient = window.mul_(self._moves(piece, state))
+                state[MOMENTUM].lerp_(gradient, 1 - self.group_of(piece)["betas"][0])
                 state["step"] += 1
                 if state["variance_step"]:
-                    move(piece, state, group)
+                    self._move(piece, state)
 
     # Apart ---------------------------------------------------------------------------------------
 
@@ -229,7 +283,7 @@ class ZeroOneAdamStep(OneBitStep):
                 state["step"] += 1
                 if not is_last:
                     state["exp_avg"].copy_(momentum)
-                    move(piece, state, self.group_of(piece))
+                    self._move(piece, state)
 
     def _newest_momenta(self, pieces: Sequence[Piece], factor: float) -> Tensor:
         given = {id(piece): piece.gradient for piece in pieces}
@@ -255,8 +309,8 @@ class ZeroOneAdamStep(OneBitStep):
         for place, ((piece, window), (_, value)) in enumerate(together):
             state = self.known(piece)
             if state is not None and walk.rates[place]:
-                window.mul_(state["exp_avg_sq"] > 0)
-                put(piece, value * walk.kept[place] - window / spread(state, self.group_of(piece)))
+                window.mul_(self._moves(piece, state))
+                put(piece, value * walk.kept[place] - window / self._spread(piece, state))
                 state["exp_avg"].copy_(window).div_(walk.rates[place])
         self.walk = None
 
@@ -283,7 +337,18 @@ class ZeroOneAdamStep(OneBitStep):
 
     def held(self) -> list[Tensor]:
         """What is kept beside the pieces' state."""
-        return super().held() + ([] if self.walk is None else [self.walk.anchor, self.walk.walked])
+        variance = [] if self.shared is None else [self.shared.values, self.shared.roots]
+        return super().held() + variance + ([] if self.walk is None else [self.walk.anchor, self.walk.walked])
+
+    def cut_state(self) -> Iterator[tuple[Piece, str, int, Tensor]]:
+        """This rank's part of the variance."""
+        for piece, start, values in [] if self.shared is None else self.shared.parts():
+            if self.known(piece) is not None:
+                yield piece, VARIANCE, start, values
+
+    def cut_tensors(self) -> dict[str, Tensor]:
+        """The same, and everyone's roots."""
+        return {} if self.shared is None else {VARIANCE: self.shared.values, ROOTS: self.shared.roots}
 
     def own_tensors(self) -> dict[str, Tensor]:
         """What this rank alone has."""
@@ -311,6 +376,8 @@ class ZeroOneAdamStep(OneBitStep):
         """Restore what `own_tensors` has returned; nothing means that it is given up."""
         super().load_own(tensors)
         self.walk = None
+        if self.shared is not None:
+            self._load_variance(self.shared, tensors)
         if WALK not in tensors:
             return
         self.walk = Walk(self._new_walk().anchor, tensors[WALK].clone(), *self.numbers)
@@ -321,3 +388,12 @@ class ZeroOneAdamStep(OneBitStep):
                     piece.master.copy_(window)
                 elif state is not None:
                     state[MOMENTUM].copy_(window)
+
+    def _load_variance(self, shared: SharedVariance, tensors: Mapping[str, Tensor]) -> None:
+        if VARIANCE in tensors:
+            shared.values.copy_(tensors[VARIANCE])
+            shared.roots.copy_(tensors[ROOTS])
+            return
+        states = {id(piece): self.known(piece) or {} for piece in self.fused.pieces}
+        whole = {place: state.pop(VARIANCE) for place, state in states.items() if VARIANCE in state}
+        shared.absorb(whole, self._correction)

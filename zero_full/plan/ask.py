@@ -13,6 +13,7 @@ from zero_full.comm.topology import marked_as_expert
 from zero_full.config import Config, ConfigError, Resolved, resolve
 from zero_full.config.resolve import MICRO, TRAIN
 from zero_full.given import check_model
+from zero_full.optim import served_stages
 from zero_full.plan.activations import activations
 from zero_full.plan.answer import Plan
 from zero_full.plan.failure import PlanError
@@ -53,10 +54,13 @@ def plan_stages(
     device: str = "cuda",
     expert_parallel: int | None = None,
 ) -> list[Plan]:
-    """The same for every stage, whatever the config says, to choose from."""
+    """The same for every stage that the optimizer can serve, whatever the config says, to choose from."""
     resolved, cluster = _resolved(config, world), Cluster(world, expert_parallel, device)
     left = _activations(model, resolved.config, inputs)
-    return [_plan(model, _at_stage(resolved, stage), cluster, left) for stage in STAGES]
+    stages: Sequence[int] = STAGES
+    with suppress(ValueError):  # of a name that nobody knows, which the first plan tells
+        stages = STAGES if (chosen := resolved.config.optimizer) is None else served_stages(chosen.type)
+    return [_plan(model, _at_stage(resolved, stage), cluster, left) for stage in stages]
 
 
 def _resolved(config: Any, world: int) -> Resolved:

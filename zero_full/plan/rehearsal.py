@@ -9,9 +9,10 @@ differ in how much of a slice is padding, of which an optimizer keeps no state; 
 parameter; and in the whole parameters that they own for the update (`everyone.py`).
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -38,10 +39,11 @@ from zero_full.plan.watch import Watch
 from zero_full.shard import Connection, Dealer, ZeroOptimizer, connect, place_the_rest
 from zero_full.shard.flat import Member
 from zero_full.shard.groups import Pair
-from zero_full.shard.served import refuse_unserved
+from zero_full.shard.served import served
 from zero_full.translate import scaler_of, settings_of, shard_ranks_of
 
 NO_OPTIMIZER = OptimizerConfig(type="AdamW")  # where the config leaves it to the script
+Returned = TypeVar("Returned")
 META, CPU = torch.device("meta"), torch.device("cpu")
 DIFFERENT = 3  # of a step's micro-batches: the first, the last, and all in between, which are alike
 
@@ -109,17 +111,16 @@ class Rehearsal:
         self.phases = tuple(self._phases())
 
     def _optimizer(self) -> ZeroOptimizer:
-        settings, topology = settings_of(self.config), self.cluster.topology(self.config)
+        base, topology = self._base(), self.cluster.topology(self.config)
+        settings = served(base, settings_of(self.config), topology)
         if settings.tier.apart:
             settings = replace(settings, tier=PretendedHost(watch=self.watch))
         groups = connect(topology, settings, Connection(META, self.traffic, False, None))
         groups = replace(groups, dense=self._watched(groups.dense))
         if groups.expert is not None:
             groups = replace(groups, expert=self._watched(groups.expert))
-        base = self._base(
-            is_cut=any(p is not None and p.shard.size > 1 for p in (groups.dense, groups.expert))
-        )
-        refuse_unserved(base, settings, groups)
+        if any(p is not None and p.shard.size > 1 for p in (groups.dense, groups.expert)):
+            _refuse(partial(check_elementwise, base, self.config.zero_allow_untested_optimizer))
         parts = Dealer(base.param_groups, topology, groups, settings).deal(self.shadow)
         place_the_rest(self.shadow, parts, topology, groups, settings)
         made = ZeroOptimizer(base, self.shadow, parts, groups, settings, scaler_of(self.config))
@@ -133,18 +134,14 @@ class Rehearsal:
                 stepper.step = self.watch.around(kind, stepper.step)  # type: ignore[method-assign]
         return made
 
-    def _base(self, is_cut: bool) -> torch.optim.Optimizer:
+    def _base(self) -> torch.optim.Optimizer:
         chosen = self.config.optimizer or NO_OPTIMIZER
         trained = [p for p in self.shadow.parameters() if p.requires_grad]
         if not trained:
             raise ValueError("there is nothing to train: no parameter requires gradients")
-        try:
-            base = build_optimizer(chosen.type, chosen.params, [{"params": trained}], self.shadow)
-            if is_cut:
-                check_elementwise(base, self.config.zero_allow_untested_optimizer)
-            check_optimizer(base, self.shadow)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(str(error)) from error
+        groups = [{"params": trained}]
+        base = _refuse(partial(build_optimizer, chosen.type, chosen.params, groups, self.shadow))
+        _refuse(partial(check_optimizer, base, self.shadow))
         return base
 
     def _watched(self, pair: Pair) -> Pair:
@@ -266,6 +263,14 @@ class Rehearsal:
         groups = [each for each in self.optimizer.groups.communicators if each.size > 1]
         shared = self.cluster.device == "cpu" and self.optimizer.settings.shared_memory
         return len(groups) * window_of(HALF) if shared else 0
+
+
+def _refuse(act: Callable[[], Returned]) -> Returned:
+    """What `act` returns; what it raises is wrong with the configuration."""
+    try:
+        return act()
+    except (TypeError, ValueError) as error:
+        raise ConfigError(str(error)) from error
 
 
 def _state_in(states: Iterable[Mapping[str, Any]]) -> list[Tensor]:

@@ -153,6 +153,12 @@ class Contents:
                     chunk = _state_chunk(state_key(key, entry), piece, value, holder)
                     yield replace(chunk, differs=entry in self.stepper.own_entries)
 
+    def cut_state(self) -> Iterator[Chunk]:
+        """What the optimizer keeps for each element, and each rank of another part of the elements."""
+        keys = {id(piece): key for key, piece, _ in self.pieces()}
+        for piece, entry, start, values in self.stepper.cut_state():
+            yield Chunk(state_key(keys[id(piece)], entry), tuple(piece.shape), start, _flat(values))
+
     def own(self, rank: int) -> Iterator[Chunk]:
         """What this rank alone has."""
         for name, tensor in self.stepper.own_tensors().items():

@@ -17,10 +17,12 @@ def own_part(optimizer: Optimizer) -> dict[str, Any]:
     """This rank's ranges of parameters and state, and the facts."""
     contents = optimizer.contents
     tensors = kept(chain(contents.masters(), contents.state()))
-    own = {name: tensor.clone() for name, tensor in contents.stepper.own_tensors().items()}
+    alone = {**contents.stepper.own_tensors(), **contents.stepper.cut_tensors()}
+    own = {name: tensor.clone() for name, tensor in alone.items()}
     numbers = contents.numbers(every=True)
     place = _place_of(optimizer)
-    return {"tensors": tensors, "own": own, "place": place, "numbers": numbers, **facts_of(optimizer)}
+    mine = {"tensors": tensors, "own": own, "cut": list(contents.stepper.cut_tensors()), "place": place}
+    return {**mine, "numbers": numbers, **facts_of(optimizer)}
 
 
 def _place_of(optimizer: Optimizer) -> list[int]:
@@ -50,6 +52,11 @@ def load_own_part(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     refuse_other_facts(optimizer, saved)
     part.check([*contents.masters(), *NewState(contents, part).chunks()])
     own = saved.get("own", {})
+    if saved.get("cut", []) and not contents.stepper.cut_tensors():
+        raise ValueError(
+            "this was saved at stage 1, of whose variance each rank has a part: load it at stage 1; or use "
+            "save_checkpoint and load_checkpoint, which do not ask for that"
+        )
     if own:
         _refuse_other_place(optimizer, saved["place"])
         contents.stepper.refuse_own(saved["stepper"])

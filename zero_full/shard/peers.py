@@ -59,8 +59,22 @@ class PartPeers(Peers):
         self, numel: int, tensors: Sequence[tuple[int, int]] | None = None, mask: Tensor | None = None
     ) -> CompressedReduce:
         """Over the ranks that repeat the same state, each with gradients of its own."""
+        return CompressedReduce(self.alike, numel, tensors, mask)
+
+    @property
+    def alike(self) -> Communicator:
+        """The ranks that repeat the same state."""
         (ranks,) = {owned.flat.across for owned in self.part}
-        return CompressedReduce(ranks, numel, tensors, mask)
+        return ranks
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Which of these it is."""
+        return self.alike.rank, self.alike.size
+
+    def all_gather(self, whole: Tensor, what: str) -> None:
+        """Among these."""
+        self.alike.all_gather(whole, what)
 
     def by_whole(self, pieces: Sequence[Piece], rule: WholeRule) -> None:
         """See [Note: whole parameters]."""

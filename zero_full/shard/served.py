@@ -1,12 +1,14 @@
 """Which runs an optimizer that averages by itself can serve: said before anything is laid out."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from torch.optim import Optimizer
 
 from zero_full._compat import backend_of
 from zero_full.comm.backend_names import missing_for
+from zero_full.comm.topology import Topology
 from zero_full.optim.one_bit import OneBitOptimizer
 from zero_full.shard.groups import Groups
 from zero_full.shard.settings import Settings
@@ -14,12 +16,19 @@ from zero_full.shard.settings import Settings
 SUMS = "its average is a mean: gradients cannot be summed (gradient_allreduce_op, Settings(average=False))"
 EXPERTS = "experts have gradients of their own ranks, and it averages the whole model's over all"
 LOW_STATE = "it keeps its state in fp32: remove bf16_optimizer_states, or Settings(dtypes=...) with low_state"
+OFFLOAD = "its state does not wait on the host: remove offload_optimizer, or Settings(tier=...)"
+PARTS = "it averages over all ranks: remove mics_shard_size, or `shard` and `replicate` of the topology"
+WIDE = "it keeps its state and averages in fp32: convert the model by model.float()"
 
 
-def refuse_unserved(base: Optimizer, settings: Settings, groups: Groups) -> None:
-    """ValueError if this optimizer cannot step in such a run, with the reason and the remedy."""
+def served(base: Optimizer, settings: Settings, topology: Topology) -> Settings:
+    """The settings by which this optimizer's run is laid out; ValueError if there can be none.
+
+    One that averages by itself has whole state on every rank: it is laid out as stage 0 lays out. At stage 1
+    it cuts by itself what can be cut.
+    """
     if not isinstance(base, OneBitOptimizer):
-        return
+        return settings
     name, stages = type(base).__name__, base.zero_full_stages
     if settings.stage not in stages:
         one_of = " or ".join(map(str, stages))
@@ -27,15 +36,19 @@ def refuse_unserved(base: Optimizer, settings: Settings, groups: Groups) -> None
             f"{name} at stage {settings.stage}: it needs this rank's own gradients, whole, and a momentum of "
             f"the whole model on every rank. Use stage {one_of}, or another optimizer"
         )
-    wide = any(p.dtype == torch.float64 for p in _trained(base) if settings.dtypes.parameter is None)
+    wide = settings.dtypes.parameter is None and any(p.dtype == torch.float64 for p in _trained(base))
     for applies, reason in (
-        (groups.expert is not None, EXPERTS),
+        (topology.expert_data is not None, EXPERTS),
         (not settings.average, SUMS),
         (settings.dtypes.low_state, LOW_STATE),
-        (wide, "it keeps its state and averages in fp32: convert the model by model.float()"),
+        (settings.tier.apart, OFFLOAD),
+        (topology.shard is not None, PARTS),
+        (wide, WIDE),
     ):
         if applies:
             raise ValueError(f"{name} cannot step here: {reason}")
+    base.shares_variance = settings.stage == 1
+    return replace(settings, stage=0)
 
 
 def refuse_other_backend(base: Optimizer, groups: Groups, device: torch.device) -> None:
