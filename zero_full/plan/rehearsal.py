@@ -194,13 +194,15 @@ class Rehearsal:
         done = {member.param for flat in self.optimizer.flats() for member in flat.members}
         elsewhere = [p for p in self.shadow.parameters() if p not in done]
         host, owned = (held(self.holdings.get(kind, [])) for kind in ("host", "optimizer"))
-        state = held(_state_in(self.optimizer.base.state.values()))
+        state = held(_state_in(self.optimizer.base.state.values())) + held(
+            self.optimizer.contents.stepper.held()
+        )
         surplus = self._more(self._states())
         return {
             "parameters": held([*self.holdings["parameters"], *elsewhere]),
             "buffers": held(self.shadow.buffers()),
             "gradients": held(self.holdings["gradients"]),
-            "master": owned - state if owned else 0,
+            "master": held(each.master for each in self.optimizer.owned if each.is_separate) if owned else 0,
             "moments": state + surplus if owned else 0,
             "communication": self._windows(),
             "host": host + surplus if host else 0,
