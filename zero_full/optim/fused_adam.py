@@ -91,7 +91,8 @@ class FusedAdam(Stepper):
         if not is_plain_adam(self.base, self.own_step):
             raise TypeError(
                 "bf16.stochastic_rounding: only torch's Adam and AdamW are stepped so, without a step of "
-                f"their own, {', '.join(VARIANTS)}, fused=False or options in tensors, and not {self.base!r}"
+                f"their own, {', '.join(VARIANTS)}, fused=False or options in tensors, and not this "
+                f"{type(self.base).__name__}"
             )
         for master, gradient, _ in kinds:
             if not _can(master, gradient):
