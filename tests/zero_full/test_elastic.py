@@ -1,5 +1,6 @@
 """A run goes on with another number of ranks, and no sample is seen twice or not at all."""
 
+import json
 import os
 import re
 import secrets
@@ -209,6 +210,17 @@ def test_a_signal_to_one_rank_of_torchrun_ends_it_well_and_another_number_goes_o
     run_here(logs[1], *out, "--stage", "1")
     assert check(logs, whole) == ["2"] * taken + ["1"] * (len(whole) - taken)
     assert min(losses_in(logs[1])) == taken
+
+
+def test_the_example_takes_a_file_and_goes_on_with_it(tmp_path: Path) -> None:
+    file, log, out = tmp_path / "ds.json", tmp_path / "log", ("--out", str(tmp_path / "run"))
+    muon = {"type": "Muon", "params": {"muon_lr": 0.02, "adam_lr": 3e-3}}
+    file.write_text(json.dumps({"train_batch_size": 12, "optimizer": muon, "bf16": {"enabled": True}}))
+    run_here(log, *out, "--config", str(file), "--epochs", "2")
+    losses = [float(loss) for loss, _ in losses_in(log).values()]
+    assert sum(losses[11:]) < 0.8 * sum(losses[:11])
+    run_here(log, *out, "--config", str(file), "--epochs", "3", "--stage", "2")
+    assert list(losses_in(log)) == list(range(20, 33))  # behind the last save
 
 
 def test_ranks_that_are_started_again_find_nothing_of_those_before_them() -> None:

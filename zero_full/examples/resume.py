@@ -6,9 +6,14 @@
 End the first one as you like: with Ctrl-C or `kill` it finishes its step, saves and exits; after `kill -9`
 the last checkpoint is there. The second one goes on, in the middle of an epoch if need be. With any number of
 ranks a step is 12 samples, so the losses are those of a run that was never stopped, but for rounding.
+
+    torchrun --standalone --nproc-per-node 2 -m zero_full.examples.resume --out run --config ds.json
+
+takes all choices from a file of yours: to try another optimizer, precision or stage.
 """
 
 import argparse
+import json
 import logging
 import signal
 import sys
@@ -48,11 +53,19 @@ def mean_of_ranks(loss: Tensor) -> float:
     return float(total)
 
 
+def configuration(args: argparse.Namespace) -> dict[str, Any]:
+    """The file's, or the one above; with the stage of the command line, if it says one."""
+    config: dict[str, Any] = json.loads(args.config.read_text()) if args.config else CONFIG
+    stage = {} if args.stage is None else {"stage": args.stage}
+    return config | {"zero_optimization": config.get("zero_optimization", {}) | stage}
+
+
 def main() -> int:
     """Go on, or begin."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="a folder that all hosts share")
-    parser.add_argument("--stage", type=int, default=3)
+    parser.add_argument("--config", type=Path, help="a JSON file")
+    parser.add_argument("--stage", type=int, help="in the place of the file's, or of 3")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--save-every", type=int, default=5, help="steps")
     parser.add_argument(
@@ -64,8 +77,10 @@ def main() -> int:
     zero_full.init_distributed()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
-    config = CONFIG | {"zero_optimization": CONFIG["zero_optimization"] | {"stage": args.stage}}
-    engine, _, loader, _ = zero_full.initialize(model=model, config=config, training_data=samples())
+    engine, _, loader, _ = zero_full.initialize(
+        model=model, config=configuration(args), training_data=samples()
+    )
+    dtype = next(engine.parameters()).dtype
 
     progress: dict[str, Any] = {"epoch": 0}
     _, saved = engine.load_checkpoint(args.out)  # (None, None) if there is none yet
@@ -74,7 +89,8 @@ def main() -> int:
     engine.on_signal(args.out, signals, client_state=progress)
     while progress["epoch"] < args.epochs:
         for inputs, wanted in loader:  # behind the last batch before the save
-            loss = nn.functional.mse_loss(engine(inputs.to(engine.device)), wanted.to(engine.device))
+            made = engine(inputs.to(engine.device, dtype))
+            loss = nn.functional.mse_loss(made.float(), wanted.to(engine.device))
             engine.backward(loss)
             shown = mean_of_ranks(loss)
             if engine.global_rank == 0:
