@@ -101,7 +101,7 @@ KEYS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 def what_runs_say(comm: Any, kind: str) -> dict[str, str]:
     """Of runs that cannot be, and of one that can."""
     found = {}
-    for stage in (1, 2, 3) if kind == "OneBitAdam" else (2, 3):
+    for stage in (2, 3) if kind == "ZeroOneAdam" else (1, 2, 3):
         chosen = {"type": kind, "params": {}}
         keys = config(stage, optimizer=chosen)
         found[f"stage {stage}"] = said_by(lambda keys=keys: zero_full.initialize(model=Net(), config=keys))

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from zero_full._compat import foreach_add
 from zero_full.kernels import reference
 from zero_full.optim.arguments import checked_options
-from zero_full.optim.step import Peers, Piece, Stepper, alike, loss_of, moments_of, operators_for
+from zero_full.optim.step import Peers, Piece, Stepper, alike, moments_of, operators_for, step_alone
 
 
 class Coefficients(Optimizer):
@@ -83,22 +83,9 @@ class Lamb(Coefficients):
         """What steps pieces of parameters."""
         return LambStep(self)
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Move every parameter that has a gradient."""
-        loss = loss_of(closure)
-        listed = [(number, p) for number, group in enumerate(self.param_groups) for p in group["params"]]
-        for p in (p for _, p in listed if p.grad is not None and p.grad.layout != torch.strided):
-            raise RuntimeError(f"Lamb takes no sparse gradients, as a parameter of {tuple(p.shape)} has one")
-        whole = [
-            Piece("", p.shape, (0, p.numel()), number, p, p.grad, state=self.state[p])
-            for number, p in listed
-            if p.grad is not None
-        ]
-        stepper = self.zero_full_stepper()
-        stepper.begin(whole)
-        stepper.step(whole, 1.0, Peers())
-        return loss
+        return step_alone(self, closure)
 
 
 @dataclass(frozen=True)

@@ -327,6 +327,27 @@ def operators_for(pieces: Sequence[Piece]) -> Any:
     return operators(given[0].device) if given and takes else reference
 
 
+@torch.no_grad()
+def step_alone(optimizer: Any, closure: Callable[[], float] | None) -> float | None:
+    """One step of an optimizer that brings a stepper, where no rank has other pieces of its parameters."""
+    loss = loss_of(closure)
+    groups = optimizer.param_groups
+    listed = [
+        (number, p) for number, group in enumerate(groups) for p in group["params"] if p.grad is not None
+    ]
+    for p in (p for _, p in listed if p.grad.layout != torch.strided):
+        kind = type(optimizer).__name__
+        raise RuntimeError(f"{kind} takes no sparse gradients, as a parameter of {tuple(p.shape)} has one")
+    whole = [
+        Piece("", p.shape, (0, p.numel()), number, p, p.grad, state=optimizer.state[p])
+        for number, p in listed
+    ]
+    stepper: Stepper = optimizer.zero_full_stepper()
+    stepper.begin(whole)
+    stepper.step(whole, 1.0, Peers())
+    return loss
+
+
 def loss_of(closure: Callable[[], float] | None) -> float | None:
     """What a closure that was passed to `step` returns, with gradients enabled meanwhile."""
     if closure is None:

@@ -181,6 +181,8 @@ def refuse_unusable(param_groups: Sequence[Mapping[str, Any]], listed: list[list
 def _is_usable(value: Any) -> bool:
     if isinstance(value, Tensor) and value.numel() == 1 and value.device.type == "cpu":
         value = value.item()  # elsewhere it would cost a wait for the device
+    if value is None:  # torch's Adafactor has this for "as small as the type allows"
+        return True
     return isinstance(value, Tensor) or (isinstance(value, (int, float)) and isfinite(value))
 
 
