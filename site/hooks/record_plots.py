@@ -19,6 +19,7 @@ LINES = {  # a colour and a dash for each optimizer, the same in all plots
     "Muon": (PINK, "-."),
     "1-bit Adam": (GREEN, "--"),
     "0/1 Adam": (BLUE, "-"),
+    "0/1 Adam, scaler 64": (SKY, ":"),
     "LAMB": (RED, "-."),
     "1-bit LAMB": (SKY, "--"),
 }
@@ -26,7 +27,7 @@ OTHERS = {"forward+backward": "#999999", "DDP": RED, "0/1 Adam, a round in every
 
 
 def _style(name: str) -> dict[str, Any]:
-    colour, dash = LINES[name.partition(",")[0]]
+    colour, dash = LINES.get(name) or LINES[name.partition(",")[0]]
     return {"color": colour, "linestyle": dash, "label": name}
 
 

@@ -47,23 +47,20 @@ class Row:
     steps: int = 400
 
 
+ZERO_ONE = {
+    "lr": 4e-3,
+    **BETAS,
+    "var_freeze_step": 200,
+    "local_step_scaler": 50,
+    "local_step_clipper": 4,
+}
 LARGE = {"batch": 64, "steps": 160}
 ROWS = {
     "Adam": Row("AdamW", {"lr": 4e-3, **BETAS}, "Adam"),
     "Muon": Row("Muon", {"muon_lr": 4e-2, "adam_lr": 8e-3}, "Adam"),
     "1-bit Adam": Row("OneBitAdam", {"lr": 4e-3, **BETAS, "freeze_step": 100}, "Adam"),
-    "0/1 Adam": Row(
-        "ZeroOneAdam",
-        {
-            "lr": 4e-3,
-            **BETAS,
-            "var_freeze_step": 200,
-            "var_update_scaler": 16,
-            "local_step_scaler": 50,
-            "local_step_clipper": 4,
-        },
-        "Adam",
-    ),
+    "0/1 Adam": Row("ZeroOneAdam", {**ZERO_ONE, "var_update_scaler": 16}, "Adam"),  # DeepSpeed's default
+    "0/1 Adam, scaler 64": Row("ZeroOneAdam", {**ZERO_ONE, "var_update_scaler": 64}, "Adam"),
     "Adam, large batch": Row("AdamW", {"lr": 4e-3, **BETAS}, "Adam, large batch", **LARGE),
     "LAMB, large batch": Row("Lamb", {"lr": 8e-2, **BETAS}, "Adam, large batch", **LARGE),
     "1-bit LAMB, large batch": Row(
@@ -180,7 +177,7 @@ def tune(seeds: list[int], names: list[str], limit: float) -> None:
 def main() -> None:
     """Train, print a table, end with one JSON line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW")
     parser.add_argument("--tune", action="store_true", help="multiples of each learning rate instead")
     parser.add_argument("--limit", type=float, default=300, help="seconds for one seed of one row")
