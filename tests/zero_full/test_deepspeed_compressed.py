@@ -8,6 +8,8 @@ the same. What zero_full does otherwise on purpose, and where here:
 * its 0/1 Adam freezes the variance one step later than `var_freeze_step` says: here it is told one less.
 * its 0/1 Adam has the weight decay in the walk, from where it gets into the momentum at a meeting; ours keeps
   it out. So with decay both agree until the first meeting after which that matters, and not later.
+* its 0/1 Adam adds the errors of walks at one learning rate to walks at another; ours follow the rate. So the
+  rate stays the same from the step on in which ranks walk alone.
 * its ranks differ by rounding after they have met; ours have the same bits.
 * its 1-bit LAMB has a mean of coefficients that begins at zero, so after few steps it is too small, and the
   second phase too slow; ours is a mean from the first step on. With `coeff_beta` 0 there is no mean.

@@ -139,6 +139,8 @@ class OneBitStep(Stepper):
     """What steppers have in common that average by themselves. See [Note: errors and walks]."""
 
     fuses = True
+    moves_without_gradient = True
+    learning = 0  # steps in which the variance is learned
 
     def __init__(self, optimizer: OneBitOptimizer) -> None:
         self.optimizer = optimizer
@@ -158,7 +160,7 @@ class OneBitStep(Stepper):
     def attach(self, pieces: Sequence[Piece], peers: Peers) -> None:
         """The buffer is laid out. Errors that there are belong to what was trained until now."""
         fused = Fused(pieces)
-        began = self.errors is not None or bool(self.held())
+        began = self.errors is not None or bool(self.loaded) or self.is_apart
         if self.fused.numel and fused.numel != self.fused.numel and began:
             raise RuntimeError(
                 f"{type(self.optimizer).__name__}: a parameter is trained now that was frozen when averages "
@@ -187,11 +189,11 @@ class OneBitStep(Stepper):
 
     def _make_average(self) -> None:
         ranges = self.fused.ranges if self.optimizer.model_options["per_tensor_scales"] else None
-        self.by = self.peers.compressed(self.fused.numel, ranges, self._mask())
-        self.errors = self.by.new_errors()
+        by = self.peers.compressed(self.fused.numel, ranges, self._mask())
+        errors = by.new_errors()
         if self.loaded:
-            self.errors.load_state_dict({OF_ERRORS[name]: t for name, t in self.loaded.items()})
-            self.loaded = {}
+            errors.load_state_dict({OF_ERRORS[name]: t for name, t in self.loaded.items()})
+        self.by, self.errors, self.loaded = by, errors, {}
 
     def _mask(self) -> Tensor | None:
         """Which elements travel: None if no group says so."""
@@ -242,7 +244,22 @@ class OneBitStep(Stepper):
 
     def state_dict(self) -> dict[str, Any]:
         """How far it is, the same on every rank."""
-        return {"steps": self.steps, "errors_of": self.errors_of, "layout": self.fused.digest()}
+        layout = self._layout()
+        return {"steps": self.steps, "errors_of": self.errors_of, "layout": layout, "learning": self.learning}
+
+    def _layout(self) -> int:
+        """A checksum of what is where in the buffer, and of what travels."""
+        mask, layout = self._mask(), self.fused.digest()
+        return layout if mask is None else zlib.crc32(mask.cpu().numpy().tobytes(), layout)
+
+    def refuse_state(self, state: Mapping[str, Any]) -> None:
+        """ValueError if the variance is frozen there, and would be learned for another time here."""
+        was = state.get("learning", self.learning)
+        if was != self.learning and state["steps"] >= was:
+            raise ValueError(
+                f"{type(self.optimizer).__name__} has frozen its variance after {was} steps, before this was "
+                f"saved, and here it is to learn it for {self.learning}: that cannot be changed any more"
+            )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` has returned. What ranks had of their own comes after that."""
@@ -250,10 +267,11 @@ class OneBitStep(Stepper):
 
     def refuse_own(self, state: Mapping[str, Any]) -> None:
         """ValueError unless what ranks had of their own can be loaded into this, going by `state_dict`."""
-        if state.get("layout", self.fused.digest()) != self.fused.digest():
+        layout = self._layout()
+        if state.get("layout", layout) != layout:
             raise ValueError(
-                "the errors of its averages at one bit are those of other parameters, or of parameters in "
-                "other groups"
+                "the errors of its averages at one bit are those of other parameters, of parameters in other "
+                f"groups, or under another {MASK}"
             )
 
     def load_own(self, tensors: Mapping[str, Tensor]) -> None:

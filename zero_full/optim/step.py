@@ -159,6 +159,8 @@ class Stepper:
     # that are not what their master rounds to were written by somebody, and count; all are written then.
     # False: gradients are multiplied already and of the master's type, and there are no copies.
     fuses = False
+    # True: a parameter that has state and gets no gradient counts as one whose gradient is zero.
+    moves_without_gradient = False
 
     @property
     def takes_parts(self) -> bool:
@@ -192,6 +194,9 @@ class Stepper:
     def state_dict(self) -> dict[str, Any]:
         """What it remembers beside the pieces' state: the same on every rank, plain data."""
         return {}
+
+    def refuse_state(self, state: Mapping[str, Any]) -> None:
+        """ValueError if a run cannot go on here from what `state_dict` has returned there."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` has returned."""

@@ -9,6 +9,10 @@ one bit, instead of their own, and make of it a momentum for all.
 
 A walk adds up momenta times learning rates, before they are divided by the spread, which is the same on all
 ranks. Walk and anchor are there while ranks are apart. Ranks that have met have the same bits.
+
+[Note: a walk at any rate] What travels is the walk over the mean of its learning rates: a sum of momenta. So
+what has not been said of it when the rate was large does not come back as a huge momentum when it is small.
+Where the rate was zero each rank's momentum stands for it: all ranks have the same one after a meeting.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +26,7 @@ from zero_full.optim.one_bit import OneBitOptimizer, OneBitStep
 from zero_full.optim.one_bit_adam import refuse_without_variance
 from zero_full.optim.shared_variance import SharedVariance
 from zero_full.optim.step import Peers, Piece, Stepper
+from zero_full.optim.walks import Interval, Walk
 
 WALK, PARAMETERS, MOMENTUM, VARIANCE = "walk", "parameters", "exp_avg", "exp_avg_sq"
 ROOTS = "roots"
@@ -49,7 +54,9 @@ class ZeroOneAdam(OneBitOptimizer):
     What DeepSpeed 0.19.6 does otherwise: its `bias_correction` and `eps_inside_sqrt` have no effect and the
     bias is never corrected (bias_correction=False here); there its first call takes no step, and a rank that
     is alone leaves its momentum as it is between exact averages; the decay is part of the walk, and so of
-    the momentum after it; ranks differ by rounding after they have met; one scale for a whole group; each
+    the momentum after it; errors of walks are added to others at another learning rate as they are, so that
+    the momentum grows when the rate falls; ranks differ by rounding after they have met; one scale for a
+    whole group; each
     rank clips by its own norm; a resumed run begins its intervals anew.
     """
 
@@ -103,34 +110,6 @@ class ZeroOneAdam(OneBitOptimizer):
         return ZeroOneAdamStep(self)
 
 
-class Interval:
-    """How many steps lie between two events; doubles after every `patience` counts, up to `longest`."""
-
-    def __init__(self, patience: int, longest: float = float("inf")) -> None:
-        self.patience, self.longest = patience, longest
-        self.length, self.counted = 1, 0
-
-    def is_due(self, step: int) -> bool:
-        """Whether the event is in this step."""
-        return step % self.length == 0
-
-    def count(self) -> None:
-        """One more; perhaps the interval grows."""
-        self.counted += 1
-        if self.counted >= self.patience:
-            self.counted = 0
-            self.length = int(min(2 * self.length, self.longest))
-
-
-class Walk:
-    """Where a rank went since all were together. The numbers are the same on all ranks, by piece."""
-
-    def __init__(self, anchor: Tensor, walked: Tensor, rates: Sequence[float], kept: Sequence[float]) -> None:
-        self.anchor, self.walked = anchor, walked
-        self.rates = list(rates)  # the sum of the learning rates
-        self.kept = list(kept)  # the product of what decays have left
-
-
 class ZeroOneAdamStep(OneBitStep):
     """See [Note: three kinds of steps]."""
 
@@ -142,7 +121,7 @@ class ZeroOneAdamStep(OneBitStep):
         self.meeting = Interval(optimizer.steps_option("local_step_scaler"), longest)
         self.frozen = False  # a step without the others was taken
         self.walk: Walk | None = None  # while ranks are apart
-        self.numbers: list[list[float]] = []  # of a walk that is loaded
+        self.numbers: list[Any] = []  # of a walk that is loaded
         self.shares = optimizer.shares_variance
         self.shared: SharedVariance | None = None
 
@@ -262,7 +241,7 @@ class ZeroOneAdamStep(OneBitStep):
             take_copy(piece)
         momenta = self._newest_momenta(pieces, factor)
         walk, is_last = self.walk or self._new_walk(), self.meeting.is_due(self.steps + 1)
-        walked = walk.walked.clone() if is_last else walk.walked
+        walked = walk.walked.clone() if is_last else walk.walked  # if the average fails, nothing has changed
         rates, kept = list(walk.rates), list(walk.kept)
         for place, ((piece, momentum), (_, target)) in enumerate(
             zip(self.fused.windows(momenta), self.fused.windows(walked), strict=True)
@@ -273,9 +252,9 @@ class ZeroOneAdamStep(OneBitStep):
                 target.add_(momentum, alpha=now)
                 rates[place] += now
                 kept[place] *= 1 - float(group["lr"]) * group["weight_decay"]
-        following = Walk(walk.anchor, walked, rates, kept)
+        following = Walk(walk.anchor, walked, rates, kept, walk.steps + 1)
         if is_last:
-            self._meet(following)
+            self._meet(following, momenta)
         else:
             self.walk = following
         for piece, momentum in self.fused.windows(momenta):
@@ -301,24 +280,34 @@ class ZeroOneAdamStep(OneBitStep):
     def _new_walk(self) -> Walk:
         count = len(self.fused.pieces)
         anchor = self.fused.filled(lambda piece: piece.master)
-        return Walk(anchor, self.fused.new(), [0.0] * count, [1.0] * count)
+        return Walk(anchor, self.fused.new(), [0.0] * count, [1.0] * count, 0)
 
-    def _meet(self, walk: Walk) -> None:
-        mean = self.average(walk.walked, "walks")
+    def _meet(self, walk: Walk, momenta: Tensor) -> None:
+        """See [Note: a walk at any rate]. `momenta`: this rank's newest."""
+        rates = [total / walk.steps for total in walk.rates]
+        walked = walk.walked.clone()
+        both = zip(self.fused.windows(walked), self.fused.windows(momenta), rates, strict=True)
+        for (_, window), (_, momentum), mean_rate in both:
+            if mean_rate:
+                window.div_(mean_rate)
+            else:  # nobody has moved, and each has a momentum of its own
+                window.copy_(momentum).mul_(walk.steps)
+        mean = self.average(walked, "walks")
         together = zip(self.fused.windows(mean), self.fused.windows(walk.anchor), strict=True)
         for place, ((piece, window), (_, value)) in enumerate(together):
-            state = self.known(piece)
-            if state is not None and walk.rates[place]:
+            if (state := self.known(piece)) is not None:
                 window.mul_(self._moves(piece, state))
-                put(piece, value * walk.kept[place] - window / self._spread(piece, state))
-                state["exp_avg"].copy_(window).div_(walk.rates[place])
+                put(piece, value * walk.kept[place] - window * rates[place] / self._spread(piece, state))
+                state["exp_avg"].copy_(window).div_(walk.steps)
         self.walk = None
 
     def meet(self) -> None:
         """End the interval now. Every rank must call this."""
         if self.walk is not None:
-            walk = self.walk
-            self._meet(Walk(walk.anchor, walk.walked.clone(), walk.rates, walk.kept))
+            self._meet(self.walk, self._momenta())
+
+    def _momenta(self) -> Tensor:
+        return self.fused.filled(lambda piece: (self.known(piece) or {}).get(MOMENTUM))
 
     # State ---------------------------------------------------------------------------------------
 
@@ -355,14 +344,14 @@ class ZeroOneAdamStep(OneBitStep):
         own = super().own_tensors()
         if self.walk is None:
             return own
-        momenta = self.fused.filled(lambda piece: (self.known(piece) or {}).get(MOMENTUM))
         masters = self.fused.filled(lambda piece: piece.master)
-        return own | {WALK: self.walk.walked, PARAMETERS: masters, MOMENTUM: momenta}
+        return own | {WALK: self.walk.walked, PARAMETERS: masters, MOMENTUM: self._momenta()}
 
     def state_dict(self) -> dict[str, Any]:
         """How far it is, the same on every rank."""
         intervals = [[each.length, each.counted] for each in (self.exact, self.meeting)]
-        numbers = [] if self.walk is None else [self.walk.rates, self.walk.kept]
+        walk = self.walk
+        numbers = [] if walk is None else [walk.rates, walk.kept, walk.steps]
         return {**super().state_dict(), "intervals": intervals, "frozen": self.frozen, "walk": numbers}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zero_full.optim.step import Piece
+from zero_full.shard.apart import refuse_apart
 from zero_full.shard.base import OFFLOADED
 from zero_full.shard.flat import Member
 from zero_full.shard.optimizer import ZeroOptimizer
@@ -115,6 +116,7 @@ def safe_get_full_fp32_param(param: Parameter) -> Tensor | None:
     place = _find(param)
     if place is None:
         return None
+    refuse_apart(place.optimizer, "safe_get_full_fp32_param")
     mine = place.piece.master if place.piece is not None else None
     return place.assemble(mine, place.owned.master.dtype)
 
@@ -142,6 +144,7 @@ def safe_get_full_optimizer_state(param: Parameter, key: str) -> Tensor | None:
     place = _find(param)
     if place is None:
         return None
+    refuse_apart(place.optimizer, "safe_get_full_optimizer_state")
     mine = _state(place, key)
     known = place.bucket.ranks.gather_objects(_describe(mine), f"state {key} of {place.member.name}")
     kinds = [kind for kind in known if kind is not None]
@@ -179,7 +182,9 @@ def safe_set_full_grad(param: Parameter, value: Tensor) -> None:
 
 def safe_set_full_optimizer_state(param: Parameter, value: Tensor, key: str) -> None:
     """Replace an entry of the optimizer's state. Every rank must call this with the same tensor."""
-    safe_set_local_optimizer_state(param, _place(param).cut(value), key)
+    place = _place(param)
+    refuse_apart(place.optimizer, "safe_set_full_optimizer_state")
+    safe_set_local_optimizer_state(param, place.cut(value), key)
 
 
 def safe_update_full_grad_vectorized(

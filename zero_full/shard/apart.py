@@ -20,6 +20,25 @@ def refuse_writes(stepper: Stepper, writes: ParameterWrites, masters: Iterable[s
         )
 
 
+def refuse_frozen(optimizer: Optimizer) -> None:
+    """RuntimeError if a parameter was frozen that the rule would go on moving."""
+    stepper = optimizer.contents.stepper
+    if not stepper.moves_without_gradient:
+        return
+    frozen = [
+        member.name
+        for owned in optimizer.owned
+        for member, piece in owned.pieces.items()
+        if not member.param.requires_grad and optimizer.base.state.get(piece.master)
+    ]
+    if frozen:
+        raise RuntimeError(
+            f"{listed(frozen)} was frozen after it was trained, and {type(optimizer.base).__name__} would go "
+            "on moving it by its momentum: there a parameter without a gradient counts as one whose gradient "
+            "is zero. Unfreeze it, or freeze it before initialize"
+        )
+
+
 def refuse_apart(optimizer: Optimizer, call: str) -> None:
     """RuntimeError in the middle of an interval of steps that ranks take alone."""
     if optimizer.contents.stepper.is_apart:

@@ -22,7 +22,7 @@ from zero_full.comm.lane import lane_for
 from zero_full.precision.scaler import StaticScale
 from zero_full.shard import owned as owned_state
 from zero_full.shard.agreement import Doings, Said, agree, doings_of, refuse_unused
-from zero_full.shard.apart import meet, refuse_writes
+from zero_full.shard.apart import meet, refuse_frozen, refuse_writes
 from zero_full.shard.base import (
     AFTER,
     BEFORE,
@@ -218,6 +218,7 @@ class ZeroOptimizer(InItsPlace):
                 if self.settings.needs_norm:
                     owned.refuse_sparse()
             refuse_unusable(self.param_groups, self.listed)
+            refuse_frozen(self)
             self.look_at_model()
             refuse_writes(self.contents.stepper, self.writes, masters)
             return self._take_in_gradients(), None

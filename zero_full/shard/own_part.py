@@ -96,6 +96,7 @@ def refuse_other_facts(optimizer: Optimizer, facts: Mapping[str, Any]) -> None:
             f"the optimizer's state is {other}'s, but the optimizer is {kind}: what one keeps means nothing "
             f"to the other {without}"
         )
+    optimizer.contents.stepper.refuse_state(facts.get("stepper", {}))
 
 
 def take_facts(optimizer: Optimizer, facts: Mapping[str, Any]) -> None:
