@@ -22,8 +22,10 @@ from zero_full.checkpoint import (
     wait_for_checkpoint,
 )
 from zero_full.config import Resolved
+from zero_full.shard.contents import OwnPart
 from zero_full.shard.gathered import (
     copy_on_cpu,
+    fitting_chunks,
     load_own_state_dict,
     load_whole_state_dict,
     own_state_dict,
@@ -130,13 +132,15 @@ class Saving:
             told += "".join(f"; being written, or cut off: {path.name}" for path in unfinished(folder))
             log.warning("nothing was loaded: %s has no `latest` (checkpoints there: %s)", load_dir, told)
             return None, None
-        if "global_samples" in found.counters and self.global_samples is None:
-            found.counters["global_samples"] = None  # without a batch size nobody can go on counting
+        self._take_counters(found.counters)
+        return str(found.path), found.client_state
+
+    def _take_counters(self, saved: Mapping[str, Any]) -> None:
         for name in COUNTERS:
-            setattr(self, name, found.counters.get(name, getattr(self, name)))
+            if name != "global_samples" or self.global_samples is not None:  # None: no batch size to count by
+                setattr(self, name, saved.get(name, getattr(self, name)))
         if self.micro_steps % self._micro_batches:  # there a step had another number of them
             self.micro_steps = self.global_steps * self._micro_batches
-        return str(found.path), found.client_state
 
     def keep_in_checkpoint(self, **objects: Any) -> None:
         """Save and load the state of these, too, each rank its own: where a data loader is, for example.
@@ -210,6 +214,7 @@ class Saving:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of everything, to be saved between steps and loaded by the same rank."""
+        self._refuse_between_steps("state_dict")
         scheduler = self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None
         return {
             "module": own_state_dict(self.module, self.optimizer),
@@ -220,12 +225,10 @@ class Saving:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue bit for bit where `state_dict` was taken. Every rank loads its own part."""
+        self._refuse_in_step("load_state_dict")
+        fitting_chunks(self.module, self.optimizer, OwnPart(state["module"]["tensors"], {}))
+        self.optimizer.load_state_dict(state["optimizer"])  # which may refuse it, so before anything changes
         load_own_state_dict(self.module, self.optimizer, state["module"])
         if self.lr_scheduler is not None and state["lr_scheduler"] is not None:
             self.lr_scheduler.load_state_dict(state["lr_scheduler"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        counters = dict(state["counters"])
-        if self.global_samples is None:  # without a batch size nobody can go on counting
-            counters["global_samples"] = None
-        for name in COUNTERS:
-            setattr(self, name, counters[name])
+        self._take_counters(state["counters"])

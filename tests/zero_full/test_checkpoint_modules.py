@@ -188,6 +188,32 @@ def test_a_step_begins_anew_with_another_number_of_micro_batches(tmp_path: Path)
     other.save_checkpoint(tmp_path)  # a whole step of one
 
 
+def test_a_state_dict_counts_micro_batches_as_a_checkpoint_does() -> None:
+    """Five steps of two, and then steps of three; between the batches of a step there is none."""
+    engine, other = engine_of(gradient_accumulation_steps=2), engine_of(gradient_accumulation_steps=3)
+    train(engine, *range(10))
+    other.load_state_dict(engine.state_dict())
+    steps = []
+    for number in range(4):
+        train(other, number)
+        steps.append(other.global_steps)
+    assert steps == [5, 5, 6, 6]
+    with pytest.raises(RuntimeError, match="state_dict after 1 of a step's 3 micro-batches"):
+        other.state_dict()
+
+
+def test_a_state_dict_that_is_refused_changes_nothing() -> None:
+    """The model fits, and the optimizer does not."""
+    engine, model = engine_of(), Plain()
+    other = engine_of(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    train(engine, 0)
+    train(other, 1)
+    before = kept_of(other)
+    with pytest.raises(ValueError, match="state is AdamW's, but the optimizer is SGD"):
+        other.load_state_dict(engine.state_dict())
+    assert same(kept_of(other), before)
+
+
 @pytest.mark.parametrize("saved", [torch.optim.Adam, torch.optim.AdamW])
 @pytest.mark.parametrize("way", ["checkpoint", "state dict"])
 def test_adam_stays_adam_and_adamw_adamw(saved: Any, way: str, tmp_path: Path) -> None:
@@ -223,8 +249,14 @@ def test_options_that_are_overridden_are_told(tmp_path: Path, caplog: pytest.Log
 
 def test_inside_a_step_nothing_is_saved_or_loaded(tmp_path: Path) -> None:
     engine = engine_of()
-    for call in (engine.save_checkpoint, engine.load_checkpoint):
-        hook = engine.optimizer.register_step_post_hook(lambda *_, call=call: call(tmp_path))
+    state = engine.state_dict()
+    calls = {
+        engine.save_checkpoint: tmp_path,
+        engine.load_checkpoint: tmp_path,
+        engine.load_state_dict: state,
+    }
+    for call, argument in calls.items():
+        hook = engine.optimizer.register_step_post_hook(lambda *_, c=call, a=argument: c(a))
         with pytest.raises(RuntimeError, match=rf"{call.__name__} inside engine\.step\(\), by a hook"):
             train(engine, 0)
         hook.remove()
@@ -262,7 +294,32 @@ def test_a_schedule_that_nobody_takes_is_told(tmp_path: Path, caplog: pytest.Log
         tmp_path
     )
     engine_of().load_checkpoint(tmp_path)
-    assert "has the state of a schedule, which nobody takes" in caplog.text
+    assert "has the state of a schedule, which nobody takes: the learning rate stays as it was" in caplog.text
+    engine_of().load_checkpoint(tmp_path, load_optimizer_states=False)
+    assert "nobody takes: the learning rate stays as it is" in caplog.text
+
+
+class Silent:
+    """A schedule that does not tell its learning rate."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": 3}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+    def step(self) -> None:
+        pass
+
+
+def test_a_schedule_that_does_not_tell_its_rate_needs_the_optimizers_state(tmp_path: Path) -> None:
+    engine = engine_of(lr_scheduler=Silent())
+    engine.save_checkpoint(tmp_path)
+    engine.load_checkpoint(tmp_path)
+    before = kept_of(engine)
+    with pytest.raises(CheckpointError, match="Silent has no get_last_lr"):
+        engine.load_checkpoint(tmp_path, load_optimizer_states=False)
+    assert same(kept_of(engine), before)
 
 
 def test_a_load_in_inference_mode_leaves_tensors_that_can_be_trained(tmp_path: Path) -> None:

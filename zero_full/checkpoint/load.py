@@ -32,7 +32,7 @@ from zero_full.shard.apart import refuse_apart
 from zero_full.shard.base import NoOptimizer
 from zero_full.shard.contents import BUFFERS, PARAMETERS, Chunk, NewState, put_back
 from zero_full.shard.flat import GatherState
-from zero_full.shard.gathered import load_others, names_and_values, own_and_made
+from zero_full.shard.gathered import load_others, own_and_made
 from zero_full.shard.optimizer import ZeroOptimizer
 from zero_full.shard.own_part import OF_THIS_RUN, refuse_other_facts, take_facts, wake_all_but
 from zero_full.wording import listed
@@ -124,8 +124,8 @@ class CheckpointLoad:
     ) -> None:
         self.module, self.optimizer, self.source = module, optimizer, source
         self.wanted, self.extras = wanted, extras
-        self.named = names_and_values(module)
-        self.own_tensors, _ = own_and_made(module)
+        self.own_tensors, self.made = own_and_made(module)
+        self.named = {**self.own_tensors, **self.made}
         self.keys: dict[str, str] = {}  # of the module's tensors, by name
         trains = not isinstance(optimizer.base, NoOptimizer)
         self.with_state = wanted.optimizer_states and not wanted.module_only and trains
@@ -155,7 +155,7 @@ class CheckpointLoad:
         trained = {plain(member.name) for _, member in self.optimizer.parts.places.values()}
         keys = {name: key for name, key in self.keys.items() if plain(name) not in trained}
         place = {name: self.values.place[key] for name, key in keys.items() if key in self.values.place}
-        self.made = made_in(self.source, self.module, place)
+        self.saved = made_in(self.source, self.made, place)
         self.takers = self._takers()
 
     def _match(self) -> None:
@@ -183,7 +183,7 @@ class CheckpointLoad:
         unexpected = [key.partition("/")[2] for key in surplus]
         if self.source.savers:  # others do not tell apart what modules make themselves
             told = self.source.shared["others"].keys()
-            made = {plain(name) for name, value in self.named.items() if not isinstance(value, Tensor)}
+            made = {plain(name) for name, value in self.made.items() if not isinstance(value, Tensor)}
             missing, unexpected = [*missing, *(made - told)], [*unexpected, *(told - made)]
         self._judge(wrong, sorted(missing), sorted(unexpected))
 
@@ -261,8 +261,8 @@ class CheckpointLoad:
         """What takes a state of its own."""
         takers, wanted = Takers(self.source), self.wanted
         if wanted.lr_scheduler_states and not wanted.module_only:
-            takers.add_schedule(self.extras.lr_scheduler)
-        takers.add_made(self.module, self.made)
+            takers.add_schedule(self.extras.lr_scheduler, self.with_state)
+        takers.add_made(self.module, self.saved)
         if self.with_state:
             takers.add_kept(self.extras, self._same_ranks(), self._ranks())
         return takers
@@ -326,7 +326,7 @@ class CheckpointLoad:
         self.optimizer.zero_grad()
         if self._same_ranks():
             self._take_own_buffers()
-        load_others(self.module, self.made)  # once more: what they make of it may need the new parameters
+        load_others(self.module, self.saved)  # once more: what they make of it may need the new parameters
 
     def _facts(self) -> dict[str, Any]:
         """Those that mean something here: a static loss scale is what the configuration says."""

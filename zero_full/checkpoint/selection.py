@@ -51,7 +51,8 @@ def select(module: nn.Module, names: Renaming | None = None) -> Selection:
 def refuse_parts(optimizer: ZeroOptimizer) -> None:
     """ValueError if ranks have different parameters of the same name, which one file cannot hold.
 
-    RuntimeError if they have for now."""
+    RuntimeError if they have for now.
+    """
     refuse_apart(optimizer, "saving or loading weights")
     groups = optimizer.groups
     if groups.expert is not None or (groups.model is not None and groups.model.size > 1):

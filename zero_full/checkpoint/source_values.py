@@ -1,6 +1,7 @@
 """A source as what a load fills a run from: under the names that the model has."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -67,7 +68,7 @@ class SourceValues:
         places = self.places
         fill(
             self.source,
-            [Chunk(places[c.key], c.shape, c.start, c.values, c.holder) for c in chunks],
+            [replace(chunk, key=places[chunk.key]) for chunk in chunks],
         )
 
 

@@ -58,15 +58,20 @@ class Takers:
         self.before: list[Taker] = []
         self.takes_schedule = False
 
-    def add_schedule(self, schedule: Any) -> None:
-        """The schedule of this run, or None; CheckpointError if the saved one is another."""
+    def add_schedule(self, schedule: Any, with_state: bool) -> None:
+        """The schedule of this run, or None; CheckpointError if the saved one is another.
+
+        `with_state`: the options of the optimizer's groups, among them the learning rate, are loaded, too.
+        """
         state, kind = self.source.shared.get("lr_scheduler"), type(schedule).__name__
         if schedule is None:
             if state is not None and this_rank() == 0:
+                stays = "as it was saved" if with_state else "as it is"
                 log.warning(
-                    "%s has the state of a schedule, which nobody takes: the learning rate stays as it was "
-                    "saved. Give initialize the schedule before loading",
+                    "%s has the state of a schedule, which nobody takes: the learning rate stays %s. Give "
+                    "initialize the schedule before loading",
                     self.source.path,
+                    stays,
                 )
             return
         saved = self.source.shared.get("schedule", kind)
@@ -75,6 +80,11 @@ class Takers:
             raise CheckpointError(
                 f"{self.source.path} has {told}: load without it (load_lr_scheduler_states=False). "
                 "Nothing was loaded"
+            )
+        if not with_state and not hasattr(schedule, "get_last_lr"):
+            raise CheckpointError(
+                f"{kind} has no get_last_lr, so nobody can tell which learning rate it has reached: load it "
+                "with the optimizer's state, or neither (load_lr_scheduler_states=False). Nothing was loaded"
             )
         self.those.append(Taker("the schedule", schedule, state))
         self.takes_schedule = True
@@ -133,9 +143,8 @@ class Takers:
                 each.taker.load_state_dict(each.state)
 
 
-def made_in(source: Source, module: nn.Module, place: Mapping[str, str]) -> dict[str, Any]:
-    """What the source has of what the module makes, by its names. `place`: keys of tensors, by name."""
-    _, made = own_and_made(module)
+def made_in(source: Source, made: Mapping[str, Any], place: Mapping[str, str]) -> dict[str, Any]:
+    """What the source has of what a module makes, by its names. `place`: keys of tensors, by name."""
     others, found = source.shared.get("others", {}), dict[str, Any]()
     for name, value in made.items():
         if isinstance(value, Tensor):

@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_full.kernels import reference
-from zero_full.optim.step import Piece, alike, operators_for
+from zero_full.optim.step import Piece, alike, operators_for, take_copy
 
 Options = Mapping[str, Any]
 
@@ -49,12 +48,6 @@ def learn(state: dict[str, Any], group: Options, gradient: Tensor) -> None:
     if "exp_avg_sq" in state:
         beta = group["betas"][1]
         state["exp_avg_sq"].mul_(beta).addcmul_(gradient, gradient, value=1 - beta)
-
-
-def take_copy(piece: Piece) -> None:
-    """The master takes what somebody has written to its copy."""
-    if piece.copy is not None:
-        piece.master.copy_(reference.unless_written(piece.master, piece.copy))
 
 
 def put(piece: Piece, value: Tensor) -> None:

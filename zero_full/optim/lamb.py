@@ -9,9 +9,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zero_full._compat import foreach_add
-from zero_full.kernels import reference
 from zero_full.optim.arguments import checked_options
-from zero_full.optim.step import Peers, Piece, Stepper, alike, moments_of, operators_for, step_alone
+from zero_full.optim.step import (
+    Peers,
+    Piece,
+    Stepper,
+    alike,
+    moments_of,
+    operators_for,
+    step_alone,
+    take_copy,
+)
 
 
 class Coefficients(Optimizer):
@@ -143,8 +151,7 @@ class LambStep(Stepper):
     def _first_half(self, pieces: Sequence[Piece], factor: float) -> Tensor:
         group = self._group(pieces)
         for piece in pieces:
-            if piece.copy is not None:
-                piece.master.copy_(reference.unless_written(piece.master, piece.copy))
+            take_copy(piece)
         states = [moments_of(p, torch.promote_types(p.master.dtype, torch.float32)) for p in pieces]
         norms: Tensor = operators_for(pieces).lamb_norms(
             [piece.master for piece in pieces],

@@ -23,10 +23,9 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from zero_full.kernels import reference
 from zero_full.optim.arguments import BELOW_1, at_least, checked_options, finite_number
 from zero_full.optim.fused_adam import sweep
-from zero_full.optim.step import Peers, Piece, Stepper, Whole, alike, operators_for, step_alone
+from zero_full.optim.step import Peers, Piece, Stepper, Whole, alike, operators_for, step_alone, take_copy
 from zero_full.wording import shown
 
 log = logging.getLogger("zero_full")
@@ -188,8 +187,7 @@ class Orthogonal:
     def take(self, piece: Piece, values: Tensor) -> None:
         """Move the piece."""
         group, master = self.groups[piece.group], piece.master
-        if piece.copy is not None:
-            master.copy_(reference.unless_written(master, piece.copy))
+        take_copy(piece)
         lr = float(group["lr"])
         master.mul_(1 - lr * group["weight_decay"])
         master.add_(values.view(master.shape), alpha=-lr * _adjustment(group["adjust_lr_fn"], piece.shape))

@@ -169,6 +169,11 @@ class OneBitStep(Stepper):
             )
         self.fused, self.peers = fused, peers
 
+    @property
+    def averages(self) -> bool:
+        """While the variance is learned."""
+        return self.steps < self.learning
+
     def begin(self, pieces: Sequence[Piece]) -> None:
         """Every rank looks at all groups, which may have been edited: all fail, or none."""
         for group in self.optimizer.param_groups:
@@ -216,6 +221,30 @@ class OneBitStep(Stepper):
         """Each piece and its parameter."""
         owners: Mapping[Any, Any] = self.optimizer.state.owners  # type: ignore[attr-defined]
         return ((piece, owners[piece.master]) for piece in self.fused.pieces)
+
+    def newest_momenta(self, pieces: Sequence[Piece], factor: float) -> Tensor:
+        """A buffer of all momenta, with this rank's gradients times the factor in them."""
+        given = {id(piece): piece.gradient for piece in pieces}
+
+        def newest(piece: Piece) -> Tensor | None:
+            state, gradient = self.known(piece), given.get(id(piece))
+            if state is None:
+                return None
+            beta = self.group_of(piece)["betas"][0]
+            average: Tensor = state["exp_avg"] * beta
+            return average if gradient is None else average.add_(gradient, alpha=(1 - beta) * factor)
+
+        return self.fused.filled(newest)
+
+    def refuse_without_variance(self, pieces: Sequence[Piece]) -> None:
+        """RuntimeError if a parameter has its first gradient when no variance is learned any more."""
+        late = [piece.name for piece in pieces if not (self.known(piece) or {}).get("variance_step")]
+        if late:
+            raise RuntimeError(
+                f"{', '.join(late)}: the first gradient comes in step {self.steps + 1}, when "
+                f"{type(self.optimizer).__name__} has frozen the variance, so nobody knows how far to step. "
+                "Train what is trained from the beginning, or freeze the variance later"
+            )
 
     # State ---------------------------------------------------------------------------------------
 

@@ -4,8 +4,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-
 from zero_full.optim.adam_pieces import adam, averages_of, move, spread
 from zero_full.optim.one_bit import OneBitOptimizer, OneBitStep
 from zero_full.optim.step import Peers, Piece, Stepper
@@ -82,11 +80,6 @@ class OneBitAdamStep(OneBitStep):
         super().__init__(optimizer)
         self.learning = optimizer.steps_option("freeze_step")
 
-    @property
-    def averages(self) -> bool:
-        """While the variance is learned."""
-        return self.steps < self.learning
-
     def phases(self) -> dict[str, Callable[[], None]]:
         """For plans."""
         return {
@@ -104,31 +97,10 @@ class OneBitAdamStep(OneBitStep):
         self.steps += 1
 
     def _along_the_average(self, pieces: Sequence[Piece], factor: float) -> None:
-        refuse_without_variance(self, pieces)
-        given = {id(piece): piece.gradient for piece in pieces}
-
-        def newest(piece: Piece) -> Tensor | None:
-            state, gradient = self.known(piece), given.get(id(piece))
-            if state is None:
-                return None
-            beta = self.group_of(piece)["betas"][0]
-            average: Tensor = state["exp_avg"] * beta
-            return average if gradient is None else average.add_(gradient, alpha=(1 - beta) * factor)
-
-        mean = self.average(self.fused.filled(newest), "momentum")
+        self.refuse_without_variance(pieces)
+        mean = self.average(self.newest_momenta(pieces, factor), "momentum")
         for piece, window in self.fused.windows(mean):
             if (state := self.known(piece)) is not None:
                 state["exp_avg"].copy_(window).mul_(state["exp_avg_sq"] > 0)
                 state["step"] += 1
                 move(piece, state, group := self.group_of(piece), spread(state, group))
-
-
-def refuse_without_variance(stepper: OneBitStep, pieces: Sequence[Piece]) -> None:
-    """RuntimeError if a parameter has its first gradient when no variance is learned any more."""
-    late = [piece.name for piece in pieces if not (stepper.known(piece) or {}).get("variance_step")]
-    if late:
-        raise RuntimeError(
-            f"{', '.join(late)}: the first gradient comes in step {stepper.steps + 1}, when "
-            f"{type(stepper.optimizer).__name__} has frozen the variance, so nobody knows how far to step. "
-            "Train what is trained from the beginning, or freeze the variance later"
-        )

@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_full.optim.adam_pieces import put, take_copy
+from zero_full.optim.adam_pieces import put
 from zero_full.optim.arguments import BELOW_1, finite_number
 from zero_full.optim.lamb import Coefficients, LambStep, check_bounds
 from zero_full.optim.one_bit import OneBitOptimizer, OneBitStep
-from zero_full.optim.one_bit_adam import refuse_without_variance
-from zero_full.optim.step import Peers, Piece, Stepper
+from zero_full.optim.step import Peers, Piece, Stepper, take_copy
 
 FRESH = "exp_avg_sq_fresh"
 State = dict[str, Any]
@@ -123,11 +122,6 @@ class OneBitLambStep(OneBitStep):
         self.lamb = LambStep(optimizer)
         self.learning = optimizer.steps_option("freeze_step")
 
-    @property
-    def averages(self) -> bool:
-        """While the variance is learned."""
-        return self.steps < self.learning
-
     def phases(self) -> dict[str, Callable[[], None]]:
         """For plans."""
         return {
@@ -146,7 +140,7 @@ class OneBitLambStep(OneBitStep):
             self.lamb.step(pieces, factor, peers)
             self._learn(pieces)
         else:
-            refuse_without_variance(self, pieces)
+            self.refuse_without_variance(pieces)
             self._along_the_average(pieces, factor)
         self.steps += 1
 
@@ -166,20 +160,11 @@ class OneBitLambStep(OneBitStep):
 
     def _along_the_average(self, pieces: Sequence[Piece], factor: float) -> None:
         """See [Note: coefficients at one bit]."""
-        given = {id(piece): piece.gradient for piece in pieces}
-        sizes = self._sizes()
-
-        def newest(piece: Piece) -> Tensor | None:
-            state, gradient = self.known(piece), given.get(id(piece))
-            if state is None:
-                return None
-            beta = self.group_of(piece)["betas"][0]
-            average: Tensor = state["exp_avg"].float() * beta
-            if gradient is not None:
-                average.add_(gradient, alpha=(1 - beta) * factor)
-            return average.mul_(sizes.get(id(piece), 1.0))
-
-        mean = self.average(self.fused.filled(newest), "momentum")
+        sizes, momenta = self._sizes(), self.newest_momenta(pieces, factor)
+        for piece, window in self.fused.windows(momenta):
+            if id(piece) in sizes:
+                window.mul_(sizes[id(piece)])
+        mean = self.average(momenta, "momentum")
         for piece, window in self.fused.windows(mean):
             if (state := self.known(piece)) is not None:
                 if id(piece) in sizes:

@@ -322,6 +322,12 @@ def moments_of(piece: Piece, dtype: torch.dtype) -> dict[str, Tensor]:
     return state
 
 
+def take_copy(piece: Piece) -> None:
+    """The master takes what somebody has written to its copy."""
+    if piece.copy is not None:
+        piece.master.copy_(reference.unless_written(piece.master, piece.copy))
+
+
 def operators_for(pieces: Sequence[Piece]) -> Any:
     """The compiled ones, for all that they take; else the plain ones, which take everything."""
     given = [t for piece in pieces for t in (piece.master, piece.gradient) if t is not None]

@@ -21,11 +21,10 @@ from typing import Any
 
 from torch import Tensor
 
-from zero_full.optim.adam_pieces import averages_of, correction, learn, move, put, rate, spread, take_copy
+from zero_full.optim.adam_pieces import averages_of, correction, learn, move, put, rate, spread
 from zero_full.optim.one_bit import OneBitOptimizer, OneBitStep
-from zero_full.optim.one_bit_adam import refuse_without_variance
 from zero_full.optim.shared_variance import SharedVariance
-from zero_full.optim.step import Peers, Piece, Stepper
+from zero_full.optim.step import Peers, Piece, Stepper, take_copy
 from zero_full.optim.walks import Interval, Walk
 
 WALK, PARAMETERS, MOMENTUM, VARIANCE = "walk", "parameters", "exp_avg", "exp_avg_sq"
@@ -168,7 +167,7 @@ class ZeroOneAdamStep(OneBitStep):
     def step(self, pieces: Sequence[Piece], factor: float, peers: Peers) -> None:
         """Masters, state and copies change."""
         if self.steps_alone:
-            refuse_without_variance(self, pieces)
+            self.refuse_without_variance(pieces)
             self._alone(pieces, factor)
             self.frozen = True
             self.meeting.count()
@@ -239,7 +238,7 @@ class ZeroOneAdamStep(OneBitStep):
         """A step by this rank's own gradient, or in the place of an interval's last one the meeting."""
         for piece in pieces:
             take_copy(piece)
-        momenta = self._newest_momenta(pieces, factor)
+        momenta = self.newest_momenta(pieces, factor)
         walk, is_last = self.walk or self._new_walk(), self.meeting.is_due(self.steps + 1)
         walked = walk.walked.clone() if is_last else walk.walked  # if the average fails, nothing has changed
         rates, kept = list(walk.rates), list(walk.kept)
@@ -263,19 +262,6 @@ class ZeroOneAdamStep(OneBitStep):
                 if not is_last:
                     state["exp_avg"].copy_(momentum)
                     self._move(piece, state)
-
-    def _newest_momenta(self, pieces: Sequence[Piece], factor: float) -> Tensor:
-        given = {id(piece): piece.gradient for piece in pieces}
-
-        def newest(piece: Piece) -> Tensor | None:
-            state, gradient = self.known(piece), given.get(id(piece))
-            if state is None:
-                return None
-            beta = self.group_of(piece)["betas"][0]
-            average: Tensor = state["exp_avg"] * beta
-            return average if gradient is None else average.add_(gradient, alpha=(1 - beta) * factor)
-
-        return self.fused.filled(newest)
 
     def _new_walk(self) -> Walk:
         count = len(self.fused.pieces)

@@ -17,7 +17,7 @@ from zero_full._compat import version_of
 from zero_full.comm.topology import this_rank
 from zero_full.shard.apart import refuse_apart
 from zero_full.shard.checksum import checksum
-from zero_full.shard.contents import OwnPart, kept, put_back
+from zero_full.shard.contents import Chunk, OwnPart, kept, put_back
 from zero_full.shard.flat import FlatParameter, Member, is_released
 from zero_full.shard.optimizer import ZeroOptimizer
 from zero_full.shard.owners import owner_of
@@ -104,15 +104,21 @@ def own_state_dict(module: nn.Module, optimizer: ZeroOptimizer) -> dict[str, Any
 
 
 @torch.no_grad()
-def load_own_state_dict(module: nn.Module, optimizer: ZeroOptimizer, state: Mapping[str, Any]) -> None:
-    """Restore what `own_state_dict` of the same rank has returned."""
-    part = OwnPart(state["tensors"], {})
+def fitting_chunks(module: nn.Module, optimizer: ZeroOptimizer, part: OwnPart) -> list[Chunk]:
+    """Where the values of a rank's part go; ValueError unless they fit."""
     own, _ = own_and_made(module)
     chunks = [*optimizer.contents.frozen(), *optimizer.contents.whole(own)]
     known = {chunk.key for chunk in chunks} | optimizer.contents.shapes().keys()
     if surplus := [key for key in part.shapes if key not in known]:
         raise ValueError(f"this rank's saved part has {listed(surplus)}, which the model lacks")
     part.check(chunks)
+    return chunks
+
+
+def load_own_state_dict(module: nn.Module, optimizer: ZeroOptimizer, state: Mapping[str, Any]) -> None:
+    """Restore what `own_state_dict` of the same rank has returned."""
+    part = OwnPart(state["tensors"], {})
+    chunks = fitting_chunks(module, optimizer, part)
     part.read(chunks)
     put_back(chunks)
     for flat in optimizer.frozen:
