@@ -3,7 +3,8 @@
 [Note: tiers] Owned state is made in a tier's `room`, and the optimizer steps it there. Before a step
 `fetch` brings an averaged gradient to where the state is, and afterwards `put_away` sends the new values of
 the parameters' slice back. With state on the host (ZeRO-Offload) the device holds neither masters nor
-moments, and what travels are gradients one way and parameters the other.
+moments, and what travels are gradients one way and parameters the other. Where the host's memory is not the
+device's they travel beside the work: `flow`.
 """
 
 from abc import ABC, abstractmethod
@@ -11,6 +12,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from zero_full.offload.copies import Copier, StreamCopier
+from zero_full.offload.flow import Flow
 
 
 class Tier(ABC):
@@ -30,6 +34,10 @@ class Tier(ABC):
         """What was stepped becomes the values of a tensor of the device, unless it is the same memory."""
         if updated is not on_device:
             on_device.copy_(updated)
+
+    def flow(self, device: torch.device, sums: bool) -> Flow | None:
+        """What brings gradients from this device and parameters to it; None: nothing has to be copied."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -62,3 +70,14 @@ class HostTier(Tier):
     def fetch(self, tensor: Tensor) -> Tensor:
         """A copy on the host; on a CPU the tensor itself."""
         return tensor.to("cpu")
+
+    def copiers(self, device: torch.device) -> tuple[Copier, Copier] | None:
+        """Down and up, which an accelerator does at once; None: the host's memory is the device's."""
+        if device.type in ("cpu", "meta"):
+            return None
+        return StreamCopier(device), StreamCopier(device)
+
+    def flow(self, device: torch.device, sums: bool) -> Flow | None:
+        """On three threads, which start when there is something to do."""
+        copiers = self.copiers(device)
+        return None if copiers is None else Flow(self.room, device, copiers, sums)
