@@ -1,5 +1,6 @@
 """`offload_optimizer`: masters and the optimizer's state wait on the host, and every bit is the same."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import zero_full
+from tests.slow_copies import slow_copies
 from tests.worlds import POOL
 from tests.zero_full.runs import Net, assert_same, config, data
 from zero_full.config import ConfigError, resolve
@@ -25,6 +27,7 @@ OPTIMIZERS = {
     "Lamb": {"lr": 0.05, "weight_decay": 0.1},
 }
 PAIRS = [*((precision, "AdamW") for precision in KEYS), ("fp32", "SGD"), ("bf16", "SGD"), ("bf16", "Lamb")]
+SLOW = 4e5  # bytes a second: a copy takes longer than the backward pass of a layer
 CUT = {"stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 100, "sub_group_size": 60}
 
 
@@ -75,19 +78,24 @@ def written_and_resumed(comm: Any, stage: int, host: bool, keys: dict[str, Any])
     return found
 
 
-def both(comm: Any, stage: int) -> list[tuple[str, dict[str, Tensor], dict[str, Tensor]]]:
-    """Without and with offloading, for each precision and optimizer."""
+def both(comm: Any, stage: int, copies: bool) -> list[tuple[str, dict[str, Tensor], dict[str, Tensor]]]:
+    """Without and with offloading, for each precision and optimizer. `copies`: as from a device."""
     found = []
     for precision, kind in PAIRS:
         more = {**KEYS[precision], "optimizer": {"type": kind, "params": OPTIMIZERS[kind]}}
-        beside, away = (written_and_resumed(comm, stage, host, more) for host in (False, True))
+        beside = written_and_resumed(comm, stage, False, more)
+        with slow_copies(SLOW) if copies else nullcontext():
+            away = written_and_resumed(comm, stage, True, more)
         found.append((f"{precision}, {kind}", beside, away))
     return found
 
 
-@pytest.mark.parametrize(("world", "stage"), [(1, 2), (3, 1), (3, 2), (3, 3)])
-def test_state_on_the_host_changes_no_bit(world: int, stage: int) -> None:
-    for cases in POOL.run(both, world, stage):
+@pytest.mark.parametrize(
+    ("world", "stage", "copies"),
+    [(1, 2, False), (1, 1, True), (1, 2, True), *((3, s, c) for c in (False, True) for s in (1, 2, 3))],
+)
+def test_state_on_the_host_changes_no_bit(world: int, stage: int, copies: bool) -> None:
+    for cases in POOL.run(both, world, stage, copies):
         for name, beside, away in cases:
             assert list(beside) == list(away), name
             for key, value in beside.items():
