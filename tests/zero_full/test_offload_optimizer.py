@@ -1,6 +1,7 @@
 """`offload_optimizer`: masters and the optimizer's state wait on the host, and every bit is the same."""
 
 import tempfile
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import zero_full
+from tests.slow_copies import slow_copies
 from tests.worlds import POOL
 from tests.zero_full.runs import Net, assert_same, config, data
 from zero_full.config import ConfigError, resolve
@@ -36,6 +38,7 @@ PAIRS = [
     ("fp32", "Lion"),
     ("fp32", "Muon"),
 ]
+SLOW = 4e5  # bytes a second: a copy takes longer than the backward pass of a layer
 CUT = {"stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 100, "sub_group_size": 60}
 
 
@@ -47,6 +50,11 @@ def waiting(stage: int, device: str, **keys: Any) -> dict[str, Any]:
         section["nvme_path"] = tempfile.gettempdir()
     zero["offload_optimizer"] = section
     return config(stage, zero_optimization=zero, **keys)
+
+
+def on_host(stage: int, host: bool, **keys: Any) -> dict[str, Any]:
+    """The same for two of these places."""
+    return waiting(stage, "cpu" if host else "none", **keys)
 
 
 def written_and_resumed(comm: Any, stage: int, device: str, keys: dict[str, Any]) -> dict[str, Tensor]:
@@ -88,18 +96,24 @@ def written_and_resumed(comm: Any, stage: int, device: str, keys: dict[str, Any]
     return found
 
 
-def all_three(comm: Any, stage: int) -> list[tuple[str, list[dict[str, Tensor]]]]:
-    """Wherever state waits, for each precision and optimizer."""
+def all_three(comm: Any, stage: int, copies: bool) -> list[tuple[str, list[dict[str, Tensor]]]]:
+    """Wherever state waits, for each precision and optimizer. `copies`: as from a device."""
     found = []
     for precision, kind in PAIRS:
         more = {**KEYS[precision], "optimizer": {"type": kind, "params": OPTIMIZERS[kind]}}
-        found.append((f"{precision}, {kind}", [written_and_resumed(comm, stage, at, more) for at in KINDS]))
+        beside = written_and_resumed(comm, stage, "none", more)
+        with slow_copies(SLOW) if copies else nullcontext():
+            others = [written_and_resumed(comm, stage, at, more) for at in ("cpu", "nvme")]
+        found.append((f"{precision}, {kind}", [beside, *others]))
     return found
 
 
-@pytest.mark.parametrize(("world", "stage"), [(1, 2), (3, 1), (3, 2), (3, 3)])
-def test_state_elsewhere_changes_no_bit(world: int, stage: int) -> None:
-    for cases in POOL.run(all_three, world, stage):
+@pytest.mark.parametrize(
+    ("world", "stage", "copies"),
+    [(1, 2, False), (1, 1, True), (1, 2, True), *((3, s, c) for c in (False, True) for s in (1, 2, 3))],
+)
+def test_state_elsewhere_changes_no_bit(world: int, stage: int, copies: bool) -> None:
+    for cases in POOL.run(all_three, world, stage, copies):
         for name, (beside, *others) in cases:
             for place, away in zip(("host", "disk"), others, strict=True):
                 assert list(beside) == list(away), name

@@ -35,6 +35,7 @@ from torch import Tensor
 from zero_full._compat import version_of
 from zero_full.comm.lane import Pending, Thread
 from zero_full.kernels.files import PAGE, BlockIO, aligned_empty
+from zero_full.offload.flow import Flow
 from zero_full.offload.scratch import ScratchFile, free_bytes, whole_pages
 from zero_full.offload.tiers import HostTier, Owned, Tier
 from zero_full.wording import human
@@ -132,7 +133,7 @@ class Turn:
 class OpenBlocks(Tier):
     """A `BlockTier` in a run. See the notes above."""
 
-    apart, kind, can_lose = True, BlockTier.kind, True
+    apart, kind, moves = True, BlockTier.kind, True
 
     def __init__(self, choice: BlockTier) -> None:
         self.part_numel = choice.part_numel
@@ -173,6 +174,10 @@ class OpenBlocks(Tier):
     def fetch(self, tensor: Tensor) -> Tensor:
         """A copy on the host; on a CPU the tensor itself."""
         return self.host.fetch(tensor)
+
+    def flow(self, device: torch.device, sums: bool) -> Flow | None:
+        """The host's: what travels does not go through the file."""
+        return self.host.flow(device, sums)
 
     # A step --------------------------------------------------------------------------------------
 

@@ -3,8 +3,9 @@
 [Note: tiers] Owned state is made in a tier's `room`, and the optimizer steps it there. Before a step
 `fetch` brings an averaged gradient to where the state is, and afterwards `put_away` sends the new values of
 the parameters' slice back. With state on the host (ZeRO-Offload) the device holds neither masters nor
-moments, and what travels are gradients one way and parameters the other. State that waits farther away
-comes nearer for its own part of a step only: `in_turn`.
+moments, and what travels are gradients one way and parameters the other. Where the host's memory is not the
+device's they travel beside the work: `flow`. State that waits farther away comes nearer for its own part of a
+step only: `in_turn`.
 
 A tier is a choice that a run makes. `open` makes of it what one rank needs in the run.
 """
@@ -17,6 +18,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from zero_full.offload.copies import Copier, StreamCopier
+from zero_full.offload.flow import Flow
+
 Owned = TypeVar("Owned")  # what is stepped: a slice of parameters
 
 
@@ -26,7 +30,7 @@ class Tier(ABC):
     apart: bool  # whether masters never lie in the parameters' own memory
     kind = "optimizer"  # under which name its bytes are told
     part_numel: int | None = None  # elements that are stepped at a time; None: as many as there are
-    can_lose = False  # whether `lost` may ever say something
+    moves = False  # whether state lies elsewhere between steps than in them, and may get `lost` on the way
     failure = ""  # in words, why no further step can be taken
     lost = ""  # in words, what of the state is gone
 
@@ -58,6 +62,10 @@ class Tier(ABC):
     ) -> Generator[Sequence[Owned]]:
         """Yield each part when its state is where it is stepped. `tensors_of`: all that is to wait of one."""
         yield from parts
+
+    def flow(self, device: torch.device, sums: bool) -> Flow | None:
+        """What brings gradients from this device and parameters to it; None: nothing has to be copied."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -91,3 +99,14 @@ class HostTier(Tier):
     def fetch(self, tensor: Tensor) -> Tensor:
         """A copy on the host; on a CPU the tensor itself."""
         return tensor.to("cpu")
+
+    def copiers(self, device: torch.device) -> tuple[Copier, Copier] | None:
+        """Down and up, which an accelerator does at once; None: the host's memory is the device's."""
+        if device.type in ("cpu", "meta"):
+            return None
+        return StreamCopier(device), StreamCopier(device)
+
+    def flow(self, device: torch.device, sums: bool) -> Flow | None:
+        """On three threads, which start when there is something to do."""
+        copiers = self.copiers(device)
+        return None if copiers is None else Flow(self.room, device, copiers, sums)

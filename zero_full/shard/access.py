@@ -51,7 +51,9 @@ class ParameterPlace:
         if self.piece is None:
             return torch.empty(0, dtype=self.bucket.accumulate, device=self.bucket.kind.device)
         gradient = self.bucket.gradient_of(self.member)
-        return None if gradient is None else gradient.detach().reshape(-1) / self.optimizer.gradients.scale
+        if gradient is None:
+            return None
+        return gradient.detach().reshape(-1).to(self.bucket.kind.device) / self.optimizer.gradients.scale
 
     def own_gradient(self) -> Tensor | None:
         """This rank's gradient before it is averaged, whole and unscaled; None if there is none now."""

@@ -144,15 +144,27 @@ class _Side:
         if device.type == "meta":  # a plan's numbers have values nevertheless
             device = torch.device("cpu")
         home = device if has_fp64(device) else torch.device("cpu")
-        self.numbers = numbers_on(home, [0.0, 0.0, *self.said])
+        self.numbers = numbers_on(home, [*(self._on_host() if self.counts else (0.0, 0.0)), *self.said])
         if self.absent:
             self.numbers[SPOILT] = (~torch.stack([value.isnan() for value in self.absent])).sum()
         if self.counts:
-            self.numbers[0] = squared_norm(_gradients(self.buckets, in_norm=True), device, exactly)
-            self.numbers[1] = ~all_finite(_gradients(self.buckets, in_norm=False), device)
+            self.numbers[0] += squared_norm(_gradients(self.buckets, in_norm=True), device, exactly)
+            self.numbers[1] += ~all_finite(_gradients(self.buckets, in_norm=False), device)
         what = "norm and parameters in use"
         self.pair.shard.sum_numbers(self.numbers, what)
         self.pair.across.sum_numbers(self.numbers[self.repeated :], what)
+
+    def _on_host(self) -> tuple[float, float]:
+        """Squares, and how many are not finite, of what was summed on the host, in the buckets' order."""
+        squares, poison = 0.0, 0.0
+        for bucket in self.buckets:
+            if bucket.down is not None and bucket.is_down and bucket.slice_is_valid:
+                squared = bucket.down.squared()
+                if bucket.kind.in_norm:
+                    squares += squared
+                else:
+                    poison += not isfinite(squared)
+        return squares, poison
 
     def read(self, numbers: Sequence[float]) -> set[Member]:
         """The parameters with a gradient; raise if ranks would do different things."""
@@ -196,7 +208,8 @@ class _Side:
 
 
 def _gradients(buckets: Sequence[Bucket], in_norm: bool) -> list[Tensor]:
-    return [tensor for b in buckets if b.kind.in_norm == in_norm for tensor in b.averaged_gradients()]
+    here = [bucket for bucket in buckets if bucket.kind.in_norm == in_norm and not bucket.is_down]
+    return [tensor for bucket in here for tensor in bucket.averaged_gradients()]
 
 
 def doings_of(

@@ -16,6 +16,10 @@ Where the rule that steps averages by itself (`averages`, at stage 0), `grad_sli
 
 A rank that is alone has nobody to send to: then there is no `grad_slice`, the optimizer reads `param.grad`.
 
+Where state waits on the host, and that is not the device's memory, `grad_slice` is there: slices go `down` as
+soon as they are averaged, alone or not, and add up on the host. (Slices that are repeated add up on the
+device until they are averaged with the other copies.) Who wants it calls `averaged_slice`, which waits.
+
 [Note: asleep] A bucket whose parameters were all frozen at first is asleep: it has no gradients, its
 parameters no masters, and nothing of it travels. It wakes up for good when one of its parameters is to be
 trained.
@@ -28,6 +32,7 @@ import torch
 from torch import Tensor
 
 from zero_full._compat import identity_of
+from zero_full.offload.flow import Flow, HostSlice
 from zero_full.precision.norms import all_finite
 from zero_full.shard.flat import FlatParameter, Member
 from zero_full.shard.groups import Reduce
@@ -41,7 +46,12 @@ class Bucket:
     """See [Note: a gradient's way]."""
 
     def __init__(
-        self, flat: FlatParameter, settings: Settings, divisors: tuple[float, float], reduce_slices: Reduce
+        self,
+        flat: FlatParameter,
+        settings: Settings,
+        divisors: tuple[float, float],
+        reduce_slices: Reduce,
+        flow: Flow | None = None,
     ) -> None:
         self.flat, self.settings, self.divisors = flat, settings, divisors
         self.reduce_slices = reduce_slices
@@ -49,10 +59,13 @@ class Bucket:
         self.ranks, self.across, self.name = flat.ranks, flat.across, flat.name
         self.accumulate = settings.dtypes.accumulate_of(flat.dtype)
         self.asleep = self.kind.asleep
+        self.down: HostSlice | None = None
+        if flow is not None:
+            self.down = HostSlice(flow, self.name, self.layout.shard, self.accumulate)
         alone = self.ranks.size == self.across.size == 1
         one_type = flat.dtype == self.accumulate == settings.dtypes.master_of(flat.dtype)
-        plain = settings.plain_divisor == 1 and divisors == (1, 1)
-        self.uses_param_grad = alone and one_type and plain
+        self.is_average = alone and divisors == (1, 1)  # what this rank has
+        self.uses_param_grad = self.is_average and one_type and settings.plain_divisor == 1 and flow is None
         self.local_grads: Tensor | None = None
         # Buffers that buckets of one optimizer hand on during a backward pass: on a CPU new pages cost more
         # than what is written to them. (On an accelerator the allocator does it, and it minds the streams.)
@@ -94,6 +107,8 @@ class Bucket:
 
     def _part_slice(self) -> None:
         """A step's gradients were reduced, and more come: what was reduced must not be written over."""
+        if self.down is not None and not self.settings.frees_gradients:
+            self.down.let_go()
         if self.slice_is_valid and self._slice_is_a_window():
             assert self.grad_slice is not None
             self.grad_slice = self.grad_slice.clone()
@@ -141,21 +156,25 @@ class Bucket:
                 local[self.layout.window(member.index)].zero_()
         if self.settings.needs_norm:
             self._note_whether_finite(local)
-        self._average(local)
+        self._average(local, last)
         self.arrived.clear()
         if self.settings.frees_gradients:
-            if self.kind.device.type == "cpu":
+            if self.kind.device.type == "cpu" and not (self.down is not None and self.is_average):
                 self.spares.append(local)
             self.local_grads = None
         if last:
             self.share_slice()
 
-    def _average(self, local: Tensor) -> None:
+    def _average(self, local: Tensor, last: bool) -> None:
         keep = not self.settings.frees_gradients and not self.slice_is_valid
         if not self.averages():
             copies = keep and local.dtype != self.accumulate
-            return self._add_to_slice(self._slice_memory().copy_(local) if copies else local)
+            return self._add_to_slice(self._slice_memory().copy_(local) if copies else local, last)
         sent = local.to(self.settings.dtypes.reduce or local.dtype)
+        if self.down is not None and self.is_average:  # in its own type, of fewer bytes perhaps
+            if self.settings.frees_gradients:
+                self.down.flow.wait_for_turn()
+            return self._add_to_slice(sent, last)
         in_place = keep and sent is local and local.dtype == self.accumulate
         out = self.ranks.slice_of(local) if in_place else self._slice_memory()
         before, after = self.divisors
@@ -165,10 +184,13 @@ class Bucket:
         self._sum(sent, out, 1 if share_now else after)
         if share_now:
             self._share(out, after, sent.dtype)
-        self._add_to_slice(out)
+        self._add_to_slice(out, last)
 
-    def _add_to_slice(self, more: Tensor) -> None:
-        if self.slice_is_valid:
+    def _add_to_slice(self, more: Tensor, last: bool) -> None:
+        if self.down is not None and not self._is_to_be_shared():
+            self.down.receive(more, adds=self.slice_is_valid, last=last)
+            self.grad_slice, self.slice_is_valid = self.down.memory, True
+        elif self.slice_is_valid:
             assert self.grad_slice is not None
             self.grad_slice.add_(more)
         else:
@@ -189,18 +211,26 @@ class Bucket:
         if sent is not gradients:
             gradients.copy_(sent)
 
+    def _is_to_be_shared(self) -> bool:
+        return self.settings.frees_gradients and self.across.size > 1 and not self.slice_is_shared
+
     def share_slice(self) -> None:
         """Average this rank's slice over the groups that hold the same one, once a step."""
-        waiting = self.slice_is_valid and not self.slice_is_shared
-        if self.settings.frees_gradients and self.across.size > 1 and waiting:
-            assert self.grad_slice is not None
-            self._share(self.grad_slice, 1, self.settings.dtypes.reduce or self.grad_slice.dtype)
+        if self.slice_is_valid and self._is_to_be_shared():
+            mine = self.grad_slice
+            assert mine is not None
+            self._share(mine, 1, self.settings.dtypes.reduce or mine.dtype)
             self.slice_is_shared = True
+            if self.down is not None:
+                self.down.receive(mine, adds=False, last=True)
+                self.grad_slice = self.down.memory
 
     def _slice_memory(self) -> Tensor:
         """Memory for an averaged slice: last step's, if it is free."""
         before = self.grad_slice
-        if before is not None and not self.slice_is_valid and before.dtype == self.accumulate:
+        if self.down is not None:
+            self.down.flow.wait_for_turn()
+        elif before is not None and not self.slice_is_valid and before.dtype == self.accumulate:
             return before
         return torch.empty(self.layout.shard, dtype=self.accumulate, device=self.kind.device)
 
@@ -222,26 +252,39 @@ class Bucket:
         """This parameter's averaged gradient becomes another one, of which this rank keeps its part."""
         self.arrived.discard(member)
         if not self.slice_is_valid:
-            self.grad_slice = self._slice_memory().zero_()
+            self.grad_slice = self._slice_memory().zero_() if self.down is None else self.down.zero()
             self.slice_is_valid = self.slice_is_shared = True
-        assert self.grad_slice is not None
-        self.flat.write(self.grad_slice, member, gradient)
+        mine = self.averaged_slice()
+        assert mine is not None
+        self.flat.write(mine, member, gradient)
 
     # What there is -------------------------------------------------------------------------------
 
     def averaged_gradients(self) -> list[Tensor]:
         """This rank's averaged gradients, as few tensors as possible."""
         if not self.uses_param_grad:
-            return [self.grad_slice] if self.grad_slice is not None and self.slice_is_valid else []
+            mine = self.averaged_slice()
+            return [] if mine is None else [mine]
         return [m.param.grad for m in self.members if m.param.grad is not None]
+
+    def averaged_slice(self) -> Tensor | None:
+        """This rank's slice of the averaged gradients, once it is where it is stepped, if there is one."""
+        if self.grad_slice is None or not self.slice_is_valid:
+            return None
+        return self.down.arrived() if self.down is not None and self.is_down else self.grad_slice
+
+    @property
+    def is_down(self) -> bool:
+        """Whether the averaged slice is on the host, or on its way."""
+        slice_ = self.grad_slice
+        return self.down is not None and slice_ is not None and slice_ is self.down.memory
 
     def gradient_of(self, member: Member) -> Tensor | None:
         """The averaged gradient of what this rank owns of a parameter, if it owns any and there is one."""
         if self.uses_param_grad:
             return member.param.grad
-        if self.grad_slice is None or not self.slice_is_valid:
-            return None
-        return self.flat.piece_of(self.grad_slice, member)
+        mine = self.averaged_slice()
+        return None if mine is None else self.flat.piece_of(mine, member)
 
     def averaged(self, member: Member) -> Tensor:
         """A whole averaged gradient, in the parameter's type. Only stage 0 has one."""
@@ -256,11 +299,15 @@ class Bucket:
         self.arrived.clear()
         self.slice_is_valid = self.slice_is_shared = False
         self.local_finite = None
+        if self.down is not None:
+            self.down.forget()
+            self.grad_slice = None
         if free:
             self.local_grads = self.grad_slice = None
 
     def gradient_memory(self) -> Iterator[Tensor]:
-        """Every tensor that holds gradients."""
-        yield from (t for t in (self.local_grads, self.grad_slice) if t is not None)
+        """Every tensor of the device that holds gradients."""
+        on_device = self.local_grads, None if self.is_down else self.grad_slice
+        yield from (t for t in on_device if t is not None)
         grads = (m.param.grad for m in self.members)
         yield from (grad for grad in grads if grad is not None and not isinstance(grad, StandIn))

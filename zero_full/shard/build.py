@@ -10,6 +10,7 @@ from torch.nn import Parameter
 
 from zero_full.comm.topology import Topology
 from zero_full.layout import backward_order, deal, round_robin
+from zero_full.offload import Flow
 from zero_full.shard.bucket import Bucket
 from zero_full.shard.extents import Extent, refuse_overlaps
 from zero_full.shard.flat import FROZEN, FlatParameter, Kind, Member, as_bytes, is_released
@@ -28,6 +29,7 @@ class Sharded:
     owned: list[Owned]  # what is trained, in the order in which gradients leave
     frozen: list[FlatParameter]  # of stage 3: what nobody trains is gathered like the rest
     sites: list[Site]
+    flow: Flow | None = None  # where gradients and parameters are copied between a device and the host
 
     @property
     def flats(self) -> list[FlatParameter]:
@@ -71,6 +73,7 @@ class Dealer:
         self.topology, self.groups, self.settings, self.deferred = topology, groups, settings, deferred
         listed = {p: number for number, group in enumerate(param_groups) for p in group["params"]}
         # What is listed and frozen may be trained later; numbers that cannot be trained are left alone.
+        self.flow = settings.tier.flow(groups.dense.shard.device, settings.needs_norm)
         self.group_of = {p: n for p, n in listed.items() if p.requires_grad or p.is_floating_point()}
 
     def deal(self, model: nn.Module) -> Sharded:
@@ -99,7 +102,7 @@ class Dealer:
         owned.sort(key=lambda part: min(place[m.param] for m in part.flat.members), reverse=True)
         frozen = [part for part in of_units if isinstance(part, FlatParameter)]
         sites = [Site(unit.name, unit.module, list(map(_flat_of, parts))) for unit, parts in made.items()]
-        return Sharded(owned, frozen, sites)
+        return Sharded(owned, frozen, sites, self.flow)
 
     def _units(self, model: nn.Module) -> list[Unit]:
         """What is gathered for use only; nothing, if there is nobody to gather it from."""
@@ -140,8 +143,8 @@ class Dealer:
 
     def _owned(self, flat: FlatParameter) -> Owned:
         settings, divisors = self.settings, self.settings.divisors(self.groups.data_ranks)
-        bucket = Bucket(flat, settings, divisors, self._pair(flat.kind).reduce)
-        return Owned(flat, bucket, settings.dtypes, settings.tier)
+        bucket = Bucket(flat, settings, divisors, self._pair(flat.kind).reduce, self.flow)
+        return Owned(flat, bucket, settings.dtypes, settings.tier, self.flow)
 
     def _pair(self, kind: Kind) -> Pair:
         return self.groups.expert if kind.expert and self.groups.expert is not None else self.groups.dense

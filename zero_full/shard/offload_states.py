@@ -42,6 +42,8 @@ class OffloadedStates:
             raise RuntimeError("offload_states between a backward and its step: step first")
         if self.optimizer.gatherer is not None:
             self.optimizer.gatherer.release_all()
+        if self.optimizer.parts.flow is not None:
+            self.optimizer.parts.flow.wait_for_copies()
         self.optimizer.states_offloaded = True
         self._say_away(True)
         done = {identity_of(storage) for storage, _ in self.moved}

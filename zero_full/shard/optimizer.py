@@ -23,6 +23,7 @@ from zero_full.precision.scaler import StaticScale
 from zero_full.shard import owned as owned_state
 from zero_full.shard.agreement import Doings, Said, agree, doings_of, refuse_on_all, refuse_unused
 from zero_full.shard.apart import meet, refuse_frozen, refuse_writes
+from zero_full.shard.arrivals import await_gradients, await_parameters, collect
 from zero_full.shard.base import (
     AFTER,
     BEFORE,
@@ -147,7 +148,8 @@ class ZeroOptimizer(InItsPlace):
         if not (self.reducer.began or found.written or failure):
             return self._say_nothing_to_do()  # like torch: no gradients, no step
         self.reducer.flush()
-        for member, gradient in found.written:
+        failure = failure or await_gradients(self.awake)
+        for member, gradient in () if failure else found.written:
             self.reducer.put(member, gradient)
         if self.settings.refuse_unused:
             refuse_unused(self.groups, self.awake, self.reducer.used)
@@ -221,6 +223,8 @@ class ZeroOptimizer(InItsPlace):
             refuse_unusable(self.param_groups, self.listed)
             refuse_frozen(self)
             self.look_at_model()
+            for owned in self.owned:
+                owned.take_written()
             refuse_writes(self.contents.stepper, self.writes, masters)
             return self._take_in_gradients(), None
         except Exception as error:  # a hook of the user's may raise any
@@ -325,9 +329,9 @@ class ZeroOptimizer(InItsPlace):
         stepper = self.steppers.choose(stepped)
         if not stepper.fuses:
             self.gradients.multiply(factor)
-        parts = sub_groups(stepped, self.settings.part_numel if stepper.takes_parts else None)
+        parts = sub_groups(stepped, self.steppers.limit(stepper, self.settings, self.parts.flow))
         self.steppers.step(stepper, self.owned, parts, used, factor)
-        if self.settings.tier.can_lose:
+        if self.settings.tier.moves:
             refuse_on_all(self.groups, self.settings.tier.lost)
         self.gradients.note_step(factor, multiplied=not stepper.fuses)
         mark_stepped(self.base)
@@ -357,10 +361,12 @@ class ZeroOptimizer(InItsPlace):
             self.gatherer.release_all()
         for bucket in buckets:
             bucket.flat.node_copy = None
-        whole = [bucket.flat for bucket in buckets if bucket.flat.state is GatherState.WHOLE]
-        producer = self.lane.producer()
-        for pending in [self.lane.submit(flat.collect, [flat.full], [producer]) for flat in whole]:
+        owned = [self.owned_of[bucket.flat] for bucket in buckets]
+        whole = [each for each in owned if each.flat.state is GatherState.WHOLE]
+        here = self.lane.producer()
+        for pending in [self.lane.submit(partial(collect, o), [o.flat.full], [here]) for o in whole]:
             pending.wait()
+        await_parameters(self.groups, owned)
 
     def close(self, gather: bool) -> None:
         """Leave the model without hooks, its parameters as they are or, if every rank asks for it, whole."""
@@ -379,4 +385,6 @@ class ZeroOptimizer(InItsPlace):
 
     def holdings(self) -> dict[str, list[Tensor]]:
         """Every tensor that this rank keeps, by kind. Counters are the optimizer's step numbers."""
-        return owned_state.holdings(self.flats(), self.owned, self.base.state, self.contents.stepper.held())
+        flow = self.parts.flow
+        beside = [*self.contents.stepper.held(), *(flow.held() if flow is not None else ())]
+        return owned_state.holdings(self.flats(), self.owned, self.base.state, beside)

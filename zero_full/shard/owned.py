@@ -4,6 +4,8 @@
              itself where the types are the same and state waits beside the parameters
     pieces   windows into the master, one for each parameter of which this rank owns something
     tier     where the master waits, and with it the optimizer's state
+    flow     what copies between there and the device, if these are two places. Then `sent` is the host's copy
+             of the parameters' slice as it was sent, and `mark` says whether the device still has that
 
 What of it is saved, and how it is put together again, is in `contents.py`.
 """
@@ -15,21 +17,27 @@ import torch
 from torch import Tensor
 
 from zero_full._compat import version_of
+from zero_full.comm.lane import Pending
 from zero_full.kernels.reference import unless_written
-from zero_full.offload import Tier
+from zero_full.offload import CopyError, Flow, Tier
 from zero_full.optim.step import Piece
 from zero_full.precision.dtypes import Dtypes
 from zero_full.shard.base import StateByParameter
 from zero_full.shard.bucket import SPARSE, Bucket
+from zero_full.shard.checksum import fingerprint
 from zero_full.shard.flat import FlatParameter, GatherState, Member
 
 
 class Owned:
     """One rank's slice of a flat parameter, as the optimizer steps it."""
 
-    def __init__(self, flat: FlatParameter, bucket: Bucket, dtypes: Dtypes, tier: Tier) -> None:
-        self.flat, self.bucket, self.tier = flat, bucket, tier
+    def __init__(
+        self, flat: FlatParameter, bucket: Bucket, dtypes: Dtypes, tier: Tier, flow: Flow | None = None
+    ) -> None:
+        self.flat, self.bucket, self.tier, self.flow = flat, bucket, tier, flow
         self.dtype = dtypes.master_of(flat.dtype)
+        self.sending: Pending | None = None  # the parameters' slice, on its way to the device
+        self.mark: Tensor | None = None  # of what was sent; None: nobody knows what the device has
         self.copies: Tensor | None = None  # of the parameters' slice, where it is stepped; only meanwhile
         values = flat.take_unrounded()
         self._let_master_be(flat.shard if bucket.asleep else self._master_of(values))
@@ -47,12 +55,25 @@ class Owned:
             assert mine is not None
             shape = member.param.shape
             self.pieces[member] = Piece(member.name, shape, fragment.param_range, member.group, mine)
+        self.sent, self.mark = master, None
+        self.travels: list[Tensor] = []  # the host's memory of what is copied
+        if self.flow is not None and self.is_separate:
+            if self.has_copies or self.tier.moves:
+                self.sent = self.flow.room(master.numel(), self.flat.dtype, self.flat.shard.device)
+                self.travels.append(self.sent)
+            if self.bucket.down is not None:
+                self.travels.append(self.bucket.down.memory)
         self.note_versions()
 
     @property
     def is_separate(self) -> bool:
         """Whether the master has memory of its own."""
         return self.master is not self.flat.shard
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether parameters are of another type than what is stepped."""
+        return self.is_separate and self.flat.dtype != self.dtype
 
     def wake(self) -> None:
         """Masters appear: see [Note: asleep] in `bucket.py`. The pieces are others now."""
@@ -66,11 +87,14 @@ class Owned:
         `fuses`: the stepper takes gradients in any type, and minds the copies of another type.
         """
         pieces = {member: piece for member, piece in self.pieces.items() if member in used}
-        has_copies = self.is_separate and self.flat.dtype != self.dtype
         if fuses:
             self.refuse_sparse()
-        self.copies = self.tier.fetch(self.flat.shard) if fuses and has_copies else None
-        if self.copies is None:
+        self.copies = None
+        if self.flow is not None:  # what was written was taken when the step began
+            self.copies = self.sent if fuses and self.has_copies else None
+        elif fuses and self.has_copies:
+            self.copies = self.tier.fetch(self.flat.shard)
+        else:
             self.follow_parameters()
         gradients = self._gradients(None if fuses else self.dtype)
         for member, piece in pieces.items():
@@ -90,8 +114,9 @@ class Owned:
         """This rank's slice of the averaged gradients; None: they are in `param.grad`."""
         if self.bucket.uses_param_grad:
             return None
-        assert self.bucket.grad_slice is not None
-        fetched = self.tier.fetch(self.bucket.grad_slice)
+        mine = self.bucket.averaged_slice()
+        assert mine is not None
+        fetched = mine if self.bucket.is_down else self.tier.fetch(mine)
         return fetched if dtype is None else fetched.to(dtype)
 
     def put_away(self) -> None:
@@ -99,8 +124,50 @@ class Owned:
         for piece in self.pieces.values():
             piece.gradient = piece.copy = None
         self.flat.node_copy = None
-        self.tier.put_away(self.master if self.copies is None else self.copies, self.flat.shard)
+        if self.flow is not None:
+            self._send(self.flow)
+        else:
+            self.tier.put_away(self.master if self.copies is None else self.copies, self.flat.shard)
         self.copies = None
+        self.note_versions()
+
+    # On the way to the device and back -----------------------------------------------------------
+
+    def _send(self, flow: Flow) -> None:
+        """The device gets the parameters' slice as it is now. It is there after `settle`."""
+        if not self.is_separate:
+            return
+        if self.sent is not self.master and self.copies is None:
+            self.sent.copy_(self.master)
+        self.mark, self.sending = None, flow.send_up(self.flat.shard, self.sent)
+
+    def settle(self) -> None:
+        """Until the device has what was sent. What has failed is told each time, until something is sent."""
+        if self.sending is not None:
+            try:
+                self.sending.wait()
+            except Exception as error:
+                raise CopyError(
+                    f"parameters {self.flat.name} have not come from the host to {self.flat.shard.device} "
+                    f"after a step: {error}. The model is not what was trained: load a checkpoint"
+                ) from error
+            self.sending, self.mark = None, fingerprint(self.flat.shard)
+
+    def take_written(self) -> None:
+        """The master takes what somebody has written to the device's slice since it was sent, if anything."""
+        flow = self.flow
+        if flow is None or not self.is_separate:
+            return
+        self.settle()
+        shard = self.flat.shard
+        if self.mark is not None and torch.equal(fingerprint(shard), self.mark):
+            return
+        flow.fetch(self.sent, shard)
+        if self.has_copies and not _rounds_to(self.master, self.sent):
+            self.master.copy_(unless_written(self.master, self.sent))
+        elif self.sent is not self.master and not self.has_copies:
+            self.master.copy_(self.sent)
+        self.mark = fingerprint(shard)
         self.note_versions()
 
     # Values --------------------------------------------------------------------------------------
@@ -110,7 +177,11 @@ class Owned:
 
         A node's copy stays: all ranks drop theirs together, or only some would gather from the node.
         """
-        self.tier.put_away(self.master, self.flat.shard)
+        if self.flow is not None:
+            self._send(self.flow)
+            self.settle()
+        else:
+            self.tier.put_away(self.master, self.flat.shard)
         self.note_versions()
 
     def note_versions(self) -> None:
@@ -151,6 +222,8 @@ class Owned:
             return
         if not self.is_separate or (self.flat.released_at_rest and not released):
             return
+        if self.flow is not None:
+            return self.take_written()
         slice_, master = self.tier.fetch(self.flat.shard), self.master
         if slice_.dtype == master.dtype:
             master.copy_(slice_)
@@ -217,6 +290,7 @@ def holdings(
     """
     state = [v for s in states.values() for v in s.values() if isinstance(v, Tensor)]
     masters = [each.master for each in owned if each.is_separate]
+    masters += [tensor for each in owned for tensor in each.travels]
     kind = next((each.tier.kind for each in owned if each.tier.apart), "optimizer")
     whole = [flat.full for flat in flats if flat.state is not GatherState.SHARDED]
     copies = [flat.node_copy for flat in flats if flat.node_copy is not None]

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from zero_full._compat import plain
 from zero_full.comm.lane import Lane
-from zero_full.offload import Tier
+from zero_full.offload import Flow, Tier
 from zero_full.optim.elementwise import own_stepper
 from zero_full.optim.fused_adam import FusedAdam
 from zero_full.optim.step import Peers, Stepper, TorchStep
@@ -17,6 +17,7 @@ from zero_full.shard.base import Base
 from zero_full.shard.flat import Member
 from zero_full.shard.owned import Owned
 from zero_full.shard.peers import PartPeers
+from zero_full.shard.settings import Settings
 
 
 class Steppers:
@@ -65,6 +66,16 @@ class Steppers:
             return self.own
         kinds = {(owned.master.dtype, owned.bucket.accumulate, owned.master.device) for owned in stepped}
         return self.fused_adam if self.fused_adam.takes(kinds) else self.by_torch
+
+    def limit(self, stepper: Stepper, settings: Settings, flow: Flow | None) -> int | None:
+        """How many elements of this rank's are stepped at a time: see `sub_groups`.
+
+        Where parameters are copied to the device that begins with the first bucket, unless ranks would
+        have to meet once more for each.
+        """
+        if flow is not None and self.own is None and stepper.takes_parts:
+            return settings.part_numel if self.tier.moves else 1
+        return settings.part_numel if stepper.takes_parts else None
 
     def step(
         self,

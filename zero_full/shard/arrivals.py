@@ -1,0 +1,56 @@
+"""Whether what was copied between a device and the host has arrived: every rank hears of a failure."""
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+
+import torch
+
+from zero_full.offload import CopyError
+from zero_full.shard.agreement import numbers_on
+from zero_full.shard.bucket import Bucket
+from zero_full.shard.groups import Groups
+from zero_full.shard.owned import Owned
+
+
+def await_gradients(buckets: Iterable[Bucket]) -> Exception | None:
+    """Until all gradients are where they are stepped. Returns what has failed."""
+    failure: Exception | None = None
+    for bucket in buckets:
+        try:
+            bucket.averaged_slice()
+        except CopyError as error:
+            failure = failure or error
+        if bucket.down is not None:
+            bucket.down.flow.wait_for_copies()
+    return failure
+
+
+def collect(owned: Owned) -> None:
+    """Everyone's slice of these parameters to everyone, when this rank's is there.
+
+    If its copy has failed the others get what there is, and hear of it afterwards: `await_parameters`.
+    """
+    with suppress(CopyError):
+        owned.settle()
+    owned.flat.collect()
+
+
+def await_parameters(groups: Groups, everything: Sequence[Owned]) -> None:
+    """Until all parameters are on the device; raise on every rank if some rank's are not."""
+    if not any(owned.flow is not None for owned in everything):
+        return
+    failures: list[Exception] = []
+    for owned in everything:
+        try:
+            owned.settle()
+        except CopyError as error:
+            failures.append(error)
+    told = [f"rank {groups.dense.shard.rank}: {failures[0]}"] if failures else []
+    device = groups.dense.shard.device
+    count = numbers_on(torch.device("cpu") if device.type == "meta" else device, [len(told)])
+    for group in groups.everyone:
+        group.sum_numbers(count, "parameters that were sent")
+    if count.item():
+        for group in groups.everyone:
+            told = [one for some in group.gather_objects(told, "parameters that were sent") for one in some]
+        raise CopyError("; ".join(dict.fromkeys(told))) from (failures[0] if failures else None)
