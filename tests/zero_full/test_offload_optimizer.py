@@ -159,7 +159,6 @@ def test_the_device_keeps_neither_masters_nor_moments(stage: int, precision: str
     [
         ({"device": "nvme"}, "nvme_path: give the directory of a fast disk"),
         ({"device": "cpu", "ratio": 0.5}, "ratio"),
-        ({"device": "cpu", "super_offload": True}, "super_offload"),
     ],
     ids=str,
 )

@@ -180,6 +180,11 @@ def _clashes(config: Config, world_size: int) -> Iterator[str]:
             "zero_optimization.offload_optimizer.nvme_path: give the directory of a fast disk in which state "
             'is to wait, or use the device "cpu"'
         )
+    if offload is not None and offload.super_offload and offload.device == "nvme":
+        yield (
+            "zero_optimization.offload_optimizer.super_offload: steps beside backward need state in memory "
+            'twice; use the device "cpu", or leave it out'
+        )
     if offload is not None and offload.device != "none" and stage == 0:
         yield (
             "zero_optimization.offload_optimizer.device: stage 0 keeps the optimizer's state beside the "

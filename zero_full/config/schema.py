@@ -168,7 +168,7 @@ class OffloadOptimizerConfig(Strict):
     pipeline_write: Annotated[Flag, OVERLAPPED] = False
     fast_init: Annotated[Flag, idle("state is made when it is stepped for the first time")] = False
     ratio: Annotated[Amount, missing("all of the optimizer's state waits there; use 1")] = 1.0
-    super_offload: Annotated[Flag, missing("it has not landed in zero_full yet")] = False
+    super_offload: Flag = False
     cpuadam_cores_perc: Annotated[Amount, idle("OMP_NUM_THREADS says how many cores step")] = 0.8
 
 

@@ -62,6 +62,8 @@ class BlockTier(HostTier):
         """Raise ValueError for what cannot be meant."""
         if not str(self.path):
             raise ValueError("BlockTier needs the path of a directory on a fast disk (nvme_path)")
+        if self.step_early:
+            raise ValueError("BlockTier cannot step early: what waits on a disk is not in memory twice")
         if self.part_numel < 1:
             raise ValueError(f"part_numel must be at least 1, not {self.part_numel}")
 
@@ -80,8 +82,8 @@ class Block:
         """
         self.before = before
         master, self.size, self.places = tensors[0], 0, list[int]()
-        for tensor in tensors:
-            inside = tensor is not master and _is_window(tensor, master)
+        self.inside = [tensor is not master and _is_window(tensor, master) for tensor in tensors]
+        for tensor, inside in zip(tensors, self.inside, strict=True):
             self.places.append(tensor.data_ptr() - master.data_ptr() if inside else self.size)
             if not inside:
                 self.size += -(-tensor.nbytes // APART) * APART
@@ -105,12 +107,19 @@ class Block:
         """Whether these are its tensors, and where it has put them."""
         return [tensor.data_ptr() for tensor in tensors] == self.at
 
+    def windows(self, tensors: Sequence[Tensor], memory: Tensor, copy: bool) -> list[Tensor]:
+        """Where they would lie in this memory; `copy`: with the values that they have."""
+        found = []
+        for tensor, place, inside in zip(tensors, self.places, self.inside, strict=True):
+            found.append(memory[place : place + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+            if copy and not inside:
+                found[-1].copy_(tensor)
+        return found
+
     def put(self, tensors: Sequence[Tensor], memory: Tensor, copy: bool = False) -> None:
         """The tensors lie in this memory from now on; `copy`: with the values that they have."""
-        for tensor, place in zip(tensors, self.places, strict=True):
-            window = memory[place : place + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            if copy:
-                window.copy_(tensor)
+        windows = self.windows(tensors, memory, copy)
+        for tensor, window in zip(tensors, windows, strict=True):
             tensor.data = window
         self.at = [tensor.data_ptr() for tensor in tensors]
         self.versions = [version_of(tensor) for tensor in tensors]

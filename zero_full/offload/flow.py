@@ -136,6 +136,7 @@ class HostSlice:
         self.copied: Pending = Done()  # what came last from the device is not needed there any more
         self.pending: Pending = Done()  # all that was sent is here
         self.squares, self.squared_version = 0.0, -1  # of which version of the memory
+        self.on_last: Callable[[], None] = lambda: None  # the last ones of a step are on their way
 
     @cached_property
     def memory(self) -> Tensor:
@@ -154,6 +155,8 @@ class HostSlice:
         self.pending = flow.on_host.submit(take, [], [])
         if stage is not None:
             stage.free = self.pending
+        if last:
+            self.on_last()
 
     def _take(self, before: Pending, copied: Pending, staged: Tensor | None, adds: bool, sums: bool) -> None:
         before.wait()

@@ -30,6 +30,8 @@ class Tier(ABC):
     apart: bool  # whether masters never lie in the parameters' own memory
     kind = "optimizer"  # under which name its bytes are told
     part_numel: int | None = None  # elements that are stepped at a time; None: as many as there are
+    step_early = False  # whether slices are stepped beside backward, on a guess; see `shard/early.py`
+    early_bytes: int | None = None  # that this may cost; None: as much again as there is
     moves = False  # whether state lies elsewhere between steps than in them, and may get `lost` on the way
     failure = ""  # in words, why no further step can be taken
     lost = ""  # in words, what of the state is gone
@@ -88,6 +90,8 @@ class HostTier(Tier):
     """State waits in host memory and is stepped there. Copies wait until they are done."""
 
     pin_memory: bool = False  # page-locked, which an accelerator copies faster; on a CPU no difference
+    step_early: bool = False
+    early_bytes: int | None = None
     apart = True
     kind = "host"
 

@@ -64,7 +64,7 @@ def warn_of_second_moments_that_stay(base: Optimizer, dtypes: Dtypes) -> None:
 class FusedAdam(Stepper):
     """Steps pieces in the place of a torch optimizer."""
 
-    fuses = True
+    fuses = is_alone = True
 
     def __init__(self, base: Optimizer, own_step: Any, dtypes: Dtypes) -> None:
         self.base, self.own_step, self.dtypes = base, own_step, dtypes

@@ -159,6 +159,8 @@ class Stepper:
     # that are not what their master rounds to were written by somebody, and count; all are written then.
     # False: gradients are multiplied already and of the master's type, and there are no copies.
     fuses = False
+    # True: `step` asks no peers, needs no `begin` and `end`, and remembers nothing but the pieces' state.
+    is_alone = False
     # True: a parameter that has state and gets no gradient counts as one whose gradient is zero.
     moves_without_gradient = False
 

@@ -42,6 +42,7 @@ def _let_go(optimizer: Any, flats: Sequence[FlatParameter]) -> None:
     if optimizer.gatherer is not None:
         optimizer.gatherer.lane.close()
     optimizer.lane.close()
+    optimizer.steppers.early.close()
     if optimizer.parts.flow is not None:
         optimizer.parts.flow.close()
     optimizer.settings.tier.close()

@@ -106,6 +106,7 @@ class ZeroOptimizer(InItsPlace):
         for bucket in self.buckets:
             bucket.averages = self.steppers.averages
         self.reducer.hands_back = isinstance(base, NoOptimizer)
+        self.steppers.step_early(self.owned, partial(self.gradients.factor, None, 0.0))
         self.hooks: list[Any] = refuse_gradients(base, model, settings.stage)
         self.guards: list[RemovableHandle] = []  # on the model's state_dict
         self.gatherer: ParameterGatherer | None = None
@@ -267,6 +268,7 @@ class ZeroOptimizer(InItsPlace):
         self.reducer.forget()
         if self.gatherer is not None:
             self.gatherer.forget()
+        self.steppers.early.drop()
         self.gradients.forget()
         for bucket in self.buckets:
             on_cpu = bucket.kind.device.type == "cpu"
@@ -385,6 +387,6 @@ class ZeroOptimizer(InItsPlace):
 
     def holdings(self) -> dict[str, list[Tensor]]:
         """Every tensor that this rank keeps, by kind. Counters are the optimizer's step numbers."""
-        flow = self.parts.flow
-        beside = [*self.contents.stepper.held(), *(flow.held() if flow is not None else ())]
+        flow, early = self.parts.flow, self.steppers.early.held()
+        beside = [*self.contents.stepper.held(), *early, *(flow.held() if flow is not None else ())]
         return owned_state.holdings(self.flats(), self.owned, self.base.state, beside)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import closing
+from functools import partial
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -14,6 +15,7 @@ from zero_full.optim.fused_adam import FusedAdam
 from zero_full.optim.step import Peers, Stepper, TorchStep
 from zero_full.precision.dtypes import Dtypes
 from zero_full.shard.base import Base
+from zero_full.shard.early import EarlySteps
 from zero_full.shard.flat import Member
 from zero_full.shard.owned import Owned
 from zero_full.shard.peers import PartPeers
@@ -29,6 +31,7 @@ class Steppers:
         self.by_torch = TorchStep(self.optimizer, base.own_step)
         self.fused_adam = FusedAdam(self.optimizer, base.own_step, dtypes)
         self.lane, self.tier = lane, tier
+        self.early = EarlySteps(self.optimizer, self.tensors_of, tier.early_bytes)
         self.peers_of: Callable[[Sequence[Owned], Container[Member], Lane], Peers] = PartPeers
 
     @property
@@ -67,6 +70,16 @@ class Steppers:
         kinds = {(owned.master.dtype, owned.bucket.accumulate, owned.master.device) for owned in stepped}
         return self.fused_adam if self.fused_adam.takes(kinds) else self.by_torch
 
+    def step_early(self, everything: Iterable[Owned], factor: Callable[[], float]) -> None:
+        """If the tier wants it, step each slice when its last gradients come: see `early.py`."""
+
+        def begin(owned: Owned) -> None:
+            self.early.begin(owned, self.choose([owned]), factor())
+
+        for owned in everything if self.tier.step_early else ():
+            if owned.bucket.down is not None:
+                owned.bucket.down.on_last = partial(begin, owned)
+
     def limit(self, stepper: Stepper, settings: Settings, flow: Flow | None) -> int | None:
         """How many elements of this rank's are stepped at a time: see `sub_groups`.
 
@@ -86,6 +99,7 @@ class Steppers:
         factor: float,
     ) -> None:
         """Step part after part; parameters without a gradient on any rank, which are not `used`, stay."""
+        self.early.stop()
         stepper.begin([piece for owned in everything for piece in owned.pieces.values()])
         try:
             with closing(self.tier.in_turn(parts, self.tensors_of)) as turns:
@@ -93,6 +107,7 @@ class Steppers:
                     self._step_part(stepper, part, used, factor)
         finally:
             stepper.end()
+            self.early.drop()
 
     def tensors_of(self, owned: Owned) -> list[Tensor]:
         """What waits in a tier: a slice's master, first, and what the optimizer keeps of each element."""
@@ -104,10 +119,12 @@ class Steppers:
     def _step_part(
         self, stepper: Stepper, part: Sequence[Owned], used: Container[Member], factor: float
     ) -> None:
-        pieces = [piece for owned in part for piece in owned.fetch(used, stepper.fuses)]
+        rest = [owned for owned in part if not self.early.commit(owned, stepper, used, factor)]
+        pieces = [piece for owned in rest for piece in owned.fetch(used, stepper.fuses)]
         for piece in pieces:
             piece.state = self.optimizer.state[piece.master]
-        stepper.step(pieces, factor, self.peers_of(part, used, self.lane))
+        if rest:
+            stepper.step(pieces, factor, self.peers_of(rest, used, self.lane))
         for owned in part:
             owned.put_away()
 
