@@ -315,6 +315,11 @@ class ZeroOneAdamStep(OneBitStep):
         variance = [] if self.shared is None else [self.shared.values, self.shared.roots]
         return super().held() + variance + ([] if self.walk is None else [self.walk.anchor, self.walk.walked])
 
+    @property
+    def cut_entries(self) -> frozenset[str]:
+        """The variance, at stage 1."""
+        return frozenset() if self.shared is None else frozenset((VARIANCE,))
+
     def cut_state(self) -> Iterator[tuple[Piece, str, int, Tensor]]:
         """This rank's part of the variance."""
         for piece, start, values in [] if self.shared is None else self.shared.parts():
