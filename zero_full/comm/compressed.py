@@ -12,8 +12,8 @@ and nothing is lost, it only comes late. All ranks unpack the same bytes, so res
 A scale is the root of the mean square of what was wanted of a tensor, and with `l1` its mean size: for all
 of it at a rank, for its part in the chunk at a server. The mean size leaves least unsaid of one call. But it
 is the smaller one, so what is large comes later, and after many calls there is more to say: all optimizers
-here take the root (`tests/bench/scales.py` has measured both). Elements in no tensor, and those that a mask leaves
-out, do not travel, do not count, and have no errors: their average is zero.
+here take the root (`tests/bench/scales.py` has measured both). Elements in no tensor, and those that a mask
+leaves out, do not travel, do not count, and have no errors: their average is zero.
 
 A rank that is alone has nothing to send, hence nothing to lose: its average is an exact copy, and there are
 no errors to keep.
