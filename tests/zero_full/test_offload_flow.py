@@ -4,12 +4,12 @@ The CPU's memory is the device here, and copies are slow: see `tests/slow_copies
 """
 
 import gc
-import random
 import threading
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,22 +17,22 @@ from torch import Tensor, nn
 
 import zero_full
 from tests.hostile.lasting import left
-from tests.slow_copies import Copied, Copies, slow_copies
-from tests.worlds import POOL, RankError, run_each
+from tests.slow_copies import Copied, Copies, SlowCopier, slow_copies
+from tests.worlds import POOL
 from tests.zero_full.runs import Net, data
-from tests.zero_full.test_offload_optimizer import KEYS, SLOW, on_host
-from zero_full.offload import CopyError
+from tests.zero_full.test_offload_optimizer import KEYS, SLOW, waiting
+from zero_full.comm.desync import DisagreementError
+from zero_full.offload import CopyError, Flow, HostTier
+from zero_full.offload.flow import UNDER_WAY, HostSlice
 from zero_full.optim.fused_adam import FusedAdam
 from zero_full.shard.checksum import fingerprint
-from zero_full.shard.settings import Settings
 
 WORLDS = [(1, 1), (1, 2), (2, 1), (2, 2), (2, 3)]  # ranks, stage
-SOME = ["fp32", "bf16", "fp16"]
 
 
 def engine_of(stage: int, host: bool = True, **keys: Any) -> Any:
     """An engine, and its optimizer is at `engine.optimizer`."""
-    return zero_full.initialize(model=Net(), config=on_host(stage, host, **keys))[0]
+    return zero_full.initialize(model=Net(), config=waiting(stage, "cpu" if host else "none", **keys))[0]
 
 
 def one_step(engine: Any, step: int, rank: int) -> None:
@@ -42,156 +42,321 @@ def one_step(engine: Any, step: int, rank: int) -> None:
         engine.step()
 
 
-# What people do between steps --------------------------------------------------------------------
+# When --------------------------------------------------------------------------------------------
+
+LAYERS, WIDTH = 6, 64
+NAP_S = 0.02  # a layer's backward
 
 
-class Habits:
-    """A run of a few steps with things in between, chosen by a seed: the same on every rank."""
+class Slow(torch.autograd.Function):
+    """Nothing, and its backward takes a while."""
 
-    def __init__(self, comm: Any, stage: int, host: bool, keys: dict[str, Any]) -> None:
-        self.comm, self.stage = comm, stage
-        self.engine = engine_of(stage, host, **keys)
-        self.params = dict(self.engine.module.named_parameters())
-        self.scaled = self.engine.loss_scale() != 1
-        self.batch, self.seen = 0, dict[str, Any]()
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """The same."""
+        return x.clone()
 
-    def backward(self, factor: float = 1.0) -> None:
-        """One micro-batch."""
-        self.batch += 1
-        dtype = torch.bfloat16 if self.engine.bfloat16_enabled() else torch.float32
-        dtype = torch.float16 if self.engine.fp16_enabled() else dtype
-        self.engine.backward(self.engine(data(self.batch, 0, self.comm.rank, dtype)) * factor)
-
-    def twice(self) -> None:
-        """Two backward passes for one step."""
-        self.backward()
-        self.backward()
-
-    def read(self) -> None:
-        """Gradients, while they may be on their way."""
-        self.backward()
-        for name, param in self.params.items():
-            self.seen[f"{self.batch} {name}"] = zero_full.safe_get_full_grad(param)
-
-    def set_gradient(self) -> None:
-        """One gradient becomes another one, which counts in the norm."""
-        self.backward()
-        param = self.params["layers.2.weight"]
-        zero_full.safe_set_full_grad(param, torch.full(param.shape, 0.5))
-
-    def assign_gradient(self) -> None:
-        """The same by `grad`, which a loss scale forbids."""
-        self.backward()
-        if not self.scaled:
-            param = self.params["layers.4.weight"]
-            param.grad = torch.full(param.shape, 0.25, dtype=param.dtype)
-
-    def clear(self) -> None:
-        """One gradient is nothing any more, and one is zero."""
-        self.backward()
-        self.params["layers.0.weight"].grad = None
-        gradient = self.params["layers.4.bias"].grad
-        if gradient is not None:
-            gradient.zero_()
-
-    def zero(self) -> None:
-        """All of them are zero, then there are others; or they were not wanted at all."""
-        self.backward()
-        self.engine.optimizer.zero_grad(set_to_none=False)
-        self.backward()
-        self.engine.optimizer.zero_grad()
-        self.backward()
-
-    def overflow(self) -> None:
-        """This step is skipped."""
-        self.backward(float("inf") if self.comm.rank == 0 else 1.0)
-
-    def write(self) -> None:
-        """Parameters are written, as far as torch counts it, and where it does not."""
-        if self.stage < 3:
-            with torch.no_grad():
-                self.params["layers.0.weight"][0].fill_(0.25)
-                self.params["layers.2.weight"].data[1].fill_(0.5)
-                swapped = self.params["layers.4.weight"].data[:, :2].flip(1)
-                self.params["layers.4.weight"].data[:, :2] = swapped
-                self.params["layers.4.bias"].data = torch.full_like(self.params["layers.4.bias"], 0.125)
-        else:
-            param = self.params["layers.0.weight"]
-            with zero_full.GatheredParameters([param], modifier_rank=0), torch.no_grad():
-                if self.comm.rank == 0:
-                    param[0].fill_(0.25)
-        self.backward()
-
-    def write_master(self) -> None:
-        """By the functions for it."""
-        param = self.params["layers.2.bias"]
-        zero_full.safe_set_full_fp32_param(param, torch.full(param.shape, 0.1))
-        self.backward()
-
-    def resume(self) -> None:
-        """Saved, and loaded after another step."""
-        saved = self.engine.state_dict()
-        self.backward()
-        self.engine.step()
-        self.engine.load_state_dict(saved)
-        self.backward()
-
-    def park(self) -> None:
-        """State is away for a while."""
-        self.engine.offload_states()
-        self.engine.reload_states()
-        self.backward()
-
-    ALL = (
-        *(
-            twice,
-            read,
-            set_gradient,
-            assign_gradient,
-            clear,
-            zero,
-            overflow,
-            write,
-            write_master,
-            resume,
-            park,
-        ),
-    )
-
-    def run(self, seed: int) -> dict[str, Any]:
-        """All that it leaves."""
-        chosen: list[Callable[[Habits], None]] = random.Random(seed).sample(self.ALL, 6)
-        for number, habit in enumerate(chosen):
-            habit(self)
-            self.engine.step()
-            self.seen[f"norm {number}"] = self.engine.get_global_grad_norm()
-        self.seen |= self.engine.module_state_dict()
-        state = self.engine.optimizer.state_dict()
-        self.seen |= {key: each["values"] for key, each in state["tensors"].items()}
-        self.engine.destroy()
-        return self.seen
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        """The same, later."""
+        time.sleep(NAP_S)
+        return grad
 
 
-def habits(comm: Any, stage: int, precision: str, seed: int) -> list[str]:
-    """What is not the same with and without offloading."""
-    keys = KEYS[precision] | {"gradient_clipping": 0.1, "gradient_accumulation_steps": 1}
-    if precision == "bf16":
-        keys["bf16"] = {"enabled": True, "check_grad_overflow": True}
-    beside = Habits(comm, stage, False, keys).run(seed)
-    with slow_copies(SLOW):
-        away = Habits(comm, stage, True, keys).run(seed)
-    assert list(beside) == list(away)
+class SlowNet(nn.Module):
+    """Layers that take their time."""
 
-    def same(one: Any, other: Any) -> bool:
-        if isinstance(one, Tensor):
-            return torch.equal(one.nan_to_num(), other.nan_to_num())
-        return one != one or one == pytest.approx(other, rel=1e-12)  # fp64, added up by buckets or not
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
 
-    return [key for key in beside if not same(beside[key], away[key])]
+    def forward(self, x: Tensor) -> Tensor:
+        """The loss."""
+        for layer in self.layers:
+            x = Slow.apply(layer(x))  # type: ignore[no-untyped-call]
+        return x.square().mean()
+
+
+def timeline(comm: Any, stage: int) -> tuple[float, list[Copied], list[tuple[float, float]]]:
+    """When backward of a second step was over, its copies, and when parts were stepped."""
+    bucket = WIDTH * (WIDTH + 1)
+    zero = {"reduce_bucket_size": bucket, "sub_group_size": bucket}
+    stepped = []
+
+    def step(stepper: FusedAdam, *rest: Any) -> None:
+        began = time.monotonic()
+        STEP(stepper, *rest)
+        time.sleep(NAP_S)
+        stepped.append((began, time.monotonic()))
+
+    with slow_copies(8 * bucket / NAP_S) as copies, mock.patch.object(FusedAdam, "step", step):
+        keys = waiting(stage, "cpu", zero)
+        engine = zero_full.initialize(model=SlowNet(), config=keys)[0]
+        for _ in range(2):
+            copies.done.clear()
+            stepped.clear()
+            engine.backward(engine(torch.ones(2, WIDTH)))
+            over = time.monotonic()
+            engine.step()
+        engine.destroy()
+    return over, copies.done, stepped
+
+
+STEP = FusedAdam.step
 
 
 @pytest.mark.parametrize(("world", "stage"), WORLDS)
-def test_habits_change_no_bit(world: int, stage: int) -> None:
-    cases = [(stage, precision, seed) for precision in SOME for seed in range(4)]
-    for case, found in zip(cases, run_each(habits, world, cases), strict=True):
-        assert found == [[]] * world, case
+def test_gradients_go_down_beside_backward_and_parameters_up_beside_the_step(world: int, stage: int) -> None:
+    for over, copies, stepped in POOL.run(timeline, world, stage):
+        down, up = ([copy for copy in copies if copy.way == way] for way in ("down", "up"))
+        assert len(down) == len(up) == len(stepped) >= LAYERS - 1
+        beside = [copy for copy in down if copy.ended < over]
+        assert len(beside) >= len(down) // 2, "gradients wait for the end of backward"
+        assert all(copy.ended <= stepped[0][0] for copy in down), "a step has begun without the norm"
+        for copy, (_, ended) in zip(up, stepped, strict=True):
+            assert copy.began >= ended, "parameters go up before they are stepped"
+        early = [copy for copy in up if copy.began < stepped[-1][0]]
+        assert len(early) >= len(up) // 2, "parameters wait for the end of the step"
+
+
+# How much ----------------------------------------------------------------------------------------
+
+
+def copied(comm: Any, stage: int, precision: str, micro: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes that were copied in a third step, as counted where copies are made, and by the ledger."""
+    with slow_copies() as copies:
+        engine = engine_of(stage, **KEYS[precision] | {"gradient_accumulation_steps": micro})
+        ledger = engine.optimizer.parts.flow.copied
+        for step in range(3):
+            copies.done.clear()
+            ledger.clear()
+            one_step(engine, step, comm.rank)
+        made = {way: sum(c.nbytes for c in copies.done if c.way == way) for way in ("down", "up")}
+        owned = sum(owned.flat.layout.shard for owned in engine.optimizer.owned)
+        engine.destroy()
+    return made, dict(ledger.sent) | {"owned": owned}
+
+
+@pytest.mark.parametrize("micro", [1, 3])
+@pytest.mark.parametrize(
+    ("precision", "gradient", "parameter"),
+    [("fp32", 4, 4), ("bf16", 4, 2), ("bf16 masters", 2, 2), ("16-bit gradients", 2, 2)],
+)
+@pytest.mark.parametrize(("world", "stage"), WORLDS)
+def test_copies_of_a_step_are_the_formula(
+    world: int, stage: int, precision: str, gradient: int, parameter: int, micro: int
+) -> None:
+    passes = 1 if stage == 1 else micro
+    if world == 1 and (stage > 1 or micro == 1):
+        gradient = min(gradient, parameter)  # nothing is added up on the way
+    for made, ledger in POOL.run(copied, world, stage, precision, micro):
+        owned = ledger.pop("owned")
+        assert made == {"down": passes * gradient * owned, "up": parameter * owned}
+        assert ledger == {"gradients down": made["down"], "parameters up": made["up"]}
+
+
+# What goes wrong ---------------------------------------------------------------------------------
+
+
+def failing(comm: Any, stage: int, way: str, alone: bool) -> tuple[str, bool]:
+    """What a step says if a copy fails, on the last rank or on all; and whether it goes on afterwards."""
+    with slow_copies(SLOW) as copies:
+        engine = engine_of(stage, gradient_clipping=0.1)
+        one_step(engine, 0, comm.rank)
+        saved = engine.state_dict()
+        copies.fail = way if not alone or comm.rank == comm.world_size - 1 else ""
+        said = ""
+        try:
+            one_step(engine, 1, comm.rank)
+        except (CopyError, DisagreementError) as error:
+            said = str(error)
+        copies.fail = ""
+        if way == "down":
+            engine.optimizer.zero_grad()
+        else:
+            engine.load_state_dict(saved)
+        one_step(engine, 1, comm.rank)
+        after = engine.module_state_dict()
+        engine.destroy()
+        plain = engine_of(stage, gradient_clipping=0.1)
+        one_step(plain, 0, comm.rank)
+        one_step(plain, 1, comm.rank)
+        same = all(torch.equal(value, after[name]) for name, value in plain.module_state_dict().items())
+        plain.destroy()
+    return said, same
+
+
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("way", ["down", "up"])
+@pytest.mark.parametrize(("world", "stage"), WORLDS)
+def test_a_copy_that_fails_is_told_on_every_rank_and_training_can_go_on(
+    world: int, stage: int, way: str, alone: bool
+) -> None:
+    what = {"down": "gradients of layers", "up": "parameters layers"}[way]
+    for said, same in POOL.run(failing, world, stage, way, alone):
+        assert what in said and "the cable is broken" in said
+        assert same
+
+
+def interrupted(comm: Any, stage: int) -> list[str]:
+    """Ends in the middle: backward raises, gradients are given up, the engine is destroyed."""
+    with slow_copies(SLOW) as copies:
+        engine = engine_of(stage)
+        one_step(engine, 0, comm.rank)
+        loss = engine(data(1, 0, comm.rank))
+        handle = engine.module.layers[0].weight.register_hook(raise_error)
+        with pytest.raises(RuntimeError, match="in the middle"):
+            engine.backward(loss)
+        handle.remove()
+        engine.optimizer.zero_grad()
+        assert not engine.optimizer.parts.flow.under_way
+        engine.backward(engine(data(1, 0, comm.rank)))
+        engine.destroy()
+        made = len(copies.done)
+        time.sleep(0.05)
+        assert len(copies.done) == made, "a copy was still to be made"
+    names = ("gradients-down", "gradients-on-host", "parameters-up")
+    return [t.name for t in threading.enumerate() if any(name in t.name for name in names)]
+
+
+def raise_error(grad: Tensor) -> None:
+    raise RuntimeError("in the middle")
+
+
+@pytest.mark.parametrize(("world", "stage"), [(1, 2), (2, 1), (2, 2)])
+def test_what_ends_in_the_middle_leaves_no_copy_and_no_thread(world: int, stage: int) -> None:
+    assert POOL.run(interrupted, world, stage) == [[]] * world
+
+
+def many_steps(comm: Any, stage: int) -> tuple[list[tuple[int, int, int]], list[int]]:
+    """Open files, threads, MiB and tensors after the twentieth and the last of 200 steps."""
+    found, tensors = [], []
+    with slow_copies():
+        engine = engine_of(stage, gradient_accumulation_steps=2)
+        for step in range(200):
+            one_step(engine, step, comm.rank)
+            if step in (19, 199):
+                found.append(left())
+                tensors.append(sum(isinstance(each, Tensor) for each in gc.get_objects()))
+        engine.destroy()
+    return found, tensors
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_two_hundred_steps_leave_nothing_behind(stage: int) -> None:
+    for (early, late), (few, many) in POOL.run(many_steps, 2, stage):
+        assert late[0] <= early[0] and late[1] <= early[1] and late[2] <= early[2] + 4
+        assert many <= few
+
+
+# The parts ---------------------------------------------------------------------------------------
+
+
+def wait_for(event: threading.Event) -> None:
+    """As a job."""
+    event.wait(10)
+
+
+def flow_with(copies: Copies) -> Flow:
+    """One that makes such copies."""
+    device = torch.device("cpu")
+    made = HostTier().room, device, (SlowCopier(copies, "down"), SlowCopier(copies, "up")), True
+    return Flow(*made)
+
+
+def test_staging_memory_is_not_written_while_it_is_still_added_from() -> None:
+    flow, blocked = flow_with(Copies()), threading.Event()
+    slice_ = HostSlice(flow, "x", 4, torch.float32)
+    slice_.memory.zero_()
+    flow.on_host.submit(partial(wait_for, blocked), [], [])
+    for number in range(1, 5):
+        slice_.receive(torch.full((4,), float(number)), adds=True, last=number == 4)
+    time.sleep(0.05)
+    blocked.set()
+    assert slice_.arrived().tolist() == [10.0] * 4
+    assert slice_.squared() == 400.0
+    flow.close()
+
+
+def test_what_is_forgotten_does_not_arrive_later() -> None:
+    flow = flow_with(Copies(1e-3))
+    slice_ = HostSlice(flow, "x", 4, torch.float32)
+    slice_.receive(torch.ones(4), adds=False, last=True)
+    slice_.forget()
+    assert slice_.zero().tolist() == [0.0] * 4
+    assert slice_.squared() == 0.0
+    flow.close()
+
+
+def test_few_slices_of_the_device_wait_for_their_copies() -> None:
+    flow = flow_with(Copies(1e-3))
+    slices = [HostSlice(flow, str(number), 4, torch.float32) for number in range(4)]
+    for slice_ in slices:
+        flow.wait_for_turn()
+        slice_.receive(torch.ones(4), adds=False, last=True)
+        assert len(flow.under_way) <= UNDER_WAY
+    flow.close()
+    assert not flow.under_way
+
+
+def test_an_accelerator_copies_on_a_stream_of_its_own_after_the_callers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log: list[str] = []
+
+    class Stream:
+        """What is asked of torch.Stream."""
+
+        def __init__(self, name: Any) -> None:
+            self.name = str(name)
+
+        def record_event(self) -> Any:
+            log.append(f"mark on {self.name}")
+            return SimpleNamespace(query=lambda: log.append("looked") or len(log) > 6, name=self.name)
+
+        def wait_event(self, event: Any) -> None:
+            log.append(f"{self.name} waits for {event.name}")
+
+        def __enter__(self) -> None:
+            log.append(f"on {self.name}")
+
+        def __exit__(self, *_: object) -> None:
+            log.append("off")
+
+    monkeypatch.setattr(torch, "Stream", Stream)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: Stream("main"))
+    down, _ = HostTier().copiers(torch.device("cuda", 1)) or (None, None)
+    assert down is not None and HostTier().copiers(torch.device("cpu")) is None
+    target = torch.zeros(2)
+    down.copy(target, torch.ones(2), down.mark())
+    assert target.tolist() == [1.0, 1.0]
+    order = ["mark on main", "on cuda:1", "cuda:1 waits for main", "mark on cuda:1", "off"]
+    assert log[:5] == order and set(log[5:]) == {"looked"} and len(log) >= 7
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_a_fingerprint_tells_of_every_change(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(1000, generator=generator).to(dtype)
+    known = fingerprint(values)
+    assert torch.equal(fingerprint(values.clone()), known)
+    for place in range(0, 1000, 7):
+        changed = values.clone()
+        changed[place] += 1
+        assert not torch.equal(fingerprint(changed), known)
+        swapped = values.clone()
+        swapped[[place, place - 1]] = values[[place - 1, place]]
+        assert torch.equal(swapped, values) or not torch.equal(fingerprint(swapped), known)
+    for shift in range(1, 5):
+        assert not torch.equal(fingerprint(values.roll(shift)), known)
+    assert not torch.equal(fingerprint(torch.zeros_like(values)), fingerprint(torch.ones_like(values)))
+    assert not torch.equal(fingerprint(values), fingerprint(-values))
+
+
+@pytest.mark.parametrize("length", [1, 7, 16, 17])
+def test_a_fingerprint_does_not_depend_on_how_it_is_cut(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.arange(50.0)
+    known = fingerprint(values)
+    monkeypatch.setattr("zero_full.shard.checksum.CHUNK", length)
+    assert torch.equal(fingerprint(values), known)

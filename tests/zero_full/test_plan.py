@@ -301,8 +301,11 @@ def test_what_waits_on_the_host_is_told_beside_the_device() -> None:
     plans = plan_stages(Odd(), given, 2)
     assert [each.host > 0 for each in plans] == [False, True, True, True]
     beside = plan(Odd(), config(1, **BF16), 2)
-    assert plans[1].host == beside.master + beside.moments > 0
-    assert plans[1].between_steps == beside.between_steps - beside.master - beside.moments
+    state, averaged, copies = beside.master + beside.moments, beside.master, beside.master // 2
+    assert plans[1].host == state + averaged + copies > 0
+    assert plans[1].between_steps == beside.between_steps - state - averaged
+    on_cpu = plan(Odd(), given, 2, device="cpu")
+    assert on_cpu.host == state, "nothing is copied"
     assert f"{human(plans[1].host)}{plans[1].host:>24,}" in plans[1].table()
     assert "host" in side_by_side(plans).splitlines()[1].split()
     assert "host" not in side_by_side([beside]).splitlines()[1].split()

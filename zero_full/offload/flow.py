@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from zero_full._compat import version_of
-from zero_full.comm.lane import Done, Pending, Thread
+from zero_full.comm.lane import Done, Lane, Pending, Thread
 from zero_full.comm.ledger import Traffic
 from zero_full.offload.copies import Copier
 from zero_full.precision.norms import squared_norm
@@ -41,12 +41,19 @@ class CopyError(RuntimeError):
 class Flow:
     """See [Note: flow]. One for each rank."""
 
-    def __init__(self, room: Room, device: torch.device, copiers: tuple[Copier, Copier], sums: bool) -> None:
+    def __init__(
+        self,
+        room: Room,
+        device: torch.device,
+        copiers: tuple[Copier, Copier],
+        sums: bool,
+        lane: Callable[[str], Lane] = Thread,
+    ) -> None:
         """`room` reserves host memory. `copiers`: down and up. `sums`: somebody will ask for the norm."""
         self.room, self.device, self.sums = room, device, sums
         self.down, self.up = copiers
         names = ("gradients-down", "gradients-on-host", "parameters-up")
-        self.going_down, self.on_host, self.going_up = (Thread(f"zero_full-{name}") for name in names)
+        self.going_down, self.on_host, self.going_up = (lane(f"zero_full-{name}") for name in names)
         self.copied = Traffic()  # bytes, by what and which way
         self.under_way: deque[tuple[Pending, Tensor]] = deque()
         self.stages = [_Stage() for _ in range(UNDER_WAY)]
@@ -83,12 +90,13 @@ class Flow:
         return self.going_up.submit(_Copy(self.up, target, source, Done()), [], [])
 
     def stage(self, numel: int, dtype: torch.dtype) -> "_Stage":
-        """Host memory on the way of one copy; the next one gets another."""
-        stage = self.stages.pop(0)
-        self.stages.append(stage)
-        if stage.memory.numel() < numel * dtype.itemsize:
-            stage.memory = self.room(numel * dtype.itemsize, torch.uint8, self.device)
-        return stage
+        """Host memory on the way of one copy; the next one gets another. All are as large as the largest."""
+        size = numel * dtype.itemsize
+        if self.stages[0].memory.numel() < size:
+            for each in self.stages:  # copies that are under way keep what they have
+                each.memory = self.room(size, torch.uint8, self.device)
+        self.stages.append(self.stages.pop(0))
+        return self.stages[-1]
 
     def held(self) -> list[Tensor]:
         """The host memory that is nobody else's."""

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from zero_full._compat import identity_of
 from zero_full.checkpoint.save import Taken
 from zero_full.comm.communicator import Communicator
+from zero_full.comm.lane import Inline
 from zero_full.comm.ledger import Traffic
 from zero_full.comm.pretend import PretendedGroup
 from zero_full.comm.shared import HALF, window_of
@@ -29,7 +30,7 @@ from zero_full.config.schema import OptimizerConfig
 from zero_full.engine import Engine
 from zero_full.given import check_optimizer
 from zero_full.kernels.load import compiled_for
-from zero_full.offload import HostTier
+from zero_full.offload import Flow, HostTier
 from zero_full.optim import Peers, Piece, build_optimizer, check_elementwise
 from zero_full.plan.answer import Phase
 from zero_full.plan.everyone import AllRanks
@@ -72,15 +73,34 @@ class PretendedHost(HostTier):
     """Where state waits that is on no device: for a plan, on the meta device, too, and unwatched."""
 
     watch: Watch = field(kw_only=True)
+    planned: torch.device = field(kw_only=True)
 
     def room(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """No memory."""
-        return torch.empty(numel, dtype=dtype, device=META)
+        with self.watch.of(None):
+            return torch.empty(numel, dtype=dtype, device=META)
 
     def fetch(self, tensor: Tensor) -> Tensor:
         """A copy, as if it were elsewhere."""
         with self.watch.of(None):
             return tensor.clone()
+
+    def flow(self, device: torch.device, sums: bool) -> Flow | None:
+        """Copies as from the device that is planned for, each done at once."""
+        if self.planned.type == "cpu":
+            return None
+        copier = PretendedCopier()
+        return Flow(self.room, device, (copier, copier), sums, lambda name: Inline())
+
+
+class PretendedCopier:
+    """Copies nothing."""
+
+    def mark(self) -> None:
+        """Nothing is queued."""
+
+    def copy(self, target: Tensor, source: Tensor, after: None) -> None:
+        """There are no values."""
 
 
 def held(tensors: Iterable[Tensor]) -> int:
@@ -114,7 +134,8 @@ class Rehearsal:
         base, topology = self._base(), self.cluster.topology(self.config)
         settings = served(base, settings_of(self.config), topology)
         if settings.tier.apart:
-            settings = replace(settings, tier=PretendedHost(watch=self.watch))
+            planned = torch.device(self.cluster.device)
+            settings = replace(settings, tier=PretendedHost(watch=self.watch, planned=planned))
         groups = connect(topology, settings, Connection(META, self.traffic, False, None))
         groups = replace(groups, dense=self._watched(groups.dense))
         if groups.expert is not None:

@@ -23,26 +23,39 @@ def digest_of(named: Iterable[tuple[str, Tensor]]) -> str:
 
 
 MIX = (-1640531535, -2048144789, -1028477387)  # odd, of 32 bits
-CHUNK = 2**22  # elements at a time
+CHUNK = 2**23  # words at a time
 HEAD = 2**31 - 1
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
     """A number, where the tensor is, to notice changes by. Nobody waits for the device.
 
-    Each element is mixed with its place, as the last part of MurmurHash3 mixes, and all are added up: one
-    element that is another is always noticed, several but for one case in 2**32.
+    Each word is mixed with its place, as the last part of MurmurHash3 mixes, and all are added up: one word
+    that is another is always noticed, several but for one case in 2**32.
     """
-    words = tensor.view({1: torch.uint8, 2: torch.int16}.get(tensor.dtype.itemsize, torch.int32))
+    words = _words_of(tensor.detach())
+    count = min(CHUNK, words.numel())
+    places = (torch.arange(count, dtype=torch.int64, device=tensor.device) * MIX[0]).to(torch.int32)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for low in range(0, words.numel(), CHUNK):
-        part = words[low : low + CHUNK].to(torch.int32)
-        place = torch.arange(low, low + part.numel(), dtype=torch.int64, device=tensor.device)
-        mixed = (place * MIX[0]).to(torch.int32).bitwise_xor_(part)
+        part = words[low : low + CHUNK]
+        mixed = (places[: part.numel()] + _wrapped(low * MIX[0])).bitwise_xor_(part)
         for shift, factor in ((16, MIX[1]), (13, MIX[2])):
-            mixed = mixed.bitwise_xor_((mixed >> shift) & HEAD >> (shift - 1)).mul_(factor)
-        total += (mixed ^ ((mixed >> 16) & 0xFFFF)).sum(dtype=torch.int64)
+            mixed.bitwise_xor_((mixed >> shift).bitwise_and_(HEAD >> (shift - 1))).mul_(factor)
+        mixed.bitwise_xor_((mixed >> 16).bitwise_and_(HEAD >> 15))
+        total += mixed.sum(dtype=torch.int64)
     return total
+
+
+def _words_of(tensor: Tensor) -> Tensor:
+    size = tensor.dtype.itemsize
+    whole = tensor.nbytes % 4 == 0 and tensor.storage_offset() * size % 4 == 0
+    return tensor.view(torch.int32 if whole else {1: torch.uint8, 2: torch.int16}[size])
+
+
+def _wrapped(number: int) -> int:
+    """As a number of 32 bits."""
+    return (number + 2**31) % 2**32 - 2**31
 
 
 def checksum(tensor: Tensor) -> int:
