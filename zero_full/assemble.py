@@ -10,6 +10,7 @@
 """
 
 import os
+import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -27,13 +28,14 @@ from zero_full.comm.topology import Topology
 from zero_full.construct import Deferred, has_values, outside_recording
 from zero_full.given import check_arguments, check_model, check_optimizer
 from zero_full.kernels.load import load
-from zero_full.offload import Tier
+from zero_full.offload import Keeper, Need, Tier, limits_here, refusal
 from zero_full.optim import check_elementwise
 from zero_full.precision import DynamicScale, StaticScale
-from zero_full.ranks import attempt, compare, facts_of, refuse_shared_devices
+from zero_full.ranks import attempt, compare, everyones, facts_of, refuse_shared_devices
 from zero_full.shard import Connection, Dealer, Settings, ZeroOptimizer, connect, place_the_rest
 from zero_full.shard.base import NoOptimizer
 from zero_full.shard.gathered import guard
+from zero_full.shard.host_memory import HostMemory, host_memory
 from zero_full.shard.passes import Rules
 from zero_full.shard.served import refuse_other_backend, served
 from zero_full.wording import listed
@@ -139,8 +141,7 @@ def prepared_with(
 
 def _operators(device: torch.device, tier: Tier) -> Iterator[tuple[str, str]]:
     """Which operators run where this rank computes. What is to be compiled is compiled now."""
-    where_stepped = tier.room(0, torch.float32, device).device
-    for place in dict.fromkeys((device, where_stepped)):
+    for place in dict.fromkeys((device, tier.place(device))):
         loaded = load(place)
         why = loaded.reason.partition("\n")[0]
         yield f"on {place.type}", "compiled" if loaded.path else f"torch's own ({why})"
@@ -163,7 +164,10 @@ def assemble(model: nn.Module, topology: Topology, prepared: Prepared) -> ZeroOp
     deferred.meet(groups.dense)
     if groups.expert is not None and deferred.parameters:
         raise ValueError("experts are initialised differently on each rank: construct them without Init")
-    parts = Dealer(base.param_groups, topology, groups, settings, deferred.parameters).deal(model)
+    dealer = Dealer(base.param_groups, topology, groups, settings, deferred.parameters)
+    drafts = dealer.draft(model)
+    memory = host_memory(base, dealer, drafts, device)
+    parts = dealer.deal(drafts, _keeper(memory, settings.tier, device, topology))
     if deferred.parameters:
         attempt(partial(deferred.fill, parts.fill), topology)
         deferred.share(parts.fill)
@@ -173,6 +177,16 @@ def assemble(model: nn.Module, topology: Topology, prepared: Prepared) -> ZeroOp
     for path in deferred.weights:
         load_weights(model, optimizer, path)
     return optimizer
+
+
+def _keeper(memory: HostMemory, tier: Tier, device: torch.device, topology: Topology) -> Keeper:
+    """The memory of what does not wait on the device. All ranks get theirs, or none goes on."""
+    if not tier.apart:
+        return Keeper()
+    needs = everyones(Need(memory.total, tuple(limits_here(socket.gethostname()))), topology)
+    if reason := refusal(needs):
+        raise MemoryError(reason)
+    return attempt(partial(tier.keeper, memory.rooms, device), topology)
 
 
 def _refuse_split(model: nn.Module, base: torch.optim.Optimizer, topology: Topology) -> None:

@@ -75,7 +75,7 @@ def _tier(zero: ZeroConfig) -> Tier:
     offload = zero.offload_optimizer
     if offload is None or offload.device == "none" or zero.stage == 0:
         return DeviceTier()
-    return HostTier(offload.pin_memory)
+    return HostTier(offload.pin_memory, offload.ratio)
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

@@ -129,7 +129,7 @@ def test_the_device_keeps_neither_masters_nor_moments(stage: int, precision: str
     ("section", "message"),
     [
         ({"device": "nvme", "nvme_path": "/tmp"}, "NVMe has not landed"),
-        ({"device": "cpu", "ratio": 0.5}, "ratio"),
+        ({"device": "cpu", "ratio": 1.5}, "ratio: got 1.5, expected a number from .* to 1, or 0"),
         ({"device": "cpu", "super_offload": True}, "super_offload"),
     ],
     ids=str,
@@ -142,6 +142,32 @@ def test_what_is_not_here_is_an_error(section: dict[str, Any], message: str) -> 
 def test_stage_0_has_nothing_to_offload() -> None:
     with pytest.raises(ConfigError, match="stage 0 keeps the optimizer"):
         resolve(on_host(0, True), 1)
+
+
+OLD_NAMES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"cpu_offload": True}, {"device": "cpu"}),
+    ({"cpu_offload": 1, "cpu_offload_use_pin_memory": False}, {"device": "cpu", "pin_memory": False}),
+]
+
+
+@pytest.mark.parametrize(("old", "new"), OLD_NAMES)
+def test_old_names_are_read_as_the_section_that_has_come_after_them(
+    old: dict[str, Any], new: dict[str, Any]
+) -> None:
+    before = resolve(config(2, zero_optimization=old), 1)
+    after = resolve(config(2, zero_optimization={"offload_optimizer": new}), 1)
+    assert before.config == after.config and before.warnings == after.warnings == ()
+    both = config(2, zero_optimization={**old, "offload_optimizer": {"device": "none"}})
+    with pytest.raises(ConfigError, match="cpu_offload: deprecated, and offload_optimizer is given as well"):
+        resolve(both, 1)
+    with pytest.raises(ConfigError, match=r"zero_optimization\.cpu_offload: stage 0 keeps"):
+        resolve(config(0, zero_optimization=old), 1)
+
+
+def test_a_ratio_of_nothing_is_said_to_have_no_effect() -> None:
+    section = {"device": "none", "ratio": 0.5}
+    (warning,) = resolve(config(2, zero_optimization={"offload_optimizer": section}), 1).warnings
+    assert "offload_optimizer.ratio = 0.5 has no effect" in warning
 
 
 def test_what_only_nvme_reads_is_said_to_be_idle() -> None:

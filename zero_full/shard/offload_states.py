@@ -47,7 +47,8 @@ class OffloadedStates:
         for kind in include or KINDS:
             for tensor in self._tensors(kind):
                 storage = tensor.untyped_storage()
-                if identity_of(storage) not in done and storage.nbytes():
+                # What waits on the host in memory of one piece is off the device already, and cannot shrink.
+                if storage.resizable() and identity_of(storage) not in done and storage.nbytes():
                     done.add(identity_of(storage))
                     self._move(storage, device, pin_memory)
 

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from math import isfinite
+from math import inf, isfinite
 from typing import Any
 
 import torch
@@ -57,6 +57,7 @@ from zero_full.shard.watch import ModelWatch, ParameterWrites
 
 log = logging.getLogger("zero_full")
 CLOSED = "step after destroy: initialize the model again"
+GONE = "the optimizer's state has waited on the host, and destroy has let go of it: save before destroy"
 
 
 class ZeroOptimizer(InItsPlace):
@@ -88,7 +89,7 @@ class ZeroOptimizer(InItsPlace):
         self.steppers = Steppers(self.redirected, settings.dtypes, self.lane)
         self.steppers.attach(self.owned)
         self.contents.stepper = self.steppers.kept
-        self.closed = self.states_offloaded = False  # see `offload_states.py`
+        self.closed = self.state_is_gone = self.states_offloaded = False  # see `offload_states.py`
         self.writes = ParameterWrites(m for v in self.flats() if not v.released_at_rest for m in v.members)
         self.calls = 0  # of step
         self.said_nothing_to_do = False
@@ -282,10 +283,19 @@ class ZeroOptimizer(InItsPlace):
                 "step, or give the gradients up with zero_grad first"
             )
 
+    def let_go_of_state(self) -> None:
+        """The run is over. What waited elsewhere goes now, and not with the last who holds this optimizer."""
+        away = [owned for owned in self.owned if owned.tier.apart]
+        self.own_state.forget({member.param for owned in away for member in owned.pieces})
+        for owned in away:
+            owned.leave()
+        self.state_is_gone = bool(away)
+        self.parts.keeper.close()
+
     def catch_up(self) -> None:
         """Before parameters or masters are read: what was written by hand is taken in."""
-        if self.states_offloaded:
-            raise RuntimeError(OFFLOADED)
+        if self.states_offloaded or self.state_is_gone:
+            raise RuntimeError(OFFLOADED if self.states_offloaded else GONE)
         self._take_back_state()
         self.take_back_moved()
         for owned in self.owned:
@@ -324,8 +334,8 @@ class ZeroOptimizer(InItsPlace):
         stepper = self.steppers.choose(stepped)
         if not stepper.fuses:
             self.gradients.multiply(factor)
-        in_parts = self.settings.releases_parameters and stepper.takes_parts
-        parts = sub_groups(stepped, self.settings.sub_group_numel if in_parts else None)
+        limit = self.settings.sub_group_numel if self.settings.releases_parameters else inf
+        parts = sub_groups(stepped, limit) if stepper.takes_parts else [stepped]
         self.steppers.step(stepper, self.owned, parts, used, factor)
         self.gradients.note_step(factor, multiplied=not stepper.fuses)
         mark_stepped(self.base)

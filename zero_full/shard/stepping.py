@@ -90,15 +90,15 @@ class Steppers:
             owned.put_away()
 
 
-def sub_groups(stepped: Sequence[Owned], limit: int | None) -> list[list[Owned]]:
-    """Neighbours together, as many as have `limit` elements on this rank, but at least one; None: all."""
-    if limit is None:
-        return [list(stepped)]
+def sub_groups(stepped: Sequence[Owned], limit: float) -> list[list[Owned]]:
+    """Neighbours together that wait in one place, as many as have `limit` elements on this rank, but at least
+    one.
+    """
     together: list[list[Owned]] = []
-    room = 0
+    room = 0.0
     for owned in stepped:
         numel = owned.flat.layout.shard
-        if not together or numel > room:
+        if not together or numel > room or owned.tier.apart != together[-1][-1].tier.apart:
             together.append([])
             room = limit
         together[-1].append(owned)
