@@ -28,7 +28,7 @@ from zero_full.comm.topology import Topology
 from zero_full.construct import Deferred, has_values, outside_recording
 from zero_full.given import check_arguments, check_model, check_optimizer
 from zero_full.kernels.load import load
-from zero_full.offload import Keeper, Need, Tier, limits_here, refusal
+from zero_full.offload import Need, StateKeeper, Tier, limits_here, refusal
 from zero_full.optim import check_elementwise
 from zero_full.precision import DynamicScale, StaticScale
 from zero_full.ranks import attempt, compare, everyones, facts_of, refuse_shared_devices
@@ -179,10 +179,10 @@ def assemble(model: nn.Module, topology: Topology, prepared: Prepared) -> ZeroOp
     return optimizer
 
 
-def _keeper(memory: HostMemory, tier: Tier, device: torch.device, topology: Topology) -> Keeper:
+def _keeper(memory: HostMemory, tier: Tier, device: torch.device, topology: Topology) -> StateKeeper:
     """The memory of what does not wait on the device. All ranks get theirs, or none goes on."""
     if not tier.apart:
-        return Keeper()
+        return StateKeeper()
     needs = everyones(Need(memory.total, tuple(limits_here(socket.gethostname()))), topology)
     if reason := refusal(needs):
         raise MemoryError(reason)

@@ -25,18 +25,22 @@ OPTIMIZERS = {
     "Lamb": {"lr": 0.05, "weight_decay": 0.1},
 }
 PAIRS = [*((precision, "AdamW") for precision in KEYS), ("fp32", "SGD"), ("bf16", "SGD"), ("bf16", "Lamb")]
+IN_PART = [("fp32", "AdamW"), ("bf16", "Lamb"), ("fp16", "AdamW")]
 CUT = {"stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 100, "sub_group_size": 60}
 
 
-def on_host(stage: int, host: bool, **keys: Any) -> dict[str, Any]:
-    """A config; at stage 3 every parameter is cut, and stepped in several sub-groups."""
+def on_host(stage: int, ratio: float, **keys: Any) -> dict[str, Any]:
+    """A config with so much of the state on the host, or no word of it.
+
+    At stage 3 every parameter is cut, and stepped in several sub-groups.
+    """
     zero = {"stage": stage, **(CUT if stage == 3 else {})}
-    if host:
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    if ratio:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True, "ratio": ratio}
     return config(stage, zero_optimization=zero, **keys)
 
 
-def written_and_resumed(comm: Any, stage: int, host: bool, keys: dict[str, Any]) -> dict[str, Tensor]:
+def written_and_resumed(comm: Any, stage: int, ratio: float, keys: dict[str, Any]) -> dict[str, Tensor]:
     """What a loop does: steps, writes to parameters and masters, state saved and loaded, a layer thawed."""
     torch.manual_seed(0)
     model = Net()
@@ -44,7 +48,7 @@ def written_and_resumed(comm: Any, stage: int, host: bool, keys: dict[str, Any])
     groups = [{"params": list(model.parameters())}]
     section = keys["optimizer"]
     base = build_optimizer(section["type"], section["params"], groups)
-    engine, *_ = zero_full.initialize(model=model, optimizer=base, config=on_host(stage, host, **keys))
+    engine, *_ = zero_full.initialize(model=model, optimizer=base, config=on_host(stage, ratio, **keys))
     dtype = next(engine.parameters()).dtype
 
     def go(step: int) -> None:
@@ -70,18 +74,20 @@ def written_and_resumed(comm: Any, stage: int, host: bool, keys: dict[str, Any])
     found |= {key: each["values"] for key, each in state["tensors"].items()}
     found |= {f"{entry} of {key}": n for key, each in state["numbers"].items() for entry, n in each.items()}
     holdings = engine.optimizer.holdings()
-    assert ("host" in holdings, "optimizer" in holdings) == (host, not host)
+    assert ("host" in holdings, "optimizer" in holdings) == (ratio > 0, ratio < 1)
     engine.destroy()
     return found
 
 
 def both(comm: Any, stage: int) -> list[tuple[str, dict[str, Tensor], dict[str, Tensor]]]:
-    """Without and with offloading, for each precision and optimizer."""
+    """Without and with offloading, all or a part, for each precision and optimizer."""
     found = []
     for precision, kind in PAIRS:
         more = {**KEYS[precision], "optimizer": {"type": kind, "params": OPTIMIZERS[kind]}}
-        beside, away = (written_and_resumed(comm, stage, host, more) for host in (False, True))
-        found.append((f"{precision}, {kind}", beside, away))
+        beside = written_and_resumed(comm, stage, 0, more)
+        for ratio in (1.0, 0.5) if (precision, kind) in IN_PART else (1.0,):
+            away = written_and_resumed(comm, stage, ratio, more)
+            found.append((f"{precision}, {kind}, {ratio}", beside, away))
     return found
 
 
@@ -94,7 +100,7 @@ def test_state_on_the_host_changes_no_bit(world: int, stage: int) -> None:
                 assert torch.equal(away[key], value), f"{name}: {key}"
 
 
-def bytes_held(comm: Any, stage: int, host: bool, keys: dict[str, Any]) -> tuple[dict[str, int], set[int]]:
+def bytes_held(comm: Any, stage: int, host: float, keys: dict[str, Any]) -> tuple[dict[str, int], set[int]]:
     """By kind, after a step; and where parameters and host state lie."""
     engine, *_ = zero_full.initialize(model=Net(), config=on_host(stage, host, **keys))
     dtype = next(engine.parameters()).dtype
@@ -112,8 +118,8 @@ def bytes_held(comm: Any, stage: int, host: bool, keys: dict[str, Any]) -> tuple
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16 masters"])
 def test_the_device_keeps_neither_masters_nor_moments(stage: int, precision: str) -> None:
-    beside = POOL.run(bytes_held, 2, stage, False, KEYS[precision])
-    away = POOL.run(bytes_held, 2, stage, True, KEYS[precision])
+    beside = POOL.run(bytes_held, 2, stage, 0, KEYS[precision])
+    away = POOL.run(bytes_held, 2, stage, 1, KEYS[precision])
     for (before, _), (after, shared) in zip(beside, away, strict=True):
         assert not shared and "optimizer" not in after
         assert after["parameters"] == before["parameters"] and after["gradients"] == before["gradients"]
@@ -141,7 +147,7 @@ def test_what_is_not_here_is_an_error(section: dict[str, Any], message: str) -> 
 
 def test_stage_0_has_nothing_to_offload() -> None:
     with pytest.raises(ConfigError, match="stage 0 keeps the optimizer"):
-        resolve(on_host(0, True), 1)
+        resolve(on_host(0, 1), 1)
 
 
 OLD_NAMES: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -179,7 +185,7 @@ def test_what_only_nvme_reads_is_said_to_be_idle() -> None:
 
 def test_a_model_without_a_trained_parameter_has_nothing_on_the_host() -> None:
     model = nn.Linear(2, 2).requires_grad_(False)
-    keys = on_host(1, True)
+    keys = on_host(1, 1)
     del keys["optimizer"]
     engine, *_ = zero_full.initialize(model=model, config=keys)
     assert_same({"y": engine(torch.ones(1, 2)).detach()}, {"y": model(torch.ones(1, 2)).detach()})

@@ -81,7 +81,7 @@ def _renamed(raw: dict[str, Any]) -> tuple[dict[str, str], list[str]]:
             continue
         level[new] = value
         spelled[prefix + new] = prefix + old
-    if isinstance(zero, dict) and isinstance(old := zero.get(OLD_OFFLOAD), int) and old == 1:
+    if isinstance(zero, dict) and isinstance(asked := zero.get(OLD_OFFLOAD), int) and asked == 1:
         problems += _offload_as_it_was(zero)
         spelled[DEVICE] = f"zero_optimization.{OLD_OFFLOAD}"
     return spelled, problems

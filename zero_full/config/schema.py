@@ -46,8 +46,8 @@ SUPER_OFFLOAD = missing(
     '"cpu" gives the bits of a run without offloading, with gradient_clipping, too, at stages 1 to 3'
 )
 ZENFLOW = missing(
-    'most of its updates use gradients of earlier steps; remove it: offload_optimizer with device "cpu" steps '
-    "every element by the gradient of its own step"
+    "most of its updates use gradients of earlier steps; remove it: offload_optimizer with device "
+    '"cpu" steps every element by the gradient of its own step'
 )
 ONE_NUMBER = idle(
     "a process has one number of threads, also for what is no step: set OMP_NUM_THREADS to this host's cores "

@@ -89,8 +89,8 @@ def _pages(size: int) -> mmap.mmap:
         return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(
-            f"the host has no {size:,} bytes of memory for the optimizer's state ({error.strerror}): use more "
-            "ranks, or lift the limit on memory (ulimit -v)"
+            f"the host gives no {size:,} bytes for the optimizer's state ({error.strerror}): use more hosts, "
+            "or lift the limit on memory (ulimit -v)"
         ) from error
 
 

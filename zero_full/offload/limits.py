@@ -90,7 +90,7 @@ def limits_here(host: str, root: Path = ROOT) -> Iterator[Limit]:
 def _of_control_groups(host: str, root: Path) -> Iterator[Limit]:
     """Those of the group that this process is in, and of those around it, as far as they can be seen."""
     try:
-        around = os.readlink(root / "proc/self/ns/cgroup")
+        around = str((root / "proc/self/ns/cgroup").readlink())
     except OSError:
         around = ""
     for line in _text(root / "proc/self/cgroup").splitlines():

@@ -23,7 +23,7 @@ from zero_full.offload.arena import Arena
 CPU = torch.device("cpu")
 
 
-class Keeper:
+class StateKeeper:
     """The memory that a rank's owned state is in: the parameters' device."""
 
     def room(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -34,7 +34,7 @@ class Keeper:
         """No more rooms are asked for. Those that somebody holds stay valid."""
 
 
-class HostKeeper(Keeper):
+class HostKeeper(StateKeeper):
     """Host memory: what was foreseen is in the arena, and anything else beside it."""
 
     def __init__(self, arena: Arena) -> None:
@@ -60,9 +60,9 @@ class Tier(ABC):
     def place(self, device: torch.device) -> torch.device:
         """Where state of parameters that are on `device` is stepped."""
 
-    def keeper(self, rooms: Sequence[int], device: torch.device) -> Keeper:
-        """Memory for a rank whose parameters are on `device`. `rooms`: bytes of each that will be asked for."""
-        return Keeper()
+    def keeper(self, rooms: Sequence[int], device: torch.device) -> StateKeeper:
+        """Memory for a rank whose parameters are on `device`. `rooms`: the bytes of each to be asked for."""
+        return StateKeeper()
 
     @abstractmethod
     def fetch(self, tensor: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ class HostTier(Tier):
         """The host."""
         return CPU
 
-    def keeper(self, rooms: Sequence[int], device: torch.device) -> Keeper:
+    def keeper(self, rooms: Sequence[int], device: torch.device) -> StateKeeper:
         """An arena, page-locked if that was asked for and makes a difference."""
         return HostKeeper(Arena(rooms, torch.cuda.cudart() if self.locks(device) else None))
 

@@ -30,7 +30,7 @@ from zero_full.config.schema import OptimizerConfig
 from zero_full.engine import Engine
 from zero_full.given import check_optimizer
 from zero_full.kernels.load import compiled_for
-from zero_full.offload import HostTier, Keeper
+from zero_full.offload import HostTier, StateKeeper
 from zero_full.offload.arena import Places
 from zero_full.optim import Peers, Piece, build_optimizer, check_elementwise
 from zero_full.plan.answer import Phase
@@ -69,7 +69,7 @@ class Cluster:
         return topology if ranks is None else topology.with_sub_groups(ranks)
 
 
-class NoMemory(Keeper):
+class NoMemory(StateKeeper):
     """The keeper of a plan."""
 
     def room(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -84,7 +84,7 @@ class PretendedHost(HostTier):
     watch: Watch = field(kw_only=True)
     copied: Counter[str] = field(kw_only=True)  # bytes in a step, down and up
 
-    def keeper(self, rooms: Sequence[int], device: torch.device) -> Keeper:
+    def keeper(self, rooms: Sequence[int], device: torch.device) -> StateKeeper:
         """Without memory."""
         return NoMemory()
 
@@ -145,7 +145,8 @@ class Rehearsal:
         place_the_rest(self.shadow, parts, topology, groups, settings)
         made = ZeroOptimizer(base, self.shadow, parts, groups, settings, scaler_of(self.config))
         steppers, planned = made.steppers, torch.device(self.cluster.device)
-        steppers.fused_adam.compiled_for = lambda device: compiled_for(planned)
+        places = {owned.tier.place(planned) for owned in parts.owned}
+        steppers.fused_adam.compiled_for = lambda device: all(map(compiled_for, places))
         self.everyone = AllRanks(self.watch)
         steppers.peers_of = self.everyone.peers
         for stepper in (steppers.own, steppers.by_torch, steppers.fused_adam):
@@ -238,8 +239,7 @@ class Rehearsal:
             "communication": self._windows(),
             "host": host + surplus_there,
             "pinned": self.pinned,
-            "down": self.copied["down"],
-            "up": self.copied["up"],
+            **{way: self.copied[way] if self.cluster.device != "cpu" else 0 for way in ("down", "up")},
             "saved": self._saved(),
         }
 

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from zero_full.comm.topology import Topology
 from zero_full.layout import FlatLayout, backward_order, deal, round_robin
-from zero_full.offload import DeviceTier, Keeper, Tier
+from zero_full.offload import DeviceTier, StateKeeper, Tier
 from zero_full.shard.bucket import Bucket
 from zero_full.shard.extents import Extent, refuse_overlaps
 from zero_full.shard.flat import FROZEN, FlatParameter, Kind, Member, as_bytes, is_released, layout_of
@@ -30,7 +30,7 @@ class Sharded:
     owned: list[Owned]  # what is trained, in the order in which gradients leave
     frozen: list[FlatParameter]  # of stage 3: what nobody trains is gathered like the rest
     sites: list[Site]
-    keeper: Keeper  # of the owned state that does not wait on the device
+    keeper: StateKeeper  # of the owned state that does not wait on the device
 
     @property
     def flats(self) -> list[FlatParameter]:
@@ -154,12 +154,12 @@ class Dealer:
             if draft in drafts.away and not draft.kind.asleep
         ]
 
-    def deal(self, drafts: "Drafts", keeper: Keeper) -> Sharded:
+    def deal(self, drafts: "Drafts", keeper: StateKeeper) -> Sharded:
         """Parameters move into their flat buffers, and what is trained into buckets."""
         made: dict[Draft, Owned | FlatParameter] = {}
         for draft in drafts.everything:
             flat = self._flat(draft)
-            where = (self.settings.tier, keeper) if draft in drafts.away else (DeviceTier(), Keeper())
+            where = (self.settings.tier, keeper) if draft in drafts.away else (DeviceTier(), StateKeeper())
             made[draft] = self._owned(flat, *where) if draft.kind.trained else flat
         flats = {unit: [_flat_of(made[d]) for d in made if d.unit is unit] for unit in drafts.units}
         sites = [Site(unit.name, unit.module, flats[unit]) for unit in drafts.units]
@@ -202,7 +202,7 @@ class Dealer:
         deferred = any(p in self.deferred for _, p in named)
         return FlatParameter(members, kind, self._pair(kind), self.settings.dtypes, deferred)
 
-    def _owned(self, flat: FlatParameter, tier: Tier, keeper: Keeper) -> Owned:
+    def _owned(self, flat: FlatParameter, tier: Tier, keeper: StateKeeper) -> Owned:
         settings, divisors = self.settings, self.settings.divisors(self.groups.data_ranks)
         bucket = Bucket(flat, settings, divisors, self._pair(flat.kind).reduce)
         return Owned(flat, bucket, settings.dtypes, tier, keeper)

@@ -45,7 +45,9 @@ def _let_go(optimizer: Any, flats: Sequence[FlatParameter]) -> None:
     if all(flat.state is GatherState.WHOLE for flat in flats):
         for guard in optimizer.guards:
             guard.remove()
-    optimizer.let_go_of_state()
     unregister(optimizer.watch.names)
     unregister(m.param for flat in flats for m in flat.members)
-    optimizer.groups.close()
+    try:
+        optimizer.groups.close()
+    finally:
+        optimizer.let_go_of_state()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zero_full._compat import version_of
 from zero_full.kernels.reference import unless_written
-from zero_full.offload import Keeper, Tier
+from zero_full.offload import StateKeeper, Tier
 from zero_full.optim.step import Piece
 from zero_full.precision.dtypes import Dtypes
 from zero_full.shard.base import StateByParameter
@@ -28,7 +28,7 @@ class Owned:
     """One rank's slice of a flat parameter, as the optimizer steps it."""
 
     def __init__(
-        self, flat: FlatParameter, bucket: Bucket, dtypes: Dtypes, tier: Tier, keeper: Keeper
+        self, flat: FlatParameter, bucket: Bucket, dtypes: Dtypes, tier: Tier, keeper: StateKeeper
     ) -> None:
         self.flat, self.bucket, self.tier, self.keeper = flat, bucket, tier, keeper
         self.dtype = dtypes.master_of(flat.dtype)
