@@ -28,12 +28,13 @@ from zero_full.comm.topology import Topology
 from zero_full.construct import Deferred, has_values, outside_recording
 from zero_full.given import check_arguments, check_model, check_optimizer
 from zero_full.kernels.load import load
-from zero_full.offload import Need, StateKeeper, Tier, limits_here, refusal
+from zero_full.offload import HostTier, Need, Tier, limits_here, refusal
 from zero_full.optim import check_elementwise
 from zero_full.precision import DynamicScale, StaticScale
 from zero_full.ranks import attempt, compare, everyones, facts_of, refuse_shared_devices
 from zero_full.shard import Connection, Dealer, Settings, ZeroOptimizer, connect, place_the_rest
 from zero_full.shard.base import NoOptimizer
+from zero_full.shard.build import Drafts
 from zero_full.shard.gathered import guard
 from zero_full.shard.host_memory import HostMemory, host_memory
 from zero_full.shard.passes import Rules
@@ -141,7 +142,8 @@ def prepared_with(
 
 def _operators(device: torch.device, tier: Tier) -> Iterator[tuple[str, str]]:
     """Which operators run where this rank computes. What is to be compiled is compiled now."""
-    for place in dict.fromkeys((device, tier.place(device))):
+    where_stepped = tier.room(0, torch.float32, device).device
+    for place in dict.fromkeys((device, where_stepped)):
         loaded = load(place)
         why = loaded.reason.partition("\n")[0]
         yield f"on {place.type}", "compiled" if loaded.path else f"torch's own ({why})"
@@ -166,8 +168,8 @@ def assemble(model: nn.Module, topology: Topology, prepared: Prepared) -> ZeroOp
         raise ValueError("experts are initialised differently on each rank: construct them without Init")
     dealer = Dealer(base.param_groups, topology, groups, settings, deferred.parameters)
     drafts = dealer.draft(model)
-    memory = host_memory(base, dealer, drafts, device)
-    parts = dealer.deal(drafts, _keeper(memory, settings.tier, device, topology))
+    settings = dealer.settings = replace(settings, tier=_opened(base, dealer, drafts, device))
+    parts = dealer.deal(drafts)
     if deferred.parameters:
         attempt(partial(deferred.fill, parts.fill), topology)
         deferred.share(parts.fill)
@@ -179,14 +181,27 @@ def assemble(model: nn.Module, topology: Topology, prepared: Prepared) -> ZeroOp
     return optimizer
 
 
-def _keeper(memory: HostMemory, tier: Tier, device: torch.device, topology: Topology) -> StateKeeper:
-    """The memory of what does not wait on the device. All ranks get theirs, or none goes on."""
-    if not tier.apart:
-        return StateKeeper()
-    needs = everyones(Need(memory.total, tuple(limits_here(socket.gethostname()))), topology)
-    if reason := refusal(needs):
-        raise MemoryError(reason)
-    return attempt(partial(tier.keeper, memory.rooms, device), topology)
+def _opened(base: torch.optim.Optimizer, dealer: Dealer, drafts: Drafts, device: torch.device) -> Tier:
+    """The tier with what it needs in a run. All ranks get theirs, or none goes on."""
+    tier, topology = dealer.settings.tier, dealer.topology
+    memory = host_memory(base, dealer, drafts, device)
+    if tier.kind == HostTier.kind:
+        needs = everyones(Need(memory.total, tuple(limits_here(socket.gethostname()))), topology)
+        if reason := refusal(needs):
+            raise MemoryError(reason)
+    return attempt(partial(_open, tier, memory, device), topology)
+
+
+def _open(tier: Tier, memory: HostMemory, device: torch.device) -> Tier:
+    """With room for what this host's ranks will keep there."""
+    opened = tier.open(memory.rooms, device)
+    try:
+        need = sum(memory.rooms) + memory.state
+        opened.refuse_too_little(need * int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    except BaseException:
+        opened.close()
+        raise
+    return opened
 
 
 def _refuse_split(model: nn.Module, base: torch.optim.Optimizer, topology: Topology) -> None:

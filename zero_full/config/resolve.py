@@ -190,12 +190,17 @@ def _clashes(config: Config, world_size: int, spelled: Mapping[str, str]) -> Ite
             "share the parameters; give the number of ranks on a node, or 1 for no second partition"
         )
     offload = config.zero_optimization.offload_optimizer
-    if offload is not None and offload.device == "nvme":
+    if offload is not None and offload.device == "nvme" and not offload.nvme_path:
         yield (
-            "zero_optimization.offload_optimizer.device: state that waits on NVMe has not landed yet; "
-            'use "cpu"'
+            "zero_optimization.offload_optimizer.nvme_path: give the directory of a fast disk in which state "
+            'is to wait, or use the device "cpu"'
         )
-    if offload is not None and offload.device == "cpu" and stage == 0:
+    if offload is not None and offload.device == "nvme" and offload.ratio != 1:
+        yield (
+            "zero_optimization.offload_optimizer.ratio: in a file waits all of the optimizer's state; use 1, "
+            'or the device "cpu"'
+        )
+    if offload is not None and offload.device != "none" and stage == 0:
         yield (
             f"{report.as_written(DEVICE, spelled)}: stage 0 keeps the optimizer's state beside the "
             "parameters; use stage 1, 2 or 3, or no offloading"
@@ -231,6 +236,11 @@ def _idle_together(config: Config) -> Iterator[str]:
         yield (
             f"zero_optimization.offload_optimizer.ratio = {offload.ratio} has no effect: "
             'the device is "none", and nothing is offloaded'
+        )
+    if offload is not None and offload.nvme_path is not None and offload.device != "nvme":
+        yield (
+            f"zero_optimization.offload_optimizer.nvme_path = {report.shown(offload.nvme_path)} has no "
+            f'effect: the device is "{offload.device}"'
         )
     if zero.stage == 0 and zero.mics_shard_size > 0:
         yield (

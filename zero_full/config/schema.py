@@ -53,8 +53,8 @@ ONE_NUMBER = idle(
     "a process has one number of threads, also for what is no step: set OMP_NUM_THREADS to this host's cores "
     "over its ranks, which `python -m zero_full doctor` shows"
 )
-ONLY_NVME = idle('only the device "nvme" reads it, which has not landed in zero_full yet')
-NO_OFFLOAD = idle("only offloading reads it, and that has not landed in zero_full yet")
+BLOCKS = idle("each thread moves one block at a time: see intra_op_parallelism and block_size")
+OVERLAPPED = idle("reading, stepping and writing go on at the same time, with two parts in memory")
 AUTO_TP = missing("tensor parallelism has not landed", "autotp_size", when=lambda ranks: ranks > 1)
 NO_MONITOR = idle("no metrics are written; log what the engine returns with a logger of yours", "enabled")
 
@@ -173,15 +173,29 @@ class OffloadOptimizerConfig(Strict):
     """Where the optimizer's state waits."""
 
     device: Literal["none", "cpu", "nvme"] = "none"
-    nvme_path: Annotated[str | None, ONLY_NVME] = None
-    buffer_count: Annotated[Count, ONLY_NVME] = 4
+    nvme_path: str | None = None
+    buffer_count: Annotated[Count, OVERLAPPED] = 4
     pin_memory: Flag = True
-    pipeline_read: Annotated[Flag, ONLY_NVME] = False
-    pipeline_write: Annotated[Flag, ONLY_NVME] = False
-    fast_init: Annotated[Flag, ONLY_NVME] = False
+    pipeline_read: Annotated[Flag, OVERLAPPED] = False
+    pipeline_write: Annotated[Flag, OVERLAPPED] = False
+    fast_init: Annotated[Flag, idle("state is made when it is stepped for the first time")] = False
     ratio: Share = 1.0
     super_offload: Annotated[Flag, SUPER_OFFLOAD] = False
     cpuadam_cores_perc: Annotated[Amount, ONE_NUMBER] = 0.8
+
+
+class AioConfig(Strict):
+    """How state that waits in files is read and written."""
+
+    block_size: Count = 2**20
+    intra_op_parallelism: Count | None = None
+    thread_count: Annotated[Count | None, idle("its name is intra_op_parallelism now")] = None
+    queue_depth: Annotated[Count, BLOCKS] = 8
+    single_submit: Annotated[Flag, BLOCKS] = False
+    overlap_events: Annotated[Flag, BLOCKS] = True
+    use_gds: Annotated[Flag, idle("state is stepped on the host, so it is read into the host's memory")] = (
+        False
+    )
 
 
 class LeafModuleConfig(Strict):
@@ -352,7 +366,7 @@ class Config(Strict):
     wandb: Annotated[Section, NO_MONITOR] = {}
     csv_monitor: Annotated[Section, NO_MONITOR] = {}
     comet: Annotated[Section, NO_MONITOR] = {}
-    aio: Annotated[Section, NO_OFFLOAD] = {}
+    aio: AioConfig = AioConfig()
     nebula: Annotated[
         Given, removed("0.19.7", "checkpoints have one writer here; remove the section", "enabled")
     ] = {}

@@ -58,7 +58,7 @@ class Arena:
         for size, start in zip(reversed(sizes), reversed(places.starts), strict=True):
             self.free.setdefault(size, []).append(start)
         self.memory = _pages(self.size) if self.size else None
-        self.locked = 0
+        self.locked, self.closed = 0, False
         # Before the pages go back to the system they must not be registered any more, also if nobody closes.
         registered: list[int] = []
         self._unlock = weakref.finalize(self, _unregister, cudart, registered, self.memory)
@@ -80,7 +80,7 @@ class Arena:
     def close(self) -> None:
         """Nothing is page-locked any more, and no room can be taken."""
         self._unlock()
-        self.locked, self.memory, self.free = 0, None, {}
+        self.locked, self.closed, self.memory, self.free = 0, True, None, {}
 
 
 def _pages(size: int) -> mmap.mmap:

@@ -1,10 +1,12 @@
 """Tiers: where masters and moments wait between steps, and where they are stepped.
 
-[Note: tiers] A tier is a choice, of which `Settings` has one. A rank's `keeper` has the memory: owned state
-is made in its `room`, and the optimizer steps it there. Before a step `fetch` brings an averaged gradient to
-where the state is, and afterwards `put_away` sends the new values of the parameters' slice back. With state
-on the host (ZeRO-Offload) the device holds neither masters nor moments, and what travels are gradients one
-way and parameters the other.
+[Note: tiers] Owned state is made in a tier's `room`, and the optimizer steps it there. Before a step
+`fetch` brings an averaged gradient to where the state is, and afterwards `put_away` sends the new values of
+the parameters' slice back. With state on the host (ZeRO-Offload) the device holds neither masters nor
+moments, and what travels are gradients one way and parameters the other. State that waits farther away
+comes nearer for its own part of a step only: `in_turn`.
+
+A tier is a choice that a run makes. `open` makes of it what one rank needs in the run.
 
 [Note: part of the state] With a `ratio` below 1 only so much of the state waits elsewhere, by elements: that
 of the parameters whose gradients come first in backward. What comes last, the first layers, stays on the
@@ -12,57 +14,47 @@ device, where its step need not wait for a copy.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from zero_full.offload.arena import Arena
 
+Owned = TypeVar("Owned")  # what is stepped: a slice of parameters
 CPU = torch.device("cpu")
-
-
-class StateKeeper:
-    """The memory that a rank's owned state is in: the parameters' device."""
-
-    def room(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for state of parameters that are on `device`. It is not filled."""
-        return torch.empty(numel, dtype=dtype, device=device)
-
-    def close(self) -> None:
-        """No more rooms are asked for. Those that somebody holds stay valid."""
-
-
-class HostKeeper(StateKeeper):
-    """Host memory: what was foreseen is in the arena, and anything else beside it."""
-
-    def __init__(self, arena: Arena) -> None:
-        self.arena = arena
-
-    def room(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Host memory."""
-        room = self.arena.take(numel, dtype)
-        return torch.empty(numel, dtype=dtype, device=CPU) if room is None else room
-
-    def close(self) -> None:
-        """Nothing is page-locked any more."""
-        self.arena.close()
+GONE = "the optimizer's state has waited on the host, and destroy has let go of it: save before destroy"
 
 
 class Tier(ABC):
     """See [Note: tiers]."""
 
     apart: bool  # whether masters never lie in the parameters' own memory
+    kind = "optimizer"  # under which name its bytes are told
     ratio: float = 1.0  # see [Note: part of the state]
+    part_numel: int | None = None  # elements that are stepped at a time; None: as many as there are
+    can_lose = False  # whether `lost` may ever say something
+    failure = ""  # in words, why no further step can be taken
+    lost = ""  # in words, what of the state is gone
+
+    def open(self, rooms: Sequence[int], device: torch.device) -> "Tier":
+        """The same with what it needs in a run: memory, files, buffers and threads.
+
+        `rooms`: the bytes of each `room` that will be asked for, by parameters on `device`.
+        """
+        return self
+
+    def close(self) -> None:  # noqa: B027
+        """Let go of all that."""
+
+    def refuse_too_little(self, need: int) -> None:  # noqa: B027
+        """OSError or MemoryError if there is no room for so many bytes of this host's ranks."""
 
     @abstractmethod
-    def place(self, device: torch.device) -> torch.device:
-        """Where state of parameters that are on `device` is stepped."""
-
-    def keeper(self, rooms: Sequence[int], device: torch.device) -> StateKeeper:
-        """Memory for a rank whose parameters are on `device`. `rooms`: the bytes of each to be asked for."""
-        return StateKeeper()
+    def room(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for state of parameters that are on `device`. It is not filled."""
 
     @abstractmethod
     def fetch(self, tensor: Tensor) -> Tensor:
@@ -73,6 +65,12 @@ class Tier(ABC):
         if updated is not on_device:
             on_device.copy_(updated)
 
+    def in_turn(
+        self, parts: Sequence[Sequence[Owned]], tensors_of: Callable[[Owned], list[Tensor]]
+    ) -> Generator[Sequence[Owned]]:
+        """Yield each part when its state is where it is stepped. `tensors_of`: all that is to wait of one."""
+        yield from parts
+
 
 @dataclass(frozen=True)
 class DeviceTier(Tier):
@@ -80,9 +78,9 @@ class DeviceTier(Tier):
 
     apart = False
 
-    def place(self, device: torch.device) -> torch.device:
-        """The parameters' device."""
-        return device
+    def room(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory on the parameters' device."""
+        return torch.empty(numel, dtype=dtype, device=device)
 
     def fetch(self, tensor: Tensor) -> Tensor:
         """The tensor itself."""
@@ -96,24 +94,47 @@ class HostTier(Tier):
     pin_memory: bool = False  # masters in page-locked memory, which CUDA copies faster; else no difference
     ratio: float = 1.0
     apart = True
+    kind = "host"
 
     def __post_init__(self) -> None:
         """Raise ValueError for what cannot be meant."""
         if not 0 <= self.ratio <= 1:
             raise ValueError(f"ratio must be from 0 to 1, not {self.ratio!r}")
 
-    def place(self, device: torch.device) -> torch.device:
-        """The host."""
-        return CPU
-
-    def keeper(self, rooms: Sequence[int], device: torch.device) -> StateKeeper:
-        """An arena, page-locked if that was asked for and makes a difference."""
-        return HostKeeper(Arena(rooms, torch.cuda.cudart() if self.locks(device) else None))
-
     def locks(self, device: torch.device) -> bool:
         """Whether memory is page-locked for parameters on this device."""
         return self.pin_memory and device.type == "cuda"
 
+    def open(self, rooms: Sequence[int], device: torch.device) -> Tier:
+        """With an arena, page-locked if that was asked for and makes a difference."""
+        arena = Arena(rooms, torch.cuda.cudart() if self.locks(device) else None)
+        return OpenHost(self.pin_memory, self.ratio, arena=arena)
+
+    def room(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Host memory."""
+        return torch.empty(numel, dtype=dtype, device=CPU)
+
     def fetch(self, tensor: Tensor) -> Tensor:
         """A copy on the host; on a CPU the tensor itself."""
         return tensor.to(CPU)
+
+
+@dataclass(frozen=True)
+class OpenHost(HostTier):
+    """A `HostTier` in a run: what was foreseen is in the arena, and anything else beside it."""
+
+    arena: Arena = field(kw_only=True)
+
+    def room(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Host memory."""
+        room = self.arena.take(numel, dtype)
+        return super().room(numel, dtype, device) if room is None else room
+
+    @property
+    def lost(self) -> str:  # type: ignore[override]
+        """All of it, after the end."""
+        return GONE if self.arena.closed else ""
+
+    def close(self) -> None:
+        """Nothing is page-locked any more."""
+        self.arena.close()

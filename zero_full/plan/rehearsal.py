@@ -30,7 +30,7 @@ from zero_full.config.schema import OptimizerConfig
 from zero_full.engine import Engine
 from zero_full.given import check_optimizer
 from zero_full.kernels.load import compiled_for
-from zero_full.offload import HostTier, StateKeeper
+from zero_full.offload import HostTier
 from zero_full.offload.arena import Places
 from zero_full.optim import Peers, Piece, build_optimizer, check_elementwise
 from zero_full.plan.answer import Phase
@@ -69,14 +69,6 @@ class Cluster:
         return topology if ranks is None else topology.with_sub_groups(ranks)
 
 
-class NoMemory(StateKeeper):
-    """The keeper of a plan."""
-
-    def room(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """No memory."""
-        return torch.empty(numel, dtype=dtype, device=META)
-
-
 @dataclass(frozen=True)
 class PretendedHost(HostTier):
     """Where state waits that is on no device: for a plan, on the meta device, too, and unwatched."""
@@ -84,9 +76,9 @@ class PretendedHost(HostTier):
     watch: Watch = field(kw_only=True)
     copied: Counter[str] = field(kw_only=True)  # bytes in a step, down and up
 
-    def keeper(self, rooms: Sequence[int], device: torch.device) -> StateKeeper:
-        """Without memory."""
-        return NoMemory()
+    def room(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """No memory."""
+        return torch.empty(numel, dtype=dtype, device=META)
 
     def fetch(self, tensor: Tensor) -> Tensor:
         """A copy, as if it were elsewhere."""
@@ -132,8 +124,8 @@ class Rehearsal:
         settings = served(base, settings_of(self.config), topology)
         if settings.tier.apart:
             assert isinstance(settings.tier, HostTier)
-            pins, ratio = settings.tier.pin_memory, settings.tier.ratio
-            tier = PretendedHost(pins, ratio, watch=self.watch, copied=self.copied)
+            pins = settings.tier.kind == HostTier.kind and settings.tier.pin_memory
+            tier = PretendedHost(pins, settings.tier.ratio, watch=self.watch, copied=self.copied)
             settings = replace(settings, tier=tier)
         groups = connect(topology, settings, Connection(META, self.traffic, False, None))
         groups = replace(groups, dense=self._watched(groups.dense))
@@ -145,7 +137,7 @@ class Rehearsal:
         place_the_rest(self.shadow, parts, topology, groups, settings)
         made = ZeroOptimizer(base, self.shadow, parts, groups, settings, scaler_of(self.config))
         steppers, planned = made.steppers, torch.device(self.cluster.device)
-        places = {owned.tier.place(planned) for owned in parts.owned}
+        places = {CPU if owned.tier.apart else planned for owned in parts.owned}
         steppers.fused_adam.compiled_for = lambda device: all(map(compiled_for, places))
         self.everyone = AllRanks(self.watch)
         steppers.peers_of = self.everyone.peers
@@ -158,9 +150,9 @@ class Rehearsal:
     def _dealt(self, dealer: Dealer) -> Sharded:
         """Of state that waits on the host, no bytes are for the device."""
         drafts, tier = dealer.draft(self.shadow), dealer.settings.tier
-        rooms, planned = dealer.rooms(drafts), torch.device(self.cluster.device)
-        self.pinned = Places(rooms).size if isinstance(tier, HostTier) and tier.locks(planned) else 0
-        parts = dealer.deal(drafts, tier.keeper(rooms, META))
+        locks = isinstance(tier, HostTier) and tier.locks(torch.device(self.cluster.device))
+        self.pinned = Places(dealer.rooms(drafts)).size if locks else 0
+        parts = dealer.deal(drafts)
         for owned in parts.owned:
             if owned.tier.apart:
                 owned.fetch = self.watch.around(None, owned.fetch)  # type: ignore[method-assign]

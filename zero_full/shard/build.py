@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from zero_full.comm.topology import Topology
 from zero_full.layout import FlatLayout, backward_order, deal, round_robin
-from zero_full.offload import DeviceTier, StateKeeper, Tier
+from zero_full.offload import DeviceTier, Tier
 from zero_full.shard.bucket import Bucket
 from zero_full.shard.extents import Extent, refuse_overlaps
 from zero_full.shard.flat import FROZEN, FlatParameter, Kind, Member, as_bytes, is_released, layout_of
@@ -30,7 +30,6 @@ class Sharded:
     owned: list[Owned]  # what is trained, in the order in which gradients leave
     frozen: list[FlatParameter]  # of stage 3: what nobody trains is gathered like the rest
     sites: list[Site]
-    keeper: StateKeeper  # of the owned state that does not wait on the device
 
     @property
     def flats(self) -> list[FlatParameter]:
@@ -146,7 +145,7 @@ class Dealer:
         return Drafts(units, drafts, leaving, first_share(leaving, self.settings.tier))
 
     def rooms(self, drafts: "Drafts") -> list[int]:
-        """The bytes of each room that this rank's keeper will be asked for."""
+        """The bytes of each room that this rank will ask its tier for."""
         dtypes = self.settings.dtypes
         return [
             draft.layout.shard * dtypes.master_of(dtypes.of(draft.kind.dtype)).itemsize
@@ -154,18 +153,18 @@ class Dealer:
             if draft in drafts.away and not draft.kind.asleep
         ]
 
-    def deal(self, drafts: "Drafts", keeper: StateKeeper) -> Sharded:
+    def deal(self, drafts: "Drafts") -> Sharded:
         """Parameters move into their flat buffers, and what is trained into buckets."""
         made: dict[Draft, Owned | FlatParameter] = {}
         for draft in drafts.everything:
             flat = self._flat(draft)
-            where = (self.settings.tier, keeper) if draft in drafts.away else (DeviceTier(), StateKeeper())
-            made[draft] = self._owned(flat, *where) if draft.kind.trained else flat
+            tier = self.settings.tier if draft in drafts.away else DeviceTier()
+            made[draft] = self._owned(flat, tier) if draft.kind.trained else flat
         flats = {unit: [_flat_of(made[d]) for d in made if d.unit is unit] for unit in drafts.units}
         sites = [Site(unit.name, unit.module, flats[unit]) for unit in drafts.units]
         owned = [part for part in map(made.__getitem__, drafts.leaving) if isinstance(part, Owned)]
         frozen = [part for part in made.values() if isinstance(part, FlatParameter)]
-        return Sharded(owned, frozen, sites, keeper)
+        return Sharded(owned, frozen, sites)
 
     def _units(self, model: nn.Module) -> list[Unit]:
         """What is gathered for use only; nothing, if there is nobody to gather it from."""
@@ -187,11 +186,16 @@ class Dealer:
         kinds = [self._kind(name, p) for name, p in trained]
         numels = [p.numel() for _, p in trained]
         order = backward_order(len(trained))
-        for indices in deal(order, numels, kinds, self.settings.bucket_numel):
+        for indices in deal(order, numels, kinds, self._bucket_numel()):
             kind = kinds[indices[0]]
             if self.settings.round_robin:
                 indices = round_robin(indices, self._pair(kind).shard.size)
             yield self._draft([trained[index] for index in indices], kind)
+
+    def _bucket_numel(self) -> int:
+        """As many as the run has chosen; where state comes in parts, no more than one part of every rank."""
+        chosen, part = self.settings.bucket_numel, self.settings.tier.part_numel
+        return chosen if part is None else min(chosen, part * self.groups.dense.shard.size)
 
     def _draft(self, named: Sequence[Named], kind: Kind, unit: Unit | None = None) -> "Draft":
         return Draft(named, kind, layout_of([p.numel() for _, p in named], self._pair(kind)), unit)
@@ -202,10 +206,10 @@ class Dealer:
         deferred = any(p in self.deferred for _, p in named)
         return FlatParameter(members, kind, self._pair(kind), self.settings.dtypes, deferred)
 
-    def _owned(self, flat: FlatParameter, tier: Tier, keeper: StateKeeper) -> Owned:
+    def _owned(self, flat: FlatParameter, tier: Tier) -> Owned:
         settings, divisors = self.settings, self.settings.divisors(self.groups.data_ranks)
         bucket = Bucket(flat, settings, divisors, self._pair(flat.kind).reduce)
-        return Owned(flat, bucket, settings.dtypes, tier, keeper)
+        return Owned(flat, bucket, settings.dtypes, tier)
 
     def rank_of(self, draft: "Draft") -> int:
         """Which of those slices is this rank's."""

@@ -13,7 +13,7 @@ from zero_full.shard.build import Dealer, Draft, Drafts
 class HostMemory:
     """Bytes in the host's memory, by kind."""
 
-    rooms: tuple[int, ...]  # of each room in the keeper's memory: masters
+    rooms: tuple[int, ...]  # of each room in the tier: masters
     state: int  # what the optimizer makes by itself, as far as that is known
     passing: int  # in a step: gradients and parameters on their way to a device and from it
 

@@ -42,12 +42,11 @@ def _let_go(optimizer: Any, flats: Sequence[FlatParameter]) -> None:
     if optimizer.gatherer is not None:
         optimizer.gatherer.lane.close()
     optimizer.lane.close()
+    optimizer.settings.tier.close()
+    optimizer.let_go_of_state()
     if all(flat.state is GatherState.WHOLE for flat in flats):
         for guard in optimizer.guards:
             guard.remove()
     unregister(optimizer.watch.names)
     unregister(m.param for flat in flats for m in flat.members)
-    try:
-        optimizer.groups.close()
-    finally:
-        optimizer.let_go_of_state()
+    optimizer.groups.close()

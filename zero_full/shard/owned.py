@@ -3,7 +3,7 @@
     master   this rank's slice, in the type in which it is stepped. It is the memory of the parameters' slice
              itself where the types are the same and state waits beside the parameters
     pieces   windows into the master, one for each parameter of which this rank owns something
-    tier     where the master waits, and with it the optimizer's state; its keeper has the memory
+    tier     where the master waits, and with it the optimizer's state
 
 What of it is saved, and how it is put together again, is in `contents.py`.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zero_full._compat import version_of
 from zero_full.kernels.reference import unless_written
-from zero_full.offload import StateKeeper, Tier
+from zero_full.offload import Tier
 from zero_full.optim.step import Piece
 from zero_full.precision.dtypes import Dtypes
 from zero_full.shard.base import StateByParameter
@@ -27,10 +27,8 @@ from zero_full.shard.flat import FlatParameter, GatherState, Member
 class Owned:
     """One rank's slice of a flat parameter, as the optimizer steps it."""
 
-    def __init__(
-        self, flat: FlatParameter, bucket: Bucket, dtypes: Dtypes, tier: Tier, keeper: StateKeeper
-    ) -> None:
-        self.flat, self.bucket, self.tier, self.keeper = flat, bucket, tier, keeper
+    def __init__(self, flat: FlatParameter, bucket: Bucket, dtypes: Dtypes, tier: Tier) -> None:
+        self.flat, self.bucket, self.tier = flat, bucket, tier
         self.dtype = dtypes.master_of(flat.dtype)
         self.copies: Tensor | None = None  # of the parameters' slice, where it is stepped; only meanwhile
         values = flat.take_unrounded()
@@ -39,7 +37,7 @@ class Owned:
     def _master_of(self, values: Tensor) -> Tensor:
         if self.dtype == self.flat.dtype and not self.tier.apart:
             return self.flat.shard
-        return self.keeper.room(values.numel(), self.dtype, values.device).copy_(values)
+        return self.tier.room(values.numel(), self.dtype, values.device).copy_(values)
 
     def _let_master_be(self, master: Tensor) -> None:
         self.master, self.pieces = master, dict[Member, Piece]()
@@ -57,9 +55,8 @@ class Owned:
         return self.master is not self.flat.shard
 
     def leave(self) -> None:
-        """The run is over: what waited elsewhere is let go of."""
-        if self.tier.apart:
-            self.master, self.pieces = self.master[:0].clone(), {}
+        """The run is over: nothing of the tier's memory is held."""
+        self.master, self.pieces = self.master[:0].clone(), {}
 
     def wake(self) -> None:
         """Masters appear: see [Note: asleep] in `bucket.py`. The pieces are others now."""
@@ -219,12 +216,13 @@ def holdings(
 ) -> dict[str, list[Tensor]]:
     """Every tensor that a rank keeps, by kind. Counters are the optimizer's step numbers.
 
-    What waits on the host is told apart from what the optimizer keeps on the device. `beside`: what a stepper
-    keeps that is no state of a piece.
+    What waits on the host or on a disk is told apart from what the optimizer keeps on the device. `beside`:
+    what a stepper keeps that is no state of a piece.
     """
     state = [v for s in states.values() for v in s.values() if isinstance(v, Tensor)]
     masters = [each.master for each in owned if each.is_separate]
-    elsewhere = set(_held_elsewhere(owned, states))
+    kind = next((each.tier.kind for each in owned if each.tier.apart), "optimizer")
+    elsewhere = set(held_elsewhere(owned, states))
     kept = [*masters, *(t for t in state if t.dim()), *beside]
     here, there = ([t for t in kept if (id(t) in elsewhere) is away] for away in (False, True))
     whole = [flat.full for flat in flats if flat.state is not GatherState.SHARDED]
@@ -233,13 +231,13 @@ def holdings(
     return {
         "parameters": whole + [flat.shard for flat in flats if flat.released_at_rest] + copies,
         "gradients": [tensor for each in owned for tensor in each.bucket.gradient_memory()],
-        **({"host": there} if is_apart else {}),
         **({"optimizer": here} if is_beside or not is_apart else {}),
+        **({kind: there} if is_apart else {}),
         "counters": [t for t in state if not t.dim()],
     }
 
 
-def _held_elsewhere(owned: Iterable[Owned], states: Mapping[Any, Mapping[str, Any]]) -> Iterator[int]:
+def held_elsewhere(owned: Iterable[Owned], states: Mapping[Any, Mapping[str, Any]]) -> Iterator[int]:
     """The identities of masters and state that are not on the parameters' device."""
     for each in owned:
         if each.tier.apart:
