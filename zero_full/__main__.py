@@ -12,7 +12,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; argparse exits with 2 where there is none to run."""
     parser = argparse.ArgumentParser(prog="python -m zero_full")
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("doctor", help="what is installed, what is used and what is wrong with it")
+    looking = commands.add_parser("doctor", help="what is installed, what is used and what is wrong with it")
+    looking.add_argument(
+        "--measure",
+        nargs="?",
+        const="",
+        metavar="DIRECTORY",
+        help="measure copies in memory and to an accelerator, and writes and reads of this directory's disk",
+    )
     commands.add_parser("build", help="compile the operators for this machine, again if that failed before")
     planning = commands.add_parser("plan", help="how many bytes a run will need on each rank")
     _describe_plan(planning)
@@ -31,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _export(exporting, options)
     if options.command == "inspect":
         return _inspect(options)
-    return _build() if options.command == "build" else doctor.main()
+    return _build() if options.command == "build" else doctor.main(options.measure)
 
 
 def _build() -> int:

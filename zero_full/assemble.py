@@ -10,6 +10,7 @@
 """
 
 import os
+import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -27,13 +28,15 @@ from zero_full.comm.topology import Topology
 from zero_full.construct import Deferred, has_values, outside_recording
 from zero_full.given import check_arguments, check_model, check_optimizer
 from zero_full.kernels.load import load
-from zero_full.offload import Tier
+from zero_full.offload import HostTier, Need, Tier, limits_here, refusal
 from zero_full.optim import check_elementwise
 from zero_full.precision import DynamicScale, StaticScale
-from zero_full.ranks import attempt, compare, facts_of, refuse_shared_devices
+from zero_full.ranks import attempt, compare, everyones, facts_of, refuse_shared_devices
 from zero_full.shard import Connection, Dealer, Settings, ZeroOptimizer, connect, place_the_rest
 from zero_full.shard.base import NoOptimizer
+from zero_full.shard.build import Drafts
 from zero_full.shard.gathered import guard
+from zero_full.shard.host_memory import HostMemory, host_memory
 from zero_full.shard.passes import Rules
 from zero_full.shard.served import refuse_other_backend, served
 from zero_full.wording import listed
@@ -163,9 +166,10 @@ def assemble(model: nn.Module, topology: Topology, prepared: Prepared) -> ZeroOp
     deferred.meet(groups.dense)
     if groups.expert is not None and deferred.parameters:
         raise ValueError("experts are initialised differently on each rank: construct them without Init")
-    tier = attempt(partial(_open, base, settings, groups.dense.shard.size), topology)
-    settings = replace(settings, tier=tier)
-    parts = Dealer(base.param_groups, topology, groups, settings, deferred.parameters).deal(model)
+    dealer = Dealer(base.param_groups, topology, groups, settings, deferred.parameters)
+    drafts = dealer.draft(model)
+    settings = dealer.settings = replace(settings, tier=_opened(base, dealer, drafts, device))
+    parts = dealer.deal(drafts)
     if deferred.parameters:
         attempt(partial(deferred.fill, parts.fill), topology)
         deferred.share(parts.fill)
@@ -177,20 +181,27 @@ def assemble(model: nn.Module, topology: Topology, prepared: Prepared) -> ZeroOp
     return optimizer
 
 
-def _open(base: torch.optim.Optimizer, settings: Settings, ranks: int) -> Tier:
-    """The tier with what it needs, and room for what this host's ranks will keep there."""
-    tier, dtypes = settings.tier.open(), settings.dtypes
-    need, moments = 0, isinstance(base, torch.optim.Adam)  # and AdamW
-    for param in (p for group in base.param_groups for p in group["params"] if p.is_floating_point()):
-        master = dtypes.master_of(dtypes.of(param.dtype))
-        held = master.itemsize + 2 * moments * dtypes.moments_of(master).itemsize
-        need += -(-param.numel() * held // ranks)
+def _opened(base: torch.optim.Optimizer, dealer: Dealer, drafts: Drafts, device: torch.device) -> Tier:
+    """The tier with what it needs in a run. All ranks get theirs, or none goes on."""
+    tier, topology = dealer.settings.tier, dealer.topology
+    memory = host_memory(base, dealer, drafts, device)
+    if tier.kind == HostTier.kind:
+        needs = everyones(Need(memory.total, tuple(limits_here(socket.gethostname()))), topology)
+        if reason := refusal(needs):
+            raise MemoryError(reason)
+    return attempt(partial(_open, tier, memory, device), topology)
+
+
+def _open(tier: Tier, memory: HostMemory, device: torch.device) -> Tier:
+    """With room for what this host's ranks will keep there."""
+    opened = tier.open([*memory.rooms, *memory.passing], device)
     try:
-        tier.refuse_too_little(need * int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        need = sum(memory.rooms) + memory.state
+        opened.refuse_too_little(need * int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     except BaseException:
-        tier.close()
+        opened.close()
         raise
-    return tier
+    return opened
 
 
 def _refuse_split(model: nn.Module, base: torch.optim.Optimizer, topology: Topology) -> None:

@@ -1,7 +1,7 @@
 """What `python -m zero_full doctor` prints: what is here, what is used, and what is wrong with it.
 
-It looks, and starts nothing: no process group, no device memory. It has to work where the rest of the
-package cannot, so every import may fail, that of anything else of ours, too.
+It looks, and starts nothing: no process group, no device memory, unless it is asked to measure. It has to
+work where the rest of the package cannot, so every import may fail, that of anything else of ours, too.
 """
 
 import importlib
@@ -9,6 +9,7 @@ import os
 import platform
 import re
 import sys
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -51,15 +52,37 @@ def problems() -> list[str]:
     return found + pydantic_problems() + safetensors_problems() + launcher_problems()
 
 
-def main() -> int:
-    """Print the report; 0 if all is well, else 1 and a line for each problem."""
+def main(measure: str | None = None) -> int:
+    """Print the report; 0 if all is well, else 1 and a line for each problem.
+
+    `measure`: bandwidths are measured, too: within memory, and of this directory's disk unless it is "".
+    """
     print(report())
     found = problems()
+    if measure is not None:
+        found += measured(measure)
     for problem in found:
         print(f"problem: {problem}")
     if not found:
         print("no problem found")
     return 1 if found else 0
+
+
+def measured(place: str) -> list[str]:
+    """Print bandwidths line by line, for they take their time; returns what could not be measured."""
+    bandwidth, reason = imported("zero_full.bandwidth")
+    if bandwidth is None:
+        return [f"nothing can be measured: {reason}"]
+    print("measured, by one process")
+    try:
+        for rows in (bandwidth.memory_rows, *([partial(bandwidth.disk_rows, place)] if place else [])):
+            for name, value in rows():
+                print(f"  {name}  {value}", flush=True)
+    except bandwidth.MeasureError as error:
+        return [str(error)]
+    finally:
+        print()
+    return []
 
 
 def package() -> Rows:

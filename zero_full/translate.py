@@ -77,7 +77,7 @@ def _tier(zero: ZeroConfig, aio: AioConfig) -> Tier:
     if offload is None or offload.device == "none" or zero.stage == 0:
         return DeviceTier()
     if offload.device == "cpu" or offload.nvme_path is None:
-        return HostTier(offload.pin_memory, step_early=offload.super_offload)
+        return HostTier(offload.pin_memory, offload.ratio, step_early=offload.super_offload)
     made = BlockTier(offload.pin_memory, path=offload.nvme_path, block_bytes=aio.block_size)
     return made if aio.intra_op_parallelism is None else replace(made, threads=aio.intra_op_parallelism)
 

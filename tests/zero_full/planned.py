@@ -99,6 +99,11 @@ OPTIONS: dict[str, Keys] = {  # for two ranks
     "Muon in rounds": {**optimizer("Muon"), **zero(overlap_comm=True)},
     "Muon, state on the host": {**zero(offload_optimizer={"device": "cpu"}), **optimizer("Muon")},
     "Muon, small steps": {**optimizer("Muon"), **zero(sub_group_size=50)},
+    "half on the host": {**zero(offload_optimizer={"device": "cpu", "ratio": 0.5}), **AGAIN},
+    "half on the host, Muon": {
+        **zero(offload_optimizer={"device": "cpu", "ratio": 0.4}, sub_group_size=50),
+        **optimizer("Muon"),
+    },
     "state on the host": zero(offload_optimizer={"device": "cpu"}),
     "state on the host, LAMB": {**zero(offload_optimizer={"device": "cpu"}), **optimizer("Lamb"), **AGAIN},
     "amsgrad": optimizer("Adam", amsgrad=True),
@@ -142,6 +147,7 @@ ONLY_AT_STAGE_3 = {
 NOT_AT_STAGE_0 = {  # where nothing is cut, and state on the host is refused
     *("MiCS", "MiCS, fp32", "no shards", "MiCS, Muon"),
     *("state on the host", "state on the host, LAMB", "Muon, state on the host"),
+    *("half on the host", "half on the host, Muon"),
 }
 
 
@@ -208,9 +214,9 @@ def measured(comm: Any, case: Case, folder: Path) -> dict[str, int]:
         found = {kind: held(tensors) for kind, tensors in optimizer.holdings().items() if kind != "counters"}
         found["sent"] = optimizer.groups.traffic.total()
         optimizer.zero_grad()
-    state = [t for state in optimizer.base.state.values() for t in state.values() if isinstance(t, Tensor)]
-    found["moments"] = held(t for t in state if t.dim()) if "optimizer" in found else 0
-    found["master"] = found.pop("optimizer", 0) - found["moments"]
+    beside = [owned.master for owned in optimizer.owned if owned.is_separate and not owned.tier.apart]
+    found["master"] = held(beside)
+    found["moments"] = found.pop("optimizer", 0) - found["master"]
     found.setdefault("host", 0)
     flat = {member.param for values in optimizer.flats() for member in values.members}
     found["parameters"] += held(p.detach() for p in engine.module.parameters() if p not in flat)

@@ -267,7 +267,7 @@ def test_all_errors_are_reported_together_and_what_is_bad_hides_nothing() -> Non
     errors = errors_of(config)
     assert len(errors) == len(starts)
     assert all(error.startswith(start) for error, start in zip(errors, starts, strict=True))
-    assert "ZenFlow has not landed in zero_full; remove it" in errors[4]
+    assert "gradients of earlier steps; remove it: offload_optimizer" in errors[4]
 
 
 @pytest.mark.parametrize(

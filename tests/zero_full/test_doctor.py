@@ -1,14 +1,20 @@
 """The doctor says what is there, and does not fall ill itself when something is not."""
 
+import errno
+import re
 import subprocess
 import sys
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from zero_full import doctor
+from zero_full import bandwidth, doctor
 from zero_full.__main__ import main
 from zero_full.launch import OTHERS, init_distributed
 
@@ -179,6 +185,83 @@ def test_a_container_with_less_memory_says_so(monkeypatch: pytest.MonkeyPatch) -
     files = {"/sys/fs/cgroup/memory.max": f"{2**29}\n"}
     monkeypatch.setattr(doctor, "text_of", lambda path: files.get(path, ""))
     assert "this container may use 0.5 GiB" in doctor.memory()
+
+
+# Measuring ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure little."""
+    for name in ("memory_rows", "disk_rows"):
+        slow = getattr(bandwidth, name)
+        monkeypatch.setattr(bandwidth, name, partial(slow, seconds=0.01, piece=2**16))
+
+
+@pytest.mark.usefixtures("quick")
+def test_bandwidths_are_measured_on_request_and_nothing_is_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor"]) == 0 and "memory to memory" not in capsys.readouterr().out
+    assert main(["doctor", "--measure"]) == 0
+    text = capsys.readouterr().out
+    assert "memory to memory" in text and "write to" not in text
+    assert main(["doctor", "--measure", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    for name in ("memory to memory", f"write to {tmp_path}", f"read from {tmp_path}"):
+        (line,) = (line for line in text.splitlines() if name in line)
+        assert re.search(r"  [0-9.]+ [kMGT]B/s, ", line), line
+    assert "thread" in text and not list(tmp_path.iterdir())
+
+
+def test_what_is_written_is_read_and_is_no_more_than_half_of_what_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = SimpleNamespace(f_bavail=7, f_frsize=2**16)
+    monkeypatch.setattr(bandwidth.os, "statvfs", lambda path: blocks)
+    write, read, _ = bandwidth.disk_rows(str(tmp_path), seconds=60, piece=2**16)
+    assert write[1].endswith(", 197 kB") and ", 197 kB" in read[1], "three pieces"
+    blocks.f_bavail = 1
+    with pytest.raises(bandwidth.MeasureError, match=r"has 65\.5 kB free, and at least 131 kB are needed"):
+        bandwidth.disk_rows(str(tmp_path), piece=2**16)
+
+
+def refused(*_: Any, **__: Any) -> Any:
+    raise OSError(errno.EROFS, "Read-only file system")
+
+
+def full(*_: Any, **__: Any) -> Any:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize(
+    ("where", "call", "message"),
+    [
+        ("tempfile.NamedTemporaryFile", refused, "cannot be measured: .*Read-only file system"),
+        ("BlockIO.write", full, "cannot be measured: .*No space left on device"),
+        ("", None, "is no directory: give one"),
+    ],
+)
+def test_a_disk_that_cannot_be_measured_is_a_problem(
+    where: str, call: Any, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with ExitStack() as stack:
+        if where:
+            stack.enter_context(mock.patch(f"zero_full.bandwidth.{where}", call))
+        place = tmp_path if where else tmp_path / "absent"
+        assert main(["doctor", "--measure", str(place)]) == 1
+    text = capsys.readouterr().out
+    assert re.search(f"problem: {re.escape(str(place))} {message}", text)
+    assert "memory to memory" in text and not list(tmp_path.iterdir())
+
+
+def test_without_torch_nothing_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hide(monkeypatch, "torch", "zero_full.bandwidth")
+    assert doctor.main("") == 1
+    assert "problem: nothing can be measured" in capsys.readouterr().out
 
 
 def test_looking_imports_neither_the_configuration_nor_an_engine() -> None:

@@ -11,8 +11,6 @@ import zero_full
 from tests.slow_copies import slow_copies
 from tests.worlds import POOL
 from tests.zero_full.runs import Net, config, data
-from zero_full.assemble import shard
-from zero_full.offload import BlockTier, HostTier
 
 STEPS = 14
 PRECISIONS: dict[str, dict[str, Any]] = {
@@ -85,7 +83,7 @@ def a_run(
 
 
 def both(comm: Any, stage: int, seed: int) -> list[tuple[str, bool, int, int]]:
-    """For each precision, with and without clipping: whether early steps change a bit; right and wrong guesses."""
+    """For each precision, with and without clipping: whether bits are the same; right and wrong guesses."""
     told = []
     for name, keys in PRECISIONS.items():
         for clip in (0.0, 0.05):

@@ -30,6 +30,8 @@ OPTIMIZERS = {
     "Muon": {"muon_lr": 0.02, "adam_lr": 0.01},
 }
 KINDS = {"none": "optimizer", "cpu": "host", "nvme": "disk"}
+HALF = "half"  # of it on the host
+IN_PART = [("fp32", "AdamW"), ("bf16", "Lamb"), ("fp16", "AdamW"), ("fp32", "Muon")]
 PAIRS = [
     *((precision, "AdamW") for precision in KEYS),
     ("fp32", "SGD"),
@@ -45,7 +47,9 @@ CUT = {"stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 10
 def waiting(stage: int, device: str, more: dict[str, Any] | None = None, **keys: Any) -> dict[str, Any]:
     """A config; every parameter is cut at stage 3, and state is stepped in parts. `more`: of ZeRO."""
     zero = {"stage": stage, **(CUT if stage == 3 else {}), "reduce_bucket_size": 150, **(more or {})}
-    section = {"device": device, "pin_memory": True}
+    section: dict[str, Any] = {"device": device, "pin_memory": True}
+    if device == HALF:
+        section |= {"device": "cpu", "ratio": 0.5}
     if device == "nvme":
         section["nvme_path"] = tempfile.gettempdir()
     zero["offload_optimizer"] = section
@@ -86,7 +90,8 @@ def written_and_resumed(comm: Any, stage: int, device: str, keys: dict[str, Any]
     found |= {key: each["values"] for key, each in state["tensors"].items()}
     found |= {f"{entry} of {key}": n for key, each in state["numbers"].items() for entry, n in each.items()}
     holdings = engine.optimizer.holdings()
-    assert KINDS[device] in holdings and not holdings.keys() & (set(KINDS.values()) - {KINDS[device]})
+    kinds = {"optimizer", "host"} if device == HALF else {KINDS[device]}
+    assert holdings.keys() & set(KINDS.values()) == kinds
     engine.destroy()
     return found
 
@@ -97,8 +102,9 @@ def all_three(comm: Any, stage: int, copies: bool) -> list[tuple[str, list[dict[
     for precision, kind in PAIRS:
         more = {**KEYS[precision], "optimizer": {"type": kind, "params": OPTIMIZERS[kind]}}
         beside = written_and_resumed(comm, stage, "none", more)
+        places = ["cpu", "nvme", *([HALF] if (precision, kind) in IN_PART else [])]
         with slow_copies(SLOW) if copies else nullcontext():
-            others = [written_and_resumed(comm, stage, at, more) for at in ("cpu", "nvme")]
+            others = [written_and_resumed(comm, stage, at, more) for at in places]
         found.append((f"{precision}, {kind}", [beside, *others]))
     return found
 
@@ -110,7 +116,7 @@ def all_three(comm: Any, stage: int, copies: bool) -> list[tuple[str, list[dict[
 def test_state_elsewhere_changes_no_bit(world: int, stage: int, copies: bool) -> None:
     for cases in POOL.run(all_three, world, stage, copies):
         for name, (beside, *others) in cases:
-            for place, away in zip(("host", "disk"), others, strict=True):
+            for place, away in zip(("host", "disk", HALF), others, strict=False):
                 assert list(beside) == list(away), name
                 for key, value in beside.items():
                     assert torch.equal(away[key], value), f"{name} on the {place}: {key}"
@@ -153,7 +159,9 @@ def test_the_device_keeps_neither_masters_nor_moments(stage: int, precision: str
     ("section", "message"),
     [
         ({"device": "nvme"}, "nvme_path: give the directory of a fast disk"),
-        ({"device": "cpu", "ratio": 0.5}, "ratio"),
+        ({"device": "cpu", "ratio": 1.5}, "ratio: got 1.5, expected a number from .* to 1, or 0"),
+        ({"device": "nvme", "nvme_path": "/x", "ratio": 0.5}, "ratio: in a file waits all"),
+        ({"device": "nvme", "nvme_path": "/x", "super_offload": True}, "need state in memory twice"),
     ],
     ids=str,
 )
@@ -165,6 +173,32 @@ def test_what_is_not_here_is_an_error(section: dict[str, Any], message: str) -> 
 def test_stage_0_has_nothing_to_offload() -> None:
     with pytest.raises(ConfigError, match="stage 0 keeps the optimizer"):
         resolve(waiting(0, "cpu"), 1)
+
+
+OLD_NAMES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"cpu_offload": True}, {"device": "cpu"}),
+    ({"cpu_offload": 1, "cpu_offload_use_pin_memory": False}, {"device": "cpu", "pin_memory": False}),
+]
+
+
+@pytest.mark.parametrize(("old", "new"), OLD_NAMES)
+def test_old_names_are_read_as_the_section_that_has_come_after_them(
+    old: dict[str, Any], new: dict[str, Any]
+) -> None:
+    before = resolve(config(2, zero_optimization=old), 1)
+    after = resolve(config(2, zero_optimization={"offload_optimizer": new}), 1)
+    assert before.config == after.config and before.warnings == after.warnings == ()
+    both = config(2, zero_optimization={**old, "offload_optimizer": {"device": "none"}})
+    with pytest.raises(ConfigError, match="cpu_offload: deprecated, and offload_optimizer is given as well"):
+        resolve(both, 1)
+    with pytest.raises(ConfigError, match=r"zero_optimization\.cpu_offload: stage 0 keeps"):
+        resolve(config(0, zero_optimization=old), 1)
+
+
+def test_a_ratio_of_nothing_is_said_to_have_no_effect() -> None:
+    section = {"device": "none", "ratio": 0.5}
+    (warning,) = resolve(config(2, zero_optimization={"offload_optimizer": section}), 1).warnings
+    assert "offload_optimizer.ratio = 0.5 has no effect" in warning
 
 
 def test_what_has_no_effect_is_said_to_be_idle() -> None:

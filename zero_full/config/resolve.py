@@ -21,6 +21,8 @@ TRAIN, MICRO, STEPS = BATCH = (
     "train_micro_batch_size_per_gpu",
     "gradient_accumulation_steps",
 )
+OFFLOAD, OLD_OFFLOAD, OLD_PIN = "offload_optimizer", "cpu_offload", "cpu_offload_use_pin_memory"
+DEVICE = f"zero_optimization.{OFFLOAD}.device"
 ABSENT = object()  # null is a value that a user can give
 
 
@@ -79,7 +81,20 @@ def _renamed(raw: dict[str, Any]) -> tuple[dict[str, str], list[str]]:
             continue
         level[new] = value
         spelled[prefix + new] = prefix + old
+    if isinstance(zero, dict) and isinstance(asked := zero.get(OLD_OFFLOAD), int) and asked == 1:
+        problems += _offload_as_it_was(zero)
+        spelled[DEVICE] = f"zero_optimization.{OLD_OFFLOAD}"
     return spelled, problems
+
+
+def _offload_as_it_was(zero: dict[str, Any]) -> list[str]:
+    """In place: a true cpu_offload becomes the section that has come after it."""
+    if zero.get(OFFLOAD) is not None:
+        return [f"zero_optimization.{OLD_OFFLOAD}: deprecated, and {OFFLOAD} is given as well; remove it"]
+    del zero[OLD_OFFLOAD]
+    pins = {"pin_memory": zero.pop(OLD_PIN)} if zero.get(OLD_PIN) is not None else {}
+    zero[OFFLOAD] = {"device": "cpu", **pins}
+    return []
 
 
 def _without(raw: dict[Any, Any], path: Sequence[int | str]) -> None:
@@ -141,7 +156,7 @@ def _neighbours(train: int, unit: int) -> str:
     return f"the nearest that can are {below} and {below + unit}"
 
 
-def _clashes(config: Config, world_size: int) -> Iterator[str]:
+def _clashes(config: Config, world_size: int, spelled: Mapping[str, str]) -> Iterator[str]:
     """A line for each value that is fine by itself and cannot be had beside another one."""
     if config.fp16.enabled and config.bf16.enabled:
         yield "fp16.enabled and bf16.enabled: only one of them can be true"
@@ -185,10 +200,15 @@ def _clashes(config: Config, world_size: int) -> Iterator[str]:
             "zero_optimization.offload_optimizer.super_offload: steps beside backward need state in memory "
             'twice; use the device "cpu", or leave it out'
         )
+    if offload is not None and offload.device == "nvme" and offload.ratio != 1:
+        yield (
+            "zero_optimization.offload_optimizer.ratio: in a file waits all of the optimizer's state; use 1, "
+            'or the device "cpu"'
+        )
     if offload is not None and offload.device != "none" and stage == 0:
         yield (
-            "zero_optimization.offload_optimizer.device: stage 0 keeps the optimizer's state beside the "
-            'parameters; use stage 1, 2 or 3, or the device "none"'
+            f"{report.as_written(DEVICE, spelled)}: stage 0 keeps the optimizer's state beside the "
+            "parameters; use stage 1, 2 or 3, or no offloading"
         )
     for section, part in (("optimizer", config.optimizer), ("scheduler", config.scheduler)):
         for name, value in part.params.items() if part else ():
@@ -217,6 +237,11 @@ def _idle_together(config: Config) -> Iterator[str]:
         )
     zero = config.zero_optimization
     offload = zero.offload_optimizer
+    if offload is not None and offload.device == "none" and offload.ratio != 1:
+        yield (
+            f"zero_optimization.offload_optimizer.ratio = {offload.ratio} has no effect: "
+            'the device is "none", and nothing is offloaded'
+        )
     if offload is not None and offload.nvme_path is not None and offload.device != "nvme":
         yield (
             f"zero_optimization.offload_optimizer.nvme_path = {report.shown(offload.nvme_path)} has no "
@@ -290,7 +315,7 @@ def resolve(config: dict[str, Any] | str | Path | Config, world_size: int) -> Re
         *faults,
         *_switches(checked),
         *_remarks(checked, spelled, refuses=True),
-        *_clashes(checked, world_size),
+        *_clashes(checked, world_size, spelled),
     ]
     batch: dict[str, int] = {}
     if not bad & set(BATCH):

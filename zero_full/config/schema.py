@@ -23,6 +23,7 @@ from .values import (
     ScalePower,
     Seconds,
     Section,
+    Share,
     Size,
     SmallestScale,
     capital,
@@ -39,10 +40,21 @@ class ConfigError(ValueError):
 STAGE3 = Remark("only stage 3 reads it", refuses=False, below_stage=3)
 UNITS = idle("units are chosen by size; name others in leaf_module")
 OFFLOAD = "offloading parameters has not landed in zero_full yet; they stay on the device of the model"
-OLD_OFFLOAD = 'deprecated; write "offload_optimizer": {"device": "cpu"}'
+ONLY_CPU_OFFLOAD = idle('deprecated, and without "cpu_offload": true nothing reads it; see offload_optimizer')
+SUPER_OFFLOAD = missing(
+    "a step begins here when all gradients are there, and nothing is guessed or undone; remove it: device "
+    '"cpu" gives the bits of a run without offloading, with gradient_clipping, too, at stages 1 to 3'
+)
+ZENFLOW = missing(
+    "most of its updates use gradients of earlier steps; remove it: offload_optimizer with device "
+    '"cpu" steps every element by the gradient of its own step'
+)
+ONE_NUMBER = idle(
+    "a process has one number of threads, also for what is no step: set OMP_NUM_THREADS to this host's cores "
+    "over its ranks, which `python -m zero_full doctor` shows"
+)
 BLOCKS = idle("each thread moves one block at a time: see intra_op_parallelism and block_size")
 OVERLAPPED = idle("reading, stepping and writing go on at the same time, with two parts in memory")
-NO_OFFLOAD = idle("only offloading reads it, and that has not landed in zero_full yet")
 AUTO_TP = missing("tensor parallelism has not landed", "autotp_size", when=lambda ranks: ranks > 1)
 NO_MONITOR = idle("no metrics are written; log what the engine returns with a logger of yours", "enabled")
 
@@ -167,9 +179,9 @@ class OffloadOptimizerConfig(Strict):
     pipeline_read: Annotated[Flag, OVERLAPPED] = False
     pipeline_write: Annotated[Flag, OVERLAPPED] = False
     fast_init: Annotated[Flag, idle("state is made when it is stepped for the first time")] = False
-    ratio: Annotated[Amount, missing("all of the optimizer's state waits there; use 1")] = 1.0
+    ratio: Share = 1.0
     super_offload: Flag = False
-    cpuadam_cores_perc: Annotated[Amount, idle("OMP_NUM_THREADS says how many cores step")] = 0.8
+    cpuadam_cores_perc: Annotated[Amount, ONE_NUMBER] = 0.8
 
 
 class AioConfig(Strict):
@@ -216,7 +228,7 @@ class ZeroConfig(Strict):
     elastic_checkpoint: Annotated[Flag, idle("every checkpoint loads at any number of ranks")] = False
     offload_param: OffloadParamConfig | None = None
     offload_optimizer: OffloadOptimizerConfig | None = None
-    zenflow: Annotated[Section | None, missing("ZenFlow has not landed in zero_full; remove it")] = None
+    zenflow: Annotated[Section | None, ZENFLOW] = None
     sub_group_size: Annotated[Size, STAGE3] = 1_000_000_000
     stage3_prefetch_bucket_size: Annotated[Size, STAGE3] = 50_000_000
     stage3_param_persistence_threshold: Annotated[Size, STAGE3] = 100_000
@@ -261,10 +273,10 @@ class ZeroConfig(Strict):
         Flag, idle("Muon's momentum waits where the optimizer's state does")
     ] = False
     leaf_module: LeafModuleConfig = LeafModuleConfig()
-    # The old names. False asks for what happens anyway.
-    cpu_offload: Annotated[Flag | None, missing(OLD_OFFLOAD, when=bool)] = None
+    # The old names. False asks for what happens anyway, and `resolve` reads a true cpu_offload.
+    cpu_offload: Flag | None = None
     cpu_offload_param: Annotated[Flag | None, missing(f"deprecated, and {OFFLOAD}", when=bool)] = None
-    cpu_offload_use_pin_memory: Annotated[Flag | None, NO_OFFLOAD] = None
+    cpu_offload_use_pin_memory: Annotated[Flag | None, ONLY_CPU_OFFLOAD] = None
     stage3_gather_fp16_weights_on_model_save: Annotated[
         Flag, idle("save_16bit_model always gathers the weights")
     ] = False
@@ -297,7 +309,9 @@ class Config(Strict):
     sparse_gradients: Annotated[Flag, removed("0.19.8", "gradients always travel dense; remove it")] = False
     disable_allgather: Annotated[Flag, idle("updated slices are always all-gathered")] = False
     zero_allow_untested_optimizer: Flag = False
-    zero_force_ds_cpu_optimizer: Annotated[Flag, NO_OFFLOAD] = True
+    zero_force_ds_cpu_optimizer: Annotated[
+        Flag, idle("any optimizer steps on the host, and Adam by a compiled operator where there is one")
+    ] = True
     dataloader_drop_last: Flag = False
     data_types: DataTypesConfig = DataTypesConfig()
     fp16: FP16Config = FP16Config()

@@ -60,6 +60,8 @@ class BlockTier(HostTier):
 
     def __post_init__(self) -> None:
         """Raise ValueError for what cannot be meant."""
+        if self.ratio != 1:
+            raise ValueError(f"ratio must be 1 where all of the state waits in a file, not {self.ratio!r}")
         if not str(self.path):
             raise ValueError("BlockTier needs the path of a directory on a fast disk (nvme_path)")
         if self.step_early:
@@ -67,7 +69,7 @@ class BlockTier(HostTier):
         if self.part_numel < 1:
             raise ValueError(f"part_numel must be at least 1, not {self.part_numel}")
 
-    def open(self) -> Tier:
+    def open(self, rooms: Sequence[int], device: torch.device) -> Tier:
         """With file, buffers and threads."""
         return OpenBlocks(self)
 

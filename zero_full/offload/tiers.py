@@ -8,20 +8,27 @@ device's they travel beside the work: `flow`. State that waits farther away come
 step only: `in_turn`.
 
 A tier is a choice that a run makes. `open` makes of it what one rank needs in the run.
+
+[Note: part of the state] With a `ratio` below 1 only so much of the state waits elsewhere, by elements: that
+of the parameters whose gradients come first in backward. What comes last, the first layers, stays on the
+device, where its step need not wait for a copy.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from zero_full.offload.arena import Arena
 from zero_full.offload.copies import Copier, StreamCopier
 from zero_full.offload.flow import Flow
 
 Owned = TypeVar("Owned")  # what is stepped: a slice of parameters
+CPU = torch.device("cpu")
+GONE = "the optimizer's state has waited on the host, and destroy has let go of it: save before destroy"
 
 
 class Tier(ABC):
@@ -29,6 +36,7 @@ class Tier(ABC):
 
     apart: bool  # whether masters never lie in the parameters' own memory
     kind = "optimizer"  # under which name its bytes are told
+    ratio: float = 1.0  # see [Note: part of the state]
     part_numel: int | None = None  # elements that are stepped at a time; None: as many as there are
     step_early = False  # whether slices are stepped beside backward, on a guess; see `shard/early.py`
     early_bytes: int | None = None  # that this may cost; None: as much again as there is
@@ -36,8 +44,11 @@ class Tier(ABC):
     failure = ""  # in words, why no further step can be taken
     lost = ""  # in words, what of the state is gone
 
-    def open(self) -> "Tier":
-        """The same with what it needs in a run: files, buffers and threads."""
+    def open(self, rooms: Sequence[int], device: torch.device) -> "Tier":
+        """The same with what it needs in a run: memory, files, buffers and threads.
+
+        `rooms`: the bytes of each `room` that will be asked for, by parameters on `device`.
+        """
         return self
 
     def close(self) -> None:  # noqa: B027
@@ -89,20 +100,34 @@ class DeviceTier(Tier):
 class HostTier(Tier):
     """State waits in host memory and is stepped there. Copies wait until they are done."""
 
-    pin_memory: bool = False  # page-locked, which an accelerator copies faster; on a CPU no difference
+    pin_memory: bool = False  # masters in page-locked memory, which CUDA copies faster; else no difference
+    ratio: float = 1.0
     step_early: bool = False
     early_bytes: int | None = None
     apart = True
     kind = "host"
 
+    def __post_init__(self) -> None:
+        """Raise ValueError for what cannot be meant."""
+        if not 0 <= self.ratio <= 1:
+            raise ValueError(f"ratio must be from 0 to 1, not {self.ratio!r}")
+
+    def locks(self, device: torch.device) -> bool:
+        """Whether memory is page-locked for parameters on this device."""
+        return self.pin_memory and device.type == "cuda"
+
+    def open(self, rooms: Sequence[int], device: torch.device) -> Tier:
+        """With an arena, page-locked if that was asked for and makes a difference."""
+        arena = Arena(rooms, torch.cuda.cudart() if self.locks(device) else None)
+        return OpenHost(self.pin_memory, self.ratio, self.step_early, self.early_bytes, arena=arena)
+
     def room(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Host memory."""
-        pinned = self.pin_memory and device.type != "cpu"
-        return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=pinned)
+        return torch.empty(numel, dtype=dtype, device=CPU, pin_memory=self.locks(device))
 
     def fetch(self, tensor: Tensor) -> Tensor:
         """A copy on the host; on a CPU the tensor itself."""
-        return tensor.to("cpu")
+        return tensor.to(CPU)
 
     def copiers(self, device: torch.device) -> tuple[Copier, Copier] | None:
         """Down and up, which an accelerator does at once; None: the host's memory is the device's."""
@@ -114,3 +139,24 @@ class HostTier(Tier):
         """On three threads, which start when there is something to do."""
         copiers = self.copiers(device)
         return None if copiers is None else Flow(self.room, device, copiers, sums)
+
+
+@dataclass(frozen=True)
+class OpenHost(HostTier):
+    """A `HostTier` in a run: what was foreseen is in the arena, and anything else beside it."""
+
+    arena: Arena = field(kw_only=True)
+
+    def room(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Host memory."""
+        room = self.arena.take(numel, dtype)
+        return super().room(numel, dtype, device) if room is None else room
+
+    @property
+    def lost(self) -> str:  # type: ignore[override]
+        """All of it, after the end."""
+        return GONE if self.arena.closed else ""
+
+    def close(self) -> None:
+        """Nothing is page-locked any more."""
+        self.arena.close()

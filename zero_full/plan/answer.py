@@ -48,6 +48,7 @@ class Plan:
     moments: int  # what the optimizer remembers
     communication: int  # windows in shared memory
     host: int  # beside that, and not on the device: what waits in the host's memory
+    pinned: int  # of that, in page-locked memory
     saved: int  # in a checkpoint by this rank: an asynchronous save keeps a copy in the host's memory
     # Beside that, at a step's worst moment.
     gathered: int  # whole parameters of units, while they are used
@@ -55,6 +56,8 @@ class Plan:
     activations: int | None  # None: nobody has said what a batch is
     update: int  # what the step makes for the optimizer; by then the three above are gone
     sent: int  # bytes that this rank sends in a step
+    down: int  # copied in a step from the device to the host, for state that waits there
+    up: int  # and back
     phases: tuple[Phase, ...] = ()  # where there are some, the same numbers above are those of the largest
 
     @property
@@ -73,10 +76,12 @@ class Plan:
         rows = [
             *((f"  {name}", getattr(self, kind)) for kind, name in KEPT.items()),
             ("between steps", self.between_steps),
-            *([("waiting on the host", self.host)] if self.host else []),
+            *([("waiting on the host", self.host), ("  page-locked", self.pinned)] if self.host else []),
             *((f"  {name}", getattr(self, kind)) for kind, name in PASSING.items()),
             ("peak", self.peak),
             ("sent in a step", self.sent),
+            *([("copied to the host in a step", self.down)] if self.host else []),
+            *([("copied to the device in a step", self.up)] if self.host else []),
             ("in a checkpoint", self.saved),
         ]
         title = f"stage {self.stage}, {self.world:,} ranks, {self.numel:,} parameters: bytes a rank"

@@ -42,8 +42,8 @@ class PlannedRule:
 class AllRanks:
     """What stands in for the other ranks in a part of a step, and counts the bytes that each rank sends."""
 
-    def __init__(self, watch: Watch, kind: str | None) -> None:
-        self.watch, self.kind = watch, kind
+    def __init__(self, watch: Watch) -> None:
+        self.watch = watch
         self.sent: dict[Communicator, list[int]] = {}  # by rank
 
     def peers(self, part: Sequence[Owned], used: Container[Member], lane: Lane) -> PartPeers:
@@ -59,6 +59,7 @@ class PlannedPeers(PartPeers):
     ) -> None:
         super().__init__(part, used, lane)
         self.everyone = everyone
+        self.kind = None if any(owned.tier.apart for owned in part) else "update"
 
     def travel(
         self, rounds: Sequence[Round], ranks: Communicator, rule: WholeRule, mine: Mapping[str, Piece]
@@ -66,12 +67,12 @@ class PlannedPeers(PartPeers):
         """The memory that it takes is for the update."""
         everyone, other = self.everyone, _busiest(rounds, ranks.size)
         with everyone.watch.of("update"):
-            planned = PlannedRule(rule, everyone.watch, everyone.kind, is_first=True)
+            planned = PlannedRule(rule, everyone.watch, self.kind, is_first=True)
             super().travel(rounds, ranks, planned, mine)
             if other != ranks.rank:
                 by = Communicator(PretendedGroup(ranks.ranks, ranks.ranks[other]), ranks.device)
                 pieces = {whole.name: _stand_in(whole, numel) for whole, numel in _shares(rounds, other)}
-                planned = PlannedRule(rule, everyone.watch, everyone.kind, is_first=False)
+                planned = PlannedRule(rule, everyone.watch, self.kind, is_first=False)
                 super().travel(rounds, by, planned, pieces)
         sent = everyone.sent.setdefault(ranks, [0] * ranks.size)
         for one in rounds:

@@ -31,13 +31,14 @@ from zero_full.engine import Engine
 from zero_full.given import check_optimizer
 from zero_full.kernels.load import compiled_for
 from zero_full.offload import Flow, HostTier
+from zero_full.offload.arena import Places
 from zero_full.optim import Peers, Piece, build_optimizer, check_elementwise
 from zero_full.plan.answer import Phase
 from zero_full.plan.everyone import AllRanks
 from zero_full.plan.saved import saved_bytes
 from zero_full.plan.shadow import new_pass, shadow_of
 from zero_full.plan.watch import Watch
-from zero_full.shard import Connection, Dealer, ZeroOptimizer, connect, place_the_rest
+from zero_full.shard import Connection, Dealer, Sharded, ZeroOptimizer, connect, place_the_rest
 from zero_full.shard.flat import Member
 from zero_full.shard.groups import Pair
 from zero_full.shard.served import served
@@ -118,6 +119,7 @@ class Rehearsal:
     def __init__(self, model: nn.Module, resolved: Resolved, cluster: Cluster) -> None:
         self.config, self.cluster, self.shadow = resolved.config, cluster, shadow_of(model)
         self.watch, self.traffic = Watch(), Traffic()
+        self.down = 0  # bytes copied in a step, for state that waits on the host
         self.optimizer = self._optimizer()
         self.engine = Engine(self.shadow, self.optimizer, resolved, CPU)
         with self.watch:
@@ -134,26 +136,41 @@ class Rehearsal:
         base, topology = self._base(), self.cluster.topology(self.config)
         settings = served(base, settings_of(self.config), topology)
         if settings.tier.apart:
+            assert isinstance(settings.tier, HostTier)
+            pins = settings.tier.kind == HostTier.kind and settings.tier.pin_memory
             planned = torch.device(self.cluster.device)
-            settings = replace(settings, tier=PretendedHost(watch=self.watch, planned=planned))
+            tier = PretendedHost(pins, settings.tier.ratio, watch=self.watch, planned=planned)
+            settings = replace(settings, tier=tier)
         groups = connect(topology, settings, Connection(META, self.traffic, False, None))
         groups = replace(groups, dense=self._watched(groups.dense))
         if groups.expert is not None:
             groups = replace(groups, expert=self._watched(groups.expert))
         if any(p is not None and p.shard.size > 1 for p in (groups.dense, groups.expert)):
             _refuse(partial(check_elementwise, base, self.config.zero_allow_untested_optimizer))
-        parts = Dealer(base.param_groups, topology, groups, settings).deal(self.shadow)
+        parts = self._dealt(Dealer(base.param_groups, topology, groups, settings))
         place_the_rest(self.shadow, parts, topology, groups, settings)
         made = ZeroOptimizer(base, self.shadow, parts, groups, settings, scaler_of(self.config))
         steppers, planned = made.steppers, torch.device(self.cluster.device)
-        steppers.fused_adam.compiled_for = lambda device: compiled_for(planned)
-        self.everyone = AllRanks(self.watch, None if settings.tier.apart else "update")
+        places = {CPU if owned.tier.apart else planned for owned in parts.owned}
+        steppers.fused_adam.compiled_for = lambda device: all(map(compiled_for, places))
+        self.everyone = AllRanks(self.watch)
         steppers.peers_of = self.everyone.peers
         for stepper in (steppers.own, steppers.by_torch, steppers.fused_adam):
             if stepper is not None:
                 kind = "update" if stepper.phases() else None
                 stepper.step = self.watch.around(kind, stepper.step)  # type: ignore[method-assign]
         return made
+
+    def _dealt(self, dealer: Dealer) -> Sharded:
+        """Of state that waits on the host, no bytes are for the device."""
+        drafts, tier = dealer.draft(self.shadow), dealer.settings.tier
+        locks = isinstance(tier, HostTier) and tier.locks(torch.device(self.cluster.device))
+        self.pinned = Places(dealer.rooms(drafts)).size if locks else 0
+        parts = dealer.deal(drafts)
+        for owned in parts.owned:
+            if owned.tier.apart:
+                owned.fetch = self.watch.around(None, owned.fetch)  # type: ignore[method-assign]
+        return parts
 
     def _base(self) -> torch.optim.Optimizer:
         chosen = self.config.optimizer or NO_OPTIMIZER
@@ -189,11 +206,17 @@ class Rehearsal:
         """A whole step. Returns the bytes that are sent in it."""
         self.traffic.clear()
         self.everyone.sent.clear()
+        flow = self.optimizer.parts.flow
+        copied = flow.copied if flow is not None else Traffic()
+        copied.clear()
         count = min(micro_batches, DIFFERENT)
         sent = self._passes([place + 1 == count for place in range(count)])
-        with self.watch.of(None if self.optimizer.settings.tier.apart else "update"):
+        with self.watch.of("update"):
             self.optimizer.step()
         alike = micro_batches - count
+        downs, ups = (copied.sent[f"{what}"] for what in ("gradients down", "parameters up"))
+        passes = count if self.optimizer.settings.frees_gradients else 1
+        self.copied = {"down": downs // passes * (passes + alike), "up": ups}
         return self.traffic.total() + (alike * sent[1] if alike else 0) + self._more(self.everyone.sent)
 
     def _phases(self) -> Iterator[Phase]:
@@ -215,18 +238,19 @@ class Rehearsal:
         done = {member.param for flat in self.optimizer.flats() for member in flat.members}
         elsewhere = [p for p in self.shadow.parameters() if p not in done]
         host, owned = (held(self.holdings.get(kind, [])) for kind in ("host", "optimizer"))
-        state = held(_state_in(self.optimizer.base.state.values())) + held(
-            self.optimizer.contents.stepper.held()
-        )
-        surplus = self._more(self._states())
+        here = (each for each in self.optimizer.owned if each.is_separate and not each.tier.apart)
+        master = held(each.master for each in here)
+        surplus_here, surplus_there = (self._more(self._states(apart)) for apart in (False, True))
         return {
             "parameters": held([*self.holdings["parameters"], *elsewhere]),
             "buffers": held(self.shadow.buffers()),
             "gradients": held(self.holdings["gradients"]),
-            "master": held(each.master for each in self.optimizer.owned if each.is_separate) if owned else 0,
-            "moments": state + surplus if owned else 0,
+            "master": master,
+            "moments": owned - master + surplus_here,
             "communication": self._windows(),
-            "host": host + surplus if host else 0,
+            "host": host + surplus_there,
+            "pinned": self.pinned,
+            **self.copied,
             "saved": self._saved(),
         }
 
@@ -238,11 +262,11 @@ class Rehearsal:
         """The most bytes at a time of what comes and goes within a step, by kind."""
         return self.most
 
-    def _states(self) -> dict[Communicator, list[int]]:
-        """Bytes of the optimizer's state, by the ranks that share it."""
+    def _states(self, apart: bool) -> dict[Communicator, list[int]]:
+        """Bytes of the optimizer's state that waits there, by the ranks that share it."""
         known, bytes_of = self.optimizer.base.state, dict[tuple[int, torch.dtype], int]()
         states: dict[Communicator, list[int]] = {}
-        for owned in self.optimizer.owned:
+        for owned in (each for each in self.optimizer.owned if each.tier.apart is apart):
             ranks = states.setdefault(owned.flat.ranks, [0] * owned.flat.ranks.size)
             for member in owned.flat.members if not owned.bucket.asleep else ():
                 kind = member.group, owned.master.dtype

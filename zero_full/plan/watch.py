@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from zero_full._compat import TorchDispatchMode, identity_of, reads_value, returns_new
 from zero_full.trees import tensors_in
 
+Returned = TypeVar("Returned")
 WHOLE = 0  # stands in the log for all buffers that grow and shrink
 
 
@@ -86,12 +87,12 @@ class Watch(TorchDispatchMode):
         finally:
             self.kind = before
 
-    def around(self, kind: str | None, call: Callable[..., None]) -> Callable[..., None]:
+    def around(self, kind: str | None, call: Callable[..., Returned]) -> Callable[..., Returned]:
         """The same call, with all it makes for that."""
 
-        def watched(*given: Any) -> None:
+        def watched(*given: Any) -> Returned:
             with self.of(kind):
-                call(*given)
+                return call(*given)
 
         return watched
 

@@ -3,7 +3,7 @@
 import functools
 import weakref
 from collections import UserDict, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from math import isfinite
 from types import MethodType
 from typing import Any
@@ -57,6 +57,11 @@ class StateByParameter(UserDict[Any, dict[str, Any]]):
     def add(self, piece: Tensor, param: Parameter) -> None:
         """From now on `piece` stands for `param`."""
         self.owners[piece] = self.owners[param] = param
+
+    def forget(self, params: Collection[Parameter]) -> None:
+        """Nothing stands for these any more, and nothing is known of them."""
+        self.data = {param: state for param, state in self.data.items() if param not in params}
+        self.owners = {key: owner for key, owner in self.owners.items() if owner not in params}
 
     def _owner(self, key: Any) -> Parameter:
         if not isinstance(key, Tensor) or key not in self.owners:

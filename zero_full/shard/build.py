@@ -3,17 +3,18 @@
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
 from zero_full.comm.topology import Topology
-from zero_full.layout import backward_order, deal, round_robin
-from zero_full.offload import Flow
+from zero_full.layout import FlatLayout, backward_order, deal, round_robin
+from zero_full.offload import DeviceTier, Flow, Tier
 from zero_full.shard.bucket import Bucket
 from zero_full.shard.extents import Extent, refuse_overlaps
-from zero_full.shard.flat import FROZEN, FlatParameter, Kind, Member, as_bytes, is_released
+from zero_full.shard.flat import FROZEN, FlatParameter, Kind, Member, as_bytes, is_released, layout_of
 from zero_full.shard.groups import Groups, Pair
 from zero_full.shard.owned import Owned
 from zero_full.shard.owners import refuse_owned
@@ -59,6 +60,44 @@ class Sharded:
 Named = tuple[str, Parameter]
 
 
+@dataclass(frozen=True, eq=False)
+class Draft:
+    """Parameters that will share a flat buffer."""
+
+    named: Sequence[Named]
+    kind: Kind
+    layout: FlatLayout
+    unit: Unit | None
+
+    @property
+    def numel(self) -> int:
+        """Elements of the parameters."""
+        return sum(self.layout.numels)
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """Everything that will be dealt."""
+
+    units: list[Unit]
+    everything: list[Draft]
+    leaving: list[Draft]  # what is trained, in the order in which gradients leave
+    away: frozenset[Draft]  # of these, whose state does not wait on the device
+
+
+def first_share(leaving: Sequence[Draft], tier: Tier) -> frozenset[Draft]:
+    """Those whose state waits in the tier: see [Note: part of the state] in `offload/tiers.py`.
+
+    As many of the first as have the number of elements next to its ratio; if in doubt, one more.
+    """
+    if not tier.apart:
+        return frozenset()
+    sums = list(accumulate((draft.numel for draft in leaving), initial=0))
+    wanted = tier.ratio * sums[-1]
+    count = min(range(len(sums)), key=lambda count: (abs(sums[count] - wanted), -count))
+    return frozenset(leaving[:count])
+
+
 class Dealer:
     """Deals parameters into flat buffers."""
 
@@ -73,11 +112,14 @@ class Dealer:
         self.topology, self.groups, self.settings, self.deferred = topology, groups, settings, deferred
         listed = {p: number for number, group in enumerate(param_groups) for p in group["params"]}
         # What is listed and frozen may be trained later; numbers that cannot be trained are left alone.
-        self.flow = settings.tier.flow(groups.dense.shard.device, settings.needs_norm)
+        self.flow: Flow | None = None  # see `deal`
         self.group_of = {p: n for p, n in listed.items() if p.requires_grad or p.is_floating_point()}
 
-    def deal(self, model: nn.Module) -> Sharded:
-        """Every trained parameter into a bucket, and at stage 3 every frozen one into a buffer, too."""
+    def draft(self, model: nn.Module) -> "Drafts":
+        """Which parameters will lie together: every trained one, and at stage 3 every frozen one, too.
+
+        Nothing has memory yet.
+        """
         names = {p: name for name, p in model.named_parameters()}
         strangers = [p for p in self.group_of if p not in names]
         if strangers and len(strangers) == len(self.group_of):
@@ -95,13 +137,36 @@ class Dealer:
         units = self._units(model) if self.settings.releases_parameters else []
         in_units = {p for unit in units for _, p in unit.parameters}
         kept = [(name, p) for name, p in trained if p not in in_units]
-        made: dict[Unit, list[Owned | FlatParameter]] = {unit: self._unit(unit) for unit in units}
-        of_units = [part for parts in made.values() for part in parts]
+        drafts = [*(draft for unit in units for draft in self._unit(unit)), *self._buckets(kept)]
         place = {p: number for number, p in enumerate(names)}
-        owned = [*self._buckets(kept), *(part for part in of_units if isinstance(part, Owned))]
-        owned.sort(key=lambda part: min(place[m.param] for m in part.flat.members), reverse=True)
-        frozen = [part for part in of_units if isinstance(part, FlatParameter)]
-        sites = [Site(unit.name, unit.module, list(map(_flat_of, parts))) for unit, parts in made.items()]
+        leaving = sorted(
+            (draft for draft in drafts if draft.kind.trained),
+            key=lambda draft: min(place[p] for _, p in draft.named),
+            reverse=True,
+        )
+        return Drafts(units, drafts, leaving, first_share(leaving, self.settings.tier))
+
+    def rooms(self, drafts: "Drafts") -> list[int]:
+        """The bytes of each room that this rank will ask its tier for."""
+        dtypes = self.settings.dtypes
+        return [
+            draft.layout.shard * dtypes.master_of(dtypes.of(draft.kind.dtype)).itemsize
+            for draft in drafts.leaving
+            if draft in drafts.away and not draft.kind.asleep
+        ]
+
+    def deal(self, drafts: "Drafts") -> Sharded:
+        """Parameters move into their flat buffers, and what is trained into buckets."""
+        self.flow = self.settings.tier.flow(self.groups.dense.shard.device, self.settings.needs_norm)
+        made: dict[Draft, Owned | FlatParameter] = {}
+        for draft in drafts.everything:
+            flat = self._flat(draft)
+            tier = self.settings.tier if draft in drafts.away else DeviceTier()
+            made[draft] = self._owned(flat, tier) if draft.kind.trained else flat
+        flats = {unit: [_flat_of(made[d]) for d in made if d.unit is unit] for unit in drafts.units}
+        sites = [Site(unit.name, unit.module, flats[unit]) for unit in drafts.units]
+        owned = [part for part in map(made.__getitem__, drafts.leaving) if isinstance(part, Owned)]
+        frozen = [part for part in made.values() if isinstance(part, FlatParameter)]
         return Sharded(owned, frozen, sites, self.flow)
 
     def _units(self, model: nn.Module) -> list[Unit]:
@@ -113,15 +178,14 @@ class Dealer:
         limit = size_limit(model, limits.max_live)
         return choose_units(model, limit, limits.wrap, kept_whole(model, limits))
 
-    def _unit(self, unit: Unit) -> list[Owned | FlatParameter]:
+    def _unit(self, unit: Unit) -> Iterator["Draft"]:
         kinds: dict[Kind, list[Named]] = {}
         for name, param in unit.parameters:
             kind = replace(self._kind(name, param), released_at_rest=True)
             kinds.setdefault(kind, []).append((name, param))
-        flats = [self._flat(named, kind) for kind, named in kinds.items()]
-        return [self._owned(flat) if flat.kind.trained else flat for flat in flats]
+        return (self._draft(named, kind, unit) for kind, named in kinds.items())
 
-    def _buckets(self, trained: Sequence[Named]) -> Iterator[Owned]:
+    def _buckets(self, trained: Sequence[Named]) -> Iterator["Draft"]:
         kinds = [self._kind(name, p) for name, p in trained]
         numels = [p.numel() for _, p in trained]
         order = backward_order(len(trained))
@@ -129,22 +193,31 @@ class Dealer:
             kind = kinds[indices[0]]
             if self.settings.round_robin:
                 indices = round_robin(indices, self._pair(kind).shard.size)
-            yield self._owned(self._flat([trained[index] for index in indices], kind))
+            yield self._draft([trained[index] for index in indices], kind)
 
     def _bucket_numel(self) -> int:
         """As many as the run has chosen; where state comes in parts, no more than one part of every rank."""
         chosen, part = self.settings.bucket_numel, self.settings.tier.part_numel
         return chosen if part is None else min(chosen, part * self.groups.dense.shard.size)
 
-    def _flat(self, named: Sequence[Named], kind: Kind) -> FlatParameter:
+    def _draft(self, named: Sequence[Named], kind: Kind, unit: Unit | None = None) -> "Draft":
+        return Draft(named, kind, layout_of([p.numel() for _, p in named], self._pair(kind)), unit)
+
+    def _flat(self, draft: "Draft") -> FlatParameter:
+        named, kind = draft.named, draft.kind
         members = [Member(*one, self.group_of.get(one[1], FROZEN), i) for i, one in enumerate(named)]
         deferred = any(p in self.deferred for _, p in named)
         return FlatParameter(members, kind, self._pair(kind), self.settings.dtypes, deferred)
 
-    def _owned(self, flat: FlatParameter) -> Owned:
+    def _owned(self, flat: FlatParameter, tier: Tier) -> Owned:
         settings, divisors = self.settings, self.settings.divisors(self.groups.data_ranks)
-        bucket = Bucket(flat, settings, divisors, self._pair(flat.kind).reduce, self.flow)
-        return Owned(flat, bucket, settings.dtypes, settings.tier, self.flow)
+        flow = self.flow if tier.apart else None
+        bucket = Bucket(flat, settings, divisors, self._pair(flat.kind).reduce, flow)
+        return Owned(flat, bucket, settings.dtypes, tier, flow)
+
+    def rank_of(self, draft: "Draft") -> int:
+        """Which of those slices is this rank's."""
+        return self._pair(draft.kind).shard.rank
 
     def _pair(self, kind: Kind) -> Pair:
         return self.groups.expert if kind.expert and self.groups.expert is not None else self.groups.dense

@@ -91,6 +91,11 @@ def is_released(param: Tensor) -> bool:
     return identity_of(shown) == identity_of(absent)
 
 
+def layout_of(numels: Sequence[int], pair: Pair) -> FlatLayout:
+    """How parameters of these sizes lie in a flat buffer that is cut over these ranks."""
+    return FlatLayout(tuple(numels), pair.shard.size, ALIGNMENT, copies=pair.across.size)
+
+
 def _kind_of(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)} on {tensor.device}"
 
@@ -106,8 +111,7 @@ class FlatParameter:
         self.ranks, self.across = pair.shard, pair.across
         self.gather_slices, self.node = pair.gather, pair.node
         self.dtype = dtypes.of(kind.dtype)
-        numels = tuple(m.param.numel() for m in members)
-        self.layout = FlatLayout(numels, self.ranks.size, ALIGNMENT, copies=self.across.size)
+        self.layout = layout_of([m.param.numel() for m in members], pair)
         self.name = members[0].name if len(members) == 1 else f"{members[0].name} ... {members[-1].name}"
         self.released_at_rest = kind.released_at_rest and self.ranks.size > 1
         self.state, self.users = GatherState.WHOLE, 0

@@ -14,10 +14,10 @@ from zero_full._compat import identity_of
 from zero_full.shard.base import StateByParameter
 from zero_full.shard.flat import GatherState
 from zero_full.shard.optimizer import ZeroOptimizer
+from zero_full.shard.owned import held_elsewhere
 
 # DeepSpeed's names of what can be moved.
-STATE = ("optim_states", "hp_params")
-KINDS = (*STATE, "lp_params", "lp_grads", "contiguous_grad_buffer")
+KINDS = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")
 
 
 class OffloadedStates:
@@ -78,14 +78,15 @@ class OffloadedStates:
 
     def _tensors(self, kind: str) -> Iterator[Tensor]:
         buckets, flat = self.optimizer.buckets, self.optimizer.flats()
-        if kind in STATE and self.optimizer.settings.tier.apart:
-            return  # it is off the device already
+        away = set(held_elsewhere(self.optimizer.owned, self.optimizer.base.state))  # it is off the device
         if kind == "optim_states":
             states = self.optimizer.base.state.values()
-            yield from (v for s in states for v in s.values() if isinstance(v, Tensor) and v.dim())
+            kept = (v for s in states for v in s.values() if isinstance(v, Tensor) and v.dim())
+            yield from (v for v in kept if id(v) not in away)
             yield from self.optimizer.contents.stepper.held()
         elif kind == "hp_params":
-            yield from (owned.master for owned in self.optimizer.owned if owned.is_separate)
+            masters = [owned.master for owned in self.optimizer.owned if owned.is_separate]
+            yield from (master for master in masters if id(master) not in away)
         elif kind == "lp_params":
             for part in flat:
                 part.hide()

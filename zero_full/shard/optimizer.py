@@ -289,6 +289,13 @@ class ZeroOptimizer(InItsPlace):
                 "step, or give the gradients up with zero_grad first"
             )
 
+    def let_go_of_state(self) -> None:
+        """The run is over. What was in a tier's memory goes with it, whoever holds this optimizer."""
+        away = [owned for owned in self.owned if owned.tier.lost]
+        self.own_state.forget({member.param for owned in away for member in owned.pieces})
+        for owned in away:
+            owned.leave()
+
     def catch_up(self) -> None:
         """Before parameters or masters are read: what was written by hand is taken in."""
         if self.states_offloaded or self.settings.tier.lost:
@@ -331,7 +338,8 @@ class ZeroOptimizer(InItsPlace):
         stepper = self.steppers.choose(stepped)
         if not stepper.fuses:
             self.gradients.multiply(factor)
-        parts = sub_groups(stepped, self.steppers.limit(stepper, self.settings, self.parts.flow))
+        limit = self.steppers.limit(stepper, self.settings, self.parts.flow)
+        parts = sub_groups(stepped, limit) if stepper.takes_parts else [stepped]
         self.steppers.step(stepper, self.owned, parts, used, factor)
         if self.settings.tier.moves:
             refuse_on_all(self.groups, self.settings.tier.lost)
@@ -387,6 +395,6 @@ class ZeroOptimizer(InItsPlace):
 
     def holdings(self) -> dict[str, list[Tensor]]:
         """Every tensor that this rank keeps, by kind. Counters are the optimizer's step numbers."""
-        flow, early = self.parts.flow, self.steppers.early.held()
-        beside = [*self.contents.stepper.held(), *early, *(flow.held() if flow is not None else ())]
-        return owned_state.holdings(self.flats(), self.owned, self.base.state, beside)
+        flow, stepper = self.parts.flow, self.contents.stepper
+        away = [*self.steppers.early.held(), *(flow.held() if flow is not None else ())]
+        return owned_state.holdings(self.flats(), self.owned, self.base.state, stepper.held(), away)

@@ -10,7 +10,7 @@
 What of it is saved, and how it is put together again, is in `contents.py`.
 """
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -74,6 +74,11 @@ class Owned:
     def has_copies(self) -> bool:
         """Whether parameters are of another type than what is stepped."""
         return self.is_separate and self.flat.dtype != self.dtype
+
+    def leave(self) -> None:
+        """The run is over: nothing of the tier's memory is held."""
+        self.master = self.sent = self.master[:0].clone()
+        self.pieces, self.travels = {}, []
 
     def wake(self) -> None:
         """Masters appear: see [Note: asleep] in `bucket.py`. The pieces are others now."""
@@ -282,21 +287,35 @@ def holdings(
     owned: Sequence[Owned],
     states: Mapping[Any, Mapping[str, Any]],
     beside: Sequence[Tensor],
+    away: Sequence[Tensor],
 ) -> dict[str, list[Tensor]]:
     """Every tensor that a rank keeps, by kind. Counters are the optimizer's step numbers.
 
-    What waits on the host or on a disk is there in the place of what the optimizer would keep on the device.
-    `beside`: what a stepper keeps that is no state of a piece.
+    What waits on the host or on a disk is told apart from what the optimizer keeps on the device. `beside`
+    and `away`: what there is here and there that is neither a master nor state of a piece.
     """
     state = [v for s in states.values() for v in s.values() if isinstance(v, Tensor)]
     masters = [each.master for each in owned if each.is_separate]
-    masters += [tensor for each in owned for tensor in each.travels]
     kind = next((each.tier.kind for each in owned if each.tier.apart), "optimizer")
+    elsewhere = set(held_elsewhere(owned, states))
+    kept = [*masters, *(t for t in state if t.dim()), *beside]
+    here, there = ([t for t in kept if (id(t) in elsewhere) is far] for far in (False, True))
+    there += [*(tensor for each in owned for tensor in each.travels), *away]
     whole = [flat.full for flat in flats if flat.state is not GatherState.SHARDED]
     copies = [flat.node_copy for flat in flats if flat.node_copy is not None]
+    is_apart, is_beside = ({each.tier.apart for each in owned} >= {kind} for kind in (True, False))
     return {
         "parameters": whole + [flat.shard for flat in flats if flat.released_at_rest] + copies,
         "gradients": [tensor for each in owned for tensor in each.bucket.gradient_memory()],
-        kind: [*masters, *(t for t in state if t.dim()), *beside],
+        **({"optimizer": here} if is_beside or not is_apart else {}),
+        **({kind: there} if is_apart else {}),
         "counters": [t for t in state if not t.dim()],
     }
+
+
+def held_elsewhere(owned: Iterable[Owned], states: Mapping[Any, Mapping[str, Any]]) -> Iterator[int]:
+    """The identities of masters and state that are not on the parameters' device."""
+    for each in owned:
+        if each.tier.apart:
+            yield id(each.master)
+            yield from (id(v) for p in each.pieces.values() for v in states.get(p.master, {}).values())

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import closing
 from functools import partial
+from math import inf
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -130,16 +131,16 @@ class Steppers:
 
 
 def sub_groups(stepped: Sequence[Owned], limit: int | None) -> list[list[Owned]]:
-    """Neighbours together, as many as have `limit` elements on this rank, but at least one; None: all."""
-    if limit is None:
-        return [list(stepped)]
+    """Neighbours together that wait in one place, as many as have `limit` elements on this rank, but at least
+    one; None: all of them.
+    """
     together: list[list[Owned]] = []
-    room = 0
+    room: float = 0
     for owned in stepped:
         numel = owned.flat.layout.shard
-        if not together or numel > room:
+        if not together or numel > room or owned.tier.apart != together[-1][-1].tier.apart:
             together.append([])
-            room = limit
+            room = inf if limit is None else limit
         together[-1].append(owned)
         room -= numel
     return together

@@ -1,0 +1,116 @@
+"""Limits on the host's memory: read from system files, shared as ranks share them, told in one sentence."""
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+import zero_full
+from tests.worlds import POOL
+from tests.zero_full.runs import Net, config
+from tests.zero_full.test_host_memory import HOST, PAGE
+from zero_full import assemble
+from zero_full.offload import Need, limits_here, refusal
+from zero_full.offload.limits import Limit
+
+GIB = 2**30
+
+
+def tree(root: Path, files: dict[str, str]) -> Path:
+    """These files below a folder."""
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+MEMINFO = {"proc/meminfo": "MemTotal: 99 kB\nMemAvailable:   50331648 kB\n"}  # 48 GiB
+SECOND = {
+    "proc/self/cgroup": "0::/job/task\n",
+    "sys/fs/cgroup/job/memory.max": f"{64 * GIB}\n",
+    "sys/fs/cgroup/job/memory.current": f"{40 * GIB}\n",
+    "sys/fs/cgroup/job/memory.stat": f"anon 5\ninactive_file {6 * GIB}\nactive_file {3 * GIB}\n",
+    "sys/fs/cgroup/job/task/memory.max": "max\n",
+    "sys/fs/cgroup/job/task/memory.current": "1\n",
+}
+FIRST = {  # in a container: its own group is the outermost that it sees
+    "proc/self/cgroup": "7:cpu:/docker/a\n4:hugetlb,memory:/docker/a\n0::/\n",
+    "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{32 * GIB}\n",
+    "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{12 * GIB}\n",
+    "sys/fs/cgroup/memory/memory.stat": f"cache 1\ntotal_inactive_file {2 * GIB}\n",
+}
+ULIMIT = {
+    "proc/self/limits": f"Limit  Soft Limit  Hard Limit  Units\nMax address space  {9 * GIB}  x  bytes\n",
+    "proc/self/statm": f"{GIB // PAGE} 5 5\n",
+}
+NONE = {"proc/self/limits": "Max address space         unlimited            unlimited            bytes\n"}
+TREES: list[tuple[dict[str, str], list[int]]] = [
+    ({}, []),
+    (MEMINFO, [48]),
+    (MEMINFO | NONE, [48]),
+    (MEMINFO | SECOND, [48, 33]),
+    (FIRST, [22]),
+    (MEMINFO | SECOND | ULIMIT, [48, 33, 8]),
+]
+
+
+@pytest.mark.parametrize(("files", "free"), TREES, ids=range(len(TREES)))
+def test_limits_are_what_the_system_says(files: dict[str, str], free: list[int], tmp_path: Path) -> None:
+    found = list(limits_here("me", tree(tmp_path, files)))
+    assert [limit.free // GIB for limit in found] == free
+    assert len({limit.whose for limit in found}) == len(found)
+
+
+def test_a_machine_has_some_memory_free() -> None:
+    assert any(limit.free > 0 for limit in limits_here("me"))
+
+
+def under(*limits: tuple[str, str, int]) -> tuple[Limit, ...]:
+    return tuple(Limit(name, whose, free * GIB, f"lift {name}") for name, whose, free in limits)
+
+
+def test_ranks_share_what_their_host_has_and_not_another_ones() -> None:
+    one, two = under(("A", "one", 10)), under(("A", "two", 10))
+    needs = {rank: Need(5 * GIB, one if rank < 2 else two) for rank in range(4)}
+    assert refusal(needs) is None
+    needs[1] = Need(5 * GIB + 1, one)
+    assert refusal(needs) == (
+        "state that waits on the host (offload_optimizer) needs 10.0 GiB there (2 ranks, up to 5.0 GiB "
+        "each), and 10.0 GiB are free (A): use more hosts, a smaller ratio of offload_optimizer, or lift A"
+    )
+
+
+def test_a_limit_of_its_own_stops_one_rank() -> None:
+    shared = ("A", "host", 100)
+    needs = {0: Need(GIB, under(shared, ("B", "0", 2))), 1: Need(3 * GIB, under(shared, ("B", "1", 2)))}
+    told = refusal(needs)
+    assert told is not None and "needs 3.0 GiB there, and 2.0 GiB are free (B)" in told
+    assert refusal({0: Need(3 * GIB, ())}) is None
+
+
+def test_the_numbers_of_a_control_group_are_told(tmp_path: Path) -> None:
+    limits = tuple(limits_here("me", tree(tmp_path, SECOND)))
+    told = refusal(dict.fromkeys(range(8), Need(5 * GIB, limits)))
+    assert told is not None
+    assert "needs 40.0 GiB there (8 ranks, up to 5.0 GiB each), and 33.0 GiB are free" in told
+    assert "(control group /job: limit 64.0 GiB, in use 31.0 GiB)" in told
+
+
+def start_on_a_small_host(comm: Any, small: int) -> str:
+    """What every rank hears, of which one sees less memory than the others."""
+    free = 3000 if comm.rank == small else 2**40
+    limits = (Limit("A", "host", free, "lift A"),)
+    with mock.patch.object(assemble, "limits_here", lambda host: limits):
+        try:
+            zero_full.initialize(model=Net(), config=config(2, zero_optimization=HOST))
+        except MemoryError as error:
+            return str(error)
+    return ""
+
+
+def test_ranks_refuse_together_and_go_on_afterwards() -> None:
+    told = POOL.run(start_on_a_small_host, 2, 1)
+    assert len(set(told)) == 1 and "and 0.0 MiB are free (A)" in told[0]
+    assert POOL.run(start_on_a_small_host, 2, 5) == ["", ""]

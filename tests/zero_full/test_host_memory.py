@@ -1,0 +1,305 @@
+"""Memory on the host: one piece of the size that was foreseen, asked for first, and given back."""
+
+import gc
+import mmap
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero_full
+from tests.hostile.lasting import left, steps
+from tests.slow_copies import slow_copies
+from tests.worlds import POOL
+from tests.zero_full.planned import BF16, Odd
+from tests.zero_full.runs import WIDTH, Net, config, data
+from zero_full import assemble
+from zero_full.offload import HostTier
+from zero_full.offload.arena import LINE, Arena, Places
+from zero_full.optim import build_optimizer
+from zero_full.optim.kept import bytes_kept
+from zero_full.plan import plan
+from zero_full.precision import Dtypes
+
+PAGE = mmap.PAGESIZE
+SIZES = [100, 64, 5000, 100, 1, 3 * PAGE, 7]
+HOST = {"offload_optimizer": {"device": "cpu"}}
+
+
+class Cuda:
+    """Registers memory as CUDA does: never the same twice, and perhaps not all of it."""
+
+    def __init__(self, most: float = float("inf")) -> None:
+        self.most, self.registered = most, dict[int, int]()
+        self.cudaHostRegister, self.cudaHostUnregister = self.register, self.unregister
+
+    def register(self, pointer: int, size: int, flags: int) -> int:
+        """An error's number, or 0."""
+        assert pointer % PAGE == size % PAGE == 0 and flags == 1
+        overlaps = any(p < pointer + size and pointer < p + s for p, s in self.registered.items())
+        if overlaps or size + sum(self.registered.values()) > self.most:
+            return 2
+        self.registered[pointer] = size
+        return 0
+
+    def unregister(self, pointer: int) -> int:
+        """Of one that is registered."""
+        del self.registered[pointer]
+        return 0
+
+
+@pytest.fixture(autouse=True)
+def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+
+def spans(rooms: Iterable[Tensor]) -> list[tuple[int, int]]:
+    return sorted((room.data_ptr(), room.data_ptr() + room.nbytes) for room in rooms)
+
+
+@pytest.mark.parametrize("chunk", [1, PAGE, 2 * PAGE, 100 * PAGE])
+def test_rooms_lie_apart_and_each_in_one_registration(chunk: int) -> None:
+    cuda = Cuda()
+    arena = Arena(SIZES, cuda, chunk)
+    rooms = [arena.take(size, torch.uint8) for size in reversed(SIZES)]
+    assert all(room is not None and room.data_ptr() % LINE == 0 and not room.any() for room in rooms)
+    taken = spans(room for room in rooms if room is not None)
+    assert all(stop <= start for (_, stop), (start, _) in pairwise(taken))
+    chunks = [(p, p + size) for p, size in cuda.registered.items()]
+    assert all(sum(low <= start and stop <= high for low, high in chunks) == 1 for start, stop in taken)
+    assert arena.locked == sum(cuda.registered.values()) == arena.size == Places(SIZES, chunk).size
+    padding = (LINE + (PAGE if chunk < 100 * PAGE else 0)) * len(SIZES) + PAGE
+    assert sum(SIZES) <= arena.size <= sum(SIZES) + padding
+    assert all(size <= max(chunk, max(SIZES)) + PAGE for size in cuda.registered.values())
+    arena.close()
+    assert not cuda.registered and arena.locked == 0
+
+
+def test_there_is_no_room_that_was_not_foreseen() -> None:
+    arena = Arena([64, 0, 64])
+    first, second = arena.take(16, torch.float32), arena.take(32, torch.bfloat16)
+    assert first is not None and second is not None and arena.size == PAGE
+    assert arena.take(16, torch.float32) is None and arena.take(0, torch.float32) is None
+    opened = HostTier().open([64], torch.device("cpu"))
+    rooms = [opened.room(16, torch.float32, torch.device("cpu")) for _ in range(2)]
+    assert [room.untyped_storage().resizable() for room in rooms] == [False, True]
+    assert Arena([]).size == 0
+
+
+def test_a_room_outlives_its_arena_and_nothing_stays_registered() -> None:
+    for close in (True, False):
+        cuda = Cuda()
+        arena = Arena([400], cuda)
+        room = arena.take(100, torch.float32)
+        assert room is not None and cuda.registered
+        if close:
+            arena.close()
+        del arena
+        gc.collect()
+        assert not cuda.registered
+        assert room.fill_(3.0).sum() == 300.0
+
+
+def test_what_cannot_be_page_locked_is_an_error_with_the_key_and_leaves_nothing() -> None:
+    cuda = Cuda(most=2 * PAGE)
+    with pytest.raises(RuntimeError, match=r'pin_memory: .* ulimit -l .* "pin_memory": false'):
+        Arena([PAGE] * 3, cuda, chunk=PAGE)
+    gc.collect()
+    assert not cuda.registered
+
+
+def test_a_tier_locks_only_if_asked_and_only_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Cuda()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    for pin, device, locked in ((True, "cuda", PAGE), (False, "cuda", 0), (True, "cpu", 0)):
+        opened = HostTier(pin).open([64], torch.device(device))
+        assert sum(cuda.registered.values()) == locked
+        opened.close()
+    assert not cuda.registered
+
+
+@pytest.mark.parametrize("ratio", [-0.1, 1.1, float("nan")])
+def test_a_ratio_is_a_share(ratio: float) -> None:
+    with pytest.raises(ValueError, match="ratio must be from 0 to 1"):
+        HostTier(ratio=ratio)
+
+
+# A run -------------------------------------------------------------------------------------------
+
+
+RULES: list[tuple[str, dict[str, Any], int]] = [
+    ("AdamW", {}, 8),
+    ("Adam", {"amsgrad": True}, 12),
+    ("SGD", {}, 0),
+    ("SGD", {"momentum": 0.9}, 4),
+    ("RMSprop", {"centered": True}, 8),
+    ("Lion", {}, 4),
+    ("Lamb", {}, 8),
+    ("Muon", {}, 4),
+]
+
+
+@pytest.mark.parametrize(("kind", "options", "size"), RULES)
+def test_what_a_rule_keeps_is_known_before_its_first_step(
+    kind: str, options: dict[str, Any], size: int
+) -> None:
+    model = nn.Linear(4, 4, bias=False)
+    groups = [{"params": list(model.parameters())}]
+    base = build_optimizer(kind, {"lr": 0.1, **options}, groups, model)
+    calls = []
+    base.register_step_post_hook(lambda *_: calls.append(1))
+    assert bytes_kept(base, 0, torch.float32, Dtypes()) == size
+    assert not calls and not base.state and base.param_groups[0]["params"] == [model.weight]
+    model.weight.grad = torch.ones(4, 4)
+    base.step()
+    assert sum(v.nbytes for v in base.state[model.weight].values() if v.dim()) == 16 * size
+
+
+def test_what_a_rule_of_a_users_keeps_nobody_knows() -> None:
+    class Mine(torch.optim.SGD):
+        """Somebody's."""
+
+    base = Mine([nn.Parameter(torch.ones(2))], lr=0.1)
+    assert bytes_kept(base, 0, torch.float32, Dtypes()) is None
+
+
+def needed_and_held(comm: Any, keys: dict[str, Any]) -> tuple[int, int, int]:
+    """What was asked for before, what is held after a step, and what the arena is of it."""
+    asked: list[int] = []
+
+    def note(*given: Any) -> Any:
+        memory = host_memory(*given)
+        asked.append(memory.total)
+        return memory
+
+    host_memory = assemble.host_memory
+    with mock.patch.object(assemble, "host_memory", note):
+        engine, optimizer, _, _ = zero_full.initialize(model=Odd(), config=keys)
+    engine.backward(engine(torch.randn(5, WIDTH)))
+    optimizer.step()
+    held = sum(t.nbytes for t in optimizer.holdings()["host"])
+    size = optimizer.settings.tier.arena.size
+    engine.destroy()
+    return asked[0], held, size
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["AdamW", "Lion", "Muon"])
+def test_as_much_is_asked_for_as_is_held(stage: int, kind: str) -> None:
+    keys = config(stage, zero_optimization=HOST, optimizer={"type": kind, "params": {}}, **BF16)
+    for asked, held, size in POOL.run(needed_and_held, 2, keys):
+        assert asked == held and 0 < size < held + 8 * PAGE
+
+
+class Wide(nn.Module):
+    """40 MiB of parameters, nearly all in one matrix: what is so large goes back to the system at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2560, 4096)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The loss."""
+        return self.layer(x).square().mean()
+
+
+def resident(comm: Any) -> tuple[int, int, str]:
+    """MiB while an engine runs, and after destroy, with everything still in somebody's hands."""
+    engine, optimizer, _, _ = zero_full.initialize(model=Wide(), config=config(2, zero_optimization=HOST))
+    for _ in range(2):
+        engine.backward(engine(torch.ones(1, 2560)))
+        engine.step()
+    before = left()[2]
+    engine.destroy()
+    try:
+        optimizer.state_dict()
+    except RuntimeError as error:
+        return before, left()[2], str(error)
+    return before, left()[2], ""
+
+
+def test_destroy_gives_the_memory_back() -> None:
+    [(before, after, told)] = POOL.run(resident, 1)
+    assert before - after >= 3 * 40, "a master and two moments"
+    assert "destroy has let go of it: save before destroy" in told
+
+
+@pytest.mark.parametrize("ratio", [1.0, 0.5])
+def test_200_steps_leave_nothing_behind(ratio: float) -> None:
+    zero = {"offload_optimizer": {"device": "cpu", "ratio": ratio}}
+    for early, late in POOL.run(steps, 2, 2, zero, 200):
+        assert late[0] <= early[0] and late[1] <= early[1] and late[2] - early[2] <= 4, "files, threads, MiB"
+
+
+def moved_and_back(comm: Any) -> list[bool]:
+    """Whether what may leave the device comes back as it was, beside state that is on the host already."""
+    engine, optimizer, _, _ = zero_full.initialize(model=Net(), config=config(2, zero_optimization=HOST))
+    engine.backward(engine(data(0, 0, comm.rank)))
+    engine.step()
+    before = [owned.master.clone() for owned in optimizer.owned]
+    engine.offload_states()
+    gone = [owned.flat.full.untyped_storage().nbytes() == 0 for owned in optimizer.owned]
+    engine.reload_states()
+    engine.backward(engine(data(1, 0, comm.rank)))
+    same = [torch.equal(a, o.master) for a, o in zip(before, optimizer.owned, strict=True)]
+    engine.step()
+    engine.destroy()
+    return gone + same
+
+
+def test_state_in_the_arena_stays_there_when_states_are_offloaded() -> None:
+    assert all(POOL.run(moved_and_back, 1)[0])
+
+
+# Plans -------------------------------------------------------------------------------------------
+
+
+def copied(comm: Any, keys: dict[str, Any]) -> dict[str, int]:
+    """What a step copies to the host and back, as from a device."""
+    with slow_copies() as copies:
+        engine, *_ = zero_full.initialize(model=Odd(), config=keys)
+        for _ in range(2):
+            copies.done.clear()
+            for _ in range(engine.gradient_accumulation_steps()):
+                engine.backward(engine(torch.randn(5, WIDTH)))
+                engine.step()
+        engine.destroy()
+    return {way: sum(each.nbytes for each in copies.done if each.way == way) for way in ("down", "up")}
+
+
+CASES: list[tuple[float, dict[str, Any]]] = [
+    (1.0, {}),
+    (1.0, BF16),
+    (1.0, {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, **BF16}),
+    (0.5, {"optimizer": {"type": "Lamb", "params": {}}, **BF16}),
+    (1.0, {"gradient_accumulation_steps": 5}),
+]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_copies_of_a_step_are_planned(stage: int) -> None:
+    for ratio, keys in CASES:
+        zero = {"offload_optimizer": {"device": "cpu", "ratio": ratio, "pin_memory": ratio == 1}}
+        given = config(stage, zero_optimization=zero, **keys)
+        each = plan(Odd(), given, 2, device="cuda")
+        for found in POOL.run(copied, 2, given):
+            assert found == {"down": each.down, "up": each.up} and each.up > 0, (ratio, keys)
+        asked = plan(Odd(), given, 2, device="cpu")
+        assert (asked.down, asked.up, asked.pinned) == (0, 0, 0)
+        assert (each.pinned > 0) is (ratio == 1) and each.host > asked.host
+
+
+def test_a_plan_tells_what_is_page_locked_and_copied() -> None:
+    away, beside = (plan(Odd(), config(1, zero_optimization=zero, **BF16), 2) for zero in (HOST, {}))
+    for name, size in (
+        ("page-locked", away.pinned),
+        ("copied to the host in a step", away.down),
+        ("copied to the device in a step", away.up),
+    ):
+        (line,) = (line for line in away.table().splitlines() if name in line)
+        assert line.endswith(f" {size:,}") and size > 0
+        assert name not in beside.table()

@@ -1,0 +1,117 @@
+"""One piece of host memory for all that a rank keeps there, exactly as large as that.
+
+[Note: arena] All rooms are known before the first is taken, so the memory never grows. It is anonymous pages
+of the system's: what nobody has written to yet takes none. Where it is to be page-locked it is registered
+with CUDA chunk by chunk, because drivers refuse very large registrations. A copy to or from a device must not
+cross from one registration to the next, so a chunk ends between two rooms, and one larger room is a chunk by
+itself. torch's own pinned memory is not used: it rounds sizes up to powers of two, and keeps what is freed.
+
+A room stays valid as long as somebody holds it; the pages go back to the system with the last of them.
+"""
+
+import mmap
+import resource
+import weakref
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LINE = 64  # bytes: rooms begin at multiples of this
+CHUNK = 2**30  # bytes in one registration, unless a single room is larger
+PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device of this process
+
+
+class Places:
+    """Where rooms of these sizes lie, in bytes, and where chunks begin and end."""
+
+    def __init__(self, sizes: Sequence[int], chunk: int = CHUNK) -> None:
+        self.starts: list[int] = []
+        self.borders, end = [0], 0
+        for size in sizes:
+            if end > self.borders[-1] and end + size - self.borders[-1] > chunk:
+                end = _rounded_up(end, mmap.PAGESIZE)
+                self.borders.append(end)
+            self.starts.append(end)
+            end = _rounded_up(end + size, LINE)
+        self.size = _rounded_up(end, mmap.PAGESIZE)
+        if self.size > self.borders[-1]:
+            self.borders.append(self.size)
+
+    @property
+    def chunks(self) -> list[tuple[int, int]]:
+        """First byte and size of each."""
+        return [(start, stop - start) for start, stop in pairwise(self.borders)]
+
+
+class Arena:
+    """See [Note: arena]."""
+
+    def __init__(self, sizes: Sequence[int], cudart: Any = None, chunk: int = CHUNK) -> None:
+        """`sizes`: of the rooms, in bytes. `cudart`: by what they are page-locked; None: they are not."""
+        sizes = [size for size in sizes if size]
+        places = Places(sizes, chunk)
+        self.size = places.size
+        self.free: dict[int, list[int]] = {}  # first bytes of the rooms that nobody has taken, by size
+        for size, start in zip(reversed(sizes), reversed(places.starts), strict=True):
+            self.free.setdefault(size, []).append(start)
+        self.memory = _pages(self.size) if self.size else None
+        self.locked, self.closed = 0, False
+        # Before the pages go back to the system they must not be registered any more, also if nobody closes.
+        registered: list[int] = []
+        self._unlock = weakref.finalize(self, _unregister, cudart, registered, self.memory)
+        self._unlock.atexit = False
+        if cudart is not None and self.memory is not None:
+            begin = torch.frombuffer(self.memory, dtype=torch.uint8).data_ptr()
+            for start, size in places.chunks:
+                _register(cudart, begin + start, size, places.size)
+                registered.append(begin + start)
+                self.locked += size
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        """A room of this size, filled with zeros; None if there is no such room, or no more of them."""
+        if numel and (starts := self.free.get(numel * dtype.itemsize)):
+            assert self.memory is not None
+            return torch.frombuffer(self.memory, dtype=dtype, count=numel, offset=starts.pop())
+        return None
+
+    def close(self) -> None:
+        """Nothing is page-locked any more, and no room can be taken."""
+        self._unlock()
+        self.locked, self.closed, self.memory, self.free = 0, True, None, {}
+
+
+def _pages(size: int) -> mmap.mmap:
+    """Memory of its own, which a forked child gets a copy of as of any other."""
+    try:
+        return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(
+            f"the host gives no {size:,} bytes for the optimizer's state ({error.strerror}): use more hosts, "
+            "or lift the limit on memory (ulimit -v)"
+        ) from error
+
+
+def _register(cudart: Any, pointer: int, size: int, whole: int) -> None:
+    error = int(cudart.cudaHostRegister(pointer, size, PORTABLE))
+    if error:
+        limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        said = "no limit" if limit == resource.RLIM_INFINITY else f"{limit:,} bytes"
+        raise RuntimeError(
+            f"pin_memory: {size:,} of {whole:,} bytes of host memory cannot be page-locked (cudaHostRegister "
+            f'returned {error}; ulimit -l allows {said}): set "pin_memory": false in offload_optimizer'
+        )
+
+
+def _unregister(cudart: Any, pointers: list[int], memory: mmap.mmap | None) -> None:
+    """`memory` is kept until then."""
+    if pointers:
+        torch.cuda.synchronize()  # copies may be on their way
+    while pointers:
+        cudart.cudaHostUnregister(pointers.pop())
+
+
+def _rounded_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

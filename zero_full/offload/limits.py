@@ -1,0 +1,140 @@
+"""Is there enough memory on the hosts? Asked before any is taken, because later the kernel ends a process.
+
+Each rank says what it needs and which limits it sees. A limit is shared by all ranks that name the same
+`whose`: what is free on a machine by all of its processes, a control group's by those in it; a process has
+one of its own. What the system's files do not say is no limit.
+"""
+
+import mmap
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path("/")
+
+
+class Files(NamedTuple):
+    """Where one kind of control groups says what about memory."""
+
+    base: str
+    limit: str
+    usage: str
+    given_back: tuple[str, ...]  # lines of memory.stat: what the kernel drops before it runs out
+
+
+SECOND = Files(
+    "sys/fs/cgroup", "memory.max", "memory.current", ("inactive_file", "active_file", "slab_reclaimable")
+)
+FIRST = Files(
+    "sys/fs/cgroup/memory",
+    "memory.limit_in_bytes",
+    "memory.usage_in_bytes",
+    ("total_inactive_file", "total_active_file"),
+)
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Memory that is left for some processes, in bytes."""
+
+    name: str  # for a message
+    whose: str
+    free: int
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Need:
+    """What one rank needs, in bytes, and the limits that it is under."""
+
+    size: int
+    limits: tuple[Limit, ...]
+
+
+def refusal(needs: Mapping[int, Need]) -> str | None:
+    """Why these ranks cannot have what they need, the same text on all of them; None: they can."""
+    under: dict[str, list[tuple[int, Limit]]] = {}
+    for need in needs.values():
+        for limit in need.limits:
+            under.setdefault(limit.whose, []).append((need.size, limit))
+    for sharing in under.values():
+        sizes = [size for size, _ in sharing]
+        least = min((limit for _, limit in sharing), key=lambda limit: limit.free)
+        if sum(sizes) > least.free:
+            each = f" ({len(sizes)} ranks, up to {gib(max(sizes))} each)" if len(sizes) > 1 else ""
+            return (
+                f"state that waits on the host (offload_optimizer) needs {gib(sum(sizes))} there{each}, and "
+                f"{gib(least.free)} are free ({least.name}): use more hosts, a smaller ratio of "
+                f"offload_optimizer, or {least.remedy}"
+            )
+    return None
+
+
+def gib(size: int) -> str:
+    """Bytes in GiB, or in MiB where that says more."""
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
+
+
+def limits_here(host: str, root: Path = ROOT) -> Iterator[Limit]:
+    """All that this process is under. `host`: a name that no other machine has."""
+    free = re.search(r"MemAvailable:\s+(\d+) kB", _text(root / "proc/meminfo"))
+    if free:
+        yield Limit("MemAvailable", host, int(free[1]) * 1024, "end what else needs this host's memory")
+    yield from _of_control_groups(host, root)
+    yield from _of_process(host, root)
+
+
+def _of_control_groups(host: str, root: Path) -> Iterator[Limit]:
+    """Those of the group that this process is in, and of those around it, as far as they can be seen."""
+    try:
+        around = str((root / "proc/self/ns/cgroup").readlink())
+    except OSError:
+        around = ""
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        files = SECOND if number == "0" else FIRST if "memory" in controllers.split(",") else None
+        if files is None:
+            continue
+        base, inside = root / files.base, Path(path.lstrip("/"))
+        for place in (base / inside, *(base / above for above in inside.parents)):
+            limit, used = _number(place / files.limit), _used(place, files)
+            if limit is not None and used is not None:
+                told = f"control group /{place.relative_to(base).as_posix().strip('.')}"
+                # Without a namespace a container sees its own group as the outermost, whatever its path is.
+                whose = f"{host} {around} {place} {path if place == base else ''}"
+                name = f"{told}: limit {gib(limit)}, in use {gib(used)}"
+                yield Limit(name, whose, max(0, limit - used), "give the container more memory")
+
+
+def _used(place: Path, files: Files) -> int | None:
+    """Bytes in use that the kernel cannot take back when it runs out."""
+    usage, stat = _number(place / files.usage), _text(place / "memory.stat")
+    if usage is None:
+        return None
+    found = dict(line.split(maxsplit=1) for line in stat.splitlines() if " " in line)
+    return max(0, usage - sum(int(found.get(name, 0)) for name in files.given_back))
+
+
+def _of_process(host: str, root: Path) -> Iterator[Limit]:
+    limit = re.search(r"Max address space\s+(\d+)", _text(root / "proc/self/limits"))
+    pages = _text(root / "proc/self/statm").partition(" ")[0]
+    if limit and pages.isdigit():
+        size, used = int(limit[1]), int(pages) * mmap.PAGESIZE
+        name = f"ulimit -v: limit {gib(size)}, in use {gib(used)}"
+        yield Limit(name, f"{host} process {os.getpid()}", max(0, size - used), "lift ulimit -v")
+
+
+def _number(path: Path) -> int | None:
+    text = _text(path).strip()
+    return int(text) if text.isdigit() else None  # "max" is no limit
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,54 @@
+"""How much an optimizer will keep of each element, asked before there is memory for any of it."""
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zero_full.optim.elementwise import own_stepper
+from zero_full.optim.fused_adam import is_plain_adam
+from zero_full.optim.step import Peers, Piece, Stepper, TorchStep
+from zero_full.precision.dtypes import Dtypes
+
+SHAPE = torch.Size((2, 4))  # of the parameter that is stepped to find out: a matrix, as Muon wants one
+
+
+def bytes_kept(base: Optimizer, group: int, master: torch.dtype, dtypes: Dtypes) -> int | None:
+    """For each element of a parameter in this group with a master of this type. None: nobody knows.
+
+    A copy of the optimizer steps a few zeros. Only classes of torch's and ours are tried, for nobody could
+    notice it of those.
+    """
+    if is_plain_adam(base):
+        return 2 * dtypes.moments_of(master).itemsize
+    if type(base).__module__.split(".")[0] not in ("torch", "zero_full"):
+        return None
+    try:
+        state = _state_after_a_step(_twin_of(base), group, master)
+    except Exception:  # what it says about this, it will say about the first real step, and better there
+        return None
+    return sum(v.nbytes for v in state.values() if isinstance(v, Tensor) and v.dim()) // SHAPE.numel()
+
+
+def _twin_of(base: Optimizer) -> Optimizer:
+    """The same options, without parameters, state, or what somebody has put around its `step`."""
+    twin: Optimizer = object.__new__(type(base))
+    mine = {key: value for key, value in vars(base).items() if key != "step"}
+    groups = [{**group, "params": []} for group in base.param_groups]
+    vars(twin).update({**mine, "state": defaultdict(dict), "param_groups": groups})
+    return twin
+
+
+@torch.no_grad()
+def _state_after_a_step(twin: Optimizer, group: int, master: torch.dtype) -> dict[str, Any]:
+    zeros = torch.zeros(SHAPE, dtype=master)
+    piece = Piece("", SHAPE, (0, SHAPE.numel()), group, zeros, torch.zeros_like(zeros))
+    state: dict[str, Any] = twin.state[zeros]
+    piece.state = state
+    stepper: Stepper = own_stepper(twin, twin.step) or TorchStep(twin, twin.step)
+    stepper.begin([piece])
+    stepper.step([piece], 1.0, Peers())
+    stepper.end()
+    return state
