@@ -86,7 +86,7 @@ def test_the_shell_can_read_it(block: Block) -> None:
 
 @pytest.mark.parametrize("arguments", commands("python -m zero_full"), ids=" ".join)
 def test_our_command_line_takes_them(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command_line.doctor, "main", lambda: 0)
+    monkeypatch.setattr(command_line.doctor, "main", lambda measure: 0)
     monkeypatch.setattr(command_line, "_build", lambda: 0)
     monkeypatch.setattr(command_line, "_inspect", lambda options: 0)
     for name in ("_plan", "_migrate", "_export"):

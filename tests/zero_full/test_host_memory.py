@@ -235,6 +235,38 @@ def test_200_steps_leave_nothing_behind(ratio: float) -> None:
         assert late[0] <= early[0] and late[1] <= early[1] and late[2] - early[2] <= 4, "files, threads, MiB"
 
 
+def steps_in_part(comm: Any, stage: int, ratio: float) -> tuple[list[set[bool]], list[tuple[str, bool]]]:
+    """Whether the state of what is stepped together is away; and of each weight."""
+    zero = {"offload_optimizer": {"device": "cpu", "ratio": ratio}, "stage3_param_persistence_threshold": 0}
+    engine, optimizer, _, _ = zero_full.initialize(
+        model=Net(), config=config(stage, zero_optimization={**zero, "reduce_bucket_size": 1})
+    )
+    found: list[set[bool]] = []
+    step_part = optimizer.steppers._step_part
+
+    def note(stepper: Any, part: Any, *rest: Any) -> None:
+        found.append({owned.tier.apart for owned in part})
+        step_part(stepper, part, *rest)
+
+    with mock.patch.object(optimizer.steppers, "_step_part", note):
+        engine.backward(engine(data(0, 0, comm.rank)))
+        engine.step()
+    away = {m.name: owned.tier.apart for owned in optimizer.owned for m in owned.flat.members}
+    engine.destroy()
+    return found, sorted(away.items())
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_first_layers_stay_on_the_device_and_each_place_steps_alone(stage: int) -> None:
+    """Of 445 elements the first layer has 221, the second 182 and the third 42."""
+    for ratio, first_away in ((0.0, 3), (0.1, 2), (0.5, 1), (0.99, 0)):
+        for parts, away in POOL.run(steps_in_part, 2, stage, ratio):
+            assert all(len(places) == 1 for places in parts)
+            assert set().union(*parts) == {*([True] if ratio else []), *([False] if first_away else [])}
+            weights = [(name, there) for name, there in away if name.endswith("weight")]
+            assert [there for _, there in weights] == [first_away <= place for place in range(3)], ratio
+
+
 def moved_and_back(comm: Any) -> list[bool]:
     """Whether what may leave the device comes back as it was, beside state that is on the host already."""
     engine, optimizer, _, _ = zero_full.initialize(model=Net(), config=config(2, zero_optimization=HOST))
