@@ -25,8 +25,11 @@ OPTIMIZERS = {
     "AdamW": {"lr": 0.01, "weight_decay": 0.1},
     "SGD": {"lr": 0.01, "momentum": 0.9},
     "Lamb": {"lr": 0.05, "weight_decay": 0.1},
+    "Lion": {"lr": 0.01},
+    "Muon": {"lr": 0.05},
 }
 PAIRS = [*((precision, "AdamW") for precision in KEYS), ("fp32", "SGD"), ("bf16", "SGD"), ("bf16", "Lamb")]
+PAIRS += [("fp32", "Lion"), ("bf16", "Muon")]
 SLOW = 4e5  # bytes a second: a copy takes longer than the backward pass of a layer
 CUT = {"stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 100, "sub_group_size": 60}
 
@@ -44,8 +47,12 @@ def written_and_resumed(comm: Any, stage: int, host: bool, keys: dict[str, Any])
     torch.manual_seed(0)
     model = Net()
     model.layers[2].requires_grad_(False)
-    groups = [{"params": list(model.parameters())}]
+    groups: list[dict[str, Any]] = [{"params": list(model.parameters())}]
     section = keys["optimizer"]
+    if section["type"] == "Muon":
+        are_matrices = (lambda p: p.dim() == 2), (lambda p: p.dim() != 2)
+        by_kind = [list(filter(is_one, model.parameters())) for is_one in are_matrices]
+        groups = [{"params": ps, "use_muon": not n} for n, ps in enumerate(by_kind)]
     base = build_optimizer(section["type"], section["params"], groups)
     engine, *_ = zero_full.initialize(model=model, optimizer=base, config=on_host(stage, host, **keys))
     dtype = next(engine.parameters()).dtype
