@@ -6,6 +6,8 @@ The CPU's memory is the device here, and copies are slow: see `tests/slow_copies
 import gc
 import threading
 import time
+import weakref
+from contextlib import ExitStack
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -78,11 +80,11 @@ class SlowNet(nn.Module):
         return x.square().mean()
 
 
-def timeline(comm: Any, stage: int) -> tuple[float, list[Copied], list[tuple[float, float]]]:
-    """When backward of a second step was over, its copies, and when parts were stepped."""
+def timeline(comm: Any, stage: int) -> tuple[float, list[Copied], list[float], list[tuple[float, float]]]:
+    """When backward of a second step was over, its copies, when slices were summed, and parts stepped."""
     bucket = WIDTH * (WIDTH + 1)
     zero = {"reduce_bucket_size": bucket, "sub_group_size": bucket}
-    stepped = []
+    stepped, summed = [], []
 
     def step(stepper: FusedAdam, *rest: Any) -> None:
         began = time.monotonic()
@@ -90,27 +92,36 @@ def timeline(comm: Any, stage: int) -> tuple[float, list[Copied], list[tuple[flo
         time.sleep(NAP_S)
         stepped.append((began, time.monotonic()))
 
-    with slow_copies(8 * bucket / NAP_S) as copies, mock.patch.object(FusedAdam, "step", step):
-        keys = waiting(stage, "cpu", zero)
+    def square(slice_: HostSlice) -> None:
+        SQUARE(slice_)
+        summed.append(time.monotonic())
+
+    with ExitStack() as stack:
+        copies = stack.enter_context(slow_copies(8 * bucket / NAP_S))
+        stack.enter_context(mock.patch.object(FusedAdam, "step", step))
+        stack.enter_context(mock.patch.object(HostSlice, "_square", square))
+        keys = waiting(stage, "cpu", zero, gradient_clipping=1.0)
         engine = zero_full.initialize(model=SlowNet(), config=keys)[0]
         for _ in range(2):
             copies.done.clear()
             stepped.clear()
+            summed.clear()
             engine.backward(engine(torch.ones(2, WIDTH)))
             over = time.monotonic()
             engine.step()
         engine.destroy()
-    return over, copies.done, stepped
+    return over, copies.done, summed, stepped
 
 
-STEP = FusedAdam.step
+STEP, SQUARE = FusedAdam.step, HostSlice._square
 
 
 @pytest.mark.parametrize(("world", "stage"), WORLDS)
 def test_gradients_go_down_beside_backward_and_parameters_up_beside_the_step(world: int, stage: int) -> None:
-    for over, copies, stepped in POOL.run(timeline, world, stage):
+    for over, copies, summed, stepped in POOL.run(timeline, world, stage):
         down, up = ([copy for copy in copies if copy.way == way] for way in ("down", "up"))
-        assert len(down) == len(up) == len(stepped) >= LAYERS - 1
+        assert len(down) == len(up) == len(summed) == len(stepped) >= LAYERS - 1
+        assert len([when for when in summed if when < over]) >= len(summed) // 2, "sums wait for the step"
         beside = [copy for copy in down if copy.ended < over]
         assert len(beside) >= len(down) // 2, "gradients wait for the end of backward"
         assert all(copy.ended <= stepped[0][0] for copy in down), "a step has begun without the norm"
@@ -227,6 +238,19 @@ def raise_error(grad: Tensor) -> None:
 @pytest.mark.parametrize(("world", "stage"), [(1, 2), (2, 1), (2, 2)])
 def test_what_ends_in_the_middle_leaves_no_copy_and_no_thread(world: int, stage: int) -> None:
     assert POOL.run(interrupted, world, stage) == [[]] * world
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_an_engine_that_nobody_holds_is_freed_with_what_copies(stage: int) -> None:
+    def traces() -> list["weakref.ref[Any]"]:
+        engine = engine_of(stage, gradient_accumulation_steps=2)
+        one_step(engine, 0, 0)
+        return [weakref.ref(each) for each in (engine.optimizer, engine.optimizer.parts.flow)]
+
+    with slow_copies(SLOW):
+        found = traces()
+    gc.collect()
+    assert [trace() for trace in found] == [None, None]
 
 
 def many_steps(comm: Any, stage: int) -> tuple[list[tuple[int, int, int]], list[int]]:

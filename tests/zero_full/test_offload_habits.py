@@ -115,6 +115,13 @@ class Habits:
         self.engine.load_state_dict(saved)
         self.backward()
 
+    def no_sync(self) -> None:
+        """A micro-batch whose gradients wait for the next one."""
+        if self.stage < 3:
+            with self.engine.no_sync():
+                self.backward()
+        self.backward()
+
     def park(self) -> None:
         """State is away for a while."""
         self.engine.offload_states()
@@ -134,6 +141,7 @@ class Habits:
             write_master,
             resume,
             park,
+            no_sync,
         ),
     )
 
@@ -191,7 +199,7 @@ def with_experts(comm: Any, stage: int, host: bool) -> dict[str, Any]:
 def test_experts_change_no_bit(stage: int) -> None:
     beside, away = run_each(with_experts, 4, [(stage, False), (stage, True)])
     for one, other in zip(beside, away, strict=True):
-        assert one["norms"] == other["norms"] or one["applied"] == [True, False, True]
+        assert list(map(repr, one["norms"])) == list(map(repr, other["norms"]))
         assert one["applied"] == other["applied"] == [True, False, True]
         assert_same(one["parameters"], other["parameters"])
 

@@ -40,6 +40,7 @@ PAIRS = [
     ("fp32", "Lion"),
     ("fp32", "Muon"),
 ]
+REST = [(1, 2, True), (1, 3, True), (3, 1, False), (3, 2, False), (3, 1, True)]
 SLOW = 4e5  # bytes a second: a copy takes longer than the backward pass of a layer
 CUT = {"stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 100, "sub_group_size": 60}
 
@@ -61,7 +62,7 @@ def written_and_resumed(comm: Any, stage: int, device: str, keys: dict[str, Any]
     torch.manual_seed(0)
     model = Net()
     model.layers[2].requires_grad_(False)
-    groups = [{"params": list(model.parameters())}]
+    groups: list[dict[str, Any]] = [{"params": list(model.parameters())}]
     section = keys["optimizer"]
     base = build_optimizer(section["type"], section["params"], groups, model)
     engine, *_ = zero_full.initialize(model=model, optimizer=base, config=waiting(stage, device, **keys))
