@@ -128,7 +128,8 @@ def one_step(engine: zero_full.Engine, rank: int, step: int, poison: float | Non
 
 def values_of(engine: zero_full.Engine) -> dict[str, Tensor]:
     """Every parameter of this rank, in the precision in which it is stepped."""
-    named = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+    whole = engine.zero_optimization_stage() < 3
+    named = {name: p.detach().clone() for name, p in engine.module.named_parameters() if whole}
     pieces = (piece for _, piece, _ in engine.optimizer.contents.pieces())
     return named | {piece.name: piece.master.detach().clone() for piece in pieces}
 
