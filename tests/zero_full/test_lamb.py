@@ -129,7 +129,6 @@ def plain(run: Run, world: int) -> tuple[dict[str, Tensor], list[list[float]]]:
 
 
 RUNS = [
-    Run(micro_batches=2),
     Run(options={"bias_correction": False, "eps_inside_sqrt": True}),
     Run(options={"min_coeff": 0.9, "max_coeff": 1.2}),
     Run(second={"min_coeff": 0.5, "max_coeff": 0.6, "weight_decay": 0.0, "lr": 0.01}),
@@ -140,7 +139,7 @@ RUNS = [
 ]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, 4])
 def test_every_stage_and_precision_is_the_formula_on_whole_parameters(world: int) -> None:
     """Coefficients, too, of all parameters on every rank; a step that overflows leaves both as they were."""
     cases = [(run, stage) for run in RUNS for stage in range(4)]

@@ -50,8 +50,6 @@ def trained(comm: Any, run: Run, steps: int) -> dict[str, Any]:
 
 
 RUNS = [
-    Run(KIND),
-    Run(KIND, micro_batches=2, clip=0.5),
     Run(KIND, options={"bias_correction": False, "eps_inside_sqrt": True}),
     Run(KIND, options={"per_tensor_scales": False}, masked=True),
     Run(KIND, options={"min_coeff": 0.5, "max_coeff": 2.0, "coeff_beta": 0.5}),
@@ -61,7 +59,7 @@ RUNS = [
 ]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 3])
 def test_every_step_is_the_algorithms(world: int) -> None:
     """Parameters and coefficients; and all ranks have the same bits of both."""
     for run, ranks in zip(RUNS, run_each(trained, world, [(run, STEPS) for run in RUNS]), strict=True):
@@ -150,13 +148,13 @@ def poisoned(comm: Any, run: Run, at: int | None) -> dict[str, Tensor]:
     return found
 
 
-def test_what_is_not_finite_on_one_rank_skips_the_step_and_changes_nothing() -> None:
-    for run in (Run(KIND, clip=100.0), Run(KIND, clip=100.0, options={"per_tensor_scales": False})):
-        cases = [(run, at) for at in (None, 2, LEARNED, LEARNED + 1)]  # learning, the first at one bit, later
-        plain, *others = run_each(poisoned, 2, cases)
-        for each in others:
-            for mine, theirs in zip(each, plain, strict=True):
-                assert_alike(theirs, mine, str(run))
+def test_with_one_scale_for_all_too_a_step_that_is_skipped_changes_nothing() -> None:
+    run = Run(KIND, clip=100.0, options={"per_tensor_scales": False})
+    cases = [(run, at) for at in (None, 2, LEARNED, LEARNED + 1)]  # learning, the first at one bit, later
+    plain, *others = run_each(poisoned, 2, cases)
+    for each in others:
+        for mine, theirs in zip(each, plain, strict=True):
+            assert_alike(theirs, mine, str(run))
 
 
 # Going on ----------------------------------------------------------------------------------------
