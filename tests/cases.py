@@ -175,9 +175,9 @@ def backward(
     """A step's micro-batches, and their losses. Bytes count from here. `poison`: a number in these data."""
     trainer.ledger().clear_traffic()
     trainer.zero_grad()
-    losses = []
+    losses, device = [], next(model.parameters()).device
     for micro in range(case.micro_batches):
-        x = case.data(step, micro, rank)
+        x = case.data(step, micro, rank).to(device)
         if poison is not None:
             x[0, 0] = poison
         loss = model(x, rank) / case.micro_batches

@@ -19,6 +19,7 @@ from tests.worlds import POOL, run_each
 from tests.zero_full.one_bit_runs import everything
 from zero_full.plan import plan
 
+CPU = torch.device("cpu")
 UNTRAINED = 99  # a step that must leave no trace
 
 
@@ -37,9 +38,11 @@ class Seen:
     applied: list[bool]
 
 
-def trainer_of(comm: Any, subject: Subject, case: Case) -> tuple[FullTrainer, Any]:
+def trainer_of(
+    comm: Any, subject: Subject, case: Case, device: torch.device = CPU
+) -> tuple[FullTrainer, Any]:
     """Before the first step."""
-    model = case.model()
+    model = case.model().to(device)
     trainer = subject.build(model, comm, case.groups(model), **subject.options(case))
     assert isinstance(trainer, FullTrainer)
     return trainer, model
@@ -51,9 +54,9 @@ def one_step(trainer: FullTrainer, model: Any, case: Case, rank: int, step: int,
     return trainer.step().applied
 
 
-def seen(comm: Any, subject: Subject, case: Case) -> Seen:
+def seen(comm: Any, subject: Subject, case: Case, device: torch.device = CPU) -> Seen:
     """The whole run."""
-    trainer, model = trainer_of(comm, subject, case)
+    trainer, model = trainer_of(comm, subject, case, device)
     found = Seen([], [], [])
     for step in range(case.steps):
         found.applied.append(one_step(trainer, model, case, comm.rank, step))
