@@ -9,7 +9,9 @@ from tests.rules import RULES, Rule
 from tests.trainers import Subject
 
 WORLDS = [1, 2, 3]
-HEAVY = Case("tied", two_groups=True, micro_batches=2, max_grad_norm=0.1, weight_decay=0.1)
+# With these numbers nothing that is said at one bit is nearer to zero than 1e-5 of its scale: no machine's
+# rounding decides on a sign.
+HEAVY = Case("tied", two_groups=True, micro_batches=2, max_grad_norm=0.1, weight_decay=0.05)
 CASES = [Case(), HEAVY]
 AT_3 = [Case("small"), Case("uneven"), Case("empty", weight_decay=0.1), Case("frozen", max_grad_norm=0.1)]
 SERVED = [pytest.param(rule, stage, id=f"{rule}-stage{stage}") for rule in RULES for stage in rule.stages]
