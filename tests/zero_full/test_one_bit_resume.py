@@ -42,17 +42,16 @@ def resumed(comm: Any, run: Run, at: int, by: str, folder: str) -> tuple[list[di
 
 
 @pytest.mark.parametrize("by", BY)
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_run_goes_on_bit_for_bit_in_every_phase(world: int, by: str, tmp_path: Path) -> None:
+def test_a_run_goes_on_bit_for_bit_in_every_phase(by: str, tmp_path: Path) -> None:
+    """With masters, and masked; other runs are in the contract."""
     cases = [
-        (Run(kind, precision, stage=stage), at + 1, by, str(tmp_path / f"{kind} {precision} {stage} {phase}"))
+        (Run(kind, "bf16", stage=stage), at + 1, by, str(tmp_path / f"{kind} {stage} {phase}"))
         for kind, stage in ((KINDS[0], 0), (KINDS[1], 0), (KINDS[1], 1), ("OneBitLamb", 0))
-        for precision in ("fp32", "bf16")
         for phase, at in PHASES[kind].items()
     ]
     masked = Run("ZeroOneAdam", masked=True, options={"per_tensor_scales": False})
     cases += [(masked, at, by, str(tmp_path / f"masked {at}")) for at in (6, 13)]
-    for case, ranks in zip(cases, run_each(resumed, world, cases), strict=True):
+    for case, ranks in zip(cases, run_each(resumed, 2, cases), strict=True):
         for rank, (plain, again) in enumerate(ranks):
             for before, after in zip(plain, again, strict=True):
                 assert_alike([before, after], f"{case[0]} after {case[1]} steps, rank {rank}")
