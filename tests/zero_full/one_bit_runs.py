@@ -75,6 +75,7 @@ class Run:
     keys: dict[str, Any] = field(default_factory=dict, hash=False)
     stage: int = 0
     masked: bool = False  # a part of "wide" never moves by its momentum
+    trains_all: bool = False  # nothing is frozen
 
     def config(self) -> dict[str, Any]:
         """What a file would say, but for the optimizer."""
@@ -99,6 +100,7 @@ class Run:
 def engine_of(run: Run, by: Any = None) -> zero_full.Engine:
     """A new one. `by`: another optimizer's class, with the same groups."""
     model = Shapes()
+    model.parts["frozen"].requires_grad_(run.trains_all)
     named = dict(model.parts.items())
     groups: list[dict[str, Any]] = [
         {"params": [p for name, p in named.items() if (name in SECOND) == second], **GROUPS[second]}

@@ -5,6 +5,7 @@ differs from rank to rank is what was wanted and not said yet (the errors), and 
 where each has gone. It is saved for each rank, and means nothing to other ranks, or to as many others.
 """
 
+import logging
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -16,7 +17,9 @@ from torch.optim import Optimizer
 
 from zero_full.optim.arguments import at_least, checked_options, flag
 from zero_full.optim.step import Average, Peers, Piece, Stepper
-from zero_full.wording import shown
+from zero_full.wording import listed, shown
+
+log = logging.getLogger("zero_full")
 
 MASK = "exp_avg_mask"
 FIXED = {  # DeepSpeed's options that can only have one value here
@@ -131,8 +134,15 @@ class Fused:
 
 # The stepper -------------------------------------------------------------------------------------
 
+FEW = 8  # gradients: of less, the mean square is now and then far from what more of them would give
 WORKER, SERVER, MADE_FOR = "worker_error", "server_error", "made_for"
 OF_ERRORS = {WORKER: "worker", SERVER: "server", MADE_FOR: "made_for"}
+
+
+NEW_RUN = (
+    "Save a checkpoint, and load it with drop_errors=True in a new run, in which it is trained when initialize "
+    "is called; with a later var_freeze_step, if it would have few exact gradients until then"
+)
 
 
 class OneBitStep(Stepper):
@@ -151,6 +161,7 @@ class OneBitStep(Stepper):
         self.errors_of = ""  # of what
         self.loaded: dict[str, Tensor] = {}  # errors, until there is something to put them into
         self.peers = Peers()
+        self.warned: set[str] = set()  # of too few updates
 
     @property
     def takes_parts(self) -> bool:
@@ -158,16 +169,22 @@ class OneBitStep(Stepper):
         return False
 
     def attach(self, pieces: Sequence[Piece], peers: Peers) -> None:
-        """The buffer is laid out. Errors that there are belong to what was trained until now."""
-        fused = Fused(pieces)
-        began = self.errors is not None or bool(self.loaded) or self.is_apart
-        if self.fused.numel and fused.numel != self.fused.numel and began:
-            raise RuntimeError(
-                f"{type(self.optimizer).__name__}: a parameter is trained now that was frozen when averages "
-                "at one bit began, whose errors are those of the others: unfreeze it before, or save a "
-                "checkpoint and load it with drop_errors=True into a run in which it is trained"
+        """The buffer is laid out: there are no errors, or they were given up, or `closed_to_newcomers`."""
+        self.fused, self.peers = Fused(pieces), peers
+
+    def closed_to_newcomers(self) -> str:
+        """All phases but the first."""
+        name = type(self.optimizer).__name__
+        if self.steps >= self.learning:
+            return (
+                f"{name} has frozen the variance after {self.learning} steps, so nobody would know how far to "
+                "step. Save a checkpoint, and load it without the optimizer's state "
+                "(load_optimizer_states=False) in a new run, in which it is trained from the beginning and "
+                "the variance is learned anew"
             )
-        self.fused, self.peers = fused, peers
+        if self.errors is not None or self.loaded or self.is_apart:
+            return f"the errors of {name}'s averages at one bit are those of the others. {NEW_RUN}"
+        return ""
 
     @property
     def averages(self) -> bool:
@@ -237,14 +254,35 @@ class OneBitStep(Stepper):
         return self.fused.filled(newest)
 
     def refuse_without_variance(self, pieces: Sequence[Piece]) -> None:
-        """RuntimeError if a parameter has its first gradient when no variance is learned any more."""
-        late = [piece.name for piece in pieces if not (self.known(piece) or {}).get("variance_step")]
+        """RuntimeError if a parameter has had no gradient while the variance was learned."""
+        late = [piece.name for piece in pieces if not self._updates(piece)]
         if late:
             raise RuntimeError(
-                f"{', '.join(late)}: the first gradient comes in step {self.steps + 1}, when "
-                f"{type(self.optimizer).__name__} has frozen the variance, so nobody knows how far to step. "
-                "Train what is trained from the beginning, or freeze the variance later"
+                f"{listed(late)}: no gradient has come while {type(self.optimizer).__name__} has learned the "
+                f"variance, of which it has frozen what there was before step {self.steps + 1}, so nobody "
+                "knows how far to step. Train what is trained from the beginning, or freeze the variance later"
             )
+        self.warn_of_few_updates()
+
+    def warn_of_few_updates(self) -> None:
+        """Say, once of each, which variance is of so few gradients that steps over it can be far too long."""
+        counts = {piece.name: self._updates(piece) for piece in self.fused.pieces}
+        few = {name: count for name, count in counts.items() if 0 < count < FEW}
+        new = sorted(few.keys() - self.warned, key=lambda name: (few[name], name))
+        self.warned.update(few)
+        if new and self.peers.place[0] == 0:
+            log.warning(
+                "%s averages at one bit now, and some variances are of less than %d gradients: %s. Where these "
+                "happened to be small, steps are far too long. Go back to a checkpoint of before, and give "
+                "these parameters more steps with exact gradients",
+                type(self.optimizer).__name__,
+                FEW,
+                listed([f"{name} (of {few[name]})" for name in new]),
+            )
+
+    def _updates(self, piece: Piece) -> int:
+        """How many gradients a variance is of."""
+        return int((self.known(piece) or {}).get("variance_step", 0))
 
     # State ---------------------------------------------------------------------------------------
 

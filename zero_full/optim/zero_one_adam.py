@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from zero_full.optim.adam_pieces import averages_of, correction, learn, move, put, rate, spread
-from zero_full.optim.one_bit import OneBitOptimizer, OneBitStep
+from zero_full.optim.one_bit import NEW_RUN, OneBitOptimizer, OneBitStep
 from zero_full.optim.shared_variance import SharedVariance
 from zero_full.optim.step import Peers, Piece, Stepper, take_copy
 from zero_full.optim.walks import Interval, Walk
@@ -126,15 +126,16 @@ class ZeroOneAdamStep(OneBitStep):
 
     def attach(self, pieces: Sequence[Piece], peers: Peers) -> None:
         """At stage 1 this rank's part of the variance is laid out."""
-        before = self.shared
         super().attach(pieces, peers)
         if self.shares and pieces:
             self.shared = SharedVariance(self.fused, peers)
-            if before is not None and before.values.any():
-                raise RuntimeError(
-                    "ZeroOneAdam at stage 1: a parameter is trained now that was frozen when the variance "
-                    "was cut into parts: unfreeze it before initialize, or use stage 0"
-                )
+
+    def closed_to_newcomers(self) -> str:
+        """At stage 1 from the first step on, which has cut the variance into parts."""
+        reason = super().closed_to_newcomers()
+        if not reason and self.shared is not None and any(map(self.known, self.fused.pieces)):
+            reason = f"at stage 1 each rank keeps a part of the others' variance. {NEW_RUN}"
+        return reason
 
     @property
     def steps_alone(self) -> bool:
@@ -216,6 +217,7 @@ class ZeroOneAdamStep(OneBitStep):
         move(piece, state, self.group_of(piece), self._spread(piece, state))
 
     def _at_one_bit(self, pieces: Sequence[Piece], factor: float) -> None:
+        self.warn_of_few_updates()
         given = {id(piece): piece.gradient for piece in pieces}
 
         def gradient_of(piece: Piece) -> Tensor | None:

@@ -1,9 +1,10 @@
 """Ranks whose parameters differ for a while: what would then be lost, or be one rank's only, is refused."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from zero_full.optim.step import Stepper
+from zero_full.shard.flat import Member
 from zero_full.shard.watch import ParameterWrites
 from zero_full.wording import listed
 
@@ -36,6 +37,15 @@ def refuse_frozen(optimizer: Optimizer) -> None:
             f"{listed(frozen)} was frozen after it was trained, and {type(optimizer.base).__name__} would go "
             "on moving it by its momentum: there a parameter without a gradient counts as one whose gradient "
             "is zero. Unfreeze it, or freeze it before initialize"
+        )
+
+
+def refuse_thawed(optimizer: Optimizer, thawed: Sequence[Member]) -> None:
+    """RuntimeError if the rule cannot begin to train what was frozen until now."""
+    if problem := optimizer.contents.stepper.closed_to_newcomers():
+        raise RuntimeError(
+            f"{listed([member.name for member in thawed])} was frozen until now, and {problem}. Or freeze it "
+            "again: nothing has changed yet"
         )
 
 
