@@ -9,6 +9,7 @@ import logging
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -37,14 +38,22 @@ class OneBitOptimizer(Optimizer):
     model_options: Mapping[str, Any]  # those that are the whole model's, not a group's
 
     def __init__(self, params: Any, options: Mapping[str, Any], whole: Mapping[str, Any]) -> None:
-        for name in FIXED.keys() & whole.keys():
-            if whole[name]:
-                raise ValueError(f"{name} cannot be {shown(whole[name])}: {FIXED[name]}")
-        self.model_options = {name: value for name, value in whole.items() if name not in FIXED}
+        _refuse_fixed(whole)
+        kept = {name: value for name, value in whole.items() if name not in FIXED}
+        kept["per_tensor_scales"] = flag("per_tensor_scales", kept["per_tensor_scales"])
+        self.model_options = MappingProxyType(kept)  # what is written later would have no effect
         if not (self.backend is None or isinstance(self.backend, str)):
             raise ValueError(f"comm_backend_name must be a name, not {shown(self.backend)}")
-        self.model_options["per_tensor_scales"] = flag("per_tensor_scales", whole["per_tensor_scales"])
         super().__init__(params, self.checked(options))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles, in which torch has groups, state and defaults only."""
+        return {**super().__getstate__(), "model_options": dict(self.model_options)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """From a copy or a pickle; torch calls it in its constructor, too."""
+        super().__setstate__(state)
+        self.model_options = MappingProxyType(dict(self.model_options))
 
     @property
     def backend(self) -> str | None:
@@ -58,16 +67,17 @@ class OneBitOptimizer(Optimizer):
 
     def checked(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """A group's options, of the right kind and in their bounds; ValueError if one is not."""
+        _refuse_fixed(options)
+        for name in self.model_options.keys() & options.keys():
+            raise ValueError(f"{name} is the whole model's and cannot be a parameter group's")
         return checked_options(type(self), {k: v for k, v in options.items() if k != "params"}, str)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, whose options are checked as those of the constructor are."""
         super().add_param_group({**param_group, **self.checked({**self.defaults, **param_group})})
         group = self.param_groups[-1]
-        for name in self.model_options.keys() & group.keys():
-            raise ValueError(f"{name} is the whole model's and cannot be a parameter group's")
         if group.get(MASK) is not None:
-            group[MASK] = _checked_masks(group[MASK], group["params"])
+            group[MASK] = checked_masks(group[MASK], group["params"])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -78,7 +88,13 @@ class OneBitOptimizer(Optimizer):
         )
 
 
-def _checked_masks(given: Any, params: Sequence[Tensor]) -> list[Tensor | None]:
+def _refuse_fixed(options: Mapping[str, Any]) -> None:
+    for name in FIXED.keys() & options.keys():
+        if options[name]:
+            raise ValueError(f"{name} cannot be {shown(options[name])}: {FIXED[name]}")
+
+
+def checked_masks(given: Any, params: Sequence[Tensor]) -> list[Tensor | None]:
     masks = [given] if isinstance(given, Tensor) and len(params) == 1 else given
     if not isinstance(masks, list | tuple) or len(masks) != len(params):
         raise ValueError(
@@ -91,7 +107,7 @@ def _checked_masks(given: Any, params: Sequence[Tensor]) -> list[Tensor | None]:
                 f"{MASK}[{place}] must be a tensor of the shape {tuple(param.shape)} of its parameter, or "
                 f"None, not {shown(mask if not isinstance(mask, Tensor) else tuple(mask.shape))}"
             )
-        made.append(None if mask is None else mask != 0)
+        made.append(mask if mask is None or mask.dtype == torch.bool else mask != 0)
     return made
 
 
@@ -157,6 +173,7 @@ class OneBitStep(Stepper):
         self.steps = 0  # that were taken
         self.fused = Fused([])
         self.by: Average | None = None
+        self.masks: list[Any] = []  # of the groups, by which that was made
         self.errors: Any = None
         self.errors_of = ""  # of what
         self.loaded: dict[str, Tensor] = {}  # errors, until there is something to put them into
@@ -193,8 +210,16 @@ class OneBitStep(Stepper):
 
     def begin(self, pieces: Sequence[Piece]) -> None:
         """Every rank looks at all groups, which may have been edited: all fail, or none."""
-        for group in self.optimizer.param_groups:
+        for number, group in enumerate(self.optimizer.param_groups):
             self.optimizer.checked(group)
+            if group.get(MASK) is not None and self.by is None:
+                group[MASK] = checked_masks(group[MASK], group["params"])
+            elif self.by is not None and group.get(MASK) is not self.masks[number]:
+                raise RuntimeError(
+                    f"{MASK} of parameter group {number} was changed after the first average at one bit, whose "
+                    "errors are those of what travelled until now. Save a checkpoint, and load it with "
+                    "drop_errors=True in a new run, whose optimizer has the other mask"
+                )
 
     # Averages ------------------------------------------------------------------------------------
 
@@ -216,6 +241,7 @@ class OneBitStep(Stepper):
         if self.loaded:
             errors.load_state_dict({OF_ERRORS[name]: t for name, t in self.loaded.items()})
         self.by, self.errors, self.loaded = by, errors, {}
+        self.masks = [group.get(MASK) for group in self.optimizer.param_groups]
 
     def _mask(self) -> Tensor | None:
         """Which elements travel: None if no group says so."""

@@ -13,11 +13,11 @@ Optimizer = Any  # a `ZeroOptimizer`, which imports this module
 
 def refuse_writes(stepper: Stepper, writes: ParameterWrites, masters: Iterable[str]) -> None:
     """RuntimeError if somebody has written to parameters, or to the `masters` of these."""
-    if stepper.is_apart and (written := [*writes.names(), *masters]):
+    if stepper.is_apart and (written := dict.fromkeys([*writes.names(), *masters])):
         raise RuntimeError(
-            f"{listed(written)} was written while each rank has parameters of its own, so all ranks would "
-            "lose it when they meet: call meet() of the engine's optimizer on every rank first, and write "
-            "then"
+            f"{listed(list(written))} was written while each rank has parameters of its own, so all ranks "
+            "would lose it when they meet: call meet() of the engine's optimizer on every rank first, and "
+            "write then. What is written already can only be given up, by loading a checkpoint"
         )
 
 
@@ -36,7 +36,8 @@ def refuse_frozen(optimizer: Optimizer) -> None:
         raise RuntimeError(
             f"{listed(frozen)} was frozen after it was trained, and {type(optimizer.base).__name__} would go "
             "on moving it by its momentum: there a parameter without a gradient counts as one whose gradient "
-            "is zero. Unfreeze it, or freeze it before initialize"
+            "is zero. Unfreeze it; or save a checkpoint, and load it with drop_errors=True in a new run, in "
+            "which it is frozen and the optimizer is not given it"
         )
 
 

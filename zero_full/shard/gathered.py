@@ -239,6 +239,7 @@ class GatheredParameters:
             self.recorded = record_of(recorded[0]).gathered(recorded, self.modifier_rank)
             self.recorded.__enter__()
         for optimizer, chosen in _by_optimizer(self.params).items():
+            refuse_apart(optimizer, "GatheredParameters")
             for flat in dict.fromkeys(flat for flat, _ in chosen):
                 if flat in optimizer.owned_of:
                     optimizer.owned_of[flat].follow_master()

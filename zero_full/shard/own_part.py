@@ -5,11 +5,12 @@ from itertools import chain
 from typing import Any
 
 from zero_full._compat import plain
+from zero_full.optim.one_bit import MASK
 from zero_full.shard.contents import NewState, OwnPart, kept
 
 Optimizer = Any  # a `ZeroOptimizer`, which imports this module
-# Of the options of a parameter group: how it computes, and where; and whether an Adam is an AdamW.
-OF_THIS_RUN = {"params", "fused", "foreach", "capturable", "differentiable", "decoupled_weight_decay"}
+# Of the options of a parameter group: how it computes, where, and which elements; whether an Adam is an AdamW.
+OF_THIS_RUN = {"params", "fused", "foreach", "capturable", "differentiable", "decoupled_weight_decay", MASK}
 ALIKE = frozenset(("Adam", "AdamW"))  # optimizers that keep the same
 
 
