@@ -83,7 +83,6 @@ class Model:
         self.anchor = {n: self.x[0][n].clone() for n in NAMES}
         self.u = [{n: torch.zeros(SHAPES[n]).double() for n in NAMES} for _ in range(self.world)]
         self.walked, self.kept = dict.fromkeys(NAMES, 0.0), dict.fromkeys(NAMES, 1.0)
-        self.walk_steps = 0
 
     def group(self, name: str) -> dict[str, Any]:
         return GROUPS[name in SECOND]
@@ -202,7 +201,6 @@ class Model:
             self.forget()
             self.begin_walk()
         self.m = self.remembered(step)
-        self.walk_steps += 1
         for name in self.known():
             self.n[name] += 1
             self.move(name)
@@ -220,11 +218,11 @@ class Model:
             self.local, self.meeting = 0, min(2 * self.meeting, self.o["local_step_clipper"])
 
     def meet(self) -> None:
-        rates = {n: self.walked[n] / self.walk_steps or 1.0 for n in NAMES}
+        rates = {n: self.walked[n] / self.meeting or 1.0 for n in NAMES}
         mean = self.c([{n: u[n] / rates[n] for n in NAMES} for u in self.u])
         for name in self.known():
             quiet = mean[name] * (self.v[name] > 0)
             for x, m in zip(self.x, self.m, strict=True):
                 x[name] = self.anchor[name] * self.kept[name] - rates[name] * quiet / self.spread(name)
-                m[name] = quiet / self.walk_steps
+                m[name] = quiet / self.meeting
         self.begin_walk()

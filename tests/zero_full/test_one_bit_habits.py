@@ -94,6 +94,26 @@ def test_the_momentum_stays_what_it_is_when_the_rate_falls_or_is_zero(tmp_path: 
 APART = ("fp32", "state", "set state", "set own state", "set fp32", "set own fp32", "gather")
 
 
+def with_early_meetings(comm: Any, folder: Path) -> list[float]:
+    """By how much momenta grow when somebody meets after one step of 16; when intervals become shorter."""
+    engine = engine_of("ZeroOneAdam", local_step_clipper=16)
+    train(engine, comm.rank, range(160))
+    usual = torch.cat([m.flatten() for m in momenta(engine)]).norm()
+    engine.save_checkpoint(folder)
+    train(engine, comm.rank, range(160, 161))
+    engine.optimizer.meet()
+    grown = [float(torch.cat([m.flatten() for m in momenta(engine)]).norm() / usual)]
+    engine = engine_of("ZeroOneAdam", local_step_clipper=1)
+    engine.load_checkpoint(folder)
+    train(engine, comm.rank, range(160, 161))
+    return [*grown, float(torch.cat([m.flatten() for m in momenta(engine)]).norm() / usual)]
+
+
+def test_the_momentum_stays_what_it_is_when_a_walk_is_cut_short(tmp_path: Path) -> None:
+    for grown in POOL.run(with_early_meetings, 2, tmp_path):
+        assert max(grown) < 3, grown  # and not sixteen times
+
+
 def told(comm: Any, folder: Path) -> dict[str, str]:
     found = {}
     for kind in KINDS:

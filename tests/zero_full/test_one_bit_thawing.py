@@ -95,5 +95,7 @@ def test_a_variance_of_few_gradients_is_told_once(kind: str, caplog: pytest.LogC
         assert ("averages at one bit now" in caplog.text) == (step >= 12), step
     with_frozen(engine, 0, 16)
     told = [record.message for record in caplog.records if "averages at one bit now" in record.message]
-    assert len(told) == 1 and "less than 8 gradients: parts.frozen (of 1), parts.rare (of 4). Where" in told[0]
+    assert (
+        len(told) == 1 and "less than 8 gradients: parts.frozen (of 1), parts.rare (of 4). Where" in told[0]
+    )
     engine.destroy()

@@ -10,9 +10,11 @@ one bit, instead of their own, and make of it a momentum for all.
 A walk adds up momenta times learning rates, before they are divided by the spread, which is the same on all
 ranks. Walk and anchor are there while ranks are apart. Ranks that have met have the same bits.
 
-[Note: a walk at any rate] What travels is the walk over the mean of its learning rates: a sum of momenta. So
-what has not been said of it when the rate was large does not come back as a huge momentum when it is small.
-Where the rate was zero each rank's momentum stands for it: all ranks have the same one after a meeting.
+[Note: a walk at any rate] What travels is the walk over the sum of its learning rates, which is a mean of
+momenta, times the steps of a whole interval: a sum of momenta. So what has not been said of it when the rate
+was large, or the walk long, does not come back as a huge momentum when the rate is small, or `meet` has ended
+the walk early. Where the rate was zero each rank's momentum stands for it: all ranks have the same one after
+a meeting.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -121,6 +123,7 @@ class ZeroOneAdamStep(OneBitStep):
         self.frozen = False  # a step without the others was taken
         self.walk: Walk | None = None  # while ranks are apart
         self.numbers: list[Any] = []  # of a walk that is loaded
+        self.shrunk = 1.0  # the interval by a load with a smaller `local_step_clipper`, and errors with it
         self.shares = optimizer.shares_variance
         self.shared: SharedVariance | None = None
 
@@ -253,7 +256,7 @@ class ZeroOneAdamStep(OneBitStep):
                 target.add_(momentum, alpha=now)
                 rates[place] += now
                 kept[place] *= 1 - float(group["lr"]) * group["weight_decay"]
-        following = Walk(walk.anchor, walked, rates, kept, walk.steps + 1)
+        following = Walk(walk.anchor, walked, rates, kept)
         if is_last:
             self._meet(following, momenta)
         else:
@@ -268,25 +271,26 @@ class ZeroOneAdamStep(OneBitStep):
     def _new_walk(self) -> Walk:
         count = len(self.fused.pieces)
         anchor = self.fused.filled(lambda piece: piece.master)
-        return Walk(anchor, self.fused.new(), [0.0] * count, [1.0] * count, 0)
+        return Walk(anchor, self.fused.new(), [0.0] * count, [1.0] * count)
 
     def _meet(self, walk: Walk, momenta: Tensor) -> None:
         """See [Note: a walk at any rate]. `momenta`: this rank's newest."""
-        rates = [total / walk.steps for total in walk.rates]
+        steps = self.meeting.length
+        rates = [total / steps for total in walk.rates]
         walked = walk.walked.clone()
         both = zip(self.fused.windows(walked), self.fused.windows(momenta), rates, strict=True)
         for (_, window), (_, momentum), mean_rate in both:
             if mean_rate:
                 window.div_(mean_rate)
             else:  # nobody has moved, and each has a momentum of its own
-                window.copy_(momentum).mul_(walk.steps)
+                window.copy_(momentum).mul_(steps)
         mean = self.average(walked, "walks")
         together = zip(self.fused.windows(mean), self.fused.windows(walk.anchor), strict=True)
         for place, ((piece, window), (_, value)) in enumerate(together):
             if (state := self.known(piece)) is not None:
                 window.mul_(self._moves(piece, state))
                 put(piece, value * walk.kept[place] - window * rates[place] / self._spread(piece, state))
-                state["exp_avg"].copy_(window).div_(walk.steps)
+                state["exp_avg"].copy_(window).div_(steps)
         self.walk = None
 
     def meet(self) -> None:
@@ -339,7 +343,7 @@ class ZeroOneAdamStep(OneBitStep):
         """How far it is, the same on every rank."""
         intervals = [[each.length, each.counted] for each in (self.exact, self.meeting)]
         walk = self.walk
-        numbers = [] if walk is None else [walk.rates, walk.kept, walk.steps]
+        numbers = [] if walk is None else [walk.rates, walk.kept]
         return {**super().state_dict(), "intervals": intervals, "frozen": self.frozen, "walk": numbers}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -347,11 +351,14 @@ class ZeroOneAdamStep(OneBitStep):
         super().load_state_dict(state)
         for interval, (length, counted) in zip((self.exact, self.meeting), state["intervals"], strict=True):
             interval.length, interval.counted = int(min(length, interval.longest)), counted
+            self.shrunk = interval.length / length  # the last one's: of meetings
         self.frozen, self.numbers = state["frozen"], state["walk"]
 
     def load_own(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore what `own_tensors` has returned; nothing means that it is given up."""
         super().load_own(tensors)
+        for tensor in self._loaded():
+            tensor.mul_(self.shrunk)
         self.walk = None
         if self.shared is not None:
             self._load_variance(self.shared, tensors)
