@@ -154,6 +154,26 @@ def test_what_they_would_do_without_a_word_is_refused(tmp_path: Path) -> None:
             assert "while each rank has parameters of its own: call meet()" in found[name], name
 
 
+def with_other_scales(comm: Any, folder: Path) -> list[str]:
+    """What a load says, of two optimizers: LAMB's errors are in other units then, Adam's are not."""
+    said = []
+    for kind in ("OneBitLamb", "OneBitAdam"):
+        engine, other = engine_of(kind), engine_of(kind, per_tensor_scales=False)
+        train(engine, comm.rank, range(9))
+        engine.save_checkpoint(folder, kind)
+        said.append(said_by(lambda other=other, kind=kind: other.load_checkpoint(folder, kind)))
+    other = engine_of("OneBitLamb", per_tensor_scales=False)
+    other.load_checkpoint(folder, "OneBitLamb", drop_errors=True)
+    train(other, comm.rank, range(9, 12))
+    return said
+
+
+def test_errors_in_other_units_are_refused(tmp_path: Path) -> None:
+    for lamb, adam in POOL.run(with_other_scales, 2, tmp_path):
+        assert "or per_tensor_scales: load_checkpoint with drop_errors=True gives them up" in lamb
+        assert adam == "nothing was said"
+
+
 def as_copied(comm: Any, kind: str) -> list[Tensor]:
     """Parameters after steps of a copy of model and optimizer, and of what comes out of a pickle."""
     found = []
@@ -200,6 +220,17 @@ def test_options_that_would_have_no_effect_are_refused(name: str, value: Any, re
             zero_full.OneBitAdam([{"params": [nn.Parameter(torch.ones(2))], name: value}])
     with pytest.raises(TypeError):
         engine.optimizer.base.model_options["freeze_step"] = 20
+
+
+def test_a_variance_in_parts_is_told_to_be_so() -> None:
+    optimizer = {"type": "ZeroOneAdam", "params": ZERO_ONE}
+    engine = zero_full.initialize(model=Two(), config=config(1, optimizer=optimizer))[0]
+    train(engine, 0, range(2))
+    weight = engine.module.a.weight
+    assert zero_full.safe_get_full_optimizer_state(weight, "exp_avg").shape == weight.shape
+    for call in (zero_full.safe_get_full_optimizer_state, zero_full.safe_get_local_optimizer_state):
+        with pytest.raises(KeyError, match="each rank keeps another part of 'exp_avg_sq'"):
+            call(weight, "exp_avg_sq")
 
 
 def with_masks(comm: Any, folder: Path) -> str:

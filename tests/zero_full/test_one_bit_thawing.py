@@ -1,6 +1,5 @@
-"""A frozen parameter is to be trained, or a trained one frozen, under 1-bit and 0/1 Adam: what helps, helps."""
+"""A frozen parameter is to be trained, or a trained one frozen, under 1-bit and 0/1 Adam, and what helps."""
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,7 @@ import pytest
 import torch
 
 import zero_full
-from tests.worlds import POOL, run_each
+from tests.worlds import run_each
 from tests.zero_full.one_bit_runs import SCHEDULES, Run, engine_of, everything, numbers, one_step, values_of
 from tests.zero_full.runs import said_by
 from tests.zero_full.test_one_bit import assert_alike
@@ -76,6 +75,32 @@ def test_who_thaws_too_late_loses_nothing_and_the_remedy_works(tmp_path: Path) -
             assert remedy in found["said"][0], (kind, stage, at)
             assert 0 < found["moved"] < 1, (kind, stage, at)
             assert_alike([ranks[0]["values"], found["values"]], "ranks after the remedy")
+
+
+def without_frozen(comm: Any, kind: str, at: int, folder: Path) -> bool:
+    """A trained parameter is to be frozen: whether it stays what it is when one does what the error says."""
+    engine = engine_of(Run(kind, trains_all=True))
+    for step in range(at):
+        with_frozen(engine, comm.rank, step)
+    engine.module.parts["frozen"].requires_grad_(False)
+    said = said_by(lambda: one_step(engine, comm.rank, at))
+    assert "which it is frozen and the optimizer is not given it" in said and "drop_errors=True" in said
+    engine.optimizer.zero_grad()
+    engine.save_checkpoint(folder / f"{kind} {at}")
+    new = engine_of(Run(kind, lists_frozen=False))
+    new.load_checkpoint(folder / f"{kind} {at}", drop_errors=True)
+    before = new.module.parts["frozen"].clone()
+    for step in range(at, at + 4):
+        one_step(new, comm.rank, step)
+    for each in (engine, new):
+        each.destroy()
+    return torch.equal(before, new.module.parts["frozen"])
+
+
+def test_who_freezes_what_was_trained_can_go_on_without_it(tmp_path: Path) -> None:
+    cases = [("OneBitAdam", 2, tmp_path), ("OneBitAdam", 6, tmp_path), ("OneBitLamb", 6, tmp_path)]
+    cases += [("ZeroOneAdam", at, tmp_path) for at in (2, 6, 9)]
+    assert run_each(without_frozen, 2, cases) == [[True, True]] * len(cases)
 
 
 SLOW = {

@@ -77,7 +77,7 @@ class OneBitOptimizer(Optimizer):
         super().add_param_group({**param_group, **self.checked({**self.defaults, **param_group})})
         group = self.param_groups[-1]
         if group.get(MASK) is not None:
-            group[MASK] = checked_masks(group[MASK], group["params"])
+            group[MASK] = _checked_masks(group[MASK], group["params"])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -94,7 +94,7 @@ def _refuse_fixed(options: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} cannot be {shown(options[name])}: {FIXED[name]}")
 
 
-def checked_masks(given: Any, params: Sequence[Tensor]) -> list[Tensor | None]:
+def _checked_masks(given: Any, params: Sequence[Tensor]) -> list[Tensor | None]:
     masks = [given] if isinstance(given, Tensor) and len(params) == 1 else given
     if not isinstance(masks, list | tuple) or len(masks) != len(params):
         raise ValueError(
@@ -153,11 +153,9 @@ class Fused:
 FEW = 8  # gradients: of less, the mean square is now and then far from what more of them would give
 WORKER, SERVER, MADE_FOR = "worker_error", "server_error", "made_for"
 OF_ERRORS = {WORKER: "worker", SERVER: "server", MADE_FOR: "made_for"}
-
-
 NEW_RUN = (
-    "Save a checkpoint, and load it with drop_errors=True in a new run, in which it is trained when initialize "
-    "is called; with a later var_freeze_step, if it would have few exact gradients until then"
+    "Save a checkpoint, and load it with drop_errors=True in a new run, in which it is trained when "
+    "initialize is called; with a later var_freeze_step, if it would have few exact gradients until then"
 )
 
 
@@ -194,8 +192,8 @@ class OneBitStep(Stepper):
         name = type(self.optimizer).__name__
         if self.steps >= self.learning:
             return (
-                f"{name} has frozen the variance after {self.learning} steps, so nobody would know how far to "
-                "step. Save a checkpoint, and load it without the optimizer's state "
+                f"{name} has frozen the variance after {self.learning} steps, so nobody would know how far "
+                "to step. Save a checkpoint, and load it without the optimizer's state "
                 "(load_optimizer_states=False) in a new run, in which it is trained from the beginning and "
                 "the variance is learned anew"
             )
@@ -213,11 +211,11 @@ class OneBitStep(Stepper):
         for number, group in enumerate(self.optimizer.param_groups):
             self.optimizer.checked(group)
             if group.get(MASK) is not None and self.by is None:
-                group[MASK] = checked_masks(group[MASK], group["params"])
+                group[MASK] = _checked_masks(group[MASK], group["params"])
             elif self.by is not None and group.get(MASK) is not self.masks[number]:
                 raise RuntimeError(
-                    f"{MASK} of parameter group {number} was changed after the first average at one bit, whose "
-                    "errors are those of what travelled until now. Save a checkpoint, and load it with "
+                    f"{MASK} of parameter group {number} was changed after the first average at one bit, "
+                    "whose errors are those of what travelled until now. Save a checkpoint, and load it with "
                     "drop_errors=True in a new run, whose optimizer has the other mask"
                 )
 
@@ -286,7 +284,7 @@ class OneBitStep(Stepper):
             raise RuntimeError(
                 f"{listed(late)}: no gradient has come while {type(self.optimizer).__name__} has learned the "
                 f"variance, of which it has frozen what there was before step {self.steps + 1}, so nobody "
-                "knows how far to step. Train what is trained from the beginning, or freeze the variance later"
+                "knows how far to step. Train it from the beginning, or freeze the variance later"
             )
         self.warn_of_few_updates()
 
@@ -298,9 +296,9 @@ class OneBitStep(Stepper):
         self.warned.update(few)
         if new and self.peers.place[0] == 0:
             log.warning(
-                "%s averages at one bit now, and some variances are of less than %d gradients: %s. Where these "
-                "happened to be small, steps are far too long. Go back to a checkpoint of before, and give "
-                "these parameters more steps with exact gradients",
+                "%s averages at one bit now, and some variances are of less than %d gradients: %s. Where "
+                "these happened to be small, steps are far too long. Go back to a checkpoint of before, and "
+                "give these parameters more steps with exact gradients",
                 type(self.optimizer).__name__,
                 FEW,
                 listed([f"{name} (of {few[name]})" for name in new]),
@@ -364,7 +362,8 @@ class OneBitStep(Stepper):
         if state.get("layout", layout) != layout:
             raise ValueError(
                 "the errors of its averages at one bit are those of other parameters, of parameters in other "
-                f"groups, or under another {MASK}"
+                f"groups, or under another {MASK} or per_tensor_scales: load_checkpoint with "
+                "drop_errors=True gives them up"
             )
 
     def load_own(self, tensors: Mapping[str, Tensor]) -> None:

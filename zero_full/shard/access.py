@@ -162,6 +162,8 @@ def _describe(mine: Tensor | None) -> tuple[int, torch.dtype, float] | None:
 def _state(place: ParameterPlace, key: str) -> Tensor | None:
     state = place.optimizer.base.state.get(place.piece.master, {}) if place.piece is not None else {}
     value = state.get(key)
+    if key in (entry for _, entry, _, _ in place.optimizer.contents.stepper.cut_state()):
+        raise KeyError(f"each rank keeps another part of {key!r}: a checkpoint has all of it")
     if state and value is None:
         raise KeyError(f"the optimizer keeps no {key!r} for {place.member.name}, only {', '.join(state)}")
     return value if value is None or isinstance(value, Tensor) else torch.tensor(float(value))
