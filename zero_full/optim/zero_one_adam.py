@@ -57,8 +57,7 @@ class ZeroOneAdam(OneBitOptimizer):
     is alone leaves its momentum as it is between exact averages; the decay is part of the walk, and so of
     the momentum after it; errors of walks are added to others at another learning rate as they are, so that
     the momentum grows when the rate falls; ranks differ by rounding after they have met; one scale for a
-    whole group; each
-    rank clips by its own norm; a resumed run begins its intervals anew.
+    whole group; each rank clips by its own norm; a resumed run begins its intervals anew.
     """
 
     def __init__(
