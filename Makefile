@@ -92,6 +92,7 @@ bench: .venv/ready  ## kernels, step times, collectives, checkpoints, optimizers
 	$(BIN)/python -m tests.bench.compression bytes | tee build/bench/compression_bytes.md
 	$(BIN)/python -m tests.bench.compression link | tee build/bench/compression_link.md
 	$(BIN)/python -m tests.bench.optimizers | tee build/bench/optimizers.md
+	$(BIN)/python -m tests.bench.scales | tee build/bench/scales.md
 	$(BIN)/python -W ignore -m tests.bench.step_time --no-overlap | tee build/bench/step_time.md
 
 bench-gpu: export ZERO_FULL_KERNELS = all

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from zero_full.engine import Engine
     from zero_full.entry import initialize
     from zero_full.launch import add_config_arguments, init_distributed
-    from zero_full.offload import DeviceTier, HostTier
+    from zero_full.offload import BlockTier, DeviceTier, HostTier
     from zero_full.optim import (
         Average,
         Lamb,
@@ -93,7 +93,7 @@ _WHERE = {
     "zero_full.engine": ("Engine",),
     "zero_full.entry": ("initialize",),
     "zero_full.launch": ("add_config_arguments", "init_distributed"),
-    "zero_full.offload": ("DeviceTier", "HostTier"),
+    "zero_full.offload": ("BlockTier", "DeviceTier", "HostTier"),
     "zero_full.optim": (
         *("Average", "Lamb", "Lion", "Muon", "OneBitAdam", "OneBitLamb", "Peers", "Piece", "Stepper"),
         *("Whole", "WholeRule", "ZeroOneAdam", "muon_groups"),
@@ -121,6 +121,7 @@ _WHERE = {
 _MODULE_OF = {name: module for module, names in _WHERE.items() for name in names}
 __all__ = [
     "Average",
+    "BlockTier",
     "CheckpointError",
     "CommunicationError",
     "Config",

@@ -163,6 +163,8 @@ def assemble(model: nn.Module, topology: Topology, prepared: Prepared) -> ZeroOp
     deferred.meet(groups.dense)
     if groups.expert is not None and deferred.parameters:
         raise ValueError("experts are initialised differently on each rank: construct them without Init")
+    tier = attempt(partial(_open, base, settings, groups.dense.shard.size), topology)
+    settings = replace(settings, tier=tier)
     parts = Dealer(base.param_groups, topology, groups, settings, deferred.parameters).deal(model)
     if deferred.parameters:
         attempt(partial(deferred.fill, parts.fill), topology)
@@ -173,6 +175,22 @@ def assemble(model: nn.Module, topology: Topology, prepared: Prepared) -> ZeroOp
     for path in deferred.weights:
         load_weights(model, optimizer, path)
     return optimizer
+
+
+def _open(base: torch.optim.Optimizer, settings: Settings, ranks: int) -> Tier:
+    """The tier with what it needs, and room for what this host's ranks will keep there."""
+    tier, dtypes = settings.tier.open(), settings.dtypes
+    need, moments = 0, isinstance(base, torch.optim.Adam)  # and AdamW
+    for param in (p for group in base.param_groups for p in group["params"] if p.is_floating_point()):
+        master = dtypes.master_of(dtypes.of(param.dtype))
+        held = master.itemsize + 2 * moments * dtypes.moments_of(master).itemsize
+        need += -(-param.numel() * held // ranks)
+    try:
+        tier.refuse_too_little(need * int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    except BaseException:
+        tier.close()
+        raise
+    return tier
 
 
 def _refuse_split(model: nn.Module, base: torch.optim.Optimizer, topology: Topology) -> None:

@@ -1,5 +1,6 @@
 """From a configuration to what the runtime is made of. Nothing is built here."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -8,8 +9,8 @@ from torch import nn
 
 from zero_full.config import Config, LeafModuleConfig
 from zero_full.config.report import entries
-from zero_full.config.schema import ZeroConfig
-from zero_full.offload import DeviceTier, HostTier, Tier
+from zero_full.config.schema import AioConfig, ZeroConfig
+from zero_full.offload import BlockTier, DeviceTier, HostTier, Tier
 from zero_full.precision import Dtypes, DynamicScale, StaticScale
 from zero_full.precision.dtypes import NAMES
 from zero_full.shard import Gathering, Settings
@@ -57,7 +58,7 @@ def settings_of(config: Config) -> Settings:
             wrap=partial(is_leaf, zero.leaf_module),
         ),
         sub_group_numel=zero.sub_group_size,
-        tier=_tier(zero),
+        tier=_tier(zero, config.aio),
         shared_memory=config.shared_memory,
         check_timeout_s=config.debug.timeout_s if config.debug.check_collectives else None,
         allow_untested=config.zero_allow_untested_optimizer,
@@ -70,12 +71,15 @@ def shard_ranks_of(config: Config, data_ranks: int) -> int | None:
     return zero.mics_shard_size if zero.mics_shard_size > 0 and zero.stage > 0 and data_ranks > 1 else None
 
 
-def _tier(zero: ZeroConfig) -> Tier:
+def _tier(zero: ZeroConfig, aio: AioConfig) -> Tier:
     """Where masters and the optimizer's state wait. At stage 0, which a plan may compare, on the device."""
     offload = zero.offload_optimizer
     if offload is None or offload.device == "none" or zero.stage == 0:
         return DeviceTier()
-    return HostTier(offload.pin_memory)
+    if offload.device == "cpu" or offload.nvme_path is None:
+        return HostTier(offload.pin_memory)
+    made = BlockTier(offload.pin_memory, offload.nvme_path, block_bytes=aio.block_size)
+    return made if aio.intra_op_parallelism is None else replace(made, threads=aio.intra_op_parallelism)
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

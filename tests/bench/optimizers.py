@@ -86,6 +86,11 @@ class Found:
 
 def train(comm: Any, row: Row, seed: int) -> Found:
     """One seed of a row, as one rank sees it."""
+    return trained(engine_of(row, seed), comm, row, seed)
+
+
+def engine_of(row: Row, seed: int) -> zero_full.Engine:
+    """A new one."""
     config = {
         "train_micro_batch_size_per_gpu": row.batch,
         "gradient_clipping": 1.0,
@@ -95,10 +100,13 @@ def train(comm: Any, row: Row, seed: int) -> Found:
             "params": {"total_num_steps": row.steps, "warmup_num_steps": WARMUP, "cos_min_ratio": 0.1},
         },
     }
-    text = load_text()
+    return zero_full.initialize(model=GPT(CONFIG, seed), config=config)[0]
+
+
+def trained(engine: zero_full.Engine, comm: Any, row: Row, seed: int) -> Found:
+    """What its training from a seed finds. The engine is destroyed."""
+    text, model = load_text(), engine.module
     cut = len(text) * 9 // 10
-    model = GPT(CONFIG, seed)
-    engine = zero_full.initialize(model=model, config=config)[0]
     generator = torch.Generator().manual_seed(1000 * seed + comm.rank)
     found = Found(curves=[[]], numel=sum(p.numel() for p in model.parameters()))
     before = sum(engine.traffic().values())
@@ -147,18 +155,18 @@ def rate_of(row: Row) -> str:
     return ", ".join(f"{row.params[name]:g}" for name in RATES if name in row.params)
 
 
-def report(found: dict[str, Found], seeds: list[int]) -> str:
-    """The table: how far a row's mean is from that of the row it is compared with, and that one's noise."""
-    head = ["optimizer", "lr", "batch", "steps", *(f"seed {seed}" for seed in seeds), "mean", "range"]
+def report(found: dict[str, Found]) -> str:
+    """The table: how far a row's mean is from that of the row it is compared with, and all seeds' range."""
     rows = []
     for name, one in found.items():
         row, ends = ROWS[name], one.ends
-        told = [name, rate_of(row), str(row.batch * WORLD), str(row.steps), *(f"{x:.3f}" for x in ends)]
+        told = [name, rate_of(row), str(row.batch * WORLD), str(row.steps)]
         base = found.get(row.compared_with)
         apart = "" if base is None or base is one else f"{mean(ends) - mean(base.ends):+.3f}"
-        spread = f"{max(ends) - min(ends):.3f}"
-        rows.append([*told, f"{mean(ends):.3f}", spread, apart, f"{one.sent:.3f}"])
-    return interleave.table([*head, "mean - Adam's", "B/p and step"], rows)
+        seeds = f"{min(ends):.3f} to {max(ends):.3f}"
+        rows.append([*told, f"{mean(ends):.3f}", seeds, apart, f"{one.sent:.3f}"])
+    head = ["optimizer", "lr", "batch", "steps", "mean", "seeds", "- Adam's", "B/p and step"]
+    return interleave.table(head, rows)
 
 
 def tune(seeds: list[int], names: list[str], limit: float) -> None:
@@ -189,7 +197,7 @@ def main() -> None:
     found = measure({name: ROWS[name] for name in asked.rows}, asked.seeds, asked.limit)
     numel = next(iter(found.values())).numel
     print(f"{numel:,} parameters, {WORLD} ranks, loss on text that was not trained on\n")
-    print(report(found, asked.seeds))
+    print(report(found))
     curves = {
         name: {"steps": one.steps, "losses": [[round(loss, 4) for loss in curve] for curve in one.curves]}
         for name, one in found.items()

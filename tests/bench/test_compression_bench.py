@@ -7,7 +7,7 @@ from statistics import median
 import pytest
 import torch
 
-from tests.bench import compression, limited_steps, link, optimizers, volume
+from tests.bench import compression, limited_steps, link, optimizers, scales, volume
 from tests.bench.limited_steps import ADAM_ROW, ALONE, EVERY, IN_16, ONE_BIT_ROW, Found, Plan
 from tests.bench.optimizers import Row
 from tests.worlds import POOL, run_each
@@ -164,3 +164,28 @@ def test_every_row_is_compared_with_one_of_its_steps_and_batches() -> None:
         other = optimizers.ROWS[row.compared_with]
         assert (row.batch, row.steps) == (other.batch, other.steps), name
         assert row.steps % optimizers.LOOK == 0
+
+
+def test_all_kinds_of_scales_are_heard_and_nothing_changes_by_it() -> None:
+    row = Row("OneBitAdam", {"lr": 1e-3, "freeze_step": 10}, "Adam", batch=2, steps=20)
+    ranks = [each[0] for each in run_each(scales.train, 2, [(row, 0, kind) for kind in scales.KINDS])]
+    assert ranks[0][0].curves == run_each(optimizers.train, 2, [(row, 0)])[0][0].curves
+    assert len({found.ends[0] for found, _ in ranks}) == len(scales.KINDS)
+    heard = [unsaid for _, unsaid in ranks]
+    assert all(len(each.whole) == len(each.each) == 10 for each in heard)
+    by_root, by_size = heard[0].each[0], heard[1].each[0]  # when all are asked for the same
+    for one, other in zip(by_root, by_size, strict=True):  # by their closed forms, from mean size over root
+        assert other**2 == pytest.approx(1 - (1 - one**2 / 2) ** 2, abs=1e-4)
+    assert heard[2].each[0] != by_root != heard[3].each[0]
+
+
+def test_the_table_of_scales_compares_seed_by_seed() -> None:
+    unsaid = scales.Unsaid([1.0, 2.0, 3.0], [[1.0, 4.0], [2.0, 5.0], [0.0, 6.0]])
+    ends = [[2.0, 3.0], [2.5, 3.25], [2.0, 2.0], [2.0, 3.0]]
+    lines = {kind: scales.Line(each, unsaid) for kind, each in zip(scales.KINDS, ends, strict=True)}
+    rows = [
+        [cell.strip() for cell in row.split("|")[2:-1]] for row in scales.report({"x": lines}).splitlines()
+    ]
+    assert rows[2] == ["one each, rms", "2.500", "", "", "2.00", "5.00"]
+    assert rows[3] == ["one each, mean size", "2.875", "+0.375", "+0.250 to +0.500", "2.00", "5.00"]
+    assert rows[4][2:4] == ["-0.500", "-1.000 to +0.000"]

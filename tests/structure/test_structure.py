@@ -22,7 +22,7 @@ ROOMS = {  # and a room of zero_full only itself and these; what is not named ma
     "layout": set(),
     "config": {"wording"},
     "optim": {"_compat", "kernels", "precision", "wording"},
-    "offload": set(),
+    "offload": {"_compat", "comm", "kernels", "wording"},
     "data": {"_compat"},
     "migrate": {"config", "engine", "optim"},
     "launch": {"_compat", "comm"},

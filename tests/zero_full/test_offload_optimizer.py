@@ -1,5 +1,6 @@
 """`offload_optimizer`: masters and the optimizer's state wait on the host, and every bit is the same."""
 
+import tempfile
 from typing import Any
 
 import pytest
@@ -23,28 +24,40 @@ OPTIMIZERS = {
     "AdamW": {"lr": 0.01, "weight_decay": 0.1},
     "SGD": {"lr": 0.01, "momentum": 0.9},
     "Lamb": {"lr": 0.05, "weight_decay": 0.1},
+    "Lion": {"lr": 0.01, "weight_decay": 0.1},
+    "Muon": {"muon_lr": 0.02, "adam_lr": 0.01},
 }
-PAIRS = [*((precision, "AdamW") for precision in KEYS), ("fp32", "SGD"), ("bf16", "SGD"), ("bf16", "Lamb")]
+KINDS = {"none": "optimizer", "cpu": "host", "nvme": "disk"}
+PAIRS = [
+    *((precision, "AdamW") for precision in KEYS),
+    ("fp32", "SGD"),
+    ("bf16", "SGD"),
+    ("bf16", "Lamb"),
+    ("fp32", "Lion"),
+    ("fp32", "Muon"),
+]
 CUT = {"stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 100, "sub_group_size": 60}
 
 
-def on_host(stage: int, host: bool, **keys: Any) -> dict[str, Any]:
-    """A config; at stage 3 every parameter is cut, and stepped in several sub-groups."""
-    zero = {"stage": stage, **(CUT if stage == 3 else {})}
-    if host:
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+def waiting(stage: int, device: str, **keys: Any) -> dict[str, Any]:
+    """A config; every parameter is cut at stage 3, and state is stepped in several parts."""
+    zero = {"stage": stage, **(CUT if stage == 3 else {}), "reduce_bucket_size": 150}
+    section = {"device": device, "pin_memory": True}
+    if device == "nvme":
+        section["nvme_path"] = tempfile.gettempdir()
+    zero["offload_optimizer"] = section
     return config(stage, zero_optimization=zero, **keys)
 
 
-def written_and_resumed(comm: Any, stage: int, host: bool, keys: dict[str, Any]) -> dict[str, Tensor]:
+def written_and_resumed(comm: Any, stage: int, device: str, keys: dict[str, Any]) -> dict[str, Tensor]:
     """What a loop does: steps, writes to parameters and masters, state saved and loaded, a layer thawed."""
     torch.manual_seed(0)
     model = Net()
     model.layers[2].requires_grad_(False)
     groups = [{"params": list(model.parameters())}]
     section = keys["optimizer"]
-    base = build_optimizer(section["type"], section["params"], groups)
-    engine, *_ = zero_full.initialize(model=model, optimizer=base, config=on_host(stage, host, **keys))
+    base = build_optimizer(section["type"], section["params"], groups, model)
+    engine, *_ = zero_full.initialize(model=model, optimizer=base, config=waiting(stage, device, **keys))
     dtype = next(engine.parameters()).dtype
 
     def go(step: int) -> None:
@@ -70,33 +83,33 @@ def written_and_resumed(comm: Any, stage: int, host: bool, keys: dict[str, Any])
     found |= {key: each["values"] for key, each in state["tensors"].items()}
     found |= {f"{entry} of {key}": n for key, each in state["numbers"].items() for entry, n in each.items()}
     holdings = engine.optimizer.holdings()
-    assert ("host" in holdings, "optimizer" in holdings) == (host, not host)
+    assert KINDS[device] in holdings and not holdings.keys() & (set(KINDS.values()) - {KINDS[device]})
     engine.destroy()
     return found
 
 
-def both(comm: Any, stage: int) -> list[tuple[str, dict[str, Tensor], dict[str, Tensor]]]:
-    """Without and with offloading, for each precision and optimizer."""
+def all_three(comm: Any, stage: int) -> list[tuple[str, list[dict[str, Tensor]]]]:
+    """Wherever state waits, for each precision and optimizer."""
     found = []
     for precision, kind in PAIRS:
         more = {**KEYS[precision], "optimizer": {"type": kind, "params": OPTIMIZERS[kind]}}
-        beside, away = (written_and_resumed(comm, stage, host, more) for host in (False, True))
-        found.append((f"{precision}, {kind}", beside, away))
+        found.append((f"{precision}, {kind}", [written_and_resumed(comm, stage, at, more) for at in KINDS]))
     return found
 
 
 @pytest.mark.parametrize(("world", "stage"), [(1, 2), (3, 1), (3, 2), (3, 3)])
-def test_state_on_the_host_changes_no_bit(world: int, stage: int) -> None:
-    for cases in POOL.run(both, world, stage):
-        for name, beside, away in cases:
-            assert list(beside) == list(away), name
-            for key, value in beside.items():
-                assert torch.equal(away[key], value), f"{name}: {key}"
+def test_state_elsewhere_changes_no_bit(world: int, stage: int) -> None:
+    for cases in POOL.run(all_three, world, stage):
+        for name, (beside, *others) in cases:
+            for place, away in zip(("host", "disk"), others, strict=True):
+                assert list(beside) == list(away), name
+                for key, value in beside.items():
+                    assert torch.equal(away[key], value), f"{name} on the {place}: {key}"
 
 
-def bytes_held(comm: Any, stage: int, host: bool, keys: dict[str, Any]) -> tuple[dict[str, int], set[int]]:
+def bytes_held(comm: Any, stage: int, device: str, keys: dict[str, Any]) -> tuple[dict[str, int], set[int]]:
     """By kind, after a step; and where parameters and host state lie."""
-    engine, *_ = zero_full.initialize(model=Net(), config=on_host(stage, host, **keys))
+    engine, *_ = zero_full.initialize(model=Net(), config=waiting(stage, device, **keys))
     dtype = next(engine.parameters()).dtype
     for micro in range(engine.gradient_accumulation_steps()):
         engine.backward(engine(data(0, micro, comm.rank, dtype)))
@@ -104,31 +117,33 @@ def bytes_held(comm: Any, stage: int, host: bool, keys: dict[str, Any]) -> tuple
     holdings = engine.optimizer.holdings()
     held = {kind: sum(t.nbytes for t in tensors) for kind, tensors in holdings.items()}
     on_device = {t.untyped_storage().data_ptr() for t in holdings["parameters"] + holdings["gradients"]}
-    shared = {t.untyped_storage().data_ptr() for t in holdings.get("host", [])} & on_device
+    shared = {t.untyped_storage().data_ptr() for t in holdings.get(KINDS[device], [])} & on_device
     engine.destroy()
     return held, shared
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16 masters"])
-def test_the_device_keeps_neither_masters_nor_moments(stage: int, precision: str) -> None:
-    beside = POOL.run(bytes_held, 2, stage, False, KEYS[precision])
-    away = POOL.run(bytes_held, 2, stage, True, KEYS[precision])
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_the_device_keeps_neither_masters_nor_moments(stage: int, precision: str, device: str) -> None:
+    kind = KINDS[device]
+    beside = POOL.run(bytes_held, 2, stage, "none", KEYS[precision])
+    away = POOL.run(bytes_held, 2, stage, device, KEYS[precision])
     for (before, _), (after, shared) in zip(beside, away, strict=True):
         assert not shared and "optimizer" not in after
         assert after["parameters"] == before["parameters"] and after["gradients"] == before["gradients"]
         owned = sum(p.numel() for p in Net().parameters()) // 2
         size = 2 if precision == "bf16 masters" else 4
         has_master = precision == "bf16"
-        extra = 0 if has_master else after["host"] - before["optimizer"]
-        assert after["host"] == before["optimizer"] + extra
+        extra = 0 if has_master else after[kind] - before["optimizer"]
+        assert after[kind] == before["optimizer"] + extra
         assert has_master or owned * size <= extra <= (owned + 64) * size, "a master of its own"
 
 
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"device": "nvme", "nvme_path": "/tmp"}, "NVMe has not landed"),
+        ({"device": "nvme"}, "nvme_path: give the directory of a fast disk"),
         ({"device": "cpu", "ratio": 0.5}, "ratio"),
         ({"device": "cpu", "super_offload": True}, "super_offload"),
     ],
@@ -141,19 +156,20 @@ def test_what_is_not_here_is_an_error(section: dict[str, Any], message: str) -> 
 
 def test_stage_0_has_nothing_to_offload() -> None:
     with pytest.raises(ConfigError, match="stage 0 keeps the optimizer"):
-        resolve(on_host(0, True), 1)
+        resolve(waiting(0, "cpu"), 1)
 
 
-def test_what_only_nvme_reads_is_said_to_be_idle() -> None:
-    section = {"device": "cpu", "buffer_count": 5, "fast_init": True, "pin_memory": False}
-    warnings = resolve(config(2, zero_optimization={"stage": 2, "offload_optimizer": section}), 1).warnings
-    for key in ("buffer_count", "fast_init"):
-        assert any(f"offload_optimizer.{key}" in line for line in warnings)
+def test_what_has_no_effect_is_said_to_be_idle() -> None:
+    section = {"device": "cpu", "buffer_count": 5, "fast_init": True, "pin_memory": False, "nvme_path": "/x"}
+    told = config(2, zero_optimization={"stage": 2, "offload_optimizer": section}, aio={"queue_depth": 4})
+    warnings = resolve(told, 1).warnings
+    for key in ("offload_optimizer.buffer_count", "fast_init", "nvme_path", "aio.queue_depth"):
+        assert any(key in line for line in warnings), key
 
 
 def test_a_model_without_a_trained_parameter_has_nothing_on_the_host() -> None:
     model = nn.Linear(2, 2).requires_grad_(False)
-    keys = on_host(1, True)
+    keys = waiting(1, "cpu")
     del keys["optimizer"]
     engine, *_ = zero_full.initialize(model=model, config=keys)
     assert_same({"y": engine(torch.ones(1, 2)).detach()}, {"y": model(torch.ones(1, 2)).detach()})

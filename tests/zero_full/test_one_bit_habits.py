@@ -222,17 +222,6 @@ def test_options_that_would_have_no_effect_are_refused(name: str, value: Any, re
         engine.optimizer.base.model_options["freeze_step"] = 20
 
 
-def test_a_variance_in_parts_is_told_to_be_so() -> None:
-    optimizer = {"type": "ZeroOneAdam", "params": ZERO_ONE}
-    engine = zero_full.initialize(model=Two(), config=config(1, optimizer=optimizer))[0]
-    train(engine, 0, range(2))
-    weight = engine.module.a.weight
-    assert zero_full.safe_get_full_optimizer_state(weight, "exp_avg").shape == weight.shape
-    for call in (zero_full.safe_get_full_optimizer_state, zero_full.safe_get_local_optimizer_state):
-        with pytest.raises(KeyError, match="each rank keeps another part of 'exp_avg_sq'"):
-            call(weight, "exp_avg_sq")
-
-
 def with_masks(comm: Any, folder: Path) -> str:
     def made(masked: bool) -> Any:
         model = Two()

@@ -12,6 +12,7 @@ from tests.worlds import POOL, run_each
 from tests.zero_full.one_bit_runs import Run, engine_of, everything, one_step, values_of
 from tests.zero_full.runs import said_by
 from tests.zero_full.test_one_bit import KINDS, PHASES, assert_alike
+from zero_full.__main__ import main
 
 BY = ("state_dict", "checkpoint")
 
@@ -169,6 +170,45 @@ def test_a_variance_in_parts_is_saved_whole_and_loaded_at_other_ranks_and_stages
             assert torch.equal(values.reshape(-1), want), name
     for held in (parts[:2], parts[2:3], parts[3:6]):
         assert sum(v.numel() for each in held for v in each.values()) == sum(map(len, whole.values()))
+
+
+def read(comm: Any, folder: Path, stage: int) -> dict[str, Any]:
+    """What people are told of a run and its state after four steps, two of them exact."""
+    engine = engine_of(Run("ZeroOneAdam", stage=stage))
+    weights = dict(engine.module.parts.items())
+    found: dict[str, Any] = {"before": zero_full.safe_get_full_optimizer_state(weights["tall"], "exp_avg_sq")}
+    for step in range(4):
+        one_step(engine, comm.rank, step)
+    for name in ("tall", "large", "scalar", "unused"):
+        found[name] = zero_full.safe_get_full_optimizer_state(weights[name], "exp_avg_sq")
+    found["stage"] = engine.zero_optimization_stage()
+    engine.save_checkpoint(folder, tag="here")
+    one = weights["large"]
+    for call, said in {
+        "local": lambda: zero_full.safe_get_local_optimizer_state(one, "exp_avg_sq"),
+        "set": lambda: zero_full.safe_set_full_optimizer_state(one, torch.zeros_like(one), "exp_avg_sq"),
+        "unknown": lambda: zero_full.safe_get_full_optimizer_state(one, "exp_avg_cubed"),
+    }.items():
+        found[call] = said_by(said)
+    engine.destroy()
+    return found
+
+
+def test_a_variance_in_parts_is_read_whole_and_its_run_says_its_stage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    by_stage = {stage: POOL.run(read, 3, tmp_path / str(stage), stage) for stage in (0, 1)}
+    for stage, ranks in by_stage.items():
+        for found in ranks:
+            assert found["before"] is found["unused"] is None and found["stage"] == stage
+            assert "keeps no 'exp_avg_cubed'" in found["unknown"]
+            for name in ("tall", "large", "scalar"):
+                assert torch.equal(found[name], by_stage[0][0][name]) and found[name].any(), name
+        assert main(["inspect", str(tmp_path / str(stage))]) == 0
+        assert f" stage {stage} " in " ".join(capsys.readouterr().out.split())
+    for found in by_stage[1]:
+        for call in ("local", "set"):
+            assert "exp_avg_sq of parts.large: ZeroOneAdam has cut it over the ranks by itself" in found[call]
 
 
 def of_another_stage(comm: Any) -> str:

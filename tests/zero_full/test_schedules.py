@@ -1,5 +1,6 @@
 """The learning-rate schedules against closed forms, torch's schedules and themselves after a restart."""
 
+import copy
 import math
 import warnings
 from collections.abc import Callable
@@ -8,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR, StepLR
+from torch.optim.lr_scheduler import CyclicLR, LambdaLR, OneCycleLR, StepLR
 
+import zero_full
+from tests.zero_full.runs import config
 from zero_full.optim import OneCycle, Schedule, WarmupCosineLR, WarmupDecayLR, WarmupLR, build_scheduler
 from zero_full.optim.schedules import OURS
 
@@ -339,6 +342,32 @@ def test_torchs_schedules_come_by_name() -> None:
     made = build_scheduler("OneCycleLR", {"max_lr": [1.0, 2.0], "total_steps": 1, "cycle_momentum": 0}, short)
     short.step()
     made.step()
+
+
+def test_those_of_a_momentum_move_the_rates_of_muon_only_and_want_to_be_told() -> None:
+    params: dict[str, Any] = {"max_lr": 0.4, "total_steps": 90}
+
+    def engine() -> Any:
+        chosen = {"type": "Muon", "params": {"momentum": 0.8}}
+        keys = config(0, optimizer=chosen, scheduler={"type": "OneCycleLR", "params": params})
+        return zero_full.initialize(model=nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), config=keys)[0]
+
+    with pytest.raises(ValueError, match=r"params: OneCycleLR.* cannot be stepped: .*cycle_momentum"):
+        engine()
+    params["cycle_momentum"] = False
+    made, seen = engine(), []
+    for _ in range(4):
+        made.backward(made(torch.ones(2, 4)).square().sum())
+        made.step()
+        seen.append(made.get_lr()[0])
+    assert seen == sorted(seen) and seen[0] < seen[-1]
+    copied = copy.deepcopy(made.optimizer.base)
+    copied.add_param_group({"params": [nn.Parameter(torch.ones(3, 3))], "use_muon": True})
+    assert [group.get("momentum") for group in copied.param_groups] == [0.8, None, 0.8]
+    for used in (made.optimizer, copied):
+        for kind in (OneCycleLR, CyclicLR):
+            with pytest.raises(ValueError, match="cycle_momentum"):
+                kind(used, 0.1, 10)
 
 
 def test_the_factory_knows_ours_by_their_names() -> None:

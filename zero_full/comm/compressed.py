@@ -9,9 +9,11 @@ error becomes what was wanted minus what was said. So for all calls together, el
 
 and nothing is lost, it only comes late. All ranks unpack the same bytes, so results have the same bits.
 
-A scale is the root of the mean square, or with `l1` the mean size, of what was wanted of a tensor: for all
-of it at a rank, for its part in the chunk at a server. Elements in no tensor, and those that a mask leaves
-out, do not travel, do not count, and have no errors: their average is zero.
+A scale is the root of the mean square of what was wanted of a tensor, and with `l1` its mean size: for all
+of it at a rank, for its part in the chunk at a server. The mean size leaves least unsaid of one call. But it
+is the smaller one, so what is large comes later, and after many calls there is more to say: all optimizers
+here take the root (`tests/bench/scales.py` has measured both). Elements in no tensor, and those that a mask
+leaves out, do not travel, do not count, and have no errors: their average is zero.
 
 A rank that is alone has nothing to send, hence nothing to lose: its average is an exact copy, and there are
 no errors to keep.
@@ -107,8 +109,8 @@ class CompressedReduce:
     """Averages a flat buffer of `numel` elements over the ranks. See [Note: one bit].
 
     `tensors`: their ranges in it, ascending; each has a scale of its own. None: all of it is one, as in
-    DeepSpeed. `mask`: bool, False where an element must stay zero; it is kept, a byte for each element. All
-    ranks make one with the same of all.
+    DeepSpeed. `mask`: bool, False where an element must stay zero; it is kept, a byte for each element.
+    `l1`: scales are mean sizes, and not roots of mean squares. All ranks make one with the same of all.
     """
 
     def __init__(

@@ -124,8 +124,8 @@ class Thread:
 
     stops_host = True
 
-    def __init__(self) -> None:
-        self.worker = ThreadPoolExecutor(1, thread_name_prefix="zero_full-collectives")
+    def __init__(self, name: str = "zero_full-collectives") -> None:
+        self.worker = ThreadPoolExecutor(1, thread_name_prefix=name)
 
     def submit(self, job: Job, tensors: Iterable[Tensor], producers: Iterable[Any]) -> Pending:
         """Queue the job for the thread."""

@@ -175,12 +175,12 @@ def _clashes(config: Config, world_size: int) -> Iterator[str]:
             "share the parameters; give the number of ranks on a node, or 1 for no second partition"
         )
     offload = config.zero_optimization.offload_optimizer
-    if offload is not None and offload.device == "nvme":
+    if offload is not None and offload.device == "nvme" and not offload.nvme_path:
         yield (
-            "zero_optimization.offload_optimizer.device: state that waits on NVMe has not landed yet; "
-            'use "cpu"'
+            "zero_optimization.offload_optimizer.nvme_path: give the directory of a fast disk in which state "
+            'is to wait, or use the device "cpu"'
         )
-    if offload is not None and offload.device == "cpu" and stage == 0:
+    if offload is not None and offload.device != "none" and stage == 0:
         yield (
             "zero_optimization.offload_optimizer.device: stage 0 keeps the optimizer's state beside the "
             'parameters; use stage 1, 2 or 3, or the device "none"'
@@ -211,6 +211,12 @@ def _idle_together(config: Config) -> Iterator[str]:
             "prescale_gradients divides by the world size before the reduction"
         )
     zero = config.zero_optimization
+    offload = zero.offload_optimizer
+    if offload is not None and offload.nvme_path is not None and offload.device != "nvme":
+        yield (
+            f"zero_optimization.offload_optimizer.nvme_path = {report.shown(offload.nvme_path)} has no "
+            f'effect: the device is "{offload.device}"'
+        )
     if zero.stage == 0 and zero.mics_shard_size > 0:
         yield (
             f"zero_optimization.mics_shard_size = {zero.mics_shard_size} has no effect: "

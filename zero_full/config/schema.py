@@ -40,7 +40,8 @@ STAGE3 = Remark("only stage 3 reads it", refuses=False, below_stage=3)
 UNITS = idle("units are chosen by size; name others in leaf_module")
 OFFLOAD = "offloading parameters has not landed in zero_full yet; they stay on the device of the model"
 OLD_OFFLOAD = 'deprecated; write "offload_optimizer": {"device": "cpu"}'
-ONLY_NVME = idle('only the device "nvme" reads it, which has not landed in zero_full yet')
+BLOCKS = idle("each thread moves one block at a time: see intra_op_parallelism and block_size")
+OVERLAPPED = idle("reading, stepping and writing go on at the same time, with two parts in memory")
 NO_OFFLOAD = idle("only offloading reads it, and that has not landed in zero_full yet")
 AUTO_TP = missing("tensor parallelism has not landed", "autotp_size", when=lambda ranks: ranks > 1)
 NO_MONITOR = idle("no metrics are written; log what the engine returns with a logger of yours", "enabled")
@@ -160,15 +161,29 @@ class OffloadOptimizerConfig(Strict):
     """Where the optimizer's state waits."""
 
     device: Literal["none", "cpu", "nvme"] = "none"
-    nvme_path: Annotated[str | None, ONLY_NVME] = None
-    buffer_count: Annotated[Count, ONLY_NVME] = 4
+    nvme_path: str | None = None
+    buffer_count: Annotated[Count, OVERLAPPED] = 4
     pin_memory: Flag = True
-    pipeline_read: Annotated[Flag, ONLY_NVME] = False
-    pipeline_write: Annotated[Flag, ONLY_NVME] = False
-    fast_init: Annotated[Flag, ONLY_NVME] = False
+    pipeline_read: Annotated[Flag, OVERLAPPED] = False
+    pipeline_write: Annotated[Flag, OVERLAPPED] = False
+    fast_init: Annotated[Flag, idle("state is made when it is stepped for the first time")] = False
     ratio: Annotated[Amount, missing("all of the optimizer's state waits there; use 1")] = 1.0
     super_offload: Annotated[Flag, missing("it has not landed in zero_full yet")] = False
     cpuadam_cores_perc: Annotated[Amount, idle("OMP_NUM_THREADS says how many cores step")] = 0.8
+
+
+class AioConfig(Strict):
+    """How state that waits in files is read and written."""
+
+    block_size: Count = 2**20
+    intra_op_parallelism: Count | None = None
+    thread_count: Annotated[Count | None, idle("its name is intra_op_parallelism now")] = None
+    queue_depth: Annotated[Count, BLOCKS] = 8
+    single_submit: Annotated[Flag, BLOCKS] = False
+    overlap_events: Annotated[Flag, BLOCKS] = True
+    use_gds: Annotated[Flag, idle("state is stepped on the host, so it is read into the host's memory")] = (
+        False
+    )
 
 
 class LeafModuleConfig(Strict):
@@ -337,7 +352,7 @@ class Config(Strict):
     wandb: Annotated[Section, NO_MONITOR] = {}
     csv_monitor: Annotated[Section, NO_MONITOR] = {}
     comet: Annotated[Section, NO_MONITOR] = {}
-    aio: Annotated[Section, NO_OFFLOAD] = {}
+    aio: AioConfig = AioConfig()
     nebula: Annotated[
         Given, removed("0.19.7", "checkpoints have one writer here; remove the section", "enabled")
     ] = {}

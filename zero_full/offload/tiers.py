@@ -3,20 +3,42 @@
 [Note: tiers] Owned state is made in a tier's `room`, and the optimizer steps it there. Before a step
 `fetch` brings an averaged gradient to where the state is, and afterwards `put_away` sends the new values of
 the parameters' slice back. With state on the host (ZeRO-Offload) the device holds neither masters nor
-moments, and what travels are gradients one way and parameters the other.
+moments, and what travels are gradients one way and parameters the other. State that waits farther away
+comes nearer for its own part of a step only: `in_turn`.
+
+A tier is a choice that a run makes. `open` makes of it what one rank needs in the run.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+Owned = TypeVar("Owned")  # what is stepped: a slice of parameters
 
 
 class Tier(ABC):
     """See [Note: tiers]."""
 
     apart: bool  # whether masters never lie in the parameters' own memory
+    kind = "optimizer"  # under which name its bytes are told
+    part_numel: int | None = None  # elements that are stepped at a time; None: as many as there are
+    can_lose = False  # whether `lost` may ever say something
+    failure = ""  # in words, why no further step can be taken
+    lost = ""  # in words, what of the state is gone
+
+    def open(self) -> "Tier":
+        """The same with what it needs in a run: files, buffers and threads."""
+        return self
+
+    def close(self) -> None:  # noqa: B027
+        """Let go of all that."""
+
+    def refuse_too_little(self, need: int) -> None:  # noqa: B027
+        """OSError or MemoryError if there is no room for so many bytes of this host's ranks."""
 
     @abstractmethod
     def room(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -30,6 +52,12 @@ class Tier(ABC):
         """What was stepped becomes the values of a tensor of the device, unless it is the same memory."""
         if updated is not on_device:
             on_device.copy_(updated)
+
+    def in_turn(
+        self, parts: Sequence[Sequence[Owned]], tensors_of: Callable[[Owned], list[Tensor]]
+    ) -> Generator[Sequence[Owned]]:
+        """Yield each part when its state is where it is stepped. `tensors_of`: all that is to wait of one."""
+        yield from parts
 
 
 @dataclass(frozen=True)
@@ -53,6 +81,7 @@ class HostTier(Tier):
 
     pin_memory: bool = False  # page-locked, which an accelerator copies faster; on a CPU no difference
     apart = True
+    kind = "host"
 
     def room(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Host memory."""

@@ -50,6 +50,9 @@ class Muon(Optimizer):
                  "match_rms_adamw" gives steps the size of AdamW's, so that its rate and decay can be used
     ns_...       the Newton-Schulz iteration, which runs in bf16
 
+    torch's OneCycleLR and CyclicLR need cycle_momentum=False: they would move either `momentum` or `betas` in
+    all groups, and each group has one of them.
+
     Names and updates are those of torch.optim.Muon, whose `eps` is called `ns_eps` here; names that
     DeepSpeed has, and all defaults, are DeepSpeed's. At every stage the update is that of whole matrices.
     """
@@ -87,7 +90,10 @@ class Muon(Optimizer):
             "adjust_lr_fn": adjust_lr_fn,
             "use_muon": use_muon,
         }
-        super().__init__(params, _checked(given))
+        self.options = _checked(given)
+        # Not momentum and betas: torch's schedules would move what these name in all groups, and each group
+        # has one of them. So they say that there is no momentum that they could move.
+        super().__init__(params, {name: self.options[name] for name in ("lr", "weight_decay")})
         if not any(group["use_muon"] for group in self.param_groups):
             log.warning("Muon has no hidden matrix here: AdamW steps all parameters")
 
@@ -95,7 +101,7 @@ class Muon(Optimizer):
         """Add a group for the matrices among these parameters, and one for all else."""
         for name in (name for name, _ in RATES.values() if name in param_group):
             raise ValueError(f"a parameter group cannot have {name}: what it has of its own is called lr")
-        options = {**self.defaults, **{k: v for k, v in param_group.items() if k != "params"}}
+        options = {**self.options, **{k: v for k, v in param_group.items() if k != "params"}}
         halves: dict[bool, list[Any]] = {True: [], False: []}
         params = param_group["params"]
         if isinstance(params, set):
@@ -111,9 +117,17 @@ class Muon(Optimizer):
         rate, default = RATES[options["use_muon"]]
         rates = (own_lr, options[rate], options["lr"], default)
         lr = next(each for each in rates if each is not None)
-        super().add_param_group({**_checked({**options, "lr": lr}), "params": params})
-        for name in (*(name for name, _ in RATES.values()), *(OF_ADAM if options["use_muon"] else OF_MUON)):
-            del self.param_groups[-1][name]  # it would have no effect
+        without_effect = (
+            *(name for name, _ in RATES.values()),
+            *(OF_ADAM if options["use_muon"] else OF_MUON),
+        )
+        checked = _checked({**options, "lr": lr})
+        group = {name: value for name, value in checked.items() if name not in without_effect}
+        super().add_param_group({**group, "params": params})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy needs."""
+        return {**super().__getstate__(), "options": self.options}
 
     def zero_full_stepper(self) -> Stepper:
         """What steps pieces of parameters."""

@@ -15,8 +15,8 @@ class OneBitAdam(OneBitOptimizer):
     freeze_step        steps with averaged gradients, in which the variance is learned
     bias_correction    of both averages, as Adam has it: the momentum's by all steps, the variance's by those
                        in which it was updated
-    per_tensor_scales  one sign scale for each parameter; False: one for all, which is much worse where
-                       parameters have gradients of different size
+    per_tensor_scales  one sign scale for each parameter; False: one for all, which is worse, as measured, and
+                       the more so the more gradients of parameters differ in size
     comm_backend_name  "nccl", "gloo", "mpi" or "hccl": over what ranks must talk; None: over what they do
     exp_avg_mask       an option of a parameter group: for each of its parameters None, or a tensor that is 0
                        where the momentum stays zero, such as at positions that never occur. One bit cannot

@@ -232,8 +232,13 @@ class Stepper:
         """The memory that it keeps beside the pieces' state."""
         return []
 
+    @property
+    def cut_entries(self) -> frozenset[str]:
+        """The entries of the pieces' state of which each rank keeps a part only."""
+        return frozenset()
+
     def cut_state(self) -> Iterator[tuple[Piece, str, int, Tensor]]:
-        """State of which this rank keeps a part only: of which piece, which entry, from where on, the values.
+        """This rank's parts of these: of which piece, which entry, from where on, the values.
 
         All ranks together have it whole. A load makes it whole state of the pieces, before `load_own`.
         """

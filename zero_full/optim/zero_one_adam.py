@@ -42,7 +42,7 @@ class ZeroOneAdam(OneBitOptimizer):
     local_step_clipper  the longest such interval
     bias_correction     of both averages, as Adam has it: the momentum's by all steps, the variance's by those
                         in which it was updated
-    per_tensor_scales   one sign scale for each parameter; False: one for all, which is much worse
+    per_tensor_scales   one sign scale for each parameter; False: one for all, which is worse, as measured
     comm_backend_name   "nccl", "gloo", "mpi" or "hccl": over what ranks must talk; None: over what they do
     exp_avg_mask        as `OneBitAdam`'s
 
@@ -319,6 +319,11 @@ class ZeroOneAdamStep(OneBitStep):
         """What is kept beside the pieces' state."""
         variance = [] if self.shared is None else [self.shared.values, self.shared.roots]
         return super().held() + variance + ([] if self.walk is None else [self.walk.anchor, self.walk.walked])
+
+    @property
+    def cut_entries(self) -> frozenset[str]:
+        """The variance, at stage 1."""
+        return frozenset() if self.shared is None else frozenset((VARIANCE,))
 
     def cut_state(self) -> Iterator[tuple[Piece, str, int, Tensor]]:
         """This rank's part of the variance."""

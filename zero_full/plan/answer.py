@@ -79,22 +79,26 @@ class Plan:
             ("sent in a step", self.sent),
             ("in a checkpoint", self.saved),
         ]
-        for phase in self.phases:
-            rows += [
-                (f"{phase.name}: state", phase.moments),
-                ("  copies for the optimizer", phase.update),
-                ("  sent in a step", phase.sent),
-            ]
         title = f"stage {self.stage}, {self.world:,} ranks, {self.numel:,} parameters: bytes a rank"
-        lines = [
-            f"{name:<34}{human(size):>9}" + (f"{size:>24,}" if size is not None else "")
-            for name, size in rows
-        ]
-        return "\n".join([title, *lines])
+        lines = [title, *(_line(*row) for row in rows)]
+        if self.phases:
+            lines += ["", "in steps of each kind; what is above is the largest"]
+        for phase in self.phases:
+            lines += [
+                f"  {phase.name}",
+                _line("    optimizer state", phase.moments),
+                _line("    copies for the optimizer", phase.update),
+                _line("    sent in a step", phase.sent),
+            ]
+        return "\n".join(lines)
 
     def as_json(self) -> str:
         """One line with every number."""
         return json.dumps({**asdict(self), "between_steps": self.between_steps, "peak": self.peak})
+
+
+def _line(name: str, size: int | None) -> str:
+    return f"{name:<34}{human(size):>9}" + (f"{size:>24,}" if size is not None else "")
 
 
 def side_by_side(plans: Sequence[Plan]) -> str:

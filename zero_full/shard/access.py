@@ -10,6 +10,7 @@ A gradient is the averaged one, unscaled, between the last backward pass and `st
 (inside `no_sync`, and between the micro-batches of a step at stages 0 and 1) it is this rank's own. Where an
 optimizer averages by itself the `full` function averages it when it is asked, and the `local` one does not;
 and while `ZeroOneAdam`'s ranks step apart each has parameters and momenta of its own, which all these show.
+Its variance at stage 1, of which each rank keeps another part than of all else, can only be read, as a whole.
 """
 
 from collections.abc import Callable, Iterable
@@ -145,6 +146,8 @@ def safe_get_full_optimizer_state(param: Parameter, key: str) -> Tensor | None:
     if place is None:
         return None
     refuse_apart(place.optimizer, "safe_get_full_optimizer_state")
+    if _is_cut(place, key):
+        return _from_parts(place, key)
     mine = _state(place, key)
     known = place.bucket.ranks.gather_objects(_describe(mine), f"state {key} of {place.member.name}")
     kinds = [kind for kind in known if kind is not None]
@@ -152,6 +155,32 @@ def safe_get_full_optimizer_state(param: Parameter, key: str) -> Tensor | None:
         return None
     dims, dtype, value = kinds[0]
     return torch.tensor(value) if dims == 0 else place.assemble(mine, dtype)
+
+
+def _is_cut(place: ParameterPlace, key: str) -> bool:
+    """Whether the optimizer has cut this entry by itself; all ranks say the same."""
+    return key in place.optimizer.contents.stepper.cut_entries
+
+
+def _from_parts(place: ParameterPlace, key: str) -> Tensor | None:
+    """All ranks' parts of such an entry as one tensor; None before the first step."""
+    piece, stepper = place.piece, place.optimizer.contents.stepper
+    if piece is None or not place.optimizer.base.state.get(piece.master):
+        return None
+    whole = torch.zeros(piece.master.numel(), dtype=torch.float32, device=piece.master.device)
+    for of, entry, start, values in stepper.cut_state():
+        if of is piece and entry == key:
+            whole[start : start + values.numel()] = values
+    return place.bucket.across.sum_numbers(whole, f"parts of {place.member.name}").view(piece.shape)
+
+
+def _refuse_cut(place: ParameterPlace, key: str) -> None:
+    if _is_cut(place, key):
+        raise RuntimeError(
+            f"{key} of {place.member.name}: {type(place.optimizer.base).__name__} has cut it over the ranks "
+            "by itself, and every rank has its roots as well. It can only be read, as a whole, by "
+            "safe_get_full_optimizer_state on every rank; to change it, use stage 0"
+        )
 
 
 def _describe(mine: Tensor | None) -> tuple[int, torch.dtype, float] | None:
@@ -162,8 +191,6 @@ def _describe(mine: Tensor | None) -> tuple[int, torch.dtype, float] | None:
 def _state(place: ParameterPlace, key: str) -> Tensor | None:
     state = place.optimizer.base.state.get(place.piece.master, {}) if place.piece is not None else {}
     value = state.get(key)
-    if key in (entry for _, entry, _, _ in place.optimizer.contents.stepper.cut_state()):
-        raise KeyError(f"each rank keeps another part of {key!r}: a checkpoint has all of it")
     if state and value is None:
         raise KeyError(f"the optimizer keeps no {key!r} for {place.member.name}, only {', '.join(state)}")
     return value if value is None or isinstance(value, Tensor) else torch.tensor(float(value))
@@ -224,6 +251,7 @@ def safe_get_local_optimizer_state(param: Parameter, key: str) -> Tensor | None:
     place = _find(param)
     if place is None:
         return None
+    _refuse_cut(place, key)
     value = _state(place, key)
     return None if value is None else value.reshape(-1) if value.dim() else value
 
@@ -259,6 +287,7 @@ def safe_set_local_optimizer_state(param: Parameter, value: Tensor, key: str) ->
     """Replace this rank's elements of an entry of the optimizer's state."""
     place = _place(param)
     refuse_apart(place.optimizer, "safe_set_local_optimizer_state")
+    _refuse_cut(place, key)
     current = _state(place, key)
     if place.piece is None:
         return

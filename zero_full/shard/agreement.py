@@ -245,3 +245,17 @@ def refuse_unused(groups: Groups, buckets: Sequence[Bucket], used: Container[Mem
         f"no gradient for {', '.join(sorted(unused))} in this step, on some rank at least. Freeze "
         "what is not trained, or set zero_optimization.ignore_unused_parameters to true"
     )
+
+
+def refuse_on_all(groups: Groups, problem: str) -> None:
+    """Raise on every rank if any rank has a problem, in words. Every rank must call this."""
+    device = groups.dense.shard.device
+    count = numbers_on(device, [float(bool(problem))])
+    for group in groups.everyone:
+        group.sum_numbers(count, "what went wrong")
+    if not count.item():
+        return
+    told = {problem}
+    for group in groups.everyone:
+        told = set.union(*group.gather_objects(told, "what went wrong"))
+    raise RuntimeError("; ".join(sorted(told - {""})))

@@ -16,8 +16,13 @@ class Beside(Protocol):
         """Wait, and let go of memory."""
 
 
-def raise_failure(work: Beside | None) -> NoReturn:
-    """It has failed on some rank: raise that on this one, which may not have heard of it yet."""
+def raise_failure(known: str, work: Beside | None) -> NoReturn:
+    """It has failed on some rank: raise that on this one, which may not have heard of it yet.
+
+    `known`: in words, what this rank knows of already.
+    """
+    if known:
+        raise RuntimeError(known)
     if work is not None:
         work.wait()
     raise RuntimeError("something that was done beside the training has failed on another rank: see there")

@@ -122,11 +122,16 @@ class Dealer:
         kinds = [self._kind(name, p) for name, p in trained]
         numels = [p.numel() for _, p in trained]
         order = backward_order(len(trained))
-        for indices in deal(order, numels, kinds, self.settings.bucket_numel):
+        for indices in deal(order, numels, kinds, self._bucket_numel()):
             kind = kinds[indices[0]]
             if self.settings.round_robin:
                 indices = round_robin(indices, self._pair(kind).shard.size)
             yield self._owned(self._flat([trained[index] for index in indices], kind))
+
+    def _bucket_numel(self) -> int:
+        """As many as the run has chosen; where state comes in parts, no more than one part of every rank."""
+        chosen, part = self.settings.bucket_numel, self.settings.tier.part_numel
+        return chosen if part is None else min(chosen, part * self.groups.dense.shard.size)
 
     def _flat(self, named: Sequence[Named], kind: Kind) -> FlatParameter:
         members = [Member(*one, self.group_of.get(one[1], FROZEN), i) for i, one in enumerate(named)]

@@ -16,7 +16,8 @@ from zero_full.shard.flat import GatherState
 from zero_full.shard.optimizer import ZeroOptimizer
 
 # DeepSpeed's names of what can be moved.
-KINDS = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")
+STATE = ("optim_states", "hp_params")
+KINDS = (*STATE, "lp_params", "lp_grads", "contiguous_grad_buffer")
 
 
 class OffloadedStates:
@@ -75,6 +76,8 @@ class OffloadedStates:
 
     def _tensors(self, kind: str) -> Iterator[Tensor]:
         buckets, flat = self.optimizer.buckets, self.optimizer.flats()
+        if kind in STATE and self.optimizer.settings.tier.apart:
+            return  # it is off the device already
         if kind == "optim_states":
             states = self.optimizer.base.state.values()
             yield from (v for s in states for v in s.values() if isinstance(v, Tensor) and v.dim())

@@ -21,7 +21,7 @@ from zero_full.comm.compressed import NotFiniteError
 from zero_full.comm.lane import lane_for
 from zero_full.precision.scaler import StaticScale
 from zero_full.shard import owned as owned_state
-from zero_full.shard.agreement import Doings, Said, agree, doings_of, refuse_unused
+from zero_full.shard.agreement import Doings, Said, agree, doings_of, refuse_on_all, refuse_unused
 from zero_full.shard.apart import meet, refuse_frozen, refuse_thawed, refuse_writes
 from zero_full.shard.base import (
     AFTER,
@@ -85,7 +85,7 @@ class ZeroOptimizer(InItsPlace):
         self.report = NonFinite()
         self.signals = StopSignals()
         self.last: StepReport | None = None
-        self.steppers = Steppers(self.redirected, settings.dtypes, self.lane)
+        self.steppers = Steppers(self.redirected, settings.dtypes, self.lane, settings.tier)
         self.steppers.attach(self.owned)
         self.contents.stepper = self.steppers.kept
         self.closed = self.states_offloaded = False  # see `offload_states.py`
@@ -159,14 +159,15 @@ class ZeroOptimizer(InItsPlace):
         so_far = [*so_far, ("signals watched", self.signals.told)]
         written = "" if self.contents.stepper.is_apart else self.writes.digest()  # there it is refused
         doings = doings_of(self.param_groups, so_far, found, written, failure)
-        alarm = self.beside is not None and self.beside.has_failed()
+        tier = self.settings.tier
+        alarm = bool(tier.failure or tier.lost) or (self.beside is not None and self.beside.has_failed())
         said = Said(self.reducer.used, doings, self.signals.came is not None, alarm, averaged)
         agreed = agree(self.groups, self.awake, said, self.settings.needs_norm or not averaged)
         self.signals.requested |= agreed.stops
         if failure is not None:
             raise failure
         if agreed.alarm:
-            raise_failure(self.beside)
+            raise_failure(tier.lost or tier.failure, self.beside)
         if not agreed.used:
             return self._say_nothing_to_do()  # the same, on all ranks
         norm = None if agreed.norm is None else agreed.norm / self.gradients.scale
@@ -285,8 +286,8 @@ class ZeroOptimizer(InItsPlace):
 
     def catch_up(self) -> None:
         """Before parameters or masters are read: what was written by hand is taken in."""
-        if self.states_offloaded:
-            raise RuntimeError(OFFLOADED)
+        if self.states_offloaded or self.settings.tier.lost:
+            raise RuntimeError(self.settings.tier.lost or OFFLOADED)
         self._take_back_state()
         self.take_back_moved()
         for owned in self.owned:
@@ -325,9 +326,10 @@ class ZeroOptimizer(InItsPlace):
         stepper = self.steppers.choose(stepped)
         if not stepper.fuses:
             self.gradients.multiply(factor)
-        in_parts = self.settings.releases_parameters and stepper.takes_parts
-        parts = sub_groups(stepped, self.settings.sub_group_numel if in_parts else None)
+        parts = sub_groups(stepped, self.settings.part_numel if stepper.takes_parts else None)
         self.steppers.step(stepper, self.owned, parts, used, factor)
+        if self.settings.tier.can_lose:
+            refuse_on_all(self.groups, self.settings.tier.lost)
         self.gradients.note_step(factor, multiplied=not stepper.fuses)
         mark_stepped(self.base)
         # As torch's optimizers do: a graph from before this step must not run backward with other values.

@@ -212,17 +212,17 @@ def holdings(
 ) -> dict[str, list[Tensor]]:
     """Every tensor that a rank keeps, by kind. Counters are the optimizer's step numbers.
 
-    What waits on the host is there in the place of what the optimizer would keep on the device. `beside`:
-    what a stepper keeps that is no state of a piece.
+    What waits on the host or on a disk is there in the place of what the optimizer would keep on the device.
+    `beside`: what a stepper keeps that is no state of a piece.
     """
     state = [v for s in states.values() for v in s.values() if isinstance(v, Tensor)]
     masters = [each.master for each in owned if each.is_separate]
-    is_apart = any(each.tier.apart for each in owned)
+    kind = next((each.tier.kind for each in owned if each.tier.apart), "optimizer")
     whole = [flat.full for flat in flats if flat.state is not GatherState.SHARDED]
     copies = [flat.node_copy for flat in flats if flat.node_copy is not None]
     return {
         "parameters": whole + [flat.shard for flat in flats if flat.released_at_rest] + copies,
         "gradients": [tensor for each in owned for tensor in each.bucket.gradient_memory()],
-        "host" if is_apart else "optimizer": [*masters, *(t for t in state if t.dim()), *beside],
+        kind: [*masters, *(t for t in state if t.dim()), *beside],
         "counters": [t for t in state if not t.dim()],
     }

@@ -1,7 +1,7 @@
 """Which runs an optimizer that averages by itself can serve: said before anything is laid out."""
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, fields
 
 import torch
 from torch.optim import Optimizer
@@ -21,12 +21,18 @@ PARTS = "it averages over all ranks: remove mics_shard_size, or `shard` and `rep
 WIDE = "it keeps its state and averages in fp32: convert the model by model.float()"
 
 
-def served(base: Optimizer, settings: Settings, topology: Topology) -> Settings:
-    """The settings by which this optimizer's run is laid out; ValueError if there can be none.
+@dataclass(frozen=True)
+class WholeState(Settings):
+    """Of an optimizer that has whole state on every rank, also at stage 1, and cuts by itself what it can."""
 
-    One that averages by itself has whole state on every rank: it is laid out as stage 0 lays out. At stage 1
-    it cuts by itself what can be cut.
-    """
+    @property
+    def cuts_state(self) -> bool:
+        """No: it is laid out as stage 0 lays out."""
+        return False
+
+
+def served(base: Optimizer, settings: Settings, topology: Topology) -> Settings:
+    """The settings by which this optimizer's run is laid out; ValueError if there can be none."""
     if not isinstance(base, OneBitOptimizer):
         return settings
     name, stages = type(base).__name__, base.zero_full_stages
@@ -48,7 +54,7 @@ def served(base: Optimizer, settings: Settings, topology: Topology) -> Settings:
         if applies:
             raise ValueError(f"{name} cannot step here: {reason}")
     base.shares_variance = settings.stage == 1
-    return replace(settings, stage=0)
+    return WholeState(**{each.name: getattr(settings, each.name) for each in fields(settings)})
 
 
 def refuse_other_backend(base: Optimizer, groups: Groups, device: torch.device) -> None:

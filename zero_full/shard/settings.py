@@ -81,6 +81,13 @@ class Settings:
         return self.stage >= 3
 
     @property
+    def part_numel(self) -> int | None:
+        """How many of this rank's elements are stepped at a time; None: all."""
+        limits = [self.sub_group_numel] if self.releases_parameters else []
+        limits += [] if self.tier.part_numel is None else [self.tier.part_numel]
+        return min(limits, default=None)
+
+    @property
     def needs_norm(self) -> bool:
         """Whether a step asks for the gradients' norm, which costs a pass over them and a collective."""
         return self.clip > 0 or self.check_overflow

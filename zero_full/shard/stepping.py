@@ -1,11 +1,14 @@
 """One step of what a rank owns: which stepper, on which pieces, how much at a time."""
 
 from collections.abc import Callable, Container, Iterable, Sequence
+from contextlib import closing
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from zero_full._compat import plain
 from zero_full.comm.lane import Lane
+from zero_full.offload import Tier
 from zero_full.optim.elementwise import own_stepper
 from zero_full.optim.fused_adam import FusedAdam
 from zero_full.optim.step import Peers, Stepper, TorchStep
@@ -19,12 +22,12 @@ from zero_full.shard.peers import PartPeers
 class Steppers:
     """The steppers that an optimizer can be stepped by."""
 
-    def __init__(self, base: Base, dtypes: Dtypes, lane: Lane) -> None:
+    def __init__(self, base: Base, dtypes: Dtypes, lane: Lane, tier: Tier) -> None:
         self.optimizer: Optimizer = base.optimizer
         self.own = own_stepper(self.optimizer, base.own_step)
         self.by_torch = TorchStep(self.optimizer, base.own_step)
         self.fused_adam = FusedAdam(self.optimizer, base.own_step, dtypes)
-        self.lane = lane
+        self.lane, self.tier = lane, tier
         self.peers_of: Callable[[Sequence[Owned], Container[Member], Lane], Peers] = PartPeers
 
     @property
@@ -67,17 +70,25 @@ class Steppers:
         self,
         stepper: Stepper,
         everything: Iterable[Owned],
-        parts: Iterable[Sequence[Owned]],
+        parts: Sequence[Sequence[Owned]],
         used: Container[Member],
         factor: float,
     ) -> None:
         """Step part after part; parameters without a gradient on any rank, which are not `used`, stay."""
         stepper.begin([piece for owned in everything for piece in owned.pieces.values()])
         try:
-            for part in parts:
-                self._step_part(stepper, part, used, factor)
+            with closing(self.tier.in_turn(parts, self.tensors_of)) as turns:
+                for part in turns:
+                    self._step_part(stepper, part, used, factor)
         finally:
             stepper.end()
+
+    def tensors_of(self, owned: Owned) -> list[Tensor]:
+        """What waits in a tier: a slice's master, first, and what the optimizer keeps of each element."""
+        masters = [piece.master for piece in owned.pieces.values()]
+        states = (self.optimizer.state.get(master, {}).values() for master in masters)
+        kept = [value for state in states for value in state if isinstance(value, Tensor) and value.dim()]
+        return [owned.master, *masters, *kept]
 
     def _step_part(
         self, stepper: Stepper, part: Sequence[Owned], used: Container[Member], factor: float

@@ -1,0 +1,321 @@
+"""State that waits in a file, and comes into memory for its own part of a step (ZeRO-Infinity).
+
+[Note: two buffers] A step goes over the parts in order. While one is stepped in one buffer, a lane beside it
+writes the part before from the other buffer and then reads the part behind into it:
+
+    stepped      0            1            2            3
+    lane      read 1     write 0 read 2   write 1 read 3   write 2      write 3
+
+So memory holds two parts, and a step takes as long as the longer of computing and moving. Parts move past the
+page cache where the file system allows it.
+
+[Note: at rest] Between steps the tensors of a part are windows into the file, seen as memory. Whoever reads
+or writes them (a checkpoint, `safe_get_full_fp32_param`, a load) needs to know nothing of all this, and the
+system takes and drops pages as memory allows. All tensors of a part lie side by side there, as in the buffer.
+What a first step or a load has made lies in ordinary memory until it is put away for the first time.
+
+[Note: what can go wrong] What is written has checksums, which are compared when it is read again. A part that
+cannot be written stays in memory, and so do all after it: the step is finished, everything can be saved, and
+the next step is refused on all ranks. A part that cannot be read is lost: its tensors become NaN, and the
+step fails on all ranks.
+"""
+
+import ctypes
+import logging
+import weakref
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_full._compat import version_of
+from zero_full.comm.lane import Pending, Thread
+from zero_full.kernels.files import PAGE, BlockIO, aligned_empty
+from zero_full.offload.scratch import ScratchFile, free_bytes, whole_pages
+from zero_full.offload.tiers import HostTier, Owned, Tier
+from zero_full.wording import human
+
+log = logging.getLogger("zero_full")
+APART = 64  # bytes: every tensor begins at a multiple of them
+DAMAGED = "what is read is not what was written"
+LOST = 0xFF  # a byte; so many of them are NaN in every type
+TensorsOf = Callable[[Any], list[Tensor]]
+
+
+@dataclass(frozen=True)
+class BlockTier(HostTier):
+    """State waits in a file without a name in `path`, one for each rank, and is stepped on the host."""
+
+    path: str | Path = ""
+    part_numel: int = 2**24  # elements stepped at a time, or one slice of parameters if that has more
+    threads: int = 4
+    block_bytes: int = 2**20  # read or written by a thread at a time
+    direct: bool = True  # past the page cache, where the file system can do that
+    kind = "disk"
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for what cannot be meant."""
+        if not str(self.path):
+            raise ValueError("BlockTier needs the path of a directory on a fast disk (nvme_path)")
+        if self.part_numel < 1:
+            raise ValueError(f"part_numel must be at least 1, not {self.part_numel}")
+
+    def open(self) -> Tier:
+        """With file, buffers and threads."""
+        return OpenBlocks(self)
+
+
+class Block:
+    """The tensors of one slice, side by side: in a buffer while they are stepped, in the file at rest."""
+
+    def __init__(self, tensors: Sequence[Tensor], before: tuple[int, int] | None) -> None:
+        """Lay them out: the first one is the master, of which others may be windows.
+
+        `before`: where in the file they were until now, and how many bytes that are.
+        """
+        self.before = before
+        master, self.size, self.places = tensors[0], 0, list[int]()
+        for tensor in tensors:
+            inside = tensor is not master and _is_window(tensor, master)
+            self.places.append(tensor.data_ptr() - master.data_ptr() if inside else self.size)
+            if not inside:
+                self.size += -(-tensor.nbytes // APART) * APART
+        self.begin: int | None = None  # in the file, if it is there
+        self.sums: Tensor | None = None  # checksums of what is there
+        self.at: list[int] = []  # addresses of the tensors, where they were put last
+        self.versions: list[int] = []  # of the tensors, at rest
+        self.kept: Tensor | None = None  # all bytes, if they could not be written
+
+    @property
+    def room(self) -> int:
+        """Bytes in a buffer and in the file."""
+        return whole_pages(self.size)
+
+    @property
+    def space(self) -> tuple[int, int] | None:
+        """What it, or what was before it, has of the file."""
+        return self.before if self.begin is None else (self.begin, self.room)
+
+    def is_of(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether these are its tensors, and where it has put them."""
+        return [tensor.data_ptr() for tensor in tensors] == self.at
+
+    def put(self, tensors: Sequence[Tensor], memory: Tensor, copy: bool = False) -> None:
+        """The tensors lie in this memory from now on; `copy`: with the values that they have."""
+        for tensor, place in zip(tensors, self.places, strict=True):
+            window = memory[place : place + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            if copy:
+                window.copy_(tensor)
+            tensor.data = window
+        self.at = [tensor.data_ptr() for tensor in tensors]
+        self.versions = [version_of(tensor) for tensor in tensors]
+
+    def was_written(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether somebody has written to the tensors at rest."""
+        return [version_of(tensor) for tensor in tensors] != self.versions
+
+
+@dataclass
+class Turn:
+    """A part on its way through a step: each slice's block and window into the buffer."""
+
+    part: Sequence[Any]
+    blocks: list[Block]
+    windows: list[Tensor]
+    reading: Pending
+
+
+class OpenBlocks(Tier):
+    """A `BlockTier` in a run. See the notes above."""
+
+    apart, kind, can_lose = True, BlockTier.kind, True
+
+    def __init__(self, choice: BlockTier) -> None:
+        self.part_numel = choice.part_numel
+        self.directory, self.host = Path(choice.path), HostTier(choice.pin_memory)
+        self.io = BlockIO(choice.threads, choice.block_bytes, direct=choice.direct)
+        self.file = ScratchFile(self.directory, self.io)
+        self.lane = Thread("zero_full-blocks")
+        self.buffers = [torch.empty(0, dtype=torch.uint8)] * 2
+        self.blocks: weakref.WeakKeyDictionary[Any, Block] = weakref.WeakKeyDictionary()
+        self.rooms: dict[int, tuple[int, int]] = {}  # by address: where in the file, how many bytes
+        self.read_bytes = self.written_bytes = 0
+        self.failure = self.lost = ""
+
+    def close(self) -> None:
+        """End threads and file. Tensors at rest stay what they are as long as somebody has them."""
+        self.lane.close()
+        self.io.close()
+        self.file.close()
+        self.buffers.clear()
+
+    def refuse_too_little(self, need: int) -> None:
+        """OSError if the disk has not so much space for the ranks of this host."""
+        free = free_bytes(self.directory)
+        if need > free:
+            raise OSError(
+                f"nvme_path: {self.directory} has {human(free)} free, and the optimizer's state of this "
+                f"host's ranks needs {human(need)} there: give a larger disk, or use more hosts"
+            )
+
+    def room(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A window into the file."""
+        size = numel * dtype.itemsize
+        begin = self.file.take(size)
+        window = self.file.window(begin, size)
+        self.rooms[window.data_ptr()] = begin, size
+        return window.view(dtype)
+
+    def fetch(self, tensor: Tensor) -> Tensor:
+        """A copy on the host; on a CPU the tensor itself."""
+        return self.host.fetch(tensor)
+
+    # A step --------------------------------------------------------------------------------------
+
+    def in_turn(
+        self, parts: Sequence[Sequence[Owned]], tensors_of: Callable[[Owned], list[Tensor]]
+    ) -> Generator[Sequence[Owned]]:
+        """See [Note: two buffers]."""
+        try:
+            turn = self._begin(parts[0], tensors_of, 0) if parts else None
+            for number, part in enumerate(parts):
+                assert turn is not None
+                now, later = turn, parts[number + 1 :]
+                self._arrive(now, tensors_of)
+                turn = self._begin(later[0], tensors_of, number + 1) if later else None
+                try:
+                    yield part
+                finally:
+                    self._leave(now, tensors_of)
+        finally:
+            self._settle(parts, tensors_of)
+
+    def _begin(self, part: Sequence[Any], tensors_of: TensorsOf, number: int) -> Turn:
+        """Begin to read a part, behind what the lane has to do already."""
+        blocks = [self._block_of(owned, tensors_of(owned)) for owned in part]
+        windows, there = self._windows(number % 2, blocks), list[tuple[Block, Tensor, Tensor | None]]()
+        for owned, block, window in zip(part, blocks, windows, strict=True):
+            if block.begin is not None and block.kept is None:
+                there.append((block, window, None if block.was_written(tensors_of(owned)) else block.sums))
+        return Turn(part, blocks, windows, self.lane.submit(partial(self._read, there), [], []))
+
+    def _block_of(self, owned: Any, tensors: list[Tensor]) -> Block:
+        """What was put away last; a new one, in which nothing is yet, if there are other tensors now."""
+        block = self.blocks.get(owned)
+        if block is None or not block.is_of(tensors):
+            before = self.rooms.pop(tensors[0].data_ptr(), None) if block is None else block.space
+            block = self.blocks[owned] = Block(tensors, before)
+        return block
+
+    def _windows(self, which: int, blocks: Sequence[Block]) -> list[Tensor]:
+        """Room for each block in one of the two buffers, which grows until it has held the largest part."""
+        size = sum(block.room for block in blocks)
+        if self.buffers[which].numel() < size:
+            self._drain()  # nothing is under way from the old one
+            self.buffers[which] = aligned_empty(size, torch.uint8)
+        return list(self.buffers[which][:size].split([block.room for block in blocks]))
+
+    def _read(self, there: Sequence[tuple[Block, Tensor, Tensor | None]]) -> None:
+        """On the lane: fill windows with what is in the file, and compare checksums where they are known."""
+        for block, window, sums in there:
+            assert block.begin is not None
+            try:
+                self.file.read(window, block.begin).wait()
+                self.read_bytes += window.numel()
+                wrong = "" if sums is None or torch.equal(_sums(window), sums) else DAMAGED
+            except OSError as error:
+                wrong = str(error)
+            if wrong:
+                window.fill_(LOST)
+                self.lost = self.lost or f"the optimizer's state in {self.directory} cannot be read: {wrong}"
+
+    def _arrive(self, turn: Turn, tensors_of: TensorsOf) -> None:
+        """The tensors of a part are in its buffer."""
+        turn.reading.wait()
+        for owned, block, window in zip(turn.part, turn.blocks, turn.windows, strict=True):
+            if block.kept is None:
+                block.put(tensors_of(owned), window, copy=block.begin is None)
+
+    def _leave(self, turn: Turn, tensors_of: TensorsOf) -> None:
+        """Begin to write a part. Its tensors are at rest, as soon as that is done."""
+        for owned, block, window in zip(turn.part, turn.blocks, turn.windows, strict=True):
+            tensors = tensors_of(owned)
+            if not block.is_of(tensors):  # the step has made some of them
+                block = self.blocks[owned] = Block(tensors, block.space)
+                window = aligned_empty(block.room, torch.uint8)
+                block.put(tensors, window, copy=True)
+                _trim()  # what the step has made was memory in many pieces
+            if block.kept is None:
+                self._put_away(block, tensors, window)
+
+    def _put_away(self, block: Block, tensors: Sequence[Tensor], window: Tensor) -> None:
+        try:
+            if self.failure:
+                block.kept = window.clone()
+                return
+            if block.begin is None:
+                block.begin = self.file.take(block.room)
+                if block.before is not None:
+                    self.file.give_back(*block.before)
+        except OSError as error:
+            block.kept = window.clone()
+            self._fail(error)
+            return
+        block.put(tensors, self.file.window(block.begin, block.room))
+        self.lane.submit(partial(self._write, block, window), [], [])
+
+    def _write(self, block: Block, window: Tensor) -> None:
+        """On the lane: put a block into the file; or keep it, if that fails or has failed."""
+        assert block.begin is not None
+        try:
+            if not self.failure:
+                block.sums = _sums(window)
+                self.file.write(window, block.begin).wait()
+                self.written_bytes += window.numel()
+        except OSError as error:
+            self._fail(error)
+        if self.failure:
+            block.kept = window.clone()
+
+    def _fail(self, error: OSError) -> None:
+        self.failure = (
+            f"the optimizer's state cannot be written to {self.directory}: {error}. It stays in memory, and "
+            "the step was finished: save a checkpoint now, and go on from it with a disk that can be written"
+        )
+        log.error("%s", self.failure)
+
+    def _drain(self) -> None:
+        self.lane.submit(_nothing, [], []).wait()
+
+    def _settle(self, parts: Sequence[Sequence[Any]], tensors_of: TensorsOf) -> None:
+        """Everything is at rest, or kept."""
+        self._drain()
+        for owned in (owned for part in parts for owned in part):
+            block = self.blocks.get(owned)
+            if block is not None and block.kept is not None:
+                block.put(tensors_of(owned), block.kept)
+
+
+def _trim() -> None:
+    """Give the system back what was freed: glibc would keep it, as much as all state together."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _sums(window: Tensor) -> Tensor:
+    """A checksum of each page: the sum of its words."""
+    return window.view(torch.int64).view(-1, PAGE // 8).sum(1)
+
+
+def _is_window(tensor: Tensor, master: Tensor) -> bool:
+    begin = tensor.data_ptr() - master.data_ptr()
+    return bool(tensor.numel()) and begin >= 0 and begin + tensor.nbytes <= master.nbytes
