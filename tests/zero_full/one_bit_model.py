@@ -100,7 +100,6 @@ class Model:
         self.anchor = {n: self.x[0][n].clone() for n in self.names}
         self.u = [self.zeros() for _ in range(self.world)]
         self.walked, self.kept = dict.fromkeys(self.names, 0.0), dict.fromkeys(self.names, 1.0)
-        self.walk_steps = 0
 
     def zeros(self) -> By:
         """In the place of every parameter."""
@@ -217,7 +216,6 @@ class Model:
             self.forget()
             self.begin_walk()
         self.m = self.remembered(step)
-        self.walk_steps += 1
         for name in self.known():
             self.n[name] += 1
             self.move(name)
@@ -235,13 +233,13 @@ class Model:
             self.local, self.meeting = 0, min(2 * self.meeting, self.o["local_step_clipper"])
 
     def meet(self) -> None:
-        rates = {n: self.walked[n] / self.walk_steps or 1.0 for n in self.names}
+        rates = {n: self.walked[n] / self.meeting or 1.0 for n in self.names}
         mean = self.c([{n: u[n] / rates[n] for n in self.names} for u in self.u])
         for name in self.known():
             quiet = mean[name] * (self.v[name] > 0)
             for x, m in zip(self.x, self.m, strict=True):
                 x[name] = self.anchor[name] * self.kept[name] - rates[name] * quiet / self.spread(name)
-                m[name] = quiet / self.walk_steps
+                m[name] = quiet / self.meeting
         self.begin_walk()
 
 

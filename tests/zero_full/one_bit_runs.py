@@ -78,6 +78,8 @@ class Run:
     keys: dict[str, Any] = field(default_factory=dict, hash=False)
     stage: int = 0
     masked: bool = False  # a part of "wide" never moves by its momentum
+    trains_all: bool = False  # nothing is frozen
+    lists_frozen: bool = True  # the optimizer is given what is frozen
 
     def config(self) -> dict[str, Any]:
         """What a file would say, but for the optimizer."""
@@ -102,9 +104,11 @@ class Run:
 def engine_of(run: Run, by: Any = None) -> zero_full.Engine:
     """A new one. `by`: another optimizer's class, with the same groups."""
     model = Shapes()
+    model.parts["frozen"].requires_grad_(run.trains_all)
     named = dict(model.parts.items())
+    listed = {name: p for name, p in named.items() if run.lists_frozen or p.requires_grad}
     groups: list[dict[str, Any]] = [
-        {"params": [p for name, p in named.items() if (name in SECOND) == second], **GROUPS[second]}
+        {"params": [p for name, p in listed.items() if (name in SECOND) == second], **GROUPS[second]}
         for second in (False, True)
     ]
     if run.masked:

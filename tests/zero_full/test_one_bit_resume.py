@@ -243,6 +243,9 @@ def in_the_middle(comm: Any, folder: str) -> dict[str, Any]:
         "load": said_by(lambda: engine.load_module_state_dict({}, strict=False)),
         "weights": said_by(lambda: engine.save_weights(folder)),
         "16 bits": said_by(lambda: engine.save_16bit_model(folder)),
+        "torch's": said_by(engine.module.state_dict),
+        "a part's": said_by(engine.module.parts.state_dict),
+        "torch's load": said_by(lambda: engine.module.load_state_dict({}, strict=False)),
     }
     engine.save_checkpoint(folder, tag="middle")
     refused["module only"] = said_by(lambda: engine.load_checkpoint(folder, load_module_only=True))
@@ -260,6 +263,7 @@ def in_the_middle(comm: Any, folder: str) -> dict[str, Any]:
     assert_alike([own, everything(engine)], "its own state dict")
     optimizer.meet()
     met = values_of(engine)
+    assert torch.equal(engine.module.state_dict()["parts.large"], met["parts.large"])
     optimizer.meet()  # nothing more to do
     assert_alike([met, values_of(engine)], "a meeting of those who have met")
     one_step(engine, comm.rank, 13)

@@ -22,7 +22,7 @@ from zero_full.comm.lane import lane_for
 from zero_full.precision.scaler import StaticScale
 from zero_full.shard import owned as owned_state
 from zero_full.shard.agreement import Doings, Said, agree, doings_of, refuse_on_all, refuse_unused
-from zero_full.shard.apart import meet, refuse_frozen, refuse_writes
+from zero_full.shard.apart import meet, refuse_frozen, refuse_thawed, refuse_writes
 from zero_full.shard.base import (
     AFTER,
     BEFORE,
@@ -98,6 +98,7 @@ class ZeroOptimizer(InItsPlace):
         self.listed = listed_in(self.param_groups)
         self.watch = ModelWatch(model, [m.param for m in self._members()], bool(parts.sites))
         self.reducer = GradientReducer(self.buckets, self.lane, settings)
+        self.reducer.before_waking = partial(refuse_thawed, self)
         self.reducer.on_waking = self._wake
         self.reducer.backward.at_begin.append(self.take_back_moved)
         self.gradients = KeptGradients(scaler, self.reducer)
