@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.trainers import StepReport, Subject, torch_adam
+from tests.rules import Rule
+from tests.trainers import StepReport, Subject, Trainer, torch_adam
 from zero_min.comm import Comm
 from zero_min.ledger import held
 
@@ -89,6 +90,7 @@ class Case:
     two_groups: bool = False
     dtype: torch.dtype = torch.float64
     bucket_size: int = 24
+    rule: Rule | None = None  # zero_full's only; else it is Adam
 
     def __str__(self) -> str:
         default = Case()
@@ -153,17 +155,11 @@ def train(
         if resume is not None:
             trainer.load_state_dict(resume["half"][comm.rank])
             first = case.steps // 2
-        state, losses, reports = {}, [], []
+        state, losses, reports = {}, list[float](), []
         for step in range(first, case.steps):
             if step == case.steps // 2:
                 state = dict(trainer.state_dict())
-            trainer.ledger().clear_traffic()
-            trainer.zero_grad()
-            for micro in range(case.micro_batches):
-                loss = model(case.data(step, micro, comm.rank), comm.rank) / case.micro_batches
-                losses.append(float(loss.detach()))
-                trainer.backward(loss)
-                del loss
+            losses += backward(trainer, model, case, step, comm.rank)
             reports.append(trainer.step())
         sent, sent_by = trainer.ledger().total_sent(), dict(trainer.ledger().sent)
         trainer.settle()
@@ -171,6 +167,24 @@ def train(
         kept = trainer.held()
         full = trainer.full_parameters()
         return Run(full, reports, kept, live, sent, sent_by, state, losses)
+
+
+def backward(
+    trainer: Trainer, model: nn.Module, case: Case, step: int, rank: int, poison: float | None = None
+) -> list[float]:
+    """A step's micro-batches, and their losses. Bytes count from here. `poison`: a number in these data."""
+    trainer.ledger().clear_traffic()
+    trainer.zero_grad()
+    losses, device = [], next(model.parameters()).device
+    for micro in range(case.micro_batches):
+        x = case.data(step, micro, rank).to(device)
+        if poison is not None:
+            x[0, 0] = poison
+        loss = model(x, rank) / case.micro_batches
+        losses.append(float(loss.detach()))
+        trainer.backward(loss)
+        del loss
+    return losses
 
 
 def tensors_in(state: Any) -> list[Tensor]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import zero_full
 import zero_min
+from tests.rules import Rule
 from zero_min.comm import Comm
 from zero_min.ledger import Ledger, held
 
@@ -135,14 +136,18 @@ def full_config(
     micro_batches: int,
     optimizer: str,
     max_grad_norm: float | None,
+    rule: Rule | None = None,
     **params: Any,
 ) -> dict[str, Any]:
     """The suite's options as DeepSpeed writes them."""
-    params["adam_w_mode"] = optimizer == "AdamW"
+    if rule is None:
+        kind, params = "Adam", {**params, "adam_w_mode": optimizer == "AdamW"}
+    else:
+        kind, params = rule.name, {**params, **rule.params}
     return {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": micro_batches,
-        "optimizer": {"type": "Adam", "params": params},
+        "optimizer": {"type": kind, "params": params},
         "gradient_clipping": max_grad_norm or 0.0,
         "zero_optimization": {
             "stage": stage,
@@ -174,7 +179,7 @@ class Subject:
 
     def options(self, case: Any) -> dict[str, Any]:
         """What `build` wants to know of a case."""
-        known = {"micro_batches": case.micro_batches} if self.impl == "full" else {}
+        known = {"micro_batches": case.micro_batches, "rule": case.rule} if self.impl == "full" else {}
         return {**case.options(), **known}
 
     @property

@@ -175,7 +175,7 @@ def assemble(model: nn.Module, topology: Topology, prepared: Prepared) -> ZeroOp
         deferred.share(parts.fill)
     place_the_rest(model, parts, topology, groups, settings)
     optimizer = ZeroOptimizer(base, model, parts, groups, settings, prepared.scaler)
-    optimizer.guards = guard(model) if parts.sites else []
+    optimizer.guards = guard(model) if parts.sites or optimizer.steppers.own is not None else []
     for path in deferred.weights:
         load_weights(model, optimizer, path)
     return optimizer

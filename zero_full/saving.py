@@ -223,9 +223,24 @@ class Saving:
             "counters": {name: getattr(self, name) for name in COUNTERS},
         }
 
+    def _refuse_other_state(self, state: Mapping[str, Any]) -> None:
+        if missing := [
+            key for key in ("module", "optimizer", "lr_scheduler", "counters") if key not in state
+        ]:
+            raise ValueError(f"this is not what an engine's state_dict has returned: it lacks {missing}")
+        if self.lr_scheduler is not None and state["lr_scheduler"] is None:
+            raise ValueError(
+                f"the state has none of a schedule, so this run's {type(self.lr_scheduler).__name__} would "
+                "not go on with the steps. If that is meant, give it the schedule's own: "
+                'state["lr_scheduler"] = engine.lr_scheduler.state_dict()'
+            )
+        if self.lr_scheduler is None and state["lr_scheduler"] is not None:
+            log.warning("the state of a schedule is not loaded: give initialize the schedule before loading")
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue bit for bit where `state_dict` was taken. Every rank loads its own part."""
         self._refuse_in_step("load_state_dict")
+        self._refuse_other_state(state)
         fitting_chunks(self.module, self.optimizer, OwnPart(state["module"]["tensors"], {}))
         self.optimizer.load_state_dict(state["optimizer"])  # which may refuse it, so before anything changes
         load_own_state_dict(self.module, self.optimizer, state["module"])

@@ -1,7 +1,7 @@
 """Cheats that the contract must catch. A suite that passes these is not a suite."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -10,7 +10,10 @@ from torch import Tensor, nn
 
 import zero_min
 from tests.cases import Case
-from tests.conformance import claims
+from tests.conformance import claims, rule_claims
+from tests.conformance.rule_cheats import RuleCheat
+from tests.conformance.rule_claims import by as rule_case
+from tests.rules import RULES
 from tests.trainers import MinTrainer, Subject, Trainer
 from zero_min import Stage0, Stage1, Stage2, Stage3
 from zero_min.comm import Comm
@@ -146,3 +149,60 @@ def test_gradients_that_are_not_averaged_are_found(name: str) -> None:
 def test_skipping_the_average_is_also_missing_traffic() -> None:
     with pytest.raises(AssertionError, match="the formula says"):
         claims.traffic(cheat("skips_averaging", 1), CASE, 3)
+
+
+# Rules -------------------------------------------------------------------------------------------
+
+RULE_OF = {str(rule): rule for rule in RULES}
+
+
+def cheating(name: str, stage: int) -> tuple[RuleCheat, Case]:
+    """Who claims to be the rule that its name begins with, and what it is asked to train."""
+    rule = max((each for each in RULE_OF if name.startswith(each)), key=len)
+    return RuleCheat("full", stage, name), rule_case(RULE_OF[rule], Case())
+
+
+@pytest.mark.parametrize("name", ["LambOfSlices", "MuonOfSlices"])
+def test_rules_that_take_slices_for_the_whole_are_found(name: str) -> None:
+    subject, case = cheating(name, 2)
+    rule_claims.parity(replace(subject, stage=0), case, rule_runs(replace(subject, stage=0), case, 2))
+    with pytest.raises(AssertionError, match="off by"):
+        rule_claims.parity(subject, case, rule_runs(subject, case, 2))
+
+
+@pytest.mark.parametrize("name", ["OneBitAdamThatForgets", "OneBitLambThatForgets", "ZeroOneAdamThatForgets"])
+def test_averages_without_error_feedback_are_found(name: str) -> None:
+    subject, case = cheating(name, 0)
+    with pytest.raises(AssertionError, match="off by"):
+        rule_claims.parity(subject, case, rule_runs(subject, case, 2))
+
+
+def test_ranks_that_do_not_meet_are_found() -> None:
+    subject, case = cheating("ZeroOneAdamThatStaysApart", 0)
+    with pytest.raises(AssertionError, match=r"off by|differ in"):
+        rule_claims.parity(subject, case, rule_runs(subject, case, 2))
+
+
+def test_what_travels_beside_what_must_is_found() -> None:
+    subject, case = cheating("MuonThatTellsMore", 2)
+    runs = rule_runs(subject, case, 3)
+    rule_claims.parity(subject, case, runs)
+    with pytest.raises(AssertionError, match="the plan says"):
+        rule_claims.traffic(subject, case, runs)
+
+
+def test_errors_that_are_not_resumed_are_found() -> None:
+    subject, case = cheating("OneBitAdamThatLosesErrors", 0)
+    with pytest.raises(AssertionError, match="resumed after 5 steps"):
+        rule_claims.resume(case, rule_claims.ends_of(subject, case, 2))
+
+
+def test_a_bad_step_that_is_not_skipped_is_found() -> None:
+    """Without clipping nobody looks for what is not finite."""
+    case = rule_case(RULE_OF["Lamb"], Case())
+    with pytest.raises(AssertionError, match="by a step that was to be skipped"):
+        rule_claims.skipping(rule_claims.ends_of(Subject("full", 1), case, 2))
+
+
+def rule_runs(subject: Subject, case: Case, world_size: int) -> list[rule_claims.Seen]:
+    return rule_claims.runs_of(subject, (case,), world_size)[0]

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import sqrt
 from typing import Any
 
 import torch
@@ -78,7 +77,6 @@ class Run:
     stage: int
     precision: str = "fp32"
     micro_batches: int = 1
-    clip: float = 0.0
     zero: dict[str, Any] = field(default_factory=dict, hash=False)
     options: dict[str, Any] = field(default_factory=dict, hash=False)
     experts: int | None = None  # how many ranks hold different ones
@@ -96,7 +94,6 @@ class Run:
             self.stage,
             optimizer={"type": "Muon", "params": {**OPTIONS, **self.options}},
             gradient_accumulation_steps=self.micro_batches,
-            gradient_clipping=self.clip,
             gradient_allreduce_op="sum" if world == 3 and not self.alike else "mean",
             zero_optimization=zero,
             **precisions[self.precision],
@@ -159,12 +156,6 @@ def expected(world: int, run: Run, steps: int = 2) -> dict[str, Tensor]:
         total["tied"] += total["again"]
         for name in total.keys() - {"again", "unused", "frozen"}:
             named[name].grad = total[name] / (1 if world == 3 else world)
-        if run.clip:
-            grads = [p.grad.double() for p in model.parameters() if p.grad is not None]
-            norm = sqrt(sum(float(g.square().sum()) for g in grads))
-            for p in model.parameters():
-                if p.grad is not None:
-                    p.grad *= min(1.0, run.clip / (norm + 1e-6))
         muon.step()
         adam.step()
     found = {f"parts.{name}.weight": p.detach().clone() for name, p in named.items()}

@@ -1,5 +1,6 @@
 """Training with 1-bit and 0/1 Adam: parameters of all shapes whose gradients are known, and runs of them."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import zero_full
+from tests.zero_full.one_bit_model import By, Model, Problem, model_of
 from tests.zero_full.runs import config
 from zero_full.optim import OneBitAdam, OneBitLamb, ZeroOneAdam
 
@@ -15,6 +17,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
     **{"tall": (9, 5), "wide": (3, 14), "single": (1,), "scalar": (), "filter": (3, 2, 2), "large": (20, 17)},
     **{"empty": (0, 3), "unused": (6, 4), "frozen": (3, 8), "rare": (4, 5), "tied": (4, 7), "bias": (11,)},
 }
+NAMES = sorted(name for name, shape in SHAPES.items() if math.prod(shape) and name != "frozen")
 SECOND = ("bias", "scalar", "rare")  # of the second parameter group
 RARELY = 3  # "rare" has a gradient in every third step
 GROUPS: tuple[dict[str, Any], ...] = (
@@ -75,6 +78,8 @@ class Run:
     keys: dict[str, Any] = field(default_factory=dict, hash=False)
     stage: int = 0
     masked: bool = False  # a part of "wide" never moves by its momentum
+    trains_all: bool = False  # nothing is frozen
+    lists_frozen: bool = True  # the optimizer is given what is frozen
 
     def config(self) -> dict[str, Any]:
         """What a file would say, but for the optimizer."""
@@ -99,9 +104,11 @@ class Run:
 def engine_of(run: Run, by: Any = None) -> zero_full.Engine:
     """A new one. `by`: another optimizer's class, with the same groups."""
     model = Shapes()
+    model.parts["frozen"].requires_grad_(run.trains_all)
     named = dict(model.parts.items())
+    listed = {name: p for name, p in named.items() if run.lists_frozen or p.requires_grad}
     groups: list[dict[str, Any]] = [
-        {"params": [p for name, p in named.items() if (name in SECOND) == second], **GROUPS[second]}
+        {"params": [p for name, p in listed.items() if (name in SECOND) == second], **GROUPS[second]}
         for second in (False, True)
     ]
     if run.masked:
@@ -125,7 +132,8 @@ def one_step(engine: zero_full.Engine, rank: int, step: int, poison: float | Non
 
 def values_of(engine: zero_full.Engine) -> dict[str, Tensor]:
     """Every parameter of this rank, in the precision in which it is stepped."""
-    named = {f"parts.{name}": p.detach().clone() for name, p in engine.module.parts.items()}
+    whole = engine.zero_optimization_stage() < 3
+    named = {name: p.detach().clone() for name, p in engine.module.named_parameters() if whole}
     pieces = (piece for _, piece, _ in engine.optimizer.contents.pieces())
     return named | {piece.name: piece.master.detach().clone() for piece in pieces}
 
@@ -140,3 +148,28 @@ def everything(engine: zero_full.Engine) -> dict[str, Tensor]:
     alone = {**stepper.own_tensors(), **stepper.cut_tensors()}
     found |= {f"own {name}": tensor.clone() for name, tensor in alone.items()}
     return found | {"told": torch.tensor(list(repr(stepper.state_dict()).encode()))}
+
+
+def modelled(world: int, run: Run) -> Model:
+    """What all ranks should do, in fp64."""
+    parts = Shapes().parts
+    problem = Problem(
+        run.kind,
+        {**SCHEDULES[run.kind], **run.options},
+        {name: parts[name].detach() for name in NAMES},
+        {name: GROUPS[name in SECOND] for name in NAMES},
+        lambda step, rank, _: _own_gradients(run, step, rank),
+        run.clip,
+        run.stage,
+        {"wide": run.mask()} if run.masked else {},
+    )
+    return model_of(world, problem)
+
+
+def _own_gradients(run: Run, step: int, rank: int) -> By:
+    total: By = {}
+    for micro in range(run.micro_batches):
+        for name, each in numbers(step, micro, rank).items():
+            times = (2 if name == "tied" else 1) / run.micro_batches
+            total[name] = total.get(name, 0) + times * each.double()
+    return total

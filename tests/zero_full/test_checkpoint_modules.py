@@ -214,6 +214,25 @@ def test_a_state_dict_that_is_refused_changes_nothing() -> None:
     assert same(kept_of(other), before)
 
 
+def test_a_state_dict_without_what_this_run_has_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    engine = engine_of()
+    scheduled = engine_of(scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 5}})
+    train(engine, 0)
+    train(scheduled, *range(3))
+    before, state = kept_of(scheduled), engine.state_dict()
+    schedule = scheduled.lr_scheduler.state_dict()
+    with pytest.raises(ValueError, match="has none of a schedule, so this run's WarmupLR"):
+        scheduled.load_state_dict(state)
+    with pytest.raises(ValueError, match=r"it lacks \['module'"):
+        scheduled.load_state_dict(state["optimizer"])
+    assert same(kept_of(scheduled), before)
+    scheduled.load_state_dict(state | {"lr_scheduler": schedule})
+    assert scheduled.lr_scheduler.state_dict() == schedule and scheduled.global_steps == 1
+    assert "schedule" not in caplog.text
+    engine.load_state_dict(scheduled.state_dict())
+    assert "the state of a schedule is not loaded" in caplog.text
+
+
 @pytest.mark.parametrize("saved", [torch.optim.Adam, torch.optim.AdamW])
 @pytest.mark.parametrize("way", ["checkpoint", "state dict"])
 def test_adam_stays_adam_and_adamw_adamw(saved: Any, way: str, tmp_path: Path) -> None:

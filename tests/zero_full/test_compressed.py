@@ -1,5 +1,6 @@
 """One bit an element: what has not been said is kept, all ranks hear the same, and each byte is counted."""
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 from unittest import mock
@@ -41,14 +42,15 @@ def outcome(comm: Communicator, case: Case, resumes: bool = False) -> Outcome:
             reduce = reduce_of(comm, case)
             errors = reduce.new_errors()
             errors.load_state_dict(saved)
-        x, out = given(case, comm.rank, number), torch.full((case.numel,), GUARD)
+        mine = given(case, comm.rank, number).to(comm.device)
+        x, out = mine.clone(), torch.full((case.numel,), GUARD, device=comm.device)
         if number == 1 and case.dtype == FP32:
             x = out.copy_(x)  # in place
         comm.traffic.clear()
         reduce.average(x, out, errors, "momentum")
-        assert x is out or torch.equal(x, given(case, comm.rank, number))
-        results.append(out)
-    return Outcome(results, errors.worker, errors.server, dict(comm.traffic.sent))
+        assert x is out or torch.equal(x, mine)
+        results.append(out.cpu())
+    return Outcome(results, errors.worker.cpu(), errors.server.cpu(), dict(comm.traffic.sent))
 
 
 def all_ways(comm: Any) -> dict[str, list[Outcome]]:
@@ -119,10 +121,10 @@ def by_hand(case: Case, world: int) -> tuple[list[Tensor], Tensor, Tensor]:
     return results, worker, server
 
 
-def check(case: Case, world: int) -> None:
-    results, worker, server = by_hand(case, world)
+def agree(case: Case, ranks: Sequence[Outcome]) -> None:
+    """With the algorithm, and with each other."""
+    results, worker, server = by_hand(case, len(ranks))
     close = {"rtol": 1e-4, "atol": 1e-4 * case.size}
-    ranks = outcomes(world, case)
     for rank, found in enumerate(ranks):
         for number, (got, want) in enumerate(zip(found.results, results, strict=True)):
             torch.testing.assert_close(got.double(), want, **close)
@@ -134,7 +136,7 @@ def check(case: Case, world: int) -> None:
 @pytest.mark.parametrize("world", WORLDS)
 def test_it_is_the_algorithm_in_fp64_and_every_rank_has_the_same_bits(world: int) -> None:
     for case in CASES:
-        check(case, world)
+        agree(case, outcomes(world, case))
 
 
 @pytest.mark.parametrize("world", WORLDS)

@@ -32,7 +32,6 @@ HOST = {"offload_optimizer": {"device": "cpu"}}
 MICS, PARTS = {"mics_shard_size": 2}, {"sub_group_size": 100}
 RUNS = [
     *(Run(stage, precision) for stage in range(4) for precision in ("fp32", "bf16", "fp16")),
-    *(Run(stage, micro_batches=2, clip=1.0) for stage in range(4)),
     Run(2, "bf16", zero={"overlap_comm": True}),
     Run(3, "bf16", zero=PARTS),
     *(Run(stage, precision, 2, zero=HOST) for stage, precision in ((1, "bf16"), (2, "fp16"), (3, "fp32"))),
@@ -53,7 +52,7 @@ def differences(got: dict[str, Tensor], want: dict[str, Tensor]) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [2, 4])
 def test_sharded_matrices_have_the_bits_of_torchs_muon(world: int) -> None:
     runs = [*RUNS, *(IN_GROUPS if world == 4 else [])]
     for run, ranks in zip(runs, run_each(trained, world, [(run,) for run in runs]), strict=True):
@@ -155,7 +154,7 @@ def test_beside_work_matrices_travel_in_rounds_and_nothing_else_changes() -> Non
 
 def test_the_plan_has_the_memory_of_matrices_on_their_way() -> None:
     run = Run(1, "bf16", zero={"reduce_bucket_size": 100_000, "overlap_comm": False})
-    keys = {**run.keys(2), "gradient_clipping": 0.0}
+    keys = run.keys(2)
     model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 32, bias=False))
     small, large = 64 * 32, 64 * 64
     # Both lie on both ranks: the first rank, which has 3/4 of the large one, makes that orthogonal, and sends
@@ -189,27 +188,8 @@ def skipped(comm: Any, run: Run) -> list[str]:
 
 
 def test_a_gradient_that_is_not_finite_moves_nothing() -> None:
-    runs = [Run(1, "fp16"), Run(2, clip=1.0), Run(3, "fp16"), Run(3, clip=1.0)]
+    runs = [Run(1, "fp16"), Run(3, "fp16")]
     assert run_each(skipped, 2, [(run,) for run in runs]) == [[[], []]] * len(runs)
-
-
-def resumed(comm: Any, run: Run) -> list[str]:
-    """What a rank has kept of itself goes on in the same bits."""
-    first, second = engine_of(comm, run), engine_of(comm, run)
-    one_step(first, comm.rank, 0)
-    second.load_state_dict(first.state_dict())
-    for engine in (first, second):
-        one_step(engine, comm.rank, 1)
-    want = values_of(first)
-    wrong = [name for name, value in values_of(second).items() if not torch.equal(value, want[name])]
-    for engine in (first, second):
-        engine.destroy()
-    return wrong
-
-
-def test_a_rank_goes_on_from_its_own_state_bit_for_bit() -> None:
-    runs = [Run(1, "bf16"), Run(3)]
-    assert run_each(resumed, 2, [(run,) for run in runs]) == [[[], []]] * len(runs)
 
 
 def saved_after(comm: Any, run: Run, folder: Path, first: int, last: int) -> dict[str, Tensor]:

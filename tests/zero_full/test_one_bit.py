@@ -10,8 +10,16 @@ import torch
 from torch import Tensor
 
 from tests.worlds import run_each
-from tests.zero_full.one_bit_model import NAMES, Model
-from tests.zero_full.one_bit_runs import SHAPES, Run, engine_of, everything, one_step, values_of
+from tests.zero_full.one_bit_runs import (
+    NAMES,
+    SHAPES,
+    Run,
+    engine_of,
+    everything,
+    modelled,
+    one_step,
+    values_of,
+)
 from zero_full.comm.chunks import Chunks
 
 STEPS = 22
@@ -44,8 +52,6 @@ def trained(comm: Any, run: Run, steps: int) -> dict[str, Any]:
 
 KINDS = ("OneBitAdam", "ZeroOneAdam")
 RUNS = [
-    *(Run(kind) for kind in KINDS),
-    *(Run(kind, micro_batches=2, clip=0.5) for kind in KINDS),
     *(Run(kind, options={"bias_correction": False, "eps_inside_sqrt": True}) for kind in KINDS),
     *(Run(kind, options={"per_tensor_scales": False}, masked=True) for kind in KINDS),
     *(
@@ -63,10 +69,10 @@ RUNS = [
 ]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 3])
 def test_every_step_is_the_algorithms(world: int) -> None:
     for run, ranks in zip(RUNS, run_each(trained, world, [(run, STEPS) for run in RUNS]), strict=True):
-        model = Model(world, run)
+        model = modelled(world, run)
         for step in range(STEPS):
             model.step(step)
             for rank, each in enumerate(ranks):
@@ -82,7 +88,7 @@ def test_every_step_is_the_algorithms(world: int) -> None:
             elif world > 1:
                 with pytest.raises(AssertionError):
                     assert_alike([each["values"][step] for each in ranks], "")
-        untouched = Model(1, run).x[0]["unused"].float()
+        untouched = modelled(1, run).x[0]["unused"].float()
         assert all(torch.equal(each["values"][-1]["parts.unused"], untouched) for each in ranks)
 
 
@@ -107,14 +113,14 @@ PRECISE = [
 
 def test_in_16_bits_ranks_have_the_same_bits_after_every_meeting_and_stay_near_fp32() -> None:
     for run, ranks in zip(PRECISE, run_each(trained, 2, [(run, STEPS) for run in PRECISE]), strict=True):
-        model = Model(2, run)
+        model = modelled(2, run)
         for step in range(STEPS):
             model.step(step)
             if model.kinds[-1] in TOGETHER:
                 assert_alike([each["values"][step] for each in ranks], f"{run}, step {step}")
         near = 0.02 if run.precision == "bf16 masters" else 0.005  # some signs are other ones
         off = [ranks[0]["values"][-1][f"parts.{name}"].double() - want for name, want in model.x[0].items()]
-        moved = [want - Model(1, run).x[0][name] for name, want in model.x[0].items()]
+        moved = [want - modelled(1, run).x[0][name] for name, want in model.x[0].items()]
         assert _mean_size(off) < near < 0.2 * _mean_size(moved), f"{run}: off by {_mean_size(off):.3g}"
 
 
@@ -139,12 +145,12 @@ def test_while_the_variance_is_learned_1_bit_adam_is_adam_bit_for_bit(precision:
                 assert torch.equal(mine[name], want), f"{precision}: {name}"
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_each_kind_of_step_sends_what_the_formula_says(world: int) -> None:
+def test_each_kind_of_step_sends_what_the_formula_says() -> None:
+    world = 3
     flat_scale, shared = {"per_tensor_scales": False}, Run("ZeroOneAdam", stage=1)
     for run in (Run("ZeroOneAdam"), Run("OneBitAdam"), Run("ZeroOneAdam", options=flat_scale), shared):
         (ranks,) = run_each(trained, world, [(run, STEPS)])
-        model = Model(world, run)
+        model = modelled(world, run)
         flat = run.options.get("per_tensor_scales") is False
         ends = list(accumulate(math.prod(SHAPES[name]) for name in NAMES))
         sent = Chunks((ends[-1],) if flat else tuple(ends), world).sent
@@ -164,32 +170,6 @@ def test_each_kind_of_step_sends_what_the_formula_says(world: int) -> None:
                     assert sum(traffic.values()) == 2 * (world - 1) * (4 * padded // world)
                 else:
                     assert not traffic or set(traffic) == {"gather_objects"}, traffic
-
-
-def poisoned(comm: Any, run: Run, at: int | None) -> list[dict[str, Tensor]]:
-    """Everything after each step. In one of them rank 1 has a gradient that is inf, and it is tried again."""
-    engine, found = engine_of(run), []
-    for step in range(STEPS):
-        if step == at:
-            before = everything(engine)
-            one_step(engine, comm.rank, step, poison=float("inf") if comm.rank == 1 else None)
-            assert not engine.was_step_applied()
-            assert_alike([before, everything(engine)], f"a step that was skipped, {at}")
-        one_step(engine, comm.rank, step)
-        assert engine.was_step_applied()
-        found.append(everything(engine))
-    engine.destroy()
-    return found
-
-
-@pytest.mark.parametrize(("kind", "stage"), [("OneBitAdam", 0), ("ZeroOneAdam", 0), ("ZeroOneAdam", 1)])
-def test_what_is_not_finite_on_one_rank_skips_the_step_and_changes_nothing(kind: str, stage: int) -> None:
-    run = Run(kind, clip=100.0, stage=stage)
-    cases = [(run, None), *((run, step) for step in PHASES[kind].values())]
-    plain, *others = run_each(poisoned, 2, cases)
-    for each in others:
-        for rank in range(2):
-            assert_alike([plain[rank][-1], each[rank][-1]], f"{kind}, rank {rank}")
 
 
 def too_large(comm: Any) -> tuple[list[bool], bool, list[str]]:

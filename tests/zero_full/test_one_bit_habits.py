@@ -1,5 +1,7 @@
 """1-bit and 0/1 Adam in the hands of people: schedules, frozen parameters, other options at a load."""
 
+import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +91,29 @@ def test_the_momentum_stays_what_it_is_when_the_rate_falls_or_is_zero(tmp_path: 
         assert alike and resumed
 
 
+APART = ("fp32", "state", "set state", "set own state", "set fp32", "set own fp32", "gather")
+
+
+def with_early_meetings(comm: Any, folder: Path) -> list[float]:
+    """By how much momenta grow when somebody meets after one step of 16; when intervals become shorter."""
+    engine = engine_of("ZeroOneAdam", local_step_clipper=16)
+    train(engine, comm.rank, range(160))
+    usual = torch.cat([m.flatten() for m in momenta(engine)]).norm()
+    engine.save_checkpoint(folder)
+    train(engine, comm.rank, range(160, 161))
+    engine.optimizer.meet()
+    grown = [float(torch.cat([m.flatten() for m in momenta(engine)]).norm() / usual)]
+    engine = engine_of("ZeroOneAdam", local_step_clipper=1)
+    engine.load_checkpoint(folder)
+    train(engine, comm.rank, range(160, 161))
+    return [*grown, float(torch.cat([m.flatten() for m in momenta(engine)]).norm() / usual)]
+
+
+def test_the_momentum_stays_what_it_is_when_a_walk_is_cut_short(tmp_path: Path) -> None:
+    for grown in POOL.run(with_early_meetings, 2, tmp_path):
+        assert max(grown) < 3, grown  # and not sixteen times
+
+
 def told(comm: Any, folder: Path) -> dict[str, str]:
     found = {}
     for kind in KINDS:
@@ -105,10 +130,15 @@ def told(comm: Any, folder: Path) -> dict[str, str]:
         found[f"{kind} later"] = said_by(lambda e=later, k=kind: e.load_checkpoint(folder, k))
     weight = engine.module.a.weight
     assert engine.optimizer.contents.stepper.is_apart
+    value = weight.detach().clone()
     for name, call in (
         ("fp32", lambda: zero_full.safe_get_full_fp32_param(weight)),
         ("state", lambda: zero_full.safe_get_full_optimizer_state(weight, "exp_avg")),
-        ("set", lambda: zero_full.safe_set_full_optimizer_state(weight, weight.detach(), "exp_avg")),
+        ("set state", lambda: zero_full.safe_set_full_optimizer_state(weight, value, "exp_avg")),
+        ("set own state", lambda: zero_full.safe_set_local_optimizer_state(weight, value, "exp_avg")),
+        ("set fp32", lambda: zero_full.safe_set_full_fp32_param(weight, value)),
+        ("set own fp32", lambda: zero_full.safe_set_local_fp32_param(weight, value)),
+        ("gather", lambda: zero_full.GatheredParameters(weight).__enter__()),
     ):
         found[name] = said_by(call)
     return found
@@ -120,8 +150,76 @@ def test_what_they_would_do_without_a_word_is_refused(tmp_path: Path) -> None:
             for steps in (3, 9):
                 assert "a.weight was frozen after it was trained" in found[f"{kind} frozen at {steps}"]
             assert f"{kind} has frozen its variance after 6 steps" in found[f"{kind} later"]
-        for name in ("fp32", "state", "set"):
-            assert "while each rank has parameters of its own: call meet()" in found[name]
+        for name in APART:
+            assert "while each rank has parameters of its own: call meet()" in found[name], name
+
+
+def with_other_scales(comm: Any, folder: Path) -> list[str]:
+    """What a load says, of two optimizers: LAMB's errors are in other units then, Adam's are not."""
+    said = []
+    for kind in ("OneBitLamb", "OneBitAdam"):
+        engine, other = engine_of(kind), engine_of(kind, per_tensor_scales=False)
+        train(engine, comm.rank, range(9))
+        engine.save_checkpoint(folder, kind)
+        said.append(said_by(lambda other=other, kind=kind: other.load_checkpoint(folder, kind)))
+    other = engine_of("OneBitLamb", per_tensor_scales=False)
+    other.load_checkpoint(folder, "OneBitLamb", drop_errors=True)
+    train(other, comm.rank, range(9, 12))
+    return said
+
+
+def test_errors_in_other_units_are_refused(tmp_path: Path) -> None:
+    for lamb, adam in POOL.run(with_other_scales, 2, tmp_path):
+        assert "or per_tensor_scales: load_checkpoint with drop_errors=True gives them up" in lamb
+        assert adam == "nothing was said"
+
+
+def as_copied(comm: Any, kind: str) -> list[Tensor]:
+    """Parameters after steps of a copy of model and optimizer, and of what comes out of a pickle."""
+    found = []
+    for copied in (copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))):
+        model = Two()
+        model, optimizer = copied((model, getattr(zero_full, kind)(model.parameters(), **KINDS[kind])))
+        engine = zero_full.initialize(model=model, optimizer=optimizer, config=config(0, optimizer=None))[0]
+        train(engine, comm.rank, range(9))
+        found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    engine = engine_of(kind)
+    train(engine, comm.rank, range(9))
+    return [*found, torch.cat([p.detach().flatten() for p in engine.module.parameters()])]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_copy_steps_as_the_original(kind: str) -> None:
+    for copied, pickled, plain in POOL.run(as_copied, 2, kind):
+        assert torch.equal(copied, plain) and torch.equal(pickled, plain)
+
+
+MASK = [torch.ones(8, 6), None, None, None]
+EDITED: list[tuple[str, Any, str]] = [
+    ("max_grad_norm", 1.0, "use gradient_clipping"),
+    ("amsgrad", True, "the largest variance"),
+    ("freeze_step", 20, "freeze_step is the whole model's"),
+    ("exp_avg_mask", [None], "a mask or None for each of the group's 4 parameters"),
+    ("exp_avg_mask", MASK, "exp_avg_mask of parameter group 0 was changed after the first average"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "reason"), EDITED)
+def test_options_that_would_have_no_effect_are_refused(name: str, value: Any, reason: str) -> None:
+    for steps in (3, 9):
+        engine = engine_of("OneBitAdam")
+        train(engine, 0, range(steps))
+        engine.optimizer.param_groups[0][name] = value
+        if value is MASK and steps == 3:
+            train(engine, 0, range(steps, 9))  # in time
+        else:
+            with pytest.raises((ValueError, RuntimeError), match=reason if steps == 3 else name):
+                train(engine, 0, range(1))
+    if value is not MASK and "mask" not in name:
+        with pytest.raises(ValueError, match=reason):
+            zero_full.OneBitAdam([{"params": [nn.Parameter(torch.ones(2))], name: value}])
+    with pytest.raises(TypeError):
+        engine.optimizer.base.model_options["freeze_step"] = 20
 
 
 def with_masks(comm: Any, folder: Path) -> str:

@@ -12,110 +12,21 @@ from torch import Tensor, nn
 
 import zero_full
 from tests.worlds import POOL, run_each
-from tests.zero_full.one_bit_model import NAMES, By, Model
-from tests.zero_full.one_bit_runs import CLASSES, Run, engine_of, everything, one_step, values_of
+from tests.zero_full.one_bit_runs import (
+    CLASSES,
+    Run,
+    engine_of,
+    everything,
+    modelled,
+    one_step,
+    values_of,
+)
 from tests.zero_full.runs import Net, config, data
 from zero_full.optim import OneBitLamb, build_optimizer
 
 STEPS = 14
 LEARNED = 4  # steps, by the schedule in `one_bit_runs.py`
 KIND = "OneBitLamb"
-
-
-class LambModel(Model):
-    """All ranks."""
-
-    def __init__(self, world: int, run: Run) -> None:
-        super().__init__(world, run)
-        defaults = {"min_coeff": 0.01, "max_coeff": 10.0, "coeff_beta": 0.9}
-        factors = {"factor_max": 4.0, "factor_min": 0.5, "factor_threshold": 0.1}
-        self.o = {"bias_correction": True, "eps_inside_sqrt": False, **defaults, **factors, **self.o}
-        self.fresh, self.sizes = dict[str, Tensor](), dict[str, float]()
-        self.learned: dict[str, tuple[float, float]] = {}
-        self.last = dict.fromkeys(NAMES, 1.0)
-        self.coeffs: dict[str, float] = {}
-
-    def root(self, v: Tensor, name: str) -> Tensor:
-        eps = self.group(name)["eps"]
-        return (v + eps).sqrt() if self.o["eps_inside_sqrt"] else v.sqrt() + eps
-
-    def go(self, name: str, coeff: float) -> None:
-        (b1, b2), lr = self.group(name)["betas"], self.group(name)["lr"]
-        if self.o["bias_correction"]:
-            lr *= math.sqrt(1 - b2 ** self.k[name]) / (1 - b1 ** self.n[name])
-        self.coeffs[name] = coeff
-        for x, m in zip(self.x, self.m, strict=True):
-            x[name] = x[name] - lr * coeff * self.update(name, x, m)
-
-    def update(self, name: str, x: By, m: By) -> Tensor:
-        return m[name] / self.root(self.v[name], name) + self.group(name)["weight_decay"] * x[name]
-
-    def step(self, step: int) -> None:
-        """The next one, with the gradients of this number."""
-        self.t += 1
-        self.coeffs = {}
-        if self.t <= self.o["freeze_step"]:
-            self.kinds.append("exact")
-            self.learn(step)
-        else:
-            self.kinds.append("one bit")
-            self.at_one_bit(step)
-
-    def learn(self, step: int) -> None:
-        for name, g in self.averaged(step).items():
-            self.n[name] += 1
-            self.k[name] += 1
-            b1, b2 = self.group(name)["betas"]
-            self.v[name] = b2 * self.v[name] + (1 - b2) * g * g
-            for m in self.m:
-                m[name] = b1 * m[name] + (1 - b1) * g
-            weight, change = self.x[0][name].norm(), self.update(name, self.x[0], self.m[0]).norm()
-            coeff = 1.0
-            if weight > 0 and change > 0:
-                coeff = min(max(float(weight / change), self.o["min_coeff"]), self.o["max_coeff"])
-                total, count = self.learned.get(name, (0.0, 0.0))
-                beta = self.o["coeff_beta"]
-                self.learned[name] = beta * total + (1 - beta) * coeff, beta * count + 1 - beta
-            self.go(name, coeff)
-
-    def at_one_bit(self, step: int) -> None:
-        if not self.fresh:
-            self.fresh = {name: self.v[name].clone() for name in self.known()}
-            rms = {name: float(self.m[0][name].square().mean().sqrt()) for name in self.known()}
-            usual = sum(rms.values()) / len(rms)
-            self.sizes = {name: usual / rms[name] if self.flat else 1.0 for name in rms}
-        wanted = self.remembered(step)
-        mean = self.c([{n: w[n] * self.sizes.get(n, 1.0) for n in NAMES} for w in wanted])
-        for name in self.known():
-            self.n[name] += 1
-            b1, b2 = self.group(name)["betas"]
-            new = mean[name] / self.sizes[name] * (self.v[name] > 0)
-            g = (new - b1 * self.m[0][name]) / (1 - b1)
-            self.fresh[name] = b2 * self.fresh[name] + (1 - b2) * g * g
-            for m in self.m:
-                m[name] = new
-            self.go(name, self.coefficient(name))
-
-    def coefficient(self, name: str) -> float:
-        fresh, b2 = self.fresh[name], self.group(name)["betas"][1]
-        if self.o["bias_correction"]:
-            fresh = fresh * (1 - b2 ** self.k[name]) / (1 - b2 ** self.n[name])
-        moves = self.v[name] > 0
-        factor = (
-            float((self.root(self.v[name], name) / self.root(fresh, name))[moves].max())
-            if moves.any()
-            else 1.0
-        )
-        along = float((self.m[0][name] / self.root(self.v[name], name)).norm())
-        whole = float(self.update(name, self.x[0], self.m[0]).norm())
-        if self.group(name)["weight_decay"] and whole:
-            part = min(1.0, along / whole)
-            factor = factor * part + 1 - part
-        factor = min(max(factor, self.o["factor_min"]), self.o["factor_max"])
-        change, last = self.o["factor_threshold"], self.last[name]
-        self.last[name] = min(max(factor, last * (1 - change)), last * (1 + change))
-        total, count = self.learned.get(name, (1.0, 1.0))
-        return total / count * self.last[name]
 
 
 def trained(comm: Any, run: Run, steps: int) -> dict[str, Any]:
@@ -139,8 +50,6 @@ def trained(comm: Any, run: Run, steps: int) -> dict[str, Any]:
 
 
 RUNS = [
-    Run(KIND),
-    Run(KIND, micro_batches=2, clip=0.5),
     Run(KIND, options={"bias_correction": False, "eps_inside_sqrt": True}),
     Run(KIND, options={"per_tensor_scales": False}, masked=True),
     Run(KIND, options={"min_coeff": 0.5, "max_coeff": 2.0, "coeff_beta": 0.5}),
@@ -150,11 +59,11 @@ RUNS = [
 ]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 3])
 def test_every_step_is_the_algorithms(world: int) -> None:
     """Parameters and coefficients; and all ranks have the same bits of both."""
     for run, ranks in zip(RUNS, run_each(trained, world, [(run, STEPS) for run in RUNS]), strict=True):
-        model = LambModel(world, run)
+        model = modelled(world, run)
         for step in range(STEPS):
             model.step(step)
             where = f"{run}, step {step} ({model.kinds[-1]})"
@@ -169,7 +78,7 @@ def test_every_step_is_the_algorithms(world: int) -> None:
                 got = ranks[0]["values"][step][f"parts.{name}"].double()
                 worst = float(((got - want).abs() / (1 + want.abs())).max())
                 assert worst < 2e-5, f"{where}, {name}: off by {worst:.3g}"
-        untouched = LambModel(1, run).x[0]["unused"].float()
+        untouched = modelled(1, run).x[0]["unused"].float()
         assert all(torch.equal(each["values"][-1]["parts.unused"], untouched) for each in ranks)
 
 
@@ -210,7 +119,7 @@ def test_in_16_bits_ranks_have_the_same_bits_and_stay_near_fp32() -> None:
     """How far off they are in all, as a part of the way they have gone."""
     runs = [Run(KIND, precision) for precision in FAR]
     for run, ranks in zip(runs, run_each(trained, 2, [(run, STEPS) for run in runs]), strict=True):
-        model = LambModel(2, run)
+        model = modelled(2, run)
         start = {name: value.clone() for name, value in model.x[0].items()}
         for step in range(STEPS):
             model.step(step)
@@ -239,13 +148,13 @@ def poisoned(comm: Any, run: Run, at: int | None) -> dict[str, Tensor]:
     return found
 
 
-def test_what_is_not_finite_on_one_rank_skips_the_step_and_changes_nothing() -> None:
-    for run in (Run(KIND, clip=100.0), Run(KIND, clip=100.0, options={"per_tensor_scales": False})):
-        cases = [(run, at) for at in (None, 2, LEARNED, LEARNED + 1)]  # learning, the first at one bit, later
-        plain, *others = run_each(poisoned, 2, cases)
-        for each in others:
-            for mine, theirs in zip(each, plain, strict=True):
-                assert_alike(theirs, mine, str(run))
+def test_with_one_scale_for_all_too_a_step_that_is_skipped_changes_nothing() -> None:
+    run = Run(KIND, clip=100.0, options={"per_tensor_scales": False})
+    cases = [(run, at) for at in (None, 2, LEARNED, LEARNED + 1)]  # learning, the first at one bit, later
+    plain, *others = run_each(poisoned, 2, cases)
+    for each in others:
+        for mine, theirs in zip(each, plain, strict=True):
+            assert_alike(theirs, mine, str(run))
 
 
 # Going on ----------------------------------------------------------------------------------------

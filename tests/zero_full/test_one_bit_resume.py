@@ -42,17 +42,16 @@ def resumed(comm: Any, run: Run, at: int, by: str, folder: str) -> tuple[list[di
 
 
 @pytest.mark.parametrize("by", BY)
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_run_goes_on_bit_for_bit_in_every_phase(world: int, by: str, tmp_path: Path) -> None:
+def test_a_run_goes_on_bit_for_bit_in_every_phase(by: str, tmp_path: Path) -> None:
+    """With masters, and masked; other runs are in the contract."""
     cases = [
-        (Run(kind, precision, stage=stage), at + 1, by, str(tmp_path / f"{kind} {precision} {stage} {phase}"))
+        (Run(kind, "bf16", stage=stage), at + 1, by, str(tmp_path / f"{kind} {stage} {phase}"))
         for kind, stage in ((KINDS[0], 0), (KINDS[1], 0), (KINDS[1], 1), ("OneBitLamb", 0))
-        for precision in ("fp32", "bf16")
         for phase, at in PHASES[kind].items()
     ]
     masked = Run("ZeroOneAdam", masked=True, options={"per_tensor_scales": False})
     cases += [(masked, at, by, str(tmp_path / f"masked {at}")) for at in (6, 13)]
-    for case, ranks in zip(cases, run_each(resumed, world, cases), strict=True):
+    for case, ranks in zip(cases, run_each(resumed, 2, cases), strict=True):
         for rank, (plain, again) in enumerate(ranks):
             for before, after in zip(plain, again, strict=True):
                 assert_alike([before, after], f"{case[0]} after {case[1]} steps, rank {rank}")
@@ -244,6 +243,9 @@ def in_the_middle(comm: Any, folder: str) -> dict[str, Any]:
         "load": said_by(lambda: engine.load_module_state_dict({}, strict=False)),
         "weights": said_by(lambda: engine.save_weights(folder)),
         "16 bits": said_by(lambda: engine.save_16bit_model(folder)),
+        "torch's": said_by(engine.module.state_dict),
+        "a part's": said_by(engine.module.parts.state_dict),
+        "torch's load": said_by(lambda: engine.module.load_state_dict({}, strict=False)),
     }
     engine.save_checkpoint(folder, tag="middle")
     refused["module only"] = said_by(lambda: engine.load_checkpoint(folder, load_module_only=True))
@@ -261,6 +263,7 @@ def in_the_middle(comm: Any, folder: str) -> dict[str, Any]:
     assert_alike([own, everything(engine)], "its own state dict")
     optimizer.meet()
     met = values_of(engine)
+    assert torch.equal(engine.module.state_dict()["parts.large"], met["parts.large"])
     optimizer.meet()  # nothing more to do
     assert_alike([met, values_of(engine)], "a meeting of those who have met")
     one_step(engine, comm.rank, 13)

@@ -5,9 +5,11 @@ differs from rank to rank is what was wanted and not said yet (the errors), and 
 where each has gone. It is saved for each rank, and means nothing to other ranks, or to as many others.
 """
 
+import logging
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,7 +18,9 @@ from torch.optim import Optimizer
 
 from zero_full.optim.arguments import at_least, checked_options, flag
 from zero_full.optim.step import Average, Peers, Piece, Stepper
-from zero_full.wording import shown
+from zero_full.wording import listed, shown
+
+log = logging.getLogger("zero_full")
 
 MASK = "exp_avg_mask"
 FIXED = {  # DeepSpeed's options that can only have one value here
@@ -34,14 +38,22 @@ class OneBitOptimizer(Optimizer):
     model_options: Mapping[str, Any]  # those that are the whole model's, not a group's
 
     def __init__(self, params: Any, options: Mapping[str, Any], whole: Mapping[str, Any]) -> None:
-        for name in FIXED.keys() & whole.keys():
-            if whole[name]:
-                raise ValueError(f"{name} cannot be {shown(whole[name])}: {FIXED[name]}")
-        self.model_options = {name: value for name, value in whole.items() if name not in FIXED}
+        _refuse_fixed(whole)
+        kept = {name: value for name, value in whole.items() if name not in FIXED}
+        kept["per_tensor_scales"] = flag("per_tensor_scales", kept["per_tensor_scales"])
+        self.model_options = MappingProxyType(kept)  # what is written later would have no effect
         if not (self.backend is None or isinstance(self.backend, str)):
             raise ValueError(f"comm_backend_name must be a name, not {shown(self.backend)}")
-        self.model_options["per_tensor_scales"] = flag("per_tensor_scales", whole["per_tensor_scales"])
         super().__init__(params, self.checked(options))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles, in which torch has groups, state and defaults only."""
+        return {**super().__getstate__(), "model_options": dict(self.model_options)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """From a copy or a pickle; torch calls it in its constructor, too."""
+        super().__setstate__(state)
+        self.model_options = MappingProxyType(dict(self.model_options))
 
     @property
     def backend(self) -> str | None:
@@ -55,14 +67,15 @@ class OneBitOptimizer(Optimizer):
 
     def checked(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """A group's options, of the right kind and in their bounds; ValueError if one is not."""
+        _refuse_fixed(options)
+        for name in self.model_options.keys() & options.keys():
+            raise ValueError(f"{name} is the whole model's and cannot be a parameter group's")
         return checked_options(type(self), {k: v for k, v in options.items() if k != "params"}, str)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, whose options are checked as those of the constructor are."""
         super().add_param_group({**param_group, **self.checked({**self.defaults, **param_group})})
         group = self.param_groups[-1]
-        for name in self.model_options.keys() & group.keys():
-            raise ValueError(f"{name} is the whole model's and cannot be a parameter group's")
         if group.get(MASK) is not None:
             group[MASK] = _checked_masks(group[MASK], group["params"])
 
@@ -73,6 +86,12 @@ class OneBitOptimizer(Optimizer):
             f"{type(self).__name__} averages over the ranks by itself, so it cannot step alone: pass it to "
             "zero_full.initialize or zero_full.assemble.shard, also on one process"
         )
+
+
+def _refuse_fixed(options: Mapping[str, Any]) -> None:
+    for name in FIXED.keys() & options.keys():
+        if options[name]:
+            raise ValueError(f"{name} cannot be {shown(options[name])}: {FIXED[name]}")
 
 
 def _checked_masks(given: Any, params: Sequence[Tensor]) -> list[Tensor | None]:
@@ -88,7 +107,7 @@ def _checked_masks(given: Any, params: Sequence[Tensor]) -> list[Tensor | None]:
                 f"{MASK}[{place}] must be a tensor of the shape {tuple(param.shape)} of its parameter, or "
                 f"None, not {shown(mask if not isinstance(mask, Tensor) else tuple(mask.shape))}"
             )
-        made.append(None if mask is None else mask != 0)
+        made.append(mask if mask is None or mask.dtype == torch.bool else mask != 0)
     return made
 
 
@@ -131,8 +150,13 @@ class Fused:
 
 # The stepper -------------------------------------------------------------------------------------
 
+FEW = 8  # gradients: of less, the mean square is now and then far from what more of them would give
 WORKER, SERVER, MADE_FOR = "worker_error", "server_error", "made_for"
 OF_ERRORS = {WORKER: "worker", SERVER: "server", MADE_FOR: "made_for"}
+NEW_RUN = (
+    "Save a checkpoint, and load it with drop_errors=True in a new run, in which it is trained when "
+    "initialize is called; with a later var_freeze_step, if it would have few exact gradients until then"
+)
 
 
 class OneBitStep(Stepper):
@@ -147,10 +171,12 @@ class OneBitStep(Stepper):
         self.steps = 0  # that were taken
         self.fused = Fused([])
         self.by: Average | None = None
+        self.masks: list[Any] = []  # of the groups, by which that was made
         self.errors: Any = None
         self.errors_of = ""  # of what
         self.loaded: dict[str, Tensor] = {}  # errors, until there is something to put them into
         self.peers = Peers()
+        self.warned: set[str] = set()  # of too few updates
 
     @property
     def takes_parts(self) -> bool:
@@ -158,16 +184,22 @@ class OneBitStep(Stepper):
         return False
 
     def attach(self, pieces: Sequence[Piece], peers: Peers) -> None:
-        """The buffer is laid out. Errors that there are belong to what was trained until now."""
-        fused = Fused(pieces)
-        began = self.errors is not None or bool(self.loaded) or self.is_apart
-        if self.fused.numel and fused.numel != self.fused.numel and began:
-            raise RuntimeError(
-                f"{type(self.optimizer).__name__}: a parameter is trained now that was frozen when averages "
-                "at one bit began, whose errors are those of the others: unfreeze it before, or save a "
-                "checkpoint and load it with drop_errors=True into a run in which it is trained"
+        """The buffer is laid out: there are no errors, or they were given up, or `closed_to_newcomers`."""
+        self.fused, self.peers = Fused(pieces), peers
+
+    def closed_to_newcomers(self) -> str:
+        """All phases but the first."""
+        name = type(self.optimizer).__name__
+        if self.steps >= self.learning:
+            return (
+                f"{name} has frozen the variance after {self.learning} steps, so nobody would know how far "
+                "to step. Save a checkpoint, and load it without the optimizer's state "
+                "(load_optimizer_states=False) in a new run, in which it is trained from the beginning and "
+                "the variance is learned anew"
             )
-        self.fused, self.peers = fused, peers
+        if self.errors is not None or self.loaded or self.is_apart:
+            return f"the errors of {name}'s averages at one bit are those of the others. {NEW_RUN}"
+        return ""
 
     @property
     def averages(self) -> bool:
@@ -176,8 +208,16 @@ class OneBitStep(Stepper):
 
     def begin(self, pieces: Sequence[Piece]) -> None:
         """Every rank looks at all groups, which may have been edited: all fail, or none."""
-        for group in self.optimizer.param_groups:
+        for number, group in enumerate(self.optimizer.param_groups):
             self.optimizer.checked(group)
+            if group.get(MASK) is not None and self.by is None:
+                group[MASK] = _checked_masks(group[MASK], group["params"])
+            elif self.by is not None and group.get(MASK) is not self.masks[number]:
+                raise RuntimeError(
+                    f"{MASK} of parameter group {number} was changed after the first average at one bit, "
+                    "whose errors are those of what travelled until now. Save a checkpoint, and load it with "
+                    "drop_errors=True in a new run, whose optimizer has the other mask"
+                )
 
     # Averages ------------------------------------------------------------------------------------
 
@@ -199,6 +239,7 @@ class OneBitStep(Stepper):
         if self.loaded:
             errors.load_state_dict({OF_ERRORS[name]: t for name, t in self.loaded.items()})
         self.by, self.errors, self.loaded = by, errors, {}
+        self.masks = [group.get(MASK) for group in self.optimizer.param_groups]
 
     def _mask(self) -> Tensor | None:
         """Which elements travel: None if no group says so."""
@@ -237,14 +278,35 @@ class OneBitStep(Stepper):
         return self.fused.filled(newest)
 
     def refuse_without_variance(self, pieces: Sequence[Piece]) -> None:
-        """RuntimeError if a parameter has its first gradient when no variance is learned any more."""
-        late = [piece.name for piece in pieces if not (self.known(piece) or {}).get("variance_step")]
+        """RuntimeError if a parameter has had no gradient while the variance was learned."""
+        late = [piece.name for piece in pieces if not self._updates(piece)]
         if late:
             raise RuntimeError(
-                f"{', '.join(late)}: the first gradient comes in step {self.steps + 1}, when "
-                f"{type(self.optimizer).__name__} has frozen the variance, so nobody knows how far to step. "
-                "Train what is trained from the beginning, or freeze the variance later"
+                f"{listed(late)}: no gradient has come while {type(self.optimizer).__name__} has learned the "
+                f"variance, of which it has frozen what there was before step {self.steps + 1}, so nobody "
+                "knows how far to step. Train it from the beginning, or freeze the variance later"
             )
+        self.warn_of_few_updates()
+
+    def warn_of_few_updates(self) -> None:
+        """Say, once of each, which variance is of so few gradients that steps over it can be far too long."""
+        counts = {piece.name: self._updates(piece) for piece in self.fused.pieces}
+        few = {name: count for name, count in counts.items() if 0 < count < FEW}
+        new = sorted(few.keys() - self.warned, key=lambda name: (few[name], name))
+        self.warned.update(few)
+        if new and self.peers.place[0] == 0:
+            log.warning(
+                "%s averages at one bit now, and some variances are of less than %d gradients: %s. Where "
+                "these happened to be small, steps are far too long. Go back to a checkpoint of before, and "
+                "give these parameters more steps with exact gradients",
+                type(self.optimizer).__name__,
+                FEW,
+                listed([f"{name} (of {few[name]})" for name in new]),
+            )
+
+    def _updates(self, piece: Piece) -> int:
+        """How many gradients a variance is of."""
+        return int((self.known(piece) or {}).get("variance_step", 0))
 
     # State ---------------------------------------------------------------------------------------
 
@@ -300,7 +362,8 @@ class OneBitStep(Stepper):
         if state.get("layout", layout) != layout:
             raise ValueError(
                 "the errors of its averages at one bit are those of other parameters, of parameters in other "
-                f"groups, or under another {MASK}"
+                f"groups, or under another {MASK} or per_tensor_scales: load_checkpoint with "
+                "drop_errors=True gives them up"
             )
 
     def load_own(self, tensors: Mapping[str, Tensor]) -> None:

@@ -8,6 +8,7 @@ the one that stays. The factor is the largest ratio of their roots. It is kept b
 a small part from step to step.
 """
 
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -155,6 +156,11 @@ class OneBitLambStep(OneBitStep):
                 if coeffs[param] != 1:
                     state["coeff_sum"] = beta * state.get("coeff_sum", 0.0) + (1 - beta) * coeffs[param]
                     state["coeff_weight"] = beta * state.get("coeff_weight", 0.0) + 1 - beta
+
+    def _layout(self) -> int:
+        """With one scale for all, what travels is in other units."""
+        layout = super()._layout()
+        return layout if self.optimizer.model_options["per_tensor_scales"] else zlib.crc32(b"sizes", layout)
 
     # At one bit ----------------------------------------------------------------------------------
 

@@ -183,6 +183,10 @@ class Stepper:
         Once before the first step, and whenever parameters are trained that were frozen till then.
         """
 
+    def closed_to_newcomers(self) -> str:
+        """Why a parameter that was frozen until now cannot be trained from now on, and what helps; or ""."""
+        return ""
+
     def begin(self, pieces: Sequence[Piece]) -> None:
         """A step begins. `pieces`: all that this rank owns, also what has no gradient now."""
 

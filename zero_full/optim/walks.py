@@ -27,9 +27,7 @@ class Interval:
 class Walk:
     """Where a rank went since all were together. The numbers are the same on all ranks, by piece."""
 
-    def __init__(
-        self, anchor: Tensor, walked: Tensor, rates: Sequence[float], kept: Sequence[float], steps: int
-    ) -> None:
-        self.anchor, self.walked, self.steps = anchor, walked, steps
+    def __init__(self, anchor: Tensor, walked: Tensor, rates: Sequence[float], kept: Sequence[float]) -> None:
+        self.anchor, self.walked = anchor, walked
         self.rates = list(rates)  # the sum of the learning rates
         self.kept = list(kept)  # the product of what decays have left

@@ -10,9 +10,11 @@ one bit, instead of their own, and make of it a momentum for all.
 A walk adds up momenta times learning rates, before they are divided by the spread, which is the same on all
 ranks. Walk and anchor are there while ranks are apart. Ranks that have met have the same bits.
 
-[Note: a walk at any rate] What travels is the walk over the mean of its learning rates: a sum of momenta. So
-what has not been said of it when the rate was large does not come back as a huge momentum when it is small.
-Where the rate was zero each rank's momentum stands for it: all ranks have the same one after a meeting.
+[Note: a walk at any rate] What travels is the walk over the sum of its learning rates, which is a mean of
+momenta, times the steps of a whole interval: a sum of momenta. So what has not been said of it when the rate
+was large, or the walk long, does not come back as a huge momentum when the rate is small, or `meet` has ended
+the walk early. Where the rate was zero each rank's momentum stands for it: all ranks have the same one after
+a meeting.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +24,7 @@ from typing import Any
 from torch import Tensor
 
 from zero_full.optim.adam_pieces import averages_of, correction, learn, move, put, rate, spread
-from zero_full.optim.one_bit import OneBitOptimizer, OneBitStep
+from zero_full.optim.one_bit import NEW_RUN, OneBitOptimizer, OneBitStep
 from zero_full.optim.shared_variance import SharedVariance
 from zero_full.optim.step import Peers, Piece, Stepper, take_copy
 from zero_full.optim.walks import Interval, Walk
@@ -55,8 +57,7 @@ class ZeroOneAdam(OneBitOptimizer):
     is alone leaves its momentum as it is between exact averages; the decay is part of the walk, and so of
     the momentum after it; errors of walks are added to others at another learning rate as they are, so that
     the momentum grows when the rate falls; ranks differ by rounding after they have met; one scale for a
-    whole group; each
-    rank clips by its own norm; a resumed run begins its intervals anew.
+    whole group; each rank clips by its own norm; a resumed run begins its intervals anew.
     """
 
     def __init__(
@@ -121,20 +122,22 @@ class ZeroOneAdamStep(OneBitStep):
         self.frozen = False  # a step without the others was taken
         self.walk: Walk | None = None  # while ranks are apart
         self.numbers: list[Any] = []  # of a walk that is loaded
+        self.shrunk = 1.0  # the interval by a load with a smaller `local_step_clipper`, and errors with it
         self.shares = optimizer.shares_variance
         self.shared: SharedVariance | None = None
 
     def attach(self, pieces: Sequence[Piece], peers: Peers) -> None:
         """At stage 1 this rank's part of the variance is laid out."""
-        before = self.shared
         super().attach(pieces, peers)
         if self.shares and pieces:
             self.shared = SharedVariance(self.fused, peers)
-            if before is not None and before.values.any():
-                raise RuntimeError(
-                    "ZeroOneAdam at stage 1: a parameter is trained now that was frozen when the variance "
-                    "was cut into parts: unfreeze it before initialize, or use stage 0"
-                )
+
+    def closed_to_newcomers(self) -> str:
+        """At stage 1 from the first step on, which has cut the variance into parts."""
+        reason = super().closed_to_newcomers()
+        if not reason and self.shared is not None and any(map(self.known, self.fused.pieces)):
+            reason = f"at stage 1 each rank keeps a part of the others' variance. {NEW_RUN}"
+        return reason
 
     @property
     def steps_alone(self) -> bool:
@@ -216,6 +219,7 @@ class ZeroOneAdamStep(OneBitStep):
         move(piece, state, self.group_of(piece), self._spread(piece, state))
 
     def _at_one_bit(self, pieces: Sequence[Piece], factor: float) -> None:
+        self.warn_of_few_updates()
         given = {id(piece): piece.gradient for piece in pieces}
 
         def gradient_of(piece: Piece) -> Tensor | None:
@@ -251,7 +255,7 @@ class ZeroOneAdamStep(OneBitStep):
                 target.add_(momentum, alpha=now)
                 rates[place] += now
                 kept[place] *= 1 - float(group["lr"]) * group["weight_decay"]
-        following = Walk(walk.anchor, walked, rates, kept, walk.steps + 1)
+        following = Walk(walk.anchor, walked, rates, kept)
         if is_last:
             self._meet(following, momenta)
         else:
@@ -266,25 +270,26 @@ class ZeroOneAdamStep(OneBitStep):
     def _new_walk(self) -> Walk:
         count = len(self.fused.pieces)
         anchor = self.fused.filled(lambda piece: piece.master)
-        return Walk(anchor, self.fused.new(), [0.0] * count, [1.0] * count, 0)
+        return Walk(anchor, self.fused.new(), [0.0] * count, [1.0] * count)
 
     def _meet(self, walk: Walk, momenta: Tensor) -> None:
         """See [Note: a walk at any rate]. `momenta`: this rank's newest."""
-        rates = [total / walk.steps for total in walk.rates]
+        steps = self.meeting.length
+        rates = [total / steps for total in walk.rates]
         walked = walk.walked.clone()
         both = zip(self.fused.windows(walked), self.fused.windows(momenta), rates, strict=True)
         for (_, window), (_, momentum), mean_rate in both:
             if mean_rate:
                 window.div_(mean_rate)
             else:  # nobody has moved, and each has a momentum of its own
-                window.copy_(momentum).mul_(walk.steps)
+                window.copy_(momentum).mul_(steps)
         mean = self.average(walked, "walks")
         together = zip(self.fused.windows(mean), self.fused.windows(walk.anchor), strict=True)
         for place, ((piece, window), (_, value)) in enumerate(together):
             if (state := self.known(piece)) is not None:
                 window.mul_(self._moves(piece, state))
                 put(piece, value * walk.kept[place] - window * rates[place] / self._spread(piece, state))
-                state["exp_avg"].copy_(window).div_(walk.steps)
+                state["exp_avg"].copy_(window).div_(steps)
         self.walk = None
 
     def meet(self) -> None:
@@ -342,7 +347,7 @@ class ZeroOneAdamStep(OneBitStep):
         """How far it is, the same on every rank."""
         intervals = [[each.length, each.counted] for each in (self.exact, self.meeting)]
         walk = self.walk
-        numbers = [] if walk is None else [walk.rates, walk.kept, walk.steps]
+        numbers = [] if walk is None else [walk.rates, walk.kept]
         return {**super().state_dict(), "intervals": intervals, "frozen": self.frozen, "walk": numbers}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -350,11 +355,14 @@ class ZeroOneAdamStep(OneBitStep):
         super().load_state_dict(state)
         for interval, (length, counted) in zip((self.exact, self.meeting), state["intervals"], strict=True):
             interval.length, interval.counted = int(min(length, interval.longest)), counted
+            self.shrunk = interval.length / length  # the last one's: of meetings
         self.frozen, self.numbers = state["frozen"], state["walk"]
 
     def load_own(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore what `own_tensors` has returned; nothing means that it is given up."""
         super().load_own(tensors)
+        for tensor in self._loaded():
+            tensor.mul_(self.shrunk)
         self.walk = None
         if self.shared is not None:
             self._load_variance(self.shared, tensors)

@@ -201,6 +201,7 @@ def _state(place: ParameterPlace, key: str) -> Tensor | None:
 def safe_set_full_fp32_param(param: Parameter, value: Tensor) -> None:
     """Give the whole parameter new values. Every rank must call this with the same tensor."""
     place = _place(param)
+    refuse_apart(place.optimizer, "safe_set_full_fp32_param")
     place.cut(value)  # checks its shape
     with torch.no_grad():
         place.owned.fill(place.member, value)
@@ -263,6 +264,7 @@ def safe_set_local_fp32_param(param: Parameter, value: Tensor) -> None:
     With `zero_hpz_partition_size` this rank, too, if forward has left a copy for backward.
     """
     place = _place(param)
+    refuse_apart(place.optimizer, "safe_set_local_fp32_param")
     if place.piece is not None:
         place.piece.master.detach().reshape(-1).copy_(value.reshape(-1))
         place.owned.copy_master()
@@ -286,6 +288,7 @@ def safe_set_local_grad(param: Parameter, value: Tensor) -> None:
 def safe_set_local_optimizer_state(param: Parameter, value: Tensor, key: str) -> None:
     """Replace this rank's elements of an entry of the optimizer's state."""
     place = _place(param)
+    refuse_apart(place.optimizer, "safe_set_local_optimizer_state")
     _refuse_cut(place, key)
     current = _state(place, key)
     if place.piece is None:

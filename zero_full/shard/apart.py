@@ -1,9 +1,10 @@
 """Ranks whose parameters differ for a while: what would then be lost, or be one rank's only, is refused."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from zero_full.optim.step import Stepper
+from zero_full.shard.flat import Member
 from zero_full.shard.watch import ParameterWrites
 from zero_full.wording import listed
 
@@ -12,11 +13,11 @@ Optimizer = Any  # a `ZeroOptimizer`, which imports this module
 
 def refuse_writes(stepper: Stepper, writes: ParameterWrites, masters: Iterable[str]) -> None:
     """RuntimeError if somebody has written to parameters, or to the `masters` of these."""
-    if stepper.is_apart and (written := [*writes.names(), *masters]):
+    if stepper.is_apart and (written := dict.fromkeys([*writes.names(), *masters])):
         raise RuntimeError(
-            f"{listed(written)} was written while each rank has parameters of its own, so all ranks would "
-            "lose it when they meet: call meet() of the engine's optimizer on every rank first, and write "
-            "then"
+            f"{listed(list(written))} was written while each rank has parameters of its own, so all ranks "
+            "would lose it when they meet: call meet() of the engine's optimizer on every rank first, and "
+            "write then. What is written already can only be given up, by loading a checkpoint"
         )
 
 
@@ -35,7 +36,17 @@ def refuse_frozen(optimizer: Optimizer) -> None:
         raise RuntimeError(
             f"{listed(frozen)} was frozen after it was trained, and {type(optimizer.base).__name__} would go "
             "on moving it by its momentum: there a parameter without a gradient counts as one whose gradient "
-            "is zero. Unfreeze it, or freeze it before initialize"
+            "is zero. Unfreeze it; or save a checkpoint, and load it with drop_errors=True in a new run, in "
+            "which it is frozen and the optimizer is not given it"
+        )
+
+
+def refuse_thawed(optimizer: Optimizer, thawed: Sequence[Member]) -> None:
+    """RuntimeError if the rule cannot begin to train what was frozen until now."""
+    if problem := optimizer.contents.stepper.closed_to_newcomers():
+        raise RuntimeError(
+            f"{listed([member.name for member in thawed])} was frozen until now, and {problem}. Or freeze it "
+            "again: nothing has changed yet"
         )
 
 

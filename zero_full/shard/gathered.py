@@ -179,7 +179,10 @@ def _unguarded() -> Iterator[None]:
 
 
 def guard(module: nn.Module) -> list[RemovableHandle]:
-    """Make `state_dict` and `load_state_dict` of a model with released parameters raise; return the hooks."""
+    """Make `state_dict` and `load_state_dict` of a model raise while a rank alone has not what they ask for.
+
+    That is while parameters are released, or each rank has parameters of its own. Returns the hooks.
+    """
     handles = []
     for inner in module.modules():
         if next(inner.parameters(recurse=False), None) is not None:
@@ -189,8 +192,13 @@ def guard(module: nn.Module) -> list[RemovableHandle]:
 
 
 def _refuse(call: str, module: nn.Module, *arguments: Any) -> None:
+    if not _is_guarded.get():
+        return
+    owners = dict.fromkeys(owner_of(p) for p in module.parameters(recurse=False))
+    for owner in (owner for owner in owners if owner is not None):
+        refuse_apart(owner, f"{call} of the model")
     released = [name for name, p in module.named_parameters(recurse=False) if is_released(p)]
-    if _is_guarded.get() and released:
+    if released:
         raise RuntimeError(
             f"{call} of a {type(module).__name__} whose {', '.join(released)} is or are sharded: call "
             f"engine.{call.replace('state_dict', 'module_state_dict')} on every rank, or stay inside "
@@ -231,6 +239,7 @@ class GatheredParameters:
             self.recorded = record_of(recorded[0]).gathered(recorded, self.modifier_rank)
             self.recorded.__enter__()
         for optimizer, chosen in _by_optimizer(self.params).items():
+            refuse_apart(optimizer, "GatheredParameters")
             for flat in dict.fromkeys(flat for flat, _ in chosen):
                 if flat in optimizer.owned_of:
                     optimizer.owned_of[flat].follow_master()

@@ -22,7 +22,7 @@ from zero_full.comm.lane import lane_for
 from zero_full.precision.scaler import StaticScale
 from zero_full.shard import owned as owned_state
 from zero_full.shard.agreement import Doings, Said, agree, doings_of, refuse_on_all, refuse_unused
-from zero_full.shard.apart import meet, refuse_frozen, refuse_writes
+from zero_full.shard.apart import meet, refuse_frozen, refuse_thawed, refuse_writes
 from zero_full.shard.arrivals import await_gradients, await_parameters, collect
 from zero_full.shard.base import (
     AFTER,
@@ -53,7 +53,7 @@ from zero_full.shard.report import NonFinite, StepReport
 from zero_full.shard.settings import Settings
 from zero_full.shard.signals import SIGNALS, StopSignals
 from zero_full.shard.stand_in import UNSCALED, Found, names_of
-from zero_full.shard.stepping import Steppers, sub_groups
+from zero_full.shard.stepping import Steppers
 from zero_full.shard.watch import ModelWatch, ParameterWrites
 
 log = logging.getLogger("zero_full")
@@ -99,6 +99,7 @@ class ZeroOptimizer(InItsPlace):
         self.listed = listed_in(self.param_groups)
         self.watch = ModelWatch(model, [m.param for m in self._members()], bool(parts.sites))
         self.reducer = GradientReducer(self.buckets, self.lane, settings)
+        self.reducer.before_waking = partial(refuse_thawed, self)
         self.reducer.on_waking = self._wake
         self.reducer.backward.at_begin.append(self.take_back_moved)
         self.gradients = KeptGradients(scaler, self.reducer)
@@ -338,8 +339,7 @@ class ZeroOptimizer(InItsPlace):
         stepper = self.steppers.choose(stepped)
         if not stepper.fuses:
             self.gradients.multiply(factor)
-        limit = self.steppers.limit(stepper, self.settings, self.parts.flow)
-        parts = sub_groups(stepped, limit) if stepper.takes_parts else [stepped]
+        parts = self.steppers.parts(stepper, stepped, self.settings, self.parts.flow)
         self.steppers.step(stepper, self.owned, parts, used, factor)
         if self.settings.tier.moves:
             refuse_on_all(self.groups, self.settings.tier.lost)

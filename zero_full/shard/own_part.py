@@ -5,11 +5,12 @@ from itertools import chain
 from typing import Any
 
 from zero_full._compat import plain
+from zero_full.optim.one_bit import MASK
 from zero_full.shard.contents import NewState, OwnPart, kept
 
 Optimizer = Any  # a `ZeroOptimizer`, which imports this module
-# Of the options of a parameter group: how it computes, and where; and whether an Adam is an AdamW.
-OF_THIS_RUN = {"params", "fused", "foreach", "capturable", "differentiable", "decoupled_weight_decay"}
+# Of the options of a parameter group: how it computes, where and what; and whether an Adam is an AdamW.
+OF_THIS_RUN = {"params", "fused", "foreach", "capturable", "differentiable", "decoupled_weight_decay", MASK}
 ALIKE = frozenset(("Adam", "AdamW"))  # optimizers that keep the same
 
 
@@ -85,16 +86,16 @@ def refuse_other_facts(optimizer: Optimizer, facts: Mapping[str, Any]) -> None:
     """ValueError if these are the facts of another optimizer."""
     saved, here = facts["groups"], optimizer.param_groups
     without = "(load_checkpoint has load_optimizer_states=False)"
-    if len(saved) != len(here):
-        raise ValueError(
-            f"{len(saved)} parameter groups were saved, but the optimizer has {len(here)} {without}"
-        )
     kind = type(optimizer.base).__name__
     other = facts.get("optimizer", kind)
     if other != kind and not ALIKE.issuperset((other, kind)):
         raise ValueError(
             f"the optimizer's state is {other}'s, but the optimizer is {kind}: what one keeps means nothing "
             f"to the other {without}"
+        )
+    if len(saved) != len(here):
+        raise ValueError(
+            f"{len(saved)} parameter groups were saved, but the optimizer has {len(here)} {without}"
         )
     optimizer.contents.stepper.refuse_state(facts.get("stepper", {}))
 

@@ -62,6 +62,7 @@ class GradientReducer:
         for bucket in buckets:
             bucket.spares = self.spares
         self.backward = BackwardPass()
+        self.before_waking: Callable[[Sequence[Member]], None] = lambda thawed: None  # may refuse it
         self.on_waking: Callable[[Bucket], None] = lambda bucket: None
         self.no_sync = False  # inside no_sync
         self.hands_back = False  # averaged gradients appear in `param.grad`, for an optimizer of the user's
@@ -115,6 +116,9 @@ class GradientReducer:
 
     def look_at_sleepers(self) -> None:
         """Wake buckets of which a parameter is not frozen any more, and watch that parameter."""
+        sleeping = [m for bucket in self.sleepers if bucket.asleep for m in bucket.members]
+        if thawed := [m for m in sleeping if m.param.requires_grad]:
+            self.before_waking(thawed)
         for bucket in self.sleepers:
             if bucket.asleep and any(m.param.requires_grad for m in bucket.members):
                 self.wake(bucket)

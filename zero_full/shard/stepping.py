@@ -81,15 +81,18 @@ class Steppers:
             if owned.bucket.down is not None:
                 owned.bucket.down.on_last = partial(begin, owned)
 
-    def limit(self, stepper: Stepper, settings: Settings, flow: Flow | None) -> int | None:
-        """How many elements of this rank's are stepped at a time: see `sub_groups`.
+    def parts(
+        self, stepper: Stepper, stepped: Sequence[Owned], settings: Settings, flow: Flow | None
+    ) -> list[Sequence[Owned]]:
+        """What is stepped at a time.
 
         Where parameters are copied to the device that begins with the first bucket, unless ranks would
         have to meet once more for each.
         """
-        if flow is not None and self.own is None and stepper.takes_parts:
-            return settings.part_numel if self.tier.moves else 1
-        return settings.part_numel if stepper.takes_parts else None
+        if not stepper.takes_parts:
+            return [stepped]
+        one_by_one = flow is not None and self.own is None and not self.tier.moves
+        return [*sub_groups(stepped, 1 if one_by_one else settings.part_numel)]
 
     def step(
         self,

@@ -34,6 +34,7 @@ RANKS = "tests.gpu.day.ranks"
 STREAMS_WAIT = {"ZERO_FULL_STREAM_WAITS": "on"}  # as with NCCL: else the host waits, and nothing is hidden
 KERNELS = "tests/gpu/test_kernels_gpu.py"
 ONE_CARD = "tests/gpu/test_conformance_gpu.py"
+RULES = "tests/gpu/test_rules_gpu.py"
 TESTS, SANITIZER, LARGEST = "tests.gpu.day.tests_of", "tests.gpu.day.sanitizer", "tests.gpu.day.largest"
 HOST_STEPS = {"OMP_NUM_THREADS": "4"}  # of each rank
 STEPS = "tests.bench.step_time"
@@ -168,13 +169,27 @@ ALL = (
         ("-m", "not gpu", "-k", "simulated-2-0"),
     ),
     Part(
+        "rules",
+        "LAMB, Muon, Lion and the rules at one bit",
+        "Every step is the oracle's: on one rank, on two that share a card, and over NCCL. No failure. "
+        "Skipped is what needs two devices.",
+        3,
+        TESTS,
+        (RULES, "-m", "gpu"),
+        ("-m", "not gpu", "-k", "simulated-OneBitAdam"),
+    ),
+    Part(
         "tests",
         "The other tests on a GPU",
         "Operators on large tensors, on streams and in graphs, and the engine: no failure. Skipped are tests "
         "that need two devices or more memory.",
         3,
         TESTS,
-        ("tests/gpu", f"--ignore={KERNELS}", f"--ignore={ONE_CARD}", "-m", "gpu", "-k", "not sanitizer"),
+        (
+            "tests/gpu",
+            *(f"--ignore={file}" for file in (KERNELS, ONE_CARD, RULES)),
+            *("-m", "gpu", "-k", "not sanitizer"),
+        ),
         ("-m", "not gpu", "-k", "written_beside"),
     ),
     Part(
