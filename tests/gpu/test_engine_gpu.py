@@ -13,6 +13,7 @@ from torch import Tensor
 import zero_full
 from tests.worlds import free_port
 from tests.zero_full.runs import Net, config, data, reference
+from zero_full.offload.arena import Arena
 
 pytestmark = [
     pytest.mark.gpu,
@@ -112,3 +113,29 @@ def test_an_asynchronous_save_has_the_values_of_the_moment_of_its_call(
         files = [tmp_path / tag / "rank_00000.safetensors" for tag in ("waited", "beside")]
         assert files[0].read_bytes() == files[1].read_bytes()
     engine.destroy()
+
+
+@pytest.mark.parametrize("ratio", [1.0, 0.5])
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_state_on_the_host_ends_where_plain_adam_ends(stage: int, precision: str, ratio: float) -> None:
+    keys, tolerance = PRECISIONS[precision]
+    zero = {"offload_optimizer": {"device": "cpu", "pin_memory": True, "ratio": ratio}, **RELEASES}
+    got = train_on(torch.device("cuda:0"), 0, config(stage, zero_optimization=zero, **keys))
+    assert off_by(got, reference(1, STEPS)) <= tolerance
+
+
+def test_an_arena_is_page_locked_in_chunks_until_it_is_closed() -> None:
+    sizes, there = (
+        [3 * 2**20, 2**20, 40, 5 * 2**20],
+        torch.arange(2**20, device="cuda:0", dtype=torch.float32),
+    )
+    arena = Arena(sizes, torch.cuda.cudart(), chunk=2**22)
+    rooms = [arena.take(size // 4, torch.float32) for size in sizes]
+    for room in rooms:
+        assert room is not None and room.is_pinned()
+        part = there[: room.numel()]
+        room[: part.numel()].copy_(part)
+        assert torch.equal(room[: part.numel()].to(there.device, non_blocking=True), part)
+    arena.close()
+    assert not any(room is None or room.is_pinned() for room in rooms)
