@@ -101,7 +101,9 @@ IDLE: dict[str, Any] = in_full(  # set to this, a key costs one line of warning
   "flops_profiler.enabled": true, "comms_logger.enabled": true, "tensorboard.enabled": true,
   "wandb.enabled": true, "csv_monitor.enabled": true, "comet.enabled": true,
   "torch_autocast.lower_precision_safe_modules": ["torch.nn.Linear"],
-  "aio": {"thread_count": 1}, "datastates_ckpt": {"a": 1}, "weight_quantization": {"a": 1},
+  "aio.thread_count": 1, "aio.queue_depth": 4,
+  "aio.single_submit": true, "aio.overlap_events": false, "aio.use_gds": true,
+  "datastates_ckpt": {"a": 1}, "weight_quantization": {"a": 1},
   "timers": {"throughput": {}}, "bf16.immediate_grad_update": true, "checkpoint.load_universal": true,
   "checkpoint.tag_validation": "Fail",
   "checkpoint.parallel_write.pipeline_stage": true, "checkpoint.writer": {"type": "fast"},
@@ -123,7 +125,7 @@ IDLE: dict[str, Any] = in_full(  # set to this, a key costs one line of warning
   "leaf_module.classes": [], "leaf_module.name_suffixes": ["moe"],
   "zero_hpz_partition_size": 2, "zero_quantized_weights": true, "zero_quantized_gradients": true,
   "stage3_gather_fp16_weights_on_model_save": true,
-  "offload_optimizer.nvme_path": "/nvme", "offload_optimizer.buffer_count": 5,
+  "offload_optimizer.buffer_count": 5,
   "offload_optimizer.pipeline_read": true, "offload_optimizer.pipeline_write": true,
   "offload_optimizer.fast_init": true, "offload_optimizer.cpuadam_cores_perc": 0.5
 }""",
@@ -139,7 +141,7 @@ MISSING: dict[str, Any] = in_full(  # set to this, a key is an error
 }""",
     """{
   "zenflow": {}, "zero_quantized_nontrainable_weights": true,
-  "cpu_offload_param": true, "offload_param.device": "cpu", "offload_optimizer.super_offload": true
+  "cpu_offload_param": true, "offload_param.device": "cpu"
 }""",
 )
 REMOVED = {  # by DeepSpeed itself: (since, a value that asks for it, values that do not)

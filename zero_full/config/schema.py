@@ -41,10 +41,6 @@ STAGE3 = Remark("only stage 3 reads it", refuses=False, below_stage=3)
 UNITS = idle("units are chosen by size; name others in leaf_module")
 OFFLOAD = "offloading parameters has not landed in zero_full yet; they stay on the device of the model"
 ONLY_CPU_OFFLOAD = idle('deprecated, and without "cpu_offload": true nothing reads it; see offload_optimizer')
-SUPER_OFFLOAD = missing(
-    "a step begins here when all gradients are there, and nothing is guessed or undone; remove it: device "
-    '"cpu" gives the bits of a run without offloading, with gradient_clipping, too, at stages 1 to 3'
-)
 ZENFLOW = missing(
     "most of its updates use gradients of earlier steps; remove it: offload_optimizer with device "
     '"cpu" steps every element by the gradient of its own step'

@@ -119,7 +119,7 @@ class Rehearsal:
     def __init__(self, model: nn.Module, resolved: Resolved, cluster: Cluster) -> None:
         self.config, self.cluster, self.shadow = resolved.config, cluster, shadow_of(model)
         self.watch, self.traffic = Watch(), Traffic()
-        self.down = 0  # bytes copied in a step, for state that waits on the host
+        self.copied: dict[str, int] = {}  # in a step, for state that waits on the host: bytes each way
         self.optimizer = self._optimizer()
         self.engine = Engine(self.shadow, self.optimizer, resolved, CPU)
         with self.watch:
@@ -214,9 +214,10 @@ class Rehearsal:
         with self.watch.of("update"):
             self.optimizer.step()
         alike = micro_batches - count
-        downs, ups = (copied.sent[f"{what}"] for what in ("gradients down", "parameters up"))
-        passes = count if self.optimizer.settings.frees_gradients else 1
-        self.copied = {"down": downs // passes * (passes + alike), "up": ups}
+        downs, ups = (copied.sent[what] for what in ("gradients down", "parameters up"))
+        if self.optimizer.settings.frees_gradients:  # they go down in each pass
+            downs = downs // count * micro_batches
+        self.copied = {"down": downs, "up": ups}
         return self.traffic.total() + (alike * sent[1] if alike else 0) + self._more(self.everyone.sent)
 
     def _phases(self) -> Iterator[Phase]:

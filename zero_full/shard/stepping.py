@@ -1,5 +1,6 @@
 """One step of what a rank owns: which stepper, on which pieces, how much at a time."""
 
+import logging
 from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import closing
 from functools import partial
@@ -21,6 +22,9 @@ from zero_full.shard.flat import Member
 from zero_full.shard.owned import Owned
 from zero_full.shard.peers import PartPeers
 from zero_full.shard.settings import Settings
+
+log = logging.getLogger("zero_full")
+NO_EARLY_STEPS = "offload_optimizer.super_offload (HostTier.step_early) has no effect: %s"
 
 
 class Steppers:
@@ -77,7 +81,16 @@ class Steppers:
         def begin(owned: Owned) -> None:
             self.early.begin(owned, self.choose([owned]), factor())
 
-        for owned in everything if self.tier.step_early else ():
+        awake = [owned for owned in everything if not owned.bucket.asleep]
+        if not (self.tier.step_early and awake):
+            return
+        if all(owned.bucket.down is None for owned in awake):
+            log.warning(NO_EARLY_STEPS, "nothing is copied: the model is in the host's memory already")
+        elif not self.choose(awake).is_alone:
+            log.warning(
+                NO_EARLY_STEPS, "only torch's Adam and AdamW are stepped so, without a step of their own"
+            )
+        for owned in everything:
             if owned.bucket.down is not None:
                 owned.bucket.down.on_last = partial(begin, owned)
 
