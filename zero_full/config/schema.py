@@ -38,8 +38,8 @@ class ConfigError(ValueError):
 
 STAGE3 = Remark("only stage 3 reads it", refuses=False, below_stage=3)
 UNITS = idle("units are chosen by size; name others in leaf_module")
-OFFLOAD = "offloading parameters has not landed in zero_full yet; they stay on the device of the model"
 OLD_OFFLOAD = 'deprecated; write "offload_optimizer": {"device": "cpu"}'
+OLD_OFFLOAD_PARAM = 'deprecated; write "offload_param": {"device": "cpu"}'
 BLOCKS = idle("each thread moves one block at a time: see intra_op_parallelism and block_size")
 OVERLAPPED = idle("reading, stepping and writing go on at the same time, with two parts in memory")
 NO_OFFLOAD = idle("only offloading reads it, and that has not landed in zero_full yet")
@@ -149,7 +149,7 @@ class CheckpointConfig(Strict):
 class OffloadParamConfig(Strict):
     """Where the parameters of stage 3 wait."""
 
-    device: Annotated[Literal["none", "cpu", "nvme"], missing(OFFLOAD)] = "none"
+    device: Literal["none", "cpu", "nvme"] = "none"
     nvme_path: str | None = None
     buffer_count: Count = 5
     buffer_size: Size = 100_000_000
@@ -263,7 +263,7 @@ class ZeroConfig(Strict):
     leaf_module: LeafModuleConfig = LeafModuleConfig()
     # The old names. False asks for what happens anyway.
     cpu_offload: Annotated[Flag | None, missing(OLD_OFFLOAD, when=bool)] = None
-    cpu_offload_param: Annotated[Flag | None, missing(f"deprecated, and {OFFLOAD}", when=bool)] = None
+    cpu_offload_param: Annotated[Flag | None, missing(OLD_OFFLOAD_PARAM, when=bool)] = None
     cpu_offload_use_pin_memory: Annotated[Flag | None, NO_OFFLOAD] = None
     stage3_gather_fp16_weights_on_model_save: Annotated[
         Flag, idle("save_16bit_model always gathers the weights")

@@ -1,10 +1,10 @@
 """Tiers: where masters and moments wait between steps, and where they are stepped.
 
 [Note: tiers] Owned state is made in a tier's `room`, and the optimizer steps it there. Before a step
-`fetch` brings an averaged gradient to where the state is, and afterwards `put_away` sends the new values of
-the parameters' slice back. With state on the host (ZeRO-Offload) the device holds neither masters nor
-moments, and what travels are gradients one way and parameters the other. State that waits farther away
-comes nearer for its own part of a step only: `in_turn`.
+`fetch` brings an averaged gradient to where the state is; afterwards the new values go to the parameters'
+slice, wherever that waits (`shelf.py`). With state on the host (ZeRO-Offload) the device holds neither
+masters nor moments, and what travels are gradients one way and parameters the other. State that waits
+farther away comes nearer for its own part of a step only: `in_turn`.
 
 A tier is a choice that a run makes. `open` makes of it what one rank needs in the run.
 """
@@ -16,6 +16,8 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+from zero_full.offload.shelf import HostShelf, Shelf
 
 Owned = TypeVar("Owned")  # what is stepped: a slice of parameters
 
@@ -37,6 +39,10 @@ class Tier(ABC):
     def close(self) -> None:  # noqa: B027
         """Let go of all that."""
 
+    def shelf(self, device: torch.device) -> Shelf:
+        """What keeps slices of parameters of `device` there. They are not stepped there."""
+        return Shelf()
+
     def refuse_too_little(self, need: int) -> None:  # noqa: B027
         """OSError or MemoryError if there is no room for so many bytes of this host's ranks."""
 
@@ -47,11 +53,6 @@ class Tier(ABC):
     @abstractmethod
     def fetch(self, tensor: Tensor) -> Tensor:
         """This tensor of the device, or a copy of it, where state is stepped."""
-
-    def put_away(self, updated: Tensor, on_device: Tensor) -> None:
-        """What was stepped becomes the values of a tensor of the device, unless it is the same memory."""
-        if updated is not on_device:
-            on_device.copy_(updated)
 
     def in_turn(
         self, parts: Sequence[Sequence[Owned]], tensors_of: Callable[[Owned], list[Tensor]]
@@ -91,3 +92,35 @@ class HostTier(Tier):
     def fetch(self, tensor: Tensor) -> Tensor:
         """A copy on the host; on a CPU the tensor itself."""
         return tensor.to("cpu")
+
+    def shelf(self, device: torch.device) -> Shelf:
+        """Host memory; of a model on the CPU, its own."""
+        return Shelf() if device.type == "cpu" else HostShelf(self.pin_memory)
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """All that waits elsewhere in a run: state in a tier, slices of parameters on a shelf."""
+
+    tier: Tier
+    shelf: Shelf
+
+    @property
+    def can_lose(self) -> bool:
+        """Whether `lost` may ever say something."""
+        return self.tier.can_lose or self.shelf.can_lose
+
+    @property
+    def lost(self) -> str:
+        """In words, what is gone."""
+        return self.tier.lost or self.shelf.lost
+
+    @property
+    def trouble(self) -> str:
+        """In words, why no further step can be taken."""
+        return self.lost or self.tier.failure or self.shelf.failure
+
+    def close(self) -> None:
+        """Let go of files, buffers and threads."""
+        self.tier.close()
+        self.shelf.close()

@@ -42,7 +42,7 @@ def _let_go(optimizer: Any, flats: Sequence[FlatParameter]) -> None:
     if optimizer.gatherer is not None:
         optimizer.gatherer.lane.close()
     optimizer.lane.close()
-    optimizer.settings.tier.close()
+    optimizer.waiting.close()
     if all(flat.state is GatherState.WHOLE for flat in flats):
         for guard in optimizer.guards:
             guard.remove()

@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from zero_full._compat import load_hooks, mark_stepped, state_dict_hooks
 from zero_full.comm.compressed import NotFiniteError
 from zero_full.comm.lane import lane_for
+from zero_full.offload import Waiting
 from zero_full.precision.scaler import StaticScale
 from zero_full.shard import owned as owned_state
 from zero_full.shard.agreement import Doings, Said, agree, doings_of, refuse_on_all, refuse_unused
@@ -82,6 +83,7 @@ class ZeroOptimizer(InItsPlace):
         self.owned_of = {owned.flat: owned for owned in parts.owned}
         self.settings, self.scaler = settings, scaler
         self.lane = lane_for(groups.dense.shard.device, settings.overlap)
+        self.waiting = Waiting(settings.tier, parts.shelf)
         self.report = NonFinite()
         self.signals = StopSignals()
         self.last: StepReport | None = None
@@ -111,7 +113,7 @@ class ZeroOptimizer(InItsPlace):
         if parts.sites:
             beside = lane_for(groups.dense.shard.device, settings.overlap)
             limits = settings.gathering
-            self.gatherer = ParameterGatherer(model, parts.sites, beside, limits, self.reducer)
+            self.gatherer = ParameterGatherer(model, parts.sites, beside, limits, self.reducer, parts.shelf)
 
     def flats(self) -> list[FlatParameter]:
         """All flat buffers of parameters."""
@@ -158,15 +160,15 @@ class ZeroOptimizer(InItsPlace):
         so_far = [*so_far, ("signals watched", self.signals.told)]
         written = "" if self.contents.stepper.is_apart else self.writes.digest()  # there it is refused
         doings = doings_of(self.param_groups, so_far, found, written, failure)
-        tier = self.settings.tier
-        alarm = bool(tier.failure or tier.lost) or (self.beside is not None and self.beside.has_failed())
+        trouble = self.waiting.trouble
+        alarm = bool(trouble) or (self.beside is not None and self.beside.has_failed())
         said = Said(self.reducer.used, doings, self.signals.came is not None, alarm, averaged)
         agreed = agree(self.groups, self.awake, said, self.settings.needs_norm or not averaged)
         self.signals.requested |= agreed.stops
         if failure is not None:
             raise failure
         if agreed.alarm:
-            raise_failure(tier.lost or tier.failure, self.beside)
+            raise_failure(trouble, self.beside)
         if not agreed.used:
             return self._say_nothing_to_do()  # the same, on all ranks
         norm = None if agreed.norm is None else agreed.norm / self.gradients.scale
@@ -285,8 +287,8 @@ class ZeroOptimizer(InItsPlace):
 
     def catch_up(self) -> None:
         """Before parameters or masters are read: what was written by hand is taken in."""
-        if self.states_offloaded or self.settings.tier.lost:
-            raise RuntimeError(self.settings.tier.lost or OFFLOADED)
+        if self.states_offloaded or self.waiting.lost:
+            raise RuntimeError(self.waiting.lost or OFFLOADED)
         self._take_back_state()
         self.take_back_moved()
         for owned in self.owned:
@@ -327,8 +329,8 @@ class ZeroOptimizer(InItsPlace):
             self.gradients.multiply(factor)
         parts = sub_groups(stepped, self.settings.part_numel if stepper.takes_parts else None)
         self.steppers.step(stepper, self.owned, parts, used, factor)
-        if self.settings.tier.can_lose:
-            refuse_on_all(self.groups, self.settings.tier.lost)
+        if self.waiting.can_lose:
+            refuse_on_all(self.groups, self.waiting.lost)
         self.gradients.note_step(factor, multiplied=not stepper.fuses)
         mark_stepped(self.base)
         # As torch's optimizers do: a graph from before this step must not run backward with other values.

@@ -1,7 +1,7 @@
 """What this rank owns of a flat parameter: the master that the optimizer steps, in pieces of parameters.
 
     master   this rank's slice, in the type in which it is stepped. It is the memory of the parameters' slice
-             itself where the types are the same and state waits beside the parameters
+             itself where the types are the same, and both state and slice wait beside the model
     pieces   windows into the master, one for each parameter of which this rank owns something
     tier     where the master waits, and with it the optimizer's state
 
@@ -35,9 +35,9 @@ class Owned:
         self._let_master_be(flat.shard if bucket.asleep else self._master_of(values))
 
     def _master_of(self, values: Tensor) -> Tensor:
-        if self.dtype == self.flat.dtype and not self.tier.apart:
+        if self.dtype == self.flat.dtype and not (self.tier.apart or self.flat.slice.apart):
             return self.flat.shard
-        return self.tier.room(values.numel(), self.dtype, values.device).copy_(values)
+        return self.tier.room(values.numel(), self.dtype, self.flat.kind.device).copy_(values)
 
     def _let_master_be(self, master: Tensor) -> None:
         self.master, self.pieces = master, dict[Member, Piece]()
@@ -69,7 +69,7 @@ class Owned:
         has_copies = self.is_separate and self.flat.dtype != self.dtype
         if fuses:
             self.refuse_sparse()
-        self.copies = self.tier.fetch(self.flat.shard) if fuses and has_copies else None
+        self.copies = self.flat.slice.fetch(self.master.device) if fuses and has_copies else None
         if self.copies is None:
             self.follow_parameters()
         gradients = self._gradients(None if fuses else self.dtype)
@@ -99,7 +99,7 @@ class Owned:
         for piece in self.pieces.values():
             piece.gradient = piece.copy = None
         self.flat.node_copy = None
-        self.tier.put_away(self.master if self.copies is None else self.copies, self.flat.shard)
+        self.flat.slice.update(self.master if self.copies is None else self.copies)
         self.copies = None
         self.note_versions()
 
@@ -110,7 +110,8 @@ class Owned:
 
         A node's copy stays: all ranks drop theirs together, or only some would gather from the node.
         """
-        self.tier.put_away(self.master, self.flat.shard)
+        if self.is_separate:
+            self.flat.shard.copy_(self.master)
         self.note_versions()
 
     def note_versions(self) -> None:
@@ -151,7 +152,7 @@ class Owned:
             return
         if not self.is_separate or (self.flat.released_at_rest and not released):
             return
-        slice_, master = self.tier.fetch(self.flat.shard), self.master
+        slice_, master = self.flat.shard.to(self.master.device), self.master
         if slice_.dtype == master.dtype:
             master.copy_(slice_)
         elif not _rounds_to(master, slice_):
@@ -220,9 +221,13 @@ def holdings(
     kind = next((each.tier.kind for each in owned if each.tier.apart), "optimizer")
     whole = [flat.full for flat in flats if flat.state is not GatherState.SHARDED]
     copies = [flat.node_copy for flat in flats if flat.node_copy is not None]
-    return {
-        "parameters": whole + [flat.shard for flat in flats if flat.released_at_rest] + copies,
+    found = {
+        "parameters": whole + copies,
         "gradients": [tensor for each in owned for tensor in each.bucket.gradient_memory()],
         kind: [*masters, *(t for t in state if t.dim()), *beside],
         "counters": [t for t in state if not t.dim()],
     }
+    for flat in flats:
+        if flat.released_at_rest:
+            found.setdefault(flat.slice.kind, []).append(flat.shard)
+    return found
