@@ -1,0 +1,166 @@
+"""`offload_param`: stage 3's slices of parameters wait on the host or in a file, and every bit is the same."""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import zero_full
+from tests.worlds import POOL
+from tests.zero_full.runs import config, data
+from tests.zero_full.stage3_runs import Block, seeded
+from zero_full.config import resolve
+from zero_full.offload import DeviceTier, HostTier, Shelf
+from zero_full.offload.block_shelf import BlockShelf
+from zero_full.offload.shelf import HostShelf
+from zero_full.shard.flat import GatherState
+
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {"gradient_accumulation_steps": 2, "gradient_clipping": 0.5},
+    "bf16": {"bf16": {"enabled": True}, "gradient_accumulation_steps": 2},
+    "bf16 masters": {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+}
+PLACES = {  # of the parameters
+    "host": {"device": "cpu"},
+    "disk": {"device": "nvme", "max_in_cpu": 0},
+    "one buffer": {"device": "nvme", "max_in_cpu": 0, "buffer_count": 1, "buffer_size": 1},
+    "partly": {"device": "nvme", "max_in_cpu": 1500},
+}
+STATES = ("none", "cpu", "nvme")
+
+
+class Tall(nn.Module):
+    """Blocks of which one is frozen, one asleep at first and two recomputed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(8))
+        self.blocks[1].requires_grad_(False)
+        self.blocks[2].requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The loss."""
+        for number, block in enumerate(self.blocks):
+            again = number in (3, 4) and torch.is_grad_enabled()
+            x = checkpoint(block, x, use_reentrant=False) if again else block(x)
+        return x.float().square().mean()
+
+
+def keys_of(parameters: dict[str, Any] | None, state: str, **keys: Any) -> dict[str, Any]:
+    """A config in which everything is released as soon as possible."""
+    zero: dict[str, Any] = {"stage": 3, "stage3_param_persistence_threshold": 0, "sub_group_size": 2000}
+    zero |= {"stage3_max_reuse_distance": 0}
+    path = {"nvme_path": tempfile.gettempdir()}
+    if parameters is not None:
+        zero["offload_param"] = parameters | (path if parameters["device"] == "nvme" else {})
+    if state != "none":
+        zero["offload_optimizer"] = {"device": state, **(path if state == "nvme" else {})}
+    return config(3, zero_optimization=zero, **keys)
+
+
+@contextmanager
+def host_apart() -> Iterator[None]:
+    """The CPU as if it were a device with memory of its own."""
+    shelf = HostTier.shelf
+    HostTier.shelf = lambda self, device: HostShelf(pin_memory=False)
+    try:
+        yield
+    finally:
+        HostTier.shelf = shelf
+
+
+def shelf_of(engine: Any) -> Shelf:
+    found = engine.optimizer.parts.shelf
+    assert isinstance(found, Shelf)
+    return found
+
+
+def a_loop(comm: Any, keys: dict[str, Any], released: bool, folder: str) -> dict[str, Tensor]:
+    """Steps, an evaluation, writes to parameters, a layer thawed, state saved and loaded."""
+    model = seeded(Tall)
+    listed = [p for name, p in model.named_parameters() if not name.startswith("blocks.1.")]
+    engine = zero_full.initialize(model=model, model_parameters=listed, config=keys)[0]
+    dtype = engine.optimizer.flats()[0].dtype
+
+    def go(step: int) -> None:
+        for micro in range(engine.gradient_accumulation_steps()):
+            engine.backward(engine(data(step, micro, comm.rank, dtype)))
+            engine.step()
+
+    found: dict[str, Tensor] = {}
+    go(0)
+    go(1)
+    with torch.no_grad():
+        found["evaluated"] = engine(data(9, 0, comm.rank, dtype))
+    for number in (0, 1, 2):
+        weight = model.blocks[number].up.weight
+        with zero_full.GatheredParameters([weight], modifier_rank=0), torch.no_grad():
+            if comm.rank == 0:
+                weight[0].fill_(0.25)
+    zero_full.safe_set_full_fp32_param(model.blocks[5].up.bias, torch.full((32,), 0.125))
+    go(2)
+    saved = engine.state_dict()
+    engine.save_checkpoint(folder)
+    go(3)
+    engine.load_state_dict(saved)
+    model.blocks[2].requires_grad_(True)
+    go(4)
+    engine.load_checkpoint(folder)
+    go(5)
+    flats = engine.optimizer.flats()
+    assert not released or all(flat.state is GatherState.SHARDED for flat in flats)
+    found |= engine.module_state_dict()
+    state = engine.optimizer.state_dict()
+    found |= {key: each["values"] for key, each in state["tensors"].items()}
+    engine.save_16bit_model(folder, "weights.bin")
+    if comm.rank == 0:
+        loaded = torch.load(Path(folder) / "weights.bin")
+        assert all(torch.equal(loaded[name], value) for name, value in engine_weights(found, loaded).items())
+    engine.destroy(gather=True)
+    found |= {f"left {name}": p.detach().clone() for name, p in model.named_parameters()}
+    return found
+
+
+def engine_weights(found: dict[str, Tensor], loaded: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value for name, value in found.items() if name in loaded}
+
+
+def everywhere(comm: Any, precision: str, states: tuple[str, ...], folder: str) -> dict[str, list[Any]]:
+    """By where the optimizer's state waits, without and with parameters elsewhere."""
+    keys, found = PRECISIONS[precision], {}
+    for state in states:
+        runs = [a_loop(comm, keys_of(None, state, **keys), False, f"{folder}/{state}")]
+        for name, place in PLACES.items():
+            told = keys_of(place, state, **keys)
+            told["zero_optimization"]["overlap_comm"] = name != "disk"
+            with host_apart():
+                runs.append(a_loop(comm, told, name != "partly", f"{folder}/{state} {name}"))
+        found[state] = runs
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world", "precision", "states"),
+    [
+        (1, "fp32", STATES),
+        (1, "bf16", STATES),
+        (1, "bf16 masters", ("none",)),
+        (3, "fp32", ("none",)),
+        (3, "bf16", ("none", "nvme")),
+    ],
+)
+def test_parameters_elsewhere_change_no_bit(
+    world: int, precision: str, states: tuple[str, ...], tmp_path: Path
+) -> None:
+    for ranks in POOL.run(everywhere, world, precision, states, str(tmp_path)):
+        for state, (here, *others) in ranks.items():
+            for place, away in zip(PLACES, others, strict=True):
+                assert here.keys() == away.keys()
+                for name, value in here.items():
+                    assert torch.equal(away[name], value), f"state {state}, {place}: {name}"
