@@ -1,4 +1,4 @@
-"""`offload_param`: stage 3's slices of parameters wait on the host or in a file, and every bit is the same."""
+"""`offload_param`: slices of parameters wait on the host or in a file, and every bit is the same."""
 
 import tempfile
 from collections.abc import Iterator
@@ -15,9 +15,7 @@ import zero_full
 from tests.worlds import POOL
 from tests.zero_full.runs import config, data
 from tests.zero_full.stage3_runs import Block, seeded
-from zero_full.config import resolve
-from zero_full.offload import DeviceTier, HostTier, Shelf
-from zero_full.offload.block_shelf import BlockShelf
+from zero_full.offload import HostTier, Shelf
 from zero_full.offload.shelf import HostShelf
 from zero_full.shard.flat import GatherState
 

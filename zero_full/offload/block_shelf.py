@@ -96,13 +96,38 @@ class Buffers:
             self.free.clear()
 
 
-@dataclass
 class Reading:
     """A slice that comes near."""
 
-    buffer: Buffer
-    pending: Pending
-    version: int  # of the slice at rest, when it began
+    def __init__(self, slice_: "FileSlice", buffer: Buffer) -> None:
+        self.slice, self.buffer = slice_, buffer
+        self.version = version_of(slice_._values)  # of the slice at rest, when it began
+        self.has_sums = self.version == slice_.summed
+        self.wrong = ""  # in words, if nobody has written to it meanwhile
+        self.pending = slice_.shelf.lane.submit(self._read, [], [])
+
+    def _read(self) -> None:
+        """On the lane: fill the buffer, and compare checksums where they are known."""
+        slice_, shelf, memory = self.slice, self.slice.shelf, self.buffer.memory
+        if slice_.kept is not None:
+            return
+        try:
+            shelf.file.read(memory, slice_.at, self.buffer).wait()
+            shelf.read_bytes += slice_.room
+        except OSError as error:
+            self.wrong = str(error)
+        if not self.wrong and self.has_sums and slice_.sums is not None:
+            self.wrong = "" if torch.equal(page_sums(memory), slice_.sums) else DAMAGED
+
+    def wait(self) -> bool:
+        """Wait for it. Returns False if somebody has written to the slice at rest since it began."""
+        self.pending.wait()
+        if self.slice.kept is None and self.version != version_of(self.slice._values):
+            return False
+        if self.wrong:
+            self.buffer.memory.fill_(LOST)
+            self.slice.shelf.lose(self.wrong)
+        return True
 
 
 class FileSlice(Slice):
@@ -143,35 +168,12 @@ class FileSlice(Slice):
             buffer = self.shelf.buffer_for(self, ahead)
             if buffer is None:
                 return False
-            self._begin_in(buffer)
+            self.reading = Reading(self, buffer)
             if ahead:
                 self.shelf.ahead.add(self)
         if not ahead:
             self.shelf.ahead.discard(self)
         return True
-
-    def _begin_in(self, buffer: Buffer) -> Reading:
-        version = version_of(self._values)
-        job = partial(self._read, buffer, version == self.summed)
-        self.reading = Reading(buffer, self.shelf.lane.submit(job, [], []), version)
-        return self.reading
-
-    def _read(self, buffer: Buffer, has_sums: bool) -> None:
-        """On the lane: fill a buffer, and compare checksums where they are known."""
-        if self.kept is not None:
-            return
-        try:
-            self.shelf.file.read(buffer.memory, self.at, buffer).wait()
-            self.shelf.read_bytes += self.room
-            wrong = "" if not has_sums or self._has_sums(buffer) else DAMAGED
-        except OSError as error:
-            wrong = str(error)
-        if wrong:
-            buffer.memory.fill_(LOST)
-            self.shelf.lose(wrong)
-
-    def _has_sums(self, buffer: Buffer) -> bool:
-        return self.sums is None or torch.equal(page_sums(buffer.memory), self.sums)
 
     def give_up(self) -> None:
         """What is read is not needed."""
@@ -184,14 +186,11 @@ class FileSlice(Slice):
         """The buffer in which the values are; None: they are kept in memory."""
         reading, self.reading = self.reading, None
         if reading is None and self.kept is None:  # by who asks for all at once, such as an undone change
-            reading = self._begin_in(self.shelf.buffer_beyond(self))
+            reading = Reading(self, self.shelf.buffer_beyond(self))
         if reading is None:
             return None
-        reading.pending.wait()
-        while self.kept is None and reading.version != version_of(self._values):  # written meanwhile
-            reading = self._begin_in(reading.buffer)
-            reading.pending.wait()
-        self.reading = None
+        while not reading.wait():
+            reading = Reading(self, reading.buffer)
         if self.kept is None:
             return reading.buffer
         self.shelf.buffers.give(reading.buffer)

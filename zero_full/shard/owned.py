@@ -66,10 +66,9 @@ class Owned:
         `fuses`: the stepper takes gradients in any type, and minds the copies of another type.
         """
         pieces = {member: piece for member, piece in self.pieces.items() if member in used}
-        has_copies = self.is_separate and self.flat.dtype != self.dtype
         if fuses:
             self.refuse_sparse()
-        self.copies = self.flat.slice.fetch(self.master.device) if fuses and has_copies else None
+        self.copies = self.flat.slice.fetch(self.master.device) if self._has_copies(fuses) else None
         if self.copies is None:
             self.follow_parameters()
         gradients = self._gradients(None if fuses else self.dtype)
@@ -79,6 +78,13 @@ class Owned:
                 piece.gradient = self.tier.fetch(piece.gradient)
             piece.copy = None if self.copies is None else self.flat.piece_of(self.copies, member)
         return [piece for piece in pieces.values() if piece.gradient is not None]  # some was cleared by hand
+
+    def _has_copies(self, fuses: bool) -> bool:
+        return fuses and self.is_separate and self.flat.dtype != self.dtype
+
+    def read_ahead(self, fuses: bool) -> bool:
+        """Bring nearer what `fetch` will need. Returns whether there is room for it."""
+        return not self._has_copies(fuses) or self.flat.slice.begin(ahead=True)
 
     def refuse_sparse(self) -> None:
         """Raise if a gradient, which may be the one that autograd has left, is sparse."""

@@ -1,0 +1,369 @@
+"""Parameters that wait in a file: what is in memory, how far ahead they are read, and disks that fail."""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import zero_full
+from tests.worlds import POOL
+from tests.zero_full.runs import config, data
+from tests.zero_full.stage3_runs import Tower, seeded
+from tests.zero_full.test_blocks import count, files_no_longer_than
+from zero_full.offload import scratch
+from zero_full.offload.block_shelf import BlockShelf, FileSlice
+from zero_full.shard.flat import GatherState
+
+
+def engine_of(path: Path | str, state: str = "none", **keys: Any) -> Any:
+    """An engine whose parameters wait in a file."""
+    zero: dict[str, Any] = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    zero |= {"stage3_max_reuse_distance": 0, "overlap_comm": True}
+    place = {"device": "nvme", "nvme_path": str(path)}
+    zero["offload_param"] = {**place, "max_in_cpu": 0, **keys.pop("offload_param", {})}
+    zero["offload_optimizer"] = {**place, "device": state}
+    return zero_full.initialize(model=seeded(Tower), config=config(3, zero_optimization=zero, **keys))[0]
+
+
+def shelf_of(engine: Any) -> BlockShelf:
+    shelf = engine.optimizer.parts.shelf
+    assert isinstance(shelf, BlockShelf)
+    return shelf
+
+
+def slices_of(engine: Any) -> list[FileSlice]:
+    return [flat.slice for flat in engine.optimizer.flats()]
+
+
+def settle(engine: Any) -> None:
+    """Until what was written behind is there."""
+    for slice_ in slices_of(engine):
+        assert slice_.values.numel()
+
+
+def go(engine: Any, *steps: int, rank: int = 0) -> None:
+    dtype = engine.optimizer.flats()[0].dtype
+    for step in steps:
+        engine.backward(engine(data(step, 0, rank, dtype)))
+        engine.step()
+
+
+# Memory ----------------------------------------------------------------------------------------------
+
+
+def bytes_moved(comm: Any, path: str, keys: dict[str, Any]) -> None:
+    """Every slice is read in forward and in backward, and written once; the fused step reads its copy."""
+    engine = engine_of(path, **keys)
+    shelf, slices = shelf_of(engine), slices_of(engine)
+    assert len(slices) == 8
+    go(engine, 0, rank=comm.rank)
+    settle(engine)
+    before = shelf.read_bytes, shelf.written_bytes
+    go(engine, 1, rank=comm.rank)
+    settle(engine)
+    size = sum(slice_.room for slice_ in slices)
+    assert shelf.read_bytes - before[0] == size * (3 if keys else 2)
+    assert shelf.written_bytes - before[1] == size
+    holdings = engine.optimizer.holdings()
+    assert not holdings["parameters"], "nothing is gathered"
+    assert sum(t.numel() for t in holdings["disk"]) == sum(f.layout.shard for f in engine.optimizer.flats())
+    engine.destroy()
+
+
+@pytest.mark.parametrize("keys", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_each_slice_is_read_once_a_pass_and_written_once(
+    world: int, keys: dict[str, Any], tmp_path: Path
+) -> None:
+    POOL.run(bytes_moved, world, str(tmp_path), keys)
+    assert not list(tmp_path.iterdir())
+
+
+def how_far_ahead(comm: Any, path: str, count: int) -> tuple[list[int], int]:
+    """Slices that are under way whenever a unit's forward begins; elements in buffers at the most."""
+    engine = engine_of(path, offload_param={"buffer_count": count, "buffer_size": 1100})
+    shelf = shelf_of(engine)
+    go(engine, 0, 1, rank=comm.rank)
+    seen, most = [], 0
+
+    def look(module: Any, inputs: Any) -> None:
+        nonlocal most
+        seen.append(sum(slice_.reading is not None for slice_ in shelf.ahead))
+        most = max(most, shelf.buffers.numel)
+
+    for block in engine.module.blocks:
+        block.up.register_forward_pre_hook(look)
+    go(engine, 2, rank=comm.rank)
+    assert not shelf.ahead
+    settle(engine)
+    assert shelf.buffers.numel == sum(buffer.numel for buffer in shelf.buffers.free), "all are given back"
+    engine.destroy()
+    return seen, most
+
+
+def test_slices_are_read_as_far_ahead_as_buffers_reach(tmp_path: Path) -> None:
+    """A slice of 1,080 elements takes two pages, which are 2,048."""
+    for buffers, ahead in (8, 3), (20, 6):
+        ((seen, most),) = POOL.run(how_far_ahead, 1, str(tmp_path), buffers)
+        assert max(seen) in (ahead - 1, ahead) and most <= buffers * 1100, (seen, most)
+        assert seen[-1] == 0
+
+
+GROWTH = """
+import ctypes, sys, torch, zero_full
+from pathlib import Path
+from torch import nn
+from zero_full.offload import BlockTier
+
+def anonymous():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+with zero_full.Init():
+    model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(40)])
+    model.requires_grad_(False)
+    model[0].requires_grad_(True)
+path = sys.argv[1]
+settings = zero_full.Settings(stage=3, param_tier=BlockTier(path=path, buffer_numel=2_200_000),
+    gathering=zero_full.Gathering(max_reuse=0, wrap=lambda name, module: isinstance(module, nn.Linear)))
+x = torch.ones(4, 1024)
+before = anonymous()
+optimizer = zero_full.assemble.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), settings)
+seen = [anonymous() - before]
+for step in range(3):
+    model(x).sum().backward()
+    seen.append(anonymous() - before)
+    optimizer.step()
+    optimizer.zero_grad()
+    seen.append(anonymous() - before)
+print(max(seen) // 1000)
+optimizer.close(gather=False)
+"""
+
+
+def test_a_large_model_takes_no_memory_but_buffers_and_units(tmp_path: Path) -> None:
+    """168 MB of parameters; buffers for 8.8 MB of them, and 4.2 MB in each of two gathered units."""
+    done = subprocess.run(
+        [sys.executable, "-c", GROWTH, tmp_path], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert not done.returncode, done.stderr
+    assert int(done.stdout) < 8.8 + 2 * 4.2 + 45, "and what malloc keeps"
+
+
+def growth(comm: Any, path: str) -> list[list[int]]:
+    keys = {"buffer_count": 5, "buffer_size": 4096}
+    engine = engine_of(path, "nvme", bf16={"enabled": True}, offload_param=keys)
+    counts: list[list[int]] = [[], [], [], []]
+    for step in range(200):
+        go(engine, step, rank=comm.rank)
+        if step >= 2:
+            shelf = shelf_of(engine)
+            found = count("fd"), count("task"), shelf.file.size, shelf.buffers.numel
+            for each, number in zip(counts, found, strict=True):
+                each.append(number)
+    engine.destroy()
+    return counts
+
+
+def test_200_steps_leave_no_more_files_space_or_buffers(tmp_path: Path) -> None:
+    for files, threads, sizes, buffers in POOL.run(growth, 2, str(tmp_path)):
+        assert min(threads) == max(threads) and min(sizes) == max(sizes)
+        assert max(files) - min(files) <= 4, "one that is written behind is open twice"
+        assert max(buffers) <= 7 * 4096, "five, and what a unit or a write may need at once"
+
+
+def open_files(path: Path) -> int:
+    files = [file for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]
+    return sum(str(path) in str(file.readlink()) for file in files)
+
+
+@pytest.mark.parametrize("gather", [False, True])
+def test_destroy_gives_everything_back(gather: bool, tmp_path: Path) -> None:
+    engine = engine_of(tmp_path)
+    go(engine, 0)
+    threads = count("task")
+    assert open_files(tmp_path) >= 1 and not list(tmp_path.iterdir())
+    whole = engine.module_state_dict()
+    engine.destroy(gather=gather)
+    assert open_files(tmp_path) == 0 and count("task") < threads
+    if gather:
+        for name, param in engine.module.named_parameters():
+            assert torch.equal(param, whole[name])
+
+
+KILLED = """
+import os, signal, sys
+from tests.zero_full.test_param_blocks import engine_of, go, shelf_of
+engine = engine_of(sys.argv[1])
+go(engine, 0)
+shelf = shelf_of(engine)
+write = shelf.file.write
+def dying(tensor, begin, after):
+    write(tensor, begin, after)
+    print("in the middle", flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+shelf.file.write = dying
+go(engine, 1, 2)
+"""
+
+
+def test_nothing_is_left_of_a_process_that_was_killed_in_the_middle(tmp_path: Path) -> None:
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, tmp_path], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert killed.returncode == -signal.SIGKILL and killed.stdout == "in the middle\n", killed.stderr
+    assert not list(tmp_path.iterdir())
+
+
+# Writing by others -----------------------------------------------------------------------------------
+
+
+def test_what_is_written_after_it_was_read_ahead_counts(tmp_path: Path) -> None:
+    """In the middle of a forward, to parameters of a unit that is being read already."""
+    found = []
+    for device in ("none", "nvme"):
+        engine = engine_of(tmp_path, offload_param={"device": device})
+        go(engine, 0, 1)
+        with torch.no_grad():
+            engine(data(2, 0, 0))  # the order becomes known
+        last = engine.module.blocks[7].up.weight
+
+        def write(module: Any, inputs: Any, engine: Any = engine, last: Tensor = last) -> None:
+            if engine.optimizer.parts.shelf.apart:
+                assert slices_of(engine)[0].reading is not None, "the last unit's is the first"
+            zero_full.safe_set_full_fp32_param(last, torch.full(last.shape, 0.125))
+
+        handle = engine.module.blocks[4].register_forward_pre_hook(write)
+        with torch.no_grad():
+            found.append(engine(data(2, 0, 0)))
+        handle.remove()
+        go(engine, 3)
+        found[-1] = {"evaluated": found[-1], **engine.module_state_dict()}
+        engine.destroy()
+    assert all(torch.equal(found[0][name], value) for name, value in found[1].items())
+
+
+# Faults ----------------------------------------------------------------------------------------------
+
+
+def states(engine: Any) -> list[Tensor]:
+    state = engine.optimizer.state_dict()["tensors"]
+    return [*engine.module_state_dict().values(), *(state[key]["values"] for key in sorted(state))]
+
+
+def disk_full(comm: Any, path: str, keys: dict[str, Any]) -> tuple[str, bool, bool]:
+    """One rank cannot write in the third step. Returns the refusal; whether all is right, here and saved."""
+    zero_dir = Path(path) / "parameters"
+    engine, other = engine_of(zero_dir, **keys), engine_of(zero_dir, **keys)
+    go(other, 0, 1, 2, rank=comm.rank)
+    go(engine, 0, 1, rank=comm.rank)
+    settle(engine)
+    with files_no_longer_than(4096 if comm.rank == 0 else resource.RLIM_INFINITY):
+        go(engine, 2, rank=comm.rank)
+        settle(engine)
+    try:
+        go(engine, 3, rank=comm.rank)
+        refusal = ""
+    except RuntimeError as error:
+        refusal = str(error)
+    engine.optimizer.zero_grad()
+    engine.save_checkpoint(Path(path) / "saved")
+    same = all(torch.equal(a, b) for a, b in zip(*map(states, (engine, other)), strict=True))
+    again = engine_of(zero_dir, **keys)
+    again.load_checkpoint(Path(path) / "saved")
+    resumed = all(torch.equal(a, b) for a, b in zip(*map(states, (again, other)), strict=True))
+    go(again, 3, rank=comm.rank)
+    for each in (engine, other, again):
+        each.destroy()
+    return refusal, same, resumed
+
+
+@pytest.mark.parametrize("keys", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+def test_a_full_disk_loses_nothing(keys: dict[str, Any], tmp_path: Path) -> None:
+    first, second = POOL.run(disk_full, 2, str(tmp_path), keys)
+    assert "parameters cannot be written to" in first[0] and "save a checkpoint now" in first[0], first
+    assert "has failed on another rank" in second[0]
+    assert first[1:] == second[1:] == (True, True)
+
+
+def damaged(comm: Any, path: str, how: str, trains: bool) -> list[str]:
+    engine = engine_of(path)
+    go(engine, 0, 1, rank=comm.rank)
+    settle(engine)
+    if comm.rank == 1:
+        file = shelf_of(engine).file
+        if how == "truncated":
+            os.ftruncate(file._file, 4096)
+        else:
+            for begin in range(0, file.size, 4096):
+                os.pwrite(file._file, b"x", begin)
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            engine(data(2, 0, comm.rank))
+
+    def read() -> None:
+        with zero_full.GatheredParameters(list(engine.module.parameters())):
+            pass
+
+    told = []
+    acts = (lambda: go(engine, 2, rank=comm.rank),) if trains else (evaluate, evaluate, read)
+    for act in (*acts, lambda: go(engine, 3, rank=comm.rank)):
+        try:
+            act()
+        except RuntimeError as error:
+            told.append(str(error))
+        engine.optimizer.zero_grad()
+    try:
+        engine.save_checkpoint(Path(path) / "saved")
+    except zero_full.CheckpointError as error:
+        told.append(str(error))
+    assert all(flat.state is GatherState.SHARDED for flat in engine.optimizer.flats())
+    engine.destroy()
+    return told
+
+
+@pytest.mark.parametrize("trains", [True, False], ids=["training", "evaluating"])
+@pytest.mark.parametrize(
+    ("how", "why"), [("truncated", "are not there"), ("changed", "not what was written")]
+)
+def test_a_damaged_file_is_an_error_on_all_ranks(how: str, why: str, trains: bool, tmp_path: Path) -> None:
+    for rank, told in enumerate(POOL.run(damaged, 2, str(tmp_path), how, trains)):
+        assert len(told) == (3 if trains else 5), told
+        for each in told[:-1]:
+            if rank == 1:
+                assert "cannot be read" in each and why in each, told
+            else:
+                assert "on another rank" in each, told
+        assert "cannot be read" in told[-1]
+
+
+def refused(comm: Any, path: str, free: int | None) -> str:
+    measured = scratch.free_bytes
+    if free is not None and comm.rank == 1:
+        scratch.free_bytes = lambda directory: free
+    try:
+        engine_of(path)
+    except Exception as error:
+        return str(error)
+    finally:
+        scratch.free_bytes = measured
+    return ""
+
+
+def test_too_little_space_is_told_before_anything_is_written(tmp_path: Path) -> None:
+    for told in POOL.run(refused, 2, str(tmp_path), 1000):
+        assert "has 1.00 kB free" in told and "parameters" in told
+
+
+def test_a_place_where_nothing_can_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for told in POOL.run(refused, 2, str(tmp_path / "file" / "below"), None):
+        assert str(tmp_path / "file") in told
