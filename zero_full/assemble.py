@@ -201,9 +201,12 @@ def _open_shelf(model: nn.Module, settings: Settings, ranks: int, device: torch.
     shelf = settings.param_tier.shelf(device)
     if settings.param_tier.apart and not shelf.apart and this_rank() == 0:
         log.info("the model is on the CPU: its parameters are in host memory, without offload_param, too")
+    numels = [p.numel() for p in model.parameters()]
     sizes = [p.numel() * settings.dtypes.of(p.dtype).itemsize for p in model.parameters()]
+    mean = sum(sizes) / max(1, sum(numels))
+    need = int(shelf.takes(-(-sum(numels) // ranks)) * mean) * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     try:
-        shelf.refuse_too_little(-(-sum(sizes) // ranks) * int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        shelf.refuse_too_little(need)
     except BaseException:
         shelf.close()
         raise

@@ -139,7 +139,7 @@ MISSING: dict[str, Any] = in_full(  # set to this, a key is an error
 }""",
     """{
   "zenflow": {}, "zero_quantized_nontrainable_weights": true, "cpu_offload": true,
-  "cpu_offload_param": true, "offload_param.device": "cpu",
+  "cpu_offload_param": true,
   "offload_optimizer.ratio": 0.5, "offload_optimizer.super_offload": true
 }""",
 )

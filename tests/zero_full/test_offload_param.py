@@ -15,9 +15,12 @@ import zero_full
 from tests.worlds import POOL
 from tests.zero_full.runs import config, data
 from tests.zero_full.stage3_runs import Block, seeded
-from zero_full.offload import HostTier, Shelf
+from zero_full.config import ConfigError, resolve
+from zero_full.offload import BlockTier, HostTier
 from zero_full.offload.shelf import HostShelf
+from zero_full.shard import Settings
 from zero_full.shard.flat import GatherState
+from zero_full.translate import settings_of
 
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {"gradient_accumulation_steps": 2, "gradient_clipping": 0.5},
@@ -71,12 +74,6 @@ def host_apart() -> Iterator[None]:
         yield
     finally:
         HostTier.shelf = shelf
-
-
-def shelf_of(engine: Any) -> Shelf:
-    found = engine.optimizer.parts.shelf
-    assert isinstance(found, Shelf)
-    return found
 
 
 def a_loop(comm: Any, keys: dict[str, Any], released: bool, folder: str) -> dict[str, Tensor]:
@@ -162,3 +159,54 @@ def test_parameters_elsewhere_change_no_bit(
                 assert here.keys() == away.keys()
                 for name, value in here.items():
                     assert torch.equal(away[name], value), f"state {state}, {place}: {name}"
+
+
+@pytest.mark.parametrize(
+    ("stage", "section", "message"),
+    [
+        (3, {"device": "nvme"}, "offload_param.nvme_path: give the directory of a fast disk"),
+        (2, {"device": "cpu"}, "offload_param.device: stage 2 keeps whole parameters on the device"),
+        (0, {"device": "nvme", "nvme_path": "/x"}, "stage 0 keeps whole parameters"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_meant_is_an_error(stage: int, section: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve(config(stage, zero_optimization={"offload_param": section}), 1)
+
+
+def test_the_old_key_is_refused_with_the_new_one() -> None:
+    with pytest.raises(ConfigError, match=r'deprecated; write "offload_param": \{"device": "cpu"\}'):
+        resolve(config(3, zero_optimization={"cpu_offload_param": True}), 1)
+
+
+def test_what_only_a_file_needs_is_idle_elsewhere() -> None:
+    keys = {"nvme_path": "/x", "buffer_count": 4, "buffer_size": 10, "max_in_cpu": 1}
+    for device in ("none", "cpu"):
+        told = config(3, zero_optimization={"offload_param": {"device": device, **keys}})
+        warnings = resolve(told, 2).warnings
+        for key in keys:
+            assert sum(f"offload_param.{key} = " in line for line in warnings) == 1, key
+    told = config(3, zero_optimization={"offload_param": {"device": "nvme", **keys}})
+    assert not any("offload_param" in line for line in resolve(told, 2).warnings)
+    tier = settings_of(resolve(told, 2).config).param_tier
+    assert isinstance(tier, BlockTier)
+    assert (tier.path, tier.buffer_numel, tier.memory_numel) == ("/x", 40, 1)
+
+
+def test_whole_parameters_have_no_tier() -> None:
+    with pytest.raises(ValueError, match="param_tier needs stage 3"):
+        Settings(stage=2, param_tier=HostTier())
+    with pytest.raises(TypeError, match="param_tier must be one such as"):
+        Settings(stage=3, param_tier="cpu")  # type: ignore[arg-type]
+
+
+def test_on_a_cpu_host_memory_is_where_parameters_are(caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing is released by a single rank, and nothing is copied."""
+    caplog.set_level("INFO", "zero_full")
+    for place in ({"device": "cpu"}, {"device": "nvme"}):
+        engine = zero_full.initialize(model=seeded(Tall), config=keys_of(place, "none"))[0]
+        assert all(flat.state is GatherState.WHOLE for flat in engine.optimizer.flats())
+        assert "disk" not in engine.optimizer.holdings() and "host" not in engine.optimizer.holdings()
+        engine.destroy()
+    assert caplog.text.count("its parameters are in host memory") == 1

@@ -25,7 +25,7 @@ from zero_full.shard.flat import GatherState
 def engine_of(path: Path | str, state: str = "none", **keys: Any) -> Any:
     """An engine whose parameters wait in a file."""
     zero: dict[str, Any] = {"stage": 3, "stage3_param_persistence_threshold": 0}
-    zero |= {"stage3_max_reuse_distance": 0, "overlap_comm": True}
+    zero |= {"stage3_max_reuse_distance": 0, "overlap_comm": True, **keys.pop("zero", {})}
     place = {"device": "nvme", "nvme_path": str(path)}
     zero["offload_param"] = {**place, "max_in_cpu": 0, **keys.pop("offload_param", {})}
     zero["offload_optimizer"] = {**place, "device": state}
@@ -114,6 +114,35 @@ def test_slices_are_read_as_far_ahead_as_buffers_reach(tmp_path: Path) -> None:
         ((seen, most),) = POOL.run(how_far_ahead, 1, str(tmp_path), buffers)
         assert max(seen) in (ahead - 1, ahead) and most <= buffers * 1100, (seen, most)
         assert seen[-1] == 0
+
+
+def most_at_a_time(comm: Any, path: str, keys: dict[str, Any]) -> None:
+    """Whatever a step, a pass or a load has under way."""
+    limit = 3 * 2048
+    if keys:  # a part of the step is 5 slices of 1,080 elements, each of which takes a page of 2,048
+        limit = 5 * 2048
+    engine = engine_of(path, offload_param={"buffer_count": 3, "buffer_size": 2048}, **keys)
+    buffers, most = shelf_of(engine).buffers, 0
+    take = buffers.take
+
+    def noted(*given: Any, **named: Any) -> Any:
+        nonlocal most
+        taken = take(*given, **named)
+        most = max(most, buffers.numel)
+        return taken
+
+    buffers.take = noted  # type: ignore[method-assign]
+    go(engine, 0, 1, 2, rank=comm.rank)
+    engine.load_module_state_dict(engine.module_state_dict())
+    engine.load_state_dict(engine.state_dict())
+    go(engine, 3, rank=comm.rank)
+    assert 0 < most <= limit, most
+    engine.destroy()
+
+
+@pytest.mark.parametrize("keys", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+def test_buffers_have_no_more_than_they_may(keys: dict[str, Any], tmp_path: Path) -> None:
+    POOL.run(most_at_a_time, 1, str(tmp_path), keys)
 
 
 GROWTH = """
@@ -248,6 +277,67 @@ def test_what_is_written_after_it_was_read_ahead_counts(tmp_path: Path) -> None:
         found[-1] = {"evaluated": found[-1], **engine.module_state_dict()}
         engine.destroy()
     assert all(torch.equal(found[0][name], value) for name, value in found[1].items())
+
+
+def inside(comm: Any, path: str) -> list[dict[str, Tensor]]:
+    """A change that is undone, and a step, while parameters are whole."""
+    found = []
+    for device in ("none", "nvme"):
+        engine = engine_of(path, offload_param={"device": device})
+        go(engine, 0, rank=comm.rank)
+        params = list(engine.module.parameters())
+        if device == "nvme":  # what is undone is no change
+            with pytest.raises(RuntimeError, match="the change was undone"):
+                with zero_full.GatheredParameters(params), torch.no_grad():
+                    params[3].fill_(7)
+        with zero_full.GatheredParameters(params, modifier_rank=0):
+            go(engine, 1, rank=comm.rank)
+            shown = {f"inside {name}": p.clone() for name, p in engine.module.named_parameters()}
+        go(engine, 2, rank=comm.rank)
+        found.append(shown | engine.module_state_dict())
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_while_parameters_are_whole(world: int, tmp_path: Path) -> None:
+    for here, away in POOL.run(inside, world, str(tmp_path)):
+        assert all(torch.equal(here[name], value) for name, value in away.items())
+
+
+def with_other_ways(comm: Any, path: str, zero: dict[str, Any]) -> list[dict[str, Tensor]]:
+    found = []
+    for device in ("none", "nvme"):
+        engine = engine_of(path, offload_param={"device": device}, zero=zero)
+        go(engine, 0, 1, 2, rank=comm.rank)
+        found.append(engine.module_state_dict())
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(
+    "zero", [{"mics_shard_size": 1}, {"mics_shard_size": 2}, {"zero_hpz_partition_size": 2}], ids=str
+)
+def test_beside_other_ways_to_share(zero: dict[str, Any], tmp_path: Path) -> None:
+    for here, away in POOL.run(with_other_ways, 4, str(tmp_path), zero):
+        assert all(torch.equal(here[name], value) for name, value in away.items())
+
+
+def test_a_model_that_only_serves(tmp_path: Path) -> None:
+    """Frozen, on a single process, and never whole."""
+    model = seeded(Tower).requires_grad_(False)
+    want = model(data(0, 0, 0))
+    place = {"device": "nvme", "nvme_path": str(tmp_path), "max_in_cpu": 0}
+    zero = {"stage": 3, "offload_param": place, "stage3_param_persistence_threshold": 0}
+    told = config(3, zero_optimization=zero)
+    del told["optimizer"]
+    engine = zero_full.initialize(model=model, config=told)[0]
+    for _ in range(3):
+        with torch.inference_mode():
+            assert torch.equal(engine(data(0, 0, 0)), want)
+    assert shelf_of(engine).read_bytes == 3 * sum(slice_.room for slice_ in slices_of(engine))
+    assert all(flat.state is GatherState.SHARDED for flat in engine.optimizer.flats())
+    engine.destroy()
 
 
 # Faults ----------------------------------------------------------------------------------------------

@@ -101,7 +101,7 @@ class Reading:
 
     def __init__(self, slice_: "FileSlice", buffer: Buffer) -> None:
         self.slice, self.buffer = slice_, buffer
-        self.version = version_of(slice_._values)  # of the slice at rest, when it began
+        self.version = version_of(slice_.at_rest)  # of the slice at rest, when it began
         self.has_sums = self.version == slice_.summed
         self.wrong = ""  # in words, if nobody has written to it meanwhile
         self.pending = slice_.shelf.lane.submit(self._read, [], [])
@@ -122,7 +122,7 @@ class Reading:
     def wait(self) -> bool:
         """Wait for it. Returns False if somebody has written to the slice at rest since it began."""
         self.pending.wait()
-        if self.slice.kept is None and self.version != version_of(self.slice._values):
+        if self.slice.kept is None and self.version != version_of(self.slice.at_rest):
             return False
         if self.wrong:
             self.buffer.memory.fill_(LOST)
@@ -153,9 +153,9 @@ class FileSlice(Slice):
         if self.writing is not None:
             self.writing.wait()
             self.writing = None
-        if self.kept is not None and self._values.data_ptr() != self.kept.data_ptr():
-            self._values.data = self._in(self.kept)
-        return self._values
+        if self.kept is not None and self.at_rest.data_ptr() != self.kept.data_ptr():
+            self.at_rest.data = self._in(self.kept)
+        return self.at_rest
 
     def _in(self, memory: Tensor) -> Tensor:
         return memory[: self.size].view(self.dtype)
@@ -233,7 +233,7 @@ class FileSlice(Slice):
 
     def update(self, updated: Tensor) -> None:
         """Begin to write the new values. See [Note: writing behind]."""
-        if updated is self._values:
+        if updated is self.at_rest:
             return
         self.give_up()
         if self.kept is not None:
@@ -244,7 +244,7 @@ class FileSlice(Slice):
             buffer = buffer or self.shelf.buffer_for(self)
             assert buffer is not None
             self._in(buffer.memory).copy_(updated)
-        self.summed = version_of(self._values)
+        self.summed = version_of(self.at_rest)
         self.writing = self.shelf.lane.submit(partial(self._write, buffer), [], [])
 
     def _write(self, buffer: Buffer) -> None:
@@ -300,6 +300,10 @@ class BlockShelf(Shelf):
     def refuse_too_little(self, need: int) -> None:
         """OSError if the disk has not so much space for the ranks of this host."""
         refuse_more_than_free(self.directory, need, "what stage 3 keeps of the parameters")
+
+    def takes(self, numel: int) -> int:
+        """What memory does not take."""
+        return max(0, numel - self.left)
 
     def of(self, numel: int) -> Shelf:
         """Memory takes the first ones."""

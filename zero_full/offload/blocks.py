@@ -75,6 +75,11 @@ class BlockTier(HostTier):
         if self.part_numel < 1:
             raise ValueError(f"part_numel must be at least 1, not {self.part_numel}")
 
+    @property
+    def copied_numel(self) -> int:  # type: ignore[override]
+        """No more than buffers can take."""
+        return min(Tier.copied_numel, self.buffer_numel)
+
     def open(self) -> Tier:
         """With file, buffers and threads."""
         return OpenBlocks(self)

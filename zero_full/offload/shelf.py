@@ -23,12 +23,12 @@ class Slice:
     kind = "parameters"  # under which name its bytes are told
 
     def __init__(self, values: Tensor) -> None:
-        self._values = values
+        self.at_rest = values
 
     @property
     def values(self) -> Tensor:
         """The slice, to be read or written now."""
-        return self._values
+        return self.at_rest
 
     def begin(self, ahead: bool = False) -> bool:
         """It is gathered next. Returns whether it can come near now; `ahead`: nobody waits for it yet."""
@@ -36,7 +36,7 @@ class Slice:
 
     def copy_to(self, place: Tensor) -> None:
         """Put the values into the gathered buffer: on the lane that gathers."""
-        place.copy_(self._values)
+        place.copy_(self.at_rest)
 
     def fetch(self, device: torch.device) -> Tensor:
         """The values on the device where they are stepped."""
@@ -44,7 +44,7 @@ class Slice:
 
     def update(self, updated: Tensor) -> None:
         """After a step: the new values, which may be what was fetched."""
-        if updated is not self._values:
+        if updated is not self.at_rest:
             self.values.copy_(updated)
 
 
@@ -63,11 +63,11 @@ class HostSlice(Slice):
         if self.copied is not None:
             self.copied.synchronize()
             self.copied = None
-        return self._values
+        return self.at_rest
 
     def copy_to(self, place: Tensor) -> None:
         """Queue the copy on the current stream."""
-        place.copy_(self._values, non_blocking=True)
+        place.copy_(self.at_rest, non_blocking=True)
         if place.device.type != "cpu":
             self.copied = torch.accelerator.current_stream(place.device).record_event()
 
@@ -83,6 +83,10 @@ class Shelf:
     def of(self, numel: int) -> "Shelf":
         """The one that takes a slice of so many elements; ask once for each."""
         return self
+
+    def takes(self, numel: int) -> int:
+        """How many of so many elements wait here, and not in memory beside it."""
+        return numel
 
     def put(self, values: Tensor) -> Slice:
         """A slice with a copy of these values."""

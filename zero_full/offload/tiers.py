@@ -28,6 +28,7 @@ class Tier(ABC):
     apart: bool  # whether masters never lie in the parameters' own memory
     kind = "optimizer"  # under which name its bytes are told
     part_numel: int | None = None  # elements that are stepped at a time; None: as many as there are
+    copied_numel = 2**24  # elements of parameters that wait there, of which a step has copies at a time
     can_lose = False  # whether `lost` may ever say something
     failure = ""  # in words, why no further step can be taken
     lost = ""  # in words, what of the state is gone

@@ -91,6 +91,7 @@ class Settings:
         """How many of this rank's elements are stepped at a time; None: all."""
         limits = [self.sub_group_numel] if self.releases_parameters else []
         limits += [] if self.tier.part_numel is None else [self.tier.part_numel]
+        limits += [self.param_tier.copied_numel] if self.param_tier.apart else []
         return min(limits, default=None)
 
     @property
