@@ -43,7 +43,7 @@ from zero_full.offload.shelf import Shelf, Slice
 log = logging.getLogger("zero_full")
 
 
-@dataclass
+@dataclass(eq=False)
 class Buffer:
     """Memory for a slice on its way."""
 
@@ -80,7 +80,8 @@ class Buffers:
             if self.numel + numel > self.limit and not exceed:
                 return None
             self.numel += numel
-        return Buffer(aligned_empty(size, torch.uint8, pin=self.pinned), numel)
+        with torch.inference_mode(False):  # it outlives the pass
+            return Buffer(aligned_empty(size, torch.uint8, pin=self.pinned), numel)
 
     def give(self, buffer: Buffer) -> None:
         """It is used no more, but by a copy that `buffer.copied` tells of."""

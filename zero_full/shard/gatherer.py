@@ -166,8 +166,9 @@ class ParameterGatherer:
         """Raise on all ranks that gather together if one of them could not read its part of anything."""
         if not self.shelf.can_lose:
             return
-        flags = torch.zeros(flat.ranks.size, dtype=torch.uint8, device=flat.kind.device)
-        flat.ranks.slice_of(flags).fill_(bool(self.shelf.lost))
+        with torch.inference_mode(False):  # the lane's thread is not in it
+            flags = torch.zeros(flat.ranks.size, dtype=torch.uint8, device=flat.kind.device)
+            flat.ranks.slice_of(flags).fill_(bool(self.shelf.lost))
         ask = partial(flat.gather_slices, flags, "what could not be read")
         self.lane.submit(ask, [flags], [self.lane.producer()]).wait()
         if flags.any():
