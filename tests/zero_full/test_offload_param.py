@@ -14,10 +14,11 @@ from torch.utils.checkpoint import checkpoint
 import zero_full
 from tests.worlds import POOL
 from tests.zero_full.runs import config, data
-from tests.zero_full.stage3_runs import Block, seeded
+from tests.zero_full.stage3_runs import Block, Tower, seeded
 from zero_full.config import ConfigError, resolve
 from zero_full.offload import BlockTier, HostTier
 from zero_full.offload.shelf import HostShelf
+from zero_full.plan import plan
 from zero_full.shard import Settings
 from zero_full.shard.flat import GatherState
 from zero_full.translate import settings_of
@@ -210,3 +211,25 @@ def test_on_a_cpu_host_memory_is_where_parameters_are(caplog: pytest.LogCaptureF
         assert "disk" not in engine.optimizer.holdings() and "host" not in engine.optimizer.holdings()
         engine.destroy()
     assert caplog.text.count("its parameters are in host memory") == 1
+
+
+def bytes_kept(comm: Any, keys: dict[str, Any]) -> dict[str, int]:
+    engine = zero_full.initialize(model=seeded(Tower), config=keys)[0]
+    engine.backward(engine(data(0, 0, comm.rank, engine.optimizer.flats()[0].dtype)))
+    engine.step()
+    held = {kind: sum(t.nbytes for t in some) for kind, some in engine.optimizer.holdings().items()}
+    engine.destroy()
+    return held
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("state", ["none", "nvme"])
+def test_a_plan_counts_parameters_where_they_wait(world: int, state: str) -> None:
+    keys = keys_of(PLACES["disk"], state, bf16={"enabled": True})
+    planned = plan(Tower(), keys, world, device="cpu")
+    held = POOL.run(bytes_kept, world, keys)[0]
+    assert planned.parameters == held["parameters"] == 0
+    assert planned.host == held["disk"] > 0
+    assert planned.master + planned.moments == held.get("optimizer", 0)
+    beside = plan(Tower(), keys_of(None, state, bf16={"enabled": True}), world, device="cpu")
+    assert planned.host == beside.host + beside.parameters

@@ -234,7 +234,7 @@ class Rehearsal:
             "master": held(each.master for each in self.optimizer.owned if each.is_separate) if owned else 0,
             "moments": state + surplus if owned else 0,
             "communication": self._windows(),
-            "host": host + surplus if host else 0,
+            "host": host + (surplus if host and self.optimizer.settings.tier.apart else 0),
             "saved": self._saved(),
         }
 
