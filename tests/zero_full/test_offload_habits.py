@@ -16,7 +16,7 @@ from tests.zero_full.planned import Case, measured
 from tests.zero_full.runs import assert_same, data
 from tests.zero_full.test_experts import expert_run, keys_of
 from tests.zero_full.test_offload_flow import WORLDS, engine_of, one_step
-from tests.zero_full.test_offload_optimizer import KEYS, SLOW, on_host
+from tests.zero_full.test_offload_optimizer import KEYS, SLOW, waiting
 from zero_full.plan import plan
 
 SOME = ["fp32", "bf16", "fp16"]

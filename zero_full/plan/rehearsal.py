@@ -30,7 +30,7 @@ from zero_full.config.schema import OptimizerConfig
 from zero_full.engine import Engine
 from zero_full.given import check_optimizer
 from zero_full.kernels.load import compiled_for
-from zero_full.offload import Flow, HostTier
+from zero_full.offload import Flow, HostTier, Shelf, Slice
 from zero_full.offload.arena import Places
 from zero_full.optim import Peers, Piece, build_optimizer, check_elementwise
 from zero_full.plan.answer import Phase
@@ -38,7 +38,7 @@ from zero_full.plan.everyone import AllRanks
 from zero_full.plan.saved import saved_bytes
 from zero_full.plan.shadow import new_pass, shadow_of
 from zero_full.plan.watch import Watch
-from zero_full.shard import Connection, Dealer, Sharded, ZeroOptimizer, connect, place_the_rest
+from zero_full.shard import Connection, Dealer, Settings, Sharded, ZeroOptimizer, connect, place_the_rest
 from zero_full.shard.flat import Member
 from zero_full.shard.groups import Pair
 from zero_full.shard.served import served
@@ -104,6 +104,26 @@ class PretendedCopier:
         """There are no values."""
 
 
+class PretendedSlice(Slice):
+    """A slice that waits on no device: on the meta device, too."""
+
+    apart, kind = True, "host"
+
+    def fetch(self, device: torch.device) -> Tensor:
+        """A copy, as if it were elsewhere."""
+        return self.values.clone()
+
+
+class PretendedShelf(Shelf):
+    """Where such slices are."""
+
+    apart = True
+
+    def put(self, values: Tensor) -> Slice:
+        """No memory."""
+        return PretendedSlice(torch.empty_like(values))
+
+
 def held(tensors: Iterable[Tensor]) -> int:
     """Bytes behind these tensors; what several of them share is counted once."""
     storages = {identity_of(t.untyped_storage()): t.untyped_storage() for t in tensors}
@@ -147,7 +167,9 @@ class Rehearsal:
             groups = replace(groups, expert=self._watched(groups.expert))
         if any(p is not None and p.shard.size > 1 for p in (groups.dense, groups.expert)):
             _refuse(partial(check_elementwise, base, self.config.zero_allow_untested_optimizer))
-        parts = self._dealt(Dealer(base.param_groups, topology, groups, settings))
+        parts = self._dealt(
+            Dealer(base.param_groups, topology, groups, settings, shelf=self._shelf(settings))
+        )
         place_the_rest(self.shadow, parts, topology, groups, settings)
         made = ZeroOptimizer(base, self.shadow, parts, groups, settings, scaler_of(self.config))
         steppers, planned = made.steppers, torch.device(self.cluster.device)
@@ -171,6 +193,13 @@ class Rehearsal:
             if owned.tier.apart:
                 owned.fetch = self.watch.around(None, owned.fetch)  # type: ignore[method-assign]
         return parts
+
+    def _shelf(self, settings: Settings) -> Shelf:
+        """On a CPU, host memory is where parameters are already."""
+        is_elsewhere = settings.param_tier.apart and not (
+            self.cluster.device == "cpu" and settings.param_tier.kind == "host"
+        )
+        return PretendedShelf() if is_elsewhere else Shelf()
 
     def _base(self) -> torch.optim.Optimizer:
         chosen = self.config.optimizer or NO_OPTIMIZER

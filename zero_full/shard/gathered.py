@@ -44,6 +44,8 @@ def _gathered(optimizer: ZeroOptimizer, several: Iterable[FlatParameter]) -> Ite
                 gatherer.gather(flat)
             flat.users += 1
             taken.append(flat)
+        if gatherer is not None and taken:
+            gatherer.refuse_lost(taken[0])
         yield
     finally:
         for flat in taken:

@@ -120,7 +120,9 @@ class Steppers:
         stepper.begin([piece for owned in everything for piece in owned.pieces.values()])
         try:
             with closing(self.tier.in_turn(parts, self.tensors_of)) as turns:
-                for part in turns:
+                for number, part in enumerate(turns):
+                    coming = (owned for part in parts[number:] for owned in part)
+                    all(owned.read_ahead(stepper.fuses) for owned in coming)
                     self._step_part(stepper, part, used, factor)
         finally:
             stepper.end()
