@@ -74,6 +74,7 @@ def damaged(comm: Any, path: str, how: str, trains: bool) -> list[str]:
 
     told = []
     acts = (lambda: go(engine, 2, rank=comm.rank),) if trains else (evaluate, evaluate, read)
+    acts = (*acts, engine.module_state_dict)
     for act in (*acts, lambda: go(engine, 3, rank=comm.rank)):
         try:
             act()
@@ -95,7 +96,7 @@ def damaged(comm: Any, path: str, how: str, trains: bool) -> list[str]:
 )
 def test_a_damaged_file_is_an_error_on_all_ranks(how: str, why: str, trains: bool, tmp_path: Path) -> None:
     for rank, told in enumerate(POOL.run(damaged, 2, str(tmp_path), how, trains)):
-        assert len(told) == (3 if trains else 5), told
+        assert len(told) == (4 if trains else 6), told
         for each in told[:-1]:
             if rank == 1:
                 assert "cannot be read" in each and why in each, told

@@ -244,6 +244,7 @@ class FileSlice(Slice):
         if buffer is None or updated.data_ptr() != buffer.memory.data_ptr():
             buffer = buffer or self.shelf.buffer_for(self)
             assert buffer is not None
+            buffer.synchronize()
             self._in(buffer.memory).copy_(updated)
         self.summed = version_of(self.at_rest)
         self.writing = self.shelf.lane.submit(partial(self._write, buffer), [], [])

@@ -162,10 +162,12 @@ class ParameterGatherer:
             if not flat.read_ahead():
                 return
 
-    def refuse_lost(self, flat: FlatParameter) -> None:
+    def refuse_lost(self) -> None:
         """Raise on all ranks that gather together if one of them could not read its part of anything."""
         if not self.shelf.can_lose:
             return
+        flats = (flat for site in self.sites.values() for flat in site.flats)
+        flat = max(flats, key=lambda flat: flat.ranks.size)
         with torch.inference_mode(False):  # the lane's thread is not in it
             flags = torch.zeros(flat.ranks.size, dtype=torch.uint8, device=flat.kind.device)
             flat.ranks.slice_of(flags).fill_(bool(self.shelf.lost))
@@ -279,7 +281,7 @@ class ParameterGatherer:
                 self.release(flat)
         # Of a training pass the step tells; and what has failed in this forward is told by itself.
         if site is self.root and not torch.is_grad_enabled() and sys.exc_info()[0] is None:
-            self.refuse_lost(next(flat for each in self.sites.values() for flat in each.flats))
+            self.refuse_lost()
 
     def _begin_pass(self, order: Order) -> None:
         if order.begin() and not self.reported:
