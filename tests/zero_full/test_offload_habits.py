@@ -190,7 +190,7 @@ def test_habits_change_no_bit(world: int, stage: int) -> None:
 
 def with_experts(comm: Any, stage: int, host: bool) -> dict[str, Any]:
     """Two kinds of groups, one norm, and a step that is skipped."""
-    zero = on_host(stage, host)["zero_optimization"]
+    zero = waiting(stage, "cpu" if host else "none")["zero_optimization"]
     with slow_copies(SLOW):
         return expert_run(comm, 2, keys_of(stage, zero_optimization=zero), (1, "expert"))
 
