@@ -42,7 +42,11 @@ from zero_full.wording import human
 
 log = logging.getLogger("zero_full")
 APART = 64  # bytes: every tensor begins at a multiple of them
-DAMAGED = "what is read is not what was written"
+DAMAGED = (
+    "what is read is not what was written, by a fault of the disk or by somebody who has written through "
+    "`.data` or numpy, which nobody hears of (write to the tensors themselves)"
+)
+UNREADABLE = "the optimizer's state in {} cannot be read: {}. Go on from a checkpoint, in a new run"
 LOST = 0xFF  # a byte; so many of them are NaN in every type
 TensorsOf = Callable[[Any], list[Tensor]]
 
@@ -148,7 +152,7 @@ class OpenBlocks(Tier):
 
     def __init__(self, choice: BlockTier) -> None:
         self.part_numel = choice.part_numel
-        self.directory, self.host = Path(choice.path), HostTier(choice.pin_memory)
+        self.directory, self.host = Path(choice.path).expanduser(), HostTier(choice.pin_memory)
         self.io = BlockIO(choice.threads, choice.block_bytes, direct=choice.direct)
         self.file = ScratchFile(self.directory, self.io)
         self.lane = Thread("zero_full-blocks")
@@ -247,7 +251,7 @@ class OpenBlocks(Tier):
                 wrong = str(error)
             if wrong:
                 window.fill_(LOST)
-                self.lost = self.lost or f"the optimizer's state in {self.directory} cannot be read: {wrong}"
+                self.lost = self.lost or UNREADABLE.format(self.directory, wrong)
 
     def _arrive(self, turn: Turn, tensors_of: TensorsOf) -> None:
         """The tensors of a part are in its buffer."""
