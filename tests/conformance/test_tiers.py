@@ -1,4 +1,4 @@
-"""The contract wherever state waits: rules x stages x tiers, bit for bit what it is without a tier, in fp32."""
+"""The contract wherever state waits: rules x stages x tiers, bit for bit as without a tier, in fp32."""
 
 from contextlib import nullcontext
 from dataclasses import replace

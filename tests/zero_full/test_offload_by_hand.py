@@ -1,8 +1,13 @@
 """What people hold and change by hand counts the same where state moves as where it stays on the host."""
 
+import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +17,8 @@ import zero_full
 from tests.slow_copies import slow_copies
 from tests.worlds import run_each
 from tests.zero_full.runs import Net, config, data
+from zero_full.offload import BlockTier
+from zero_full.offload.blocks import OpenBlocks
 
 PLACES: dict[str, dict[str, Any]] = {
     "host": {"device": "cpu"},
@@ -73,6 +80,11 @@ def options(engine: Any, rank: int) -> Tensor:
     return torch.empty(0)
 
 
+def values_of(engine: Any) -> list[Tensor]:
+    state = engine.optimizer.state_dict()["tensors"]
+    return [*engine.module_state_dict().values(), *(state[key]["values"] for key in sorted(state))]
+
+
 def end(
     comm: Any, act: Callable[[Any, int], Tensor], stage: int, place: str, path: str
 ) -> tuple[list[Tensor], int]:
@@ -80,8 +92,7 @@ def end(
     with nullcontext() if place == "disk" else slow_copies(1e7):
         engine = engine_of(stage, place, path)
         seen = act(engine, comm.rank)
-        state = engine.optimizer.state_dict()["tensors"]
-        values = [seen, *engine.module_state_dict().values(), *(state[k]["values"] for k in sorted(state))]
+        values = [seen, *values_of(engine)]
         right = engine.optimizer.steppers.early.right
         engine.destroy()
     return values, right
@@ -100,3 +111,68 @@ def test_what_is_done_by_hand_counts_wherever_state_is(
             assert (right > 0) is ("early" in place)
             for number, (one, other) in enumerate(zip(values, wanted, strict=True)):
                 assert torch.equal(one, other), f"stage {stage}, {place}: value {number} differs"
+
+
+# Steps and runs that end ---------------------------------------------------------------------------
+
+
+def go(engine: Any, *steps: int) -> None:
+    for step in steps:
+        engine.backward(engine(data(step, 0, 0)))
+        engine.step()
+
+
+def after_loading(path: str, where: str, error: type[BaseException]) -> list[Tensor]:
+    """A step that somebody ends when its second part is about to be moved; then a load, and further steps."""
+    with mock.patch("zero_full.translate.BlockTier", partial(BlockTier, part_numel=60)):
+        engine = engine_of(1, "disk", path)
+    go(engine, 0, 1)
+    saved, moved, calls = deepcopy(engine.optimizer.state_dict()), getattr(OpenBlocks, where, None), []
+    go(engine, 2)
+
+    def ending(tier: OpenBlocks, *given: Any) -> Any:
+        calls.append(where)
+        if len(calls) == 2:
+            raise error("enough")
+        assert moved is not None
+        return moved(tier, *given)
+
+    if moved is not None:
+        with mock.patch.object(OpenBlocks, where, ending), suppress(error):
+            go(engine, 3)
+        assert len(calls) >= 2
+        engine.optimizer.zero_grad()
+    engine.optimizer.load_state_dict(saved)
+    go(engine, 2, 3)
+    values = values_of(engine)
+    engine.destroy()
+    return values
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_who_ends_a_step_in_the_middle_and_loads_goes_on(error: type[BaseException], tmp_path: Path) -> None:
+    wanted = after_loading(str(tmp_path), "nowhere", error)
+    for where in ("_begin", "_arrive", "_leave", "_put_away"):
+        found = after_loading(str(tmp_path), where, error)
+        assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True)), where
+
+
+def test_destroy_lets_go_of_the_state_though_the_engine_is_held(tmp_path: Path) -> None:
+    """Else a second engine in the same program finds no room."""
+
+    def mapped() -> int:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        return sum(str(tmp_path) in line for line in lines)
+
+    engine = engine_of(1, "disk", str(tmp_path))
+    go(engine, 0, 1)
+    assert mapped()
+    engine.destroy()
+    assert not mapped()
+    with slow_copies():
+        early = engine_of(1, "host, early steps", "")
+        go(early, 0, 1, 2)
+        memory = [weakref.ref(each) for each in early.optimizer.steppers.early.places.values()]
+        assert memory
+        early.destroy()
+        assert not any(each() is not None for each in memory)

@@ -47,6 +47,11 @@ class ScratchFile:
         self._file, self._shown = file, torch.empty(0, dtype=torch.uint8)
         self.close = weakref.finalize(self, os.close, file)
 
+    def end(self) -> None:
+        """Close it. Its space is free when nobody holds a window either."""
+        self.close()
+        self._shown = self._shown[:0].clone()
+
     def take(self, size: int) -> int:
         """Take space for so many bytes; returns where it begins. OSError if there is none."""
         begin, size = self.size, whole_pages(size)

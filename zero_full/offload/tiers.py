@@ -28,7 +28,7 @@ from zero_full.offload.flow import Flow
 
 Owned = TypeVar("Owned")  # what is stepped: a slice of parameters
 CPU = torch.device("cpu")
-GONE = "the optimizer's state has waited on the host, and destroy has let go of it: save before destroy"
+GONE = "the optimizer's state has waited off the device, and destroy has let go of it: save before destroy"
 
 
 class Tier(ABC):

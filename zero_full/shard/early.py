@@ -70,6 +70,7 @@ class EarlySteps:
         self.drop()
         self.lane.close()
         self.spares.clear()
+        self.places.clear()
 
     # Guessing ------------------------------------------------------------------------------------
 
