@@ -81,10 +81,10 @@ def what_is_held(comm: Any, stage: int, path: str) -> tuple[int, int, int, bool,
     state = sum(tensor.nbytes for tensor in kept)
     buffers = sum(buffer.numel() for buffer in tier.buffers)
     assert moved[0] == moved[1] == sum(block.room for block in tier.blocks.values())
-    padding = len(tier.blocks) * (4096 + 64 * 20)
-    assert state <= moved[0] <= state + padding
+    count_of_blocks = len(tier.blocks)
+    assert state <= moved[0] <= state + count_of_blocks * (4096 + 64 * 20)
     engine.destroy()
-    return buffers, largest, state, at_rest, len(tier.blocks)
+    return buffers, largest, state, at_rest, count_of_blocks
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -322,6 +322,24 @@ def test_a_tier_without_a_path_is_refused() -> None:
         BlockTier()
     with pytest.raises(ValueError, match="part_numel"):
         BlockTier(path="/tmp", part_numel=0)
+
+
+def test_the_home_directory_is_known_by_its_sign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A configuration file has no shell that would put its name there."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    engine_of("~/fast").destroy()
+    assert (tmp_path / "home" / "fast").is_dir() and not (tmp_path / "~").exists()
+
+
+def test_what_nobody_hears_of_is_refused_with_the_reason(tmp_path: Path) -> None:
+    """Who writes through `.data` is told so, in place of a fault of the disk alone."""
+    engine = engine_of(tmp_path)
+    go(engine, 0, 1)
+    engine.optimizer.state[engine.module.layers[0].weight]["exp_avg"].data.mul_(2)
+    with pytest.raises(RuntimeError, match=r"written through `.data`.*Go on from a checkpoint, in a new run"):
+        go(engine, 2)
+    engine.destroy()
 
 
 def test_a_step_that_fails_in_the_middle_leaves_what_there_was(tmp_path: Path) -> None:

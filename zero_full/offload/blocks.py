@@ -46,10 +46,11 @@ from zero_full.offload.scratch import (
     whole_pages,
 )
 from zero_full.offload.shelf import Shelf
-from zero_full.offload.tiers import HostTier, Owned, Tier
+from zero_full.offload.tiers import GONE, HostTier, Owned, Tier
 
 log = logging.getLogger("zero_full")
 APART = 64  # bytes: every tensor begins at a multiple of them
+UNREADABLE = "the optimizer's state in {} cannot be read: {}. Go on from a checkpoint, in a new run"
 TensorsOf = Callable[[Any], list[Tensor]]
 
 
@@ -116,6 +117,7 @@ class Block:
         self.sums: Tensor | None = None  # checksums of what is there
         self.at: list[int] = []  # addresses of the tensors, where they were put last
         self.versions: list[int] = []  # of the tensors, at rest
+        self.rests = False  # the tensors are windows into the file
         self.kept: Tensor | None = None  # all bytes, if they could not be written
 
     @property
@@ -146,7 +148,7 @@ class Block:
         windows = self.windows(tensors, memory, copy)
         for tensor, window in zip(tensors, windows, strict=True):
             tensor.data = window
-        self.at = [tensor.data_ptr() for tensor in tensors]
+        self.at, self.rests = [tensor.data_ptr() for tensor in tensors], False
         self.versions = [version_of(tensor) for tensor in tensors]
 
     def was_written(self, tensors: Sequence[Tensor]) -> bool:
@@ -171,7 +173,7 @@ class OpenBlocks(Tier):
 
     def __init__(self, choice: BlockTier) -> None:
         self.part_numel = choice.part_numel
-        self.directory, self.host = Path(choice.path), HostTier(choice.pin_memory)
+        self.directory, self.host = Path(choice.path).expanduser(), HostTier(choice.pin_memory)
         self.io = BlockIO(choice.threads, choice.block_bytes, direct=choice.direct)
         self.file = ScratchFile(self.directory, self.io)
         self.lane = Thread("zero_full-blocks")
@@ -185,8 +187,10 @@ class OpenBlocks(Tier):
         """End threads and file. Tensors at rest stay what they are as long as somebody has them."""
         self.lane.close()
         self.io.close()
-        self.file.close()
+        self.file.end()
         self.buffers.clear()
+        self.blocks.clear()
+        self.lost = self.lost or GONE
 
     def refuse_too_little(self, need: int) -> None:
         """OSError if the disk has not so much space for the ranks of this host."""
@@ -220,8 +224,8 @@ class OpenBlocks(Tier):
                 assert turn is not None
                 now, later = turn, parts[number + 1 :]
                 self._arrive(now, tensors_of)
-                turn = self._begin(later[0], tensors_of, number + 1) if later else None
                 try:
+                    turn = self._begin(later[0], tensors_of, number + 1) if later else None
                     yield part
                 finally:
                     self._leave(now, tensors_of)
@@ -265,7 +269,7 @@ class OpenBlocks(Tier):
                 wrong = str(error)
             if wrong:
                 window.fill_(LOST)
-                self.lost = self.lost or f"the optimizer's state in {self.directory} cannot be read: {wrong}"
+                self.lost = self.lost or UNREADABLE.format(self.directory, wrong)
 
     def _arrive(self, turn: Turn, tensors_of: TensorsOf) -> None:
         """The tensors of a part are in its buffer."""
@@ -300,6 +304,7 @@ class OpenBlocks(Tier):
             self._fail(error)
             return
         block.put(tensors, self.file.window(block.begin, block.room))
+        block.rests = True
         self.lane.submit(partial(self._write, block, window), [], [])
 
     def _write(self, block: Block, window: Tensor) -> None:
@@ -329,9 +334,18 @@ class OpenBlocks(Tier):
         """Everything is at rest, or kept."""
         self._drain()
         for owned in (owned for part in parts for owned in part):
-            block = self.blocks.get(owned)
-            if block is not None and block.kept is not None:
-                block.put(tensors_of(owned), block.kept)
+            block, tensors = self.blocks.get(owned), tensors_of(owned)
+            if block is None:
+                continue
+            if block.kept is not None:
+                block.put(tensors, block.kept)
+            elif not block.rests and block.is_of(tensors):  # somebody has ended the step between two places
+                self._take_out(owned, tensors, block)
+
+    def _take_out(self, owned: Any, tensors: Sequence[Tensor], block: Block) -> None:
+        """From a buffer, which others will use. What the file has of them is not wanted any more."""
+        block = self.blocks[owned] = Block(tensors, block.space)
+        block.put(tensors, aligned_empty(block.room, torch.uint8), copy=True)
 
 
 def _trim() -> None:

@@ -21,7 +21,10 @@ from torch import Tensor
 from zero_full.kernels.files import PAGE, BlockIO, Event, Transfer
 from zero_full.wording import human
 
-DAMAGED = "what is read is not what was written"
+DAMAGED = (
+    "what is read is not what was written, by a fault of the disk or by somebody who has written through "
+    "`.data` or numpy, which nobody hears of (write to the tensors themselves)"
+)
 LOST = 0xFF  # a byte; so many of them are NaN in every type
 KEEP_SIZE, PUNCH_HOLE = 0x01, 0x02  # as in linux/falloc.h
 
@@ -64,6 +67,11 @@ class ScratchFile:
             raise OSError(f"{directory}: state can wait in a file only where /proc is, which is on Linux")
         self._file, self._shown = file, torch.empty(0, dtype=torch.uint8)
         self.close = weakref.finalize(self, os.close, file)
+
+    def end(self) -> None:
+        """Close it. Its space is free when nobody holds a window either."""
+        self.close()
+        self._shown = self._shown[:0].clone()
 
     def take(self, size: int) -> int:
         """Take space for so many bytes; returns where it begins. OSError if there is none."""

@@ -29,7 +29,7 @@ from zero_full.offload.shelf import HostShelf, Shelf
 
 Owned = TypeVar("Owned")  # what is stepped: a slice of parameters
 CPU = torch.device("cpu")
-GONE = "the optimizer's state has waited on the host, and destroy has let go of it: save before destroy"
+GONE = "the optimizer's state has waited off the device, and destroy has let go of it: save before destroy"
 
 
 class Tier(ABC):

@@ -236,7 +236,7 @@ def safe_get_local_fp32_param(param: Parameter) -> Tensor | None:
     place = _find(param)
     if place is None:
         return None
-    return place.owned.master[:0] if place.piece is None else place.piece.master.detach().reshape(-1)
+    return place.owned.master[:0] if place.piece is None else place.owned.show(place.piece.master)
 
 
 def safe_get_local_grad(param: Parameter) -> Tensor | None:
@@ -255,7 +255,7 @@ def safe_get_local_optimizer_state(param: Parameter, key: str) -> Tensor | None:
         return None
     _refuse_cut(place, key)
     value = _state(place, key)
-    return None if value is None else value.reshape(-1) if value.dim() else value
+    return None if value is None else place.owned.show(value) if value.dim() else value
 
 
 def safe_set_local_fp32_param(param: Parameter, value: Tensor) -> None:

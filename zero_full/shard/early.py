@@ -12,6 +12,7 @@ the slice's parameters, and nobody has written to gradients, masters, state or p
 
 from collections.abc import Callable, Container, Mapping
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -41,7 +42,8 @@ class Guess:
     seen: list[int] = field(default_factory=list)  # versions of gradients and of all that was copied
     block: Block | None = None  # None: it was not taken
     memory: Tensor | None = None
-    numbers: dict[Member, dict[str, Any]] = field(default_factory=dict)
+    before: list[dict[str, Any]] = field(default_factory=list)  # numbers of the state that it began with
+    numbers: dict[Member, dict[str, Any]] = field(default_factory=dict)  # and those that it came to
 
 
 class EarlySteps:
@@ -61,13 +63,14 @@ class EarlySteps:
 
     def held(self) -> list[Tensor]:
         """Memory that no slice has now."""
-        return [*self.spares, *(g.memory for g in self.guesses.values() if g.memory is not None)]
+        return [*self.spares, *(g.memory for g in list(self.guesses.values()) if g.memory is not None)]
 
     def close(self) -> None:
         """Let go of everything."""
         self.drop()
         self.lane.close()
         self.spares.clear()
+        self.places.clear()
 
     # Guessing ------------------------------------------------------------------------------------
 
@@ -78,7 +81,7 @@ class EarlySteps:
         has_state = all(self.optimizer.state.get(piece.master) for piece in owned.pieces.values())
         if down is None or not (stepper.is_alone and stepper.fuses and owned.pieces and has_state):
             return
-        options = [dict(self.optimizer.param_groups[number]) for number in _groups_of(owned)]
+        options = [_comparable(self.optimizer.param_groups[number]) for number in _groups_of(owned)]
         guess = self.guesses[owned] = Guess(stepper, factor, options, down.memory)
         guess.pending = self.lane.submit(partial(self._take, owned, guess, down.arrived), [], [])
 
@@ -90,6 +93,7 @@ class EarlySteps:
             gradients = arrived()
             tensors = self._tensors(owned)
             guess.seen = _versions(gradients, tensors)
+            guess.before = self._numbers(owned)
             block = Block(tensors, None)
             memory = self._memory(block.room)
             if memory is None:
@@ -104,6 +108,11 @@ class EarlySteps:
     def _tensors(self, owned: Owned) -> list[Tensor]:
         sent = [owned.sent] if owned.sent is not owned.master else []
         return [*self.tensors_of(owned), *sent]
+
+    def _numbers(self, owned: Owned) -> list[dict[str, Any]]:
+        """What the optimizer keeps of whole pieces, as it is now."""
+        states = (self.optimizer.state[piece.master] for piece in owned.pieces.values())
+        return [_comparable(_numbers(state)) for state in states]
 
     def _memory(self, size: int) -> Tensor | None:
         """Room for a block: a spare one's, or new memory; None if there is too little."""
@@ -164,7 +173,8 @@ class EarlySteps:
         return (
             gradients is guess.gradients
             and all(member in used for member in members)
-            and list(map(_comparable, options)) == list(map(_comparable, guess.options))
+            and list(map(_comparable, options)) == guess.options
+            and self._numbers(owned) == guess.before
             and _versions(guess.gradients, self._tensors(owned)) == guess.seen
         )
 
@@ -192,9 +202,9 @@ def _groups_of(owned: Owned) -> list[int]:
 
 
 def _comparable(options: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's options but for its parameters; of tensors their values."""
+    """A group's options but for its parameters, as they are now: a list may be written to, as a tensor."""
     plain = {key: value for key, value in options.items() if key != "params"}
-    return {key: value.tolist() if isinstance(value, Tensor) else value for key, value in plain.items()}
+    return {key: v.tolist() if isinstance(v, Tensor) else deepcopy(v) for key, v in plain.items()}
 
 
 def _versions(gradients: Tensor, tensors: list[Tensor]) -> list[int]:

@@ -12,6 +12,7 @@ What of it is saved, and how it is put together again, is in `contents.py`.
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
@@ -40,6 +41,9 @@ class Owned:
         self.sending: Pending | None = None  # the parameters' slice, on its way to the device
         self.mark: Tensor | None = None  # of what was sent; None: nobody knows what the device has
         self.copies: Tensor | None = None  # of the parameters' slice, where it is stepped; only meanwhile
+        self.shown: list[
+            tuple[ReferenceType[Tensor], Tensor]
+        ] = []  # what somebody may have kept, and of what
         values = flat.take_unrounded()
         self._let_master_be(flat.shard if bucket.asleep else self._master_of(values))
 
@@ -79,7 +83,7 @@ class Owned:
     def leave(self) -> None:
         """The run is over: nothing of the tier's memory is held."""
         self.master = self.sent = self.master[:0].clone()
-        self.pieces, self.travels = {}, []
+        self.pieces, self.travels, self.shown = {}, [], []
 
     def wake(self) -> None:
         """Masters appear: see [Note: asleep] in `bucket.py`. The pieces are others now."""
@@ -143,6 +147,23 @@ class Owned:
             self.flat.slice.update(self.master if self.copies is None else self.copies)
         self.copies = None
         self.note_versions()
+
+    # What is shown -------------------------------------------------------------------------------
+
+    def show(self, source: Tensor) -> Tensor:
+        """A master or state of it as one row. What is written to that counts, also if somebody keeps it."""
+        row = source.detach().reshape(-1)
+        if self.tier.apart:
+            self.shown = [(kept, of) for kept, of in self.shown if kept() is not None]
+            self.shown.append((ref(row), source))
+        return row
+
+    def show_again(self) -> None:
+        """A step may have given masters and state other memory: what is still kept is a window into that."""
+        for kept, source in self.shown:
+            row = kept()
+            if row is not None:
+                row.data = source.detach().reshape(-1)
 
     # On the way to the device and back -----------------------------------------------------------
 

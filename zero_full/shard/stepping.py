@@ -130,6 +130,8 @@ class Steppers:
         finally:
             stepper.end()
             self.early.drop()
+            for owned in everything:
+                owned.show_again()
 
     def tensors_of(self, owned: Owned) -> list[Tensor]:
         """What waits in a tier: a slice's master, first, and what the optimizer keeps of each element."""

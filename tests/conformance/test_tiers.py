@@ -1,0 +1,72 @@
+"""The contract wherever state waits: rules x stages x tiers, bit for bit as without a tier, in fp32."""
+
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.cases import Case
+from tests.conformance.rule_claims import differing, one_step
+from tests.conformance.test_rules import HEAVY
+from tests.rules import RULES, Rule
+from tests.slow_copies import slow_copies
+from tests.trainers import FullTrainer, Subject, full_config
+from tests.worlds import run_each
+from tests.zero_full.one_bit_runs import everything
+from zero_full.offload import BlockTier
+
+WORLD = 3
+ADAM = None  # what a case is stepped by if it names no rule
+BY = [ADAM, *(rule for rule in RULES if rule.name in ("Lamb", "Lion", "Muon"))]
+CASES = [HEAVY, Case("small", weight_decay=0.1)]  # in the second one some rank owns nothing
+STEPS, BAD = 4, 2  # before which step a step is tried in which the last rank's data have an inf
+TIERS: dict[str, dict[str, Any]] = {
+    "device": {"device": "none"},
+    "host": {"device": "cpu"},
+    "host, by copies": {"device": "cpu"},
+    "disk": {"device": "nvme"},
+}
+FOR_ADAM: dict[str, dict[str, Any]] = {
+    "host, by copies and early": {"device": "cpu", "super_offload": True},
+    "disk, by copies": {"device": "nvme"},
+}
+
+
+def end(comm: Any, stage: int, case: Case, tier: str, path: str) -> tuple[dict[str, Tensor], int]:
+    """All that decides how this rank goes on after a run, one step of which is skipped; steps taken early."""
+    keys, place = full_config(stage, **Subject("full", stage).options(case)), {**TIERS, **FOR_ADAM}[tier]
+    nvme = {"nvme_path": path} if place["device"] == "nvme" else {}
+    keys["zero_optimization"]["offload_optimizer"] = {**place, **nvme}
+    model, small_parts = case.model(), partial(BlockTier, part_numel=10)
+    with (
+        mock.patch("zero_full.translate.BlockTier", small_parts),
+        slow_copies(1e7) if "copies" in tier else nullcontext(),
+    ):
+        trainer = FullTrainer(model, case.groups(model), keys)
+    for step in range(STEPS):
+        if step == BAD and case.max_grad_norm is not None:  # else nobody looks
+            assert not one_step(trainer, model, case, comm.rank, step, bad=comm.rank == WORLD - 1)
+        assert one_step(trainer, model, case, comm.rank, step)
+    found, early = everything(trainer.engine), trainer.engine.optimizer.steppers.early.right
+    trainer.engine.destroy()
+    return found, early
+
+
+@pytest.mark.parametrize("rule", BY, ids=str)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_tier_changes_no_bit(stage: int, rule: Rule | None, tmp_path: Any) -> None:
+    for case in (replace(case, rule=rule, dtype=torch.float32, steps=STEPS) for case in CASES):
+        tiers = [*TIERS, *(FOR_ADAM if rule is ADAM else ())]
+        runs = [(stage, case, tier, str(tmp_path)) for tier in tiers]
+        wanted, *others = run_each(end, WORLD, runs)
+        for (_, _, tier, _), found in zip(runs[1:], others, strict=True):
+            assert any(early for _, early in found) is ("early" in tier and case.max_grad_norm is None)
+            for rank, ((want, _), (got, _)) in enumerate(zip(wanted, found, strict=True)):
+                wrong = differing(want, got)
+                assert not wrong, f"{case}, {tier}, rank {rank}: {wrong} differ"
+    assert not list(tmp_path.iterdir())

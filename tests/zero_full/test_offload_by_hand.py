@@ -1,0 +1,178 @@
+"""What people hold and change by hand counts the same where state moves as where it stays on the host."""
+
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+import zero_full
+from tests.slow_copies import slow_copies
+from tests.worlds import run_each
+from tests.zero_full.runs import Net, config, data
+from zero_full.offload import BlockTier
+from zero_full.offload.blocks import OpenBlocks
+
+PLACES: dict[str, dict[str, Any]] = {
+    "host": {"device": "cpu"},
+    "host, early steps": {"device": "cpu", "super_offload": True},
+    "disk": {"device": "nvme"},
+}
+STAGES = [1, 2]
+
+
+def engine_of(stage: int, place: str, path: str) -> Any:
+    torch.manual_seed(0)
+    state = {**PLACES[place], **({"nvme_path": path} if place == "disk" else {})}
+    zero = {"stage": stage, "reduce_bucket_size": 150, "offload_optimizer": state}
+    return zero_full.initialize(model=Net(), config=config(stage, zero_optimization=zero))[0]
+
+
+def kept_rows(engine: Any, rank: int) -> Tensor:
+    """Rows that were asked for once: a moving average reads them after each step, and some are written."""
+    weight = engine.module.layers[2].weight
+    master = zero_full.safe_get_local_fp32_param(weight)
+    assert master is not None
+    average, moments = master.clone(), torch.zeros(0)
+    for step in range(7):
+        engine.backward(engine(data(step, 0, rank)))
+        engine.step()
+        if step == 1:
+            found = zero_full.safe_get_local_optimizer_state(weight, "exp_avg")
+            assert found is not None
+            moments = found
+        if step == 3:
+            master.mul_(0.5)
+        if step == 4:
+            moments.mul_(3)
+        average.lerp_(master, 0.1)
+    return average
+
+
+def counters(engine: Any, rank: int) -> Tensor:
+    """Adam's step number is set between backward and a step, on one rank only."""
+    for step in range(6):
+        engine.backward(engine(data(step, 0, rank)))
+        if step == 3 and rank == 0:
+            for owned in engine.optimizer.owned:
+                for piece in owned.pieces.values():
+                    engine.optimizer.base.state[piece.master]["step"].fill_(1.0)
+        engine.step()
+    return torch.empty(0)
+
+
+def options(engine: Any, rank: int) -> Tensor:
+    """A list among the options is written in place."""
+    group = engine.optimizer.param_groups[0]
+    group["betas"] = [0.9, 0.99]
+    for step in range(6):
+        engine.backward(engine(data(step, 0, rank)))
+        if step % 3 == 2:
+            group["betas"][0] -= 0.2
+        engine.step()
+    return torch.empty(0)
+
+
+def values_of(engine: Any) -> list[Tensor]:
+    state = engine.optimizer.state_dict()["tensors"]
+    return [*engine.module_state_dict().values(), *(state[key]["values"] for key in sorted(state))]
+
+
+def end(
+    comm: Any, act: Callable[[Any, int], Tensor], stage: int, place: str, path: str
+) -> tuple[list[Tensor], int]:
+    """All values after it, and how many steps were taken early."""
+    with nullcontext() if place == "disk" else slow_copies(1e7):
+        engine = engine_of(stage, place, path)
+        seen = act(engine, comm.rank)
+        values = [seen, *values_of(engine)]
+        right = engine.optimizer.steppers.early.right
+        engine.destroy()
+    return values, right
+
+
+@pytest.mark.parametrize("act", [kept_rows, counters, options])
+def test_what_is_done_by_hand_counts_wherever_state_is(
+    act: Callable[[Any, int], Tensor], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = str(tmp_path_factory.mktemp("state"))
+    cases = [(act, stage, place, path) for stage in STAGES for place in PLACES]
+    found = dict(zip(cases, run_each(end, 2, cases), strict=True))
+    for case, ranks in found.items():
+        _, stage, place, _ = case
+        for (values, right), (wanted, _) in zip(ranks, found[act, stage, "host", path], strict=True):
+            assert (right > 0) is ("early" in place)
+            for number, (one, other) in enumerate(zip(values, wanted, strict=True)):
+                assert torch.equal(one, other), f"stage {stage}, {place}: value {number} differs"
+
+
+# Steps and runs that end ---------------------------------------------------------------------------
+
+
+def go(engine: Any, *steps: int) -> None:
+    for step in steps:
+        engine.backward(engine(data(step, 0, 0)))
+        engine.step()
+
+
+def after_loading(path: str, where: str, error: type[BaseException]) -> list[Tensor]:
+    """A step that somebody ends when its second part is about to be moved; then a load, and further steps."""
+    with mock.patch("zero_full.translate.BlockTier", partial(BlockTier, part_numel=60)):
+        engine = engine_of(1, "disk", path)
+    go(engine, 0, 1)
+    saved, moved, calls = deepcopy(engine.optimizer.state_dict()), getattr(OpenBlocks, where, None), []
+    go(engine, 2)
+
+    def ending(tier: OpenBlocks, *given: Any) -> Any:
+        calls.append(where)
+        if len(calls) == 2:
+            raise error("enough")
+        assert moved is not None
+        return moved(tier, *given)
+
+    if moved is not None:
+        with mock.patch.object(OpenBlocks, where, ending), suppress(error):
+            go(engine, 3)
+        assert len(calls) >= 2
+        engine.optimizer.zero_grad()
+    engine.optimizer.load_state_dict(saved)
+    go(engine, 2, 3)
+    values = values_of(engine)
+    engine.destroy()
+    return values
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_who_ends_a_step_in_the_middle_and_loads_goes_on(error: type[BaseException], tmp_path: Path) -> None:
+    wanted = after_loading(str(tmp_path), "nowhere", error)
+    for where in ("_begin", "_arrive", "_leave", "_put_away"):
+        found = after_loading(str(tmp_path), where, error)
+        assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True)), where
+
+
+def test_destroy_lets_go_of_the_state_though_the_engine_is_held(tmp_path: Path) -> None:
+    """Else a second engine in the same program finds no room."""
+
+    def mapped() -> int:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        return sum(str(tmp_path) in line for line in lines)
+
+    engine = engine_of(1, "disk", str(tmp_path))
+    go(engine, 0, 1)
+    assert mapped()
+    engine.destroy()
+    assert not mapped()
+    with slow_copies():
+        early = engine_of(1, "host, early steps", "")
+        go(early, 0, 1, 2)
+        memory = [weakref.ref(each) for each in early.optimizer.steppers.early.places.values()]
+        assert memory
+        early.destroy()
+        assert not any(each() is not None for each in memory)
