@@ -58,6 +58,11 @@ class DeepSpeedQueries:
         """Bytes this rank has sent so far, by kind of collective."""
         return dict(self.optimizer.groups.traffic.sent)
 
+    def moved(self) -> dict[str, int]:
+        """Bytes moved so far for what waits on this rank's host or disk: copied down and up, read, written."""
+        flow = self.optimizer.parts.flow
+        return {**(flow.copied.sent if flow is not None else {}), **self.optimizer.settings.tier.moved()}
+
     @property
     def global_rank(self) -> int:
         """This process's rank among all."""

@@ -54,6 +54,14 @@ class Tier(ABC):
     def close(self) -> None:  # noqa: B027
         """Let go of all that."""
 
+    def held(self) -> Sequence[Tensor]:
+        """Host memory that it keeps beside the rooms."""
+        return []
+
+    def moved(self) -> dict[str, int]:
+        """Bytes moved so far between memory and what is farther away, by which way."""
+        return {}
+
     def refuse_too_little(self, need: int) -> None:  # noqa: B027
         """OSError or MemoryError if there is no room for so many bytes of this host's ranks."""
 

@@ -9,7 +9,7 @@ differ in how much of a slice is padding, of which an optimizer keeps no state; 
 parameter; and in the whole parameters that they own for the update (`everyone.py`).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -29,9 +29,11 @@ from zero_full.config import Config, ConfigError, Resolved
 from zero_full.config.schema import OptimizerConfig
 from zero_full.engine import Engine
 from zero_full.given import check_optimizer
+from zero_full.kernels.files import PAGE
 from zero_full.kernels.load import compiled_for
-from zero_full.offload import Flow, HostTier
+from zero_full.offload import BlockTier, Flow, HostTier
 from zero_full.offload.arena import Places
+from zero_full.offload.blocks import bytes_of_block
 from zero_full.optim import Peers, Piece, build_optimizer, check_elementwise
 from zero_full.plan.answer import Phase
 from zero_full.plan.everyone import AllRanks
@@ -94,6 +96,38 @@ class PretendedHost(HostTier):
         return Flow(self.room, device, (copier, copier), sums, lambda name: Inline())
 
 
+@dataclass(frozen=True)
+class PretendedFile(PretendedHost):
+    """The same for state that waits in a file, which is not there either."""
+
+    part_numel: int | None = None
+    blocks: list[list[int]] = field(default_factory=list)  # bytes of each block of each part, in the last step
+    kind = BlockTier.kind
+    moves = True
+
+    def in_turn(
+        self, parts: Sequence[Sequence[Any]], tensors_of: Callable[[Any], list[Tensor]]
+    ) -> Generator[Sequence[Any]]:
+        """Each part, and what it has in a buffer and in the file behind the step."""
+        self.blocks.clear()
+        for part in parts:
+            yield part
+            self.blocks.append([bytes_of_block(_sizes(tensors_of(owned))) for owned in part])
+
+    @property
+    def buffers(self) -> int:
+        """Two of them, each as large as the largest part that comes into it, beginning with a page."""
+        parts = [sum(part) for part in self.blocks]
+        return sum(max(turn) + PAGE for turn in (parts[::2], parts[1::2]) if turn)
+
+
+def _sizes(tensors: Sequence[Tensor]) -> list[int]:
+    """Of those that are no windows of the first one."""
+    first, *others = tensors
+    mine = first.untyped_storage()
+    return [first.nbytes, *(t.nbytes for t in others if identity_of(t.untyped_storage()) != identity_of(mine))]
+
+
 class PretendedCopier:
     """Copies nothing."""
 
@@ -120,6 +154,7 @@ class Rehearsal:
         self.config, self.cluster, self.shadow = resolved.config, cluster, shadow_of(model)
         self.watch, self.traffic = Watch(), Traffic()
         self.copied: dict[str, int] = {}  # in a step, for state that waits on the host: bytes each way
+        self.file: PretendedFile | None = None
         self.optimizer = self._optimizer()
         self.engine = Engine(self.shadow, self.optimizer, resolved, CPU)
         with self.watch:
@@ -139,7 +174,10 @@ class Rehearsal:
             assert isinstance(settings.tier, HostTier)
             pins = settings.tier.kind == HostTier.kind and settings.tier.pin_memory
             planned = torch.device(self.cluster.device)
-            tier = PretendedHost(pins, settings.tier.ratio, watch=self.watch, planned=planned)
+            tier: HostTier = PretendedHost(pins, settings.tier.ratio, watch=self.watch, planned=planned)
+            if isinstance(settings.tier, BlockTier):
+                numel = settings.tier.part_numel
+                tier = self.file = PretendedFile(part_numel=numel, watch=self.watch, planned=planned)
             settings = replace(settings, tier=tier)
         groups = connect(topology, settings, Connection(META, self.traffic, False, None))
         groups = replace(groups, dense=self._watched(groups.dense))
@@ -249,11 +287,18 @@ class Rehearsal:
             "master": master,
             "moments": owned - master + surplus_here,
             "communication": self._windows(),
-            "host": host + surplus_there,
+            **self._waiting(host, surplus_there),
             "pinned": self.pinned,
             **self.copied,
             "saved": self._saved(),
         }
+
+    def _waiting(self, host: int, surplus: int) -> dict[str, int]:
+        """What does not wait on the device, and what of it moves in a step."""
+        if self.file is None:
+            return {"host": host + surplus, "disk": 0, "read": 0, "written": 0}
+        size = sum(map(sum, self.file.blocks)) + surplus
+        return {"host": host + self.file.buffers, "disk": size, "read": size, "written": size}
 
     def _saved(self) -> int:
         taken = Taken(self.shadow, self.optimizer, exclude_frozen=False)

@@ -263,7 +263,8 @@ def refuse_unused(groups: Groups, buckets: Sequence[Bucket], used: Container[Mem
 def refuse_on_all(groups: Groups, problem: str) -> None:
     """Raise on every rank if any rank has a problem, in words. Every rank must call this."""
     device = groups.dense.shard.device
-    count = numbers_on(device, [float(bool(problem))])
+    home = torch.device("cpu") if device.type == "meta" else device
+    count = numbers_on(home, [float(bool(problem))])
     for group in groups.everyone:
         group.sum_numbers(count, "what went wrong")
     if not count.item():
