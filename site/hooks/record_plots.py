@@ -130,7 +130,9 @@ def timeline(record: Record) -> Picture:
     plots = figure.subplots(len(rows), 1, sharex=True, squeeze=False)[:, 0]
     said = []
     for plot, (name, events) in zip(plots, rows.items(), strict=True):
-        lanes = list(dict.fromkeys(lane for what, (lane, _) in WORK.items() if what in {e[0] for e in events}))
+        lanes = list(
+            dict.fromkeys(lane for what, (lane, _) in WORK.items() if what in {e[0] for e in events})
+        )
         labelled: set[str] = set()
         for what, begin, end in events:
             lane, colour = WORK[what]

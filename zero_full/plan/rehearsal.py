@@ -101,7 +101,9 @@ class PretendedFile(PretendedHost):
     """The same for state that waits in a file, which is not there either."""
 
     part_numel: int | None = None
-    blocks: list[list[int]] = field(default_factory=list)  # bytes of each block of each part, in the last step
+    blocks: list[list[int]] = field(
+        default_factory=list
+    )  # bytes of each block of each part, in the last step
     kind = BlockTier.kind
     moves = True
 
@@ -125,7 +127,10 @@ def _sizes(tensors: Sequence[Tensor]) -> list[int]:
     """Of those that are no windows of the first one."""
     first, *others = tensors
     mine = first.untyped_storage()
-    return [first.nbytes, *(t.nbytes for t in others if identity_of(t.untyped_storage()) != identity_of(mine))]
+    return [
+        first.nbytes,
+        *(t.nbytes for t in others if identity_of(t.untyped_storage()) != identity_of(mine)),
+    ]
 
 
 class PretendedCopier:
