@@ -59,7 +59,7 @@ class DeepSpeedQueries:
         return dict(self.optimizer.groups.traffic.sent)
 
     def moved(self) -> dict[str, int]:
-        """Bytes moved so far for what waits on this rank's host or disk: copied down and up, read, written."""
+        """Bytes moved so far for what waits on the host or a disk, by way: copied down, up, read, written."""
         flow = self.optimizer.parts.flow
         return {**(flow.copied.sent if flow is not None else {}), **self.optimizer.settings.tier.moved()}
 

@@ -311,24 +311,6 @@ def test_what_waits_on_the_host_is_told_beside_the_device() -> None:
     assert "host" not in side_by_side([beside]).splitlines()[1].split()
 
 
-def test_what_waits_on_the_disk_is_told_apart_from_memory() -> None:
-    zero = {"offload_optimizer": {"device": "nvme", "nvme_path": "nowhere"}}
-    given = config(1, zero_optimization=zero, **BF16)
-    plans = plan_stages(Odd(), given, 2)
-    assert [each.disk > 0 for each in plans] == [False, True, True, True]
-    each, on_cpu = plans[1], plan(Odd(), given, 2, device="cpu")
-    assert each.disk == each.read == each.written == on_cpu.disk
-    assert on_cpu.host == each.disk + 4096, "all of it is one part, and comes into one buffer"
-    beside = plan(Odd(), config(1, **BF16), 2)
-    assert each.host == on_cpu.host + beside.master * 3 // 2, "gradients and copies of parameters, too"
-    assert beside.master + beside.moments <= each.disk < beside.master + beside.moments + 3 * 4096
-    table = each.table()
-    assert f"waiting on the disk{human(each.disk):>24}{each.disk:>24,}" in table
-    assert "written to the disk in a step" in table and "written to" not in beside.table()
-    assert {"disk", "host"} <= set(side_by_side(plans).splitlines()[1].split())
-    assert json.loads(each.as_json())["written"] == each.written
-
-
 def test_numbers_for_people_have_three_digits() -> None:
     sizes = [0, 999, 1000, 999_600, 4_194_312, 31_400_000_000, 120 * 10**9, 2 * 10**12]
     shown = "0 B, 999 B, 1.00 kB, 1.00 MB, 4.19 MB, 31.4 GB, 120 GB, 2.00 TB"
