@@ -9,6 +9,7 @@
 `initialize` reads a DeepSpeed file, makes the same values of it, and puts an engine around the result.
 """
 
+import logging
 import os
 import socket
 from collections.abc import Iterator, Mapping
@@ -24,11 +25,11 @@ from zero_full.calls import ModelCalls
 from zero_full.checkpoint import load_weights
 from zero_full.comm.devices import ON_CPU, own_accelerator
 from zero_full.comm.ledger import Traffic
-from zero_full.comm.topology import Topology
+from zero_full.comm.topology import Topology, this_rank
 from zero_full.construct import Deferred, has_values, outside_recording
 from zero_full.given import check_arguments, check_model, check_optimizer
 from zero_full.kernels.load import load
-from zero_full.offload import HostTier, Need, Tier, limits_here, refusal
+from zero_full.offload import HostTier, Need, Shelf, Tier, limits_here, refusal
 from zero_full.optim import check_elementwise
 from zero_full.precision import DynamicScale, StaticScale
 from zero_full.ranks import attempt, compare, everyones, facts_of, refuse_shared_devices
@@ -41,6 +42,7 @@ from zero_full.shard.passes import Rules
 from zero_full.shard.served import refuse_other_backend, served
 from zero_full.wording import listed
 
+log = logging.getLogger("zero_full")
 OPERATORS = "operators"
 SWITCH = "ZERO_FULL_SHARED_MEMORY"
 
@@ -166,7 +168,8 @@ def assemble(model: nn.Module, topology: Topology, prepared: Prepared) -> ZeroOp
     deferred.meet(groups.dense)
     if groups.expert is not None and deferred.parameters:
         raise ValueError("experts are initialised differently on each rank: construct them without Init")
-    dealer = Dealer(base.param_groups, topology, groups, settings, deferred.parameters)
+    shelf = attempt(partial(_open_shelf, model, settings, groups.dense.shard.size, device), topology)
+    dealer = Dealer(base.param_groups, topology, groups, settings, deferred.parameters, shelf)
     drafts = dealer.draft(model)
     settings = dealer.settings = replace(settings, tier=_opened(base, dealer, drafts, device))
     parts = dealer.deal(drafts)
@@ -202,6 +205,23 @@ def _open(tier: Tier, memory: HostMemory, device: torch.device) -> Tier:
         opened.close()
         raise
     return opened
+
+
+def _open_shelf(model: nn.Module, settings: Settings, ranks: int, device: torch.device) -> Shelf:
+    """What keeps slices of released parameters, and room there for what this host's ranks will keep."""
+    shelf = settings.param_tier.shelf(device)
+    if settings.param_tier.apart and not shelf.apart and this_rank() == 0:
+        log.info("the model is on the CPU: its parameters are in host memory, without offload_param, too")
+    numels = [p.numel() for p in model.parameters()]
+    sizes = [p.numel() * settings.dtypes.of(p.dtype).itemsize for p in model.parameters()]
+    mean = sum(sizes) / max(1, sum(numels))
+    need = int(shelf.takes(-(-sum(numels) // ranks)) * mean) * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    try:
+        shelf.refuse_too_little(need)
+    except BaseException:
+        shelf.close()
+        raise
+    return shelf
 
 
 def _refuse_split(model: nn.Module, base: torch.optim.Optimizer, topology: Topology) -> None:

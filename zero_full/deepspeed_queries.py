@@ -60,8 +60,9 @@ class DeepSpeedQueries:
 
     def moved(self) -> dict[str, int]:
         """Bytes moved so far for what waits on the host or a disk, by way: copied down, up, read, written."""
-        flow = self.optimizer.parts.flow
-        return {**(flow.copied.sent if flow is not None else {}), **self.optimizer.settings.tier.moved()}
+        flow, waiting = self.optimizer.parts.flow, self.optimizer.waiting
+        copied = flow.copied.sent if flow is not None else {}
+        return {**copied, **waiting.tier.moved(), **waiting.shelf.moved()}
 
     @property
     def global_rank(self) -> int:

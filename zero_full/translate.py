@@ -9,7 +9,7 @@ from torch import nn
 
 from zero_full.config import Config, LeafModuleConfig
 from zero_full.config.report import entries
-from zero_full.config.schema import AioConfig, ZeroConfig
+from zero_full.config.schema import AioConfig, OffloadOptimizerConfig, OffloadParamConfig, ZeroConfig
 from zero_full.offload import BlockTier, DeviceTier, HostTier, Tier
 from zero_full.precision import Dtypes, DynamicScale, StaticScale
 from zero_full.precision.dtypes import NAMES
@@ -59,6 +59,7 @@ def settings_of(config: Config) -> Settings:
         ),
         sub_group_numel=zero.sub_group_size,
         tier=_tier(zero, config.aio),
+        param_tier=_param_tier(zero, config.aio),
         shared_memory=config.shared_memory,
         check_timeout_s=config.debug.timeout_s if config.debug.check_collectives else None,
         allow_untested=config.zero_allow_untested_optimizer,
@@ -78,7 +79,23 @@ def _tier(zero: ZeroConfig, aio: AioConfig) -> Tier:
         return DeviceTier()
     if offload.device == "cpu" or offload.nvme_path is None:
         return HostTier(offload.pin_memory, offload.ratio, step_early=offload.super_offload)
-    made = BlockTier(offload.pin_memory, path=offload.nvme_path, block_bytes=aio.block_size)
+    return _blocks(offload, offload.nvme_path, aio)
+
+
+def _param_tier(zero: ZeroConfig, aio: AioConfig) -> Tier:
+    """Where slices of parameters wait. Below stage 3, which a plan may compare, there are none."""
+    offload = zero.offload_param
+    if offload is None or offload.device == "none" or zero.stage < 3:
+        return DeviceTier()
+    if offload.device == "cpu" or offload.nvme_path is None:
+        return HostTier(offload.pin_memory)
+    buffers = offload.buffer_count * offload.buffer_size
+    made = _blocks(offload, offload.nvme_path, aio)
+    return replace(made, buffer_numel=buffers, memory_numel=offload.max_in_cpu)
+
+
+def _blocks(offload: OffloadParamConfig | OffloadOptimizerConfig, path: str, aio: AioConfig) -> BlockTier:
+    made = BlockTier(offload.pin_memory, path=path, block_bytes=aio.block_size)
     return made if aio.intra_op_parallelism is None else replace(made, threads=aio.intra_op_parallelism)
 
 

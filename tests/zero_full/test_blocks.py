@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import zero_full
 from tests.worlds import POOL
 from tests.zero_full.runs import Net, config, data
-from zero_full.offload import BlockTier, blocks, scratch
+from zero_full.offload import BlockTier, scratch
 from zero_full.offload.blocks import OpenBlocks
 
 PART = 100  # elements
@@ -294,14 +294,15 @@ def test_a_damaged_file_is_an_error_on_all_ranks(how: str, why: str, tmp_path: P
 
 
 def refused(comm: Any, path: str, free: int | None) -> str:
+    measured = scratch.free_bytes
     if free is not None and comm.rank == 1:
-        blocks.free_bytes = lambda directory: free
+        scratch.free_bytes = lambda directory: free
     try:
         engine_of(path)
     except Exception as error:
         return str(error)
     finally:
-        blocks.free_bytes = scratch.free_bytes
+        scratch.free_bytes = measured
     return ""
 
 

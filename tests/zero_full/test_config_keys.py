@@ -140,8 +140,7 @@ MISSING: dict[str, Any] = in_full(  # set to this, a key is an error
   "data_types.keep_in_fp32_modules": ["norm"]
 }""",
     """{
-  "zenflow": {}, "zero_quantized_nontrainable_weights": true,
-  "cpu_offload_param": true, "offload_param.device": "cpu"
+  "zenflow": {}, "zero_quantized_nontrainable_weights": true, "cpu_offload_param": true
 }""",
 )
 REMOVED = {  # by DeepSpeed itself: (since, a value that asks for it, values that do not)

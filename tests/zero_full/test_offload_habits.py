@@ -16,7 +16,7 @@ from tests.zero_full.planned import Case, measured
 from tests.zero_full.runs import assert_same, data
 from tests.zero_full.test_experts import expert_run, keys_of
 from tests.zero_full.test_offload_flow import WORLDS, engine_of, one_step
-from tests.zero_full.test_offload_optimizer import KEYS, SLOW, on_host
+from tests.zero_full.test_offload_optimizer import KEYS, SLOW, waiting
 from zero_full.plan import plan
 
 SOME = ["fp32", "bf16", "fp16"]
@@ -190,7 +190,7 @@ def test_habits_change_no_bit(world: int, stage: int) -> None:
 
 def with_experts(comm: Any, stage: int, host: bool) -> dict[str, Any]:
     """Two kinds of groups, one norm, and a step that is skipped."""
-    zero = on_host(stage, host)["zero_optimization"]
+    zero = waiting(stage, "cpu" if host else "none")["zero_optimization"]
     with slow_copies(SLOW):
         return expert_run(comm, 2, keys_of(stage, zero_optimization=zero), (1, "expert"))
 

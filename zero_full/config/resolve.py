@@ -23,6 +23,10 @@ TRAIN, MICRO, STEPS = BATCH = (
 )
 OFFLOAD, OLD_OFFLOAD, OLD_PIN = "offload_optimizer", "cpu_offload", "cpu_offload_use_pin_memory"
 DEVICE = f"zero_optimization.{OFFLOAD}.device"
+ONLY_NVME = {  # read only where the device of the section is "nvme"
+    "offload_optimizer": ("nvme_path",),
+    "offload_param": ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu"),
+}
 ABSENT = object()  # null is a value that a user can give
 
 
@@ -189,33 +193,44 @@ def _clashes(config: Config, world_size: int, spelled: Mapping[str, str]) -> Ite
             f"zero_optimization.zero_hpz_partition_size: {hpz} does not divide the {sharing} ranks that "
             "share the parameters; give the number of ranks on a node, or 1 for no second partition"
         )
-    offload = config.zero_optimization.offload_optimizer
-    if offload is not None and offload.device == "nvme" and not offload.nvme_path:
-        yield (
-            "zero_optimization.offload_optimizer.nvme_path: give the directory of a fast disk in which state "
-            'is to wait, or use the device "cpu"'
-        )
-    if offload is not None and offload.super_offload and offload.device == "nvme":
-        yield (
-            "zero_optimization.offload_optimizer.super_offload: steps beside backward need state in memory "
-            'twice; use the device "cpu", or leave it out'
-        )
-    if offload is not None and offload.device == "nvme" and offload.ratio != 1:
-        yield (
-            "zero_optimization.offload_optimizer.ratio: in a file waits all of the optimizer's state; use 1, "
-            'or the device "cpu"'
-        )
-    if offload is not None and offload.device != "none" and stage == 0:
-        yield (
-            f"{report.as_written(DEVICE, spelled)}: stage 0 keeps the optimizer's state beside the "
-            "parameters; use stage 1, 2 or 3, or no offloading"
-        )
+    yield from _offload_clashes(config.zero_optimization, spelled)
     for section, part in (("optimizer", config.optimizer), ("scheduler", config.scheduler)):
         for name, value in part.params.items() if part else ():
             if report.is_auto(value):
                 yield report.unfilled(f"{section}.params.{name}", "a number")
     if config.optimizer and "max_grad_norm" in config.optimizer.params:
         yield "optimizer.params.max_grad_norm: the engine clips; give the number as gradient_clipping instead"
+
+
+def _offload_clashes(zero: ZeroConfig, spelled: Mapping[str, str]) -> Iterator[str]:
+    state, parameters = zero.offload_optimizer, zero.offload_param
+    sections = (("offload_optimizer", state, "state is"), ("offload_param", parameters, "parameters are"))
+    for name, section, what in sections:
+        if section is not None and section.device == "nvme" and not section.nvme_path:
+            yield (
+                f"zero_optimization.{name}.nvme_path: give the directory of a fast disk in which {what} to "
+                'wait, or use the device "cpu"'
+            )
+    if state is not None and state.super_offload and state.device == "nvme":
+        yield (
+            "zero_optimization.offload_optimizer.super_offload: steps beside backward need state in memory "
+            'twice; use the device "cpu", or leave it out'
+        )
+    if state is not None and state.device == "nvme" and state.ratio != 1:
+        yield (
+            "zero_optimization.offload_optimizer.ratio: in a file waits all of the optimizer's state; use 1, "
+            'or the device "cpu"'
+        )
+    if state is not None and state.device != "none" and zero.stage == 0:
+        yield (
+            f"{report.as_written(DEVICE, spelled)}: stage 0 keeps the optimizer's state beside the "
+            "parameters; use stage 1, 2 or 3, or no offloading"
+        )
+    if parameters is not None and parameters.device != "none" and zero.stage < 3:
+        yield (
+            f"zero_optimization.offload_param.device: stage {zero.stage} keeps whole parameters on the "
+            'device; use stage 3, or the device "none"'
+        )
 
 
 def _switches(config: Config) -> Iterator[str]:
@@ -242,11 +257,15 @@ def _idle_together(config: Config) -> Iterator[str]:
             f"zero_optimization.offload_optimizer.ratio = {offload.ratio} has no effect: "
             'the device is "none", and nothing is offloaded'
         )
-    if offload is not None and offload.nvme_path is not None and offload.device != "nvme":
-        yield (
-            f"zero_optimization.offload_optimizer.nvme_path = {report.shown(offload.nvme_path)} has no "
-            f'effect: the device is "{offload.device}"'
-        )
+    for section, keys in ONLY_NVME.items():
+        offload = getattr(zero, section)
+        for key in keys if offload is not None and offload.device != "nvme" else ():
+            value = getattr(offload, key)
+            if value != type(offload).model_fields[key].default:
+                yield (
+                    f"zero_optimization.{section}.{key} = {report.shown(value)} has no effect: the device is "
+                    f'"{offload.device}"'
+                )
     if zero.stage == 0 and zero.mics_shard_size > 0:
         yield (
             f"zero_optimization.mics_shard_size = {zero.mics_shard_size} has no effect: "

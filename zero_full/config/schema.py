@@ -39,7 +39,6 @@ class ConfigError(ValueError):
 
 STAGE3 = Remark("only stage 3 reads it", refuses=False, below_stage=3)
 UNITS = idle("units are chosen by size; name others in leaf_module")
-OFFLOAD = "offloading parameters has not landed in zero_full yet; they stay on the device of the model"
 ONLY_CPU_OFFLOAD = idle('deprecated, and without "cpu_offload": true nothing reads it; see offload_optimizer')
 ZENFLOW = missing(
     "most of its updates use gradients of earlier steps; remove it: offload_optimizer with device "
@@ -49,6 +48,7 @@ ONE_NUMBER = idle(
     "a process has one number of threads, also for what is no step: set OMP_NUM_THREADS to this host's cores "
     "over its ranks, which `python -m zero_full doctor` shows"
 )
+OLD_OFFLOAD_PARAM = 'deprecated; write "offload_param": {"device": "cpu"}'
 BLOCKS = idle("each thread moves one block at a time: see intra_op_parallelism and block_size")
 OVERLAPPED = idle("reading, stepping and writing go on at the same time, with two parts in memory")
 AUTO_TP = missing("tensor parallelism has not landed", "autotp_size", when=lambda ranks: ranks > 1)
@@ -157,7 +157,7 @@ class CheckpointConfig(Strict):
 class OffloadParamConfig(Strict):
     """Where the parameters of stage 3 wait."""
 
-    device: Annotated[Literal["none", "cpu", "nvme"], missing(OFFLOAD)] = "none"
+    device: Literal["none", "cpu", "nvme"] = "none"
     nvme_path: str | None = None
     buffer_count: Count = 5
     buffer_size: Size = 100_000_000
@@ -271,7 +271,7 @@ class ZeroConfig(Strict):
     leaf_module: LeafModuleConfig = LeafModuleConfig()
     # The old names. False asks for what happens anyway, and `resolve` reads a true cpu_offload.
     cpu_offload: Flag | None = None
-    cpu_offload_param: Annotated[Flag | None, missing(f"deprecated, and {OFFLOAD}", when=bool)] = None
+    cpu_offload_param: Annotated[Flag | None, missing(OLD_OFFLOAD_PARAM, when=bool)] = None
     cpu_offload_use_pin_memory: Annotated[Flag | None, ONLY_CPU_OFFLOAD] = None
     stage3_gather_fp16_weights_on_model_save: Annotated[
         Flag, idle("save_16bit_model always gathers the weights")

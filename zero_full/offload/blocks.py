@@ -34,25 +34,36 @@ from torch import Tensor
 
 from zero_full._compat import version_of
 from zero_full.comm.lane import Pending, Thread
-from zero_full.kernels.files import PAGE, BlockIO, aligned_empty
+from zero_full.kernels.files import BlockIO, aligned_empty
+from zero_full.offload.block_shelf import BlockShelf, Files
 from zero_full.offload.flow import Flow
-from zero_full.offload.scratch import ScratchFile, free_bytes, whole_pages
+from zero_full.offload.scratch import (
+    DAMAGED,
+    LOST,
+    ScratchFile,
+    page_sums,
+    refuse_more_than_free,
+    whole_pages,
+)
+from zero_full.offload.shelf import Shelf
 from zero_full.offload.tiers import HostTier, Owned, Tier
-from zero_full.wording import human
 
 log = logging.getLogger("zero_full")
 APART = 64  # bytes: every tensor begins at a multiple of them
-DAMAGED = "what is read is not what was written"
-LOST = 0xFF  # a byte; so many of them are NaN in every type
 TensorsOf = Callable[[Any], list[Tensor]]
 
 
 @dataclass(frozen=True)
 class BlockTier(HostTier):
-    """State waits in a file without a name in `path`, one for each rank, and is stepped on the host."""
+    """State waits in a file without a name in `path`, one for each rank, and is stepped on the host.
+
+    Or this rank's slices of parameters wait there, and are read ahead of their use.
+    """
 
     path: str | Path = ""
     part_numel: int = 2**24  # elements stepped at a time, or one slice of parameters if that has more
+    buffer_numel: int = 2**27  # of parameters, in buffers at a time; more if one unit needs more
+    memory_numel: int = 0  # of parameters, that stay in memory
     threads: int = 4
     block_bytes: int = 2**20  # read or written by a thread at a time
     direct: bool = True  # past the page cache, where the file system can do that
@@ -69,9 +80,21 @@ class BlockTier(HostTier):
         if self.part_numel < 1:
             raise ValueError(f"part_numel must be at least 1, not {self.part_numel}")
 
+    @property
+    def copied_numel(self) -> int:  # type: ignore[override]
+        """No more than buffers can take."""
+        return min(Tier.copied_numel, self.buffer_numel)
+
     def open(self, rooms: Sequence[int], device: torch.device) -> Tier:
         """With file, buffers and threads."""
         return OpenBlocks(self)
+
+    def shelf(self, device: torch.device) -> Shelf:
+        """With a file and threads of its own."""
+        files = Files(Path(self.path), self.threads, self.block_bytes, self.direct)
+        kept_in = HostTier(self.pin_memory).shelf(device)
+        pinned = self.pin_memory and device.type != "cpu"
+        return BlockShelf(files, self.buffer_numel, self.memory_numel, kept_in, pinned)
 
 
 class Block:
@@ -184,12 +207,7 @@ class OpenBlocks(Tier):
 
     def refuse_too_little(self, need: int) -> None:
         """OSError if the disk has not so much space for the ranks of this host."""
-        free = free_bytes(self.directory)
-        if need > free:
-            raise OSError(
-                f"nvme_path: {self.directory} has {human(free)} free, and the optimizer's state of this "
-                f"host's ranks needs {human(need)} there: give a larger disk, or use more hosts"
-            )
+        refuse_more_than_free(self.directory, need, "the optimizer's state")
 
     def room(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A window into the file."""
@@ -259,7 +277,7 @@ class OpenBlocks(Tier):
             try:
                 self.file.read(window, block.begin).wait()
                 self.read_bytes += window.numel()
-                wrong = "" if sums is None or torch.equal(_sums(window), sums) else DAMAGED
+                wrong = "" if sums is None or torch.equal(page_sums(window), sums) else DAMAGED
             except OSError as error:
                 wrong = str(error)
             if wrong:
@@ -306,7 +324,7 @@ class OpenBlocks(Tier):
         assert block.begin is not None
         try:
             if not self.failure:
-                block.sums = _sums(window)
+                block.sums = page_sums(window)
                 self.file.write(window, block.begin).wait()
                 self.written_bytes += window.numel()
         except OSError as error:
@@ -342,11 +360,6 @@ def _trim() -> None:
 
 def _nothing() -> None:
     pass
-
-
-def _sums(window: Tensor) -> Tensor:
-    """A checksum of each page: the sum of its words."""
-    return window.view(torch.int64).view(-1, PAGE // 8).sum(1)
 
 
 def _is_window(tensor: Tensor, master: Tensor) -> bool:

@@ -18,8 +18,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from zero_full.kernels.files import PAGE, BlockIO, Transfer
+from zero_full.kernels.files import PAGE, BlockIO, Event, Transfer
+from zero_full.wording import human
 
+DAMAGED = "what is read is not what was written"
+LOST = 0xFF  # a byte; so many of them are NaN in every type
 KEEP_SIZE, PUNCH_HOLE = 0x01, 0x02  # as in linux/falloc.h
 
 
@@ -32,6 +35,21 @@ def free_bytes(directory: Path) -> int:
     """What this process may still write there."""
     found = os.statvfs(directory)
     return found.f_bavail * found.f_frsize
+
+
+def refuse_more_than_free(directory: Path, need: int, what: str) -> None:
+    """OSError if the disk has not so much space for the ranks of this host."""
+    free = free_bytes(directory)
+    if need > free:
+        raise OSError(
+            f"nvme_path: {directory} has {human(free)} free, and {what} of this host's ranks needs "
+            f"{human(need)} there: give a larger disk, or use more hosts"
+        )
+
+
+def page_sums(memory: Tensor) -> Tensor:
+    """A checksum of each page: the sum of its words."""
+    return memory.view(torch.int64).view(-1, PAGE // 8).sum(1)
 
 
 class ScratchFile:
@@ -75,13 +93,13 @@ class ScratchFile:
             self._shown = torch.from_file(self.path, shared=True, size=self.size, dtype=torch.uint8)
         return self._shown[begin : begin + size]
 
-    def write(self, tensor: Tensor, begin: int) -> Transfer:
-        """Put a tensor there."""
-        return self.io.write(self.path, tensor, begin)
+    def write(self, tensor: Tensor, begin: int, after: Event | None = None) -> Transfer:
+        """Put a tensor there. `after`: when a device is done with its memory."""
+        return self.io.write(self.path, tensor, begin, after)
 
-    def read(self, tensor: Tensor, begin: int) -> Transfer:
-        """Fill a tensor with what is there."""
-        return self.io.read(self.path, tensor, begin)
+    def read(self, tensor: Tensor, begin: int, after: Event | None = None) -> Transfer:
+        """Fill a tensor with what is there. `after`: when a device is done with its memory."""
+        return self.io.read(self.path, tensor, begin, after)
 
 
 def _nameless(directory: Path) -> int:

@@ -1,11 +1,11 @@
 """Tiers: where masters and moments wait between steps, and where they are stepped.
 
 [Note: tiers] Owned state is made in a tier's `room`, and the optimizer steps it there. Before a step
-`fetch` brings an averaged gradient to where the state is, and afterwards `put_away` sends the new values of
-the parameters' slice back. With state on the host (ZeRO-Offload) the device holds neither masters nor
-moments, and what travels are gradients one way and parameters the other. Where the host's memory is not the
-device's they travel beside the work: `flow`. State that waits farther away comes nearer for its own part of a
-step only: `in_turn`.
+`fetch` brings an averaged gradient to where the state is; afterwards the new values go to the parameters'
+slice, wherever that waits (`shelf.py`). With state on the host (ZeRO-Offload) the device holds neither
+masters nor moments, and what travels are gradients one way and parameters the other. Where the host's memory
+is not the device's they travel beside the work: `flow`. State that waits farther away comes nearer for its
+own part of a step only: `in_turn`.
 
 A tier is a choice that a run makes. `open` makes of it what one rank needs in the run.
 
@@ -25,6 +25,7 @@ from torch import Tensor
 from zero_full.offload.arena import Arena
 from zero_full.offload.copies import Copier, StreamCopier
 from zero_full.offload.flow import Flow
+from zero_full.offload.shelf import HostShelf, Shelf
 
 Owned = TypeVar("Owned")  # what is stepped: a slice of parameters
 CPU = torch.device("cpu")
@@ -41,6 +42,7 @@ class Tier(ABC):
     step_early = False  # whether slices are stepped beside backward, on a guess; see `shard/early.py`
     early_bytes: int | None = None  # that this may cost; None: as much again as there is
     moves = False  # whether state lies elsewhere between steps than in them, and may get `lost` on the way
+    copied_numel = 2**24  # elements of parameters that wait there, of which a step has copies at a time
     failure = ""  # in words, why no further step can be taken
     lost = ""  # in words, what of the state is gone
 
@@ -62,6 +64,10 @@ class Tier(ABC):
         """Bytes moved so far between memory and what is farther away, by which way."""
         return {}
 
+    def shelf(self, device: torch.device) -> Shelf:
+        """What keeps slices of parameters of `device` there. They are not stepped there."""
+        return Shelf()
+
     def refuse_too_little(self, need: int) -> None:  # noqa: B027
         """OSError or MemoryError if there is no room for so many bytes of this host's ranks."""
 
@@ -72,11 +78,6 @@ class Tier(ABC):
     @abstractmethod
     def fetch(self, tensor: Tensor) -> Tensor:
         """This tensor of the device, or a copy of it, where state is stepped."""
-
-    def put_away(self, updated: Tensor, on_device: Tensor) -> None:
-        """What was stepped becomes the values of a tensor of the device, unless it is the same memory."""
-        if updated is not on_device:
-            on_device.copy_(updated)
 
     def in_turn(
         self, parts: Sequence[Sequence[Owned]], tensors_of: Callable[[Owned], list[Tensor]]
@@ -148,6 +149,10 @@ class HostTier(Tier):
         copiers = self.copiers(device)
         return None if copiers is None else Flow(self.room, device, copiers, sums)
 
+    def shelf(self, device: torch.device) -> Shelf:
+        """Host memory; of a model on the CPU, its own."""
+        return Shelf() if device.type == "cpu" else HostShelf(self.pin_memory)
+
 
 @dataclass(frozen=True)
 class OpenHost(HostTier):
@@ -168,3 +173,31 @@ class OpenHost(HostTier):
     def close(self) -> None:
         """Nothing is page-locked any more."""
         self.arena.close()
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """All that waits elsewhere in a run: state in a tier, slices of parameters on a shelf."""
+
+    tier: Tier
+    shelf: Shelf
+
+    @property
+    def can_lose(self) -> bool:
+        """Whether `lost` may ever say something."""
+        return self.tier.moves or self.shelf.can_lose
+
+    @property
+    def lost(self) -> str:
+        """In words, what is gone."""
+        return self.tier.lost or self.shelf.lost
+
+    @property
+    def trouble(self) -> str:
+        """In words, why no further step can be taken."""
+        return self.lost or self.tier.failure or self.shelf.failure
+
+    def close(self) -> None:
+        """Let go of files, buffers and threads."""
+        self.tier.close()
+        self.shelf.close()

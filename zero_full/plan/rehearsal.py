@@ -9,8 +9,8 @@ differ in how much of a slice is padding, of which an optimizer keeps no state; 
 parameter; and in the whole parameters that they own for the update (`everyone.py`).
 """
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from zero_full._compat import identity_of
 from zero_full.checkpoint.save import Taken
 from zero_full.comm.communicator import Communicator
-from zero_full.comm.lane import Inline
 from zero_full.comm.ledger import Traffic
 from zero_full.comm.pretend import PretendedGroup
 from zero_full.comm.shared import HALF, window_of
@@ -29,18 +28,17 @@ from zero_full.config import Config, ConfigError, Resolved
 from zero_full.config.schema import OptimizerConfig
 from zero_full.engine import Engine
 from zero_full.given import check_optimizer
-from zero_full.kernels.files import PAGE
 from zero_full.kernels.load import compiled_for
-from zero_full.offload import BlockTier, Flow, HostTier
+from zero_full.offload import BlockTier, HostTier, Shelf
 from zero_full.offload.arena import Places
-from zero_full.offload.blocks import bytes_of_block
 from zero_full.optim import Peers, Piece, build_optimizer, check_elementwise
 from zero_full.plan.answer import Phase
+from zero_full.plan.elsewhere import PretendedFile, PretendedHost, PretendedShelf
 from zero_full.plan.everyone import AllRanks
 from zero_full.plan.saved import saved_bytes
 from zero_full.plan.shadow import new_pass, shadow_of
 from zero_full.plan.watch import Watch
-from zero_full.shard import Connection, Dealer, Sharded, ZeroOptimizer, connect, place_the_rest
+from zero_full.shard import Connection, Dealer, Settings, Sharded, ZeroOptimizer, connect, place_the_rest
 from zero_full.shard.flat import Member
 from zero_full.shard.groups import Pair
 from zero_full.shard.served import served
@@ -69,78 +67,6 @@ class Cluster:
             topology = replace(topology, expert=neighbours, expert_data=twins)
         ranks = shard_ranks_of(config, self.world)
         return topology if ranks is None else topology.with_sub_groups(ranks)
-
-
-@dataclass(frozen=True)
-class PretendedHost(HostTier):
-    """Where state waits that is on no device: for a plan, on the meta device, too, and unwatched."""
-
-    watch: Watch = field(kw_only=True)
-    planned: torch.device = field(kw_only=True)
-
-    def room(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """No memory."""
-        with self.watch.of(None):
-            return torch.empty(numel, dtype=dtype, device=META)
-
-    def fetch(self, tensor: Tensor) -> Tensor:
-        """A copy, as if it were elsewhere."""
-        with self.watch.of(None):
-            return tensor.clone()
-
-    def flow(self, device: torch.device, sums: bool) -> Flow | None:
-        """Copies as from the device that is planned for, each done at once."""
-        if self.planned.type == "cpu":
-            return None
-        copier = PretendedCopier()
-        return Flow(self.room, device, (copier, copier), sums, lambda name: Inline())
-
-
-@dataclass(frozen=True)
-class PretendedFile(PretendedHost):
-    """The same for state that waits in a file, which is not there either."""
-
-    part_numel: int | None = None
-    blocks: list[list[int]] = field(
-        default_factory=list
-    )  # bytes of each block of each part, in the last step
-    kind = BlockTier.kind
-    moves = True
-
-    def in_turn(
-        self, parts: Sequence[Sequence[Any]], tensors_of: Callable[[Any], list[Tensor]]
-    ) -> Generator[Sequence[Any]]:
-        """Each part, and what it has in a buffer and in the file behind the step."""
-        self.blocks.clear()
-        for part in parts:
-            yield part
-            self.blocks.append([bytes_of_block(_sizes(tensors_of(owned))) for owned in part])
-
-    @property
-    def buffers(self) -> int:
-        """Two of them, each as large as the largest part that comes into it, beginning with a page."""
-        parts = [sum(part) for part in self.blocks]
-        return sum(max(turn) + PAGE for turn in (parts[::2], parts[1::2]) if turn)
-
-
-def _sizes(tensors: Sequence[Tensor]) -> list[int]:
-    """Of those that are no windows of the first one."""
-    first, *others = tensors
-    mine = first.untyped_storage()
-    return [
-        first.nbytes,
-        *(t.nbytes for t in others if identity_of(t.untyped_storage()) != identity_of(mine)),
-    ]
-
-
-class PretendedCopier:
-    """Copies nothing."""
-
-    def mark(self) -> None:
-        """Nothing is queued."""
-
-    def copy(self, target: Tensor, source: Tensor, after: None) -> None:
-        """There are no values."""
 
 
 def held(tensors: Iterable[Tensor]) -> int:
@@ -190,7 +116,9 @@ class Rehearsal:
             groups = replace(groups, expert=self._watched(groups.expert))
         if any(p is not None and p.shard.size > 1 for p in (groups.dense, groups.expert)):
             _refuse(partial(check_elementwise, base, self.config.zero_allow_untested_optimizer))
-        parts = self._dealt(Dealer(base.param_groups, topology, groups, settings))
+        parts = self._dealt(
+            Dealer(base.param_groups, topology, groups, settings, shelf=self._shelf(settings))
+        )
         place_the_rest(self.shadow, parts, topology, groups, settings)
         made = ZeroOptimizer(base, self.shadow, parts, groups, settings, scaler_of(self.config))
         steppers, planned = made.steppers, torch.device(self.cluster.device)
@@ -214,6 +142,13 @@ class Rehearsal:
             if owned.tier.apart:
                 owned.fetch = self.watch.around(None, owned.fetch)  # type: ignore[method-assign]
         return parts
+
+    def _shelf(self, settings: Settings) -> Shelf:
+        """On a CPU, host memory is where parameters are already."""
+        is_elsewhere = settings.param_tier.apart and not (
+            self.cluster.device == "cpu" and settings.param_tier.kind == "host"
+        )
+        return PretendedShelf() if is_elsewhere else Shelf()
 
     def _base(self) -> torch.optim.Optimizer:
         chosen = self.config.optimizer or NO_OPTIMIZER

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from zero_full.comm.desync import DisagreementError
+from zero_full.offload import Waiting
 from zero_full.precision.norms import all_finite, has_fp64, leaves_overflow, squared_norm
 from zero_full.shard.bucket import Bucket
 from zero_full.shard.checksum import digest
@@ -260,9 +261,11 @@ def refuse_unused(groups: Groups, buckets: Sequence[Bucket], used: Container[Mem
     )
 
 
-def refuse_on_all(groups: Groups, problem: str) -> None:
-    """Raise on every rank if any rank has a problem, in words. Every rank must call this."""
-    device = groups.dense.shard.device
+def refuse_lost(groups: Groups, waiting: Waiting) -> None:
+    """Raise on every rank if some of what waits elsewhere is gone on any rank. Every rank must call this."""
+    if not waiting.can_lose:
+        return
+    device, problem = groups.dense.shard.device, waiting.lost
     home = torch.device("cpu") if device.type == "meta" else device
     count = numbers_on(home, [float(bool(problem))])
     for group in groups.everyone:

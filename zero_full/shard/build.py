@@ -1,7 +1,7 @@
 """From a model and an optimizer to flat buffers, buckets and the modules that need them."""
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from zero_full.comm.topology import Topology
 from zero_full.layout import FlatLayout, backward_order, deal, round_robin
-from zero_full.offload import DeviceTier, Flow, Tier
+from zero_full.offload import DeviceTier, Flow, Shelf, Tier
 from zero_full.shard.bucket import Bucket
 from zero_full.shard.extents import Extent, refuse_overlaps
 from zero_full.shard.flat import FROZEN, FlatParameter, Kind, Member, as_bytes, is_released, layout_of
@@ -31,6 +31,7 @@ class Sharded:
     frozen: list[FlatParameter]  # of stage 3: what nobody trains is gathered like the rest
     sites: list[Site]
     flow: Flow | None = None  # where gradients and parameters are copied between a device and the host
+    shelf: Shelf = field(default_factory=Shelf)  # where slices of what is gathered for use wait
 
     @property
     def flats(self) -> list[FlatParameter]:
@@ -108,8 +109,10 @@ class Dealer:
         groups: Groups,
         settings: Settings,
         deferred: Container[Parameter] = (),
+        shelf: Shelf | None = None,
     ) -> None:
         self.topology, self.groups, self.settings, self.deferred = topology, groups, settings, deferred
+        self.shelf = shelf or Shelf()
         listed = {p: number for number, group in enumerate(param_groups) for p in group["params"]}
         # What is listed and frozen may be trained later; numbers that cannot be trained are left alone.
         self.flow: Flow | None = None  # see `deal`
@@ -167,12 +170,12 @@ class Dealer:
         sites = [Site(unit.name, unit.module, flats[unit]) for unit in drafts.units]
         owned = [part for part in map(made.__getitem__, drafts.leaving) if isinstance(part, Owned)]
         frozen = [part for part in made.values() if isinstance(part, FlatParameter)]
-        return Sharded(owned, frozen, sites, self.flow)
+        return Sharded(owned, frozen, sites, self.flow, self.shelf)
 
     def _units(self, model: nn.Module) -> list[Unit]:
-        """What is gathered for use only; nothing, if there is nobody to gather it from."""
+        """What is gathered for use only; nothing, if there is nobody and nowhere to gather it from."""
         pairs = [self.groups.dense] + ([self.groups.expert] if self.groups.expert is not None else [])
-        if all(pair.shard.size == 1 for pair in pairs):
+        if all(pair.shard.size == 1 for pair in pairs) and not self.shelf.apart:
             return []
         limits = self.settings.gathering
         limit = size_limit(model, limits.max_live)
@@ -207,7 +210,7 @@ class Dealer:
         named, kind = draft.named, draft.kind
         members = [Member(*one, self.group_of.get(one[1], FROZEN), i) for i, one in enumerate(named)]
         deferred = any(p in self.deferred for _, p in named)
-        return FlatParameter(members, kind, self._pair(kind), self.settings.dtypes, deferred)
+        return FlatParameter(members, kind, self._pair(kind), self.settings.dtypes, deferred, self.shelf)
 
     def _owned(self, flat: FlatParameter, tier: Tier) -> Owned:
         settings, divisors = self.settings, self.settings.divisors(self.groups.data_ranks)

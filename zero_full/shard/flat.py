@@ -3,7 +3,7 @@
 [Note: released parameters] A flat buffer that is released has one storage for life, which shrinks to nothing
 and is filled again: views that autograd has saved of it come back to life with it. Meanwhile its parameters
 show one NaN, expanded to their shape: shapes and sizes are always right. Using the values is an error, see
-[Note: released]. `shard`, this rank's slice, always stays.
+[Note: released]. `shard`, this rank's slice, always stays: here or elsewhere, see `offload/shelf.py`.
 
 [Note: node copies] Where a `node` is given, its ranks keep what forward has gathered, each its part, until
 the parameters change. Backward gathers from there, and nothing crosses between nodes.
@@ -23,6 +23,7 @@ from torch.nn import Parameter
 from zero_full._compat import identity_of, version_of, without_overrides
 from zero_full.comm.lane import Lane, Pending
 from zero_full.layout import FlatLayout, Fragment
+from zero_full.offload import Shelf, Slice
 from zero_full.precision.dtypes import NAMES, Dtypes
 from zero_full.shard.groups import Pair
 from zero_full.shard.released import mark_released, unmark_released
@@ -104,16 +105,26 @@ class FlatParameter:
     """See [Note: released parameters]."""
 
     def __init__(
-        self, members: Sequence[Member], kind: Kind, pair: Pair, dtypes: Dtypes, deferred: bool = False
+        self,
+        members: Sequence[Member],
+        kind: Kind,
+        pair: Pair,
+        dtypes: Dtypes,
+        deferred: bool = False,
+        shelf: Shelf | None = None,
     ) -> None:
-        """`deferred`: the values come later, by `fill`. Every rank must do the same."""
+        """`deferred`: the values come later, by `fill`. Every rank must do the same.
+
+        `shelf`: where this rank's slice waits while the others are released; None: beside the model.
+        """
         self.members, self.kind = list(members), kind
         self.ranks, self.across = pair.shard, pair.across
         self.gather_slices, self.node = pair.gather, pair.node
         self.dtype = dtypes.of(kind.dtype)
         self.layout = layout_of([m.param.numel() for m in members], pair)
         self.name = members[0].name if len(members) == 1 else f"{members[0].name} ... {members[-1].name}"
-        self.released_at_rest = kind.released_at_rest and self.ranks.size > 1
+        shelf = (shelf or Shelf()).of(self.layout.shard) if kind.released_at_rest else Shelf()
+        self.released_at_rest = kind.released_at_rest and (self.ranks.size > 1 or shelf.apart)
         self.state, self.users = GatherState.WHOLE, 0
         self.hidden = False  # the parameters show that they are not there
         self.versions: list[int] = []  # of the parameters, when they became whole
@@ -122,13 +133,10 @@ class FlatParameter:
         self.home: Any = None  # the stream that the gathered values' memory belongs to
         self.node_copy: Tensor | None = None  # see [Note: node copies]
         self.unrounded: Tensor | None = None
-        if deferred:
-            self._reserve()
-        else:
-            self._move_in()
+        self.slice = self._reserve(shelf) if deferred else self._move_in(shelf)
         self._lay_out()
 
-    def _move_in(self) -> None:
+    def _move_in(self, shelf: Shelf) -> Slice:
         """Lay the parameters end to end, the first rank's values on every rank."""
         original = torch.zeros(self.layout.total, dtype=self.kind.dtype, device=self.kind.device)
         for member in self.members:
@@ -136,19 +144,24 @@ class FlatParameter:
         for group in (self.ranks, self.across):
             group.broadcast(as_bytes(original), f"parameters {self.name}")
         self.full = original.to(self.dtype)
-        self.shard = self.ranks.slice_of(self.full)
-        if self.released_at_rest:
-            self.shard = self.shard.clone()
         if self.kind.trained and self.dtype != self.kind.dtype:
             self.unrounded = self.ranks.slice_of(original)
+        mine = self.ranks.slice_of(self.full)
+        return shelf.put(mine) if self.released_at_rest else Slice(mine)
 
-    def _reserve(self) -> None:
+    def _reserve(self, shelf: Shelf) -> Slice:
         """Room for this rank's slice; of a buffer that is gathered for use, nothing else is ever filled."""
         make = torch.empty if self.released_at_rest else torch.zeros
         self.full = make(self.layout.total, dtype=self.dtype, device=self.kind.device)
-        self.shard = self.ranks.slice_of(self.full)
+        mine = self.ranks.slice_of(self.full)
         if self.released_at_rest:
-            self.shard = torch.zeros_like(self.shard)
+            return shelf.reserve(mine.numel(), mine.dtype, mine.device)
+        return Slice(mine)
+
+    @property
+    def shard(self) -> Tensor:
+        """This rank's slice, to be read or written now, wherever it waits."""
+        return self.slice.values
 
     def take_unrounded(self) -> Tensor:
         """This rank's slice as the model had it, once: what 16 bits round off is not lost."""
@@ -237,13 +250,17 @@ class FlatParameter:
             self.node.all_gather(self.full, f"parameters {self.name}")
             return
         if self.released_at_rest:
-            self.ranks.slice_of(self.full).copy_(self.shard)
+            self.slice.copy_to(self.ranks.slice_of(self.full))
         self.gather_slices(as_bytes(self.full), f"parameters {self.name}")
 
     def keep_node_copy(self) -> None:
         """Before the release after forward: keep what this node needs for backward."""
         if self.node is not None and self.state is GatherState.WHOLE and self.node_copy is None:
             self.node_copy = self.node.slice_of(self.full).clone()
+
+    def read_ahead(self) -> bool:
+        """Bring the slice nearer, as it is gathered soon. Returns whether there is room for it."""
+        return self.state is not GatherState.SHARDED or self.node_copy is not None or self.slice.begin(True)
 
     def begin_gather(self, lane: Lane) -> None:
         """Put the gathering on a lane, unless the values are here or on their way."""
@@ -252,6 +269,8 @@ class FlatParameter:
             self.full.untyped_storage().resize_(self.full.nbytes)
             self.home = lane.producer()
             used = [] if self.node_copy is None else [self.node_copy]
+            if not used:
+                self.slice.begin()
             try:
                 self.pending = lane.submit(self.collect, used, [self.home])
             except BaseException:

@@ -28,6 +28,8 @@ from zero_full.wording import listed
 def whole_parameters(optimizer: ZeroOptimizer) -> Iterator[tuple[Member, Tensor]]:
     """Yield every parameter, whole until the next one is asked for. Every rank must iterate to the end."""
     refuse_apart(optimizer, "reading whole parameters")
+    if optimizer.gatherer is not None:
+        optimizer.gatherer.refuse_lost()
     optimizer.catch_up()
     for flat in optimizer.flats():
         with _gathered(optimizer, [flat]):
@@ -44,6 +46,8 @@ def _gathered(optimizer: ZeroOptimizer, several: Iterable[FlatParameter]) -> Ite
                 gatherer.gather(flat)
             flat.users += 1
             taken.append(flat)
+        if gatherer is not None and taken:
+            gatherer.refuse_lost()
         yield
     finally:
         for flat in taken:

@@ -11,7 +11,8 @@ recomputed for a graph which has it already: theirs leave, and are released, whe
 
 [Note: prefetch] The order of the sites is recorded. From then on those that come next are gathered while
 this one is at work, if there is a lane beside it. Where the order changes nothing is prefetched, and the new
-one is recorded; nothing else depends on it.
+one is recorded; nothing else depends on it. Slices that wait in a file are read still further ahead, as far
+as their buffers reach.
 
 [Note: inner modules] A module may be called by itself: `model.encoder(x)`, a layer out of a unit, one that
 shares its weight with a module far away. Every module that holds a parameter of a unit looks whether the unit
@@ -32,8 +33,10 @@ from torch.utils.hooks import RemovableHandle
 
 from zero_full._compat import identity_of, inside_transform
 from zero_full.comm.lane import Inline, Lane
+from zero_full.offload import Shelf
 from zero_full.shard.flat import FlatParameter, GatherState
 from zero_full.shard.hooks import Hook, InnerHook
+from zero_full.shard.marks import BackwardDone, after_backward, before_backward
 from zero_full.shard.passes import refuse_capture
 from zero_full.shard.reducer import GradientReducer
 from zero_full.shard.settings import Gathering
@@ -41,6 +44,7 @@ from zero_full.shard.sites import Call, Order, Site
 from zero_full.trees import mapped, tensors_in
 
 log = logging.getLogger("zero_full")
+LOST_ELSEWHERE = "parameters that wait in a file cannot be read on another rank: see there"
 DEPTH = 4  # of objects in objects: outputs may be distributions, caches and others that hold tensors
 
 
@@ -48,9 +52,15 @@ class ParameterGatherer:
     """Gathers and releases parameters around the calls of all sites of a model."""
 
     def __init__(
-        self, model: nn.Module, sites: Sequence[Site], lane: Lane, limits: Gathering, reducer: GradientReducer
+        self,
+        model: nn.Module,
+        sites: Sequence[Site],
+        lane: Lane,
+        limits: Gathering,
+        reducer: GradientReducer,
+        shelf: Shelf,
     ) -> None:
-        self.lane, self.limits, self.reducer = lane, limits, reducer
+        self.lane, self.limits, self.reducer, self.shelf = lane, limits, reducer, shelf
         self.me = weakref.ref(self)  # for hooks: Python finds no circle that goes through a tensor
         self.prefetches = not isinstance(lane, Inline)
         self.training, self.inference, self.backward = Order(), Order(), Order()
@@ -140,8 +150,31 @@ class ParameterGatherer:
             self._begin(flat)
         if self.prefetches and as_known:
             self._prefetch()
+        if self.shelf.apart and as_known:
+            self._read_ahead()
         for flat in site.flats:
             flat.finish_gather(self.lane)
+
+    def _read_ahead(self) -> None:
+        """Begin to read what is gathered after that, until there is no room for more."""
+        assert self.order is not None
+        for flat in (flat for site in self.order.coming() for flat in site.flats):
+            if not flat.read_ahead():
+                return
+
+    def refuse_lost(self) -> None:
+        """Raise on all ranks that gather together if one of them could not read its part of anything."""
+        if not self.shelf.can_lose:
+            return
+        flats = (flat for site in self.sites.values() for flat in site.flats)
+        flat = max(flats, key=lambda flat: flat.ranks.size)
+        with torch.inference_mode(False):  # the lane's thread is not in it
+            flags = torch.zeros(flat.ranks.size, dtype=torch.uint8, device=flat.kind.device)
+            flat.ranks.slice_of(flags).fill_(bool(self.shelf.lost))
+        ask = partial(flat.gather_slices, flags, "what could not be read")
+        self.lane.submit(ask, [flags], [self.lane.producer()]).wait()
+        if flags.any():
+            raise RuntimeError(self.shelf.lost or LOST_ELSEWHERE)
 
     def _prefetch(self) -> None:
         """Begin what comes next until enough is on its way: at least one site, however large.
@@ -220,11 +253,11 @@ class ParameterGatherer:
             # Half as expensive as a function of our own, and the module may write to its input.
             passed = inputs[0].view_as(inputs[0])
             assert passed.grad_fn is not None
-            passed.grad_fn.register_hook(partial(_after_backward, self.me, call))
+            passed.grad_fn.register_hook(partial(after_backward, self.me, call))
             if len(args) == 1 and args[0] is inputs[0] and not kwargs:
                 return (passed,), kwargs
             return mapped(lambda leaf: passed if leaf is inputs[0] else leaf, (args, kwargs))
-        outputs = _BackwardDone.apply(self.me, call, *inputs)  # type: ignore[no-untyped-call]
+        outputs = BackwardDone.apply(self.me, call, *inputs)  # type: ignore[no-untyped-call]
         behind = dict(zip(map(id, inputs), outputs, strict=True))
         return mapped(lambda leaf: behind.get(id(leaf), leaf), (args, kwargs))
 
@@ -246,6 +279,9 @@ class ParameterGatherer:
                 if trains:
                     flat.keep_node_copy()
                 self.release(flat)
+        # Of a training pass the step tells; and what has failed in this forward is told by itself.
+        if site is self.root and not torch.is_grad_enabled() and sys.exc_info()[0] is None:
+            self.refuse_lost()
 
     def _begin_pass(self, order: Order) -> None:
         if order.begin() and not self.reported:
@@ -266,6 +302,7 @@ class ParameterGatherer:
         # values of now, whatever becomes of the parameters until somebody needs them.
         for flat in [flat for flat in self.gathered if flat.state is GatherState.GATHERING]:
             self.release(flat)
+        self.shelf.give_up_ahead()
 
     def _is_worth_keeping(self, site: Site) -> bool:
         """Whether backward needs it soon: what is gathered in between is less than `max_reuse`."""
@@ -274,7 +311,7 @@ class ParameterGatherer:
 
     def _watch(self, call: Call, output: Any) -> bool:
         """Notice when backward reaches an output. Returns whether it can."""
-        hook = partial(_before_backward, self.me, call)
+        hook = partial(before_backward, self.me, call)
         # A leaf is a parameter, which would keep its hooks for life: see `_notice_escapes` for those.
         watched = [t for t in tensors_in(output, DEPTH) if t.requires_grad and not t.is_leaf]
         for tensor in watched:
@@ -335,6 +372,7 @@ class ParameterGatherer:
             self._leave(call)
         self.order = None
         self.release_all()
+        self.shelf.give_up_ahead()
 
     def forget(self) -> None:
         """Expect no more backwards of earlier calls: for after a step, and after `reducer.forget`."""
@@ -354,39 +392,3 @@ class ParameterGatherer:
         """Take the hooks off the modules."""
         for hook in self.hooks:
             hook.remove()
-
-
-def _before_backward(gatherer: "weakref.ref[ParameterGatherer]", call: Call, grad: Tensor) -> None:
-    alive = gatherer()
-    if alive is None:
-        return
-    if torch.is_grad_enabled() and any(flat.users == 0 for flat in call.site.flats):
-        raise RuntimeError(
-            f"backward with create_graph=True needs the parameters of {call.site.name or 'the model'} again "
-            "when they are released: run forward and both backwards inside "
-            "zero_full.GatheredParameters(list(model.parameters()))"
-        )
-    alive.before_backward(call)
-
-
-def _after_backward(gatherer: "weakref.ref[ParameterGatherer]", call: Call, *grads: Any) -> None:
-    alive = gatherer()
-    if alive is not None:
-        alive.after_backward(call)
-
-
-class _BackwardDone(torch.autograd.Function):
-    """The identity on the way forward; on the way back it tells that a call's backward is complete."""
-
-    @staticmethod
-    def forward(ctx: Any, gatherer: "weakref.ref[ParameterGatherer]", call: Call, *inputs: Tensor) -> Any:
-        """The inputs as they are."""
-        ctx.gatherer, ctx.call = gatherer, call
-        ctx.set_materialize_grads(False)
-        return inputs
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        """The gradients as they are."""
-        _after_backward(ctx.gatherer, ctx.call)
-        return None, None, *grads

@@ -45,7 +45,7 @@ def _let_go(optimizer: Any, flats: Sequence[FlatParameter]) -> None:
     optimizer.steppers.early.close()
     if optimizer.parts.flow is not None:
         optimizer.parts.flow.close()
-    optimizer.settings.tier.close()
+    optimizer.waiting.close()
     optimizer.let_go_of_state()
     if all(flat.state is GatherState.WHOLE for flat in flats):
         for guard in optimizer.guards:

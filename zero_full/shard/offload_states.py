@@ -90,7 +90,8 @@ class OffloadedStates:
         elif kind == "lp_params":
             for part in flat:
                 part.hide()
-                yield part.shard
+                if not part.slice.apart:
+                    yield part.shard
                 if part.state is GatherState.WHOLE:
                     yield part.full
         else:

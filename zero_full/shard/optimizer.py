@@ -19,9 +19,10 @@ from torch.utils.hooks import RemovableHandle
 from zero_full._compat import load_hooks, mark_stepped, state_dict_hooks
 from zero_full.comm.compressed import NotFiniteError
 from zero_full.comm.lane import lane_for
+from zero_full.offload import Waiting
 from zero_full.precision.scaler import StaticScale
 from zero_full.shard import owned as owned_state
-from zero_full.shard.agreement import Doings, Said, agree, doings_of, refuse_on_all, refuse_unused
+from zero_full.shard.agreement import Doings, Said, agree, doings_of, refuse_lost, refuse_unused
 from zero_full.shard.apart import meet, refuse_frozen, refuse_thawed, refuse_writes
 from zero_full.shard.arrivals import await_gradients, await_parameters, collect
 from zero_full.shard.base import (
@@ -83,6 +84,7 @@ class ZeroOptimizer(InItsPlace):
         self.owned_of = {owned.flat: owned for owned in parts.owned}
         self.settings, self.scaler = settings, scaler
         self.lane = lane_for(groups.dense.shard.device, settings.overlap)
+        self.waiting = Waiting(settings.tier, parts.shelf)
         self.report = NonFinite()
         self.signals = StopSignals()
         self.last: StepReport | None = None
@@ -114,7 +116,7 @@ class ZeroOptimizer(InItsPlace):
         if parts.sites:
             beside = lane_for(groups.dense.shard.device, settings.overlap)
             limits = settings.gathering
-            self.gatherer = ParameterGatherer(model, parts.sites, beside, limits, self.reducer)
+            self.gatherer = ParameterGatherer(model, parts.sites, beside, limits, self.reducer, parts.shelf)
 
     def flats(self) -> list[FlatParameter]:
         """All flat buffers of parameters."""
@@ -162,15 +164,14 @@ class ZeroOptimizer(InItsPlace):
         so_far = [*so_far, ("signals watched", self.signals.told)]
         written = "" if self.contents.stepper.is_apart else self.writes.digest()  # there it is refused
         doings = doings_of(self.param_groups, so_far, found, written, failure)
-        tier = self.settings.tier
-        alarm = bool(tier.failure or tier.lost) or (self.beside is not None and self.beside.has_failed())
+        alarm = bool(self.waiting.trouble) or (self.beside is not None and self.beside.has_failed())
         said = Said(self.reducer.used, doings, self.signals.came is not None, alarm, averaged)
         agreed = agree(self.groups, self.awake, said, self.settings.needs_norm or not averaged)
         self.signals.requested |= agreed.stops
         if failure is not None:
             raise failure
         if agreed.alarm:
-            raise_failure(tier.lost or tier.failure, self.beside)
+            raise_failure(self.waiting.trouble, self.beside)
         if not agreed.used:
             return self._say_nothing_to_do()  # the same, on all ranks
         norm = None if agreed.norm is None else agreed.norm / self.gradients.scale
@@ -299,8 +300,8 @@ class ZeroOptimizer(InItsPlace):
 
     def catch_up(self) -> None:
         """Before parameters or masters are read: what was written by hand is taken in."""
-        if self.states_offloaded or self.settings.tier.lost:
-            raise RuntimeError(self.settings.tier.lost or OFFLOADED)
+        if self.states_offloaded or self.waiting.lost:
+            raise RuntimeError(self.waiting.lost or OFFLOADED)
         self._take_back_state()
         self.take_back_moved()
         for owned in self.owned:
@@ -341,8 +342,7 @@ class ZeroOptimizer(InItsPlace):
             self.gradients.multiply(factor)
         parts = self.steppers.parts(stepper, stepped, self.settings, self.parts.flow)
         self.steppers.step(stepper, self.owned, parts, used, factor)
-        if self.settings.tier.moves:
-            refuse_on_all(self.groups, self.settings.tier.lost)
+        refuse_lost(self.groups, self.waiting)
         self.gradients.note_step(factor, multiplied=not stepper.fuses)
         mark_stepped(self.base)
         # As torch's optimizers do: a graph from before this step must not run backward with other values.

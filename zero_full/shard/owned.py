@@ -1,7 +1,7 @@
 """What this rank owns of a flat parameter: the master that the optimizer steps, in pieces of parameters.
 
     master   this rank's slice, in the type in which it is stepped. It is the memory of the parameters' slice
-             itself where the types are the same and state waits beside the parameters
+             itself where the types are the same, and both state and slice wait beside the model
     pieces   windows into the master, one for each parameter of which this rank owns something
     tier     where the master waits, and with it the optimizer's state
     flow     what copies between there and the device, if these are two places. Then `sent` is the host's copy
@@ -34,7 +34,8 @@ class Owned:
     def __init__(
         self, flat: FlatParameter, bucket: Bucket, dtypes: Dtypes, tier: Tier, flow: Flow | None = None
     ) -> None:
-        self.flat, self.bucket, self.tier, self.flow = flat, bucket, tier, flow
+        self.flat, self.bucket, self.tier = flat, bucket, tier
+        self.flow = None if flat.slice.apart else flow  # a slice elsewhere is copied when it is gathered
         self.dtype = dtypes.master_of(flat.dtype)
         self.sending: Pending | None = None  # the parameters' slice, on its way to the device
         self.mark: Tensor | None = None  # of what was sent; None: nobody knows what the device has
@@ -43,9 +44,9 @@ class Owned:
         self._let_master_be(flat.shard if bucket.asleep else self._master_of(values))
 
     def _master_of(self, values: Tensor) -> Tensor:
-        if self.dtype == self.flat.dtype and not self.tier.apart:
+        if self.dtype == self.flat.dtype and not (self.tier.apart or self.flat.slice.apart):
             return self.flat.shard
-        return self.tier.room(values.numel(), self.dtype, values.device).copy_(values)
+        return self.tier.room(values.numel(), self.dtype, self.flat.kind.device).copy_(values)
 
     def _let_master_be(self, master: Tensor) -> None:
         self.master, self.pieces = master, dict[Member, Piece]()
@@ -98,7 +99,7 @@ class Owned:
         if self.flow is not None:  # what was written was taken when the step began
             self.copies = self.sent if fuses and self.has_copies else None
         elif fuses and self.has_copies:
-            self.copies = self.tier.fetch(self.flat.shard)
+            self.copies = self.flat.slice.fetch(self.master.device)
         else:
             self.follow_parameters()
         gradients = self._gradients(None if fuses else self.dtype)
@@ -108,6 +109,13 @@ class Owned:
                 piece.gradient = self.tier.fetch(piece.gradient)
             piece.copy = None if self.copies is None else self.flat.piece_of(self.copies, member)
         return [piece for piece in pieces.values() if piece.gradient is not None]  # some was cleared by hand
+
+    def _has_copies(self, fuses: bool) -> bool:
+        return fuses and self.is_separate and self.flat.dtype != self.dtype
+
+    def read_ahead(self, fuses: bool) -> bool:
+        """Bring nearer what `fetch` will need. Returns whether there is room for it."""
+        return not self._has_copies(fuses) or self.flat.slice.begin(ahead=True)
 
     def refuse_sparse(self) -> None:
         """Raise if a gradient, which may be the one that autograd has left, is sparse."""
@@ -132,7 +140,7 @@ class Owned:
         if self.flow is not None:
             self._send(self.flow)
         else:
-            self.tier.put_away(self.master if self.copies is None else self.copies, self.flat.shard)
+            self.flat.slice.update(self.master if self.copies is None else self.copies)
         self.copies = None
         self.note_versions()
 
@@ -185,8 +193,8 @@ class Owned:
         if self.flow is not None:
             self._send(self.flow)
             self.settle()
-        else:
-            self.tier.put_away(self.master, self.flat.shard)
+        elif self.is_separate:
+            self.flat.shard.copy_(self.master)
         self.note_versions()
 
     def note_versions(self) -> None:
@@ -229,7 +237,7 @@ class Owned:
             return
         if self.flow is not None:
             return self.take_written()
-        slice_, master = self.tier.fetch(self.flat.shard), self.master
+        slice_, master = self.flat.shard.to(self.master.device), self.master
         if slice_.dtype == master.dtype:
             master.copy_(slice_)
         elif not _rounds_to(master, slice_):
@@ -305,13 +313,17 @@ def holdings(
     whole = [flat.full for flat in flats if flat.state is not GatherState.SHARDED]
     copies = [flat.node_copy for flat in flats if flat.node_copy is not None]
     is_apart, is_beside = ({each.tier.apart for each in owned} >= {kind} for kind in (True, False))
-    return {
-        "parameters": whole + [flat.shard for flat in flats if flat.released_at_rest] + copies,
+    found = {
+        "parameters": whole + copies,
         "gradients": [tensor for each in owned for tensor in each.bucket.gradient_memory()],
         **({"optimizer": here} if is_beside or not is_apart else {}),
         **(waiting if is_apart else {}),
         "counters": [t for t in state if not t.dim()],
     }
+    for flat in flats:
+        if flat.released_at_rest:
+            found.setdefault(flat.slice.kind, []).append(flat.shard)
+    return found
 
 
 def held_elsewhere(owned: Iterable[Owned], states: Mapping[Any, Mapping[str, Any]]) -> Iterator[int]:

@@ -47,14 +47,16 @@ class Settings:
     gathering: Gathering = field(default_factory=Gathering)
     sub_group_numel: int = 1_000_000_000  # stage 3 steps so many elements of its own at a time
     tier: Tier = field(default_factory=DeviceTier)  # where masters and the optimizer's state wait
+    param_tier: Tier = field(default_factory=DeviceTier)  # where stage 3's slices of parameters wait
     shared_memory: bool = True  # among ranks of one host over gloo; without it they send messages
     check_timeout_s: float | None = None  # compare every collective call, waiting so long for a rank
     allow_untested: bool = False  # optimizers that nobody has said can step pieces of tensors
 
     def __post_init__(self) -> None:
         """Raise ValueError for what cannot be meant."""
-        if not isinstance(self.tier, Tier):
-            raise TypeError(f"tier must be one such as HostTier(), not {self.tier!r}")
+        for name, tier in (("tier", self.tier), ("param_tier", self.param_tier)):
+            if not isinstance(tier, Tier):
+                raise TypeError(f"{name} must be one such as HostTier(), not {tier!r}")
         if self.stage not in (0, 1, 2, 3):
             raise ValueError(f"stage must be 0, 1, 2 or 3, not {self.stage!r}")
         for name in ("bucket_numel", "predivide", "plain_divisor"):
@@ -64,6 +66,10 @@ class Settings:
             raise ValueError(f"clip must be a norm, or 0 for no clipping, not {self.clip!r}")
         if self.stage == 0 and self.tier.apart:
             raise ValueError("stage 0 keeps the optimizer's state beside the parameters: use stage 1, 2 or 3")
+        if self.stage < 3 and self.param_tier.apart:
+            raise ValueError(
+                f"stage {self.stage} keeps whole parameters on the device: param_tier needs stage 3"
+            )
 
     @property
     def cuts_state(self) -> bool:
@@ -85,6 +91,7 @@ class Settings:
         """How many of this rank's elements are stepped at a time; None: all."""
         limits = [self.sub_group_numel] if self.releases_parameters else []
         limits += [] if self.tier.part_numel is None else [self.tier.part_numel]
+        limits += [self.param_tier.copied_numel] if self.param_tier.apart else []
         return min(limits, default=None)
 
     @property

@@ -60,6 +60,10 @@ class Order:
         """The first site that has been neither reached nor begun, if there is one."""
         return self.known[self.begun] if self.begun < len(self.known) else None
 
+    def coming(self) -> Sequence[Site]:
+        """All sites that have been neither reached nor begun."""
+        return self.known[self.begun :]
+
     def begin_early(self, site: Site) -> None:
         """Note that the next site is begun before it is reached."""
         self.begun += 1

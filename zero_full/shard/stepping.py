@@ -120,8 +120,13 @@ class Steppers:
         stepper.begin([piece for owned in everything for piece in owned.pieces.values()])
         try:
             with closing(self.tier.in_turn(parts, self.tensors_of)) as turns:
+                stepped, done, begun = [owned for part in parts for owned in part], 0, 0
                 for part in turns:
+                    begun = max(begun, done)
+                    while begun < len(stepped) and stepped[begun].read_ahead(stepper.fuses):
+                        begun += 1
                     self._step_part(stepper, part, used, factor)
+                    done += len(part)
         finally:
             stepper.end()
             self.early.drop()

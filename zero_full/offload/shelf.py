@@ -1,0 +1,129 @@
+"""Where stage 3 keeps this rank's slices of parameters that nobody uses at the moment.
+
+    beside the model    in memory of its device: a `Shelf`
+    on the host         page-locked if wanted: a `HostShelf`
+    in a file           read ahead of their use: `block_shelf.py`
+
+[Note: slices at rest] A slice at rest can be seen as a tensor, `values`, wherever it is. So whoever reads or
+writes it outside a pass (a checkpoint, a load, `GatheredParameters`) needs to know nothing of all this. A
+gather copies the slice to its place in the gathered buffer, on the lane on which the collective follows.
+After a step the optimizer hands over the new values.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Slice:
+    """One rank's part of a flat buffer, in memory of the model's device. See [Note: slices at rest]."""
+
+    apart = False  # whether it lies elsewhere than what it is gathered to
+    kind = "parameters"  # under which name its bytes are told
+
+    def __init__(self, values: Tensor) -> None:
+        self.at_rest = values
+
+    @property
+    def values(self) -> Tensor:
+        """The slice, to be read or written now."""
+        return self.at_rest
+
+    def begin(self, ahead: bool = False) -> bool:
+        """It is gathered next. Returns whether it can come near now; `ahead`: nobody waits for it yet."""
+        return True
+
+    def copy_to(self, place: Tensor) -> None:
+        """Put the values into the gathered buffer: on the lane that gathers."""
+        place.copy_(self.at_rest)
+
+    def fetch(self, device: torch.device) -> Tensor:
+        """The values on the device where they are stepped."""
+        return self.values.to(device)
+
+    def update(self, updated: Tensor) -> None:
+        """After a step: the new values, which may be what was fetched."""
+        if updated is not self.at_rest:
+            self.values.copy_(updated)
+
+
+class SliceOnHost(Slice):
+    """A slice in host memory, which is copied to the device without waiting for it."""
+
+    apart, kind = True, "host"
+
+    def __init__(self, values: Tensor) -> None:
+        super().__init__(values)
+        self.copied: Any = None  # the event behind the last copy, which may still be under way
+
+    @property
+    def values(self) -> Tensor:
+        """The slice, from which nothing is being copied."""
+        if self.copied is not None:
+            self.copied.synchronize()
+            self.copied = None
+        return self.at_rest
+
+    def copy_to(self, place: Tensor) -> None:
+        """Queue the copy on the current stream."""
+        place.copy_(self.at_rest, non_blocking=True)
+        if place.device.type != "cpu":
+            self.copied = torch.accelerator.current_stream(place.device).record_event()
+
+
+class Shelf:
+    """Slices stay beside the model."""
+
+    apart = False  # whether slices wait elsewhere than beside the model
+    can_lose = False  # whether `lost` may ever say something
+    failure = ""  # in words, why no further step can be taken
+    lost = ""  # in words, which parameters are gone
+
+    def of(self, numel: int) -> "Shelf":
+        """The one that takes a slice of so many elements; ask once for each."""
+        return self
+
+    def takes(self, numel: int) -> int:
+        """How many of so many elements wait here, and not in memory beside it."""
+        return numel
+
+    def moved(self) -> dict[str, int]:
+        """Bytes moved so far between memory and what is farther away, by which way."""
+        return {}
+
+    def put(self, values: Tensor) -> Slice:
+        """A slice with a copy of these values."""
+        return Slice(values.clone())
+
+    def reserve(self, numel: int, dtype: torch.dtype, device: torch.device) -> Slice:
+        """A slice of zeros."""
+        return Slice(torch.zeros(numel, dtype=dtype, device=device))
+
+    def give_up_ahead(self) -> None:
+        """Let go of what was read ahead and not used."""
+
+    def refuse_too_little(self, need: int) -> None:
+        """OSError if there is no room for so many bytes of this host's ranks."""
+
+    def close(self) -> None:
+        """Let go of files and threads."""
+
+
+class HostShelf(Shelf):
+    """Slices wait in the host's memory: for a model on an accelerator."""
+
+    apart = True
+
+    def __init__(self, pin_memory: bool) -> None:
+        self.pin_memory = pin_memory
+
+    def put(self, values: Tensor) -> Slice:
+        """A copy on the host."""
+        slice_ = self.reserve(values.numel(), values.dtype, values.device)
+        slice_.values.copy_(values)
+        return slice_
+
+    def reserve(self, numel: int, dtype: torch.dtype, device: torch.device) -> Slice:
+        """Zeros on the host."""
+        return SliceOnHost(torch.zeros(numel, dtype=dtype, pin_memory=self.pin_memory))
