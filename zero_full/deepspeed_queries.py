@@ -58,6 +58,12 @@ class DeepSpeedQueries:
         """Bytes this rank has sent so far, by kind of collective."""
         return dict(self.optimizer.groups.traffic.sent)
 
+    def moved(self) -> dict[str, int]:
+        """Bytes moved so far for what waits on the host or a disk, by way: copied down, up, read, written."""
+        flow, waiting = self.optimizer.parts.flow, self.optimizer.waiting
+        copied = flow.copied.sent if flow is not None else {}
+        return {**copied, **waiting.tier.moved(), **waiting.shelf.moved()}
+
     @property
     def global_rank(self) -> int:
         """This process's rank among all."""

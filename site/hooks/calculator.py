@@ -21,7 +21,10 @@ from places import ROOT, SiteError
 from torch import nn
 
 from zero_full.config import resolve
+from zero_full.kernels.files import PAGE
 from zero_full.layout import FlatLayout
+from zero_full.offload import BlockTier
+from zero_full.offload.blocks import APART
 from zero_full.plan import SCALES, STAGES, Plan, activations, plan
 from zero_full.precision.dtypes import Dtypes
 from zero_full.shard import Settings
@@ -87,6 +90,11 @@ def table() -> dict[str, Any]:
         "state": {f"{p} {o}": _state(p, o) for p in PRECISIONS for o in OPTIMIZERS},
         "model": model_tree(),
         "activations": {p: activation_terms(_settings(0, precision=p).dtypes.parameter) for p in PRECISIONS},
+        "part": BlockTier(path="/").part_numel,
+        "page": PAGE,
+        "apart": APART,
+        "waiting": dict(_waiting()),
+        "tensors": {o: _tensors(o) for o in OPTIMIZERS},
         "offload": {**OFFLOADED, "each": asdict(formula.MIXED), "flag": formula.flag(2)},
     }
 
@@ -228,6 +236,45 @@ def _sent(case: Case) -> dict[str, int]:
     each = of(3) - of(2) - gathered if case.micro_batches > 1 else 0
     once = of(case.micro_batches) - case.micro_batches * (each + gathered)
     return {"once": once, "each": each, "gathered": gathered}
+
+
+def _away(place: str, ranks: int, sizes: Sequence[int], **keys: Any) -> Plan:
+    """With state on the host or in a file."""
+    zero = {"offload_optimizer": {"device": place, "nvme_path": "/"}, "reduce_bucket_size": NUMEL}
+    return plan(Numbers(sizes), _config(**keys, **zero, stage3_param_persistence_threshold=0), ranks)
+
+
+def _waiting() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Bytes for an element of a slice, and of the largest slice, where the optimizer keeps nothing else."""
+    for precision, stage, alone, again in product(PRECISIONS, STAGES[1:], (True, False), (False, True)):
+        keys = {"precision": precision, "stage": stage, "micro_batches": 1 + again, "optimizer": "sgd"}
+        ranks = 1 if alone else 2
+        owned = NUMEL // ranks
+
+        # In four slices, of which stage 3 would make one.
+        four = {**keys, "stage": min(stage, 2)}
+        host, file = (
+            [_away(place, ranks, ONE, **keys), *(_away(place, ranks, ONE * n, **four) for n in (1, 4))]
+            for place in ("cpu", "nvme")
+        )
+        master, slices = file[0].disk // owned, (host[2].host - host[1].host) // (3 * owned)
+        yield (
+            f"{precision} {stage} {'alone' if alone else 'shared'} {'again' if again else 'once'}",
+            {
+                "master": master,
+                "slice": slices,
+                "largest": host[0].host // owned - slices,
+                "beside": (file[2].host - file[1].host) // (3 * owned) - master,
+                "down": host[0].down // owned // (1 + again if stage > 1 else 1),
+                "up": host[0].up // owned,
+            },
+        )
+
+
+def _tensors(optimizer: str) -> int:
+    """How many of a parameter's size the optimizer keeps: in a file each has whole lines."""
+    many = _away("nvme", 1, (1,) * 640, stage=1, optimizer=optimizer)
+    return (many.disk - 640 * ALIGNMENT * 4) // (640 * APART)
 
 
 def _state(precision: str, optimizer: str) -> dict[str, int]:

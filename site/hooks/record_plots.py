@@ -9,6 +9,7 @@ from typing import Any
 
 from made_once import made_once
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from places import ROOT, SiteError
 
 from lessons.plots import BLUE, GREEN, ORANGE, PINK, RED, SKY, Picture, new_figure, picture
@@ -109,10 +110,50 @@ def links(record: Record) -> Picture:
     return picture(figure, f"Milliseconds a step. {'; '.join(said)}.")
 
 
+WORK = {  # what a rank and its device do in a step with offload: a lane and a colour
+    "backward": ("device", BLUE),
+    "forward": ("device", SKY),
+    "copies down": ("copies down", RED),
+    "sum of squares": ("squares, host", ORANGE),
+    "early step": ("early steps, host", PINK),
+    "step": ("step, host", ORANGE),
+    "copies up": ("copies up", GREEN),
+    "read": ("file", PINK),
+    "write": ("file", "#999999"),
+}
+
+
+def timeline(record: Record) -> Picture:
+    """One lane below the other for all that works at the same time."""
+    rows: Mapping[str, Sequence[Any]] = record["events"]
+    figure = Figure(figsize=(9.6, 2.5 * len(rows)), layout="constrained")
+    plots = figure.subplots(len(rows), 1, sharex=True, squeeze=False)[:, 0]
+    said = []
+    for plot, (name, events) in zip(plots, rows.items(), strict=True):
+        lanes = list(
+            dict.fromkeys(lane for what, (lane, _) in WORK.items() if what in {e[0] for e in events})
+        )
+        labelled: set[str] = set()
+        for what, begin, end in events:
+            lane, colour = WORK[what]
+            label = None if what in labelled or what == lane else what
+            labelled.add(what)
+            bar = {"color": colour, "label": label, "height": 0.7, "linewidth": 0}
+            plot.barh(lanes.index(lane), max(end - begin, 0.4), left=begin, **bar)
+        plot.set_yticks(range(len(lanes)), lanes)
+        plot.invert_yaxis()
+        _named(plot, name, "ms" if plot is plots[-1] else "", "")
+        spans = {w: [e for e in events if e[0] == w] for w in WORK if w in labelled}
+        told = (f"{w} {each[0][1]:.0f} to {max(e[2] for e in each):.0f}" for w, each in spans.items())
+        said.append(f"{name}: {', '.join(told)}")
+    return picture(figure, f"From the first millisecond to the last, by what is at work. {'; '.join(said)}.")
+
+
 PLOTS: dict[str, Callable[[Record], Picture]] = {
     "optimizers": losses,
     "compression_bytes": sent,
     "compression_link": links,
+    "offload_timeline": timeline,
 }
 
 

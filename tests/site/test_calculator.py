@@ -121,6 +121,27 @@ def test_a_number_of_parameters_costs_what_matrices_without_padding_cost(open_pa
         assert shown["peak"] is None and shown["activations"] is None
 
 
+AWAY = ("host", "disk", "written", "down", "up")
+
+
+def test_what_waits_elsewhere_is_what_the_plan_says_in_60_random_runs(open_page: Open) -> None:
+    large = {"layers": 24, "heads": 16, "width": 6144, "vocabulary": 50257, "context": 256}
+    cases = [
+        (shapes(generator), {**run, "stage": max(1, run["stage"]), "inFile": place % 2 == 0})
+        for place, (generator, run) in enumerate(runs(4, 60))
+    ]
+    cases += [(large, {**cases[0][1], "stage": stage, "ranks": 3, "inFile": True}) for stage in (1, 2, 3)]
+    shown = open_page("calculator.html").evaluate(
+        "cases => cases.map(each => zeroPlan.waiting(...each))", cases
+    )
+    for (shape, run), found in zip(cases, shown, strict=True):
+        with torch.device("meta"):
+            model = GPT(GPTConfig(**shape))
+        offload = {"device": "nvme" if run["inFile"] else "cpu", "nvme_path": "/"}
+        each = plan(model, configured(run, offload_optimizer=offload), run["ranks"])
+        assert found == {kind: getattr(each, kind) for kind in AWAY}, (shape, run)
+
+
 def test_offload_costs_what_lesson_5_says(open_page: Open) -> None:
     page = open_page("calculator.html")
     for generator, run in runs(3, 50):
@@ -172,6 +193,22 @@ def test_the_form_s_answer_is_what_its_own_python_prints(open_page: Open) -> Non
                 assert f"{size:,}" in printed.getvalue(), f"stage {stage}: {kind}"
         peak = human(exact(page)["peak"])
         assert f"{peak} at a step's peak" in page.inner_text(".answer")
+
+
+def test_what_would_wait_elsewhere_is_told_below_the_numbers(open_page: Open) -> None:
+    page = open_page("calculator.html")
+    fill(page, layers=3, width=96, heads=4, vocabulary=1000, context=64, ranks=3, stage=2)
+    shape = {"layers": 3, "width": 96, "heads": 4, "vocabulary": 1000, "context": 64}
+    run = {"stage": 2, "precision": "mixed", "optimizer": "adamw", "ranks": 3, "batch": 1, "microBatches": 1}
+    with torch.device("meta"):
+        model = GPT(GPTConfig(**shape))
+    for place, kinds in {"cpu": ("host", "down", "up"), "nvme": ("disk", "host")}.items():
+        offload = {"device": place, "nvme_path": "/"}
+        each = plan(model, configured(run, offload_optimizer=offload), 3)
+        said = page.inner_text(".note").partition('With "nvme"')[place == "nvme" and 2]
+        assert all(human(getattr(each, kind)) in said for kind in kinds), place
+    fill(page, stage=0)
+    assert "offload_optimizer" not in page.inner_text(".note")
 
 
 def test_it_says_what_fits(open_page: Open) -> None:

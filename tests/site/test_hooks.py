@@ -199,11 +199,15 @@ RECORDS: dict[str, dict[str, Any]] = {
         "counted": {"2": {"Adam": {"sent": [400, 400], "formula": [400, 500], "numel": 100}}},
     },
     "compression_link": {"links": {"2 ranks, 100 Mbit": {"seconds": {"DDP": 0.5, "0/1 Adam": 0.02}}}},
+    "offload_timeline": {
+        "events": {"state in a file": [["backward", 1, 9], ["read", 4.2, 6], ["read", 6, 8]]}
+    },
 }
 SEEN = {
     "optimizers": "Adam ends at 2.625, its seeds from 2.500 to 2.750; LAMB, large batch ends at 2.125",
     "compression_bytes": "Bytes a parameter after 2 steps: Adam on 2 ranks 8.0, closed form 9.0.",
     "compression_link": "Milliseconds a step. 2 ranks, 100 Mbit: DDP 500, 0/1 Adam 20.",
+    "offload_timeline": "by what is at work. state in a file: backward 1 to 9, read 4 to 8.",
 }
 
 

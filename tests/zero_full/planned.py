@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from tests.worlds import POOL
 from tests.zero_full.runs import WIDTH, config
 from tests.zero_full.test_experts import topology_of
 from zero_full.comm.shared import SharedMemory
+from zero_full.offload.blocks import OpenBlocks
 from zero_min.ledger import held
 
 
@@ -62,6 +63,9 @@ PRECISIONS: dict[str, Keys] = {
 }
 
 
+NVME = {"device": "nvme", "nvme_path": gettempdir()}  # the file there has no name
+
+
 def zero(**keys: Any) -> Keys:
     return {"zero_optimization": keys}
 
@@ -107,6 +111,8 @@ OPTIONS: dict[str, Keys] = {  # for two ranks
     "state on the host": zero(offload_optimizer={"device": "cpu"}),
     "state on the host, LAMB": {**zero(offload_optimizer={"device": "cpu"}), **optimizer("Lamb"), **AGAIN},
     "amsgrad": optimizer("Adam", amsgrad=True),
+    "state on a disk": {**zero(offload_optimizer=NVME), **AGAIN},
+    "state on a disk, small steps": zero(offload_optimizer=NVME, sub_group_size=50, reduce_bucket_size=50),
 }
 FOR_FOUR: dict[str, Keys] = {
     "4 ranks": AGAIN,
@@ -148,6 +154,7 @@ NOT_AT_STAGE_0 = {  # where nothing is cut, and state on the host is refused
     *("MiCS", "MiCS, fp32", "no shards", "MiCS, Muon"),
     *("state on the host", "state on the host, LAMB", "Muon, state on the host"),
     *("half on the host", "half on the host, Muon"),
+    *("state on a disk", "state on a disk, small steps"),
 }
 
 
@@ -207,17 +214,22 @@ def measured(comm: Any, case: Case, folder: Path) -> dict[str, int]:
     engine, optimizer, _, _ = zero_full.initialize(model=case.model(), config=case.config, topology=topology)
     for _ in range(2):
         optimizer.groups.traffic.clear()
+        before = engine.moved()
         for micro in reversed(range(engine.gradient_accumulation_steps())):
             engine.set_gradient_accumulation_boundary(micro == 0)
             engine.backward(engine(torch.randn(5, WIDTH)))
         optimizer.step()
         found = {kind: held(tensors) for kind, tensors in optimizer.holdings().items() if kind != "counters"}
         found["sent"] = optimizer.groups.traffic.total()
+        moved = {way: size - before.get(way, 0) for way, size in engine.moved().items()}
         optimizer.zero_grad()
     beside = [owned.master for owned in optimizer.owned if owned.is_separate and not owned.tier.apart]
     found["master"] = held(beside)
     found["moments"] = found.pop("optimizer", 0) - found["master"]
     found.setdefault("host", 0)
+    tier = optimizer.settings.tier
+    found["disk"] = sum(each.room for each in tier.blocks.values()) if isinstance(tier, OpenBlocks) else 0
+    found["read"], found["written"] = (moved.get(f"{way} disk", 0) for way in ("read from", "written to"))
     flat = {member.param for values in optimizer.flats() for member in values.members}
     found["parameters"] += held(p.detach() for p in engine.module.parameters() if p not in flat)
     found["buffers"] = held(engine.module.buffers())

@@ -1,17 +1,20 @@
 """What stands in for what a plan has not: the model's shadow, groups without ranks, late jobs, a watch."""
 
+import json
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.zero_full.planned import BF16, Odd
+from tests.zero_full.runs import config
 from zero_full.comm.communicator import Communicator
 from zero_full.comm.lane import Late, lane_for
 from zero_full.comm.ledger import Traffic
 from zero_full.comm.pretend import PretendedGroup
 from zero_full.comm.topology import Topology, ranks_of
-from zero_full.plan import plan
+from zero_full.plan import human, plan, plan_stages, side_by_side
 from zero_full.plan.shadow import new_pass, shadow_of
 from zero_full.plan.watch import Watch
 
@@ -150,3 +153,24 @@ def test_who_asks_a_watch_for_a_value_is_told_one() -> None:
         assert number.item() == 1 and float(number) == 1.0 and bool(number > 5)
     with pytest.raises(RuntimeError, match="meta"):
         number.item()
+
+
+# What waits elsewhere ----------------------------------------------------------------------------
+
+
+def test_what_waits_on_the_disk_is_told_apart_from_memory() -> None:
+    zero = {"offload_optimizer": {"device": "nvme", "nvme_path": "nowhere"}}
+    given = config(1, zero_optimization=zero, **BF16)
+    plans = plan_stages(Odd(), given, 2)
+    assert [each.disk > 0 for each in plans] == [False, True, True, True]
+    each, on_cpu = plans[1], plan(Odd(), given, 2, device="cpu")
+    assert each.disk == each.read == each.written == on_cpu.disk
+    assert on_cpu.host == each.disk + 4096, "all of it is one part, and comes into one buffer"
+    beside = plan(Odd(), config(1, **BF16), 2)
+    assert each.host == on_cpu.host + beside.master * 3 // 2, "gradients and copies of parameters, too"
+    assert beside.master + beside.moments <= each.disk < beside.master + beside.moments + 3 * 4096
+    table = each.table()
+    assert f"waiting on the disk{human(each.disk):>24}{each.disk:>24,}" in table
+    assert "written to the disk in a step" in table and "written to" not in beside.table()
+    assert {"disk", "host"} <= set(side_by_side(plans).splitlines()[1].split())
+    assert json.loads(each.as_json())["written"] == each.written

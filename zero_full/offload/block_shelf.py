@@ -299,6 +299,10 @@ class BlockShelf(Shelf):
         self.file.close()
         self.buffers.clear()
 
+    def moved(self) -> dict[str, int]:
+        """Whole slices."""
+        return {"parameters read": self.read_bytes, "parameters written": self.written_bytes}
+
     def refuse_too_little(self, need: int) -> None:
         """OSError if the disk has not so much space for the ranks of this host."""
         refuse_more_than_free(self.directory, need, "what stage 3 keeps of the parameters")

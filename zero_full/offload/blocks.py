@@ -23,7 +23,7 @@ step fails on all ranks.
 import ctypes
 import logging
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -112,7 +112,7 @@ class Block:
         for tensor, inside in zip(tensors, self.inside, strict=True):
             self.places.append(tensor.data_ptr() - master.data_ptr() if inside else self.size)
             if not inside:
-                self.size += -(-tensor.nbytes // APART) * APART
+                self.size += _apart(tensor.nbytes)
         self.begin: int | None = None  # in the file, if it is there
         self.sums: Tensor | None = None  # checksums of what is there
         self.at: list[int] = []  # addresses of the tensors, where they were put last
@@ -123,7 +123,7 @@ class Block:
     @property
     def room(self) -> int:
         """Bytes in a buffer and in the file."""
-        return whole_pages(self.size)
+        return bytes_of_block([self.size])
 
     @property
     def space(self) -> tuple[int, int] | None:
@@ -154,6 +154,15 @@ class Block:
     def was_written(self, tensors: Sequence[Tensor]) -> bool:
         """Whether somebody has written to the tensors at rest."""
         return [version_of(tensor) for tensor in tensors] != self.versions
+
+
+def bytes_of_block(sizes: Iterable[int]) -> int:
+    """What a block of tensors of so many bytes has in a buffer and in the file."""
+    return whole_pages(sum(map(_apart, sizes)))
+
+
+def _apart(size: int) -> int:
+    return -(-size // APART) * APART
 
 
 @dataclass
@@ -191,6 +200,14 @@ class OpenBlocks(Tier):
         self.buffers.clear()
         self.blocks.clear()
         self.lost = self.lost or GONE
+
+    def held(self) -> Sequence[Tensor]:
+        """The buffers."""
+        return [buffer for buffer in self.buffers if buffer.numel()]
+
+    def moved(self) -> dict[str, int]:
+        """Whole blocks. What a checkpoint or a load reads and writes at rest is not counted."""
+        return {"read from disk": self.read_bytes, "written to disk": self.written_bytes}
 
     def refuse_too_little(self, need: int) -> None:
         """OSError if the disk has not so much space for the ranks of this host."""

@@ -88,6 +88,10 @@ class Shelf:
         """How many of so many elements wait here, and not in memory beside it."""
         return numel
 
+    def moved(self) -> dict[str, int]:
+        """Bytes moved so far between memory and what is farther away, by which way."""
+        return {}
+
     def put(self, values: Tensor) -> Slice:
         """A slice with a copy of these values."""
         return Slice(values.clone())

@@ -56,6 +56,14 @@ class Tier(ABC):
     def close(self) -> None:  # noqa: B027
         """Let go of all that."""
 
+    def held(self) -> Sequence[Tensor]:
+        """Host memory that it keeps beside the rooms."""
+        return []
+
+    def moved(self) -> dict[str, int]:
+        """Bytes moved so far between memory and what is farther away, by which way."""
+        return {}
+
     def shelf(self, device: torch.device) -> Shelf:
         """What keeps slices of parameters of `device` there. They are not stepped there."""
         return Shelf()

@@ -49,6 +49,7 @@ class Plan:
     communication: int  # windows in shared memory
     host: int  # beside that, and not on the device: what waits in the host's memory
     pinned: int  # of that, in page-locked memory
+    disk: int  # what waits in this rank's file
     saved: int  # in a checkpoint by this rank: an asynchronous save keeps a copy in the host's memory
     # Beside that, at a step's worst moment.
     gathered: int  # whole parameters of units, while they are used
@@ -58,6 +59,8 @@ class Plan:
     sent: int  # bytes that this rank sends in a step
     down: int  # copied in a step from the device to the host, for state that waits there
     up: int  # and back
+    read: int  # from the file in a step
+    written: int  # and to it
     phases: tuple[Phase, ...] = ()  # where there are some, the same numbers above are those of the largest
 
     @property
@@ -77,11 +80,14 @@ class Plan:
             *((f"  {name}", getattr(self, kind)) for kind, name in KEPT.items()),
             ("between steps", self.between_steps),
             *([("waiting on the host", self.host), ("  page-locked", self.pinned)] if self.host else []),
+            *([("waiting on the disk", self.disk)] if self.disk else []),
             *((f"  {name}", getattr(self, kind)) for kind, name in PASSING.items()),
             ("peak", self.peak),
             ("sent in a step", self.sent),
             *([("copied to the host in a step", self.down)] if self.host else []),
             *([("copied to the device in a step", self.up)] if self.host else []),
+            *([("read from the disk in a step", self.read)] if self.disk else []),
+            *([("written to the disk in a step", self.written)] if self.disk else []),
             ("in a checkpoint", self.saved),
         ]
         title = f"stage {self.stage}, {self.world:,} ranks, {self.numel:,} parameters: bytes a rank"
@@ -109,8 +115,9 @@ def _line(name: str, size: int | None) -> str:
 def side_by_side(plans: Sequence[Plan]) -> str:
     """One row for each stage."""
     kinds = ["parameters", "gradients", "master", "moments", "gathered", "buckets", "activations"]
-    if any(each.host for each in plans):
-        kinds.insert(4, "host")
+    for place in ("disk", "host"):
+        if any(getattr(each, place) for each in plans):
+            kinds.insert(4, place)
     rows = [["stage", *kinds, "between steps", "peak", "sent in a step"]]
     for each in plans:
         sizes = [getattr(each, kind) for kind in kinds]

@@ -10,7 +10,7 @@ parameter; and in the whole parameters that they own for the update (`everyone.p
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from zero_full._compat import identity_of
 from zero_full.checkpoint.save import Taken
 from zero_full.comm.communicator import Communicator
-from zero_full.comm.lane import Inline
 from zero_full.comm.ledger import Traffic
 from zero_full.comm.pretend import PretendedGroup
 from zero_full.comm.shared import HALF, window_of
@@ -30,10 +29,11 @@ from zero_full.config.schema import OptimizerConfig
 from zero_full.engine import Engine
 from zero_full.given import check_optimizer
 from zero_full.kernels.load import compiled_for
-from zero_full.offload import Flow, HostTier, Shelf, Slice
+from zero_full.offload import BlockTier, HostTier, Shelf
 from zero_full.offload.arena import Places
 from zero_full.optim import Peers, Piece, build_optimizer, check_elementwise
 from zero_full.plan.answer import Phase
+from zero_full.plan.elsewhere import PretendedFile, PretendedHost, PretendedShelf
 from zero_full.plan.everyone import AllRanks
 from zero_full.plan.saved import saved_bytes
 from zero_full.plan.shadow import new_pass, shadow_of
@@ -69,61 +69,6 @@ class Cluster:
         return topology if ranks is None else topology.with_sub_groups(ranks)
 
 
-@dataclass(frozen=True)
-class PretendedHost(HostTier):
-    """Where state waits that is on no device: for a plan, on the meta device, too, and unwatched."""
-
-    watch: Watch = field(kw_only=True)
-    planned: torch.device = field(kw_only=True)
-
-    def room(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """No memory."""
-        with self.watch.of(None):
-            return torch.empty(numel, dtype=dtype, device=META)
-
-    def fetch(self, tensor: Tensor) -> Tensor:
-        """A copy, as if it were elsewhere."""
-        with self.watch.of(None):
-            return tensor.clone()
-
-    def flow(self, device: torch.device, sums: bool) -> Flow | None:
-        """Copies as from the device that is planned for, each done at once."""
-        if self.planned.type == "cpu":
-            return None
-        copier = PretendedCopier()
-        return Flow(self.room, device, (copier, copier), sums, lambda name: Inline())
-
-
-class PretendedCopier:
-    """Copies nothing."""
-
-    def mark(self) -> None:
-        """Nothing is queued."""
-
-    def copy(self, target: Tensor, source: Tensor, after: None) -> None:
-        """There are no values."""
-
-
-class PretendedSlice(Slice):
-    """A slice that waits on no device: on the meta device, too."""
-
-    apart, kind = True, "host"
-
-    def fetch(self, device: torch.device) -> Tensor:
-        """A copy, as if it were elsewhere."""
-        return self.values.clone()
-
-
-class PretendedShelf(Shelf):
-    """Where such slices are."""
-
-    apart = True
-
-    def put(self, values: Tensor) -> Slice:
-        """No memory."""
-        return PretendedSlice(torch.empty_like(values))
-
-
 def held(tensors: Iterable[Tensor]) -> int:
     """Bytes behind these tensors; what several of them share is counted once."""
     storages = {identity_of(t.untyped_storage()): t.untyped_storage() for t in tensors}
@@ -140,6 +85,7 @@ class Rehearsal:
         self.config, self.cluster, self.shadow = resolved.config, cluster, shadow_of(model)
         self.watch, self.traffic = Watch(), Traffic()
         self.copied: dict[str, int] = {}  # in a step, for state that waits on the host: bytes each way
+        self.file: PretendedFile | None = None
         self.optimizer = self._optimizer()
         self.engine = Engine(self.shadow, self.optimizer, resolved, CPU)
         with self.watch:
@@ -159,7 +105,10 @@ class Rehearsal:
             assert isinstance(settings.tier, HostTier)
             pins = settings.tier.kind == HostTier.kind and settings.tier.pin_memory
             planned = torch.device(self.cluster.device)
-            tier = PretendedHost(pins, settings.tier.ratio, watch=self.watch, planned=planned)
+            tier: HostTier = PretendedHost(pins, settings.tier.ratio, watch=self.watch, planned=planned)
+            if isinstance(settings.tier, BlockTier):
+                numel = settings.tier.part_numel
+                tier = self.file = PretendedFile(part_numel=numel, watch=self.watch, planned=planned)
             settings = replace(settings, tier=tier)
         groups = connect(topology, settings, Connection(META, self.traffic, False, None))
         groups = replace(groups, dense=self._watched(groups.dense))
@@ -278,11 +227,18 @@ class Rehearsal:
             "master": master,
             "moments": owned - master + surplus_here,
             "communication": self._windows(),
-            "host": host + surplus_there,
+            **self._waiting(host, surplus_there),
             "pinned": self.pinned,
             **self.copied,
             "saved": self._saved(),
         }
+
+    def _waiting(self, host: int, surplus: int) -> dict[str, int]:
+        """What does not wait on the device, and what of it moves in a step."""
+        if self.file is None:
+            return {"host": host + surplus, "disk": 0, "read": 0, "written": 0}
+        size = sum(map(sum, self.file.blocks)) + surplus
+        return {"host": host + self.file.buffers, "disk": size, "read": size, "written": size}
 
     def _saved(self) -> int:
         taken = Taken(self.shadow, self.optimizer, exclude_frozen=False)

@@ -266,7 +266,8 @@ def refuse_lost(groups: Groups, waiting: Waiting) -> None:
     if not waiting.can_lose:
         return
     device, problem = groups.dense.shard.device, waiting.lost
-    count = numbers_on(device, [float(bool(problem))])
+    home = torch.device("cpu") if device.type == "meta" else device
+    count = numbers_on(home, [float(bool(problem))])
     for group in groups.everyone:
         group.sum_numbers(count, "what went wrong")
     if not count.item():

@@ -396,5 +396,5 @@ class ZeroOptimizer(InItsPlace):
     def holdings(self) -> dict[str, list[Tensor]]:
         """Every tensor that this rank keeps, by kind. Counters are the optimizer's step numbers."""
         flow, stepper = self.parts.flow, self.contents.stepper
-        away = [*self.steppers.early.held(), *(flow.held() if flow is not None else ())]
+        away = [*self.steppers.early.held(), *self.settings.tier.held(), *(flow.held() if flow else ())]
         return owned_state.holdings(self.flats(), self.owned, self.base.state, stepper.held(), away)

@@ -316,12 +316,12 @@ def holdings(
     owned: Sequence[Owned],
     states: Mapping[Any, Mapping[str, Any]],
     beside: Sequence[Tensor],
-    away: Sequence[Tensor],
+    away: Iterable[Tensor],
 ) -> dict[str, list[Tensor]]:
     """Every tensor that a rank keeps, by kind. Counters are the optimizer's step numbers.
 
     What waits on the host or on a disk is told apart from what the optimizer keeps on the device. `beside`
-    and `away`: what there is here and there that is neither a master nor state of a piece.
+    and `away`: what there is here and on the host that is neither a master nor state of a piece.
     """
     state = [v for s in states.values() for v in s.values() if isinstance(v, Tensor)]
     masters = [each.master for each in owned if each.is_separate]
@@ -329,7 +329,8 @@ def holdings(
     elsewhere = set(held_elsewhere(owned, states))
     kept = [*masters, *(t for t in state if t.dim()), *beside]
     here, there = ([t for t in kept if (id(t) in elsewhere) is far] for far in (False, True))
-    there += [*(tensor for each in owned for tensor in each.travels), *away]
+    away = [*(tensor for each in owned for tensor in each.travels), *away]
+    waiting = {kind: there + away} if kind == "host" else {kind: there, "host": away}
     whole = [flat.full for flat in flats if flat.state is not GatherState.SHARDED]
     copies = [flat.node_copy for flat in flats if flat.node_copy is not None]
     is_apart, is_beside = ({each.tier.apart for each in owned} >= {kind} for kind in (True, False))
@@ -337,7 +338,7 @@ def holdings(
         "parameters": whole + copies,
         "gradients": [tensor for each in owned for tensor in each.bucket.gradient_memory()],
         **({"optimizer": here} if is_beside or not is_apart else {}),
-        **({kind: there} if is_apart else {}),
+        **(waiting if is_apart else {}),
         "counters": [t for t in state if not t.dim()],
     }
     for flat in flats:

@@ -226,6 +226,16 @@ const zeroCalculatorPage = (() => {
     return `On the host of each rank: ${held}. All ranks together copy ${moved} in a step. ${open}.`
   }
 
+  // What would wait elsewhere, with zero_full's offload_optimizer.
+  function elsewhere({ shape, run, chosen }) {
+    const told = (inFile) => zeroPlan.waiting(shape, { ...run, stage: chosen, inFile })
+    const host = told(false), file = told(true)
+    const moved = `${human(host.down)} go down and ${human(host.up)} up in a step`
+    const waits = `${human(file.disk)} wait in its file, read and written in every step`
+    return ` With offload_optimizer "cpu", ${human(host.host)} of a rank wait on the host, and ${moved}. ` +
+      `With "nvme", ${waits}, and ${human(file.host)} on the host.`
+  }
+
   const python = (value) => JSON.stringify(value).replace(/\btrue\b/g, "True").replace(/([,:])/g, "$1 ")
 
   // Python that prints what the table says; tests/site runs it.
@@ -281,6 +291,7 @@ const zeroCalculatorPage = (() => {
     answer(columns.find((column) => column.stage === chosen), state)
     draw(columns, chosen, state.run.ranks)
     numbers(columns, chosen)
+    if (state.shape && !state.offload && chosen > 0) find(".note").textContent += elsewhere(state)
     const text = code(state)
     find(".check").hidden = !text
     find(".check code").textContent = text

@@ -69,7 +69,7 @@ const zeroPlan = (() => {
     for (const each of [...parameters].reverse()) {
       if (buckets.length === 0 || each.numel > room) {
         buckets.push([])
-        room = data.limits[run.stage].bucket
+        room = Math.min(data.limits[run.stage].bucket, run.inFile ? data.part * run.ranks : Infinity)
       }
       buckets[buckets.length - 1].push(each)
       room -= each.numel
@@ -286,6 +286,47 @@ const zeroPlan = (() => {
     })
   }
 
+  // With offload_optimizer: what waits in the host's memory or in a file, and what moves in a step.
+  function waiting(shape, run) {
+    const shared = run.ranks === 1 ? "alone" : "shared", again = run.microBatches === 1 ? "once" : "again"
+    const terms = data.waiting[`${run.precision} ${run.stage} ${shared} ${again}`], { kept } = stateOf(run)
+    const laid = laidOut(modelOf(shape), run), flats = inOrder([...laid.buckets, ...laid.units])
+    const owned = new Array(run.ranks).fill(0)
+    flats.forEach((flat) => addOwned(flat, owned))
+    const slices = sum(flats.map((flat) => flat.slice)), largest = most(flats.map((flat) => flat.slice))
+    const more = kept * (most(owned) - owned[0])
+    const down = terms.down * slices * (run.stage > 1 ? run.microBatches : 1), moved = { down, up: terms.up * slices }
+    const passing = terms.largest * largest
+    if (!run.inFile) return { host: terms.slice * slices + passing + kept * most(owned), disk: 0, written: 0, ...moved }
+    const sizes = flats.map((flat) => roundedUp(sum(tensorsOf(flat, terms.master, run)), data.page))
+    const disk = sum(sizes) + more
+    return { host: terms.beside * slices + passing + buffersOf(flats, sizes, run), disk, written: disk, ...moved }
+  }
+
+  // What the first rank has of a buffer in its file: the master, and the optimizer's tensors for each parameter.
+  function tensorsOf(flat, master, run) {
+    const count = data.tensors[run.optimizer], each = count ? stateOf(run).kept / count : 0
+    const pieces = flat.parameters.map(({ numel }, place) => Math.min(numel, flat.slice - flat.starts[place]))
+    const state = pieces.filter((numel) => numel > 0).map((numel) => count * roundedUp(each * numel, data.apart))
+    return [roundedUp(master * flat.slice, data.apart), ...state]
+  }
+
+  // Two, which parts take in turn.
+  function buffersOf(flats, sizes, run) {
+    const limit = Math.min(data.part, run.stage === 3 ? data.limits[3].subGroup : Infinity), parts = []
+    let room = 0
+    flats.forEach((flat, place) => {
+      if (parts.length === 0 || flat.slice > room) {
+        parts.push(0)
+        room = limit
+      }
+      parts[parts.length - 1] += sizes[place]
+      room -= flat.slice
+    })
+    const turns = [0, 1].map((turn) => parts.filter((_, place) => place % 2 === turn))
+    return sum(turns.filter((turn) => turn.length > 0).map((turn) => most(turn) + data.page))
+  }
+
   // Lesson 5, zero_min's Stage2Offload: gradients and optimizer wait on the host. Padded to the ranks only.
   function offloaded(numel, run) {
     const { each, flag } = data.offload, whole = roundedUp(numel, run.ranks), piece = whole / run.ranks
@@ -311,5 +352,5 @@ const zeroPlan = (() => {
     return `${size} B`
   }
 
-  return { ofShape, ofCount, offloaded, activationsOf, countOf, human }
+  return { ofShape, ofCount, waiting, offloaded, activationsOf, countOf, human }
 })()
