@@ -156,6 +156,7 @@ class OpenBlocks(Tier):
         self.directory, self.host = Path(choice.path).expanduser(), HostTier(choice.pin_memory)
         self.io = BlockIO(choice.threads, choice.block_bytes, direct=choice.direct)
         self.file = ScratchFile(self.directory, self.io)
+        self.place = str(self.directory.stat().st_dev)
         self.lane = Thread("zero_full-blocks")
         self.buffers = [torch.empty(0, dtype=torch.uint8)] * 2
         self.blocks: weakref.WeakKeyDictionary[Any, Block] = weakref.WeakKeyDictionary()
@@ -173,7 +174,7 @@ class OpenBlocks(Tier):
         self.lost = self.lost or GONE
 
     def refuse_too_little(self, need: int) -> None:
-        """OSError if the disk has not so much space for the ranks of this host."""
+        """OSError if the disk has not so much space."""
         free = free_bytes(self.directory)
         if need > free:
             raise OSError(
