@@ -37,7 +37,7 @@ from zero_full.shard import Connection, Dealer, Settings, ZeroOptimizer, connect
 from zero_full.shard.base import NoOptimizer
 from zero_full.shard.build import Drafts
 from zero_full.shard.gathered import guard
-from zero_full.shard.host_memory import HostMemory, host_memory
+from zero_full.shard.host_memory import host_memory
 from zero_full.shard.passes import Rules
 from zero_full.shard.served import refuse_other_backend, served
 from zero_full.wording import listed
@@ -192,15 +192,11 @@ def _opened(base: torch.optim.Optimizer, dealer: Dealer, drafts: Drafts, device:
         needs = everyones(Need(memory.total, tuple(limits_here(socket.gethostname()))), topology)
         if reason := refusal(needs):
             raise MemoryError(reason)
-    return attempt(partial(_open, tier, memory, device), topology)
-
-
-def _open(tier: Tier, memory: HostMemory, device: torch.device) -> Tier:
-    """With room for what this host's ranks will keep there."""
-    opened = tier.open([*memory.rooms, *memory.passing], device)
+    opened = attempt(partial(tier.open, [*memory.rooms, *memory.passing], device), topology)
     try:
-        need = sum(memory.rooms) + memory.state
-        opened.refuse_too_little(need * int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        if opened.moves:
+            need = _need_of_all(opened, sum(memory.rooms) + memory.state, topology)
+            attempt(partial(opened.refuse_too_little, need), topology)
     except BaseException:
         opened.close()
         raise
@@ -222,6 +218,13 @@ def _open_shelf(model: nn.Module, settings: Settings, ranks: int, device: torch.
         shelf.close()
         raise
     return shelf
+
+
+def _need_of_all(opened: Tier, size: int, topology: Topology) -> int:
+    """What all ranks need that use the same disk; a launcher may say nothing of how many they are."""
+    place = socket.gethostname(), opened.place
+    told = everyones((place, size), topology)
+    return sum(each for there, each in told.values() if there == place)
 
 
 def _refuse_split(model: nn.Module, base: torch.optim.Optimizer, topology: Topology) -> None:

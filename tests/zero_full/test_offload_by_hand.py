@@ -1,5 +1,7 @@
 """What people hold and change by hand counts the same where state moves as where it stays on the host."""
 
+import os
+import tempfile
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
@@ -176,3 +178,33 @@ def test_destroy_lets_go_of_the_state_though_the_engine_is_held(tmp_path: Path) 
         assert memory
         early.destroy()
         assert not any(each() is not None for each in memory)
+
+
+# Room on the disk ----------------------------------------------------------------------------------
+
+
+def refusal_of(comm: Any, folders: list[str], free: int) -> str:
+    """Where each disk has so much free, and no launcher says how many ranks are here."""
+    before = Path.cwd()
+    os.chdir(folders[comm.rank])  # the key must be the same on all ranks
+    try:
+        with mock.patch("zero_full.offload.blocks.free_bytes", lambda directory: free):
+            engine_of(1, "disk", "state").destroy()
+    except Exception as error:
+        return str(error)
+    finally:
+        os.chdir(before)
+    return ""
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="there is no second file system")
+def test_ranks_that_share_a_disk_need_room_for_all_of_them(tmp_path: Path) -> None:
+    """Of two ranks: 445 parameters, so 5.3 kB of masters and moments together."""
+    (tmp_path / "there").mkdir()
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as other:
+        here, there = str(tmp_path), str(tmp_path / "there")
+        cases = [([here, here], 4000), ([here, there], 4000), ([here, other], 4000), ([here, here], 8000)]
+        together, apart, two_disks, enough = run_each(refusal_of, 2, cases)
+    for told in (*together, *apart):
+        assert "has 4.00 kB free" in told and "needs 5." in told
+    assert two_disks == enough == ["", ""]

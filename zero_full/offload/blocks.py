@@ -185,6 +185,7 @@ class OpenBlocks(Tier):
         self.directory, self.host = Path(choice.path).expanduser(), HostTier(choice.pin_memory)
         self.io = BlockIO(choice.threads, choice.block_bytes, direct=choice.direct)
         self.file = ScratchFile(self.directory, self.io)
+        self.place = str(self.directory.stat().st_dev)
         self.lane = Thread("zero_full-blocks")
         self.buffers = [torch.empty(0, dtype=torch.uint8)] * 2
         self.blocks: weakref.WeakKeyDictionary[Any, Block] = weakref.WeakKeyDictionary()
@@ -210,7 +211,7 @@ class OpenBlocks(Tier):
         return {"read from disk": self.read_bytes, "written to disk": self.written_bytes}
 
     def refuse_too_little(self, need: int) -> None:
-        """OSError if the disk has not so much space for the ranks of this host."""
+        """OSError if the disk has not so much space."""
         refuse_more_than_free(self.directory, need, "the optimizer's state")
 
     def room(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -43,6 +43,7 @@ class Tier(ABC):
     early_bytes: int | None = None  # that this may cost; None: as much again as there is
     moves = False  # whether state lies elsewhere between steps than in them, and may get `lost` on the way
     copied_numel = 2**24  # elements of parameters that wait there, of which a step has copies at a time
+    place = ""  # which disk of this host it is on, while it is open
     failure = ""  # in words, why no further step can be taken
     lost = ""  # in words, what of the state is gone
 
@@ -69,7 +70,7 @@ class Tier(ABC):
         return Shelf()
 
     def refuse_too_little(self, need: int) -> None:  # noqa: B027
-        """OSError or MemoryError if there is no room for so many bytes of this host's ranks."""
+        """OSError if there is no room for so many bytes, of all ranks of this host in the same `place`."""
 
     @abstractmethod
     def room(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
