@@ -37,6 +37,7 @@ from zero_full.kernels.files import describe
 
 PEER_TARGET, DISK_TARGET = 0.75, 1.25
 TOPICS = {"cpu": ("peers", "disk", "overlap"), "cuda": ("peers", "disk", "overlap", "largest")}
+BUCKETS = {"peers": 5_000_000, "disk": 5_000_000, "overlap": 1_000_000}  # elements, unless somebody says
 Sections = tuple[list[str], list[Ratio]]  # what is printed, and the ratios
 
 
@@ -248,7 +249,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=3, help="timed steps a visit")
     parser.add_argument("--warmup", type=int, default=2, help="steps before them")
-    parser.add_argument("--bucket", type=int, default=1_000_000, help="reduce_bucket_size, in elements")
+    parser.add_argument("--bucket", type=int, help="reduce_bucket_size, in elements")
     parser.add_argument("--directory", default=".", help="on the disk to measure")
     parser.add_argument("--mib", type=int, default=256, help="read and written for the disk's bandwidth")
     parser.add_argument("--gib", type=float, default=8, help="largest: what a rank may have")
@@ -261,7 +262,8 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 def sections(topic: str, asked: argparse.Namespace) -> Sections:
     """One topic."""
     size = asked.disk_size if topic == "disk" else asked.size
-    plan = Plan(size, asked.dtype, (), asked.rounds, asked.warmup, asked.steps, asked.bucket, overlap=False)
+    bucket = asked.bucket or BUCKETS.get(topic, 0)
+    plan = Plan(size, asked.dtype, (), asked.rounds, asked.warmup, asked.steps, bucket, overlap=False)
     plan = replace(plan, device=asked.device)
     if topic == "peers":
         return peers_topic(plan, asked.limit)
@@ -290,7 +292,7 @@ def main(given: Sequence[str] | None = None) -> None:
     about |= {
         "rounds": asked.rounds,
         "steps": asked.steps,
-        "bucket": asked.bucket,
+        "bucket": asked.bucket or BUCKETS,
         "torch": torch.__version__,
     }
     print("\n" + interleave.json_line(every, **about))
