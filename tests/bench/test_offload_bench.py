@@ -9,8 +9,8 @@ import torch
 from tests.bench import offload, offload_gpu, offload_rows
 from tests.bench.offload import Limits, in_ranks
 from tests.bench.offload_disk import DiskFound, anonymous, peak_memory
-from tests.bench.offload_rows import DISK, HOST, INSIDE, KEPT, RELEASED, away, here, linked, theirs
-from tests.bench.step_time import Found, Plan, together
+from tests.bench.offload_rows import DISK, HOST, INSIDE, KEPT, RELEASED, STAGES, away, here, linked, theirs
+from tests.bench.step_time import TOLERANCE, Found, Plan, loss_differences
 
 SMALL = Plan("50k", "fp32", (), rounds=1, warmup=2, steps=1, bucket=20_000, overlap=False)
 MS = 1e-3
@@ -20,18 +20,18 @@ def timed(step: float, backward: float = 0.0) -> Found:
     return Found(parameters=10, step=[[step] * 3], backward=[[backward] * 3])
 
 
-def test_every_row_trains_as_without_offload() -> None:
-    rows = offload_rows.of_peers()
-    plan = Plan(**{**vars(SMALL), "rows": tuple(rows)})
-    ranks = in_ranks(offload.peers_main, 2, plan, limit=120)
-    found = {name: together([rank[name] for rank in ranks]) for name in rows}
-    assert {name for name, row in found.items() if row.missing} <= {theirs(stage)[0] for stage in (1, 2, 3)}
-    assert all(row.missing or min(row.step[0]) > 0 for row in found.values())
-    differences = offload.step_time.loss_differences(found, rows)
-    assert max(differences.values()) <= offload.step_time.TOLERANCE
-    assert all(differences[away(stage)] == 0 for stage in (1, 2, 3)) and {KEPT, RELEASED} <= {*differences}
-    names = [ratio.name for ratio in offload.peer_ratios(found)]
-    assert names[0] == f"{away(1)} / {here(1)}" and f"{away(3)} / {RELEASED}" in names
+def test_every_row_trains_as_without_offload(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--size", "50k", "--rounds", "1", "--steps", "1", "--bucket", "20000", "--limit", "120"]
+    offload.main(["--topics", "peers", *sizes])
+    said = capsys.readouterr().out
+    lines = [[cell.strip() for cell in line.split("|")] for line in said.splitlines() if line[:1] == "|"]
+    table = {cells[1]: cells[2:-1] for cells in lines}
+    missing = {name for name, cells in table.items() if cells[0] == "not installed"}
+    assert missing <= {theirs(stage)[0] for stage in STAGES} and "DIFFERS" not in said
+    assert all(table[away(stage)][-1] == "0e+00" for stage in STAGES), "not the same losses"
+    assert all(float(table[name][-1]) <= TOLERANCE for name in (KEPT, RELEASED))
+    ratios = json.loads(said.splitlines()[-1])["ratios"]
+    assert {f"{away(1)} / {here(1)}", f"{away(1)} / {KEPT}", f"{away(3)} / {RELEASED}"} <= {*ratios}
 
 
 def test_the_aim_is_about_the_better_peer() -> None:
@@ -75,7 +75,7 @@ def test_copies_of_a_step_are_noted_at_their_bandwidth() -> None:
         for early in (False, True):
             (seconds,) = copying[linked(bandwidth, early)]
             assert seconds >= nbytes / bandwidth / 1e9  # each way so many, and both ways may go at once
-    differences = offload.step_time.loss_differences(found, rows)
+    differences = loss_differences(found, rows)
     assert {*differences} == {*rows} and not any(differences.values())
 
 
@@ -111,12 +111,3 @@ def test_the_part_of_an_accelerator_is_rehearsed_but_for_the_accelerator() -> No
     ((found, traces),) = in_ranks(offload_gpu.trace_main, 1, plan, limit=60)
     assert {*found} == {*traces} and all(row.step for row in found.values())
     assert torch.cuda.is_available() or offload_gpu.of_trace(traces[offload_gpu.PLAIN], 1)[0] == "0.0"
-
-
-def test_a_small_run_ends_with_its_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--disk-size", "50k", "--rounds", "1", "--steps", "1", "--mib", "1", "--bucket", "20000"]
-    offload.main(["--topics", "disk", "--directory", str(tmp_path), *sizes])
-    said = capsys.readouterr().out
-    told = json.loads(said.splitlines()[-1])
-    assert len(told["ratios"]) == 4 and told["device"] == "cpu"
-    assert "## disk, 50k parameters, fp32" in said and "bytes a parameter" in said
