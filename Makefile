@@ -82,7 +82,7 @@ $(MATRIX)/ready: pyproject.toml constraints.txt
 test-matrix: $(MATRIX)/ready  ## the tests on the oldest torch that is supported, and Python 3.12 (6 GB in build/matrix)
 	ZERO_FULL_NO_BROWSER=1 $(MATRIX)/bin/python -m pytest -q -m "$(WHICH)" tests
 
-bench: .venv/ready  ## kernels, step times, collectives, checkpoints, optimizers beside peers that are installed (40 minutes, quiet machine)
+bench: .venv/ready  ## kernels, step times, collectives, checkpoints, offload, optimizers beside peers that are installed (40 minutes, quiet machine)
 	@mkdir -p build/bench
 	$(BIN)/python -m tests.bench.kernels | tee build/bench/kernels.md
 	$(BIN)/python -m tests.bench.files | tee build/bench/files.md
@@ -94,11 +94,15 @@ bench: .venv/ready  ## kernels, step times, collectives, checkpoints, optimizers
 	$(BIN)/python -m tests.bench.optimizers | tee build/bench/optimizers.md
 	$(BIN)/python -m tests.bench.scales | tee build/bench/scales.md
 	$(BIN)/python -W ignore -m tests.bench.step_time --no-overlap | tee build/bench/step_time.md
+	$(BIN)/python -W ignore -m tests.bench.offload --topics peers | tee build/bench/offload_peers.md
+	$(BIN)/python -W ignore -m tests.bench.offload --topics disk | tee build/bench/offload_disk.md
+	$(BIN)/python -W ignore -m tests.bench.offload --topics overlap | tee build/bench/offload_overlap.md
 
 bench-gpu: export ZERO_FULL_KERNELS = all
-bench-gpu: .venv/ready  ## the GPU's kernels beside its copy bandwidth
+bench-gpu: .venv/ready  ## the GPU's kernels beside its copy bandwidth; what state on the host costs there
 	@mkdir -p build/bench
 	$(BIN)/python -m tests.bench.kernels_gpu | tee build/bench/kernels_gpu.md
+	$(BIN)/python -W ignore -m tests.bench.offload --device cuda | tee build/bench/offload_gpu.md
 
 site: .venv/ready  ## the documentation site, in build/site (open index.html)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -f site/mkdocs.yml

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -171,33 +171,47 @@ def zero_redundancy(setup: Setup) -> Trainee:
     return Trainee(model, plain_backward(model), step.update, (model, step), unseen)
 
 
-def fsdp2(setup: Setup) -> Trainee:
-    """torch FSDP2, blocks and root resharded after forward; bf16 means fp32 shards, bf16 compute."""
+def fsdp2(setup: Setup, reshard: bool = True, on_host: bool = False) -> Trainee:
+    """torch FSDP2, blocks and root resharded after forward; bf16 means fp32 shards, bf16 compute.
+
+    `reshard`: False keeps parameters until backward is over. `on_host`: shards wait and are stepped there.
+    """
     model = setup.wide()
     mesh = dist.device_mesh.init_device_mesh(setup.device.type, (setup.world,))
     mixed = MixedPrecisionPolicy(param_dtype=None if setup.dtype == torch.float32 else setup.dtype)
+    place = CPUOffloadPolicy(setup.device.type == "cuda") if on_host else OffloadPolicy()
     for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=mixed)
-    fully_shard(model, mesh=mesh, mp_policy=mixed)
+        after = None if reshard else False
+        fully_shard(block, mesh=mesh, mp_policy=mixed, offload_policy=place, reshard_after_forward=after)
+    fully_shard(model, mesh=mesh, mp_policy=mixed, offload_policy=place)
     step = Plain(model)
     return Trainee(model, plain_backward(model), step.update, (model, step))
 
 
-def deepspeed(stage: int) -> Callable[[Setup], Trainee]:
-    """DeepSpeed; it finds the process group that is already there and uses it as its own."""
+def deepspeed(stage: int, on_host: bool = False) -> Callable[[Setup], Trainee]:
+    """DeepSpeed; it finds the process group that is already there and uses it as its own.
+
+    `on_host`: the optimizer's state waits there, and is stepped by DeepSpeed's own Adam for that.
+    """
 
     def build(setup: Setup) -> Trainee:
         if importlib.util.find_spec("deepspeed") is None:
             raise NotInstalled("not installed")
         rank = str(dist.get_rank())
-        os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(setup.world), DS_ACCELERATOR="cpu")
+        os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(setup.world))
+        os.environ["DS_ACCELERATOR"] = setup.device.type
         os.environ.setdefault("LOCAL_SIZE", str(setup.world))
         with contextlib.redirect_stdout(sys.stderr):
             ds = importlib.import_module("deepspeed")
             ds.utils.logger.setLevel(logging.ERROR)
             model = setup.model()
-            optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
             config = json_config(setup, stage)
+            if on_host:
+                config["zero_optimization"]["offload_optimizer"] = host_section(setup)
+                adam = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam
+                optimizer = adam(model.parameters(), adamw_mode=True, **ADAMW)
+            else:
+                optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
             config["zero_optimization"]["allgather_bucket_size"] = setup.bucket
             engine = ds.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)[
                 0
@@ -208,8 +222,10 @@ def deepspeed(stage: int) -> Callable[[Setup], Trainee]:
     return build
 
 
-def zero_full(stage: int, alone: bool = False) -> Callable[[Setup], Trainee]:
-    """Ours. `alone`: every rank is a world of its own."""
+def zero_full(
+    stage: int, alone: bool = False, offload: dict[str, Any] | None = None
+) -> Callable[[Setup], Trainee]:
+    """Ours. `alone`: every rank is a world of its own. `offload`: the section offload_optimizer."""
 
     def build(setup: Setup) -> Trainee:
         import zero_full as ours
@@ -221,6 +237,8 @@ def zero_full(stage: int, alone: bool = False) -> Callable[[Setup], Trainee]:
         params = {**ADAMW, "betas": list(ADAMW["betas"])}
         config["optimizer"] = {"type": "AdamW", "params": params}
         config["zero_optimization"]["overlap_comm"] = setup.overlap
+        if offload is not None:
+            config["zero_optimization"]["offload_optimizer"] = {**host_section(setup), **offload}
         if stage == 3:  # as FSDP2 here: everything is sharded, and gathered again for backward
             config["zero_optimization"] |= {
                 "stage3_param_persistence_threshold": 0,
@@ -248,6 +266,11 @@ def engine_backward(engine: Any) -> Callable[[Tensor, Tensor], Tensor]:
         return loss.detach()
 
     return backward
+
+
+def host_section(setup: Setup) -> dict[str, Any]:
+    """State on the host, in memory that this device copies fast."""
+    return {"device": "cpu", "pin_memory": setup.device.type == "cuda"}
 
 
 def json_config(setup: Setup, stage: int) -> dict[str, Any]:

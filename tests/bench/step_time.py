@@ -21,6 +21,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ import torch.distributed as dist
 
 from tests.bench import interleave, peers
 from tests.bench.interleave import Ratio, Series
-from tests.bench.peers import ROWS, NotInstalled, Setup, Trainee
+from tests.bench.peers import ROWS, NotInstalled, Row, Setup, Trainee
 from tests.worlds import Pool
 from zero_min.gpt import GPTConfig, batch, load_text
 
@@ -93,8 +94,8 @@ class Found:
 class Rank:
     """One rank of a run: its rows, its data and its clock."""
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
+    def __init__(self, plan: Plan, rows: Mapping[str, Row] = ROWS) -> None:
+        self.plan, self.rows = plan, rows
         rank, world = dist.get_rank(), dist.get_world_size()
         device = torch.device(plan.device, rank if plan.device == "cuda" else None)
         if plan.device == "cuda":
@@ -147,7 +148,7 @@ class Rank:
     def build(self, name: str) -> Trainee | None:
         """Make the row, or note why it cannot be made."""
         try:
-            self.alive[name] = ROWS[name].build(self.setup)
+            self.alive[name] = self.rows[name].build(self.setup)
         except NotInstalled as reason:
             self.found[name].missing = str(reason)
             return None
@@ -285,11 +286,11 @@ def ratios(plan: Plan, found: dict[str, Found]) -> list[Ratio]:
     return result
 
 
-def loss_differences(found: dict[str, Found]) -> dict[str, float]:
+def loss_differences(found: dict[str, Found], rows: Mapping[str, Row] = ROWS) -> dict[str, float]:
     """How far each row's losses are from those it must reproduce, at most."""
     result = {}
     for name, row in found.items():
-        other = found.get(ROWS[name].compared_with)
+        other = found.get(rows[name].compared_with)
         if row.losses and other is not None and other.losses:
             pairs = zip(row.losses, other.losses, strict=True)
             result[name] = max(abs(mine - theirs) for mine, theirs in pairs)

@@ -209,6 +209,22 @@ ALL = (
         ("--tools", "synccheck", "initcheck"),
     ),
     Part(
+        "offload",
+        "State on the host and on a disk",
+        "At most 0.75 of the better peer's step, and on a disk 1.25 of the longer of computing and moving; "
+        "copies are hidden beside other work, and early steps make a step shorter.",
+        5,
+        "tests.bench.offload",
+        (
+            *("--topics", "peers", "overlap", "disk"),
+            *("--size", "125M", "--dtype", "bf16", "--rounds", "3", "--bucket", "10000000"),
+        ),
+        (
+            *("--topics", "overlap", "disk", "--size", "50k", "--disk-size", "50k", "--dtype", "fp32"),
+            *("--rounds", "1", "--steps", "1", "--warmup", "1", "--mib", "1"),
+        ),
+    ),
+    Part(
         "largest",
         "The largest model that trains",
         "What is cut is not there: stage 3 trains a larger model than stage 0, and with state on the host a "
