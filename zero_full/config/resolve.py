@@ -14,7 +14,7 @@ from pydantic_core import ErrorDetails
 from . import report
 from .read import read, refuse_nests, repeated
 from .report import Origin
-from .schema import Config, ConfigError, ZeroConfig
+from .schema import Config, ConfigError, OffloadOptimizerConfig, ZeroConfig
 
 TRAIN, MICRO, STEPS = BATCH = (
     "train_batch_size",
@@ -200,6 +200,8 @@ def _clashes(config: Config, world_size: int, spelled: Mapping[str, str]) -> Ite
             "zero_optimization.offload_optimizer.super_offload: steps beside backward need state in memory "
             'twice; use the device "cpu", or leave it out'
         )
+    if offload is not None and offload.delay_update_after is not None:
+        yield from _delays(offload)
     if offload is not None and offload.device == "nvme" and offload.ratio != 1:
         yield (
             "zero_optimization.offload_optimizer.ratio: in a file waits all of the optimizer's state; use 1, "
@@ -216,6 +218,21 @@ def _clashes(config: Config, world_size: int, spelled: Mapping[str, str]) -> Ite
                 yield report.unfilled(f"{section}.params.{name}", "a number")
     if config.optimizer and "max_grad_norm" in config.optimizer.params:
         yield "optimizer.params.max_grad_norm: the engine clips; give the number as gradient_clipping instead"
+
+
+def _delays(offload: OffloadOptimizerConfig) -> Iterator[str]:
+    key = "zero_optimization.offload_optimizer.delay_update_after"
+    if offload.device == "none":
+        yield f'{key}: without offloading there is nothing to delay; use the device "cpu", or leave it out'
+    if offload.device == "nvme":
+        yield f'{key}: state in a file is in memory for a step only; use the device "cpu", or leave it out'
+    if offload.super_offload:
+        yield f"{key}: super_offload steps beside backward, this one after it; leave one of them out"
+    if offload.ratio != 1:
+        yield (
+            f"{key}: the part of the state that a ratio leaves on the device would be updated at another "
+            "time than the rest; use ratio 1"
+        )
 
 
 def _switches(config: Config) -> Iterator[str]:

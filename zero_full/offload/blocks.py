@@ -66,6 +66,8 @@ class BlockTier(HostTier):
             raise ValueError("BlockTier needs the path of a directory on a fast disk (nvme_path)")
         if self.step_early:
             raise ValueError("BlockTier cannot step early: what waits on a disk is not in memory twice")
+        if self.delay_after is not None:
+            raise ValueError("BlockTier cannot delay updates: state on a disk is in memory for a step only")
         if self.part_numel < 1:
             raise ValueError(f"part_numel must be at least 1, not {self.part_numel}")
 

@@ -39,6 +39,7 @@ class Owned:
         self.sending: Pending | None = None  # the parameters' slice, on its way to the device
         self.mark: Tensor | None = None  # of what was sent; None: nobody knows what the device has
         self.copies: Tensor | None = None  # of the parameters' slice, where it is stepped; only meanwhile
+        self.is_updating = False  # a delayed update writes to the master: see `delayed.py`
         values = flat.take_unrounded()
         self._let_master_be(flat.shard if bucket.asleep else self._master_of(values))
 
@@ -196,7 +197,7 @@ class Owned:
 
     def master_was_written(self) -> bool:
         """Whether somebody has written to the master since writes were noted, as far as torch counts it."""
-        return version_of(self.master) != self.version
+        return not self.is_updating and version_of(self.master) != self.version
 
     @torch.no_grad()
     def follow_master(self, parameters_count: bool = False) -> bool:
@@ -225,7 +226,7 @@ class Owned:
         """
         if self.follow_master(parameters_count=released):
             return
-        if not self.is_separate or (self.flat.released_at_rest and not released):
+        if not self.is_separate or self.is_updating or (self.flat.released_at_rest and not released):
             return
         if self.flow is not None:
             return self.take_written()
