@@ -65,6 +65,14 @@ def of_engine(engine: Any) -> list[Tensor]:
     return [tensor for tensor in found if tensor is not None]
 
 
+def _sum(lists: list[list[Tensor]]) -> list[Tensor]:
+    """Tensor by tensor, in this order."""
+    total = [tensor.clone() for tensor in lists[0]]
+    for more in lists[1:]:
+        total = [a + b for a, b in zip(total, more, strict=True)]
+    return total
+
+
 # The rule ----------------------------------------------------------------------------------------
 
 
@@ -72,6 +80,7 @@ def of_engine(engine: Any) -> list[Tensor]:
 class Referee:
     """The rule in plain PyTorch, in one process, with everybody's data."""
 
+    stage: int
     ranks: int
     micros: int
     clip: float
@@ -87,15 +96,20 @@ class Referee:
         self.is_behind, self.taken = False, 0
 
     def gradients(self, step: int, skips: bool) -> list[Tensor]:
-        """The average of everybody's, in fp32."""
-        total = [torch.zeros_like(m) for m in self.masters]
-        for micro in range(self.micros):
-            for rank in range(self.ranks):
-                inf = float("inf") if skips and step in SKIPPED and micro == 0 and rank == 0 else 1.0
-                loss = self.model(data(step, micro, rank, self.dtype)) * inf / self.micros
-                for sum_, gradient in zip(total, torch.autograd.grad(loss, self.params), strict=True):
-                    sum_.add_(gradient.float())
-        return [sum_ / self.ranks for sum_ in total]
+        """The average of everybody's, in fp32; added up as it is at this stage."""
+        pairs = [(micro, rank) for micro in range(self.micros) for rank in range(self.ranks)]
+        found = {(micro, rank): self._gradients(step, micro, rank, skips) for micro, rank in pairs}
+        micros, ranks = range(self.micros), range(self.ranks)
+        if self.stage == 1:
+            own = [_sum([found[micro, rank] for micro in micros]) for rank in ranks]
+            return [total / self.ranks for total in _sum(own)]
+        averages = [[t / self.ranks for t in _sum([found[micro, rank] for rank in ranks])] for micro in micros]
+        return _sum(averages)
+
+    def _gradients(self, step: int, micro: int, rank: int, skips: bool) -> list[Tensor]:
+        inf = float("inf") if skips and step in SKIPPED and micro == 0 and rank == 0 else 1.0
+        loss = self.model(data(step, micro, rank, self.dtype)) * inf / self.micros
+        return [gradient.float() for gradient in torch.autograd.grad(loss, self.params)]
 
     def step(self, step: int, after: int, skips: bool) -> None:
         """Gradients of the parameters as they are; then the last update counts; then the next is made."""
@@ -148,7 +162,7 @@ def test_the_rule(world: int, stage: int, name: str, copies: bool) -> None:
     micros, clip = keys.get("gradient_accumulation_steps", 1), keys.get("gradient_clipping", 0.0)
     dtype = torch.bfloat16 if "bf16" in keys else torch.float32
     for after in (0, AFTER):
-        referee = Referee(world, micros, clip, dtype)
+        referee = Referee(stage, world, micros, clip, dtype)
         for step in range(STEPS):
             referee.step(step, after, name != "fp32")
         assert referee.is_behind
