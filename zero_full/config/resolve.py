@@ -190,23 +190,8 @@ def _clashes(config: Config, world_size: int, spelled: Mapping[str, str]) -> Ite
             "share the parameters; give the number of ranks on a node, or 1 for no second partition"
         )
     offload = config.zero_optimization.offload_optimizer
-    if offload is not None and offload.device == "nvme" and not offload.nvme_path:
-        yield (
-            "zero_optimization.offload_optimizer.nvme_path: give the directory of a fast disk in which state "
-            'is to wait, or use the device "cpu"'
-        )
-    if offload is not None and offload.super_offload and offload.device == "nvme":
-        yield (
-            "zero_optimization.offload_optimizer.super_offload: steps beside backward need state in memory "
-            'twice; use the device "cpu", or leave it out'
-        )
-    if offload is not None and offload.delay_update_after is not None:
-        yield from _delays(offload)
-    if offload is not None and offload.device == "nvme" and offload.ratio != 1:
-        yield (
-            "zero_optimization.offload_optimizer.ratio: in a file waits all of the optimizer's state; use 1, "
-            'or the device "cpu"'
-        )
+    if offload is not None:
+        yield from _in_offload(offload)
     if offload is not None and offload.device != "none" and stage == 0:
         yield (
             f"{report.as_written(DEVICE, spelled)}: stage 0 keeps the optimizer's state beside the "
@@ -218,6 +203,26 @@ def _clashes(config: Config, world_size: int, spelled: Mapping[str, str]) -> Ite
                 yield report.unfilled(f"{section}.params.{name}", "a number")
     if config.optimizer and "max_grad_norm" in config.optimizer.params:
         yield "optimizer.params.max_grad_norm: the engine clips; give the number as gradient_clipping instead"
+
+
+def _in_offload(offload: OffloadOptimizerConfig) -> Iterator[str]:
+    if offload.device == "nvme" and not offload.nvme_path:
+        yield (
+            "zero_optimization.offload_optimizer.nvme_path: give the directory of a fast disk in which state "
+            'is to wait, or use the device "cpu"'
+        )
+    if offload.super_offload and offload.device == "nvme":
+        yield (
+            "zero_optimization.offload_optimizer.super_offload: steps beside backward need state in memory "
+            'twice; use the device "cpu", or leave it out'
+        )
+    if offload.device == "nvme" and offload.ratio != 1:
+        yield (
+            "zero_optimization.offload_optimizer.ratio: in a file waits all of the optimizer's state; use 1, "
+            'or the device "cpu"'
+        )
+    if offload.delay_update_after is not None:
+        yield from _delays(offload)
 
 
 def _delays(offload: OffloadOptimizerConfig) -> Iterator[str]:

@@ -135,6 +135,7 @@ class Rehearsal:
     def _optimizer(self) -> ZeroOptimizer:
         base, topology = self._base(), self.cluster.topology(self.config)
         settings = served(base, settings_of(self.config), topology)
+        self.delays = settings.tier.delay_after is not None
         if settings.tier.apart:
             assert isinstance(settings.tier, HostTier)
             pins = settings.tier.kind == HostTier.kind and settings.tier.pin_memory
@@ -249,11 +250,17 @@ class Rehearsal:
             "master": master,
             "moments": owned - master + surplus_here,
             "communication": self._windows(),
-            "host": host + surplus_there,
+            "host": host + surplus_there + (self._aside() if self.delays else 0),
             "pinned": self.pinned,
             **self.copied,
             "saved": self._saved(),
         }
+
+    def _aside(self) -> int:
+        """Gradients that a delayed update keeps: see [Note: delayed updates]."""
+        away = [owned for owned in self.optimizer.owned if owned.tier.apart and not owned.bucket.asleep]
+        types = (owned.dtype if owned.flow is None else owned.bucket.accumulate for owned in away)
+        return sum(o.flat.shard.numel() * dtype.itemsize for o, dtype in zip(away, types, strict=True))
 
     def _saved(self) -> int:
         taken = Taken(self.shadow, self.optimizer, exclude_frozen=False)
