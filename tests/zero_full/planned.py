@@ -104,6 +104,7 @@ OPTIONS: dict[str, Keys] = {  # for two ranks
         **zero(offload_optimizer={"device": "cpu", "ratio": 0.4}, sub_group_size=50),
         **optimizer("Muon"),
     },
+    "state on the host, updated late": zero(offload_optimizer={"device": "cpu", "delay_update_after": 0}),
     "state on the host": zero(offload_optimizer={"device": "cpu"}),
     "state on the host, LAMB": {**zero(offload_optimizer={"device": "cpu"}), **optimizer("Lamb"), **AGAIN},
     "amsgrad": optimizer("Adam", amsgrad=True),
