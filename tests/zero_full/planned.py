@@ -147,7 +147,12 @@ ONLY_AT_STAGE_3 = {
 }
 NOT_AT_STAGE_0 = {  # where nothing is cut, and state on the host is refused
     *("MiCS", "MiCS, fp32", "no shards", "MiCS, Muon"),
-    *("state on the host", "state on the host, LAMB", "Muon, state on the host"),
+    *(
+        "state on the host",
+        "state on the host, updated late",
+        "state on the host, LAMB",
+        "Muon, state on the host",
+    ),
     *("half on the host", "half on the host, Muon"),
 }
 
