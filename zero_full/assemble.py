@@ -178,7 +178,8 @@ def assemble(model: nn.Module, topology: Topology, prepared: Prepared) -> ZeroOp
         deferred.share(parts.fill)
     place_the_rest(model, parts, topology, groups, settings)
     optimizer = ZeroOptimizer(base, model, parts, groups, settings, prepared.scaler)
-    optimizer.guards = guard(model) if parts.sites or optimizer.steppers.own is not None else []
+    is_behind = optimizer.steppers.own is not None or settings.tier.delay_after is not None
+    optimizer.guards = guard(model) if parts.sites or is_behind else []
     for path in deferred.weights:
         load_weights(model, optimizer, path)
     return optimizer

@@ -108,6 +108,7 @@ OPTIONS: dict[str, Keys] = {  # for two ranks
         **zero(offload_optimizer={"device": "cpu", "ratio": 0.4}, sub_group_size=50),
         **optimizer("Muon"),
     },
+    "state on the host, updated late": zero(offload_optimizer={"device": "cpu", "delay_update_after": 0}),
     "state on the host": zero(offload_optimizer={"device": "cpu"}),
     "state on the host, LAMB": {**zero(offload_optimizer={"device": "cpu"}), **optimizer("Lamb"), **AGAIN},
     "amsgrad": optimizer("Adam", amsgrad=True),
@@ -152,7 +153,12 @@ ONLY_AT_STAGE_3 = {
 }
 NOT_AT_STAGE_0 = {  # where nothing is cut, and state on the host is refused
     *("MiCS", "MiCS, fp32", "no shards", "MiCS, Muon"),
-    *("state on the host", "state on the host, LAMB", "Muon, state on the host"),
+    *(
+        "state on the host",
+        "state on the host, updated late",
+        "state on the host, LAMB",
+        "Muon, state on the host",
+    ),
     *("half on the host", "half on the host, Muon"),
     *("state on a disk", "state on a disk, small steps"),
 }

@@ -81,6 +81,7 @@ def load_checkpoint(
     CheckpointError if anything is wrong, on every rank; nothing is changed then.
     """
     background_of(optimizer).wait()
+    optimizer.finish_update()
     attempt, load = Attempt(optimizer, "load_checkpoint"), list[CheckpointLoad]()
 
     def open_and_check() -> None:

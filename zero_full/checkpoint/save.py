@@ -105,6 +105,7 @@ def prepare(
     """
     (directory, tag), (client_state, extras) = place, told
     taken: list[Taken] = []
+    optimizer.finish_update()
 
     def take() -> None:
         _check(tag, options)

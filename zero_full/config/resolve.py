@@ -14,7 +14,7 @@ from pydantic_core import ErrorDetails
 from . import report
 from .read import read, refuse_nests, repeated
 from .report import Origin
-from .schema import Config, ConfigError, ZeroConfig
+from .schema import Config, ConfigError, OffloadOptimizerConfig, OffloadParamConfig, ZeroConfig
 
 TRAIN, MICRO, STEPS = BATCH = (
     "train_batch_size",
@@ -230,6 +230,25 @@ def _offload_clashes(zero: ZeroConfig, spelled: Mapping[str, str]) -> Iterator[s
         yield (
             f"zero_optimization.offload_param.device: stage {zero.stage} keeps whole parameters on the "
             'device; use stage 3, or the device "none"'
+        )
+    if state is not None and state.delay_update_after is not None:
+        yield from _delays(state, parameters)
+
+
+def _delays(offload: OffloadOptimizerConfig, parameters: OffloadParamConfig | None) -> Iterator[str]:
+    key = "zero_optimization.offload_optimizer.delay_update_after"
+    if offload.device == "none":
+        yield f'{key}: without offloading there is nothing to delay; use the device "cpu", or leave it out'
+    if offload.device == "nvme":
+        yield f'{key}: state in a file is in memory for a step only; use the device "cpu", or leave it out'
+    if offload.super_offload:
+        yield f"{key}: super_offload steps beside backward, this one after it; leave one of them out"
+    if parameters is not None and parameters.device != "none":
+        yield f"{key}: offload_param brings parameters up to date within a step; leave one of them out"
+    if offload.ratio != 1:
+        yield (
+            f"{key}: the part of the state that a ratio leaves on the device would be updated at another "
+            "time than the rest; use ratio 1"
         )
 
 

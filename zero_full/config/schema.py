@@ -177,6 +177,7 @@ class OffloadOptimizerConfig(Strict):
     fast_init: Annotated[Flag, idle("state is made when it is stepped for the first time")] = False
     ratio: Share = 1.0
     super_offload: Flag = False
+    delay_update_after: Size | None = None
     cpuadam_cores_perc: Annotated[Amount, ONE_NUMBER] = 0.8
 
 

@@ -265,7 +265,7 @@ class FileSlice(Slice):
 
 
 @dataclass(frozen=True)
-class Files:
+class ShelfFiles:
     """Where a file is made, and how it is read and written."""
 
     directory: Path
@@ -280,7 +280,7 @@ class BlockShelf(Shelf):
     apart, can_lose = True, True
 
     def __init__(
-        self, files: Files, buffer_numel: int, memory_numel: int, in_memory: Shelf, pinned: bool
+        self, files: ShelfFiles, buffer_numel: int, memory_numel: int, in_memory: Shelf, pinned: bool
     ) -> None:
         """`in_memory`: what takes the first slices, with so many elements together."""
         self.directory, self.left, self.in_memory = files.directory, memory_numel, in_memory

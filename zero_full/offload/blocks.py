@@ -35,7 +35,7 @@ from torch import Tensor
 from zero_full._compat import version_of
 from zero_full.comm.lane import Pending, Thread
 from zero_full.kernels.files import BlockIO, aligned_empty
-from zero_full.offload.block_shelf import BlockShelf, Files
+from zero_full.offload.block_shelf import BlockShelf, ShelfFiles
 from zero_full.offload.flow import Flow
 from zero_full.offload.scratch import (
     DAMAGED,
@@ -78,6 +78,8 @@ class BlockTier(HostTier):
             raise ValueError("BlockTier needs the path of a directory on a fast disk (nvme_path)")
         if self.step_early:
             raise ValueError("BlockTier cannot step early: what waits on a disk is not in memory twice")
+        if self.delay_after is not None:
+            raise ValueError("BlockTier cannot delay updates: state on a disk is in memory for a step only")
         if self.part_numel < 1:
             raise ValueError(f"part_numel must be at least 1, not {self.part_numel}")
 
@@ -92,7 +94,7 @@ class BlockTier(HostTier):
 
     def shelf(self, device: torch.device) -> Shelf:
         """With a file and threads of its own."""
-        files = Files(Path(self.path), self.threads, self.block_bytes, self.direct)
+        files = ShelfFiles(Path(self.path), self.threads, self.block_bytes, self.direct)
         kept_in = HostTier(self.pin_memory).shelf(device)
         pinned = self.pin_memory and device.type != "cpu"
         return BlockShelf(files, self.buffer_numel, self.memory_numel, kept_in, pinned)

@@ -41,6 +41,9 @@ class Tier(ABC):
     part_numel: int | None = None  # elements that are stepped at a time; None: as many as there are
     step_early = False  # whether slices are stepped beside backward, on a guess; see `shard/early.py`
     early_bytes: int | None = None  # that this may cost; None: as much again as there is
+    delay_after: int | None = (
+        None  # so many updates end with their step: see `shard/delayed.py`; None: all do
+    )
     moves = False  # whether state lies elsewhere between steps than in them, and may get `lost` on the way
     copied_numel = 2**24  # elements of parameters that wait there, of which a step has copies at a time
     place = ""  # which disk of this host it is on, while it is open
@@ -114,6 +117,7 @@ class HostTier(Tier):
     ratio: float = 1.0
     step_early: bool = False
     early_bytes: int | None = None
+    delay_after: int | None = None
     apart = True
     kind = "host"
 
@@ -121,6 +125,15 @@ class HostTier(Tier):
         """Raise ValueError for what cannot be meant."""
         if not 0 <= self.ratio <= 1:
             raise ValueError(f"ratio must be from 0 to 1, not {self.ratio!r}")
+        if self.delay_after is None:
+            return
+        if self.delay_after < 0:
+            raise ValueError(f"delay_after must be a number of updates, or None, not {self.delay_after!r}")
+        if self.step_early or self.ratio != 1:
+            reason = (
+                "step_early takes the same time" if self.step_early else "ratio leaves state on the device"
+            )
+            raise ValueError(f"delay_after delays whole updates, and {reason}: use one of the two")
 
     def locks(self, device: torch.device) -> bool:
         """Whether memory is page-locked for parameters on this device."""
@@ -129,7 +142,8 @@ class HostTier(Tier):
     def open(self, rooms: Sequence[int], device: torch.device) -> Tier:
         """With an arena, page-locked if that was asked for and makes a difference."""
         arena = Arena(rooms, torch.cuda.cudart() if self.locks(device) else None)
-        return OpenHost(self.pin_memory, self.ratio, self.step_early, self.early_bytes, arena=arena)
+        chosen = (self.pin_memory, self.ratio, self.step_early, self.early_bytes, self.delay_after)
+        return OpenHost(*chosen, arena=arena)
 
     def room(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Host memory."""

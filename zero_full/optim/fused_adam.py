@@ -8,6 +8,7 @@ difference (a subclass, another step, a variant that the operator does not know)
 import hashlib
 import warnings
 from collections.abc import Collection, Mapping, Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -68,6 +69,7 @@ class FusedAdam(Stepper):
 
     def __init__(self, base: Optimizer, own_step: Any, dtypes: Dtypes) -> None:
         self.base, self.own_step, self.dtypes = base, own_step, dtypes
+        self.groups: Sequence[Mapping[str, Any]] | None = None  # None: those of `base`, as they are
         self.compiled_for = compiled_for
         self.chances = None if dtypes.rounding_seed is None else Chances(dtypes.rounding_seed)
         self._refuse_what_rounds_to_the_nearest([])
@@ -107,7 +109,14 @@ class FusedAdam(Stepper):
             master = some[0].master
             dtype, by = self.dtypes.moments_of(master.dtype), operators(master.device)
             chances = self.chances if master.dtype == torch.bfloat16 else None
-            sweep(by, some, dtype, self.base.param_groups[some[0].group], factor, chances)
+            groups = self.base.param_groups if self.groups is None else self.groups
+            sweep(by, some, dtype, groups[some[0].group], factor, chances)
+
+    def with_these_options(self) -> "FusedAdam":
+        """The same with the groups' options of now."""
+        made = copy(self)
+        made.groups = [dict(group) for group in self.base.param_groups]
+        return made
 
     def state_dict(self) -> dict[str, Any]:
         """The seed of stochastic rounding."""

@@ -211,6 +211,10 @@ class Stepper:
         """What its steps are like at different times, in order; each lets the next one be such. For plans."""
         return {}
 
+    def with_these_options(self) -> "Stepper":
+        """The same with the groups' options of now, whatever becomes of them. Only if it `is_alone`."""
+        raise NotImplementedError
+
     # What differs from rank to rank: see [Note: a rank's own state] ------------------------------
 
     @property

@@ -101,6 +101,7 @@ class Rehearsal:
     def _optimizer(self) -> ZeroOptimizer:
         base, topology = self._base(), self.cluster.topology(self.config)
         settings = served(base, settings_of(self.config), topology)
+        self.delays = settings.tier.delay_after is not None
         if settings.tier.apart:
             assert isinstance(settings.tier, HostTier)
             pins = settings.tier.kind == HostTier.kind and settings.tier.pin_memory
@@ -236,9 +237,20 @@ class Rehearsal:
     def _waiting(self, host: int, surplus: int) -> dict[str, int]:
         """What does not wait on the device, and what of it moves in a step."""
         if self.file is None:
-            return {"host": host + surplus, "disk": 0, "read": 0, "written": 0}
+            return {
+                "host": host + surplus + (self._aside() if self.delays else 0),
+                "disk": 0,
+                "read": 0,
+                "written": 0,
+            }
         size = sum(map(sum, self.file.blocks)) + surplus
         return {"host": host + self.file.buffers, "disk": size, "read": size, "written": size}
+
+    def _aside(self) -> int:
+        """Gradients that a delayed update keeps: see [Note: delayed updates]."""
+        away = [owned for owned in self.optimizer.owned if owned.tier.apart and not owned.bucket.asleep]
+        types = (owned.dtype if owned.flow is None else owned.bucket.accumulate for owned in away)
+        return sum(o.flat.shard.numel() * dtype.itemsize for o, dtype in zip(away, types, strict=True))
 
     def _saved(self) -> int:
         taken = Taken(self.shadow, self.optimizer, exclude_frozen=False)

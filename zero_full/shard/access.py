@@ -85,8 +85,11 @@ class ParameterPlace:
         return value.detach().reshape(-1)[start:stop]
 
 
-def _find(param: Parameter) -> ParameterPlace | None:
-    """None: an engine's parameter that nothing trains."""
+def _find(param: Parameter, alone: str = "", needs_state: bool = True) -> ParameterPlace | None:
+    """None: an engine's parameter that nothing trains.
+
+    `alone`: the call that is asked for, if it is one for a single rank. `needs_state`: or masters.
+    """
     optimizer: ZeroOptimizer | None = owner_of(param)
     if optimizer is None:
         raise ValueError(
@@ -94,6 +97,10 @@ def _find(param: Parameter) -> ParameterPlace | None:
         )
     if optimizer.states_offloaded:
         raise RuntimeError(OFFLOADED)
+    if alone:
+        optimizer.delayed.refuse(alone)
+    elif needs_state:
+        optimizer.finish_update()
     owned, member = optimizer.parts.places.get(param, (None, None))
     if not isinstance(owned, Owned) or member is None:
         return None
@@ -103,9 +110,9 @@ def _find(param: Parameter) -> ParameterPlace | None:
     return ParameterPlace(optimizer, owned, member)
 
 
-def _place(param: Parameter) -> ParameterPlace:
+def _place(param: Parameter, alone: str = "", needs_state: bool = True) -> ParameterPlace:
     """To write to."""
-    place = _find(param)
+    place = _find(param, alone, needs_state)
     if place is None:
         raise ValueError(
             "this parameter is frozen, so there is nothing but its values: write these inside "
@@ -126,7 +133,7 @@ def safe_get_full_fp32_param(param: Parameter) -> Tensor | None:
 
 def safe_get_full_grad(param: Parameter) -> Tensor | None:
     """The averaged gradient between backward and `step`, unscaled; else None. Every rank must call this."""
-    place = _find(param)
+    place = _find(param, needs_state=False)
     if place is None:
         return None
     if not place.is_averaged():
@@ -209,7 +216,7 @@ def safe_set_full_fp32_param(param: Parameter, value: Tensor) -> None:
 
 def safe_set_full_grad(param: Parameter, value: Tensor) -> None:
     """Replace the averaged gradient between backward and `step`. Every rank must call this."""
-    safe_set_local_grad(param, _place(param).cut(value))
+    safe_set_local_grad(param, _place(param, needs_state=False).cut(value))
 
 
 def safe_set_full_optimizer_state(param: Parameter, value: Tensor, key: str) -> None:
@@ -227,13 +234,13 @@ def safe_update_full_grad_vectorized(
     Every rank must call this. Parameters that are not trained are passed over.
     """
     for param in param_list:
-        if _find(param) is not None and param.requires_grad:
+        if _find(param, needs_state=False) is not None and param.requires_grad:
             safe_set_full_grad(param, update_func(safe_get_full_grad(param), param))
 
 
 def safe_get_local_fp32_param(param: Parameter) -> Tensor | None:
     """This rank's elements of the master copy. What is written to them in place counts."""
-    place = _find(param)
+    place = _find(param, alone="safe_get_local_fp32_param")
     if place is None:
         return None
     return place.owned.master[:0] if place.piece is None else place.owned.show(place.piece.master)
@@ -241,7 +248,7 @@ def safe_get_local_fp32_param(param: Parameter) -> Tensor | None:
 
 def safe_get_local_grad(param: Parameter) -> Tensor | None:
     """This rank's elements of the averaged gradient between backward and `step`, unscaled; else None."""
-    place = _find(param)
+    place = _find(param, needs_state=False)
     if place is None:
         return None
     own = None if place.is_averaged() else place.own_gradient()
@@ -250,7 +257,7 @@ def safe_get_local_grad(param: Parameter) -> Tensor | None:
 
 def safe_get_local_optimizer_state(param: Parameter, key: str) -> Tensor | None:
     """This rank's elements of an entry of the optimizer's state."""
-    place = _find(param)
+    place = _find(param, alone="safe_get_local_optimizer_state")
     if place is None:
         return None
     _refuse_cut(place, key)
@@ -263,7 +270,7 @@ def safe_set_local_fp32_param(param: Parameter, value: Tensor) -> None:
 
     With `zero_hpz_partition_size` this rank, too, if forward has left a copy for backward.
     """
-    place = _place(param)
+    place = _place(param, alone="safe_set_local_fp32_param")
     refuse_apart(place.optimizer, "safe_set_local_fp32_param")
     if place.piece is not None:
         place.piece.master.detach().reshape(-1).copy_(value.reshape(-1))
@@ -272,7 +279,7 @@ def safe_set_local_fp32_param(param: Parameter, value: Tensor) -> None:
 
 def safe_set_local_grad(param: Parameter, value: Tensor) -> None:
     """Replace this rank's elements of the averaged gradient between backward and `step`."""
-    place = _place(param)
+    place = _place(param, needs_state=False)
     place.optimizer.reducer.used.add(place.member)
     if place.piece is None:
         return
@@ -287,7 +294,7 @@ def safe_set_local_grad(param: Parameter, value: Tensor) -> None:
 
 def safe_set_local_optimizer_state(param: Parameter, value: Tensor, key: str) -> None:
     """Replace this rank's elements of an entry of the optimizer's state."""
-    place = _place(param)
+    place = _place(param, alone="safe_set_local_optimizer_state")
     refuse_apart(place.optimizer, "safe_set_local_optimizer_state")
     _refuse_cut(place, key)
     current = _state(place, key)

@@ -263,9 +263,13 @@ def refuse_unused(groups: Groups, buckets: Sequence[Bucket], used: Container[Mem
 
 def refuse_lost(groups: Groups, waiting: Waiting) -> None:
     """Raise on every rank if some of what waits elsewhere is gone on any rank. Every rank must call this."""
-    if not waiting.can_lose:
-        return
-    device, problem = groups.dense.shard.device, waiting.lost
+    if waiting.can_lose:
+        refuse_on_all(groups, waiting.lost)
+
+
+def refuse_on_all(groups: Groups, problem: str) -> None:
+    """Raise on every rank if any rank has a problem, in words. Every rank must call this."""
+    device = groups.dense.shard.device
     home = torch.device("cpu") if device.type == "meta" else device
     count = numbers_on(home, [float(bool(problem))])
     for group in groups.everyone:

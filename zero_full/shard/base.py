@@ -53,6 +53,7 @@ class StateByParameter(UserDict[Any, dict[str, Any]]):
         super().__init__()
         self.owners: dict[Tensor, Parameter] = {}  # by piece; and each parameter of which there is a piece
         self.is_away = False  # see `offload_states.py`
+        self.settled: Callable[[], None] = lambda: None  # returns when nobody writes to it
 
     def add(self, piece: Tensor, param: Parameter) -> None:
         """From now on `piece` stands for `param`."""
@@ -72,6 +73,7 @@ class StateByParameter(UserDict[Any, dict[str, Any]]):
     def __getitem__(self, key: Any) -> dict[str, Any]:
         if self.is_away:
             raise RuntimeError(OFFLOADED)
+        self.settled()
         return self.data.setdefault(self._owner(key), {})
 
     def __setitem__(self, key: Any, state: dict[str, Any]) -> None:
@@ -93,6 +95,7 @@ class StateByParameter(UserDict[Any, dict[str, Any]]):
 
     def get(self, key: Any, default: Any = None) -> Any:
         """The state, if there is any; nothing appears."""
+        self.settled()
         return self.data[self._owner(key)] if key in self else default
 
     def pop(self, key: Any, *default: Any) -> Any:

@@ -201,6 +201,7 @@ def _refuse(call: str, module: nn.Module, *arguments: Any) -> None:
     owners = dict.fromkeys(owner_of(p) for p in module.parameters(recurse=False))
     for owner in (owner for owner in owners if owner is not None):
         refuse_apart(owner, f"{call} of the model")
+        owner.delayed.refuse(f"{call} of the model")
     released = [name for name, p in module.named_parameters(recurse=False) if is_released(p)]
     if released:
         raise RuntimeError(
@@ -244,6 +245,8 @@ class GatheredParameters:
             self.recorded.__enter__()
         for optimizer, chosen in _by_optimizer(self.params).items():
             refuse_apart(optimizer, "GatheredParameters")
+            if self.modifier_rank is not None:
+                optimizer.finish_update()
             for flat in dict.fromkeys(flat for flat, _ in chosen):
                 if flat in optimizer.owned_of:
                     optimizer.owned_of[flat].follow_master()

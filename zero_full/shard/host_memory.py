@@ -42,9 +42,17 @@ def host_memory(base: Optimizer, dealer: Dealer, drafts: Drafts, device: torch.d
         copies = [own] if own != dtypes.master_of(own) else []
         return [draft.layout.shard * dtype.itemsize for dtype in (dtypes.accumulate_of(own), *copies)]
 
+    def aside_of(draft: Draft) -> int:
+        own = dtypes.of(draft.kind.dtype)
+        kept = dtypes.master_of(own) if device.type == "cpu" else dtypes.accumulate_of(own)
+        return draft.layout.shard * kept.itemsize
+
     away = [draft for draft in drafts.leaving if draft in drafts.away and not draft.kind.asleep]
+    passing = [size for draft in away for size in passing_of(draft) if device.type != "cpu"]
+    delays = dealer.settings.tier.delay_after is not None
+    passing += [aside_of(draft) for draft in away if delays]  # gradients, see `delayed.py`
     return HostMemory(
         tuple(dealer.rooms(drafts)),
         sum(map(state_of, away)),
-        tuple(size for draft in away for size in passing_of(draft) if device.type != "cpu"),
+        tuple(passing),
     )

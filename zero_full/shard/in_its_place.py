@@ -35,6 +35,7 @@ class InItsPlace(torch.optim.Optimizer):
         """What was put in the place of the state resets it, if it is empty."""
         if self.base.state is not self.own_state:
             given, self.base.state = self.base.state, self.own_state  # type: ignore[assignment]
+            self.own_state.settled()
             if given:
                 raise RuntimeError("set optimizer state with zero_full.safe_set_full_optimizer_state")
             self.own_state.clear()

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from zero_full.precision.scaler import StaticScale
 from zero_full.shard.reducer import GradientReducer
+from zero_full.shard.stand_in import UNSCALED, Found, names_of
 
 EPSILON = 1e-6
 
@@ -80,6 +81,17 @@ class KeptGradients:
         self.refuse_own()
         self.multiply(self.unclipped)
         self.unclipped = 1.0
+
+    def take_in(self) -> Found:
+        """What was done by hand to the gradients since the last backward pass."""
+        self.reducer.catch_up()
+        found = self.reducer.by_hand()
+        if found.written and self.scaler.scale != 1:
+            raise RuntimeError(UNSCALED.format(names_of(m for m, _ in found.written)))
+        for member, _ in found.written:
+            member.param.grad = None
+        self.reducer.drop(found.cleared)
+        return found
 
     def forget(self) -> None:
         """Nothing is left of them."""

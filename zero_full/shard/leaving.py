@@ -43,13 +43,22 @@ def _let_go(optimizer: Any, flats: Sequence[FlatParameter]) -> None:
         optimizer.gatherer.lane.close()
     optimizer.lane.close()
     optimizer.steppers.early.close()
+    optimizer.delayed.close()
     if optimizer.parts.flow is not None:
         optimizer.parts.flow.close()
     optimizer.waiting.close()
-    optimizer.let_go_of_state()
+    _let_go_of_state(optimizer)
     if all(flat.state is GatherState.WHOLE for flat in flats):
         for guard in optimizer.guards:
             guard.remove()
     unregister(optimizer.watch.names)
     unregister(m.param for flat in flats for m in flat.members)
     optimizer.groups.close()
+
+
+def _let_go_of_state(optimizer: Any) -> None:
+    """What was in a tier's memory goes with it, whoever holds this optimizer."""
+    away = [owned for owned in optimizer.owned if owned.tier.lost]
+    optimizer.own_state.forget({member.param for owned in away for member in owned.pieces})
+    for owned in away:
+        owned.leave()

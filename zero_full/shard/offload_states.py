@@ -38,6 +38,7 @@ class OffloadedStates:
         unknown = sorted(set(include or ()) - set(KINDS))
         if unknown:
             raise ValueError(f"cannot offload {', '.join(unknown)}: known are {', '.join(KINDS)}")
+        self.optimizer.delayed.refuse("offload_states")
         if self.optimizer.reducer.unreduced:
             raise RuntimeError("offload_states between a backward and its step: step first")
         if self.optimizer.gatherer is not None:

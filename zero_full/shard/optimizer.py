@@ -41,6 +41,7 @@ from zero_full.shard.beside import Beside, raise_failure
 from zero_full.shard.bucket import Bucket
 from zero_full.shard.build import Sharded
 from zero_full.shard.contents import Contents
+from zero_full.shard.delayed import DelayedUpdates
 from zero_full.shard.flat import FlatParameter, GatherState, Member
 from zero_full.shard.gatherer import ParameterGatherer
 from zero_full.shard.groups import Groups
@@ -53,7 +54,7 @@ from zero_full.shard.reducer import GradientReducer
 from zero_full.shard.report import NonFinite, StepReport
 from zero_full.shard.settings import Settings
 from zero_full.shard.signals import SIGNALS, StopSignals
-from zero_full.shard.stand_in import UNSCALED, Found, names_of
+from zero_full.shard.stand_in import Found
 from zero_full.shard.stepping import Steppers
 from zero_full.shard.watch import ModelWatch, ParameterWrites
 
@@ -91,6 +92,7 @@ class ZeroOptimizer(InItsPlace):
         self.steppers = Steppers(self.redirected, settings.dtypes, self.lane, settings.tier)
         self.steppers.attach(self.owned)
         self.contents.stepper = self.steppers.kept
+        self.delayed = DelayedUpdates(self)
         self.closed = self.states_offloaded = False  # see `offload_states.py`
         self.writes = ParameterWrites(m for v in self.flats() if not v.released_at_rest for m in v.members)
         self.calls = 0  # of step
@@ -145,6 +147,7 @@ class ZeroOptimizer(InItsPlace):
         self.calls += 1
         if closure is not None:
             raise ValueError("a closure is not supported: gradients are averaged while backward runs")
+        self.finish_update()
         self._take_step(*self._look_around())
         self.redirected.run_step_hooks(AFTER)
 
@@ -229,19 +232,9 @@ class ZeroOptimizer(InItsPlace):
             for owned in self.owned:
                 owned.take_written()
             refuse_writes(self.contents.stepper, self.writes, masters)
-            return self._take_in_gradients(), None
+            return self.gradients.take_in(), None
         except Exception as error:  # a hook of the user's may raise any
             return Found(), error
-
-    def _take_in_gradients(self) -> Found:
-        self.reducer.catch_up()
-        found = self.reducer.by_hand()
-        if found.written and self.scaler.scale != 1:
-            raise RuntimeError(UNSCALED.format(names_of(m for m, _ in found.written)))
-        for member, _ in found.written:
-            member.param.grad = None
-        self.reducer.drop(found.cleared)
-        return found
 
     def look_at_model(self) -> None:
         """Raise if something has become of the model that a step would ignore."""
@@ -291,15 +284,14 @@ class ZeroOptimizer(InItsPlace):
                 "step, or give the gradients up with zero_grad first"
             )
 
-    def let_go_of_state(self) -> None:
-        """The run is over. What was in a tier's memory goes with it, whoever holds this optimizer."""
-        away = [owned for owned in self.owned if owned.tier.lost]
-        self.own_state.forget({member.param for owned in away for member in owned.pieces})
-        for owned in away:
-            owned.leave()
+    @torch.no_grad()
+    def finish_update(self) -> None:
+        """Let a delayed update count now, if one is under way. Every rank must call this, between passes."""
+        self.delayed.finish()
 
     def catch_up(self) -> None:
         """Before parameters or masters are read: what was written by hand is taken in."""
+        self.finish_update()
         if self.states_offloaded or self.waiting.lost:
             raise RuntimeError(self.waiting.lost or OFFLOADED)
         self._take_back_state()
@@ -338,6 +330,8 @@ class ZeroOptimizer(InItsPlace):
         used = self.steppers.concerned(self.owned, used)
         stepped = [o for o in self.owned if not o.bucket.asleep and any(m in used for m in o.flat.members)]
         stepper = self.steppers.choose(stepped)
+        if self.delayed.is_due(stepper):
+            return self.delayed.begin(stepper, stepped, used, factor)
         if not stepper.fuses:
             self.gradients.multiply(factor)
         parts = self.steppers.parts(stepper, stepped, self.settings, self.parts.flow)
@@ -354,6 +348,7 @@ class ZeroOptimizer(InItsPlace):
 
     def publish(self) -> None:
         """All parameters follow their masters."""
+        self.delayed.taken = None  # the state may be another one
         for owned in self.owned:
             owned.copy_master()
         self.send(self.buckets)
@@ -388,6 +383,7 @@ class ZeroOptimizer(InItsPlace):
             with ExitStack() as leaving:
                 leaving.callback(setattr, self, "closed", True)
                 leaving.callback(leave_model, self, gather)
+                self.delayed.end()
                 if self.beside is not None:
                     self.beside.close()
 
@@ -396,5 +392,6 @@ class ZeroOptimizer(InItsPlace):
     def holdings(self) -> dict[str, list[Tensor]]:
         """Every tensor that this rank keeps, by kind. Counters are the optimizer's step numbers."""
         flow, stepper = self.parts.flow, self.contents.stepper
-        away = [*self.steppers.early.held(), *self.settings.tier.held(), *(flow.held() if flow else ())]
+        away = [*self.steppers.early.held(), *self.delayed.aside.values(), *self.settings.tier.held()]
+        away += flow.held() if flow else []
         return owned_state.holdings(self.flats(), self.owned, self.base.state, stepper.held(), away)

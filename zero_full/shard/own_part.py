@@ -44,6 +44,7 @@ def _refuse_other_place(optimizer: Optimizer, saved: Sequence[int]) -> None:
 
 def load_own_part(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     """Restore what `own_part` of the same rank has returned. Every rank must call this."""
+    optimizer.finish_update()
     if "tensors" not in saved:
         raise ValueError(
             "this is not what the state_dict of zero_full's optimizer has returned: load a plain optimizer's "

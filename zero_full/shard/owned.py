@@ -44,6 +44,7 @@ class Owned:
         self.shown: list[
             tuple[ReferenceType[Tensor], Tensor]
         ] = []  # what somebody may have kept, and of what
+        self.is_updating = False  # a delayed update writes to the master: see `delayed.py`
         values = flat.take_unrounded()
         self._let_master_be(flat.shard if bucket.asleep else self._master_of(values))
 
@@ -225,7 +226,7 @@ class Owned:
 
     def master_was_written(self) -> bool:
         """Whether somebody has written to the master since writes were noted, as far as torch counts it."""
-        return version_of(self.master) != self.version
+        return not self.is_updating and version_of(self.master) != self.version
 
     @torch.no_grad()
     def follow_master(self, parameters_count: bool = False) -> bool:
@@ -254,7 +255,7 @@ class Owned:
         """
         if self.follow_master(parameters_count=released):
             return
-        if not self.is_separate or (self.flat.released_at_rest and not released):
+        if not self.is_separate or self.is_updating or (self.flat.released_at_rest and not released):
             return
         if self.flow is not None:
             return self.take_written()

@@ -70,6 +70,10 @@ class Settings:
             raise ValueError(
                 f"stage {self.stage} keeps whole parameters on the device: param_tier needs stage 3"
             )
+        if self.tier.delay_after is not None and self.param_tier.apart:
+            raise ValueError(
+                "delay_after and param_tier: parameters that wait elsewhere come up to date in a step"
+            )
 
     @property
     def cuts_state(self) -> bool:

@@ -86,6 +86,12 @@ class ParameterWrites:
         self.versions = [version_of(member.param) for member in self.members]
         self.moved: set[Member] = set()  # that were given other memory
 
+    def forget_of(self, members: Collection[Member]) -> None:
+        """The same of these alone."""
+        pairs = zip(self.members, self.versions, strict=True)
+        self.versions = [version_of(m.param) if m in members else old for m, old in pairs]
+        self.moved -= set(members)
+
     def names(self) -> list[str]:
         """Of what was written since `forget` or the last digest."""
         pairs = zip(self.members, self.versions, strict=True)
