@@ -16,7 +16,7 @@ from typing import NamedTuple
 ROOT = Path("/")
 
 
-class Files(NamedTuple):
+class GroupFiles(NamedTuple):
     """Where one kind of control groups says what about memory."""
 
     base: str
@@ -25,10 +25,10 @@ class Files(NamedTuple):
     given_back: tuple[str, ...]  # lines of memory.stat: what the kernel drops before it runs out
 
 
-SECOND = Files(
+SECOND = GroupFiles(
     "sys/fs/cgroup", "memory.max", "memory.current", ("inactive_file", "active_file", "slab_reclaimable")
 )
-FIRST = Files(
+FIRST = GroupFiles(
     "sys/fs/cgroup/memory",
     "memory.limit_in_bytes",
     "memory.usage_in_bytes",
@@ -110,7 +110,7 @@ def _of_control_groups(host: str, root: Path) -> Iterator[Limit]:
                 yield Limit(name, whose, max(0, limit - used), "give the container more memory")
 
 
-def _used(place: Path, files: Files) -> int | None:
+def _used(place: Path, files: GroupFiles) -> int | None:
     """Bytes in use that the kernel cannot take back when it runs out."""
     usage, stat = _number(place / files.usage), _text(place / "memory.stat")
     if usage is None:
