@@ -168,7 +168,7 @@ def assemble(model: nn.Module, topology: Topology, prepared: Prepared) -> ZeroOp
     deferred.meet(groups.dense)
     if groups.expert is not None and deferred.parameters:
         raise ValueError("experts are initialised differently on each rank: construct them without Init")
-    shelf = attempt(partial(_open_shelf, model, settings, groups.dense.shard.size, device), topology)
+    shelf = _open_shelf(model, settings, groups.dense.shard.size, device, topology)
     dealer = Dealer(base.param_groups, topology, groups, settings, deferred.parameters, shelf)
     drafts = dealer.draft(model)
     settings = dealer.settings = replace(settings, tier=_opened(base, dealer, drafts, device))
@@ -196,7 +196,7 @@ def _opened(base: torch.optim.Optimizer, dealer: Dealer, drafts: Drafts, device:
     opened = attempt(partial(tier.open, [*memory.rooms, *memory.passing], device), topology)
     try:
         if opened.moves:
-            need = _need_of_all(opened, sum(memory.rooms) + memory.state, topology)
+            need = _need_of_all(opened.place, sum(memory.rooms) + memory.state, topology)
             attempt(partial(opened.refuse_too_little, need), topology)
     except BaseException:
         opened.close()
@@ -204,28 +204,32 @@ def _opened(base: torch.optim.Optimizer, dealer: Dealer, drafts: Drafts, device:
     return opened
 
 
-def _open_shelf(model: nn.Module, settings: Settings, ranks: int, device: torch.device) -> Shelf:
+def _open_shelf(
+    model: nn.Module, settings: Settings, ranks: int, device: torch.device, topology: Topology
+) -> Shelf:
     """What keeps slices of released parameters, and room there for what this host's ranks will keep."""
-    shelf = settings.param_tier.shelf(device)
-    if settings.param_tier.apart and not shelf.apart and this_rank() == 0:
+    chosen = settings.param_tier
+    shelf = attempt(partial(chosen.shelf, device), topology)
+    if chosen.apart and not shelf.apart and this_rank() == 0:
         log.info("the model is on the CPU: its parameters are in host memory, without offload_param, too")
     numels = [p.numel() for p in model.parameters()]
     sizes = [p.numel() * settings.dtypes.of(p.dtype).itemsize for p in model.parameters()]
-    mean = sum(sizes) / max(1, sum(numels))
-    need = int(shelf.takes(-(-sum(numels) // ranks)) * mean) * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    need = int(shelf.takes(-(-sum(numels) // ranks)) * sum(sizes) / max(1, sum(numels)))
     try:
-        shelf.refuse_too_little(need)
+        if chosen.apart:
+            need = _need_of_all(str(getattr(chosen, "path", "")), need, topology)
+        attempt(partial(shelf.refuse_too_little, need), topology)
     except BaseException:
         shelf.close()
         raise
     return shelf
 
 
-def _need_of_all(opened: Tier, size: int, topology: Topology) -> int:
+def _need_of_all(place: str, size: int, topology: Topology) -> int:
     """What all ranks need that use the same disk; a launcher may say nothing of how many they are."""
-    place = socket.gethostname(), opened.place
-    told = everyones((place, size), topology)
-    return sum(each for there, each in told.values() if there == place)
+    mine = socket.gethostname(), place
+    told = everyones((mine, size), topology)
+    return sum(each for there, each in told.values() if there == mine)
 
 
 def _refuse_split(model: nn.Module, base: torch.optim.Optimizer, topology: Topology) -> None:

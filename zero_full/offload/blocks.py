@@ -94,7 +94,7 @@ class BlockTier(HostTier):
 
     def shelf(self, device: torch.device) -> Shelf:
         """With a file and threads of its own."""
-        files = ShelfFiles(Path(self.path), self.threads, self.block_bytes, self.direct)
+        files = ShelfFiles(Path(self.path).expanduser(), self.threads, self.block_bytes, self.direct)
         kept_in = HostTier(self.pin_memory).shelf(device)
         pinned = self.pin_memory and device.type != "cpu"
         return BlockShelf(files, self.buffer_numel, self.memory_numel, kept_in, pinned)
