@@ -114,12 +114,12 @@ def test_configurations_are_checked_for_the_ranks_they_were_written_for(
 ) -> None:
     good, bad = tmp_path / "good.json", tmp_path / "bad.json"
     good.write_text(
-        '{"train_batch_size": 64, "train_micro_batch_size_per_gpu": 8, "aio": {"a": 1}, /* x */ }'
+        '{"train_batch_size": 64, "train_micro_batch_size_per_gpu": 8, "aio": {"queue_depth": 4}, /* x */ }'
     )
     bad.write_text(json.dumps({"train_batch_size": 6, "amp": {"enabled": True}, "zero_optimisation": {}}))
     assert main(["migrate", str(good)]) == 0
     printed = capsys.readouterr().out
-    assert f"{good}: can be used on 8 ranks" in printed and f"{good}: remark: aio = " in printed
+    assert f"{good}: can be used on 8 ranks" in printed and f"{good}: remark: aio.queue_depth = " in printed
     assert main(["migrate", str(good), str(bad)]) == 1
     printed = capsys.readouterr().out
     assert f"{bad}: amp.enabled = true is not supported: DeepSpeed removed it in 0.19.8" in printed

@@ -188,7 +188,7 @@ def refusal_of(comm: Any, folders: list[str], free: int) -> str:
     before = Path.cwd()
     os.chdir(folders[comm.rank])  # the key must be the same on all ranks
     try:
-        with mock.patch("zero_full.offload.blocks.free_bytes", lambda directory: free):
+        with mock.patch("zero_full.offload.scratch.free_bytes", lambda directory: free):
             engine_of(1, "disk", "state").destroy()
     except Exception as error:
         return str(error)

@@ -91,7 +91,7 @@ def written_and_resumed(comm: Any, stage: int, device: str, keys: dict[str, Any]
     found |= {key: each["values"] for key, each in state["tensors"].items()}
     found |= {f"{entry} of {key}": n for key, each in state["numbers"].items() for entry, n in each.items()}
     holdings = engine.optimizer.holdings()
-    kinds = {HALF: {"optimizer", "host"}, "nvme": {"disk", "host"}}.get(device, {KINDS[device]})
+    kinds = {HALF: {"optimizer", "host"}, "nvme": {"disk", "host"}}.get(device) or {KINDS[device]}
     assert holdings.keys() & set(KINDS.values()) == kinds
     engine.destroy()
     return found

@@ -229,7 +229,10 @@ def test_a_plan_counts_parameters_where_they_wait(world: int, state: str) -> Non
     planned = plan(Tower(), keys, world, device="cpu")
     held = POOL.run(bytes_kept, world, keys)[0]
     assert planned.parameters == held["parameters"] == 0
-    assert planned.host == held["disk"] > 0
     assert planned.master + planned.moments == held.get("optimizer", 0)
     beside = plan(Tower(), keys_of(None, state, bf16={"enabled": True}), world, device="cpu")
     assert planned.host == beside.host + beside.parameters
+    if state == "none":
+        assert planned.host == held["disk"] > 0
+    else:
+        assert planned.disk >= held["disk"] - beside.parameters > 0  # in whole pages
