@@ -15,6 +15,7 @@ Who writes to parameters by hand in the meantime would see that lost, or the upd
 failure, on whatever rank, is raised on all of them where the update is completed, and the run cannot go on.
 """
 
+import weakref
 from collections.abc import Container, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -66,7 +67,7 @@ class DelayedUpdates:
         self.taken: int | None = None  # updates until now; None: to be looked up
         self.aside: dict[Owned, Tensor] = {}  # the gradients of the current one
         self.broken = ""  # in words, why there will be none any more
-        optimizer.own_state.settled = self.wait
+        optimizer.own_state.settled = partial(_wait, weakref.ref(self))  # who copies the state copies no run
         awake = [owned for owned in optimizer.owned if not owned.bucket.asleep]
         if self.after is not None and awake:
             _refuse(optimizer.steppers.choose(awake), optimizer.base)
@@ -213,6 +214,12 @@ class DelayedUpdates:
         self.current = None
         self.lane.close()
         self.aside.clear()
+
+
+def _wait(updates: "weakref.ref[DelayedUpdates]") -> None:
+    alive = updates()
+    if alive is not None:
+        alive.wait()
 
 
 def _refuse(stepper: Stepper, base: torch.optim.Optimizer) -> None:
