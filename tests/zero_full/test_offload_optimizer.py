@@ -112,7 +112,10 @@ def all_three(comm: Any, stage: int, copies: bool) -> list[tuple[str, list[dict[
 
 @pytest.mark.parametrize(
     ("world", "stage", "copies"),
-    [(1, 2, False), (1, 2, True), *((3, s, c) for c in (False, True) for s in (1, 2, 3))],
+    [
+        *((1, 2, False), (1, 1, True), (3, 3, False), (3, 2, True), (3, 3, True)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in REST),
+    ],
 )
 def test_state_elsewhere_changes_no_bit(world: int, stage: int, copies: bool) -> None:
     for cases in POOL.run(all_three, world, stage, copies):
