@@ -194,13 +194,8 @@ def _opened(base: torch.optim.Optimizer, dealer: Dealer, drafts: Drafts, device:
         if reason := refusal(needs):
             raise MemoryError(reason)
     opened = attempt(partial(tier.open, [*memory.rooms, *memory.passing], device), topology)
-    try:
-        if opened.moves:
-            need = _need_of_all(opened.place, sum(memory.rooms) + memory.state, topology)
-            attempt(partial(opened.refuse_too_little, need), topology)
-    except BaseException:
-        opened.close()
-        raise
+    if opened.moves:
+        _has_room(opened, sum(memory.rooms) + memory.state, topology)
     return opened
 
 
@@ -214,22 +209,26 @@ def _open_shelf(
         log.info("the model is on the CPU: its parameters are in host memory, without offload_param, too")
     numels = [p.numel() for p in model.parameters()]
     sizes = [p.numel() * settings.dtypes.of(p.dtype).itemsize for p in model.parameters()]
-    need = int(shelf.takes(-(-sum(numels) // ranks)) * sum(sizes) / max(1, sum(numels)))
-    try:
-        if chosen.apart:
-            need = _need_of_all(str(getattr(chosen, "path", "")), need, topology)
-        attempt(partial(shelf.refuse_too_little, need), topology)
-    except BaseException:
-        shelf.close()
-        raise
+    if shelf.can_lose:
+        _has_room(
+            shelf, int(shelf.takes(-(-sum(numels) // ranks)) * sum(sizes) / max(1, sum(numels))), topology
+        )
     return shelf
 
 
-def _need_of_all(place: str, size: int, topology: Topology) -> int:
-    """What all ranks need that use the same disk; a launcher may say nothing of how many they are."""
-    mine = socket.gethostname(), place
-    told = everyones((mine, size), topology)
-    return sum(each for there, each in told.values() if there == mine)
+def _has_room(opened: Tier | Shelf, need: int, topology: Topology) -> None:
+    """Close it and raise on every rank, if a disk has no room for what all ranks need that use it.
+
+    Which ranks those are is asked for: a launcher may say nothing of how many there are.
+    """
+    try:
+        mine = socket.gethostname(), opened.place
+        told = everyones((mine, need), topology)
+        together = sum(each for there, each in told.values() if there == mine)
+        attempt(partial(opened.refuse_too_little, together), topology)
+    except BaseException:
+        opened.close()
+        raise
 
 
 def _refuse_split(model: nn.Module, base: torch.optim.Optimizer, topology: Topology) -> None:

@@ -53,8 +53,7 @@ class DiskRank(Rank):
     def __init__(self, plan: Plan, limits: Limits) -> None:
         rows = of_disk(limits.directory)
         super().__init__(Plan(**{**vars(plan), "rows": tuple(rows)}), rows)
-        self.io = BlockIO()
-        self.file = ScratchFile(Path(limits.directory), self.io)
+        self.file = ScratchFile(Path(limits.directory), BlockIO())
         self.size = limits.mib * 2**20
         self.file.take(self.size)
         self.buffer = aligned_empty(min(PIECE, self.size), torch.uint8)
@@ -65,8 +64,7 @@ class DiskRank(Rank):
     def run_all(self) -> DiskFound:
         """Every round visits the rows and the disk."""
         interleave.run([*self.plan.rows, BANDWIDTH], self.plan.rounds, self.visit_any)
-        self.file.close()
-        self.io.close()
+        self.file.end()
         return self.bytes
 
     def visit_any(self, name: str, number: int) -> list[float]:

@@ -131,6 +131,10 @@ class Thread:
         """Queue the job for the thread."""
         return _Future(self.worker.submit(_without_grad, job))
 
+    def drain(self) -> None:
+        """Wait until all jobs are over, whatever they have raised."""
+        self.worker.submit(lambda: None).result()
+
     def producer(self) -> Any:
         """None: what the CPU has computed is complete."""
         return None

@@ -21,7 +21,6 @@ import logging
 import threading
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from torch import Tensor
 
 from zero_full._compat import version_of
 from zero_full.comm.lane import Pending, Thread
-from zero_full.kernels.files import PAGE, BlockIO, aligned_empty
+from zero_full.kernels.files import PAGE, aligned_empty
 from zero_full.offload.scratch import (
     DAMAGED,
     LOST,
@@ -264,30 +263,16 @@ class FileSlice(Slice):
             self.shelf.buffers.give(buffer)
 
 
-@dataclass(frozen=True)
-class ShelfFiles:
-    """Where a file is made, and how it is read and written."""
-
-    directory: Path
-    threads: int
-    block_bytes: int
-    direct: bool
-
-
 class BlockShelf(Shelf):
     """Slices wait in a file without a name. See the notes above."""
 
     apart, can_lose = True, True
 
-    def __init__(
-        self, files: ShelfFiles, buffer_numel: int, memory_numel: int, in_memory: Shelf, pinned: bool
-    ) -> None:
+    def __init__(self, file: ScratchFile, buffers: Buffers, memory_numel: int, in_memory: Shelf) -> None:
         """`in_memory`: what takes the first slices, with so many elements together."""
-        self.directory, self.left, self.in_memory = files.directory, memory_numel, in_memory
-        self.io = BlockIO(files.threads, files.block_bytes, direct=files.direct)
-        self.file = ScratchFile(self.directory, self.io)
+        self.file, self.directory, self.place = file, file.directory, file.place
+        self.buffers, self.left, self.in_memory = buffers, memory_numel, in_memory
         self.lane = Thread("zero_full-parameters")
-        self.buffers = Buffers(buffer_numel, pinned)
         self.ahead: set[FileSlice] = set()  # what is read ahead, and is not needed yet
         self.read_bytes = self.written_bytes = 0
         self.failure = self.lost = ""
@@ -295,8 +280,7 @@ class BlockShelf(Shelf):
     def close(self) -> None:
         """End threads and file. Slices stay what they are as long as somebody has them."""
         self.lane.close()
-        self.io.close()
-        self.file.close()
+        self.file.end()
         self.buffers.clear()
 
     def moved(self) -> dict[str, int]:
@@ -336,7 +320,7 @@ class BlockShelf(Shelf):
         if buffer is not None or ahead:
             return buffer
         self.give_up_ahead()
-        self.lane.submit(_nothing, [], []).wait()  # what is written gives its own back
+        self.lane.drain()  # what is written gives its own back
         return self.buffer_beyond(slice_)
 
     def buffer_beyond(self, slice_: FileSlice) -> Buffer:
@@ -369,7 +353,3 @@ class BlockShelf(Shelf):
             "was finished: save a checkpoint now, and go on from it with a disk that can be written"
         )
         log.error("%s", self.failure)
-
-
-def _nothing() -> None:
-    pass

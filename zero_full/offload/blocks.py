@@ -35,7 +35,7 @@ from torch import Tensor
 from zero_full._compat import version_of
 from zero_full.comm.lane import Pending, Thread
 from zero_full.kernels.files import BlockIO, aligned_empty
-from zero_full.offload.block_shelf import BlockShelf, ShelfFiles
+from zero_full.offload.block_shelf import BlockShelf, Buffers
 from zero_full.offload.flow import Flow
 from zero_full.offload.scratch import (
     DAMAGED,
@@ -90,14 +90,16 @@ class BlockTier(HostTier):
 
     def open(self, rooms: Sequence[int], device: torch.device) -> Tier:
         """With file, buffers and threads."""
-        return OpenBlocks(self)
+        return OpenBlocks(self, self._file())
 
     def shelf(self, device: torch.device) -> Shelf:
         """With a file and threads of its own."""
-        files = ShelfFiles(Path(self.path).expanduser(), self.threads, self.block_bytes, self.direct)
-        kept_in = HostTier(self.pin_memory).shelf(device)
-        pinned = self.pin_memory and device.type != "cpu"
-        return BlockShelf(files, self.buffer_numel, self.memory_numel, kept_in, pinned)
+        buffers = Buffers(self.buffer_numel, self.pin_memory and device.type != "cpu")
+        return BlockShelf(self._file(), buffers, self.memory_numel, HostTier(self.pin_memory).shelf(device))
+
+    def _file(self) -> ScratchFile:
+        io = BlockIO(self.threads, self.block_bytes, direct=self.direct)
+        return ScratchFile(Path(self.path).expanduser(), io)
 
 
 class Block:
@@ -182,12 +184,9 @@ class OpenBlocks(Tier):
 
     apart, kind, moves = True, BlockTier.kind, True
 
-    def __init__(self, choice: BlockTier) -> None:
-        self.part_numel = choice.part_numel
-        self.directory, self.host = Path(choice.path).expanduser(), HostTier(choice.pin_memory)
-        self.io = BlockIO(choice.threads, choice.block_bytes, direct=choice.direct)
-        self.file = ScratchFile(self.directory, self.io)
-        self.place = str(self.directory.stat().st_dev)
+    def __init__(self, choice: BlockTier, file: ScratchFile) -> None:
+        self.part_numel, self.host = choice.part_numel, HostTier(choice.pin_memory)
+        self.file, self.directory, self.place = file, file.directory, file.place
         self.lane = Thread("zero_full-blocks")
         self.buffers = [torch.empty(0, dtype=torch.uint8)] * 2
         self.blocks: weakref.WeakKeyDictionary[Any, Block] = weakref.WeakKeyDictionary()
@@ -198,7 +197,6 @@ class OpenBlocks(Tier):
     def close(self) -> None:
         """End threads and file. Tensors at rest stay what they are as long as somebody has them."""
         self.lane.close()
-        self.io.close()
         self.file.end()
         self.buffers.clear()
         self.blocks.clear()
@@ -273,7 +271,7 @@ class OpenBlocks(Tier):
         """Room for each block in one of the two buffers, which grows until it has held the largest part."""
         size = sum(block.room for block in blocks)
         if self.buffers[which].numel() < size:
-            self._drain()  # nothing is under way from the old one
+            self.lane.drain()  # nothing is under way from the old one
             self.buffers[which] = aligned_empty(size, torch.uint8)
         return list(self.buffers[which][:size].split([block.room for block in blocks]))
 
@@ -347,12 +345,9 @@ class OpenBlocks(Tier):
         )
         log.error("%s", self.failure)
 
-    def _drain(self) -> None:
-        self.lane.submit(_nothing, [], []).wait()
-
     def _settle(self, parts: Sequence[Sequence[Any]], tensors_of: TensorsOf) -> None:
         """Everything is at rest, or kept."""
-        self._drain()
+        self.lane.drain()
         for owned in (owned for part in parts for owned in part):
             block, tensors = self.blocks.get(owned), tensors_of(owned)
             if block is None:
@@ -373,10 +368,6 @@ def _trim() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
-
-
-def _nothing() -> None:
-    pass
 
 
 def _is_window(tensor: Tensor, master: Tensor) -> bool:

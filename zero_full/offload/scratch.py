@@ -59,8 +59,10 @@ class ScratchFile:
     """See the module's docstring."""
 
     def __init__(self, directory: Path, io: BlockIO) -> None:
+        """`io`: its own, which ends with it."""
         self.directory, self.io, self.size = directory, io, 0
         file = _nameless(directory)
+        self.place = str(os.fstat(file).st_dev)  # which disk of this host it is on
         self.path = f"/proc/self/fd/{file}"
         if not Path(self.path).exists():
             os.close(file)
@@ -70,6 +72,7 @@ class ScratchFile:
 
     def end(self) -> None:
         """Close it. Its space is free when nobody holds a window either."""
+        self.io.close()
         self.close()
         self._shown = self._shown[:0].clone()
 

@@ -77,6 +77,7 @@ class Shelf:
 
     apart = False  # whether slices wait elsewhere than beside the model
     can_lose = False  # whether `lost` may ever say something
+    place = ""  # which disk of this host it is on
     failure = ""  # in words, why no further step can be taken
     lost = ""  # in words, which parameters are gone
 
@@ -104,7 +105,7 @@ class Shelf:
         """Let go of what was read ahead and not used."""
 
     def refuse_too_little(self, need: int) -> None:
-        """OSError if there is no room for so many bytes of this host's ranks."""
+        """OSError if there is no room for so many bytes, of all ranks of this host in the same `place`."""
 
     def close(self) -> None:
         """Let go of files and threads."""

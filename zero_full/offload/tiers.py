@@ -41,9 +41,7 @@ class Tier(ABC):
     part_numel: int | None = None  # elements that are stepped at a time; None: as many as there are
     step_early = False  # whether slices are stepped beside backward, on a guess; see `shard/early.py`
     early_bytes: int | None = None  # that this may cost; None: as much again as there is
-    delay_after: int | None = (
-        None  # so many updates end with their step: see `shard/delayed.py`; None: all do
-    )
+    delay_after: int | None = None  # so many updates end with their step: `shard/delayed.py`; None: all do
     moves = False  # whether state lies elsewhere between steps than in them, and may get `lost` on the way
     copied_numel = 2**24  # elements of parameters that wait there, of which a step has copies at a time
     place = ""  # which disk of this host it is on, while it is open
@@ -142,8 +140,7 @@ class HostTier(Tier):
     def open(self, rooms: Sequence[int], device: torch.device) -> Tier:
         """With an arena, page-locked if that was asked for and makes a difference."""
         arena = Arena(rooms, torch.cuda.cudart() if self.locks(device) else None)
-        chosen = (self.pin_memory, self.ratio, self.step_early, self.early_bytes, self.delay_after)
-        return OpenHost(*chosen, arena=arena)
+        return OpenHost(**vars(self), arena=arena)
 
     def room(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Host memory."""
