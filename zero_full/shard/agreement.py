@@ -246,19 +246,12 @@ def _comparable(value: Any) -> Any:
 def refuse_unused(groups: Groups, buckets: Sequence[Bucket], used: Container[Member]) -> None:
     """Raise on every rank if any rank lacks the gradient of a parameter that is trained."""
     members = (m for bucket in buckets for m in bucket.members if m.param.requires_grad)
-    unused = {member.name for member in members if member not in used}
-    device = groups.dense.shard.device
-    count = numbers_on(torch.device("cpu") if device.type == "meta" else device, [len(unused)])
-    for group in groups.everyone:  # so that every rank raises, or none
-        group.sum_numbers(count, "number of unused parameters")
-    if not count.item():
-        return
-    for group in groups.everyone:
-        unused = set.union(*group.gather_objects(unused, "unused parameters"))
-    raise ValueError(
-        f"no gradient for {', '.join(sorted(unused))} in this step, on some rank at least. Freeze "
-        "what is not trained, or set zero_optimization.ignore_unused_parameters to true"
-    )
+    unused = told_by_all(groups, [m.name for m in members if m not in used], "unused parameters")
+    if unused:
+        raise ValueError(
+            f"no gradient for {', '.join(sorted(unused))} in this step, on some rank at least. Freeze "
+            "what is not trained, or set zero_optimization.ignore_unused_parameters to true"
+        )
 
 
 def refuse_lost(groups: Groups, waiting: Waiting) -> None:
@@ -269,14 +262,18 @@ def refuse_lost(groups: Groups, waiting: Waiting) -> None:
 
 def refuse_on_all(groups: Groups, problem: str) -> None:
     """Raise on every rank if any rank has a problem, in words. Every rank must call this."""
+    if told := told_by_all(groups, [problem] if problem else [], "what went wrong"):
+        raise RuntimeError("; ".join(sorted(told)))
+
+
+def told_by_all(groups: Groups, mine: Sequence[str], what: str) -> list[str]:
+    """What any rank has to tell, each once, in the order of ranks. Every rank must call this."""
     device = groups.dense.shard.device
-    home = torch.device("cpu") if device.type == "meta" else device
-    count = numbers_on(home, [float(bool(problem))])
+    count = numbers_on(torch.device("cpu") if device.type == "meta" else device, [len(mine)])
     for group in groups.everyone:
-        group.sum_numbers(count, "what went wrong")
-    if not count.item():
-        return
-    told = {problem}
-    for group in groups.everyone:
-        told = set.union(*group.gather_objects(told, "what went wrong"))
-    raise RuntimeError("; ".join(sorted(told - {""})))
+        group.sum_numbers(count, what)
+    told = list(mine)
+    if count.item():
+        for group in groups.everyone:
+            told = [one for each in group.gather_objects(told, what) for one in each]
+    return list(dict.fromkeys(told))

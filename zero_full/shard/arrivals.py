@@ -3,10 +3,8 @@
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
-import torch
-
 from zero_full.offload import CopyError
-from zero_full.shard.agreement import numbers_on
+from zero_full.shard.agreement import told_by_all
 from zero_full.shard.bucket import Bucket
 from zero_full.shard.groups import Groups
 from zero_full.shard.owned import Owned
@@ -45,12 +43,6 @@ def await_parameters(groups: Groups, everything: Sequence[Owned]) -> None:
             owned.settle()
         except CopyError as error:
             failures.append(error)
-    told = [f"rank {groups.dense.shard.rank}: {failures[0]}"] if failures else []
-    device = groups.dense.shard.device
-    count = numbers_on(torch.device("cpu") if device.type == "meta" else device, [len(told)])
-    for group in groups.everyone:
-        group.sum_numbers(count, "parameters that were sent")
-    if count.item():
-        for group in groups.everyone:
-            told = [one for some in group.gather_objects(told, "parameters that were sent") for one in some]
-        raise CopyError("; ".join(dict.fromkeys(told))) from (failures[0] if failures else None)
+    mine = [f"rank {groups.dense.shard.rank}: {failures[0]}"] if failures else []
+    if told := told_by_all(groups, mine, "parameters that were sent"):
+        raise CopyError("; ".join(told)) from (failures[0] if failures else None)

@@ -41,9 +41,8 @@ class Owned:
         self.sending: Pending | None = None  # the parameters' slice, on its way to the device
         self.mark: Tensor | None = None  # of what was sent; None: nobody knows what the device has
         self.copies: Tensor | None = None  # of the parameters' slice, where it is stepped; only meanwhile
-        self.shown: list[
-            tuple[ReferenceType[Tensor], Tensor]
-        ] = []  # what somebody may have kept, and of what
+        # What somebody may have kept, and of what it is.
+        self.shown: list[tuple[ReferenceType[Tensor], Tensor]] = []
         self.is_updating = False  # a delayed update writes to the master: see `delayed.py`
         values = flat.take_unrounded()
         self._let_master_be(flat.shard if bucket.asleep else self._master_of(values))
