@@ -5,7 +5,7 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -293,12 +293,13 @@ def test_a_damaged_file_is_an_error_on_all_ranks(how: str, why: str, tmp_path: P
         assert "cannot be read" in save
 
 
-def refused(comm: Any, path: str, free: int | None) -> str:
+def refused(comm: Any, path: str, free: int | None, make: Callable[[str], Any] = engine_of) -> str:
+    """Why no engine comes to be there; on rank 1 the disk seems to have so much space."""
     measured = scratch.free_bytes
     if free is not None and comm.rank == 1:
         scratch.free_bytes = lambda directory: free
     try:
-        engine_of(path)
+        make(path)
     except Exception as error:
         return str(error)
     finally:

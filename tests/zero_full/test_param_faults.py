@@ -11,9 +11,8 @@ import torch
 import zero_full
 from tests.worlds import POOL
 from tests.zero_full.runs import data
-from tests.zero_full.test_blocks import files_no_longer_than, states
+from tests.zero_full.test_blocks import files_no_longer_than, refused, states
 from tests.zero_full.test_param_blocks import engine_of, go, settle, shelf_of
-from zero_full.offload import scratch
 from zero_full.shard.flat import GatherState
 
 
@@ -105,25 +104,12 @@ def test_a_damaged_file_is_an_error_on_all_ranks(how: str, why: str, trains: boo
         assert "cannot be read" in told[-1]
 
 
-def refused(comm: Any, path: str, free: int | None) -> str:
-    measured = scratch.free_bytes
-    if free is not None and comm.rank == 1:
-        scratch.free_bytes = lambda directory: free
-    try:
-        engine_of(path)
-    except Exception as error:
-        return str(error)
-    finally:
-        scratch.free_bytes = measured
-    return ""
-
-
 def test_too_little_space_is_told_before_anything_is_written(tmp_path: Path) -> None:
-    for told in POOL.run(refused, 2, str(tmp_path), 1000):
+    for told in POOL.run(refused, 2, str(tmp_path), 1000, engine_of):
         assert "has 1.00 kB free" in told and "parameters" in told
 
 
 def test_a_place_where_nothing_can_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    for told in POOL.run(refused, 2, str(tmp_path / "file" / "below"), None):
+    for told in POOL.run(refused, 2, str(tmp_path / "file" / "below"), None, engine_of):
         assert str(tmp_path / "file") in told

@@ -47,9 +47,8 @@ class PretendedFile(PretendedHost):
     """The same for state that waits in a file, which is not there either."""
 
     part_numel: int | None = None
-    blocks: list[list[int]] = field(
-        default_factory=list
-    )  # bytes of each block of each part, in the last step
+    # Bytes of each block of each part, in the last step.
+    blocks: list[list[int]] = field(default_factory=list)
     kind = BlockTier.kind
     moves = True
 
