@@ -11,7 +11,7 @@ try:
     from lessons import exercise
     from lessons.check import check, progress
     from lessons.exercise import LessonError, find_lesson, shown
-    from lessons.registry import LESSONS, ROWS
+    from lessons.registry import LESSONS
 except ModuleNotFoundError as missing:
     sys.exit(
         f"{missing.name} is not installed here. Once: make demo. In each terminal: source .venv/bin/activate"
@@ -93,6 +93,7 @@ def list_lessons() -> int:
 def demo() -> int:
     """Bytes a parameter on each rank, measured with four thread-ranks, beside the formula."""
     from lessons.bill import measure, table
+    from lessons.rows import ROWS
 
     bills = [measure(row) for row in ROWS]
     print_table([*table(bills)])

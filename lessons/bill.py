@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lessons.registry import Row, sizes_of
+from lessons.rows import Row, sizes_of
 from zero_min.comm import Comm
 from zero_min.gpt import GPT, GPTConfig, batch, load_text
 from zero_min.ledger import Event, Ledger, held

@@ -94,7 +94,7 @@ def _print_failure(number: int, passed: int, name: str, reason: str) -> None:
 
 def _print_bill(number: int) -> None:
     from lessons.bill import measure, timeline
-    from lessons.registry import ROWS
+    from lessons.rows import ROWS
 
     bill = measure(next(row for row in ROWS if row.lesson == number))
     print(f"your {bill.row.name} with 4 ranks and {bill.numel:,} parameters, bytes:")

@@ -1,6 +1,6 @@
 """`make demo`: a small GPT trained at every stage on real processes; its bill as a table and a picture.
 
-Started by torchrun: every process is one rank, rank 0 talks. The rows come from `lessons.registry`.
+Started by torchrun: every process is one rank, rank 0 talks. The rows come from `lessons.rows`.
 """
 
 import argparse
@@ -20,7 +20,8 @@ from rich.table import Table
 
 from lessons import bill, plots
 from lessons.bill import Bill
-from lessons.registry import ROOT, ROWS, Row
+from lessons.registry import ROOT
+from lessons.rows import ROWS, Row
 from zero_min.comm import Comm
 from zero_min.dist_comm import DistComm
 from zero_min.gpt import GPT, GPTConfig, batch, load_text

@@ -15,7 +15,8 @@ from pathlib import Path
 import zero_min
 from lessons import bill, draw
 from lessons.exercise import LessonError, region_lines
-from lessons.registry import LESSONS, ROOT, ROWS, Lesson
+from lessons.registry import LESSONS, ROOT, Lesson
+from lessons.rows import ROWS
 
 BLOCK = re.compile(r"(<!-- weave: (\w+) (.+?) -->\n).*?(<!-- /weave -->)", re.DOTALL)
 
@@ -42,7 +43,7 @@ def _measured(name: str) -> bill.Bill:
     for row in ROWS:
         if row.name == name:
             return bill.measure(row)
-    raise LessonError(f"no row {name!r} in lessons/registry.py")
+    raise LessonError(f"no row {name!r} in lessons/rows.py")
 
 
 def bills(names: str) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lessons.bill import KINDS, Bill, measure
 from lessons.cells import columns, run_cell
 from lessons.plots import BLUE, GREEN, ORANGE, label, new_figure, save
-from lessons.registry import ROWS
+from lessons.rows import ROWS
 from zero_min import Adam, AdamW
 
 

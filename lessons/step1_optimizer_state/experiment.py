@@ -11,7 +11,7 @@ from torch import nn
 from lessons.bill import Bill, measure
 from lessons.cells import columns, run_cell
 from lessons.plots import BLUE, GREEN, ORANGE, label, new_figure, save
-from lessons.registry import ROWS
+from lessons.rows import ROWS
 from zero_min import Stage0, Stage1, run_world
 from zero_min.comm import Comm
 from zero_min.stage1 import flatten_dense_tensors_aligned, get_data_parallel_partitions, round_robin_reorder

@@ -9,7 +9,7 @@ from functools import cache, partial
 from lessons.bill import SMALL, Bill, compare, measure_rank, timeline
 from lessons.cells import columns, run_cell
 from lessons.plots import BLUE, GREEN, ORANGE, label, new_figure, save
-from lessons.registry import ROWS
+from lessons.rows import ROWS
 from zero_min import Stage2, run_world
 from zero_min.gpt import GPTConfig
 

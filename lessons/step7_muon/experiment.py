@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lessons.cells import columns, run_cell
 from lessons.plots import BLUE, GREEN, ORANGE, RANKS, label, new_figure, save
-from lessons.registry import ROWS, sizes_of
+from lessons.rows import ROWS, sizes_of
 from zero_min import AdamW, Stage2, Stage2Muon, run_world
 from zero_min.comm import Comm
 from zero_min.formula import muon_visits

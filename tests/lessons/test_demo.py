@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lessons.registry import LESSONS, ROOT, ROWS
+from lessons.registry import LESSONS, ROOT
+from lessons.rows import ROWS
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])

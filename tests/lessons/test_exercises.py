@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lessons import __main__ as cli
-from lessons import exercise, registry
+from lessons import exercise, registry, rows
 from lessons.check import check, progress
 from lessons.registry import LESSONS, ROOT, Lesson
 
@@ -137,6 +137,13 @@ def test_outside_of_the_environment_it_says_how_to_get_in() -> None:
     assert run.returncode == 1 and "source .venv/bin/activate" in run.stderr
 
 
+def test_list_and_hint_answer_at_once_without_torch() -> None:
+    code = "import sys; sys.modules['torch'] = None; import lessons.__main__ as cli; "
+    code += "sys.exit(cli.main(['list']) or cli.main(['hint', '3', 'gather']))"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -234,13 +241,13 @@ def test_list_and_demo(capsys: Capture) -> None:
     assert run_cli("demo") == 0
     shown = capsys.readouterr().out
     assert "agree as integers" in shown
-    assert all(row.name in shown for row in registry.ROWS)
+    assert all(row.name in shown for row in rows.ROWS)
 
 
 def test_the_demo_says_so_when_measurement_and_formula_differ(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wrong = dataclasses.replace(registry.ROWS[1], sent=lambda sizes, world, steps: 1)
-    monkeypatch.setattr(cli, "ROWS", [wrong])
+    wrong = dataclasses.replace(rows.ROWS[1], sent=lambda sizes, world, steps: 1)
+    monkeypatch.setattr(rows, "ROWS", [wrong])
     assert run_cli("demo") == 1
     assert "DISAGREE" in capsys.readouterr().out
