@@ -70,25 +70,33 @@ def task_regions(answer: Path) -> list[Region]:
     return [region for region in regions(answer.read_text()) if region.name.startswith(TASK)]
 
 
+def unmarked(source: str) -> str:
+    """A file without the markers of its regions: what a learner sees."""
+    return "".join(line for line in source.splitlines(keepends=True) if not MARK.match(line.rstrip("\n")))
+
+
 def blank(answer: Path, number: int) -> str:
     """The answer key with every task's lines replaced by an error that says where help is."""
     lines = answer.read_text().splitlines()
     for region in reversed(task_regions(answer)):
         body = [line for line in lines[region.first : region.last] if line.strip()]
         margin = body[0][: len(body[0]) - len(body[0].lstrip())]
-        message = f"lesson {number}, task {region.task}: python -m lessons hint {number} {region.task}"
-        lines[region.first : region.last] = [f'{margin}raise NotImplementedError("{message}")']
-    return "\n".join(lines) + "\n"
+        lines[region.first : region.last] = [f"{margin}{_hole(number, region.task)}"]
+    return unmarked("\n".join(lines) + "\n")
 
 
-def fill(answer: Path, work: str, leave: str = "") -> str:
-    """A work file with every task's lines taken from the answer key, except the task to `leave`."""
+def _hole(number: int, task: str) -> str:
+    message = f"lesson {number}, task {task}: python -m lessons hint {number} {task}"
+    return f'raise NotImplementedError("{message}")'
+
+
+def fill(answer: Path, number: int, work: str, leave: str = "") -> str:
+    """A work file with every blank's lines taken from the answer key, except the task to `leave`."""
     right, lines = answer.read_text().splitlines(), work.splitlines()
-    wanted = {region.name: region for region in task_regions(answer) if region.task != leave}
-    for region in reversed(regions(work)):
-        if region.name in wanted:
-            answered = wanted[region.name]
-            lines[region.first : region.last] = right[answered.first : answered.last]
+    for region in task_regions(answer):
+        if region.task != leave:
+            (place,) = [i for i, line in enumerate(lines) if line.strip() == _hole(number, region.task)]
+            lines[place : place + 1] = right[region.first : region.last]
     return "\n".join(lines) + "\n"
 
 
@@ -141,7 +149,7 @@ def diff(lesson: Lesson) -> str:
     """The learner's files against the answer key."""
     lines: list[str] = []
     for (answer, work), mine in zip(lesson.files, read_work(lesson), strict=True):
-        right = answer.read_text().splitlines()
+        right = unmarked(answer.read_text()).splitlines()
         lines += difflib.unified_diff(mine.splitlines(), right, shown(work), shown(answer), lineterm="")
     return "\n".join(lines) or "your answer is the answer key, letter for letter"
 

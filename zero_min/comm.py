@@ -41,8 +41,10 @@ class Comm(ABC):
         """Sum over all ranks, in place. Sends 2(N-1)/N n: a reduce-scatter and an all-gather."""
         _must_be_contiguous("all_reduce", tensor)
         n, N = tensor.numel(), self.world_size
-        piece = n // N + (self.rank < n % N)
-        sent = (n - piece) + (N - 1) * piece
+        mine = n // N  # everyone adds up one piece; the first pieces are longer by one
+        if self.rank < n % N:
+            mine += 1
+        sent = (n - mine) + (N - 1) * mine  # the others' pieces to them, and the sum of mine to all others
         self.ledger.charge("all_reduce", sent * tensor.element_size())
         return self._all_reduce(tensor)
 
@@ -86,7 +88,8 @@ class Comm(ABC):
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Copy `source`'s tensor to every rank, in place. The source sends (N-1) n."""
         _must_be_contiguous("broadcast", tensor)
-        self.ledger.charge("broadcast", tensor.nbytes * (self.world_size - 1) * (self.rank == source))
+        sent = tensor.nbytes * (self.world_size - 1) if self.rank == source else 0
+        self.ledger.charge("broadcast", sent)
         return self._broadcast(tensor, source)
 
     def barrier(self) -> None:

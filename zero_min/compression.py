@@ -65,13 +65,18 @@ class CompressedMean:
         self.comm, self.sizes, self.l1 = comm, list(sizes), l1
         N = comm.world_size
         self.chunk = -(-sum(sizes) // (8 * N)) * 8  # each rank serves one chunk, a whole number of bytes
-        ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-        cuts = [
-            [overlap(e - n, e, r, self.chunk) for e, n in zip(ends, sizes, strict=True)] for r in range(N)
-        ]
-        self.lengths = [[high - low for low, high in cut] for cut in cuts]  # of every piece in every chunk
+        self.lengths = [self._lengths_in(rank) for rank in range(N)]  # of every piece, chunk by chunk
         self.worker_error = like.new_zeros(N * self.chunk)
         self.server_error = like.new_zeros(self.chunk)
+
+    def _lengths_in(self, rank: int) -> list[int]:
+        """How many elements of each piece lie in the chunk that `rank` serves."""
+        lengths, start = [], 0
+        for size in self.sizes:
+            low, high = overlap(start, start + size, rank, self.chunk)
+            lengths.append(high - low)
+            start += size
+        return lengths
 
     def __call__(self, x: Tensor) -> Tensor:
         """Sends 2(N-1) times chunk/8 bytes and the scales. One rank has nothing to send or to lose."""

@@ -32,11 +32,17 @@ def padded(sizes: Sequence[int], world_size: int) -> int:
 def held(stage: int, sizes: Sequence[int], world_size: int, each: Bytes = FP32) -> dict[str, int]:
     """Bytes one rank holds after a step, before gradients are let go, by kind."""
     numel, flat = sum(sizes), padded(sizes, world_size)
-    own = flat // world_size
+    mine = flat // world_size
+    parameters, gradients, states = {
+        0: (numel, numel, numel),
+        1: (flat, numel, mine),
+        2: (flat, mine, mine),
+        3: (mine, mine, mine),
+    }[stage]
     return {
-        "parameters": each.parameter * [numel, flat, flat, own][stage],
-        "gradients": each.gradient * [numel, numel, own, own][stage],
-        "optimizer": each.state * [numel, own, own, own][stage],
+        "parameters": each.parameter * parameters,
+        "gradients": each.gradient * gradients,
+        "optimizer": each.state * states,
     }
 
 
@@ -48,12 +54,12 @@ def sent(
     To reduce-scatter or to gather a tensor each rank sends (N-1)/N of it, so N ranks send it N-1 times.
     """
     numel, flat, m = sum(sizes), padded(sizes, world_size), micro_batches
-    reduced, gathered = [
-        (2 * numel, 0),  # all-reduce: both halves on gradients
-        (flat, flat),  # reduce-scatter at the boundary, then gather the parameters
-        (m * numel, flat),  # reduce-scatter in every micro-batch
-        (m * flat, m * 2 * flat),  # and gather for every forward and every backward
-    ][stage]
+    reduced, gathered = {
+        0: (2 * numel, 0),  # all-reduce: both halves on gradients
+        1: (flat, flat),  # reduce-scatter at the boundary, then gather the parameters
+        2: (m * numel, flat),  # reduce-scatter in every micro-batch
+        3: (m * flat, m * 2 * flat),  # and gather for every forward and every backward
+    }[stage]
     return (world_size - 1) * (each.gradient * reduced + each.parameter * gathered)
 
 
@@ -110,15 +116,15 @@ def zero_one_sent(sizes: Sequence[int], world_size: int, steps: int, **schedule:
 def muon_held(matrices: int, others: int, world_size: int) -> dict[str, int]:
     """What a rank holds if Muon, which keeps one average, moves that many elements, and AdamW the others."""
     flats = padded([matrices], world_size), padded([others], world_size)
-    own = [flat // world_size for flat in flats]
-    return {"parameters": 4 * sum(flats), "gradients": 4 * sum(own), "optimizer": 4 * own[0] + 8 * own[1]}
+    mine = [flat // world_size for flat in flats]
+    return {"parameters": 4 * sum(flats), "gradients": 4 * sum(mine), "optimizer": 4 * mine[0] + 8 * mine[1]}
 
 
 def muon_visits(sizes: Sequence[int], owners: Sequence[int], world_size: int) -> int:
     """Elements that are not where the work on their matrix is done. The matrices lie one behind the other."""
-    own, start, away = padded([sum(sizes)], world_size) // world_size, 0, 0
+    mine, start, away = padded([sum(sizes)], world_size) // world_size, 0, 0
     for size, owner in zip(sizes, owners, strict=True):
-        at_home = min(start + size, (owner + 1) * own) - max(start, owner * own)
+        at_home = min(start + size, (owner + 1) * mine) - max(start, owner * mine)
         away += size - max(0, at_home)
         start += size
     return away

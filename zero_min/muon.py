@@ -91,8 +91,8 @@ class Stage2Muon(Stage2):
         others = [p for p in model.parameters() if p not in set(matrices)]
         groups = [{"params": matrices}, {"params": others}]
         super().__init__(model, comm, groups, MuonState, lr=adam_lr, **rest)
-        self.lr, self.flat = lr, self.flats[0]
-        self.owners = choose_owners([p.shape for p in self.flat.params], comm.world_size)
+        self.lr, self.group = lr, self.flats[0]
+        self.owners = choose_owners([p.shape for p in self.group.params], comm.world_size)
 
     def matrices_of(self, owner: int) -> list[int]:
         """Which matrices a rank works on."""
@@ -100,8 +100,8 @@ class Stage2Muon(Stage2):
 
     def pieces(self, rank: int, owner: int) -> list[slice]:
         """What a rank has of each matrix that `owner` works on, as places in the rank's slice."""
-        size = self.flat.own.numel()
-        spans = [(self.flat.starts[i], self.flat.params[i].numel()) for i in self.matrices_of(owner)]
+        size = self.group.mine.numel()
+        spans = [(self.group.starts[i], self.group.params[i].numel()) for i in self.matrices_of(owner)]
         cuts = [overlap(start, start + numel, rank, size) for start, numel in spans]
         return [slice(low - rank * size, high - rank * size) for low, high in cuts]
 
@@ -109,7 +109,7 @@ class Stage2Muon(Stage2):
     def update(self) -> None:
         """AdamW moves its slices, Muon its own; then all slices are exchanged."""
         self.optimizer.step()
-        g, average = self.flat.shard.grad, self.optimizer.m[self.flat.shard]
+        g, average = self.group.master.grad, self.optimizer.m[self.group.master]
         average.lerp_(g, 1 - BETA)  # element by element, like Adam's: a slice is enough
         self.move(self.visit(g.lerp(average, BETA)))  # Nesterov: a look ahead
         self.gather_parameters()
@@ -128,7 +128,7 @@ class Stage2Muon(Stage2):
         # --8<-- [start:ex_back]
         theirs = [list(part.split(each)) for part, each in zip(brought, lengths, strict=True)]
         for k, i in enumerate(self.matrices_of(rank)):
-            whole = torch.cat([pieces[k] for pieces in theirs]).view(self.flat.params[i].shape)
+            whole = torch.cat([pieces[k] for pieces in theirs]).view(self.group.params[i].shape)
             made = orthogonalize(whole).reshape(-1)
             for pieces, new in zip(theirs, made.split([each[k] for each in lengths]), strict=True):
                 pieces[k] = new
@@ -142,5 +142,5 @@ class Stage2Muon(Stage2):
             places = self.pieces(self.comm.rank, owner)
             news = update.split([place.stop - place.start for place in places])
             for i, place, new in zip(self.matrices_of(owner), places, news, strict=True):
-                rows, columns = self.flat.params[i].shape
-                self.flat.shard[place].add_(new, alpha=-self.lr * max(1, rows / columns) ** 0.5)
+                rows, columns = self.group.params[i].shape
+                self.group.master[place].add_(new, alpha=-self.lr * max(1, rows / columns) ** 0.5)

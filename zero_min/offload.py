@@ -59,15 +59,15 @@ class Stage2Offload(Stage2):
         self.flying: list[tuple[Window, slice, Tensor, Tensor]] = []
         super().__init__(model, comm, *args, **kwargs)
 
-    def place(self, own: Tensor) -> Tensor:
+    def place(self, mine: Tensor) -> Tensor:
         """An fp32 master on the host. Adam makes its averages like it, hence beside it."""
         # --8<-- [start:ex_place]
-        master = self.host.room(own.numel(), torch.promote_types(own.dtype, torch.float32))
-        return master.copy_(own)
+        master = self.host.room(mine.numel(), torch.promote_types(mine.dtype, torch.float32))
+        return master.copy_(mine)
         # --8<-- [end:ex_place]
 
     # --8<-- [start:offload_down]
-    def _add_to_own_gradient(self, window: Window, part: slice, piece: Tensor) -> None:
+    def _add_to_my_gradient(self, window: Window, part: slice, piece: Tensor) -> None:
         """Send the reduced piece down while backward goes on above."""
         # --8<-- [start:ex_down]
         landing = self.host.down(piece)
@@ -78,7 +78,7 @@ class Stage2Offload(Stage2):
         super()._reduce_leftovers()
         self.host.wait()
         for window, part, _, landed in self.flying:
-            super()._add_to_own_gradient(window, part, landed)
+            super()._add_to_my_gradient(window, part, landed)
         self.flying.clear()
 
     # --8<-- [end:offload_down]
@@ -93,18 +93,18 @@ class Stage2Offload(Stage2):
         """Copy the new own slices up, then exchange slices as ever."""
         for f in self.flats:
             # --8<-- [start:ex_up]
-            self.host.up(f.shard, f.own)
-            self.comm.all_gather(f.flat, f.own)  # (N-1)/N n
-            f.shard.grad = None
+            self.host.up(f.master, f.mine)
+            self.comm.all_gather(f.flat, f.mine)  # (N-1)/N n
+            f.master.grad = None
             # --8<-- [end:ex_up]
 
     def holdings(self) -> dict[str, list[Tensor | None]]:
         """What this rank keeps, by kind. Only parameters, and gradients on their way, are on the device."""
-        state = [*(f.shard for f in self.flats), *self.optimizer.state()]
+        state = [*(f.master for f in self.flats), *self.optimizer.state()]
         return {
             "parameters": super().holdings()["parameters"],
             "gradients": [p.grad for f in self.flats for p in f.params],
-            "host gradients": [g for f in self.flats for g in (f.grad, f.shard.grad)],
+            "host gradients": [g for f in self.flats for g in (f.grad, f.master.grad)],
             "host optimizer": [*state],
         }
 
@@ -117,8 +117,8 @@ class Stage2Disk(Stage2Offload):
         self.folder.mkdir(parents=True, exist_ok=True)
         super().__init__(*args, **kwargs)
         for averages in (self.optimizer.m, self.optimizer.v):
-            for shard in averages:
-                averages[shard] = self.file(averages[shard])
+            for master in averages:
+                averages[master] = self.file(averages[master])
 
     def file(self, tensor: Tensor) -> Tensor:
         """A tensor whose memory is a file of its own."""
@@ -132,9 +132,9 @@ class Stage2Disk(Stage2Offload):
         )
         return mapped.copy_(tensor)
 
-    def place(self, own: Tensor) -> Tensor:
+    def place(self, mine: Tensor) -> Tensor:
         """An fp32 master in a file."""
-        return self.file(super().place(own))
+        return self.file(super().place(mine))
 
     @torch.no_grad()
     def update(self) -> None:
@@ -142,18 +142,18 @@ class Stage2Disk(Stage2Offload):
         adam, ledger = self.optimizer, self.comm.ledger
         adam.steps += 1
         for f, group in zip(self.flats, adam.groups, strict=True):
-            on_disk = (f.shard, adam.m[f.shard], adam.v[f.shard])
-            for start in range(0, f.shard.numel(), self.chunk):
+            on_disk = (f.master, adam.m[f.master], adam.v[f.master])
+            for start in range(0, f.master.numel(), self.chunk):
                 here = slice(start, start + self.chunk)
                 p, m, v = (tensor[here].clone() for tensor in on_disk)
                 ledger.move("disk to host", p.nbytes + m.nbytes + v.nbytes)
-                adam.update_one(p, f.shard.grad[here], m, v, group)
+                adam.update_one(p, f.master.grad[here], m, v, group)
                 for tensor, new in zip(on_disk, (p, m, v), strict=True):
                     tensor[here] = new
                 ledger.move("host to disk", p.nbytes + m.nbytes + v.nbytes)
-                self.host.up(p, f.own[here])
-            self.comm.all_gather(f.flat, f.own)  # (N-1)/N n
-            f.shard.grad = None
+                self.host.up(p, f.mine[here])
+            self.comm.all_gather(f.flat, f.mine)  # (N-1)/N n
+            f.master.grad = None
 
     def holdings(self) -> dict[str, list[Tensor | None]]:
         """As above; the optimizer's kind is on disk."""

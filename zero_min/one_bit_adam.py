@@ -40,10 +40,10 @@ class OneBitAdam:
         (group,) = trainable_groups(model, None)
         if any(p.dtype not in (torch.float32, torch.float64) for p in group["params"]):
             raise ValueError("1-bit and 0/1 Adam step the parameters themselves: keep the model in fp32")
-        self.flat = FlatGroup(group["params"], comm, lambda own: own)
-        self.x = self.flat.flat  # all parameters; the model's are windows into it
+        self.group = FlatGroup(group["params"], comm, lambda mine: mine)
+        self.x = self.group.flat  # all parameters; the model's are windows into it
         self.m, self.v = torch.zeros_like(self.x), torch.zeros_like(self.x)
-        self.compressed = CompressedMean(comm, [p.numel() for p in self.flat.params], self.x, l1)
+        self.compressed = CompressedMean(comm, [p.numel() for p in self.group.params], self.x, l1)
         self.steps, self.variances = 0, 0  # v has its own count: it is not updated in every step
 
     def backward(self, loss: Tensor) -> None:
@@ -52,7 +52,7 @@ class OneBitAdam:
 
     def gradient(self) -> Tensor:
         """This rank's whole gradient as one flat tensor."""
-        grads = [gradient_or_zeros(p) for p in self.flat.params]
+        grads = [gradient_or_zeros(p) for p in self.group.params]
         flat = flatten_dense_tensors_aligned(grads, self.comm.world_size)
         if not flat.isfinite().all():  # found before it spreads to everybody
             raise WorldError(f"rank {self.comm.rank}: its gradient contains inf or NaN")
@@ -102,7 +102,7 @@ class OneBitAdam:
 
     def zero_grad(self) -> None:
         """Let go of the gradients."""
-        for p in self.flat.params:
+        for p in self.group.params:
             p.grad = None
 
     def tensors(self) -> dict[str, Tensor]:
@@ -114,7 +114,7 @@ class OneBitAdam:
         """What this rank keeps, by kind."""
         return {
             "parameters": [self.x, *self.model.parameters()],
-            "gradients": [p.grad for p in self.flat.params],
+            "gradients": [p.grad for p in self.group.params],
             "optimizer": list(self.tensors().values()),
         }
 

@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zero_min.adam import clip_by_global_norm
-
 
 class StaticScale:
     """The same scale for ever; 1 for bf16, whose range is fp32's."""
@@ -114,7 +112,7 @@ class MixedPrecision:
         """Step if nobody overflowed. The scale that multiplied the loss is the one that is divided out."""
         scale, norm = self.scaler.scale, None
         self.stage.reduce_gradients()
-        grads = self.stage.own_gradients()  # fp32, whatever the gradients were
+        grads = self.stage.master_gradients()  # fp32, whatever the gradients were
         overflow = self.anyone_overflowed(grads)
         if overflow:
             self.skipped += 1
@@ -122,8 +120,7 @@ class MixedPrecision:
         else:
             for g in grads:
                 g.div_(scale)
-            if self.stage.max_grad_norm is not None:
-                norm = clip_by_global_norm(grads, self.stage.max_grad_norm, self.stage.norm_comm)
+            norm = self.stage.clip_gradients()
             self.stage.update()
         self.scaler.update(overflow)  # only now: these gradients were scaled with the old one
         return Report(not overflow, norm, scale)

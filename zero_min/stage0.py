@@ -62,8 +62,6 @@ def gradient_or_zeros(p: Tensor) -> Tensor:
 class Stage0:
     """Nothing is sharded: every rank holds parameters, gradients and Adam's state in full."""
 
-    norm_comm: Comm | None = None  # every rank has every gradient, so it knows the norm by itself
-
     def __init__(
         self,
         model: nn.Module,
@@ -78,9 +76,9 @@ class Stage0:
         self.params: list[Tensor] = [p for group in param_groups for p in group["params"]]
         for p in self.params:
             p.data = comm.broadcast(p.data.contiguous())  # everyone starts from rank 0's values
-        self.shards = {p: master_of(p) for p in self.params}
-        shards = [{**group, "params": [self.shards[p] for p in group["params"]]} for group in param_groups]
-        self.optimizer = optimizer(shards, **options)
+        self.masters = {p: master_of(p) for p in self.params}  # what Adam steps
+        masters = [{**group, "params": [self.masters[p] for p in group["params"]]} for group in param_groups]
+        self.optimizer = optimizer(masters, **options)
 
     def backward(self, loss: Tensor) -> None:
         """Add this micro-batch's gradients; nothing travels yet."""
@@ -91,58 +89,65 @@ class Stage0:
     def step(self) -> float | None:
         """Average the gradients, then make the same Adam step on every rank. Returns the clipped norm."""
         self.reduce_gradients()
-        norm = None
-        if self.max_grad_norm is not None:
-            norm = clip_by_global_norm(self.own_gradients(), self.max_grad_norm, self.norm_comm)
+        norm = self.clip_gradients()
         self.update()
         return norm
 
     def reduce_gradients(self) -> None:
         """Give everyone the averaged gradient of everything."""
-        for p, shard in self.shards.items():
+        for p, master in self.masters.items():
             p.grad = gradient_or_zeros(p)
             self.comm.all_reduce(p.grad).div_(self.comm.world_size)  # 2(N-1)/N n
-            if shard is not p:
-                shard.grad = p.grad.to(shard.dtype)
+            if master is not p:
+                master.grad = p.grad.to(master.dtype)
+
+    def clip_gradients(self) -> float | None:
+        """If there is a limit, scale the gradients down to it. Everyone has them all, so nobody is asked."""
+        if self.max_grad_norm is None:
+            return None
+        return clip_by_global_norm(self.master_gradients(), self.max_grad_norm)
 
     def update(self) -> None:
         """Everyone steps everything, and so ends with the same values."""
         self.optimizer.step()
-        for p, shard in self.shards.items():
-            if shard is not p:
-                p.copy_(shard)
-                shard.grad = None
+        for p, master in self.masters.items():
+            if master is not p:
+                p.copy_(master)
+                master.grad = None
 
     # --8<-- [end:stage0_step]
 
-    def own_gradients(self) -> list[Tensor]:
+    def master_gradients(self) -> list[Tensor]:
         """What Adam is about to use: here, on every rank, everything."""
-        return [shard.grad for shard in self.shards.values() if shard.grad is not None]
+        return [master.grad for master in self.masters.values() if master.grad is not None]
 
     def zero_grad(self) -> None:
         """Let go of the gradients."""
-        for p, shard in self.shards.items():
-            p.grad = shard.grad = None
+        for p, master in self.masters.items():
+            p.grad = master.grad = None
 
     def holdings(self) -> dict[str, list[Tensor | None]]:
         """What this rank keeps, by kind."""
         return {
             "parameters": list(self.model.parameters()),
             "gradients": [p.grad for p in self.params],
-            "optimizer": [*(s for p, s in self.shards.items() if s is not p), *self.optimizer.state()],
+            "optimizer": [*self.copies(), *self.optimizer.state()],
         }
+
+    def copies(self) -> list[Tensor]:
+        """The masters that are tensors of their own."""
+        return [master for p, master in self.masters.items() if master is not p]
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of a checkpoint."""
         model = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
-        masters = [shard.clone() for p, shard in self.shards.items() if shard is not p]
+        masters = [master.clone() for master in self.copies()]
         return {"model": model, "masters": masters, "adam": self.optimizer.state_dict()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from this rank's part."""
         self.model.load_state_dict(state["model"])
-        masters = [shard for p, shard in self.shards.items() if shard is not p]
-        for master, saved in zip(masters, state["masters"], strict=True):
+        for master, saved in zip(self.copies(), state["masters"], strict=True):
             master.copy_(saved)
         self.optimizer.load_state_dict(state["adam"])

@@ -45,14 +45,21 @@ def get_data_parallel_partitions(flat: Tensor, num_partitions: int) -> list[Tens
     """Cut a flat tensor into views of near-equal length; the first ones are longer by one."""
     # --8<-- [start:ex_partition]
     base, remaining = divmod(flat.numel(), num_partitions)
-    sizes = [base + (rank < remaining) for rank in range(num_partitions)]
-    starts = [sum(sizes[:rank]) for rank in range(num_partitions)]
-    return [flat.narrow(0, start, size) for start, size in zip(starts, sizes, strict=True)]
+    parts, start = [], 0
+    for rank in range(num_partitions):
+        size = base + 1 if rank < remaining else base
+        parts.append(flat.narrow(0, start, size))
+        start += size
+    return parts
     # --8<-- [end:ex_partition]
 
 
 class FlatGroup:
-    """One parameter group as one flat tensor; the parameters become windows into it."""
+    """One parameter group as one flat tensor; the parameters become windows into it.
+
+    `flat` is the whole, `mine` this rank's slice of it, and `master` what Adam steps: the slice itself, or
+    an fp32 copy if the slice has 16 bits.
+    """
 
     def __init__(self, params: Sequence[Tensor], comm: Comm, place: Callable[[Tensor], Tensor]) -> None:
         self.params, _ = round_robin_reorder(params, comm.world_size)
@@ -64,10 +71,9 @@ class FlatGroup:
             p.data = self.flat.narrow(0, start, p.numel()).view(p.shape)
             self.starts.append(start)
             start += p.numel()
-        own = get_data_parallel_partitions(self.flat, comm.world_size)[comm.rank]
-        self.own = own
-        self.shard = place(own)  # what Adam steps
-        self.grad: Tensor | None = None  # the own slice's gradient, for stages that keep it between steps
+        self.mine = get_data_parallel_partitions(self.flat, comm.world_size)[comm.rank]
+        self.master = place(self.mine)
+        self.grad: Tensor | None = None  # of `mine`, in stages that keep it from backward to the step
 
 
 class Stage1:
@@ -85,13 +91,12 @@ class Stage1:
         self.model, self.comm, self.max_grad_norm = model, comm, max_grad_norm
         param_groups = [group for group in trainable_groups(model, groups) if group["params"]]
         self.flats: Sequence[Any] = [FlatGroup(group["params"], comm, self.place) for group in param_groups]
-        shards = [{**group, "params": [f.shard]} for group, f in zip(param_groups, self.flats, strict=True)]
-        self.norm_comm = comm  # a norm of slices is nobody's to know alone
-        self.optimizer = optimizer(shards, **options)  # two averages, but only for this rank's slices
+        masters = [{**group, "params": [f.master]} for group, f in zip(param_groups, self.flats, strict=True)]
+        self.optimizer = optimizer(masters, **options)  # two averages, but only for this rank's slices
 
-    def place(self, own: Tensor) -> Tensor:
+    def place(self, mine: Tensor) -> Tensor:
         """What Adam steps, and where it lives: the own slice itself, or its fp32 master."""
-        return master_of(own)
+        return master_of(mine)
 
     def backward(self, loss: Tensor) -> None:
         """Add this micro-batch's gradients; nothing travels yet."""
@@ -102,11 +107,15 @@ class Stage1:
     def step(self) -> float | None:
         """Reduce to the owners, step the own slices, gather the parameters. Returns the clipped norm."""
         self.reduce_gradients()
-        norm = None
-        if self.max_grad_norm is not None:
-            norm = clip_by_global_norm(self.own_gradients(), self.max_grad_norm, self.norm_comm)
+        norm = self.clip_gradients()
         self.update()
         return norm
+
+    def clip_gradients(self) -> float | None:
+        """If there is a limit, scale the gradients down to it. Everyone has a slice, so everyone is asked."""
+        if self.max_grad_norm is None:
+            return None
+        return clip_by_global_norm(self.master_gradients(), self.max_grad_norm, self.comm)
 
     def update(self) -> None:
         """Everyone steps their own slices, then all slices are exchanged."""
@@ -115,9 +124,9 @@ class Stage1:
 
     # --8<-- [end:stage1_step]
 
-    def own_gradients(self) -> list[Tensor]:
+    def master_gradients(self) -> list[Tensor]:
         """What Adam is about to use: the own slices'."""
-        return [f.shard.grad for f in self.flats if f.shard.grad is not None]
+        return [f.master.grad for f in self.flats if f.master.grad is not None]
 
     def reduce_gradients(self) -> None:
         """Give each rank the averaged gradient of its own slice, and of nothing else."""
@@ -126,45 +135,47 @@ class Stage1:
             grads = [gradient_or_zeros(p) for p in f.params]
             flat_grad = flatten_dense_tensors_aligned(grads, self.comm.world_size)
             parts = get_data_parallel_partitions(flat_grad, self.comm.world_size)
-            own_grad = self.comm.reduce_scatter(parts).div_(self.comm.world_size)  # (N-1)/N n
-            f.shard.grad = own_grad.to(f.shard.dtype)
+            my_grad = self.comm.reduce_scatter(parts).div_(self.comm.world_size)  # (N-1)/N n
+            f.master.grad = my_grad.to(f.master.dtype)
             # --8<-- [end:ex_reduce]
 
     def gather_parameters(self) -> None:
         """After the step every rank has new values for its slice only: exchange them, drop its gradient."""
         for f in self.flats:
             # --8<-- [start:ex_gather]
-            f.own.copy_(f.shard)
-            self.comm.all_gather(f.flat, f.own)  # (N-1)/N n
-            f.shard.grad = None  # used up
+            f.mine.copy_(f.master)
+            self.comm.all_gather(f.flat, f.mine)  # (N-1)/N n
+            f.master.grad = None  # used up
             # --8<-- [end:ex_gather]
 
     def zero_grad(self) -> None:
         """Let go of the gradients."""
         for f in self.flats:
-            f.grad = f.shard.grad = None
+            f.grad = f.master.grad = None
             for p in f.params:
                 p.grad = None
 
     def holdings(self) -> dict[str, list[Tensor | None]]:
         """What this rank keeps, by kind."""
-        masters = [f.shard for f in self.flats if f.shard is not f.own]
+        masters = [f.master for f in self.flats if f.master is not f.mine]
         return {
             "parameters": [*(f.flat for f in self.flats), *self.model.parameters()],
-            "gradients": [g for f in self.flats for g in (f.grad, f.shard.grad, *(p.grad for p in f.params))],
+            "gradients": [
+                g for f in self.flats for g in (f.grad, f.master.grad, *(p.grad for p in f.params))
+            ],
             "optimizer": [*masters, *self.optimizer.state()],
         }
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of a checkpoint."""
         model = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
-        shards = [f.shard.clone() for f in self.flats]
-        return {"model": model, "shards": shards, "adam": self.optimizer.state_dict()}
+        masters = [f.master.clone() for f in self.flats]
+        return {"model": model, "masters": masters, "adam": self.optimizer.state_dict()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from this rank's part, saved at the same world size."""
         self.model.load_state_dict(state["model"])
-        for f, shard in zip(self.flats, state["shards"], strict=True):
-            f.shard.copy_(shard)
+        for f, saved in zip(self.flats, state["masters"], strict=True):
+            f.master.copy_(saved)
         self.optimizer.load_state_dict(state["adam"])

@@ -31,12 +31,12 @@ class Window:
     """A parameter and where it lies in its group's flat tensor."""
 
     param: Tensor
-    flat: FlatGroup
+    group: FlatGroup
     start: int
 
     def part_of(self, rank: int) -> slice:
         """The elements of this parameter that `rank` owns, counted from the parameter's first."""
-        low, high = overlap(self.start, self.start + self.param.numel(), rank, self.flat.own.numel())
+        low, high = overlap(self.start, self.start + self.param.numel(), rank, self.group.mine.numel())
         return slice(low - self.start, high - self.start)
 
 
@@ -124,26 +124,26 @@ class Stage2(Stage1):
             torch.cat([grads[w.param][w.part_of(rank)] for w in bucket.windows])
             for rank in range(self.comm.world_size)
         ]
-        mine = self.comm.reduce_scatter(parts).div_(self.comm.world_size)  # (N-1)/N n
+        averages = self.comm.reduce_scatter(parts).div_(self.comm.world_size)  # (N-1)/N n
         for w in bucket.windows:
             part = w.part_of(self.comm.rank)
             size = part.stop - part.start
-            self._add_to_own_gradient(w, part, mine[:size])
-            mine = mine[size:]
+            self._add_to_my_gradient(w, part, averages[:size])
+            averages = averages[size:]
             w.param.grad = None  # nobody but the owner remembers it
         bucket.reduced = True
         # --8<-- [end:ex_bucket]
 
-    def _add_to_own_gradient(self, window: Window, part: slice, piece: Tensor) -> None:
-        f, first = window.flat, self.comm.rank * window.flat.own.numel()
+    def _add_to_my_gradient(self, window: Window, part: slice, piece: Tensor) -> None:
+        f = window.group
         if f.grad is None:
-            f.grad = torch.zeros_like(f.own, dtype=piece.dtype, device=piece.device)
-        own = slice(window.start + part.start - first, window.start + part.stop - first)
-        f.grad[own] += piece
+            f.grad = torch.zeros_like(f.mine, dtype=piece.dtype, device=piece.device)
+        start = window.start - self.comm.rank * f.mine.numel()  # of the parameter, seen from `mine`
+        f.grad[start + part.start : start + part.stop] += piece
 
     def reduce_gradients(self) -> None:
         """Each owner has had its averaged gradient since backward; hand it to Adam."""
         if any(bucket.missing < len(bucket.windows) for bucket in self.buckets):
             self._reduce_leftovers()  # backward was called without us, and its last buckets wait
         for f in self.flats:
-            f.shard.grad = torch.zeros_like(f.shard) if f.grad is None else f.grad.to(f.shard.dtype)
+            f.master.grad = torch.zeros_like(f.master) if f.grad is None else f.grad.to(f.master.dtype)

@@ -6,7 +6,6 @@ Run it with `python -m lessons run 3`.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
 
 import torch
 from matplotlib.axes import Axes
@@ -29,7 +28,7 @@ MICRO_BATCHES = (1, 2, 4)
 class KeepWhole(Stage3):
     """Stage 3 that does not release after forward, so that backward finds everything in place."""
 
-    def _after_forward(self, slices: list[Sliced], output: Any) -> None:
+    def _after(self, slices: list[Sliced]) -> None:
         pass
 
 
@@ -188,7 +187,7 @@ def refilled() -> str:
         saved = s.param.detach().t()  # what a linear layer's backward keeps
         for moment in ("gathered", "released", "gathered again"):
             reads = "" if moment == "released" else f"; the view reads {saved.flatten().tolist()}"
-            lines.append(f"{moment:<15} storage of {s.whole.untyped_storage().nbytes():>2} bytes{reads}")
+            lines.append(f"{moment:<15} storage of {s.flat.untyped_storage().nbytes():>2} bytes{reads}")
             if s.is_whole:
                 s.release()
             else:

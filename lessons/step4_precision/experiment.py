@@ -204,7 +204,7 @@ class UpdateFirst(MixedPrecision):
     def step(self) -> Report:
         """As `MixedPrecision.step`, two lines exchanged; nothing overflows here."""
         self.stage.reduce_gradients()
-        grads = self.stage.own_gradients()
+        grads = self.stage.master_gradients()
         self.scaler.update(self.anyone_overflowed(grads))
         for g in grads:
             g.div_(self.scaler.scale)  # may be twice the scale that backward used

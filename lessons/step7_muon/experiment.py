@@ -120,7 +120,7 @@ def _one_visit(comm: Comm) -> tuple[list[int], list[int], int, int]:
     comm.ledger.clear_traffic()
     trainer.backward(trainer.model(*batch(load_text(), 2, CONFIG.context, generator)))
     trainer.step()
-    sizes = [p.numel() for p in trainer.flat.params]
+    sizes = [p.numel() for p in trainer.group.params]
     return sizes, trainer.owners, comm.ledger.sent["all_to_all"], comm.ledger.total_sent()
 
 
@@ -153,7 +153,7 @@ class CutMuon(Stage2Muon):
         for owner in range(self.comm.world_size):
             made = [mine[:0].bfloat16()]
             for i, place in zip(self.matrices_of(owner), self.pieces(self.comm.rank, owner), strict=True):
-                piece, width = mine[place], self.flat.params[i].shape[1]
+                piece, width = mine[place], self.group.params[i].shape[1]
                 if piece.numel():
                     rows = F.pad(piece, (0, -piece.numel() % width)).view(-1, width)
                     made.append(orthogonalize(rows).reshape(-1)[: piece.numel()])

@@ -153,11 +153,11 @@ def _ranges(trainer: Any, number: int, rank: int) -> list[tuple[int, int]]:
     if number == 0:
         return [(0, numel) for numel in NUMEL]
     if number == 3:
-        sizes = [s.own.numel() for s in trainer.sliced.values()]
+        sizes = [s.mine.numel() for s in trainer.sliced.values()]
         return [(rank * size, (rank + 1) * size) for size in sizes]
     (flat,) = trainer.flats
     ends = zip(flat.starts, NUMEL, strict=True)
-    parts = [(start, *overlap(start, start + numel, rank, flat.own.numel())) for start, numel in ends]
+    parts = [(start, *overlap(start, start + numel, rank, flat.mine.numel())) for start, numel in ends]
     return [(low - start, high - start) for start, low, high in parts]
 
 
@@ -179,7 +179,7 @@ class Looker:
             everywhere = ["x"] * len(NUMEL)
             return Look(event, everywhere, self._values(everywhere), local, self._own_of_flat(), held_now)
         sliced = [self.trainer.sliced[p] for p in self.params]
-        room = [s.whole.untyped_storage().nbytes() > 0 for s in sliced]
+        room = [s.flat.untyped_storage().nbytes() > 0 for s in sliced]
         whole = ["x" if s.is_whole else "e" * there for s, there in zip(sliced, room, strict=True)]
         own = ["" if s.grad is None else "a" for s in sliced]
         return Look(event, whole, self._values(whole), local, own, held_now)
@@ -187,14 +187,14 @@ class Looker:
     def _values(self, whole: list[str]) -> list[list[float]]:
         found = []
         for p, starts, here in zip(self.params, self.starts, whole, strict=True):
-            values = p.detach().flatten() if here == "x" else self.trainer.sliced[p].own
+            values = p.detach().flatten() if here == "x" else self.trainer.sliced[p].mine
             found.append([float(values[at]) for at in (starts if here == "x" else [0])])
         return found
 
     def _own_of_flat(self) -> list[str]:
         """Stages 1 and 2 have one flat gradient for the own slices of all layers."""
         (flat,) = getattr(self.trainer, "flats", [None])
-        gradient = None if flat is None else flat.grad if flat.shard.grad is None else flat.shard.grad
+        gradient = None if flat is None else flat.grad if flat.master.grad is None else flat.master.grad
         if gradient is None:
             return [""] * len(NUMEL)
         found, at = [], 0

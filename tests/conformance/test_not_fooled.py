@@ -54,7 +54,7 @@ class SkipsAveraging(Stage1):
     def reduce_gradients(self) -> None:
         for f in self.flats:
             flat = flatten_dense_tensors_aligned([p.grad for p in f.params], self.comm.world_size)
-            f.shard.grad = flat.chunk(self.comm.world_size)[self.comm.rank].clone()
+            f.master.grad = flat.chunk(self.comm.world_size)[self.comm.rank].clone()
 
 
 class SumsInsteadOfAveraging(Stage1):
@@ -63,7 +63,7 @@ class SumsInsteadOfAveraging(Stage1):
     def reduce_gradients(self) -> None:
         super().reduce_gradients()
         for f in self.flats:
-            f.shard.grad *= self.comm.world_size
+            f.master.grad *= self.comm.world_size
 
 
 class NeverReleases(Stage3):

@@ -51,10 +51,10 @@ def one_step(comm: Comm) -> tuple[list[float], list[float], bool]:
     stage = stage1.Stage1(model, comm, lr=0.25)
     model(torch.full((1, 3), float(comm.rank + 1))).sum().backward()
     stage.reduce_gradients()
-    own = stage.flats[0].shard.grad.tolist()
+    own = stage.flats[0].master.grad.tolist()
     stage.optimizer.step()
     stage.gather_parameters()
-    return own, model.weight.detach().flatten().tolist(), stage.flats[0].shard.grad is None
+    return own, model.weight.detach().flatten().tolist(), stage.flats[0].master.grad is None
 
 
 def test_reduce_gives_each_rank_the_average_of_its_slice() -> None:
@@ -71,7 +71,7 @@ def test_gather_gives_everyone_all_new_parameters() -> None:
 
 def test_gather_drops_the_gradient_that_is_used_up() -> None:
     for _, _, dropped in run_world(one_step, 2):
-        assert dropped, "after gather_parameters the gradient of `f.shard` should be None"
+        assert dropped, "after gather_parameters the gradient of `f.master` should be None"
 
 
 def test_flatten_keeps_16_bits() -> None:
@@ -85,17 +85,19 @@ def one_step_of_16_bits(comm: Comm) -> tuple[torch.dtype | None, bool]:
     model(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
     stage.reduce_gradients()
     (flat,) = stage.flats
-    dtype = None if flat.shard.grad is None else flat.shard.grad.dtype
+    dtype = None if flat.master.grad is None else flat.master.grad.dtype
     stage.optimizer.step()
     stage.gather_parameters()
-    return dtype, torch.equal(flat.own, flat.shard.to(torch.bfloat16))
+    return dtype, torch.equal(flat.mine, flat.master.to(torch.bfloat16))
 
 
 def test_reduce_gives_the_master_a_gradient_of_its_own_type() -> None:
     got = [dtype for dtype, _ in run_world(one_step_of_16_bits, 2)]
-    assert got == [torch.float32] * 2, f"a 16-bit model's shard is its fp32 master, but its gradient is {got}"
+    assert got == [torch.float32] * 2, f"the master of a 16-bit model is in fp32, but its gradient is {got}"
 
 
 def test_gather_copies_the_master_into_its_place() -> None:
     placed = [same for _, same in run_world(one_step_of_16_bits, 2)]
-    assert all(placed), "a 16-bit model's shard is its fp32 master: copy it into `f.own` before it is sent"
+    assert all(placed), (
+        "the master of a 16-bit model is a tensor of its own: copy it into `f.mine` before it is sent"
+    )

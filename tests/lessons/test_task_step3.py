@@ -18,20 +18,20 @@ def sliced(comm: Comm, shape: tuple[int, ...] = (5,)) -> tuple[nn.Parameter, Any
     numel = math.prod(shape)
     param = nn.Parameter((torch.arange(1.0, numel + 1) + 10 * comm.rank).view(shape))
     s = stage3.Sliced("weight", param, comm)
-    got = s.own.untyped_storage().nbytes()  # reading a view of memory that is gone would end the process
+    got = s.mine.untyped_storage().nbytes()  # reading a view of memory that is gone would end the process
     size = 4 * -(-numel // comm.world_size)
     assert got == size, f"bytes behind the own slice: expected {size} (a copy: .clone()), got {got}"
     return param, s
 
 
 def test_slice_is_a_copy_that_does_not_go_with_the_whole() -> None:
-    got = run_world(lambda comm: sliced(comm)[1].own.untyped_storage().nbytes(), 2)
+    got = run_world(lambda comm: sliced(comm)[1].mine.untyped_storage().nbytes(), 2)
     assert got == [12, 12], f"bytes behind the own slices of 3 floats: expected [12, 12], got {got}"
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_slice_cuts_equally_and_pads_with_zeros(world: int) -> None:
-    got = run_world(lambda comm: sliced(comm)[1].own.tolist(), world)
+    got = run_world(lambda comm: sliced(comm)[1].mine.tolist(), world)
     size = -(-5 // world)
     padded = VALUES + [0.0] * (size * world - 5)
     expected = [padded[rank * size : (rank + 1) * size] for rank in range(world)]
@@ -39,7 +39,7 @@ def test_slice_cuts_equally_and_pads_with_zeros(world: int) -> None:
 
 
 def test_slice_starts_everyone_from_rank_0s_values() -> None:
-    got = run_world(lambda comm: sliced(comm)[1].own.tolist(), 2)[1]
+    got = run_world(lambda comm: sliced(comm)[1].mine.tolist(), 2)[1]
     assert got == [4.0, 5.0, 0.0], f"rank 1's slice: expected rank 0's [4.0, 5.0, 0.0], got {got}"
 
 
@@ -58,7 +58,7 @@ def test_gather_makes_the_parameter_whole_in_its_shape() -> None:
 def test_gather_brings_new_values_after_a_step() -> None:
     def body(comm: Comm) -> list[float]:
         param, s = sliced(comm)
-        s.own.mul_(2)
+        s.mine.mul_(2)
         s.gather()
         return param.tolist()
 
@@ -69,12 +69,12 @@ def test_gather_brings_new_values_after_a_step() -> None:
 def test_gather_refills_the_same_storage() -> None:
     def body(comm: Comm) -> tuple[bool, list[float]]:
         param, s = sliced(comm)
-        storage = s.whole.untyped_storage()._cdata
+        storage = s.flat.untyped_storage()._cdata
         s.gather()
         saved = param.detach().view(5)  # what autograd keeps for backward
         s.release()
         s.gather()
-        same = s.whole.untyped_storage()._cdata == storage and param.data_ptr() == saved.data_ptr()
+        same = s.flat.untyped_storage()._cdata == storage and param.data_ptr() == saved.data_ptr()
         return same, saved.tolist() if same else []
 
     for rank, (same, values) in enumerate(run_world(body, 2)):
@@ -120,11 +120,11 @@ def test_release_keeps_the_dtype(dtype: torch.dtype) -> None:
 def test_release_gives_the_memory_back() -> None:
     def body(comm: Comm) -> list[int]:
         _, s = sliced(comm)
-        sizes = [s.whole.untyped_storage().nbytes()]
+        sizes = [s.flat.untyped_storage().nbytes()]
         s.gather()
-        sizes.append(s.whole.untyped_storage().nbytes())
+        sizes.append(s.flat.untyped_storage().nbytes())
         s.release()
-        return [*sizes, s.whole.untyped_storage().nbytes()]
+        return [*sizes, s.flat.untyped_storage().nbytes()]
 
     got = run_world(body, 2)[0]
     expected = [0, 24, 0]

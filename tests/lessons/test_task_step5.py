@@ -17,7 +17,7 @@ def layer(dtype: torch.dtype) -> nn.Linear:
 def made(comm: Comm, dtype: torch.dtype) -> tuple[torch.dtype, list[float], int, int]:
     """The master right after the start, and where it and the own slice lie."""
     (f,) = offload.Stage2Offload(layer(dtype), comm).flats
-    return f.shard.dtype, f.shard.tolist(), f.shard.data_ptr(), f.own.data_ptr()
+    return f.master.dtype, f.master.tolist(), f.master.data_ptr(), f.mine.data_ptr()
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def flying(comm: Comm) -> tuple[int, bool]:
     window = trainer.buckets[0].windows[0]
     part = window.part_of(comm.rank)
     piece = torch.ones(part.stop - part.start, dtype=torch.bfloat16)
-    trainer._add_to_own_gradient(window, part, piece)
+    trainer._add_to_my_gradient(window, part, piece)
     return len(trainer.flying), any(kept is piece for flight in trainer.flying for kept in flight)
 
 
@@ -108,8 +108,8 @@ def up(comm: Comm) -> tuple[list[float], int, int, bool]:
     model = layer(torch.bfloat16)
     trainer = offload.Stage2Offload(model, comm)
     (f,) = trainer.flats
-    f.shard.fill_(comm.rank + 2.0)
-    f.shard.grad = torch.ones_like(f.shard)
+    f.master.fill_(comm.rank + 2.0)
+    f.master.grad = torch.ones_like(f.master)
     comm.ledger.clear_traffic()
     with torch.no_grad():
         trainer.gather_parameters()
@@ -118,7 +118,7 @@ def up(comm: Comm) -> tuple[list[float], int, int, bool]:
         model.weight.flatten().tolist(),
         comm.ledger.moved["host to device"],
         sent,
-        f.shard.grad is not None,
+        f.master.grad is not None,
     )
 
 

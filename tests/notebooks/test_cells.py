@@ -33,7 +33,7 @@ def test_a_guess_is_answered_and_never_raises(answer: object, said: str, capsys:
     assert capsys.readouterr().out.startswith(said)
 
 
-PAIR = "own_grad = self.comm.reduce_scatter(parts).div_(self.comm.world_size)"
+PAIR = "my_grad = self.comm.reduce_scatter(parts).div_(self.comm.world_size)"
 
 
 def test_the_unchanged_line_passes_all_tests_of_its_step() -> None:
@@ -53,7 +53,7 @@ def test_a_wrong_line_fails_and_the_answer_key_stays() -> None:
 
 def test_a_line_with_a_syntax_error_is_answered_with_it() -> None:
     with pytest.raises(LessonError, match="SyntaxError"):
-        change_line(1, PAIR, "own_grad = (")
+        change_line(1, PAIR, "my_grad = (")
 
 
 @pytest.mark.parametrize("line", ["no such line", "self.comm"])

@@ -26,13 +26,14 @@ import snippets
 
 def test_code_is_found_by_marker_name_and_line() -> None:
     gather = snippets.snippet("zero_min/stage1.py:ex_gather")
-    assert gather.code.startswith("f.own.copy_(f.shard)")
+    assert gather.code.startswith("f.mine.copy_(f.master)")
     method = snippets.snippet("zero_min/stage1.py Stage1.gather_parameters")
     assert method.first < gather.first <= gather.last <= method.last
-    assert "8<" not in method.code and "    for f in self.flats:\n        f.own" in method.code
-    some = snippets.snippet('zero_min/stage1.py Stage1.step from "norm = None" to "return norm"')
-    assert some.code.splitlines()[0] == "norm = None" and some.code.splitlines()[-1] == "return norm"
-    block = snippets.snippet('zero_min/stage1.py Stage1.step from "if self.max_grad_norm"')
+    assert "8<" not in method.code and "    for f in self.flats:\n        f.mine" in method.code
+    some = snippets.snippet('zero_min/stage1.py Stage1.step from "norm = self" to "return norm"')
+    assert some.code.splitlines()[0] == "norm = self.clip_gradients()"
+    assert some.code.splitlines()[-1] == "return norm"
+    block = snippets.snippet('zero_min/stage1.py Stage1.clip_gradients from "if self.max_grad_norm"')
     assert len(block.code.splitlines()) == 2
 
 

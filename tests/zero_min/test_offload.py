@@ -105,10 +105,10 @@ def test_the_own_gradient_lives_where_its_pieces_land() -> None:
         model = Case(dtype=torch.float32).model()
         trainer = Stage2Offload(model, comm)
         f = trainer.flats[0]
-        f.own = f.own.to("meta")  # stands for a GPU
+        f.mine = f.mine.to("meta")  # stands for a GPU
         window = trainer.buckets[0].windows[0]
         part = window.part_of(0)
-        Stage2._add_to_own_gradient(trainer, window, part, torch.ones(part.stop - part.start))
+        Stage2._add_to_my_gradient(trainer, window, part, torch.ones(part.stop - part.start))
         return f.grad.device.type
 
     assert run_world(body, 1) == ["cpu"]

@@ -84,7 +84,7 @@ def test_the_working_set_is_one_module_or_two_with_prefetch(stage_class: type, m
         def watched(s: Sliced) -> None:
             nonlocal most
             gather(s)
-            most = max(most, sum(t.whole.untyped_storage().nbytes() for t in stage.sliced.values()))
+            most = max(most, sum(t.flat.untyped_storage().nbytes() for t in stage.sliced.values()))
 
         for s in stage.sliced.values():
             s.gather = lambda s=s: watched(s)
