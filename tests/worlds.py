@@ -43,6 +43,7 @@ def _serve(pipe: Connection, port: int) -> None:
     """A worker's life: take a job, be one rank of it, answer. The end of the pipe is the end of life."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported stays: without it, tests that collect garbage have little to look at
     client: Any = None
     while True:
         try:
