@@ -4,6 +4,7 @@
 to name the file, and `python -m lessons check N` does it all.
 """
 
+import gc
 import os
 import sys
 
@@ -30,6 +31,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--impl") == "mine" and not os.environ.get(replace.VARIABLE):
         raise pytest.UsageError(f"--impl mine: set {replace.VARIABLE}=zero_min.stage1=work/stage1.py")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What has been imported stays: a test that collects garbage need not look at it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
