@@ -214,6 +214,35 @@ def test_on_a_cpu_host_memory_is_where_parameters_are(caplog: pytest.LogCaptureF
     assert caplog.text.count("its parameters are in host memory") == 1
 
 
+@pytest.mark.parametrize("threshold", [0, 10**6])
+@pytest.mark.parametrize(
+    ("place", "takes"),
+    [
+        ({"device": "cpu"}, True),
+        ({"device": "nvme"}, False),
+        ({"device": "nvme", "max_in_cpu": 8 * 1072}, False),
+        ({"device": "nvme", "max_in_cpu": 8 * 1072 - 1}, True),
+        ({"device": "nvme", "max_in_cpu": 0}, True),
+    ],
+    ids=str,
+)
+def test_parameters_that_do_not_wait_where_they_were_to_are_told(
+    place: dict[str, Any], takes: bool, threshold: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = keys_of(place, "none")
+    keys["zero_optimization"]["stage3_param_persistence_threshold"] = threshold
+    with host_apart():
+        engine = zero_full.initialize(model=seeded(Tower), config=keys)[0]
+        engine.destroy()
+    told = caplog.text.count("offload_param has no effect, no parameter waits")
+    assert told == (not takes or bool(threshold))
+    if threshold:
+        assert "are released: see stage3_param_persistence_threshold" in caplog.text
+    elif told:
+        number = place.get("max_in_cpu", 10**9)
+        assert f"in nvme_path: max_in_cpu is {number:,}" in caplog.text
+
+
 def bytes_kept(comm: Any, keys: dict[str, Any]) -> dict[str, int]:
     engine = zero_full.initialize(model=seeded(Tower), config=keys)[0]
     engine.backward(engine(data(0, 0, comm.rank, engine.optimizer.flats()[0].dtype)))
