@@ -34,7 +34,6 @@ from zero_full.optim.step import Peers, Piece, Stepper
 from zero_full.shard.flat import Member
 from zero_full.shard.owned import Owned
 
-
 log = logging.getLogger("zero_full")
 TOO_LITTLE = (
     "early_bytes of HostTier is %s: %s is never stepped beside backward, nor is any slice as large, as that "

@@ -1,4 +1,4 @@
-"""What stays where it was, though somebody has asked for it to wait elsewhere: told once, when it is dealt."""
+"""What stays where it was, though somebody has asked for it to wait elsewhere: told when it is dealt."""
 
 import logging
 
@@ -18,11 +18,12 @@ def tell_of_share(drafts: Drafts, settings: Settings) -> None:
     away = sum(draft.numel for draft in drafts.away) / everything
     if abs(away - asked) > NEAR:
         cut = "buckets and units" if settings.releases_parameters else "buckets"
+        largest = max(draft.numel for draft in drafts.leaving) / everything
         log.warning(
-            f"offload_optimizer.ratio is {asked:g}, and {away:.2f} of the optimizer's state waits on the host: "
-            f"only whole {cut} do, of which there are {len(drafts.leaving)}, the largest with "
-            f"{max(draft.numel for draft in drafts.leaving) / everything:.2f} of all elements. A smaller "
-            "reduce_bucket_size makes smaller buckets, but not smaller units"
+            f"offload_optimizer.ratio is {asked:g}, and {away:.2f} of the optimizer's state waits on the "
+            f"host: only whole {cut} do, of which there are {len(drafts.leaving)}, the largest with "
+            f"{largest:.2f} of all elements. A smaller reduce_bucket_size makes smaller buckets, but not "
+            "smaller units"
         )
 
 
@@ -33,8 +34,8 @@ def tell_of_parameters(parts: Sharded, settings: Settings) -> None:
         return
     if isinstance(tier, BlockTier) and any(flat.kind.released_at_rest for flat in flats):
         why = (
-            f"max_in_cpu is {tier.memory_numel:,}, and so many elements of this rank's slices stay in memory, "
-            "which are all: give a smaller number, or 0"
+            f"max_in_cpu is {tier.memory_numel:,}, and so many elements of this rank's slices stay in "
+            "memory, which are all: give a smaller number, or 0"
         )
     else:
         why = "no module's parameters are released: see stage3_param_persistence_threshold"
