@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +126,7 @@ def test_the_state_of_a_large_model_takes_no_memory(tmp_path: Path) -> None:
         [sys.executable, "-c", GROWTH, tmp_path], capture_output=True, text=True, timeout=100, check=True
     )
     most, at_rest = map(int, done.stdout.split())
-    assert most < 42 + 2 * 6.3 + 45, "and what malloc keeps for the next step"
+    assert most < 42 + 2 * 6.3 + 65, "what the first step has made and writes, and what malloc keeps"
     assert at_rest < 2 * 6.3 + 10
 
 
@@ -153,16 +153,21 @@ def test_200_steps_leave_no_more_files_or_space(tmp_path: Path) -> None:
             assert min(each) == max(each)
 
 
-def test_destroy_gives_everything_back(tmp_path: Path) -> None:
-    def open_files() -> int:
-        files = [path for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
-        return sum(str(tmp_path) in str(path.readlink()) for path in files)
+def open_files(path: Path) -> int:
+    """How many files below there this process has open."""
+    found = 0
+    for file in [*Path("/proc/self/fd").iterdir()]:
+        with suppress(FileNotFoundError):  # closed since it was listed
+            found += str(path) in str(file.readlink())
+    return found
 
+
+def test_destroy_gives_everything_back(tmp_path: Path) -> None:
     engine = engine_of(tmp_path)
     go(engine, 0)
-    assert open_files() == 1 and not list(tmp_path.iterdir())
+    assert open_files(tmp_path) == 1 and not list(tmp_path.iterdir())
     engine.destroy()
-    assert open_files() == 0
+    assert open_files(tmp_path) == 0
 
 
 KILLED = """

@@ -230,10 +230,10 @@ def seconds_per_step(comm: Any, depth: int) -> float:
     assert sum(values.released_at_rest for values in engine.optimizer.flats()) == depth
     taken = []
     for _ in range(3):
-        start = time.perf_counter()
+        start = time.process_time()  # not what others compute meanwhile
         engine.backward(engine(torch.ones(2, 4)))
         engine.step()
-        taken.append(time.perf_counter() - start)
+        taken.append(time.process_time() - start)
     return min(taken)
 
 
