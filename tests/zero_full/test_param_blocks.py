@@ -14,7 +14,7 @@ import zero_full
 from tests.worlds import POOL
 from tests.zero_full.runs import config, data
 from tests.zero_full.stage3_runs import Tower, seeded
-from tests.zero_full.test_blocks import count
+from tests.zero_full.test_blocks import count, open_files
 from zero_full.offload.block_shelf import BlockShelf, FileSlice
 from zero_full.shard.flat import GatherState
 
@@ -204,11 +204,6 @@ def test_many_steps_leave_no_more_files_space_or_buffers(tmp_path: Path, steps: 
         assert min(threads) == max(threads) and min(sizes) == max(sizes)
         assert max(files) - min(files) <= 4, "one that is written behind is open twice"
         assert max(buffers) <= 7 * 4096, "five, and what a unit or a write may need at once"
-
-
-def open_files(path: Path) -> int:
-    files = [file for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]
-    return sum(str(path) in str(file.readlink()) for file in files)
 
 
 @pytest.mark.parametrize("gather", [False, True])
