@@ -126,7 +126,7 @@ def test_the_state_of_a_large_model_takes_no_memory(tmp_path: Path) -> None:
         [sys.executable, "-c", GROWTH, tmp_path], capture_output=True, text=True, timeout=100, check=True
     )
     most, at_rest = map(int, done.stdout.split())
-    assert most < 42 + 2 * 6.3 + 65, "what the first step has made and writes, and what malloc keeps"
+    assert most < 42 + 2 * 6.3 + 45, "and what malloc keeps for the next step"
     assert at_rest < 2 * 6.3 + 10
 
 
@@ -134,10 +134,10 @@ def count(what: str) -> int:
     return len(list(Path("/proc/self", what).iterdir()))
 
 
-def growth(comm: Any, path: str) -> tuple[list[int], list[int], list[int]]:
+def growth(comm: Any, path: str, steps: int) -> tuple[list[int], list[int], list[int]]:
     engine = engine_of(path)
     files, sizes, threads = [], [], []
-    for step in range(200):
+    for step in range(steps):
         go(engine, step, rank=comm.rank)
         if step >= 2:
             files.append(count("fd"))
@@ -147,18 +147,18 @@ def growth(comm: Any, path: str) -> tuple[list[int], list[int], list[int]]:
     return files, sizes, threads
 
 
-def test_200_steps_leave_no_more_files_or_space(tmp_path: Path) -> None:
-    for counts in POOL.run(growth, 2, str(tmp_path)):
+@pytest.mark.parametrize("steps", [50, pytest.param(200, marks=pytest.mark.slow)])
+def test_many_steps_leave_no_more_files_or_space(tmp_path: Path, steps: int) -> None:
+    for counts in POOL.run(growth, 2, str(tmp_path), steps):
         for each in counts:
             assert min(each) == max(each)
 
 
-def open_files(path: Path) -> int:
-    """How many files below there this process has open."""
+def open_files(folder: Path) -> int:
     found = 0
-    for file in [*Path("/proc/self/fd").iterdir()]:
-        with suppress(FileNotFoundError):  # closed since it was listed
-            found += str(path) in str(file.readlink())
+    for file in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # a thread has closed it meanwhile
+            found += str(folder) in str(file.readlink())
     return found
 
 
