@@ -40,13 +40,13 @@ def free_bytes(directory: Path) -> int:
     return found.f_bavail * found.f_frsize
 
 
-def refuse_more_than_free(directory: Path, need: int, what: str) -> None:
+def refuse_more_than_free(directory: Path, need: int) -> None:
     """OSError if the disk has not so much space for the ranks of this host."""
     free = free_bytes(directory)
     if need > free:
         raise OSError(
-            f"nvme_path: {directory} has {human(free)} free, and {what} of this host's ranks needs "
-            f"{human(need)} there: give a larger disk, or use more hosts"
+            f"nvme_path: {directory} has {human(free)} free, and what waits on that disk (offload_optimizer, "
+            f"offload_param) of this host's ranks needs {human(need)}: give a larger disk, or use more hosts"
         )
 
 

@@ -11,6 +11,7 @@ After a step the optimizer hands over the new values.
 """
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -87,9 +88,9 @@ class Shelf:
         """The one that takes a slice of so many elements; ask once for each."""
         return self
 
-    def takes(self, numel: int) -> int:
-        """How many of so many elements wait here, and not in memory beside it."""
-        return numel
+    def kinds(self, numels: Sequence[int]) -> list[str]:
+        """Under which names the bytes of slices of so many elements will be told, in this order."""
+        return [Slice.kind] * len(numels)
 
     def moved(self) -> dict[str, int]:
         """Bytes moved so far between memory and what is farther away, by which way."""
@@ -120,6 +121,10 @@ class HostShelf(Shelf):
 
     def __init__(self, pin_memory: bool) -> None:
         self.pin_memory = pin_memory
+
+    def kinds(self, numels: Sequence[int]) -> list[str]:
+        """All are on the host."""
+        return [SliceOnHost.kind] * len(numels)
 
     def put(self, values: Tensor) -> Slice:
         """A copy on the host."""
