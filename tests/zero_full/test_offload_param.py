@@ -71,7 +71,7 @@ def keys_of(parameters: dict[str, Any] | None, state: str, **keys: Any) -> dict[
 def host_apart() -> Iterator[None]:
     """The CPU as if it were a device with memory of its own."""
     shelf = HostTier.shelf
-    HostTier.shelf = lambda self, device: HostShelf(pin_memory=False)
+    HostTier.shelf = lambda self, device: HostShelf()
     try:
         yield
     finally:
