@@ -76,11 +76,16 @@ class _World:
     def why_no_mail(self, rank: int, source: int) -> WorldError:
         if self.failure is not None:
             return self.why_stopped()
-        lines = [f"rank {rank} waits for rank {source}, which has sent nothing more:"]
+        if self.everybody_waits():
+            lines = ["nobody can go on, because nobody is left who could send:"]
+        else:
+            lines = [f"rank {rank} waits for rank {source}, which sends nothing (limit {self.timeout} s):"]
         for each, last in enumerate(self.last):
-            lines.append(
-                f"  rank {each}: {'returned; its last call' if each in self.finished else 'waits in'} {last}"
-            )
+            if each in self.receiving or self.slots[each] is not None:
+                lines.append(f"  rank {each}: waits in {last}")
+            else:
+                end = "returned" if each in self.finished else "is busy"
+                lines.append(f"  rank {each}: {end}; its last call: {last}")
         return WorldError("\n".join(lines))
 
     def why_stopped(self) -> WorldError:

@@ -60,7 +60,7 @@ def broken() -> str:
 
 
 class Listening(ThreadComm):
-    """Writes down which piece goes where; a piece is known by where its first number lies."""
+    """Writes down what it says to whom."""
 
     said: list[str]
 
@@ -70,17 +70,22 @@ class Listening(ThreadComm):
         super().send(tensor, to)
 
 
-def rounds() -> str:
-    """What each of three ranks says in each round of an all-reduce of six numbers."""
+def messages(world: int, numel: int) -> list[list[str]]:
+    """All messages of an all-reduce, rank by rank. Rank 0 has 1, 2, 3, ...; each next rank ten times that."""
 
     def body(comm: Listening) -> list[str]:
         comm.said = []
-        ring.all_reduce(comm, torch.tensor([1.0, 2, 3, 4, 5, 6]) * 10**comm.rank)
+        ring.all_reduce(comm, torch.arange(1.0, numel + 1) * 10**comm.rank)
         return comm.said
 
-    said = run_world(body, 3, telephone=Listening)
+    return run_world(body, world, telephone=Listening)
+
+
+def rounds() -> str:
+    """What each of three ranks says in each round of an all-reduce of six numbers."""
     header = ["round", *(f"rank {rank} sends" for rank in range(3))]
-    return columns([header, *([number + 1, *each] for number, each in enumerate(zip(*said, strict=True)))])
+    each_round = enumerate(zip(*messages(3, 6), strict=True), start=1)
+    return columns([header, *([number, *said] for number, said in each_round)])
 
 
 def sent_by_each(way: Callable[[Comm, Tensor], Tensor], world: int) -> list[float]:
@@ -142,21 +147,8 @@ def bill() -> str:
     for row, counted in zip(ROWS, _stages(RingComm), strict=False):
         name = f"{row.name}, sent by all in {row.steps} steps"
         lines.append(f"  {name:<34}{sum(counted):>12,}   formula {row.sent(shapes, 4, row.steps):>12,}")
-    return "\n".join(
-        [*lines, "", "what each rank says in an all-reduce of six numbers, rank 0 to 3:", bill_rounds()]
-    )
-
-
-def bill_rounds() -> str:
-    """The sends of four ranks, a line a rank."""
-
-    def body(comm: Listening) -> list[str]:
-        comm.said = []
-        ring.all_reduce(comm, torch.arange(8.0))
-        return comm.said
-
-    said = run_world(body, 4, telephone=Listening)
-    return "\n".join(f"  rank {rank}: {'; '.join(each)}" for rank, each in enumerate(said))
+    said = [f"  rank {rank}: {'; '.join(each)}" for rank, each in enumerate(messages(4, 8))]
+    return "\n".join([*lines, "", "what each rank sends in an all-reduce of eight numbers:", *said])
 
 
 def main(world: int = 8) -> None:
