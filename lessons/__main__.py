@@ -11,7 +11,7 @@ try:
     from lessons import exercise
     from lessons.check import check, progress
     from lessons.exercise import LessonError, find_lesson, shown
-    from lessons.registry import LESSONS
+    from lessons.registry import IN_ORDER
 except ModuleNotFoundError as missing:
     sys.exit(
         f"{missing.name} is not installed here. Once: make demo. In each terminal: source .venv/bin/activate"
@@ -91,11 +91,11 @@ def golf(number: str) -> int:
 def list_lessons() -> int:
     """Every lesson with its page and the learner's progress."""
     rows = [("", "lesson, its page and its notebook", "your work")]
-    for x in LESSONS:
+    for x in IN_ORDER:
         places = [shown(path) for path in (x.page, x.notebook) if path.exists()]
         rows.append((str(x.number), "\n".join([x.title, *places]), progress(x)))
     print_table(rows)
-    if any(x.page.suffix == ".md" for x in LESSONS):
+    if any(x.page.suffix == ".md" for x in IN_ORDER):
         print("`make site` builds the pages for a browser into build/site; index.html is the first.")
     return 0
 

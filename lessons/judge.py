@@ -5,6 +5,7 @@ from lessons import replace
 
 replace.install()
 
+import importlib
 import sys
 import textwrap
 import traceback
@@ -58,14 +59,14 @@ def _reason(report: Any) -> str:
     return str(crash.message if crash else report.longrepr)
 
 
-def judge(number: int, blanks: list[str], watch: Watch) -> int:
+def judge(number: str, blanks: list[str], watch: Watch) -> int:
     """Run the task tests, then the contract; print the first failure, or the measured bill."""
-    from lessons.exercise import tasks
-    from lessons.registry import LESSONS, ROOT
+    from lessons.exercise import find_lesson, tasks
+    from lessons.registry import IN_ORDER, ROOT
 
-    lesson = LESSONS[number]
+    lesson = find_lesson(number)
     reporter = Reporter(watch)
-    arguments = ["--impl", "mine", f"tests/lessons/test_task_step{number}.py", *lesson.tests]
+    arguments = ["--impl", "mine", f"tests/lessons/test_task_step{lesson.label}.py", *lesson.tests]
     quiet = [*QUIET, "-x", "--rootdir", str(ROOT)]
     chosen = ["-m", "not slow", "-k", "not process"]
     if pytest.main([*arguments, *quiet, *chosen], plugins=[reporter]) != 0:
@@ -77,8 +78,9 @@ def judge(number: int, blanks: list[str], watch: Watch) -> int:
         return FAILED
     print(f"passed: all {reporter.passed} checks\n")
     with watch.over("the bill"):
-        _print_bill(number)
-    more = f", then start {number + 1}" if number + 1 < len(LESSONS) else ""
+        _print_bill(lesson)
+    following = [other.number for other in IN_ORDER if other.number > lesson.number]
+    more = f", then start {following[0]}" if following else ""
     print(f"\nnext: python -m lessons diff {number}{more}")
     return 0
 
@@ -89,13 +91,14 @@ def _task_of(test: str, tasks: list[str], blanks: list[str]) -> str:
     return named[0] if blanks or len(named) == 1 else f"TASK, where TASK is one of {', '.join(named)}"
 
 
-def judge_tasks(number: int, watch: Watch) -> int:
+def judge_tasks(number: str, watch: Watch) -> int:
     """Run the task tests only, all of them, and print what each failure says."""
+    from lessons.exercise import find_lesson
     from lessons.registry import ROOT
 
     reporter = Reporter(watch)
     quiet = [*QUIET, "--noconftest", "--rootdir", str(ROOT)]
-    tests = ROOT / f"tests/lessons/test_task_step{number}.py"
+    tests = ROOT / f"tests/lessons/test_task_step{find_lesson(number).label}.py"
     if pytest.main([str(tests), *quiet], plugins=[reporter]) not in (pytest.ExitCode.OK, FAILED):
         print(f"pytest could not run {tests.name}: is this a checkout of the repository?")
         return FAILED
@@ -105,17 +108,21 @@ def judge_tasks(number: int, watch: Watch) -> int:
     return FAILED if reporter.failures else 0
 
 
-def _print_failure(number: int, passed: int, name: str, reason: str) -> None:
+def _print_failure(number: str, passed: int, name: str, reason: str) -> None:
     print(f"passed: {passed} checks, then stopped at the first failure\nfailed: {name}\n")
     for line in reason.splitlines()[:14]:
         print(f"  {line}")
 
 
-def _print_bill(number: int) -> None:
+def _print_bill(lesson: Any) -> None:
     from lessons.bill import measure, timeline
     from lessons.rows import ROWS
 
-    bill = measure(next(row for row in ROWS if row.lesson == number))
+    rows = [row for row in ROWS if row.lesson == lesson.number]
+    if not rows:  # a lesson that is about no stage has a bill of its own
+        print(importlib.import_module(f"lessons.{lesson.folder}.experiment").bill())
+        return
+    bill = measure(rows[0])
     print(f"your {bill.row.name} with 4 ranks and {bill.numel:,} parameters, bytes:")
     for kind, formula in bill.formula_held.items():
         print(f"  {kind + ' on each rank':<28}{bill.ranks[0].held[kind]:>12,}   formula {formula:>12,}")
@@ -135,8 +142,8 @@ def main() -> int:
         print("your file cannot be imported:\n  " + "\n  ".join(lines[-3:]))
         return FAILED
     if sys.argv[2] == "--tasks":
-        return judge_tasks(int(sys.argv[3]), watch)
-    return judge(int(sys.argv[2]), sys.argv[3:], watch)
+        return judge_tasks(sys.argv[3], watch)
+    return judge(sys.argv[2], sys.argv[3:], watch)
 
 
 if __name__ == "__main__":
