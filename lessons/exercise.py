@@ -73,7 +73,8 @@ def tasks_at(lesson: Lesson, work: Path, line: int) -> list[str]:
     (answer,) = [answer for answer, place in lesson.files if place == work]
     here = _function_at(work.read_text(), line)
     source = answer.read_text()
-    return [x.task for x in task_regions(source) if _function_at(source, x.first + 1) == here]
+    found = [(x.task, _function_at(source, x.first + 1)) for x in task_regions(source)]
+    return [task for task, name in found if f"{here}.".startswith(f"{name}.")]  # a hook stands inside of it
 
 
 def _function_at(source: str, line: int) -> str:
