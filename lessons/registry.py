@@ -60,7 +60,7 @@ LESSONS = [
         0,
         "step0_adam",
         "Adam, and where sixteen bytes a parameter go",
-        ("zero_min/adam.py",),
+        ("zero_min/adam.py", "zero_min/stage0.py"),
         0,
         ("tests/zero_min/test_adam.py", *_conformance(0)),
     ),
@@ -86,7 +86,7 @@ LESSONS = [
         "Stage 3: shard the parameters",
         ("zero_min/stage3.py",),
         3,
-        ("tests/zero_min/test_stage3.py", *_conformance(3)),
+        ("tests/zero_min/test_sliced.py", "tests/zero_min/test_stage3.py", *_conformance(3)),
     ),
     Lesson(
         4,
