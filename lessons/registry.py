@@ -123,7 +123,7 @@ LESSONS = [
     Lesson(
         Fraction(1, 2),
         "step1_2_ring",
-        "Step 1/2: build the telephone",
+        "Build the telephone: a ring of send and receive",
         ("zero_min/ring.py",),
         None,
         ("tests/zero_min/test_ring.py",),
