@@ -63,6 +63,30 @@ def test_reduce_gives_each_rank_the_average_of_its_slice() -> None:
     assert got == expected, f"own gradients of 2 ranks: expected {expected}, got {got}"
 
 
+def reduced(comm: Comm) -> tuple[list[str], int]:
+    """The calls that `reduce_gradients` makes for three weights, and the bytes behind the own gradient."""
+    model = nn.Linear(3, 1, bias=False)
+    stage = stage1.Stage1(model, comm)
+    model(torch.ones(1, 3)).sum().backward()
+    comm.ledger.clear_traffic()
+    stage.reduce_gradients()
+    calls = [event.what for event in comm.ledger.events]
+    return calls, stage.flats[0].master.grad.untyped_storage().nbytes()
+
+
+def test_reduce_is_one_call() -> None:
+    for rank, (calls, _) in enumerate(run_world(reduced, 2)):
+        assert calls == ["reduce_scatter"], f"rank {rank}: expected the calls ['reduce_scatter'], got {calls}"
+
+
+def test_reduce_keeps_no_more_than_the_own_slice() -> None:
+    for rank, (_, nbytes) in enumerate(run_world(reduced, 2)):
+        assert nbytes == 8, (
+            f"rank {rank}, memory behind the own gradient of 2 floats: expected 8 bytes, got {nbytes}; "
+            "a view keeps the whole tensor alive while Adam steps"
+        )
+
+
 def test_gather_gives_everyone_all_new_parameters() -> None:
     got = [weight for _, weight, _ in run_world(one_step, 2)]
     for rank, weight in enumerate(got):
@@ -72,6 +96,18 @@ def test_gather_gives_everyone_all_new_parameters() -> None:
 def test_gather_drops_the_gradient_that_is_used_up() -> None:
     for _, _, dropped in run_world(one_step, 2):
         assert dropped, "after gather_parameters the gradient of `f.master` should be None"
+
+
+def test_gather_is_one_call() -> None:
+    def body(comm: Comm) -> list[str]:
+        stage = stage1.Stage1(nn.Linear(3, 1, bias=False), comm)
+        comm.ledger.clear_traffic()
+        with torch.no_grad():
+            stage.gather_parameters()
+        return [event.what for event in comm.ledger.events]
+
+    for rank, calls in enumerate(run_world(body, 3)):
+        assert calls == ["all_gather"], f"rank {rank}: expected the calls ['all_gather'], got {calls}"
 
 
 def test_flatten_keeps_16_bits() -> None:
