@@ -4,6 +4,7 @@ import re
 
 from places import ROOT, page_of, relative, relinked, shown, unfolded
 
+from lessons import repository
 from lessons.registry import LESSONS, Lesson
 
 WOVEN = re.compile(r"^<!-- /?weave.*?-->\n?", re.MULTILINE)
@@ -32,6 +33,8 @@ def _facts(lesson: Lesson, page: str) -> str:
     parts = [f"Code: {code}"]
     if lesson.notebook.exists():
         there = relative(page_of(shown(lesson.notebook)) or "", page)
-        parts.append(f"Notebook: [`{lesson.notebook.name}`]({there})")
+        elsewhere = repository.links(lesson.notebook.stem).items()
+        opens = "".join(f", in [{place}]({address})" for place, address in elsewhere)
+        parts.append(f"Notebook: [`{lesson.notebook.name}`]({there}){opens}")
     parts.append(f"Exercise: `python -m lessons start {lesson.number}`")
     return '<p class="facts" markdown="span">' + " · ".join(parts) + "</p>\n"

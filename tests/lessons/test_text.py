@@ -47,9 +47,9 @@ def test_code_numbers_and_drawings_are_fresh(lesson: Lesson) -> None:
         assert path.read_text() == content, f"{path.relative_to(ROOT)} is stale: make weave"
 
 
-def test_the_readme_s_picture_is_fresh() -> None:
-    for path, content in weave.picture().items():
-        assert path.read_text() == content, f"{path.relative_to(ROOT)} is stale: make weave"
+def test_the_readme_and_the_notebooks_are_fresh() -> None:
+    for path, content in weave.front().items():
+        assert path.read_text(encoding="utf-8") == content, f"{path.relative_to(ROOT)} is stale: make weave"
 
 
 @each_lesson
