@@ -117,7 +117,7 @@ def demo(world: int, steps: int) -> int:
 
 
 def bill() -> int:
-    """Bytes a parameter on each rank, measured with four thread-ranks, beside the formula."""
+    """Bytes per parameter on each rank, measured with four thread-ranks, beside the formula."""
     from lessons.bill import measure, table
     from lessons.rows import ROWS
 

@@ -139,7 +139,7 @@ def picture(figure: Figure, alt: str) -> Picture:
 def strips(
     held: Mapping[str, Mapping[str, int]], numel: int, formula: Mapping[str, int] | None = None
 ) -> Picture:
-    """A strip of memory for each row, say a rank: its kinds end to end, in bytes a parameter.
+    """A strip of memory for each row, say a rank: its kinds end to end, in bytes per parameter.
 
     `formula` gives the bytes a row should hold; a dashed line stands there.
     """
@@ -168,13 +168,13 @@ def strips(
         said.append((row, told))
     plot.set_yticks(range(len(held)), list(held))
     plot.invert_yaxis()
-    plot.set(xlim=(0, 1.1 * longest), xlabel="bytes a parameter")
+    plot.set(xlim=(0, 1.1 * longest), xlabel="bytes per parameter")
     plot.spines[["top", "right"]].set_visible(False)
     lines, names = plot.get_legend_handles_labels()
     order = sorted(range(len(names)), key=lambda i: names[i] == "formula")  # the line comes last
     legend = [lines[i] for i in order], [names[i] for i in order]
     figure.legend(*legend, frameon=False, ncols=4, loc="outside upper center")
-    return picture(figure, f"Strips of memory, in bytes a parameter. {_spoken(said)}")
+    return picture(figure, f"Strips of memory, in bytes per parameter. {_spoken(said)}")
 
 
 def lanes(ranks: Sequence[Sequence[Event]], numel: int) -> Picture:

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 import zero_min
-from lessons import bill, draw, repository
+from lessons import bill, contents, draw, repository
 from lessons.exercise import LessonError, region_lines
 from lessons.registry import LESSONS, ROOT, Lesson
 from lessons.rows import ROWS
@@ -53,7 +53,7 @@ def _measured(name: str) -> bill.Bill:
 
 
 def bills(names: str) -> str:
-    """`bill ROW; ROW`: the measured table of bytes a parameter, four ranks."""
+    """`bill ROW; ROW`: the measured table of bytes per parameter, four ranks."""
     lines = bill.table([_measured(name.strip()) for name in names.split(";")])
     rule = ["---", *["---:"] * (len(lines[0]) - 1)]
     return "\n".join("| " + " | ".join(line) + " |" for line in [lines[0], rule, *lines[1:]])
@@ -79,6 +79,11 @@ def address(what: str) -> str:
     return repository.elsewhere([path.stem for path in notebooks()])
 
 
+def listed(what: str) -> str:
+    """`contents lessons`: a table of them. `contents questions`: all of them."""
+    return {"lessons": contents.lessons, "questions": contents.questions}[what]()
+
+
 def notebooks() -> list[Path]:
     """All there are."""
     return sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -86,6 +91,8 @@ def notebooks() -> list[Path]:
 
 KINDS: dict[str, Callable[[str], str]] = {
     "address": address,
+    "before": contents.before,
+    "contents": listed,
     "code": code,
     "frame": frame,
     "diff": diff,
@@ -115,7 +122,7 @@ def woven(lesson: Lesson) -> dict[Path, str]:
 def front() -> dict[Path, str]:
     """The README with its drawing of every stage there is, and the notebooks with their list."""
     made = {ROOT / "lessons" / "staircase.svg": draw.staircase(list(zero_min.STAGES))}
-    for text in (ROOT / "README.md", ROOT / "notebooks" / "README.md"):
+    for text in (ROOT / "README.md", ROOT / "lessons" / "README.md", ROOT / "notebooks" / "README.md"):
         made[text] = weave(text.read_text(encoding="utf-8"))
     return made | {path: repository.with_install_cell(path) for path in notebooks()}
 

@@ -147,7 +147,7 @@ def _one_round(comm: Comm) -> tuple[list[int], int, int]:
 
 
 def volume(world: int = 4) -> str:
-    """Bytes a parameter that a rank sends to average one tensor, exactly and with one bit."""
+    """Bytes per parameter that a rank sends to average one tensor, exactly and with one bit."""
     rows: list[list[object]] = [["ranks", "exact", "one bit", "formula", "of it scales", "exact / one bit"]]
     for n in sorted({2, world}):
         ranks = run_world(_one_round, n)
@@ -161,7 +161,7 @@ def volume(world: int = 4) -> str:
 
 
 def memory(world: int = 4) -> str:
-    """What 0/1 Adam keeps besides parameters and gradients, in bytes a parameter."""
+    """What 0/1 Adam keeps besides parameters and gradients, in bytes per parameter."""
 
     def keep(comm: Comm) -> dict[str, float]:
         trainer = ZeroOneAdam(GPT(SMALL), comm)
@@ -311,7 +311,7 @@ def _report(steps: int, chosen: tuple[int, ...], world: int) -> str:
 def main(world: int = 4, steps: int = 400, chosen: tuple[int, ...] = (0, 1, 2)) -> None:
     """Train a small GPT with three optimizers from three seeds; print and plot."""
     print(f"{volume()}\n\n{schedule()}\n")
-    print(f"{steps} steps on {world} ranks: validation loss; bytes a parameter that rank 0 sends in a step")
+    print(f"{steps} steps on {world} ranks: validation loss; bytes per parameter that rank 0 sends in a step")
     print(_report(steps, chosen, world))
     finals = seeds(steps, chosen, world)
     noise = max(finals["Adam"]) - min(finals["Adam"])
@@ -344,7 +344,7 @@ def main(world: int = 4, steps: int = 400, chosen: tuple[int, ...] = (0, 1, 2)) 
     middle.set_xticks(range(len(COLOURS)), list(COLOURS))
     label(middle, "Where they end", "optimizer, a dot a seed", "validation loss")
     middle.set_ylim(0.9 * bound, 1.05 * bound)  # bytes start at zero, losses need not
-    label(right, "What rank 0 has sent", "step", "bytes a parameter since the start")
+    label(right, "What rank 0 has sent", "step", "bytes per parameter since the start")
     save(figure, 6)
 
 

@@ -21,19 +21,12 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from places import DOCS, ROOT, SiteError, relinked
 
-from lessons import repository
-
 made: set[str] = set()  # pages that code has written: their links are right already
 
 
 def on_config(config: Any) -> Any:
-    """No page for a server's "not found": it would look for its style sheets at the top of the host.
-
-    And a link to the repository, if its address is known.
-    """
+    """No page for a server's "not found": it would look for its style sheets at the top of the host."""
     config.theme.static_templates.discard("404.html")
-    if repository.REPOSITORY:
-        config.repo_url, config.repo_name = repository.REPOSITORY, "Repository"
     return config
 
 

@@ -11,8 +11,13 @@ WOVEN = re.compile(r"^<!-- /?weave.*?-->\n?", re.MULTILINE)
 
 
 def pages() -> dict[str, str]:
-    """Every lesson's page."""
-    return {f"lessons/{lesson.folder}/lesson.md": _page(lesson) for lesson in LESSONS}
+    """Every lesson's page, and their list."""
+    home = "lessons/README.md"
+    listed = relinked(WOVEN.sub("", (ROOT / home).read_text(encoding="utf-8")), home, "lessons/index.md")
+    return {
+        "lessons/index.md": listed,
+        **{f"lessons/{lesson.folder}/lesson.md": _page(lesson) for lesson in LESSONS},
+    }
 
 
 def pictures() -> list[str]:
