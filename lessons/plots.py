@@ -19,6 +19,7 @@ BLUE, ORANGE, GREEN, PINK, SKY, RED = "#0072B2", "#E69F00", "#009E73", "#CC79A7"
 COLOURS = {"parameters": BLUE, "gradients": ORANGE, "optimizer": GREEN}
 AWAY = "#999999"  # what waits on the host
 HATCHES = {"host": "///", "disk": "xxx"}  # in which other memory it waits
+INKS = "<style>svg { color: #333 } @media (prefers-color-scheme: dark) { svg { color: #ddd } }</style>"
 INK, PAPER = "#111111", "#ffffff"  # letters on a coloured box, whatever the page's colours are
 LANES = {  # what a rank can do in a step: a letter and a colour
     "all_reduce": ("A", GREEN),
@@ -90,10 +91,12 @@ def label(plot: Axes, title: str, x: str, y: str) -> None:
 
 
 def save(figure: Figure, step: int | str) -> Path:
-    """Write the figure where build products go, and say where that is."""
+    """Write the figure where build products go, and say where that is. As SVG, too, for the lesson's text."""
     path = ROOT / "build" / "lessons" / f"step{step}.png"
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
+    drawn = picture(figure, f"what lesson {step} measures").svg.replace(">", f">\n{INKS}", 1)
+    path.with_suffix(".svg").write_text(drawn, encoding="utf-8")
     print(f"plot saved to {path.relative_to(ROOT)}")
     return path
 

@@ -2,7 +2,7 @@
 
 A block is `<!-- weave: KIND ARGUMENTS -->` ... `<!-- /weave -->` in a lesson.md. `make weave` refreshes
 all of them and the drawings; a test asks that nothing would change. README and the notebooks get what follows
-from the project's public address.
+from the project's public address. `python -m lessons.weave plots` also runs the experiments, for their plots.
 """
 
 import difflib
@@ -115,8 +115,10 @@ def picture_of(lesson: Lesson) -> str:
 def woven(lesson: Lesson) -> dict[Path, str]:
     """The files of one lesson that are made, with what they should contain."""
     text = lesson.path / "lesson.md"
-    text_now = text.read_text(encoding="utf-8")
-    return {text: weave(text_now), lesson.path / "ranks.svg": picture_of(lesson)}
+    drawings = {"ranks.svg": picture_of(lesson)}
+    drawings |= {name: drawn() for name, drawn in draw.OF_ONE_LESSON.get(lesson.number, {}).items()}
+    made = {lesson.path / name: drawing for name, drawing in drawings.items()}
+    return {text: weave(text.read_text(encoding="utf-8")), **made}
 
 
 def front() -> dict[Path, str]:
@@ -127,8 +129,18 @@ def front() -> dict[Path, str]:
     return made | {path: repository.with_install_cell(path) for path in notebooks()}
 
 
+def draw_plots() -> None:
+    """Run every experiment as its lesson says, and put its plot beside the text. That takes minutes."""
+    for lesson in LESSONS:
+        importlib.import_module(f"lessons.{lesson.folder}.experiment").main()
+        drawn = ROOT / "build" / "lessons" / f"step{lesson.label}.svg"
+        (lesson.path / "plot.svg").write_text(drawn.read_text(encoding="utf-8"), encoding="utf-8")
+
+
 def main() -> int:
-    """Refresh all lessons and drawings; say what changed."""
+    """Refresh all lessons and drawings; say what changed. With `plots`, run the experiments before."""
+    if sys.argv[1:] == ["plots"]:
+        draw_plots()
     for made in [front(), *(woven(lesson) for lesson in LESSONS)]:
         for path, content in made.items():
             if not path.exists() or path.read_text(encoding="utf-8") != content:

@@ -123,6 +123,8 @@ def main(world: int = 4) -> None:
         below = [a + b for a, b in zip(below, heights, strict=True)]
     right.axhline(16, linestyle="--", color="black", label="formula: 16")
     label(right, "Stage 0: more ranks, the same bill", "ranks", "bytes per parameter on each rank")
+    right.set_ylim(0, 24)
+    right.legend(fontsize="small", ncols=2, loc="upper center")  # above the bars
     save(figure, 0)
 
 

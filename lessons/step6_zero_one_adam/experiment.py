@@ -75,6 +75,47 @@ def late_not_lost() -> str:
     return columns(rows)
 
 
+def _left(x: Tensor, rounds: int, l1: bool) -> float:
+    """The size of what has not been said after these rounds, in sizes of x."""
+    error = torch.zeros_like(x)
+    for _ in range(rounds):
+        compress(x, error, [len(x)], l1)
+    return float(error.norm() / x.norm())
+
+
+def best_once() -> str:
+    """What is still unsaid after one round and after 2,000, by each of the two scales."""
+    gauss = torch.randn(4096, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    values = {
+        "Gaussian": gauss,
+        "Gaussian, cubed: a heavy tail": gauss**3,
+        "a 1 in each 1,024, else zeros": (torch.arange(4096) % 1024 == 0).double(),
+    }
+    rows: list[list[object]] = [["", "1 round: rms", "mean abs", "2,000 rounds: rms", "mean abs"]]
+    for name, x in values.items():
+        once = [f"{_left(x, 1, l1):.2f}" for l1 in (False, True)]
+        rows.append([name, *once, *(f"{_left(x, 2000, l1):.1f}" for l1 in (False, True))])
+    return columns(rows)
+
+
+def long_run() -> str:
+    """What a rank sends in 100,000 steps of which none is silent, on average of a step."""
+    steps, N = 100_000, 4
+    sizes = [p.numel() for p in GPT(SMALL).parameters()]
+    interval, exact = Interval(16), 0
+    for step in range(1, steps + 1):
+        if interval.due(step):
+            exact += 1
+            interval.count()
+    each = {"exact": 8 * (N - 1) / N, "one bit": compressed_round(sizes, N) / N / sum(sizes)}
+    counts = {"exact": exact, "one bit": steps - exact}
+    rows: list[list[object]] = [["rounds", "how many", "bytes of a round", "mean of a step"]]
+    parts = {kind: counts[kind] * each[kind] / steps for kind in each}
+    for kind in each:
+        rows.append([kind, f"{counts[kind]:,}", f"{each[kind]:.4f}", f"{parts[kind]:.4f}"])
+    return columns([*rows, ["together", f"{steps:,}", "", f"{sum(parts.values()):.4f}"]])
+
+
 def scales() -> str:
     """Two tensors of different sizes under one scale, and under one scale each."""
     generator = torch.Generator().manual_seed(0)
