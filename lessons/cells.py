@@ -120,6 +120,8 @@ def torchrun(script: str, ranks: int = 2, limit: float = 120) -> str:
     print("$ torchrun", *options)
     command = [sys.executable, "-m", "torch.distributed.run", *options]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}  # processes must not fight for the cores
+    if os.name == "nt":
+        env.setdefault("USE_LIBUV", "0")  # torch for Windows may be built without it
     pipe = subprocess.PIPE
     with subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True) as process:
         try:

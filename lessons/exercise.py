@@ -51,7 +51,7 @@ def regions(source: str) -> list[Region]:
 
 def region_lines(path: Path, name: str, dotted: bool = False) -> list[str]:
     """The lines of one region, moved to the left margin. `dotted`: with dots where the exercises are."""
-    source = path.read_text()
+    source = path.read_text(encoding="utf-8")
     if dotted:
         source = emptied(source, "...  # your task: {}".format)
     for region in regions(source):
@@ -66,14 +66,18 @@ def region_lines(path: Path, name: str, dotted: bool = False) -> list[str]:
 
 def tasks(lesson: Lesson) -> list[str]:
     """The names of the exercises, in order."""
-    return [region.task for answer, _ in lesson.files for region in task_regions(answer.read_text())]
+    return [
+        region.task
+        for answer, _ in lesson.files
+        for region in task_regions(answer.read_text(encoding="utf-8"))
+    ]
 
 
 def tasks_at(lesson: Lesson, work: Path, line: int) -> list[str]:
     """The exercises in whose function this line of a learner's file lies."""
     (answer,) = [answer for answer, place in lesson.files if place == work]
-    here = _function_at(work.read_text(), line)
-    source = answer.read_text()
+    here = _function_at(work.read_text(encoding="utf-8"), line)
+    source = answer.read_text(encoding="utf-8")
     found = [(x.task, _function_at(source, x.first + 1)) for x in task_regions(source)]
     return [task for task, name in found if f"{here}.".startswith(f"{name}.")]  # a hook stands inside of it
 
@@ -100,7 +104,7 @@ def unmarked(source: str) -> str:
 
 def blank(answer: Path, number: int | Fraction) -> str:
     """The answer key with every task's lines replaced by an error that says where help is."""
-    return unmarked(emptied(answer.read_text(), lambda task: _hole(number, task)))
+    return unmarked(emptied(answer.read_text(encoding="utf-8"), lambda task: _hole(number, task)))
 
 
 def emptied(source: str, hole: Callable[[str], str]) -> str:
@@ -120,8 +124,8 @@ def _hole(number: int | Fraction, task: str) -> str:
 
 def fill(answer: Path, number: int | Fraction, work: str, leave: str = "") -> str:
     """A work file with every blank's lines taken from the answer key, except the task to `leave`."""
-    right, lines = answer.read_text().splitlines(), work.splitlines()
-    for region in task_regions(answer.read_text()):
+    right, lines = answer.read_text(encoding="utf-8").splitlines(), work.splitlines()
+    for region in task_regions(answer.read_text(encoding="utf-8")):
         if region.task != leave:
             (place,) = [i for i, line in enumerate(lines) if line.strip() == _hole(number, region.task)]
             lines[place : place + 1] = right[region.first : region.last]
@@ -148,7 +152,7 @@ def start(lesson: Lesson, force: bool = False) -> list[Path]:
             )
     for answer, work in lesson.files:
         work.parent.mkdir(exist_ok=True)
-        work.write_text(blank(answer, lesson.number))
+        work.write_text(blank(answer, lesson.number), encoding="utf-8")
     return works
 
 
@@ -158,7 +162,7 @@ def read_work(lesson: Lesson) -> list[str]:
     for _, work in lesson.files:
         if not work.exists():
             raise LessonError(f"{shown(work)} does not exist yet: python -m lessons start {lesson.number}")
-        sources.append(work.read_text())
+        sources.append(work.read_text(encoding="utf-8"))
         try:
             ast.parse(sources[-1], filename=str(work))
         except SyntaxError as error:
@@ -177,7 +181,7 @@ def diff(lesson: Lesson) -> str:
     """The learner's files against the answer key."""
     lines: list[str] = []
     for (answer, work), mine in zip(lesson.files, read_work(lesson), strict=True):
-        right = unmarked(answer.read_text()).splitlines()
+        right = unmarked(answer.read_text(encoding="utf-8")).splitlines()
         lines += difflib.unified_diff(mine.splitlines(), right, shown(work), shown(answer), lineterm="")
     return "\n".join(lines) or "your answer is the answer key, letter for letter"
 
@@ -186,7 +190,7 @@ def solution(lesson: Lesson) -> str:
     """The answer key's lines for every task."""
     blocks = []
     for answer, _ in lesson.files:
-        for region in task_regions(answer.read_text()):
+        for region in task_regions(answer.read_text(encoding="utf-8")):
             lines = "\n".join(f"    {line}" for line in region_lines(answer, region.name))
             blocks.append(f"task {region.task}\n{lines}")
     return "\n\n".join(blocks)
@@ -195,7 +199,7 @@ def solution(lesson: Lesson) -> str:
 def hints(lesson: Lesson) -> dict[str, list[str]]:
     """The graded hints of every task, read from hints.md."""
     found: dict[str, list[str]] = {}
-    for line in (lesson.path / "hints.md").read_text().splitlines():
+    for line in (lesson.path / "hints.md").read_text(encoding="utf-8").splitlines():
         if line.startswith("## "):
             found[line[3:].strip()] = []
         elif match := re.match(r"\d+\. (.*)", line):

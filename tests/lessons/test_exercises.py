@@ -247,20 +247,20 @@ def test_list_and_start_say_where_to_read(capsys: Capture) -> None:
     assert f"read    {exercise.shown(LESSONS[2].page)}" in capsys.readouterr().out
 
 
-def test_list_and_demo(capsys: Capture) -> None:
+def test_list_and_bill(capsys: Capture) -> None:
     assert run_cli("list") == 0
     listed = capsys.readouterr().out
     assert all(lesson.folder[:20] in listed for lesson in LESSONS)
-    assert run_cli("demo") == 0
+    assert run_cli("bill") == 0
     shown = capsys.readouterr().out
     assert "agree as integers" in shown
     assert all(row.name in shown for row in rows.ROWS)
 
 
-def test_the_demo_says_so_when_measurement_and_formula_differ(
+def test_the_bill_says_so_when_measurement_and_formula_differ(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wrong = dataclasses.replace(rows.ROWS[1], sent=lambda sizes, world, steps: 1)
     monkeypatch.setattr(rows, "ROWS", [wrong])
-    assert run_cli("demo") == 1
+    assert run_cli("bill") == 1
     assert "DISAGREE" in capsys.readouterr().out

@@ -134,7 +134,7 @@ def test_the_pictures_words_carry_the_numbers() -> None:
         "rank 1": {"parameters": 40, "host gradients": 20},
     }
     assert strips(rows, 10, {"rank 0": 60, "rank 1": 60}).alt == (
-        "Strips of memory, in bytes a parameter. rank 0: parameters 4.00, host gradients 2.00, "
+        "Strips of memory, in bytes per parameter. rank 0: parameters 4.00, host gradients 2.00, "
         "together 6.00, the formula says 6.00; rank 1: the same."
     )
     events = [
