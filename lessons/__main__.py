@@ -11,7 +11,8 @@ try:
     from lessons import exercise
     from lessons.check import check, progress
     from lessons.exercise import LessonError, find_lesson, shown
-    from lessons.registry import IN_ORDER
+    from lessons.registry import IN_ORDER, Lesson
+    from lessons.yours import run_on_yours
 except ModuleNotFoundError as missing:
     sys.exit(
         f"{missing.name} is not installed here. Once: make demo. In each terminal: source .venv/bin/activate"
@@ -26,19 +27,27 @@ hint N [T] [k]  a hint for task T, or for the next blank one; k = 1, 2, 3 says m
 diff N          your file against the answer
 solution N      the answer to every task
 run N           the lesson's experiment, with a plot; --world W ranks
-golf N          a schedule of your own on course 1, 2 or 3: what it costs beside a stage"""
+golf N          a schedule of your own on course 1, 2 or 3: what it costs beside a stage
+clock N         seconds: your step replayed on a machine, as a chart; --machine, --batch, --parameters"""
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m lessons", description=COMMANDS, formatter_class=form)
-    names = ["list", "demo", "start", "check", "hint", "diff", "solution", "run", "golf"]
+    names = ["list", "demo", "start", "check", "hint", "diff", "solution", "run", "golf", "clock"]
     parser.add_argument("command", choices=names, metavar="command", nargs="?")
     parser.add_argument("number", nargs="?", help="the lesson's number")
     parser.add_argument("more", nargs="*", help="of hint: a task's name, how much of a hint, or both")
-    parser.add_argument("--world", type=int, default=4, help="ranks of `run`")
+    parser.add_argument("--world", type=int, default=4, help="ranks of `run` and `clock`")
     parser.add_argument("--force", action="store_true", help="let `start` overwrite your answer")
+    machines = "nvlink, pcie, 25gbe, laptops, or latency,bandwidth,FLOP/s"
+    parser.add_argument("--machine", default="pcie", help=f"of `clock`: {machines}")
+    parser.add_argument("--batch", type=float, default=8192, help="of `clock`: tokens of each rank in a step")
+    parser.add_argument(
+        "--parameters", type=float, default=1e9, help="of `clock`: replay as a model so large"
+    )
+    parser.add_argument("--bucket", type=float, help="of `clock 2`: a bucket's part of the model, as 0.08")
     chosen = parser.parse_args(arguments)
     if chosen.command is None:
         parser.print_help()
@@ -78,6 +87,8 @@ def one_lesson(chosen: argparse.Namespace) -> int:
         if chosen.world < 1:
             raise LessonError(f"--world needs at least one rank, not {chosen.world}")
         importlib.import_module(f"lessons.{lesson.folder}.experiment").main(chosen.world)
+    elif chosen.command == "clock":
+        return clock(lesson, chosen)
     return 0
 
 
@@ -86,6 +97,18 @@ def golf(number: str) -> int:
     from lessons.golf import golf as play
 
     return play(number)
+
+
+def clock(lesson: Lesson, chosen: argparse.Namespace) -> int:
+    """A step of the learner's file in seconds."""
+    sizes = {"--world": chosen.world, "--batch": chosen.batch, "--parameters": chosen.parameters}
+    sizes |= {} if chosen.bucket is None else {"--bucket": chosen.bucket}
+    for option, number in sizes.items():
+        if not 0 < number < 1e18:
+            raise LessonError(f"{option} {number:g}: give a number above 0")
+    options = {"world": chosen.world, "machine": chosen.machine, "tokens": chosen.batch}
+    options |= {"parameters": chosen.parameters, "bucket": chosen.bucket}
+    return run_on_yours(lesson, "lessons.clock:show", number=lesson.number, **options)
 
 
 def list_lessons() -> int:
