@@ -30,7 +30,7 @@ from lessons.recording import CONFIG, Build, Call, Recording, Work, record
 from lessons.registry import ROOT
 from zero_min.gpt import GPT
 
-PHASES = {"forward": ("f", "#bbbbbb"), "backward": ("b", "#777777"), "step": ("s", "#dddddd")}
+PHASES = {"forward": ("f", "#cccccc"), "backward": ("b", "#999999"), "step": ("s", "#eeeeee")}
 COLUMNS = 64  # of the chart in letters
 ROUNDS = 60  # of halving, in the search for a number of tokens
 

@@ -9,7 +9,7 @@ not assumed for a stage; it is read off the order of the calls and off the stora
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -37,6 +37,7 @@ class Work:
     phase: str  # forward, backward or step
     flops: int
     after: int
+    part: int = 0  # the micro-batch, counted from 0; after the last of them comes the update
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Call:
 
     what: str
     sent: int
+    part: int = 0
 
 
 Entry = Work | Call
@@ -65,7 +67,7 @@ class Diary(Ledger):
 
     def __init__(self) -> None:
         super().__init__()
-        self.phase = "forward"
+        self.phase, self.part = "forward", 0
         self.entries: list[Entry] = []
         self.calls = 0
         self._waiting: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
@@ -74,13 +76,13 @@ class Diary(Ledger):
         """A new step: all that was sent before has arrived."""
         self.entries.clear()
         self._waiting.clear()
-        self.calls = 0
+        self.calls = self.part = 0
 
     def note(self, what: str, sent: int = 0) -> None:
         """As ever; a collective is an entry, too."""
         super().note(what, sent)
         if what in COLLECTIVES:
-            self.entries.append(Call(what, sent))
+            self.entries.append(Call(what, sent, self.part))
             self.calls += 1
 
     def work(self, flops: int, after: int) -> None:
@@ -88,10 +90,11 @@ class Diary(Ledger):
         if not flops and after < 0:
             return
         last = self.entries[-1] if self.entries else None
-        if isinstance(last, Work) and last.phase == self.phase and after <= last.after:
-            self.entries[-1] = Work(self.phase, last.flops + flops, last.after)
+        same = isinstance(last, Work) and (last.phase, last.part) == (self.phase, self.part)
+        if isinstance(last, Work) and same and after <= last.after:
+            self.entries[-1] = replace(last, flops=last.flops + flops)
         else:
-            self.entries.append(Work(self.phase, flops, after))
+            self.entries.append(Work(self.phase, flops, after, self.part))
 
     def fill(self, tensors: Iterable[Tensor], call: int) -> None:
         """These tensors have their values when `call` has ended."""
@@ -210,6 +213,7 @@ def _one_rank(comm: ThreadComm, build: Build, config: GPTConfig, micro_batches: 
                 diary.phase = "backward"
                 trainer.backward(loss)
                 del loss
+                diary.part += 1
             diary.phase = "step"
             trainer.step()
     return tuple(diary.entries)
