@@ -28,14 +28,16 @@ diff N          your file against the answer
 solution N      the answer to every task
 run N           the lesson's experiment, with a plot; --world W ranks
 golf N          a schedule of your own on course 1, 2 or 3: what it costs beside a stage
-clock N         seconds: your step replayed on a machine, as a chart; --machine, --batch, --parameters"""
+clock N         seconds: your step replayed on a machine, as a chart; --machine, --batch, --parameters
+watch N         your file on four ranks, line by line, as a page for a browser"""
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m lessons", description=COMMANDS, formatter_class=form)
-    names = ["list", "demo", "start", "check", "hint", "diff", "solution", "run", "golf", "clock"]
+    names = ["list", "demo", "start", "check", "hint", "diff", "solution", "run"]
+    names += ["golf", "clock", "watch"]
     parser.add_argument("command", choices=names, metavar="command", nargs="?")
     parser.add_argument("number", nargs="?", help="the lesson's number")
     parser.add_argument("more", nargs="*", help="of hint: a task's name, how much of a hint, or both")
@@ -89,6 +91,8 @@ def one_lesson(chosen: argparse.Namespace) -> int:
         importlib.import_module(f"lessons.{lesson.folder}.experiment").main(chosen.world)
     elif chosen.command == "clock":
         return clock(lesson, chosen)
+    elif chosen.command == "watch":
+        return run_on_yours(lesson, "lessons.watch:show", number=str(lesson.number))
     return 0
 
 
@@ -108,7 +112,7 @@ def clock(lesson: Lesson, chosen: argparse.Namespace) -> int:
             raise LessonError(f"{option} {number:g}: give a number above 0")
     options = {"world": chosen.world, "machine": chosen.machine, "tokens": chosen.batch}
     options |= {"parameters": chosen.parameters, "bucket": chosen.bucket}
-    return run_on_yours(lesson, "lessons.clock:show", number=lesson.number, **options)
+    return run_on_yours(lesson, "lessons.clock:show", number=str(lesson.number), **options)
 
 
 def list_lessons() -> int:

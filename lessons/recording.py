@@ -22,6 +22,7 @@ from zero_min.gpt import GPT, GPTConfig, batch, load_text
 from zero_min.ledger import Ledger
 from zero_min.thread_comm import ThreadComm, run_world
 
+__tracebackhide__ = True  # in an error about waiting ranks the line that called is the trainer's
 aten = torch.ops.aten
 CONFIG = GPTConfig(context=16, layers=4, width=32)  # each tensor is a small part of this model
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")

@@ -135,7 +135,7 @@ class Stage1(Stage1):
 def test_the_clock_replays_the_learner_s_file(work: Path, capfd: Capture) -> None:
     ((answer, file),) = LESSONS[1].files
     exercise.start(LESSONS[1])
-    file.write_text(exercise.fill(answer, file.read_text()) + CHANGED)
+    file.write_text(exercise.fill(answer, 1, file.read_text()) + CHANGED)
     assert cli.main(["clock", "1", "--machine", "laptops"]) == 0
     said = capfd.readouterr().out
     assert said.startswith(f"your file: {file}") and "A all_reduce" in said
