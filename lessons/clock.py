@@ -327,13 +327,11 @@ def hiding(recording: Recording, machine: Machine, parameters: float) -> str:
 
 # For one lesson ----------------------------------------------------------------------------------
 
-TRAINERS: dict[
-    int, dict[str, Callable[[int], Build]]
-] = {  # by lesson: its name, and how a bucket's size makes it
-    0: {"stage 0": lambda _: zero_min.Stage0},
-    1: {"stage 1": lambda _: zero_min.Stage1},
-    2: {"stage 2": lambda size: partial(zero_min.Stage2, bucket_size=size)},
-    3: {"stage 3": lambda _: zero_min.Stage3, "stage 3, prefetch": lambda _: zero_min.Stage3Prefetch},
+TRAINERS: dict[str, dict[str, Callable[[int], Build]]] = {  # by lesson and name: from a bucket's size
+    "0": {"stage 0": lambda _: zero_min.Stage0},
+    "1": {"stage 1": lambda _: zero_min.Stage1},
+    "2": {"stage 2": lambda size: partial(zero_min.Stage2, bucket_size=size)},
+    "3": {"stage 3": lambda _: zero_min.Stage3, "stage 3, prefetch": lambda _: zero_min.Stage3Prefetch},
 }
 BUCKET = 0.08  # of the model
 
@@ -343,10 +341,8 @@ def show(
 ) -> str:
     """The clock of a lesson's trainers as text; the picture is saved, too."""
     if number not in TRAINERS:
-        raise LessonError(
-            f"the clock knows the stages, lessons {', '.join(map(str, TRAINERS))}, not {number}"
-        )
-    if bucket is not None and number != 2:
+        raise LessonError(f"the clock knows the stages, lessons {', '.join(TRAINERS)}, not {number}")
+    if bucket is not None and number != "2":
         raise LessonError("--bucket is of lesson 2: no other lesson has buckets")
     chosen, size = machine_named(machine), Size(parameters, tokens)
     part = BUCKET if bucket is None else bucket

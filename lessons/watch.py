@@ -20,9 +20,10 @@ import torch
 from torch import Tensor, nn
 
 import zero_min
-from lessons.exercise import LessonError, shown
-from lessons.registry import LESSONS, ROOT
-from lessons.rows import ROWS
+from lessons.exercise import find_lesson, shown
+from lessons.registry import ROOT, Lesson
+from lessons.rows import ROWS, Row
+from zero_min import ring
 from zero_min.comm import Comm, WorldError, caller
 from zero_min.ledger import Ledger, held
 from zero_min.thread_comm import ThreadComm, run_world
@@ -65,11 +66,12 @@ class Line:
 
 @dataclass(frozen=True)
 class Meeting:
-    """A collective that a rank has called: where, and the bytes for each rank."""
+    """A collective that a rank has called, or a `receive`: where, and the bytes for each rank."""
 
     what: str
     where: str
     to: tuple[int, ...]
+    source: int = -1  # of a `receive`: whom it waits for
 
 
 @dataclass
@@ -117,9 +119,9 @@ class Watcher:
         self.closed = True
         return replace(self, lines=[list(stretch) for stretch in self.lines], meetings=list(self.meetings))
 
-    def meet(self, what: str, to: Sequence[int]) -> None:
-        """A collective is called; from here on lines are those after it."""
-        self.meetings.append(Meeting(what, caller(), tuple(to)))
+    def meet(self, what: str, to: Sequence[int], source: int = -1) -> None:
+        """A collective is called, or something is waited for; from here on lines are those after it."""
+        self.meetings.append(Meeting(what, caller(), tuple(to), source))
         self.lines.append([])
 
 
@@ -129,6 +131,18 @@ class WatchedComm(ThreadComm):
     def __init__(self, comm: ThreadComm, watcher: Watcher) -> None:
         super().__init__(comm.rank, comm.world)
         self.ledger, self.watcher = watcher.ledger, watcher
+        self.posted = [0] * comm.world_size  # bytes sent to each rank since this one has last received
+
+    def send(self, tensor: Tensor, to: int) -> None:
+        """As ever, added to what the next arrows show."""
+        super().send(tensor, to)
+        self.posted[to] += tensor.nbytes
+
+    def receive(self, like: Tensor, source: int) -> Tensor:
+        """As ever, written down."""
+        self.watcher.meet("receive", self.posted, source)
+        self.posted = [0] * self.world_size
+        return super().receive(like, source)
 
     def _meets(self, what: str, to: Sequence[int]) -> None:
         self.watcher.meet(what, [0 if rank == self.rank else n for rank, n in enumerate(to)])
@@ -164,13 +178,13 @@ class WatchedComm(ThreadComm):
         super().barrier()
 
 
-def _one_rank(comm: ThreadComm, number: int, watchers: Sequence[Watcher]) -> None:
+def _one_rank(comm: ThreadComm, lesson: Lesson, watchers: Sequence[Watcher]) -> None:
     watcher = watchers[comm.rank]
     watcher.deadline = time.monotonic() + 4 * SECONDS
     sys.settrace(watcher.trace)
     try:
         with watcher.ledger.watch():
-            _train(WatchedComm(comm, watcher), number, watcher)
+            _run(WatchedComm(comm, watcher), lesson, watcher)
         watcher.end = "has ended"
     except WorldError as error:
         if "still runs" in str(error):
@@ -196,11 +210,19 @@ def _let_others_come(watchers: Sequence[Watcher]) -> None:
         time.sleep(0.1)
 
 
-def _train(comm: Comm, number: int, watcher: Watcher) -> None:
-    row = next(row for row in ROWS if row.lesson == number)
+def _run(comm: Comm, lesson: Lesson, watcher: Watcher) -> None:
+    row = next((row for row in ROWS if row.lesson == lesson.number), None)
+    if row is not None:
+        _train(comm, row, watcher)
+    else:  # the lesson that trains nothing: what its ring is for
+        watcher.phase = "an all-reduce"
+        ring.all_reduce(comm, torch.arange(2.0 * RANKS))
+
+
+def _train(comm: Comm, row: Row, watcher: Watcher) -> None:
     generator = torch.Generator().manual_seed(comm.rank)
     model = Layers()
-    if number == 2:
+    if row.lesson == 2:
         watcher.trainer = trainer = zero_min.Stage2(model, comm, bucket_size=BUCKET)
     else:
         watcher.trainer = trainer = row.trainer(model, comm, 1e-2, row.steps)
@@ -229,8 +251,11 @@ class Moment:
     meeting: int = -1
 
 
-def moments(watchers: Sequence[Watcher]) -> list[Moment]:
-    """From one collective to the next everybody goes line by line; who is there first waits."""
+def moments(watchers: Sequence[Watcher], broken: bool) -> list[Moment]:
+    """From one collective to the next everybody goes line by line; who is there first waits.
+
+    Where a broken run's ranks do not come together, it ends.
+    """
     made: list[Moment] = []
     done = [0] * len(watchers)  # lines before this stretch
     for stretch in range(max(len(w.lines) for w in watchers)):
@@ -247,19 +272,29 @@ def moments(watchers: Sequence[Watcher]) -> list[Moment]:
             made.append(Moment(at, waits))
         done = [n + len(lines) for n, lines in zip(done, mine, strict=True)]
         at = tuple(max(0, n - 1) for n in done)
-        if (
-            len(
-                {
-                    w.meetings[stretch].what if is_there else ""
-                    for w, is_there in zip(watchers, there, strict=True)
-                }
-            )
-            > 1
-        ):
-            return [*made, Moment(at, tuple(there))]
-        if all(there):
+        called = {w.meetings[stretch].what for w, came in zip(watchers, there, strict=True) if came}
+        together = all(there) and len(called) == 1
+        if together:
             made.append(Moment(at, (False,) * len(watchers), stretch))
+        elif called and broken:
+            return [*made, Moment(at, tuple(there))]
     return made
+
+
+def waits_for(watchers: Sequence[Watcher]) -> list[list[int]]:
+    """For each rank those that it waits for at the end, in vain."""
+    furthest = max(len(w.meetings) for w in watchers)
+    behind = [rank for rank, w in enumerate(watchers) if len(w.meetings) < furthest]
+    culprits = [rank for rank in behind if not watchers[rank].stopped] or behind
+    found: list[list[int]] = []
+    for rank, w in enumerate(watchers):
+        if w.end or not w.meetings:
+            found.append([])
+        elif w.meetings[-1].source >= 0:
+            found.append([w.meetings[-1].source])
+        else:
+            found.append([] if rank in behind else culprits)
+    return found
 
 
 def last_words(watchers: Sequence[Watcher], error: str) -> list[str]:
@@ -267,65 +302,54 @@ def last_words(watchers: Sequence[Watcher], error: str) -> list[str]:
     if not error:
         return []
     furthest = max(len(w.meetings) for w in watchers)
-    behind = [rank for rank, w in enumerate(watchers) if len(w.meetings) < furthest]
-    culprits = [rank for rank in behind if not watchers[rank].stopped] or behind
     said = []
-    for rank, w in enumerate(watchers):
+    for rank, (w, others) in enumerate(zip(watchers, waits_for(watchers), strict=True)):
         place = f"{w.meetings[-1].what} ({w.meetings[-1].where})" if w.meetings else ""
+        last = f"; its last call: {place}" if place else ""
+        whom = " for " + " and ".join(f"rank {other}" for other in others) if others else ""
         if w.end:
-            said.append(f"rank {rank} {w.end}" + (f"; its last call: {place}" if place else ""))
-        elif rank not in behind:
-            whom = " and ".join(f"rank {other}" for other in culprits)
-            said.append(f"rank {rank} waits in {place}" + (f" for {whom}" if whom else ""))
+            said.append(f"rank {rank} {w.end}{last}")
+        elif others or len(w.meetings) == furthest > 0:
+            said.append(f"rank {rank} waits in {place}{whom}")
         elif w.stopped:
-            said.append(
-                f"rank {rank} was stopped on its way" + (f"; its last call: {place}" if place else "")
-            )
+            said.append(f"rank {rank} was stopped on its way{last}")
         else:
             lines = [line for stretch in w.lines for line in stretch]
             at = f"{Path(w.files[lines[-1].file]).name}:{lines[-1].number}" if lines else "no line of yours"
-            said.append(
-                f"rank {rank} has not come: it is at {at}" + (f"; its last call: {place}" if place else "")
-            )
+            said.append(f"rank {rank} has not come: it is at {at}{last}")
     return said
 
 
 # The file ----------------------------------------------------------------------------------------
 
 
-def data(number: int, watchers: Sequence[Watcher], error: str) -> dict[str, Any]:
-    """What the page needs."""
+def data(lesson: Lesson, watchers: Sequence[Watcher], error: str) -> dict[str, Any]:
+    """What the page needs. Memories and phases are numbered: many lines have the same."""
     memories: dict[tuple[int, ...], int] = {}
     phases: dict[str, int] = {}
-    ranks = []
-    for w in watchers:
-        lines = [line for stretch in w.lines for line in stretch]
-        ranks.append(
-            {
-                "lines": [
-                    [
-                        line.file,
-                        line.number,
-                        phases.setdefault(line.phase, len(phases)),
-                        memories.setdefault(line.memory, len(memories)),
-                    ]
-                    for line in lines
-                ],
-                "meetings": [[m.what, m.where, m.to] for m in w.meetings],
-                "end": w.end,
-            }
-        )
+
+    def numbers(line: Line) -> list[int]:
+        phase = phases.setdefault(line.phase, len(phases))
+        return [line.file, line.number, phase, memories.setdefault(line.memory, len(memories))]
+
+    ranks = [
+        {
+            "lines": [numbers(line) for stretch in w.lines for line in stretch],
+            "meetings": [[m.what, m.where, m.to] for m in w.meetings],
+            "end": w.end,
+        }
+        for w in watchers
+    ]
+    files = [{"name": shown(Path(f)), "text": Path(f).read_text(encoding="utf-8")} for f in watchers[0].files]
     return {
-        "lesson": number,
-        "files": [
-            {"name": shown(Path(f)), "text": Path(f).read_text(encoding="utf-8")} for f in watchers[0].files
-        ],
-        "kinds": [*KINDS, "live"],
+        "lesson": str(lesson.number),
+        "files": files,
         "phases": list(phases),
         "memories": list(memories),
         "ranks": ranks,
-        "moments": [[m.at, [int(w) for w in m.waits], m.meeting] for m in moments(watchers)],
+        "moments": [[m.at, [int(w) for w in m.waits], m.meeting] for m in moments(watchers, error != "")],
         "end": last_words(watchers, error),
+        "waitsFor": waits_for(watchers) if error else [],
         "error": error,
         "cut": any(w.count > MOST_LINES for w in watchers),
     }
@@ -336,28 +360,26 @@ def page(content: dict[str, Any]) -> str:
     parts = {name: (PAGE / f"page.{name}").read_text(encoding="utf-8") for name in ("html", "css", "js")}
     json_text = json.dumps(content, separators=(",", ":")).replace("</", "<\\/")
     html = parts["html"].replace("{{title}}", escape(f"Lesson {content['lesson']} on four ranks"))
-    return html.replace("{{css}}", parts["css"]).replace("{{data}}", json_text).replace("{{js}}", parts["js"])
+    return html.replace("{{css}}", parts["css"]).replace("{{js}}", parts["js"]).replace("{{data}}", json_text)
 
 
-def watched(number: int) -> dict[str, Any]:
+def watched(lesson: Lesson) -> dict[str, Any]:
     """Run the lesson's trainer and return what the page needs, whether it ends or not."""
-    sources = LESSONS[number].sources
-    files = [str(sys.modules[f"zero_min.{Path(source).stem}"].__file__) for source in sources]
+    files = [str(sys.modules[f"zero_min.{answer.stem}"].__file__) for answer, _ in lesson.files]
     watchers = [Watcher(files) for _ in range(RANKS)]
     error = ""
     try:
-        run_world(_one_rank, RANKS, number, watchers, timeout=SECONDS)
+        run_world(_one_rank, RANKS, lesson, watchers, timeout=SECONDS)
     except WorldError as wrong:
         error = str(wrong)
-    return data(number, [watcher.close() for watcher in watchers], error)
+    return data(lesson, [watcher.close() for watcher in watchers], error)
 
 
-def show(number: int) -> str:
+def show(number: str) -> str:
     """Write the page and say where it is."""
-    if number not in {row.lesson for row in ROWS}:
-        raise LessonError(f"lesson {number} trains nothing that could be watched")
-    content = watched(number)
-    path = ROOT / "build" / "lessons" / f"watch{number}.html"
+    lesson = find_lesson(number)
+    content = watched(lesson)
+    path = ROOT / "build" / "lessons" / f"watch{lesson.label}.html"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page(content), encoding="utf-8")
     said = f"{len(content['moments'])} moments: open {path.relative_to(ROOT)} in a browser"

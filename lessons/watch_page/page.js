@@ -92,9 +92,8 @@ const zeroWatch = (() => {
   }
 
   function waitsFor() {
-    const waits = moment()[1], away = [...Array(RANKS).keys()].filter((rank) => !waits[rank])
-    if (now !== LAST || !broken || away.length === RANKS) return []
-    return [...Array(RANKS).keys()].filter((rank) => waits[rank]).flatMap((from) => away.map((to) => arrow(from, to, "wait", "")))
+    if (now !== LAST || !broken) return []
+    return run.waitsFor.flatMap((others, from) => others.map((to) => arrow(from, to, "wait", "")))
   }
 
   function wire() {

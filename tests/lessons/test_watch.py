@@ -9,16 +9,16 @@ import pytest
 import zero_min
 from lessons import __main__ as cli
 from lessons import exercise, registry, watch
-from lessons.registry import LESSONS, ROOT
+from lessons.registry import LESSONS, ROOT, Lesson
 from zero_min import Stage2
 
 Capture = pytest.CaptureFixture[str]
 Run = dict[str, Any]
 
 
-@pytest.mark.parametrize("number", range(len(LESSONS)))
-def test_every_line_and_every_call_is_shown_once_and_in_order(number: int) -> None:
-    run = watch.watched(number)
+@pytest.mark.parametrize("lesson", LESSONS, ids=[lesson.folder for lesson in LESSONS])
+def test_every_line_and_every_call_is_shown_once_and_in_order(lesson: Lesson) -> None:
+    run = watch.watched(lesson)
     assert not run["end"] and not run["cut"]
     moments = [moment[0] for moment in run["moments"]]
     for rank, each in enumerate(run["ranks"]):
@@ -28,12 +28,12 @@ def test_every_line_and_every_call_is_shown_once_and_in_order(number: int) -> No
         assert all(1 <= line <= lengths[file] for file, line, *_ in each["lines"])
     met = [moment[2] for moment in run["moments"] if moment[2] >= 0]
     assert met == list(range(len(run["ranks"][0]["meetings"])))
-    assert [Path(file["name"]).name for file in run["files"]] == [f.name for f, _ in LESSONS[number].files]
+    assert [Path(file["name"]).name for file in run["files"]] == [f.name for f, _ in lesson.files]
     assert len(watch.page(run)) < 200_000
 
 
 def test_arrows_carry_the_bytes_of_the_ledger_and_the_line_that_called() -> None:
-    run = watch.watched(1)
+    run = watch.watched(LESSONS[1])
     whole = sum(a * b for a, b in zip(watch.WIDTHS, watch.WIDTHS[1:], strict=False))
     calls = {what: (where, to) for what, where, to in run["ranks"][2]["meetings"]}
     slices = [whole] * watch.RANKS  # whole elements of 4 bytes, a quarter of them to each
@@ -46,7 +46,7 @@ def test_arrows_carry_the_bytes_of_the_ledger_and_the_line_that_called() -> None
 
 
 def test_memory_is_what_the_trainer_holds_then() -> None:
-    run = watch.watched(2)
+    run = watch.watched(LESSONS[2])
     last = run["memories"][run["ranks"][0]["lines"][-1][3]]
     whole = sum(a * b for a, b in zip(watch.WIDTHS, watch.WIDTHS[1:], strict=False))
     assert last[:3] == (4 * whole, whole, 2 * whole)  # stage 2 after its last bucket, before the update
@@ -56,7 +56,7 @@ def broken(monkeypatch: pytest.MonkeyPatch, step: Any) -> Run:
     """Lesson 2 with another `step`."""
     monkeypatch.setattr(zero_min, "Stage2", type("Broken", (Stage2,), {"step": step}))
     monkeypatch.setattr(watch, "SECONDS", 1.0)
-    return watch.watched(2)
+    return watch.watched(LESSONS[2])
 
 
 def test_a_hang_says_who_waits_for_whom(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,9 +96,24 @@ def test_ranks_that_call_different_things_stop_there(monkeypatch: pytest.MonkeyP
 
 def test_a_long_run_is_cut_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "MOST_LINES", 50)
-    run = watch.watched(3)
+    run = watch.watched(LESSONS[3])
     assert run["cut"] and max(len(rank["lines"]) for rank in run["ranks"]) <= 50
     assert run["moments"][-1][2] == len(run["ranks"][0]["meetings"]) - 1  # calls are shown to the end
+
+
+def test_the_ring_is_watched_round_by_round_and_says_whom_it_hears(monkeypatch: pytest.MonkeyPatch) -> None:
+    (lesson,) = [lesson for lesson in LESSONS if lesson.folder == "step1_2_ring"]
+    run = watch.watched(lesson)
+    for rank, each in enumerate(run["ranks"]):
+        assert [what for what, *_ in each["meetings"]] == ["receive"] * 6  # 2 (N-1) rounds
+        right = (rank + 1) % watch.RANKS
+        assert all(to[right] == sum(to) == 8 for _, _, to in each["meetings"])  # two elements
+    monkeypatch.setattr(watch, "SECONDS", 1.0)
+    monkeypatch.setattr(watch.WatchedComm, "send", lambda self, tensor, to: None)
+    run = watch.watched(lesson)
+    for rank, said in enumerate(run["end"]):
+        assert re.fullmatch(rf"rank {rank} waits in receive \(ring.py:\d+\) for rank {(rank - 1) % 4}", said)
+    assert run["waitsFor"] == [[3], [0], [1], [2]]
 
 
 LOOP = """

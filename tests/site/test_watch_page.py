@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from lessons import watch
+from lessons.registry import LESSONS
 from tests.site.browser import watch as listen
 from tests.site.test_browser import violations
 
@@ -16,14 +17,20 @@ pytest_plugins = ["tests.site.fixtures"]
 @pytest.fixture(scope="module")
 def runs() -> dict[str, dict[str, Any]]:
     """A run that ends well, and the same as if rank 2 had not come to its last call."""
-    good = watch.watched(2)
+    good = watch.watched(LESSONS[2])
     last = [good["moments"][-1][0], [1, 1, 0, 1], -1]
     end = [
         f"rank {rank} {'has ended' if rank == 2 else 'waits in all_gather for rank 2'}" for rank in range(4)
     ]
     return {
         "good": good,
-        "hang": {**good, "moments": [*good["moments"][:-1], last], "end": end, "error": "E"},
+        "hang": {
+            **good,
+            "moments": [*good["moments"][:-1], last],
+            "end": end,
+            "waitsFor": [[2], [2], [], [2]],
+            "error": "E",
+        },
     }
 
 
