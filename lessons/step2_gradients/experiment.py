@@ -8,7 +8,9 @@ from functools import cache, partial
 
 from lessons.bill import SMALL, Bill, compare, measure_rank, timeline
 from lessons.cells import columns, run_cell
+from lessons.clock import MACHINES, Size, report
 from lessons.plots import BLUE, GREEN, ORANGE, label, new_figure, save
+from lessons.recording import record
 from lessons.rows import ROWS
 from zero_min import Stage2, run_world
 from zero_min.gpt import GPTConfig
@@ -56,6 +58,11 @@ def bucket_sizes(world: int = 4) -> str:
         numbers = [bill.sent / world, *_peaks(bill), bill.held]
         rows.append([name, collectives, *(f"{number / bill.numel:.2f}" for number in numbers)])
     return columns(rows)
+
+
+def in_seconds() -> str:
+    """The clock's answer for small buckets."""
+    return report(record(partial(Stage2, bucket_size=4096)), MACHINES["pcie"], Size(1e9, 8192))
 
 
 def _peaks(bill: Bill) -> tuple[int, int]:
