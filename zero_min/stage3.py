@@ -175,7 +175,6 @@ class Stage3:
             self.in_backward = False
             self.release_all()  # frozen and unused parameters get no gradient that would release them
 
-    # --8<-- [start:stage3_step]
     @torch.no_grad()
     def step(self) -> float | None:
         """Step the own slices. The next forward gathers what it needs. Returns the clipped norm."""
@@ -202,8 +201,6 @@ class Stage3:
         for s in self.trained:
             s.mine.copy_(s.master)
             s.master.grad = None
-
-    # --8<-- [end:stage3_step]
 
     def master_gradients(self) -> list[Tensor]:
         """What Adam is about to use: the own slices'."""
