@@ -32,9 +32,9 @@ def before(number: str) -> str:
 
 def lessons() -> str:
     """The table of all lessons."""
-    lines = ["| | lesson | before it | minutes to read |", "|---|---|---|---:|"]
+    lines = ["| lesson | before it | minutes to read |", "|---|---|---:|"]
     for x in IN_ORDER:
-        lines.append(f"| {x.number} | [{x.title}]({x.folder}/lesson.md) | {x.presumes} | {minutes(x)} |")
+        lines.append(f"| {x.number}. [{x.title}]({x.folder}/lesson.md) | {x.presumes} | {minutes(x)} |")
     return "\n".join(lines)
 
 
