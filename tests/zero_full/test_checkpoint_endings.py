@@ -83,8 +83,10 @@ engine.backward(engine(torch.ones(1, 4)).sum())
 engine.step()
 engine.save_checkpoint(sys.argv[1], "one")
 
+early = False
+
 def changed(self, data, write=NewFile.write):
-    while threading.main_thread().is_alive():  # of the save, nothing is written before the script has ended
+    while threading.main_thread().is_alive() and not early:  # nothing is written before the script has ended
         time.sleep(0.01)
     {before}
     write(self, data)
@@ -92,6 +94,17 @@ def changed(self, data, write=NewFile.write):
 NewFile.write = changed
 engine.save_checkpoint(sys.argv[1], "two", asynchronous=True)
 {end}
+"""
+UNHEARD = """
+early = True
+engine.optimizer.beside.writing.thread.join()
+"""
+HEARD = """
+early = True
+try:
+    engine.wait_for_checkpoint()
+except zero_full.CheckpointError as error:
+    print(error, file=sys.stderr)
 """
 DISK_FULL = f"raise OSError({errno.ENOSPC}, {os.strerror(errno.ENOSPC)!r})"
 
@@ -117,13 +130,19 @@ def test_a_script_that_ends_right_after_the_call_loses_nothing(tmp_path: Path) -
 
 
 def test_a_script_that_ends_with_an_error_leaves_the_older_checkpoint(tmp_path: Path) -> None:
-    """And one whose last save fails says so by its exit code: nothing is left of it that could raise it."""
-    raises, fails = tmp_path / "raises", tmp_path / "fails"
-    processes = started(raises, 1, end="raise ValueError('of the script')") + started(fails, 1, DISK_FULL)
-    (raised, raised_code), (failed, failed_code) = ended(processes)
-    assert (raised_code, failed_code) == (1, 1)
-    assert "the script has ended with an error: of the script" in raised
-    assert "-two was written beside the training: [Errno 28] No space left on device" in failed
-    assert "at its end" in raised and "at its end" in failed
-    for folder in (raises, fails):
-        assert latest_tag(folder) == "one" and complete(folder).keys() == {"one"}
+    """And one whose last save has failed says so by its exit code, if it has asked no more."""
+    runs = {
+        "raises": ("", "raise ValueError('of the script')"),
+        "fails": (DISK_FULL, ""),
+        "fails before its last line": (DISK_FULL, UNHEARD),
+        "has heard of it": (DISK_FULL, HEARD),
+    }
+    processes = [process for name, lines in runs.items() for process in started(tmp_path / name, 1, *lines)]
+    said, codes = zip(*ended(processes), strict=True)
+    assert codes == (1, 1, 1, 0)
+    assert "the script has ended with an error: of the script" in said[0]
+    full = "-two was written beside the training: [Errno 28] No space left on device"
+    assert all(full in each for each in said[1:])
+    for name, each in zip(runs, said, strict=True):
+        assert "at its end" in each
+        assert latest_tag(tmp_path / name) == "one" and complete(tmp_path / name).keys() == {"one"}

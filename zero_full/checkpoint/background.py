@@ -112,12 +112,24 @@ class Writing:
             failed = said(error)
         if failed:
             self.failure = CheckpointError(f"{self.save.folder} was written beside the training: {failed}")
-            if not threading.main_thread().is_alive():  # nothing of the script is left to raise it
-                log.error("%s", self.failure)
-                atexit.register(_exit_as_failed)
+            atexit.register(self._exit_as_failed)
         mine = [_note_of(self.save.payload.rank)]
         keys = [*mine, OUTCOME] if self.save.is_first else mine
         self.notes.part(keys, min(FAREWELL_S, self.patience_s))
+
+    def told(self) -> CheckpointError | None:
+        """What has failed, for who raises it."""
+        atexit.unregister(self._exit_as_failed)
+        return self.failure
+
+    def _exit_as_failed(self) -> None:
+        """Nothing of the script is left to raise it: exit code 1, after all else that is done at its end."""
+        atexit.unregister(self._exit_as_failed)
+        log.error("%s", self.failure)
+        run_exit_functions()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(1)
 
     def _write_and_publish(self) -> str:
         """Why the save has failed on any rank; nothing, when it is published."""
@@ -148,15 +160,6 @@ class Writing:
         self.save.commit({rank: rows for rank, (_, rows) in everyones.items()})
 
 
-def _exit_as_failed() -> None:
-    """End the process with exit code 1, after all else that is to be done at its end."""
-    atexit.unregister(_exit_as_failed)
-    run_exit_functions()
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(1)
-
-
 def _note_of(rank: int) -> str:
     return f"rank {rank}"
 
@@ -182,8 +185,8 @@ class BackgroundSaves:
             return
         self.writing.thread.join()
         ended, self.writing = self.writing, None
-        if ended.failure is not None:
-            raise ended.failure
+        if (failure := ended.told()) is not None:
+            raise failure
 
     def close(self) -> None:
         """Wait, and let go of the memory."""
