@@ -35,6 +35,8 @@ golf N          a schedule of your own on course 1, 2 or 3: what it costs beside
 
 `demo`, `run` and `clock` take --world W ranks, `demo` --steps S of training."""
 
+OF_CLOCK = ("machine", "batch", "parameters", "bucket")
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns the exit status."""
@@ -49,12 +51,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=100, help="of `demo`; else 100")
     parser.add_argument("--force", action="store_true", help="let `start` overwrite your answer")
     machines = "nvlink, pcie, 25gbe, laptops, or latency,bandwidth,FLOP/s"
-    parser.add_argument("--machine", default="pcie", help=f"of `clock`: {machines}")
-    parser.add_argument("--batch", type=float, default=8192, help="of `clock`: tokens of each rank in a step")
-    parser.add_argument(
-        "--parameters", type=float, default=1e9, help="of `clock`: replay as a model so large"
-    )
-    parser.add_argument("--bucket", type=float, help="of `clock 2`: a bucket's part of the model, as 0.08")
+    parser.add_argument("--machine", help=f"of `clock`: {machines}; else pcie")
+    parser.add_argument("--batch", type=float, help="of `clock`: tokens of each rank in a step, else 8192")
+    parser.add_argument("--parameters", type=float, help="of `clock`: replay as a model so large, else 1e9")
+    parser.add_argument("--bucket", type=float, help="of `clock 2`: a bucket's part of the model, else 0.08")
     chosen = parser.parse_args(arguments)
     if chosen.command is None:
         parser.print_help()
@@ -64,6 +64,9 @@ def main(arguments: list[str] | None = None) -> int:
             raise LessonError(f"--world needs at least one rank, not {chosen.world}")
         if chosen.steps < 1:
             raise LessonError(f"--steps: at least one step, not {chosen.steps}")
+        for option in OF_CLOCK:
+            if getattr(chosen, option) is not None and chosen.command != "clock":
+                raise LessonError(f"--{option} is of `clock`, not of `{chosen.command}`")
         if chosen.command in ("list", "bill"):
             return {"list": list_lessons, "bill": bill}[chosen.command]()
         if chosen.command == "demo":
@@ -114,14 +117,14 @@ def golf(number: str) -> int:
 
 def clock(lesson: Lesson, chosen: argparse.Namespace) -> int:
     """A step of the learner's file in seconds."""
-    sizes = {"--batch": chosen.batch, "--parameters": chosen.parameters}
-    sizes |= {} if chosen.bucket is None else {"--bucket": chosen.bucket}
-    for option, number in sizes.items():
-        if not 0 < number < 1e18:
-            raise LessonError(f"{option} {number:g}: give a number above 0")
-    options = {"world": chosen.world or 4, "machine": chosen.machine, "tokens": chosen.batch}
-    options |= {"parameters": chosen.parameters, "bucket": chosen.bucket}
-    return run_on_yours(lesson, "lessons.clock:show", number=str(lesson.number), **options)
+    given = {option: getattr(chosen, option) for option in OF_CLOCK if getattr(chosen, option) is not None}
+    for option, number in given.items():
+        if option != "machine" and not 0 < number < 1e18:
+            raise LessonError(f"--{option} {number:g}: give a number above 0")
+    options = {"machine": "pcie", "batch": 8192.0, "parameters": 1e9, "bucket": None, **given}
+    options["tokens"] = options.pop("batch")
+    world = chosen.world or 4
+    return run_on_yours(lesson, "lessons.clock:show", number=str(lesson.number), world=world, **options)
 
 
 def list_lessons() -> int:

@@ -178,6 +178,11 @@ def test_a_size_must_be_above_zero(capsys: Capture) -> None:
     assert "--batch 0: give a number above 0" in capsys.readouterr().err
 
 
+def test_what_only_the_clock_knows_is_refused_elsewhere(capsys: Capture) -> None:
+    assert cli.main(["watch", "2", "--bucket", "0.1"]) == 2
+    assert "--bucket is of `clock`, not of `watch`" in capsys.readouterr().err
+
+
 def test_torch_s_tensors_carry_the_wait_and_lose_it_with_their_memory() -> None:
     diary, tensor = Diary(), torch.zeros(3)
     diary.fill([tensor], 7)
