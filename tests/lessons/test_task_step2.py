@@ -62,7 +62,7 @@ def departures(order: list[int]) -> list[list[int]]:
         ([5, 2, 4, 3, 1, 0], [[], [], [], [], [], [0, 1, 2]]),
         ([0, 1, 4, 5, 2, 3], [[], [0], [0], [0], [0], [0, 1, 2]]),
     ],
-    ids=str,
+    ids=["one", "in order", "second first", "last first", "third before second"],
 )
 def test_arrived_lets_complete_buckets_leave_in_the_order_of_the_list(
     order: list[int], expected: list[list[int]]

@@ -101,6 +101,10 @@ def message(signs: int, scales: list[float]) -> Tensor:
 
 def opened(message: Tensor) -> tuple[list[int], list[float]]:
     """The bytes of signs and the scales in a message about two pieces."""
+    got = (message.dtype, message.numel())
+    assert got == (torch.uint8, 9), (
+        f"a message with a byte of signs and two scales: expected 9 bytes (uint8), got {got[1]} of {got[0]}"
+    )
     return message[:-8].tolist(), message[-8:].clone().view(torch.float32).tolist()
 
 
