@@ -3,6 +3,7 @@
 import ast
 import difflib
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,9 +48,11 @@ def regions(source: str) -> list[Region]:
     return found
 
 
-def region_lines(path: Path, name: str) -> list[str]:
-    """The lines of one region, moved to the left margin."""
+def region_lines(path: Path, name: str, dotted: bool = False) -> list[str]:
+    """The lines of one region, moved to the left margin. `dotted`: with dots where the exercises are."""
     source = path.read_text()
+    if dotted:
+        source = emptied(source, "...  # your task: {}".format)
     for region in regions(source):
         if region.name == name:
             lines = [line for line in source.splitlines()[region.first : region.last] if not MARK.match(line)]
@@ -62,12 +65,12 @@ def region_lines(path: Path, name: str) -> list[str]:
 
 def tasks(lesson: Lesson) -> list[str]:
     """The names of the exercises, in order."""
-    return [region.task for answer, _ in lesson.files for region in task_regions(answer)]
+    return [region.task for answer, _ in lesson.files for region in task_regions(answer.read_text())]
 
 
-def task_regions(answer: Path) -> list[Region]:
+def task_regions(source: str) -> list[Region]:
     """The regions of one file that are exercises."""
-    return [region for region in regions(answer.read_text()) if region.name.startswith(TASK)]
+    return [region for region in regions(source) if region.name.startswith(TASK)]
 
 
 def unmarked(source: str) -> str:
@@ -77,12 +80,17 @@ def unmarked(source: str) -> str:
 
 def blank(answer: Path, number: int) -> str:
     """The answer key with every task's lines replaced by an error that says where help is."""
-    lines = answer.read_text().splitlines()
-    for region in reversed(task_regions(answer)):
+    return unmarked(emptied(answer.read_text(), lambda task: _hole(number, task)))
+
+
+def emptied(source: str, hole: Callable[[str], str]) -> str:
+    """A file with every task's lines replaced by `hole` of its name; the markers stay."""
+    lines = source.splitlines()
+    for region in reversed(task_regions(source)):
         body = [line for line in lines[region.first : region.last] if line.strip()]
         margin = body[0][: len(body[0]) - len(body[0].lstrip())]
-        lines[region.first : region.last] = [f"{margin}{_hole(number, region.task)}"]
-    return unmarked("\n".join(lines) + "\n")
+        lines[region.first : region.last] = [f"{margin}{hole(region.task)}"]
+    return "\n".join(lines) + "\n"
 
 
 def _hole(number: int, task: str) -> str:
@@ -93,7 +101,7 @@ def _hole(number: int, task: str) -> str:
 def fill(answer: Path, number: int, work: str, leave: str = "") -> str:
     """A work file with every blank's lines taken from the answer key, except the task to `leave`."""
     right, lines = answer.read_text().splitlines(), work.splitlines()
-    for region in task_regions(answer):
+    for region in task_regions(answer.read_text()):
         if region.task != leave:
             (place,) = [i for i, line in enumerate(lines) if line.strip() == _hole(number, region.task)]
             lines[place : place + 1] = right[region.first : region.last]
@@ -158,7 +166,7 @@ def solution(lesson: Lesson) -> str:
     """The answer key's lines for every task."""
     blocks = []
     for answer, _ in lesson.files:
-        for region in task_regions(answer):
+        for region in task_regions(answer.read_text()):
             lines = "\n".join(f"    {line}" for line in region_lines(answer, region.name))
             blocks.append(f"task {region.task}\n{lines}")
     return "\n\n".join(blocks)

@@ -52,7 +52,7 @@ LESSONS = [
         0,
         "step0_adam",
         "Adam, and where sixteen bytes a parameter go",
-        ("zero_min/adam.py",),
+        ("zero_min/adam.py", "zero_min/stage0.py"),
         0,
         ("tests/zero_min/test_adam.py", *_conformance(0)),
     ),

@@ -21,14 +21,19 @@ from lessons.rows import ROWS
 BLOCK = re.compile(r"(<!-- weave: (\w+) (.+?) -->\n).*?(<!-- /weave -->)", re.DOTALL)
 
 
-def _region(reference: str) -> list[str]:
+def _region(reference: str, dotted: bool = False) -> list[str]:
     path, _, name = reference.partition(":")
-    return region_lines(ROOT / path, name)
+    return region_lines(ROOT / path, name, dotted)
 
 
 def code(reference: str) -> str:
     """`code FILE:REGION`: the lines of a region."""
     return "\n".join(["```python", *_region(reference), "```"])
+
+
+def frame(reference: str) -> str:
+    """`frame FILE:REGION`: the lines of a region, with dots in the place of every answer."""
+    return "\n".join(["```python", *_region(reference, dotted=True), "```"])
 
 
 def diff(references: str) -> str:
@@ -68,6 +73,7 @@ def output(reference: str) -> str:
 
 KINDS: dict[str, Callable[[str], str]] = {
     "code": code,
+    "frame": frame,
     "diff": diff,
     "bill": bills,
     "timeline": timeline,

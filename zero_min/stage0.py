@@ -96,8 +96,10 @@ class Stage0:
     def reduce_gradients(self) -> None:
         """Give everyone the averaged gradient of everything."""
         for p, master in self.masters.items():
+            # --8<-- [start:ex_average]
             p.grad = gradient_or_zeros(p)
             self.comm.all_reduce(p.grad).div_(self.comm.world_size)  # 2(N-1)/N n
+            # --8<-- [end:ex_average]
             if master is not p:
                 master.grad = p.grad.to(master.dtype)
 

@@ -85,7 +85,7 @@ def test_every_task_has_three_hints_and_none_gives_the_answer_away(lesson: Lesso
     hints = exercise.hints(lesson)
     assert list(hints) == exercise.tasks(lesson)
     for answer, _ in lesson.files:
-        for region in exercise.task_regions(answer):
+        for region in exercise.task_regions(answer.read_text()):
             assert len(hints[region.task]) == 3
             lines = {line.strip() for line in exercise.region_lines(answer, region.name)}
             assert not lines & set(hints[region.task])
