@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lessons.evidence import same
 from zero_min import muon, run_world
 from zero_min.comm import Comm
 
