@@ -10,7 +10,7 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
-from lessons import replace
+from lessons import last_words, replace
 from lessons.exercise import LessonError
 from lessons.registry import LESSONS, ROOT
 from zero_min import WorldError
@@ -88,9 +88,14 @@ def change_line(step: int, right: str, mine: str, limit: float = 120) -> Verdict
     changed.write_text(places[0].read_text(encoding="utf-8").replace(right, mine), encoding="utf-8")
     env = {**os.environ, **replace.environment({f"zero_min.{changed.stem}": str(changed)})}
     env["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # these tests need no plugin, and start sooner without
-    command = [sys.executable, "-m", "lessons.judge", "--tasks", str(step)]
+    words = changed.with_suffix(".txt")
+    words.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "lessons.judge", str(words), "--tasks", str(step)]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=limit)
     counts = re.search(r"^passed: (\d+), failed: (\d+)$", done.stdout, re.MULTILINE)
+    end = last_words.read(words.read_text(encoding="utf-8"), [changed]) if words.exists() else None
+    if end is not None:
+        return Verdict(0, 1, f"the tests could not go on in {end.during}\n  {end.why}")
     if counts is None:  # not a verdict on the line but no tests, no pytest, ...
         raise LessonError(f"the tests could not run:\n{done.stdout}{done.stderr}".rstrip())
     return Verdict(int(counts[1]), int(counts[2]), done.stdout.rstrip())

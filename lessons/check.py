@@ -3,12 +3,12 @@
 import os
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
-from lessons import replace
-from lessons.exercise import LessonError, read_work, shown, tasks, unanswered
+from lessons import last_words, replace
+from lessons.exercise import LessonError, read_work, shown, tasks, tasks_at, unanswered
 from lessons.registry import ROOT, Lesson
-
-LIMIT = 600  # seconds
 
 
 def check(lesson: Lesson) -> int:
@@ -19,13 +19,32 @@ def check(lesson: Lesson) -> int:
     if not (ROOT / "tests").is_dir():
         raise LessonError("the tests are not here: run this from a checkout of the repository")
     places = {f"zero_min.{answer.stem}": str(work) for answer, work in lesson.files}
-    command = [sys.executable, "-m", "lessons.judge", str(lesson.number), *unanswered(lesson)]
     env = {**os.environ, **replace.environment(places)}
-    try:
-        return subprocess.run(command, cwd=ROOT, env=env, timeout=LIMIT).returncode
-    except subprocess.TimeoutExpired:
-        print(f"stopped after {LIMIT} s: is there a loop that never ends?")
-        return 1
+    with tempfile.TemporaryDirectory() as folder:
+        words = Path(folder) / "last_words.txt"
+        asked = [str(words), str(lesson.number), *unanswered(lesson)]
+        status = subprocess.run([sys.executable, "-m", "lessons.judge", *asked], cwd=ROOT, env=env).returncode
+        written = words.read_text(encoding="utf-8") if words.exists() else ""
+    end = last_words.read(written, [work for _, work in lesson.files])
+    if end is None:
+        return status
+    print(explain(lesson, end))
+    return 1
+
+
+def explain(lesson: Lesson, end: last_words.End) -> str:
+    """A sentence about tests that could not finish: what, in which line, of which task."""
+    lines = [f"the tests could not go on in {end.during}", f"  {end.why}"]
+    named = [task for task in tasks(lesson) if end.during.startswith(f"test_{task}_")]
+    if end.place is None:
+        lines.append("  no line of yours was running then: look at what your lines left behind")
+    else:
+        work, number = end.place
+        named = tasks_at(lesson, work, number) or named
+        task = f", task {' or '.join(named)}" if named else ""
+        source = work.read_text().splitlines()[number - 1].strip()
+        lines.append(f"  {shown(work)}, line {number}{task}: {source}")
+    return "\n".join([*lines, f"help: python -m lessons hint {lesson.number} {(named or ['TASK'])[0]}"])
 
 
 def progress(lesson: Lesson) -> str:

@@ -68,6 +68,24 @@ def tasks(lesson: Lesson) -> list[str]:
     return [region.task for answer, _ in lesson.files for region in task_regions(answer.read_text())]
 
 
+def tasks_at(lesson: Lesson, work: Path, line: int) -> list[str]:
+    """The exercises in whose function this line of a learner's file lies."""
+    (answer,) = [answer for answer, place in lesson.files if place == work]
+    here = _function_at(work.read_text(), line)
+    source = answer.read_text()
+    return [x.task for x in task_regions(source) if _function_at(source, x.first + 1) == here]
+
+
+def _function_at(source: str, line: int) -> str:
+    """The innermost function around a line, by its name and those of what it stands in."""
+    around = [
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.lineno <= line <= (node.end_lineno or 0)
+    ]
+    return ".".join(node.name for node in sorted(around, key=lambda node: node.lineno))
+
+
 def task_regions(source: str) -> list[Region]:
     """The regions of one file that are exercises."""
     return [region for region in regions(source) if region.name.startswith(TASK)]

@@ -8,19 +8,37 @@ replace.install()
 import sys
 import textwrap
 import traceback
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch  # noqa: F401  it takes seconds, which are not the learner's
+
+from lessons.last_words import Watch
 
 FAILED = 1
+QUIET = [word for name in ("terminal", "cacheprovider", "faulthandler") for word in ("-p", f"no:{name}")]
 
 
 class Reporter:
-    """A pytest plugin that counts what passed and keeps the reason of what failed."""
+    """A pytest plugin that counts what passed, keeps the reason of what failed, and limits each test."""
 
-    def __init__(self) -> None:
+    def __init__(self, watch: Watch) -> None:
+        self.watch = watch
         self.passed = 0
         self.failures: list[tuple[str, str]] = []
+
+    def pytest_addoption(self, parser: pytest.Parser) -> None:
+        """Tracebacks without values of arguments: to show a tensor whose memory is gone would be a crash."""
+        parser.addoption("--tb", dest="tbstyle", default="native")
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """Pytest calls this before each test."""
+        self.watch.start(nodeid.rpartition("::")[2])
+
+    def pytest_runtest_logfinish(self) -> None:
+        """Pytest calls this after each test."""
+        self.watch.stop()
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         """Pytest calls this after each phase of each test."""
@@ -40,15 +58,15 @@ def _reason(report: Any) -> str:
     return str(crash.message if crash else report.longrepr)
 
 
-def judge(number: int, blanks: list[str]) -> int:
+def judge(number: int, blanks: list[str], watch: Watch) -> int:
     """Run the task tests, then the contract; print the first failure, or the measured bill."""
     from lessons.exercise import tasks
     from lessons.registry import LESSONS, ROOT
 
     lesson = LESSONS[number]
-    reporter = Reporter()
+    reporter = Reporter(watch)
     arguments = ["--impl", "mine", f"tests/lessons/test_task_step{number}.py", *lesson.tests]
-    quiet = ["-p", "no:terminal", "-p", "no:cacheprovider", "-x", "--rootdir", str(ROOT)]
+    quiet = [*QUIET, "-x", "--rootdir", str(ROOT)]
     chosen = ["-m", "not slow", "-k", "not process"]
     if pytest.main([*arguments, *quiet, *chosen], plugins=[reporter]) != 0:
         name, reason = reporter.failures[0] if reporter.failures else ("pytest", "could not run")
@@ -58,7 +76,8 @@ def judge(number: int, blanks: list[str]) -> int:
         print(f"help: python -m lessons hint {number} {_task_of(name, tasks(lesson), blanks)}")
         return FAILED
     print(f"passed: all {reporter.passed} checks\n")
-    _print_bill(number)
+    with watch.over("the bill"):
+        _print_bill(number)
     more = f", then start {number + 1}" if number + 1 < len(LESSONS) else ""
     print(f"\nnext: python -m lessons diff {number}{more}")
     return 0
@@ -70,12 +89,12 @@ def _task_of(test: str, tasks: list[str], blanks: list[str]) -> str:
     return named[0] if blanks or len(named) == 1 else f"TASK, where TASK is one of {', '.join(named)}"
 
 
-def judge_tasks(number: int) -> int:
+def judge_tasks(number: int, watch: Watch) -> int:
     """Run the task tests only, all of them, and print what each failure says."""
     from lessons.registry import ROOT
 
-    reporter = Reporter()
-    quiet = ["-p", "no:terminal", "-p", "no:cacheprovider", "--noconftest", "--rootdir", str(ROOT)]
+    reporter = Reporter(watch)
+    quiet = [*QUIET, "--noconftest", "--rootdir", str(ROOT)]
     tests = ROOT / f"tests/lessons/test_task_step{number}.py"
     if pytest.main([str(tests), *quiet], plugins=[reporter]) not in (pytest.ExitCode.OK, FAILED):
         print(f"pytest could not run {tests.name}: is this a checkout of the repository?")
@@ -106,16 +125,18 @@ def _print_bill(number: int) -> None:
 
 
 def main() -> int:
-    """Judge lesson argv[1]; the further arguments are the tasks still blank. `--tasks N` is shorter."""
+    """Judge a lesson: FILE for last words, its number, the tasks still blank. FILE --tasks N is shorter."""
+    watch = Watch(Path(sys.argv[1]))
     try:
-        import zero_min  # noqa: F401
+        with watch.over("import"):
+            import zero_min  # noqa: F401
     except Exception:  # whatever the learner's file does wrong at import
         lines = traceback.format_exc().splitlines()
         print("your file cannot be imported:\n  " + "\n  ".join(lines[-3:]))
         return FAILED
-    if sys.argv[1] == "--tasks":
-        return judge_tasks(int(sys.argv[2]))
-    return judge(int(sys.argv[1]), sys.argv[2:])
+    if sys.argv[2] == "--tasks":
+        return judge_tasks(int(sys.argv[3]), watch)
+    return judge(int(sys.argv[2]), sys.argv[3:], watch)
 
 
 if __name__ == "__main__":

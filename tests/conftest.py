@@ -4,6 +4,7 @@
 to name the file, and `python -m lessons check N` does it all.
 """
 
+import gc
 import os
 import sys
 
@@ -31,6 +32,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
         settings.register_profile("here", deadline=None, max_examples=100)  # time says nothing here
         settings.load_profile("here")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What has been imported stays: a test that collects garbage need not look at it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

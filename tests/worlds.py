@@ -43,6 +43,7 @@ def _serve(pipe: Connection, port: int) -> None:
     """A worker's life: take a job, be one rank of it, answer. The end of the pipe is the end of life."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported stays: without it, tests that collect garbage have little to look at
     client: Any = None
     while True:
         try:
@@ -162,7 +163,16 @@ def _one_after_another(comm: Any, fn: Callable[..., Any], cases: Sequence[tuple[
 
 
 def free_port() -> int:
-    """One that nobody uses now."""
+    """One that the system gives to nobody else for a minute, except to who asks for this one by its number.
+
+    It stays with a connection that has ended: of these the system keeps the port, and who listens there as
+    torch's store does (SO_REUSEADDR) may take it.
+    """
     with socket.socket() as asked:
+        asked.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         asked.bind(("127.0.0.1", 0))
+        asked.listen()
+        with socket.create_connection(asked.getsockname()) as caller:
+            asked.accept()[0].close()  # the end that is closed first is the one whose port is kept
+            caller.recv(1)
         return int(asked.getsockname()[1])

@@ -40,6 +40,7 @@ from zero_full.shard.gathered import guard
 from zero_full.shard.host_memory import host_memory
 from zero_full.shard.passes import Rules
 from zero_full.shard.served import refuse_other_backend, served
+from zero_full.shard.what_stays import tell_of_parameters, tell_of_share
 from zero_full.wording import listed
 
 log = logging.getLogger("zero_full")
@@ -173,6 +174,9 @@ def assemble(model: nn.Module, topology: Topology, prepared: Prepared) -> ZeroOp
     drafts = dealer.draft(model)
     settings = dealer.settings = replace(settings, tier=_opened(base, dealer, drafts, device))
     parts = dealer.deal(drafts)
+    if this_rank() == 0:
+        tell_of_share(drafts, settings)
+        tell_of_parameters(parts, settings)
     if deferred.parameters:
         attempt(partial(deferred.fill, parts.fill), topology)
         deferred.share(parts.fill)

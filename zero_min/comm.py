@@ -39,7 +39,7 @@ class Comm(ABC):
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum over all ranks, in place. Sends 2(N-1)/N n: a reduce-scatter and an all-gather."""
-        _must_be_contiguous("all_reduce", tensor)
+        _check("all_reduce", tensor, in_place=True)
         n, N = tensor.numel(), self.world_size
         mine = n // N  # everyone adds up one piece; the first pieces are longer by one
         if self.rank < n % N:
@@ -53,6 +53,7 @@ class Comm(ABC):
 
         Ranks that meet with different labels are told so, even if the sizes happen to agree.
         """
+        _check("reduce_scatter", *parts)
         others = self._others(parts)
         self.ledger.charge("reduce_scatter", sum(part.nbytes for part in others))
         return self._reduce_scatter(describe("reduce_scatter", *parts, label=label), parts)
@@ -63,6 +64,7 @@ class Comm(ABC):
         Without `sizes` all ranks cut n alike. With them anybody may send anything, in one dimension: they
         say how many elements come to this rank from each.
         """
+        _check("all_to_all", *parts)
         others = self._others(parts)
         self.ledger.charge("all_to_all", sum(part.nbytes for part in others))
         call = describe("all_to_all", *(parts if sizes is None else ()))
@@ -76,7 +78,8 @@ class Comm(ABC):
 
     def all_gather(self, whole: Tensor, mine: Tensor, label: str = "") -> Tensor:
         """Fill `whole` with every rank's `mine`, in rank order. Sends (N-1)/N n."""
-        _must_be_contiguous("all_gather", whole)
+        _check("all_gather", mine)
+        _check("all_gather", whole, in_place=True)
         if whole.numel() != mine.numel() * self.world_size:
             raise ValueError(
                 f"all_gather needs equal parts: {self.world_size} ranks x {mine.numel()} elements do not "
@@ -87,7 +90,7 @@ class Comm(ABC):
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Copy `source`'s tensor to every rank, in place. The source sends (N-1) n."""
-        _must_be_contiguous("broadcast", tensor)
+        _check("broadcast", tensor, in_place=True)
         sent = tensor.nbytes * (self.world_size - 1) if self.rank == source else 0
         self.ledger.charge("broadcast", sent)
         return self._broadcast(tensor, source)
@@ -133,9 +136,18 @@ def add_up(tensors: Sequence[Tensor]) -> Tensor:
     return total.to(tensors[0].dtype)
 
 
-def _must_be_contiguous(name: str, tensor: Tensor) -> None:
-    if not tensor.is_contiguous():
-        raise ValueError(f"{name} needs contiguous memory, got strides {tensor.stride()}: use .contiguous()")
+def _check(name: str, *tensors: Tensor, in_place: bool = False) -> None:
+    """Refuse tensors whose memory is not there, which would end the process, or not in one piece."""
+    for tensor in tensors:
+        if in_place and not tensor.is_contiguous():
+            strides = tensor.stride()
+            raise ValueError(f"{name} needs contiguous memory, got strides {strides}: use .contiguous()")
+        last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        needed = (tensor.storage_offset() + last + 1) * tensor.element_size() if tensor.numel() else 0
+        has = tensor.untyped_storage().nbytes()
+        if has < needed:
+            remedy = "resize_ counts bytes, not elements" if has else "resize_ it first, or keep a copy of it"
+            raise ValueError(f"{name}: a storage has {has} bytes, {needed} are needed: {remedy}")
 
 
 def describe(name: str, *tensors: Tensor, label: str = "") -> str:

@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from tests.worlds import POOL
 from tests.zero_full.runs import WIDTH, config
 from tests.zero_full.test_experts import topology_of
 from zero_full.comm.shared import SharedMemory
+from zero_full.offload.block_shelf import BlockShelf, Buffer
 from zero_full.offload.blocks import OpenBlocks
 from zero_min.ledger import held
 
@@ -70,6 +72,10 @@ def zero(**keys: Any) -> Keys:
     return {"zero_optimization": keys}
 
 
+def in_a_file(place: Keys | None = None, **keys: Any) -> Keys:
+    return zero(offload_param={**NVME, "max_in_cpu": 0, **(place or {})}, **keys)
+
+
 def optimizer(type: str, **params: Any) -> Keys:
     return {"optimizer": {"type": type, "params": {"lr": 0.1, **params}}}
 
@@ -114,6 +120,17 @@ OPTIONS: dict[str, Keys] = {  # for two ranks
     "amsgrad": optimizer("Adam", amsgrad=True),
     "state on a disk": {**zero(offload_optimizer=NVME), **AGAIN},
     "state on a disk, small steps": zero(offload_optimizer=NVME, sub_group_size=50, reduce_bucket_size=50),
+    "parameters in a file": in_a_file(),
+    "parameters in a file, 5 micro-batches": {
+        **in_a_file(stage3_max_reuse_distance=0),
+        "gradient_accumulation_steps": 5,
+    },
+    "parameters in a file, small steps": in_a_file(sub_group_size=50),
+    "parameters in a file, few buffers": in_a_file({"buffer_count": 1, "buffer_size": 1}),
+    "parameters partly in a file": in_a_file({"max_in_cpu": 100}),
+    "parameters and state in files": {**in_a_file(offload_optimizer=NVME), **AGAIN},
+    "parameters in a file, state on the host": in_a_file(offload_optimizer={"device": "cpu"}),
+    "parameters in a file, SGD": {**in_a_file(), **optimizer("SGD")},
 }
 FOR_FOUR: dict[str, Keys] = {
     "4 ranks": AGAIN,
@@ -150,6 +167,7 @@ ONLY_AT_STAGE_3 = {
     *("nothing stays", "little may be live", "no prefetch", "small steps", "all in units", "none in units"),
     *("node copies", "node copies, released", "quantized weights", "quantized gradients"),
     *("ZeRO++", "2 experts, ZeRO++", "Muon, small steps"),
+    *(name for name in OPTIONS if name.startswith("parameters")),
 }
 NOT_AT_STAGE_0 = {  # where nothing is cut, and state on the host is refused
     *("MiCS", "MiCS, fp32", "no shards", "MiCS, Muon"),
@@ -214,10 +232,29 @@ def matrix() -> Iterator[Case]:
                 yield Case(world, stage, name, precision)
 
 
+def most_in_buffers(optimizer: Any) -> list[int]:
+    """Bytes in buffers for parameters, whenever one is taken from now on."""
+    sizes: list[int] = []
+    shelf = optimizer.parts.shelf
+    if isinstance(shelf, BlockShelf):
+        take, alive = shelf.buffers.take, WeakSet[Buffer]()
+
+        def noted(*given: Any, **named: Any) -> Buffer | None:
+            taken = take(*given, **named)
+            if taken is not None:
+                alive.add(taken)
+            sizes.append(held(buffer.memory for buffer in alive))
+            return taken
+
+        shelf.buffers.take = noted  # type: ignore[method-assign]
+    return sizes
+
+
 def measured(comm: Any, case: Case, folder: Path) -> dict[str, int]:
     """What this rank holds after two steps, before its gradients are let go, and sends in one; and saves."""
     topology = None if case.experts is None else topology_of(comm.rank, case.experts)[0]
     engine, optimizer, _, _ = zero_full.initialize(model=case.model(), config=case.config, topology=topology)
+    buffers = most_in_buffers(optimizer)
     for _ in range(2):
         optimizer.groups.traffic.clear()
         before = engine.moved()
@@ -227,20 +264,25 @@ def measured(comm: Any, case: Case, folder: Path) -> dict[str, int]:
         optimizer.step()
         found = {kind: held(tensors) for kind, tensors in optimizer.holdings().items() if kind != "counters"}
         found["sent"] = optimizer.groups.traffic.total()
+        for flat in optimizer.flats():
+            assert flat.shard.numel(), "which waits for what is being written"
         moved = {way: size - before.get(way, 0) for way, size in engine.moved().items()}
         optimizer.zero_grad()
     beside = [owned.master for owned in optimizer.owned if owned.is_separate and not owned.tier.apart]
     found["master"] = held(beside)
     found["moments"] = found.pop("optimizer", 0) - found["master"]
     found.setdefault("host", 0)
-    tier = optimizer.settings.tier
+    tier, shelf = optimizer.settings.tier, optimizer.parts.shelf
     found["disk"] = sum(each.room for each in tier.blocks.values()) if isinstance(tier, OpenBlocks) else 0
-    found["read"], found["written"] = (moved.get(f"{way} disk", 0) for way in ("read from", "written to"))
+    found["disk"] += shelf.file.size if isinstance(shelf, BlockShelf) else 0
+    for way, words in {"read": "read from disk", "written": "written to disk"}.items():
+        found[way] = moved.get(words, 0) + moved.get(f"parameters {way}", 0)
     flat = {member.param for values in optimizer.flats() for member in values.members}
     found["parameters"] += held(p.detach() for p in engine.module.parameters() if p not in flat)
     found["buffers"] = held(engine.module.buffers())
     transports = [each.transport for each in optimizer.groups.communicators]
     found["communication"] = sum(t.windows[0].nbytes for t in transports if isinstance(t, SharedMemory))
+    found["in buffers"] = max(buffers, default=0)
     engine.save_checkpoint(folder, asynchronous=True)
     found["saved"] = optimizer.beside.room.memory.nbytes
     engine.destroy()

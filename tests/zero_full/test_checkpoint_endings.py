@@ -67,7 +67,7 @@ def test_a_rank_that_is_killed_while_it_writes_lets_nobody_wait_forever(tmp_path
 # The end of a script ---------------------------------------------------------------------------------
 
 SCRIPT = """
-import atexit, os, sys, time
+import atexit, os, sys, threading, time
 import torch, zero_full
 from zero_full.checkpoint.disk import NewFile
 from zero_full.comm import notes
@@ -84,6 +84,8 @@ engine.step()
 engine.save_checkpoint(sys.argv[1], "one")
 
 def changed(self, data, write=NewFile.write):
+    while threading.main_thread().is_alive():  # of the save, nothing is written before the script has ended
+        time.sleep(0.01)
     {before}
     write(self, data)
 
@@ -91,10 +93,10 @@ NewFile.write = changed
 engine.save_checkpoint(sys.argv[1], "two", asynchronous=True)
 {end}
 """
-SLOWLY, DISK_FULL = "time.sleep(0.1)", f"raise OSError({errno.ENOSPC}, {os.strerror(errno.ENOSPC)!r})"
+DISK_FULL = f"raise OSError({errno.ENOSPC}, {os.strerror(errno.ENOSPC)!r})"
 
 
-def started(folder: Path, world: int, before: str, end: str = "") -> list["subprocess.Popen[str]"]:
+def started(folder: Path, world: int, before: str = "", end: str = "") -> list["subprocess.Popen[str]"]:
     """The script on so many ranks, of which the first one has the store that they meet in."""
     place = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     command = [sys.executable, "-c", SCRIPT.format(before=before, end=end), str(folder)]
@@ -104,11 +106,11 @@ def started(folder: Path, world: int, before: str, end: str = "") -> list["subpr
 
 def ended(ranks: list["subprocess.Popen[str]"]) -> list[tuple[str, int]]:
     """What each has said, and its exit code."""
-    return [(process.communicate(timeout=60)[1], process.returncode) for process in ranks]
+    return [(process.communicate(timeout=120)[1], process.returncode) for process in ranks]
 
 
 def test_a_script_that_ends_right_after_the_call_loses_nothing(tmp_path: Path) -> None:
-    for said, code in ended(started(tmp_path, 2, SLOWLY)):
+    for said, code in ended(started(tmp_path, 2)):
         assert code == 0 and "beside the training" not in said
     assert latest_tag(tmp_path) == "two" and complete(tmp_path).keys() == {"one", "two"}
     assert list(tmp_path.glob("partial-*")) == []
@@ -117,7 +119,7 @@ def test_a_script_that_ends_right_after_the_call_loses_nothing(tmp_path: Path) -
 def test_a_script_that_ends_with_an_error_leaves_the_older_checkpoint(tmp_path: Path) -> None:
     """And one whose last save fails says so by its exit code: nothing is left of it that could raise it."""
     raises, fails = tmp_path / "raises", tmp_path / "fails"
-    processes = started(raises, 1, SLOWLY, "raise ValueError('of the script')") + started(fails, 1, DISK_FULL)
+    processes = started(raises, 1, end="raise ValueError('of the script')") + started(fails, 1, DISK_FULL)
     (raised, raised_code), (failed, failed_code) = ended(processes)
     assert (raised_code, failed_code) == (1, 1)
     assert "the script has ended with an error: of the script" in raised

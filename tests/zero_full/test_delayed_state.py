@@ -1,6 +1,8 @@
 """Who looks at a run whose last update is still under way, or changes it, or asks for what cannot be."""
 
-from contextlib import nullcontext
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -82,6 +84,72 @@ def ended(comm: Any, stage: int) -> tuple[list[Tensor], list[Tensor]]:
 def test_the_last_update_counts(stage: int) -> None:
     for by_hand, at_the_end in POOL.run(ended, 2, stage):
         assert all(map(torch.equal, by_hand, at_the_end))
+
+
+@contextmanager
+def hearing() -> Iterator[list[str]]:
+    """What is logged meanwhile."""
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zero_full").addHandler(handler)
+    try:
+        yield heard
+    finally:
+        logging.getLogger("zero_full").removeHandler(handler)
+
+
+class NoLuckError(Exception):
+    """What ends a loop."""
+
+
+def given_up(comm: Any, stage: int, copies: bool, how: str) -> tuple[bool, str]:
+    """Whether the last update counts after a destroy in the middle of a step, and what was said."""
+    found: list[list[Tensor]] = []
+    with slow_copies(1e7) if copies else nullcontext(), hearing() as heard:
+        for by_hand in (True, False):
+            engine = engine_of(stage, 0, gradient_accumulation_steps=2)
+            for step in range(3):
+                one_step(engine, step, comm.rank)
+            if by_hand:
+                engine.optimizer.finish_update()
+            engine.backward(engine(data(3, 0, comm.rank)))
+            engine.step()
+            model, gather = engine.module, stage == 3
+            if by_hand or how == "quietly":
+                engine.destroy(gather)
+            elif how == "for an error":
+                with suppress(NoLuckError):
+                    try:
+                        raise NoLuckError
+                    finally:
+                        engine.destroy(gather)
+            else:
+                loss = engine(data(3, 1, comm.rank))
+                loss.register_hook(fail)
+                with suppress(NoLuckError):
+                    engine.backward(loss)
+                with pytest.raises(
+                    RuntimeError, match="destroy after a backward pass that has failed"
+                ) as said:
+                    engine.destroy(gather)
+                heard.append(str(said.value))
+            found.append([p.detach().clone() for p in model.parameters()])
+    return all(map(torch.equal, *found)), "\n".join(heard)
+
+
+def fail(gradient: Tensor) -> None:
+    raise NoLuckError
+
+
+@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize("how", ["quietly", "for an error", "after a failure"])
+def test_an_update_that_is_under_way_counts_in_the_middle_of_a_step_or_its_loss_is_said(
+    how: str, copies: bool
+) -> None:
+    for by_rank in run_each(given_up, 2, [(stage, copies, how) for stage in (1, 2, 3)]):
+        for counts, said in by_rank:
+            assert counts == (how == "quietly") != ("the parameters lack the last update" in said), said
 
 
 def alone(comm: Any) -> list[str]:

@@ -11,6 +11,8 @@ import zero_full
 from tests.slow_copies import slow_copies
 from tests.worlds import POOL
 from tests.zero_full.runs import Net, config, data
+from zero_full.assemble import shard
+from zero_full.offload import HostTier
 
 STEPS = 14
 PRECISIONS: dict[str, dict[str, Any]] = {
@@ -113,3 +115,43 @@ def test_early_steps_change_no_bit(world: int, stage: int, seed: int) -> None:
             assert same, name
         assert sum(right for _, _, right, _ in told) > 0, told
         assert sum(wrong for _, _, _, wrong in told) > 0, told
+
+
+# What it may cost ----------------------------------------------------------------------------------
+
+
+def with_limit(most: int | None) -> tuple[list[int], int, list[Tensor]]:
+    """Right guesses so far after each step, the most bytes at a time, and the parameters."""
+    settings = zero_full.Settings(stage=1, bucket_numel=150, tier=HostTier(step_early=True, early_bytes=most))
+    torch.manual_seed(0)
+    model, found, held = Net(), [], 0
+    with slow_copies(1e7):
+        optimizer = shard(model, torch.optim.AdamW(model.parameters(), lr=0.01), settings)
+        early = optimizer.steppers.early
+        for step in range(8):
+            model(data(step, 0, 0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(early.right)
+            memory = [*early.held(), *early.places.values()]
+            held = max(held, sum(each.numel() for each in memory))
+        weights = [p.detach().clone() for p in model.parameters()]
+        optimizer.close(gather=False)
+    return found, held, weights
+
+
+def test_within_a_limit_as_many_as_have_room_are_stepped_early_again_and_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    free, most, weights = with_limit(None)
+    assert free[-1] > 0 and not caplog.text
+    for part in (1.0, 0.7, 0.4):
+        found, held, same = with_limit(int(most * part))
+        assert 0 < held <= most * part
+        assert all(torch.equal(a, b) for a, b in zip(weights, same, strict=True))
+        assert found[-1] > found[3] > 0, f"they end: {found}"
+    assert not caplog.text
+    found, held, same = with_limit(most // 1000)
+    assert found[-1] == held == 0
+    assert all(torch.equal(a, b) for a, b in zip(weights, same, strict=True))
+    assert caplog.text.count(f"early_bytes of HostTier is {most // 1000:,}: layers.") == 1

@@ -267,6 +267,24 @@ def test_the_first_layers_stay_on_the_device_and_each_place_steps_alone(stage: i
             assert [there for _, there in weights] == [first_away <= place for place in range(3)], ratio
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("bucket", [1, 200, 10**6])
+def test_a_share_that_is_far_from_the_ratio_is_told(
+    stage: int, bucket: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    for ratio in (0.0, 0.2, 0.4, 0.5, 0.8, 1.0):
+        zero = {"offload_optimizer": {"device": "cpu", "ratio": ratio}, "reduce_bucket_size": bucket}
+        caplog.clear()
+        optimizer = zero_full.initialize(model=Net(), config=config(stage, zero_optimization=zero))[1]
+        sizes = [(sum(m.param.numel() for m in o.flat.members), o.tier.apart) for o in optimizer.owned]
+        away = sum(size for size, there in sizes if there) / sum(size for size, _ in sizes)
+        told = f"ratio is {ratio:g}, and {away:.2f} of the optimizer's state waits on the host" in caplog.text
+        assert told == ("waits on the host" in caplog.text) == (abs(away - ratio) > 0.1), (ratio, away)
+        if bucket > 445:
+            assert away == (ratio >= 0.5)
+        optimizer.close(gather=False)
+
+
 def moved_and_back(comm: Any) -> list[bool]:
     """Whether what may leave the device comes back as it was, beside state that is on the host already."""
     engine, optimizer, _, _ = zero_full.initialize(model=Net(), config=config(2, zero_optimization=HOST))

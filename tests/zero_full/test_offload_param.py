@@ -16,6 +16,7 @@ from tests.worlds import POOL
 from tests.zero_full.runs import config, data
 from tests.zero_full.stage3_runs import Block, Tower, seeded
 from zero_full.config import ConfigError, resolve
+from zero_full.kernels.files import PAGE
 from zero_full.offload import BlockTier, HostTier
 from zero_full.offload.shelf import HostShelf
 from zero_full.plan import plan
@@ -213,11 +214,41 @@ def test_on_a_cpu_host_memory_is_where_parameters_are(caplog: pytest.LogCaptureF
     assert caplog.text.count("its parameters are in host memory") == 1
 
 
+@pytest.mark.parametrize("threshold", [0, 10**6])
+@pytest.mark.parametrize(
+    ("place", "takes"),
+    [
+        ({"device": "cpu"}, True),
+        ({"device": "nvme"}, False),
+        ({"device": "nvme", "max_in_cpu": 8 * 1072}, False),
+        ({"device": "nvme", "max_in_cpu": 8 * 1072 - 1}, True),
+        ({"device": "nvme", "max_in_cpu": 0}, True),
+    ],
+    ids=str,
+)
+def test_parameters_that_do_not_wait_where_they_were_to_are_told(
+    place: dict[str, Any], takes: bool, threshold: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = keys_of(place, "none")
+    keys["zero_optimization"]["stage3_param_persistence_threshold"] = threshold
+    with host_apart():
+        engine = zero_full.initialize(model=seeded(Tower), config=keys)[0]
+        engine.destroy()
+    told = caplog.text.count("offload_param has no effect, no parameter waits")
+    assert told == (not takes or bool(threshold))
+    if threshold:
+        assert "are released: see stage3_param_persistence_threshold" in caplog.text
+    elif told:
+        number = place.get("max_in_cpu", 10**9)
+        assert f"in nvme_path: max_in_cpu is {number:,}" in caplog.text
+
+
 def bytes_kept(comm: Any, keys: dict[str, Any]) -> dict[str, int]:
     engine = zero_full.initialize(model=seeded(Tower), config=keys)[0]
     engine.backward(engine(data(0, 0, comm.rank, engine.optimizer.flats()[0].dtype)))
     engine.step()
     held = {kind: sum(t.nbytes for t in some) for kind, some in engine.optimizer.holdings().items()}
+    held["file"] = engine.optimizer.parts.shelf.file.size
     engine.destroy()
     return held
 
@@ -232,8 +263,20 @@ def test_a_plan_counts_parameters_where_they_wait(world: int, state: str) -> Non
     assert planned.master + planned.moments == held.get("optimizer", 0)
     beside = plan(Tower(), keys_of(None, state, bf16={"enabled": True}), world, device="cpu")
     if state == "none" or world > 1:  # alone, other parts pass through the buffers
-        assert planned.host == beside.host + beside.parameters
-    if state == "none":
-        assert planned.host == held["disk"] > 0
-    else:
-        assert planned.disk >= held["disk"] - beside.parameters > 0  # in whole pages
+        assert planned.disk == beside.disk + held["file"] and held["file"] % PAGE == 0
+    assert planned.disk >= held["disk"] > 0, "in whole pages"
+
+
+def test_a_plan_for_a_gpu_counts_files_buffers_and_what_stays_in_memory() -> None:
+    """Blocks of 1,072 elements: two pages in fp32, of which the file has those that memory does not take."""
+    blocks, size, pages = 8, 4 * 1072, 2 * PAGE
+    for taken in range(blocks + 1):
+        keys = keys_of({"device": "nvme", "max_in_cpu": taken * 1072}, "none")
+        planned = plan(Tower(), keys, 1)
+        waiting = (blocks - taken) * pages
+        assert planned.parameters == 0 and planned.disk == waiting == planned.written
+        assert planned.read == 2 * waiting, "in forward and in backward"
+        assert planned.host == taken * size + (blocks - taken) * (pages + PAGE), "a buffer for each"
+    few = {"device": "nvme", "max_in_cpu": 0, "buffer_count": 1, "buffer_size": 2048}
+    assert plan(Tower(), keys_of(few, "none"), 1).host == 3 * (pages + PAGE), "this unit and the next two"
+    assert plan(Tower(), keys_of({"device": "cpu"}, "none"), 1).host == blocks * size

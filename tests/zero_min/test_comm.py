@@ -58,6 +58,40 @@ def test_threads_and_processes_send_the_same_bytes(N: int) -> None:
     assert sum(all_reduce) == 2 * (N - 1) * 5 * 8  # all ranks together: twice the tensor, N-1 times
 
 
+COLLECTIVES = {
+    "all_reduce": lambda comm, t: comm.all_reduce(t),
+    "reduce_scatter": lambda comm, t: comm.reduce_scatter([t, t]),
+    "all_to_all": lambda comm, t: comm.all_to_all([t, t]),
+    "all_gather": lambda comm, t: comm.all_gather(torch.zeros(24), t),
+    "all_gather, into it": lambda comm, t: comm.all_gather(t, torch.zeros(6)),
+    "broadcast": lambda comm, t: comm.broadcast(t),
+}
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+@pytest.mark.parametrize(("nbytes", "remedy"), [(0, "resize_ it first"), (12, "bytes, not elements")])
+def test_memory_that_is_not_there_is_refused(name: str, nbytes: int, remedy: str) -> None:
+    def call(comm: Comm) -> None:
+        tensor = torch.zeros(12)
+        tensor.untyped_storage().resize_(nbytes)
+        COLLECTIVES[name](comm, tensor)
+
+    message = rf"{name.partition(',')[0]}: a storage has {nbytes} bytes, 48 are needed: .*{remedy}"
+    with pytest.raises(WorldError, match=message):
+        run_world(call, 2)
+
+
+def test_a_view_needs_only_the_memory_up_to_its_end() -> None:
+    def call(comm: Comm) -> list[float]:
+        flat = torch.arange(12.0)
+        front = flat[:6]
+        flat.untyped_storage().resize_(24)
+        comm.all_gather(torch.zeros(12), flat[3:6].repeat(2))
+        return comm.all_reduce(front).tolist()
+
+    assert run_world(call, 2) == [[0.0, 2.0, 4.0, 6.0, 8.0, 10.0]] * 2
+
+
 def gather_in_place(comm: Comm) -> Tensor:
     whole = torch.zeros(2 * comm.world_size)
     mine = whole[2 * comm.rank : 2 * comm.rank + 2]

@@ -10,6 +10,7 @@ gather copies the slice to its place in the gathered buffer, on the lane on whic
 After a step the optimizer hands over the new values.
 """
 
+import sys
 from typing import Any
 
 import torch
@@ -77,6 +78,7 @@ class Shelf:
 
     apart = False  # whether slices wait elsewhere than beside the model
     can_lose = False  # whether `lost` may ever say something
+    reach = sys.maxsize  # elements of slices that may come near at a time
     place = ""  # which disk of this host it is on
     failure = ""  # in words, why no further step can be taken
     lost = ""  # in words, which parameters are gone

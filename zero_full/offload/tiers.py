@@ -40,7 +40,7 @@ class Tier(ABC):
     ratio: float = 1.0  # see [Note: part of the state]
     part_numel: int | None = None  # elements that are stepped at a time; None: as many as there are
     step_early = False  # whether slices are stepped beside backward, on a guess; see `shard/early.py`
-    early_bytes: int | None = None  # that this may cost; None: as much again as there is
+    early_bytes: int | None = None  # that this may cost; None: twice what slices have there
     delay_after: int | None = None  # so many updates end with their step: `shard/delayed.py`; None: all do
     moves = False  # whether state lies elsewhere between steps than in them, and may get `lost` on the way
     copied_numel = 2**24  # elements of parameters that wait there, of which a step has copies at a time

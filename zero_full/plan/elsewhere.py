@@ -1,4 +1,4 @@
-"""What stands in, in a plan, for the host's memory and for files."""
+"""What stands in, in a plan, for the host's memory and for files of the optimizer's state."""
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from torch import Tensor
 from zero_full._compat import identity_of
 from zero_full.comm.lane import Inline
 from zero_full.kernels.files import PAGE
-from zero_full.offload import BlockTier, Flow, HostTier, Shelf, Slice
+from zero_full.offload import BlockTier, Flow, HostTier
 from zero_full.offload.blocks import bytes_of_block
 from zero_full.plan.watch import Watch
 
@@ -86,23 +86,3 @@ class PretendedCopier:
 
     def copy(self, target: Tensor, source: Tensor, after: None) -> None:
         """There are no values."""
-
-
-class PretendedSlice(Slice):
-    """A slice that waits on no device: on the meta device, too."""
-
-    apart, kind = True, "host"
-
-    def fetch(self, device: torch.device) -> Tensor:
-        """A copy, as if it were elsewhere."""
-        return self.values.clone()
-
-
-class PretendedShelf(Shelf):
-    """Where such slices are."""
-
-    apart = True
-
-    def put(self, values: Tensor) -> Slice:
-        """No memory."""
-        return PretendedSlice(torch.empty_like(values))

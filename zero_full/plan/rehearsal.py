@@ -29,16 +29,17 @@ from zero_full.config.schema import OptimizerConfig
 from zero_full.engine import Engine
 from zero_full.given import check_optimizer
 from zero_full.kernels.load import compiled_for
-from zero_full.offload import BlockTier, HostTier, Shelf
+from zero_full.offload import BlockTier, HostTier
 from zero_full.offload.arena import Places
 from zero_full.optim import Peers, Piece, build_optimizer, check_elementwise
 from zero_full.plan.answer import Phase
-from zero_full.plan.elsewhere import PretendedFile, PretendedHost, PretendedShelf
+from zero_full.plan.elsewhere import PretendedFile, PretendedHost
 from zero_full.plan.everyone import AllRanks
 from zero_full.plan.saved import saved_bytes
 from zero_full.plan.shadow import new_pass, shadow_of
+from zero_full.plan.shelves import PretendedFileShelf, pretended_shelf
 from zero_full.plan.watch import Watch
-from zero_full.shard import Connection, Dealer, Settings, Sharded, ZeroOptimizer, connect, place_the_rest
+from zero_full.shard import Connection, Dealer, Sharded, ZeroOptimizer, connect, place_the_rest
 from zero_full.shard.flat import Member
 from zero_full.shard.groups import Pair
 from zero_full.shard.served import served
@@ -85,7 +86,9 @@ class Rehearsal:
         self.config, self.cluster, self.shadow = resolved.config, cluster, shadow_of(model)
         self.watch, self.traffic = Watch(), Traffic()
         self.copied: dict[str, int] = {}  # in a step, for state that waits on the host: bytes each way
-        self.file: PretendedFile | None = None
+        self.file: PretendedFile | None = None  # of the optimizer's state
+        self.shelf: PretendedFileShelf | None = None  # of parameters
+        self.parameters_read = self.parameters_written = 0  # in a step
         self.optimizer = self._optimizer()
         self.engine = Engine(self.shadow, self.optimizer, resolved, CPU)
         with self.watch:
@@ -117,9 +120,9 @@ class Rehearsal:
             groups = replace(groups, expert=self._watched(groups.expert))
         if any(p is not None and p.shard.size > 1 for p in (groups.dense, groups.expert)):
             _refuse(partial(check_elementwise, base, self.config.zero_allow_untested_optimizer))
-        parts = self._dealt(
-            Dealer(base.param_groups, topology, groups, settings, shelf=self._shelf(settings))
-        )
+        shelf = pretended_shelf(settings.param_tier, torch.device(self.cluster.device), self.watch)
+        self.shelf = shelf if isinstance(shelf, PretendedFileShelf) else None
+        parts = self._dealt(Dealer(base.param_groups, topology, groups, settings, shelf=shelf))
         place_the_rest(self.shadow, parts, topology, groups, settings)
         made = ZeroOptimizer(base, self.shadow, parts, groups, settings, scaler_of(self.config))
         steppers, planned = made.steppers, torch.device(self.cluster.device)
@@ -144,13 +147,6 @@ class Rehearsal:
                 owned.fetch = self.watch.around(None, owned.fetch)  # type: ignore[method-assign]
         return parts
 
-    def _shelf(self, settings: Settings) -> Shelf:
-        """On a CPU, host memory is where parameters are already."""
-        is_elsewhere = settings.param_tier.apart and not (
-            self.cluster.device == "cpu" and settings.param_tier.kind == "host"
-        )
-        return PretendedShelf() if is_elsewhere else Shelf()
-
     def _base(self) -> torch.optim.Optimizer:
         chosen = self.config.optimizer or NO_OPTIMIZER
         trained = [p for p in self.shadow.parameters() if p.requires_grad]
@@ -166,20 +162,27 @@ class Rehearsal:
 
     # A step --------------------------------------------------------------------------------------
 
-    def _passes(self, boundaries: Sequence[bool]) -> list[int]:
-        """Forward and backward for each micro-batch, which may be the boundary. Returns what each sends."""
-        sent = []
+    def _passes(self, boundaries: Sequence[bool]) -> list[tuple[int, int]]:
+        """Forward and backward for each micro-batch, which may be the boundary.
+
+        Returns the bytes that each sends, and those of parameters that it reads.
+        """
+        found = []
         for is_boundary in boundaries:
             if self.config.managed_gradient_accumulation:
                 self.engine.set_gradient_accumulation_boundary(is_boundary)
             new_pass(self.shadow)
-            before = self.traffic.total()
+            before, before_reading = self.traffic.total(), self._read()
             with self.watch.of("gathered"):
                 loss = self.engine(torch.zeros((), device=META))
             with self.watch.of("buckets"):
                 self.engine.backward(loss)
-            sent.append(self.traffic.total() - before)
-        return sent
+            found.append((self.traffic.total() - before, self._read() - before_reading))
+        return found
+
+    def _read(self) -> int:
+        """Bytes of parameters read from a file so far."""
+        return self.shelf.read if self.shelf is not None else 0
 
     def _step(self, micro_batches: int) -> int:
         """A whole step. Returns the bytes that are sent in it."""
@@ -189,15 +192,19 @@ class Rehearsal:
         copied = flow.copied if flow is not None else Traffic()
         copied.clear()
         count = min(micro_batches, DIFFERENT)
-        sent = self._passes([place + 1 == count for place in range(count)])
+        read, written = self._read(), self.shelf.written if self.shelf is not None else 0
+        passes = self._passes([place + 1 == count for place in range(count)])
         with self.watch.of("update"):
             self.optimizer.step()
-        alike = micro_batches - count
+        sent, again = (size * (micro_batches - count) for size in (passes[1] if count > 1 else (0, 0)))
         downs, ups = (copied.sent[what] for what in ("gradients down", "parameters up"))
         if self.optimizer.settings.frees_gradients:  # they go down in each pass
             downs = downs // count * micro_batches
         self.copied = {"down": downs, "up": ups}
-        return self.traffic.total() + (alike * sent[1] if alike else 0) + self._more(self.everyone.sent)
+        if self.shelf is not None:
+            self.parameters_read = self.shelf.read - read + again
+            self.parameters_written = self.shelf.written - written
+        return self.traffic.total() + sent + self._more(self.everyone.sent)
 
     def _phases(self) -> Iterator[Phase]:
         """A step of each kind, of an optimizer that has several."""
@@ -237,14 +244,18 @@ class Rehearsal:
     def _waiting(self, host: int, surplus: int) -> dict[str, int]:
         """What does not wait on the device, and what of it moves in a step."""
         if self.file is None:
-            return {
-                "host": host + surplus + (self._aside() if self.delays else 0),
-                "disk": 0,
-                "read": 0,
-                "written": 0,
-            }
-        size = sum(map(sum, self.file.blocks)) + surplus
-        return {"host": host + self.file.buffers, "disk": size, "read": size, "written": size}
+            waits = host + surplus + (self._aside() if self.delays else 0)
+            state = 0
+        else:
+            waits = host + self.file.buffers
+            state = sum(map(sum, self.file.blocks)) + surplus
+        parameters, buffers = (self.shelf.disk, self.shelf.buffers) if self.shelf is not None else (0, 0)
+        return {
+            "host": waits + buffers,
+            "disk": state + parameters,
+            "read": state + self.parameters_read,
+            "written": state + self.parameters_written,
+        }
 
     def _aside(self) -> int:
         """Gradients that a delayed update keeps: see [Note: delayed updates]."""

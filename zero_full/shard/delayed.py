@@ -15,6 +15,8 @@ Who writes to parameters by hand in the meantime would see that lost, or the upd
 failure, on whatever rank, is raised on all of them where the update is completed, and the run cannot go on.
 """
 
+import logging
+import sys
 import weakref
 from collections.abc import Container, Iterator, Sequence
 from contextlib import suppress
@@ -36,11 +38,17 @@ from zero_full.shard.flat import Member
 from zero_full.shard.owned import Owned
 from zero_full.wording import listed
 
+log = logging.getLogger("zero_full")
 Optimizer = Any  # a `ZeroOptimizer`, which imports this module
 KEY = "offload_optimizer.delay_update_after (HostTier.delay_after)"
 PENDING = (
     "{call} while an update is under way, of which this rank alone must not wait for the others "
     f"({KEY}): call finish_update() of the engine's optimizer on every rank first"
+)
+LACKING = (
+    "the parameters lack the last update, which was made beside the step that is given up here "
+    f"({KEY}): call finish_update() of the engine's optimizer on every rank before destroy, or go on from a "
+    "checkpoint"
 )
 GIVEN_UP = "This run cannot go on: initialize the model again and load a checkpoint"
 
@@ -199,14 +207,24 @@ class DelayedUpdates:
     # The end -------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """The last update counts, too, unless the run is given up in the middle of a step."""
+        """The last update counts, too. Where it cannot, that is raised, or told if there is an error already.
+
+        Who gives a step up because of an error may be alone, and then nobody comes to complete it with.
+        """
+        if self.broken or self.current is None:
+            return
         backward, gradients = self.optimizer.reducer.backward, self.optimizer.gradients
-        in_a_step = (
-            backward.failed or backward.running or (self.optimizer.reducer.began and gradients.are_new)
-        )
-        if not (self.broken or in_a_step):
-            with suppress(CommunicationError), torch.no_grad():
-                self.finish()
+        failed, raising = backward.failed or backward.running, sys.exc_info()[0] is not None
+        in_a_step = failed or (self.optimizer.reducer.began and gradients.are_new)
+        if not failed and not (raising and in_a_step):
+            try:
+                with torch.no_grad():
+                    return self.finish()
+            except CommunicationError:
+                raising = True  # it has been, on all ranks
+        if not raising:
+            raise RuntimeError(f"destroy after a backward pass that has failed: {LACKING}")
+        log.warning("%s", LACKING)
 
     def close(self) -> None:
         """Nothing is under way any more."""

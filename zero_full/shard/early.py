@@ -6,10 +6,15 @@ the guess that they are finite and not clipped, beside backward, in other memory
 the guess was right, that memory takes the place of the slice's own, which serves for another one; else it is
 dropped, and the step is taken as ever: nothing has to be undone, so every bit is what it would have been.
 
+Memory of a slice's own and memory to step it in change places, so a slice has two pieces for good. Where less
+is allowed than two for each, slices get theirs as they come, until there is no more: the others are stepped
+in their turn.
+
 A guess is right if the step is to be taken with the same factor, the same options of the groups and all of
 the slice's parameters, and nobody has written to gradients, masters, state or parameters since.
 """
 
+import logging
 from collections.abc import Callable, Container, Mapping
 from contextlib import suppress
 from copy import deepcopy
@@ -28,6 +33,12 @@ from zero_full.offload import Block
 from zero_full.optim.step import Peers, Piece, Stepper
 from zero_full.shard.flat import Member
 from zero_full.shard.owned import Owned
+
+log = logging.getLogger("zero_full")
+TOO_LITTLE = (
+    "early_bytes of HostTier is %s: %s is never stepped beside backward, nor is any slice as large, as that "
+    "takes %s bytes, twice what the slice has on the host"
+)
 
 
 @dataclass
@@ -58,6 +69,8 @@ class EarlySteps:
         self.guesses: dict[Owned, Guess] = {}
         self.spares: list[Tensor] = []
         self.places: dict[Owned, Tensor] = {}  # of slices that lie in memory of ours
+        self.sizes: dict[Owned, int] = {}  # of slices that have, or will have, two pieces of memory
+        self.has_told = False
         self.stops = False
         self.right = self.wrong = 0  # guesses
 
@@ -71,6 +84,7 @@ class EarlySteps:
         self.lane.close()
         self.spares.clear()
         self.places.clear()
+        self.sizes.clear()
 
     # Guessing ------------------------------------------------------------------------------------
 
@@ -95,7 +109,7 @@ class EarlySteps:
             guess.seen = _versions(gradients, tensors)
             guess.before = self._numbers(owned)
             block = Block(tensors, None)
-            memory = self._memory(block.room)
+            memory = self._memory(owned, block.room)
             if memory is None:
                 return
             guess.memory = memory
@@ -114,14 +128,18 @@ class EarlySteps:
         states = (self.optimizer.state[piece.master] for piece in owned.pieces.values())
         return [_comparable(_numbers(state)) for state in states]
 
-    def _memory(self, size: int) -> Tensor | None:
-        """Room for a block: a spare one's, or new memory; None if there is too little."""
+    def _memory(self, owned: Owned, size: int) -> Tensor | None:
+        """Room for a slice's block: a spare one's, or new memory; None if there is too little."""
+        others = sum(other for slice_, other in self.sizes.items() if slice_ is not owned)
+        if self.most is not None and 2 * (others + size) > self.most:
+            if 2 * size > self.most and not self.has_told:
+                self.has_told = True
+                log.warning(TOO_LITTLE, f"{self.most:,}", owned.flat.name, f"{2 * size:,}")
+            return None
+        self.sizes[owned] = size
         for place, spare in enumerate(self.spares):
             if spare.numel() == size:
                 return self.spares.pop(place)
-        used = sum(memory.numel() for memory in [*self.held(), *self.places.values()])
-        if self.most is not None and used + size > self.most:
-            return None
         return aligned_empty(size, torch.uint8)
 
     def _pieces(self, owned: Owned, gradients: Tensor, there: Mapping[int, Tensor]) -> dict[Member, Piece]:

@@ -71,6 +71,8 @@ class ParameterGatherer:
         self.gathered: set[FlatParameter] = set()
         self.calls: set[Call] = set()  # whose backward is under way
         self.sites = {site.module: site for site in sites}
+        ranks = min((flat.ranks.size for site in sites for flat in site.flats), default=1)
+        self.reach = shelf.reach * ranks  # elements whose slices find a place in the shelf's buffers
         self.root = self.sites.setdefault(model, Site("", model, []))
         self.hooks: list[RemovableHandle] = []
         for site in self.sites.values():
@@ -184,7 +186,7 @@ class ParameterGatherer:
         """
         order = self.order
         assert order is not None
-        enough = min(self.limits.prefetch_numel, 1 if self.lane.stops_host else sys.maxsize)
+        enough = min(self.limits.prefetch_numel, self.reach, 1 if self.lane.stops_host else sys.maxsize)
         while order.ahead < enough and (following := order.next()) is not None:
             if following.numel > self.limits.max_live - self.live:
                 return

@@ -383,9 +383,9 @@ class ZeroOptimizer(InItsPlace):
             with ExitStack() as leaving:
                 leaving.callback(setattr, self, "closed", True)
                 leaving.callback(leave_model, self, gather)
-                self.delayed.end()
                 if self.beside is not None:
-                    self.beside.close()
+                    leaving.callback(self.beside.close)
+                self.delayed.end()
 
     # What this rank has --------------------------------------------------------------------------
 

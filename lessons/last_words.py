@@ -1,0 +1,90 @@
+"""What a test process left behind that could not finish: a crash below Python, or a loop without an end.
+
+`Watch` writes each test's name into a file and lets `faulthandler` add the stacks of all threads when the
+process is killed by its own mistake, or when a test takes longer than `LIMIT`. `read` finds in there the
+learner's line.
+"""
+
+import faulthandler
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+LIMIT = 20  # seconds for one test
+CRASHES = {
+    "Segmentation fault": "memory was used that is not there",
+    "access violation": "memory was used that is not there",
+    "Bus error": "memory was used that is not there",
+    "Aborted": "memory was damaged, or a library gave up",
+    "Floating-point exception": "a division that the processor cannot do",
+    "Illegal instruction": "an instruction that this processor does not have",
+}
+FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$')
+
+
+class Watch:
+    """Writes down what runs, and what was running when it could not go on."""
+
+    def __init__(self, path: Path) -> None:
+        self.file = path.open("a", encoding="utf-8")
+        faulthandler.enable(self.file)
+
+    @contextmanager
+    def over(self, what: str) -> Iterator[None]:
+        """Inside the `with` this is what runs, and it has `LIMIT` seconds."""
+        self.start(what)
+        try:
+            yield
+        finally:
+            self.stop()
+
+    def start(self, what: str) -> None:
+        """From now on this is what runs."""
+        print(f"running {what}", file=self.file, flush=True)
+        faulthandler.dump_traceback_later(LIMIT, exit=True, file=self.file)
+
+    def stop(self) -> None:
+        """It has ended by itself."""
+        faulthandler.cancel_dump_traceback_later()
+
+
+@dataclass(frozen=True)
+class End:
+    """How a process ended: during what, why, and in which line of a learner's file, if in any."""
+
+    during: str
+    why: str
+    place: tuple[Path, int] | None
+
+
+def read(text: str, works: Sequence[Path]) -> End | None:
+    """What the file of a `Watch` says; None if nothing went wrong below Python."""
+    if "Thread 0x" not in text and "Current thread 0x" not in text:
+        return None
+    during = re.findall(r"^running (.+)$", text, re.MULTILINE)[-1]
+    if "Timeout (" in text:
+        return End(
+            during, f"not done after {LIMIT} seconds: is there a loop that never ends?", _place(text, works)
+        )
+    for crash, meaning in CRASHES.items():
+        if crash.lower() in text.lower():
+            return End(during, f"{crash}: {meaning}", _place(text, works))
+    return End(during, "the process crashed", _place(text, works))
+
+
+def _place(text: str, works: Sequence[Path]) -> tuple[Path, int] | None:
+    """The innermost line of a learner's file: of the thread that crashed, or of one that does not wait."""
+    stacks = [
+        (stack.startswith("Current"), [FRAME.match(line) for line in stack.splitlines()[1:]])
+        for stack in re.split(r"^(?=Thread 0x|Current thread 0x)", text, flags=re.MULTILINE)[1:]
+    ]
+    found = []
+    for crashed, lines in stacks:
+        frames = [(Path(frame[1]), int(frame[2])) for frame in lines if frame]
+        theirs = [frame for frame in frames if frame[0] in works]
+        if theirs:
+            waits = frames[0][0].name == "threading.py"
+            found.append((not crashed, waits, theirs[0]))
+    return min(found)[2] if found else None
