@@ -78,7 +78,7 @@ LESSONS = [
         "Stage 3: shard the parameters",
         ("zero_min/stage3.py",),
         3,
-        ("tests/zero_min/test_stage3.py", *_conformance(3)),
+        ("tests/zero_min/test_sliced.py", "tests/zero_min/test_stage3.py", *_conformance(3)),
     ),
     Lesson(
         4,

@@ -87,6 +87,7 @@ class Stage2(Stage1):
     # --8<-- [start:stage2_hook]
     def _gradient_arrived(self, param: Tensor) -> None:
         """Autograd calls this in the middle of backward, when `param.grad` is complete."""
+        # --8<-- [start:ex_arrived]
         self.bucket_of[param].missing -= 1
         for bucket in self.buckets:  # strictly in this order, so that all ranks reduce the same bucket
             if bucket.reduced:
@@ -94,6 +95,7 @@ class Stage2(Stage1):
             if bucket.missing > 0:
                 break
             self._reduce(bucket)
+        # --8<-- [end:ex_arrived]
 
     # --8<-- [end:stage2_hook]
 

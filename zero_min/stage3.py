@@ -47,20 +47,20 @@ class Sliced:
         if not NAN[self.mine.dtype].isnan():
             NAN[self.mine.dtype].fill_(torch.nan)
             raise RuntimeError(f"a released parameter was written to; gather first ({self.name} was next)")
-        # --8<-- [start:ex_gather]
+        # --8<-- [start:stage3_gather]
         self.flat.untyped_storage().resize_(self.bytes)  # views that autograd saved see it refilled
         self.comm.all_gather(self.flat, self.mine, label=self.name)  # (N-1)/N n
         self.param.data = self.flat[: self.numel].view(self.shape)
-        # --8<-- [end:ex_gather]
+        # --8<-- [end:stage3_gather]
         self.is_whole = True
 
     def release(self) -> None:
         """Give the memory back; what remains has the right shape and reads NaN."""
         if self.is_whole:
-            # --8<-- [start:ex_release]
+            # --8<-- [start:stage3_release]
             self.param.data = NAN[self.mine.dtype].to(self.mine.device).expand(self.shape)
             self.flat.untyped_storage().resize_(0)
-            # --8<-- [end:ex_release]
+            # --8<-- [end:stage3_release]
             self.is_whole = False
 
     @torch.no_grad()
@@ -121,36 +121,43 @@ class Stage3:
         def before_forward(module: nn.Module, arguments: Any) -> None:
             self._before(slices)
 
-        def before_backward(grad: Tensor) -> None:
-            self._before(slices)
-
         def after_forward(module: nn.Module, arguments: Any, output: Any) -> None:
-            for tensor in tree_leaves(output):
-                if isinstance(tensor, Tensor):
-                    self._refuse_window(tensor, slices)
-                    if tensor.requires_grad:  # its gradient is the first thing the module's backward needs
-                        tensor.register_hook(before_backward)
-            self._after(slices)
+            outputs = [tensor for tensor in tree_leaves(output) if isinstance(tensor, Tensor)]
+            for tensor in outputs:
+                self._refuse_window(tensor, slices)
+            self._after(slices, [tensor for tensor in outputs if tensor.requires_grad])
 
         module.register_forward_pre_hook(before_forward)
         module.register_forward_hook(after_forward)
 
     def _before(self, slices: list[Sliced]) -> None:
-        """Called before a module's forward, and again before its backward."""
+        """A module is about to run, forward or backward, and these are its parameters."""
+        # --8<-- [start:ex_before]
         for s in slices:
             s.gather()
+        # --8<-- [end:ex_before]
 
-    def _after(self, slices: list[Sliced]) -> None:
-        """Called after a module's forward."""
+    def _after(self, slices: list[Sliced], outputs: list[Tensor]) -> None:
+        """A module's forward is over. Backward, if there is one, will come through these outputs."""
+        # --8<-- [start:ex_after]
         if not self.in_backward:  # activation checkpointing runs forward inside backward: keep it then
             for s in slices:
                 s.release()
 
+        def before_backward(grad: Tensor) -> None:
+            self._before(slices)
+
+        for output in outputs:  # its gradient is the first thing the module's backward needs
+            output.register_hook(before_backward)
+        # --8<-- [end:ex_after]
+
     def _arrived(self, param: Tensor) -> None:
         """Autograd calls this in the middle of backward, when `param.grad` is complete."""
+        # --8<-- [start:ex_arrived]
         s = self.sliced[param]
         s.reduce_gradient()
         s.release()  # all its users have had their turn, or the gradient would not be complete
+        # --8<-- [end:ex_arrived]
 
     # --8<-- [end:stage3_hooks]
 

@@ -28,7 +28,7 @@ MICRO_BATCHES = (1, 2, 4)
 class KeepWhole(Stage3):
     """Stage 3 that does not release after forward, so that backward finds everything in place."""
 
-    def _after(self, slices: list[Sliced]) -> None:
+    def _after(self, slices: list[Sliced], outputs: list[Tensor]) -> None:
         pass
 
 

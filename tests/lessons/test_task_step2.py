@@ -24,6 +24,81 @@ def test_overlap_is_empty_where_there_is_none() -> None:
         assert low >= start, f"an empty answer still starts at or after {start}, got {low}"
 
 
+class Departures(stage2.Stage2):
+    """Three buckets of two weights each, and the numbers of those that have left, in order."""
+
+    def __init__(self, comm: Comm) -> None:
+        layers = [nn.Linear(2, 2, bias=False) for _ in range(6)]
+        super().__init__(nn.Sequential(*layers), comm, bucket_size=8)
+        self.weights = [layer.weight for layer in reversed(layers)]  # in the order of the buckets
+        self.left: list[int] = []
+        self.gradients_there: list[int] = []  # how many weights had one when each bucket left
+
+    def _reduce(self, bucket: stage2.Bucket) -> None:
+        self.left.append(next(i for i, each in enumerate(self.buckets) if each is bucket))
+        self.gradients_there.append(sum(w.grad is not None for w in self.weights))
+        bucket.reduced = True
+
+
+def departures(order: list[int]) -> list[list[int]]:
+    """Which buckets have left after each of these weights' gradients has arrived."""
+
+    def body(comm: Comm) -> list[list[int]]:
+        stage, after = Departures(comm), []
+        for number in order:
+            stage._gradient_arrived(stage.weights[number])
+            after.append(list(stage.left))
+        return after
+
+    return run_world(body, 1)[0]
+
+
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [
+        ([0, 1], [[], [0]]),  # complete with its second gradient
+        ([0, 1, 3, 2], [[], [0], [0], [0, 1]]),
+        ([2, 3, 0, 1], [[], [], [], [0, 1]]),  # bucket 1 is complete first, and waits for bucket 0
+        ([5, 2, 4, 3, 1, 0], [[], [], [], [], [], [0, 1, 2]]),
+        ([0, 1, 4, 5, 2, 3], [[], [0], [0], [0], [0], [0, 1, 2]]),
+    ],
+    ids=str,
+)
+def test_arrived_lets_complete_buckets_leave_in_the_order_of_the_list(
+    order: list[int], expected: list[list[int]]
+) -> None:
+    for count, (got, want) in enumerate(zip(departures(order), expected, strict=True), 1):
+        buckets = [number // 2 for number in order[:count]]
+        assert got == want, (
+            f"gradients arrived, by bucket: {buckets}; buckets that left: expected {want}, got {got}"
+        )
+
+
+def test_arrived_does_not_wait_for_the_end_of_backward() -> None:
+    def body(comm: Comm) -> list[int]:
+        stage = Departures(comm)
+        stage.backward(stage.model(torch.ones(1, 2)).sum())
+        return stage.gradients_there[:3]  # they are not freed here, so the end of backward finds them again
+
+    (got,) = run_world(body, 1)
+    expected = [2, 4, 6]
+    assert got == expected, (
+        f"gradients that backward had made when buckets 0, 1 and 2 left: expected {expected}, got {got}"
+    )
+
+
+def test_arrived_counts_so_that_a_step_knows_what_is_missing() -> None:
+    def body(comm: Comm) -> list[int]:
+        stage = Departures(comm)
+        stage._gradient_arrived(stage.weights[0])
+        return [bucket.missing for bucket in stage.buckets]
+
+    (got,) = run_world(body, 1)
+    assert got == [1, 2, 2], (
+        f"`missing` of three buckets of two, after one gradient: expected [1, 2, 2], got {got}"
+    )
+
+
 def backward(comm: Comm) -> tuple[list[float], int, int]:
     model = nn.Linear(3, 1, bias=False)
     stage = stage2.Stage2(model, comm)
@@ -51,3 +126,30 @@ def test_bucket_sends_only_what_others_own() -> None:
     got = [answer[2] for answer in run_world(backward, 2)]
     expected = [2 * 1 * 4, 2 * 2 * 4]  # rank 0 sends rank 1's one element, rank 1 sends rank 0's two
     assert got == expected, f"bytes sent by rank 0 and 1: expected {expected}, got {got}"
+
+
+def test_bucket_says_that_it_has_left() -> None:
+    def body(comm: Comm) -> list[bool]:
+        stage = stage2.Stage2(nn.Linear(3, 1), comm, bucket_size=3)
+        with torch.no_grad():
+            stage._reduce(stage.buckets[0])
+        return [bucket.reduced for bucket in stage.buckets]
+
+    got = run_world(body, 2)[0]
+    assert got == [True, False], (
+        f"`reduced` of two buckets, the first has left: expected [True, False], got {got}"
+    )
+
+
+def test_bucket_travels_in_one_call() -> None:
+    def body(comm: Comm) -> list[str]:
+        model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+        stage = stage2.Stage2(model, comm)
+        comm.ledger.clear_traffic()
+        stage.backward(model(torch.ones(1, 3)).sum())
+        return [event.what for event in comm.ledger.events]
+
+    got = run_world(body, 2)[0]
+    assert got == ["reduce_scatter"], (
+        f"calls for a bucket of four weights: expected ['reduce_scatter'], got {got}"
+    )

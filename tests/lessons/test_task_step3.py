@@ -1,13 +1,14 @@
 """Lesson 3's tasks, one claim at a time; a learner's file takes the place of zero_min.stage3."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from zero_min import WorldError, run_world, stage3
+from zero_min import run_world, stage3
 from zero_min.comm import Comm
 
 VALUES = [1.0, 2.0, 3.0, 4.0, 5.0]
@@ -43,94 +44,6 @@ def test_slice_starts_everyone_from_rank_0s_values() -> None:
     assert got == [4.0, 5.0, 0.0], f"rank 1's slice: expected rank 0's [4.0, 5.0, 0.0], got {got}"
 
 
-def test_gather_makes_the_parameter_whole_in_its_shape() -> None:
-    def body(comm: Comm) -> tuple[list[int], list[float], int]:
-        param, s = sliced(comm, shape=(2, 3))
-        s.gather()
-        return list(param.shape), param.flatten().tolist(), comm.ledger.sent["all_gather"]
-
-    for rank, (shape, values, sent) in enumerate(run_world(body, 4)):
-        assert shape == [2, 3], f"rank {rank}: expected shape [2, 3], got {shape}"
-        assert values == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0], f"rank {rank}: expected 1..6, got {values}"
-        assert sent == 24, f"rank {rank}: expected 3 x 8 bytes sent by the all_gather, got {sent}"
-
-
-def test_gather_brings_new_values_after_a_step() -> None:
-    def body(comm: Comm) -> list[float]:
-        param, s = sliced(comm)
-        s.mine.mul_(2)
-        s.gather()
-        return param.tolist()
-
-    for rank, got in enumerate(run_world(body, 2)):
-        assert got == [2.0, 4.0, 6.0, 8.0, 10.0], f"rank {rank}: expected the doubled slices, got {got}"
-
-
-def test_gather_refills_the_same_storage() -> None:
-    def body(comm: Comm) -> tuple[bool, list[float]]:
-        param, s = sliced(comm)
-        storage = s.flat.untyped_storage()._cdata
-        s.gather()
-        saved = param.detach().view(5)  # what autograd keeps for backward
-        s.release()
-        s.gather()
-        same = s.flat.untyped_storage()._cdata == storage and param.data_ptr() == saved.data_ptr()
-        return same, saved.tolist() if same else []
-
-    for rank, (same, values) in enumerate(run_world(body, 2)):
-        assert same, f"rank {rank}: expected one storage for life (resize_), got a new one"
-        assert values == VALUES, f"rank {rank}: expected a saved view to read {VALUES}, got {values}"
-
-
-def test_gather_names_the_weight_so_that_ranks_that_part_ways_notice() -> None:
-    def body(comm: Comm) -> None:
-        s = sliced(comm)[1]
-        s.name = f"layer{comm.rank}.weight"
-        s.gather()
-
-    with pytest.raises(WorldError) as caught:
-        run_world(body, 2)
-    got = str(caught.value)
-    assert "of layer1.weight" in got, f"expected an error that names each rank's weight (label), got {got}"
-
-
-def test_release_keeps_the_shape_and_reads_nan() -> None:
-    def body(comm: Comm) -> tuple[list[int], bool, int]:
-        param = nn.Parameter(torch.ones(2, 3))
-        stage3.Sliced("weight", param, comm)
-        return list(param.shape), bool(param.isnan().all()), param.untyped_storage().nbytes()
-
-    for rank, (shape, nan, nbytes) in enumerate(run_world(body, 2)):
-        assert shape == [2, 3], f"rank {rank}: expected the released shape [2, 3], got {shape}"
-        assert nan, f"rank {rank}: expected a released parameter to read NaN, got other values"
-        assert nbytes == 4, f"rank {rank}: expected one NaN of 4 bytes behind it, got {nbytes} bytes"
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_release_keeps_the_dtype(dtype: torch.dtype) -> None:
-    def body(comm: Comm) -> torch.dtype:
-        param = nn.Parameter(torch.ones(3, dtype=dtype))
-        stage3.Sliced("weight", param, comm)
-        return param.dtype
-
-    got = run_world(body, 2)
-    assert got == [dtype] * 2, f"a released parameter of {dtype}: expected {dtype}, got {got}"
-
-
-def test_release_gives_the_memory_back() -> None:
-    def body(comm: Comm) -> list[int]:
-        _, s = sliced(comm)
-        sizes = [s.flat.untyped_storage().nbytes()]
-        s.gather()
-        sizes.append(s.flat.untyped_storage().nbytes())
-        s.release()
-        return [*sizes, s.flat.untyped_storage().nbytes()]
-
-    got = run_world(body, 2)[0]
-    expected = [0, 24, 0]
-    assert got == expected, f"bytes released, gathered, released: expected {expected}, got {got}"
-
-
 def reduce(comm: Comm, times: int) -> tuple[list[float], Tensor | None, int]:
     """Ranks 0, 1, ... bring gradients of 1, 2, ... times the element's number."""
     param, s = sliced(comm)
@@ -161,3 +74,145 @@ def test_reduce_frees_the_whole_gradient() -> None:
 def test_reduce_sends_only_what_others_own() -> None:
     got = [answer[2] for answer in run_world(reduce, 2, 1)]
     assert got == [12, 12], f"bytes sent by rank 0 and 1: expected [12, 12], got {got}"
+
+
+class Diary(stage3.Stage3):
+    """Two layers, and what happens to their weights, in order: "gather 0.weight", "release 0.weight", ..."""
+
+    def __init__(self, comm: Comm) -> None:
+        super().__init__(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), comm)
+        self.events: list[str] = []
+        for s in self.sliced.values():
+            s.gather = self._noting("gather", s, s.gather)
+            s.release = self._noting("release", s, s.release)
+            s.reduce_gradient = self._noting("reduce", s, s.reduce_gradient)
+
+    def _noting(self, what: str, s: Any, really: Callable[[], None]) -> Callable[[], None]:
+        def act() -> None:
+            if what == "reduce" or s.is_whole == (what == "release"):  # else there is nothing to do
+                self.events.append(f"{what} {s.name}")
+            really()
+
+        return act
+
+    def layer(self, number: int) -> list[Any]:
+        """What looks after the weight and the bias of one layer."""
+        return [self.sliced[p] for p in self.model[number].parameters()]
+
+
+class BackwardWithoutUs(Diary):
+    """Gradients stay where autograd puts them."""
+
+    def _arrived(self, param: Tensor) -> None:
+        pass
+
+
+LAYER_0, LAYER_1 = ["0.weight", "0.bias"], ["1.weight", "1.bias"]
+
+
+def test_before_makes_all_parameters_of_a_module_whole() -> None:
+    def body(comm: Comm) -> list[bool]:
+        trainer = Diary(comm)
+        trainer._before(trainer.layer(0))
+        return [s.is_whole for s in trainer.sliced.values()]
+
+    for rank, got in enumerate(run_world(body, 2)):
+        expected = [True, True, False, False]
+        assert got == expected, (
+            f"rank {rank}, 0.weight, 0.bias, 1.weight, 1.bias, whole before layer 0 runs: "
+            f"expected {expected}, got {got}"
+        )
+
+
+def test_after_releases_each_layer_before_the_next_one_runs() -> None:
+    def body(comm: Comm) -> list[str]:
+        trainer = Diary(comm)
+        trainer.model(torch.ones(1, 2))
+        return trainer.events
+
+    expected = [
+        f"{what} {name}" for layer in (LAYER_0, LAYER_1) for what in ("gather", "release") for name in layer
+    ]
+    for rank, got in enumerate(run_world(body, 2)):
+        assert got == expected, f"rank {rank}, in forward: expected {expected}, got {got}"
+
+
+def test_after_has_the_weights_back_when_backward_comes() -> None:
+    def body(comm: Comm) -> tuple[list[str], bool]:
+        trainer = BackwardWithoutUs(comm)
+        x = torch.ones(1, 2, requires_grad=True)
+        loss = trainer.model(x).sum()
+        trainer.events.clear()
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            if "setStorage" not in str(error):  # what torch says of a weight that is not there
+                raise
+        return trainer.events, x.grad is not None and bool(x.grad.isfinite().all())
+
+    expected = [f"gather {name}" for name in (*LAYER_1, *LAYER_0)]
+    for rank, (got, finite) in enumerate(run_world(body, 2)):
+        assert got == expected, f"rank {rank}, in backward: expected {expected}, got {got}"
+        assert finite, f"rank {rank}: expected a gradient of numbers for the input, got NaN or nothing"
+
+
+def test_after_lets_a_model_be_evaluated_without_gradients() -> None:
+    def body(comm: Comm) -> list[str]:
+        trainer = Diary(comm)
+        with torch.no_grad():
+            trainer.model(torch.ones(1, 2))
+        return [s.name for s in trainer.sliced.values() if s.is_whole]
+
+    for rank, got in enumerate(run_world(body, 2)):
+        assert got == [], (
+            f"rank {rank}, still whole after a forward without gradients: expected [], got {got}"
+        )
+
+
+def test_after_keeps_what_a_forward_inside_backward_has_used() -> None:
+    def body(comm: Comm) -> list[str]:
+        trainer = Diary(comm)
+        trainer.in_backward = True  # activation checkpointing runs this forward, and its backward comes next
+        trainer.model[0](torch.ones(1, 2))
+        return [s.name for s in trainer.sliced.values() if s.is_whole]
+
+    for rank, got in enumerate(run_world(body, 2)):
+        assert got == LAYER_0, (
+            f"rank {rank}, whole after a forward inside backward: expected {LAYER_0}, got {got}"
+        )
+
+
+def test_arrived_reduces_a_gradient_and_then_lets_its_parameter_go() -> None:
+    def body(comm: Comm) -> tuple[list[str], list[float]]:
+        trainer = Diary(comm)
+        s = trainer.layer(0)[1]
+        s.gather()
+        trainer.events.clear()
+        s.param.grad = torch.full((2,), comm.rank + 1.0)
+        trainer._arrived(s.param)
+        return trainer.events, [] if s.grad is None else s.grad.tolist()
+
+    for rank, (got, grad) in enumerate(run_world(body, 2)):
+        expected = ["reduce 0.bias", "release 0.bias"]
+        assert got == expected, f"rank {rank}, when 0.bias has its gradient: expected {expected}, got {got}"
+        assert grad == [1.5], f"rank {rank}, own slice of gradients 1 and 2: expected [1.5], got {grad}"
+
+
+def test_arrived_leaves_one_layer_whole_at_a_time_in_backward() -> None:
+    def body(comm: Comm) -> list[str]:
+        trainer = Diary(comm)
+        loss = trainer.model(torch.ones(1, 2)).sum()
+        trainer.events.clear()
+        trainer.backward(loss)
+        whole, most = set[str](), list[str]()
+        for event in trainer.events:
+            what, name = event.split()
+            whole = whole | {name} if what == "gather" else whole - {name} if what == "release" else whole
+            most = sorted(whole) if len(whole) > len(most) else most
+        return most
+
+    for rank, got in enumerate(run_world(body, 2)):
+        expected = sorted(LAYER_1)
+        assert got == expected, (
+            f"rank {rank}, most that was whole in backward: expected {expected}, got {got}"
+        )
