@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lessons import last_words, replace
+from lessons.check import QUICK
 from lessons.exercise import LessonError
 from lessons.registry import LESSONS, ROOT
 from zero_min import WorldError
@@ -86,8 +87,7 @@ def change_line(step: int, right: str, mine: str, limit: float = 120) -> Verdict
     changed = scripts() / "changed" / places[0].name  # not beside scripts, which could import it by its name
     changed.parent.mkdir(exist_ok=True)
     changed.write_text(places[0].read_text(encoding="utf-8").replace(right, mine), encoding="utf-8")
-    env = {**os.environ, **replace.environment({f"zero_min.{changed.stem}": str(changed)})}
-    env["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # these tests need no plugin, and start sooner without
+    env = {**os.environ, **replace.environment({f"zero_min.{changed.stem}": str(changed)}), **QUICK}
     words = changed.with_suffix(".txt")
     words.unlink(missing_ok=True)
     command = [sys.executable, "-m", "lessons.judge", str(words), "--tasks", str(step)]

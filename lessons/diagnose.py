@@ -35,15 +35,16 @@ SAID = {
     "view": "it is a view of the same memory, where a copy with memory of its own was asked",
     "memory": "the memory behind it has another size",
     "too many bytes": "{ratio} times the bytes that are needed",
-    "too few bytes": "fewer bytes than are needed ({ratio} times): something did not travel, or not all of it",
+    "too few bytes": "{ratio} times the bytes that are needed: something did not travel, or not all of it",
     "nothing": "there is no answer at all: is the `return`, or the assignment, missing?",
     "waiting ranks": "the ranks do not make the same calls: somebody waits for a rank that is elsewhere",
-    "unequal parts": "a collective needs parts of one size from all ranks, and they differ: look at the padding",
+    "unequal parts": "a collective needs parts of one size from all ranks, and they differ: is it padded?",
     "refused": "the collective refused what it was given",
     "raises": "Python stopped in your line",
     "lookalike": "{cause}",
     "other": "the numbers differ, and not by any pattern that is known here",
 }
+REFUSED = ("give every rank one, empty or not", "elements from the ranks, and gets", "resize_ it first")
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def of_error(name: str, message: str) -> Finding:
         return finding("waiting ranks")
     if "needs equal parts" in message:
         return finding("unequal parts")
-    if re.search(r"for \d+ ranks: give every rank one|expects \[.*\] elements from|resize_ it first", message):
+    if any(words in message for words in REFUSED):
         return finding("refused")
     return finding("raises")
 
@@ -236,4 +237,6 @@ def _kept(facts: Facts) -> Finding:
     asked = facts.expected if isinstance(facts.expected, list) else [facts.expected]
     if not any(each for each in asked if each is not None):
         return finding("forgotten None")
-    return finding("let go") if not is_number(facts.got) or facts.got < _total(facts.expected) else finding("other")
+    if is_number(facts.got) and facts.got > _total(facts.expected):
+        return finding("other")
+    return finding("let go")

@@ -24,7 +24,7 @@ class Facts:
         return f"{self.what}: expected {shown(self.expected)}, got {shown(self.got)}"
 
 
-class Wrong(AssertionError):
+class WrongError(AssertionError):
     """A claim about a task that does not hold."""
 
     def __init__(self, facts: Facts) -> None:
@@ -37,7 +37,7 @@ def same(what: str, got: Any, expected: Any, near: float = 0.0, **known: Any) ->
     got, expected = plain(got), plain(expected)
     if not alike(got, expected, near):
         known = {name: plain(value) for name, value in known.items()}
-        raise Wrong(Facts(what, expected, got, **known))
+        raise WrongError(Facts(what, expected, got, **known))
 
 
 def plain(value: Any) -> Any:

@@ -69,11 +69,27 @@ def tasks(lesson: Lesson) -> list[str]:
 
 
 def tasks_at(lesson: Lesson, work: Path, line: int) -> list[str]:
-    """The exercises in whose function this line of a learner's file lies."""
+    """The exercises in which this line of a learner's file lies, or at least in whose function."""
     (answer,) = [answer for answer, place in lesson.files if place == work]
     here = _function_at(work.read_text(), line)
     source = answer.read_text()
-    return [x.task for x in task_regions(source) if _function_at(source, x.first + 1) == here]
+    near = [x.task for x in task_regions(source) if _function_at(source, x.first + 1) == here]
+    inside = [task for task, lines in _written(lesson, answer, work).items() if line - 1 in lines]
+    return [task for task in near if task in inside] or near
+
+
+def _written(lesson: Lesson, answer: Path, work: Path) -> dict[str, range]:
+    """What the learner has put in the place of each blank, as line numbers that begin at 0."""
+    asked, mine = blank(answer, lesson.number).splitlines(), work.read_text().splitlines()
+    blocks = difflib.SequenceMatcher(None, asked, mine, autojunk=False).get_matching_blocks()
+    pairs = [(block.a + i, block.b + i) for block in blocks for i in range(block.size)]
+    found = {}
+    for task in (region.task for region in task_regions(answer.read_text())):
+        hole = next(i for i, line in enumerate(asked) if line.strip() == _hole(lesson.number, task))
+        before = max((b for a, b in pairs if a < hole), default=-1)
+        after = min((b for a, b in pairs if a > hole), default=len(mine))
+        found[task] = range(before + 1, after)
+    return found
 
 
 def _function_at(source: str, line: int) -> str:

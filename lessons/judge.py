@@ -5,6 +5,7 @@ from lessons import replace
 
 replace.install()
 
+import os
 import sys
 import textwrap
 import traceback
@@ -15,6 +16,8 @@ import pytest
 import torch  # noqa: F401  it takes seconds, which are not the learner's
 
 from lessons.last_words import Watch
+from lessons.registry import LESSONS, ROOT, Lesson
+from lessons.verdict import Failure, failure_of, verdict
 
 FAILED = 1
 QUIET = [word for name in ("terminal", "cacheprovider", "faulthandler") for word in ("-p", f"no:{name}")]
@@ -23,10 +26,10 @@ QUIET = [word for name in ("terminal", "cacheprovider", "faulthandler") for word
 class Reporter:
     """A pytest plugin that counts what passed, keeps the reason of what failed, and limits each test."""
 
-    def __init__(self, watch: Watch) -> None:
-        self.watch = watch
+    def __init__(self, watch: Watch, works: list[Path], dots: bool = False) -> None:
+        self.watch, self.works, self.dots = watch, works, dots
         self.passed = 0
-        self.failures: list[tuple[str, str]] = []
+        self.failures: list[Failure] = []
 
     def pytest_addoption(self, parser: pytest.Parser) -> None:
         """Tracebacks without values of arguments: to show a tensor whose memory is gone would be a crash."""
@@ -44,71 +47,60 @@ class Reporter:
         """Pytest calls this after each phase of each test."""
         if report.passed and report.when == "call":
             self.passed += 1
-        if report.failed:
-            self.failures.append((report.nodeid.rpartition("::")[2], _reason(report)))
+            if self.dots:
+                print(".", end="", flush=True)
 
-    def pytest_collectreport(self, report: Any) -> None:
-        """Pytest calls this after reading each file."""
-        if report.failed:
-            self.failures.append((report.nodeid, _reason(report)))
-
-
-def _reason(report: Any) -> str:
-    crash = getattr(report.longrepr, "reprcrash", None)
-    return str(crash.message if crash else report.longrepr)
+    def pytest_exception_interact(self, node: Any, call: Any) -> None:
+        """Pytest calls this when a test, or reading a file of them, raises."""
+        self.failures.append(failure_of(node.name, call.excinfo.value, self.works))
 
 
-def judge(number: int, blanks: list[str], watch: Watch) -> int:
+def run_tests(reporter: Reporter, *arguments: str) -> bool:
+    """Whether all passed; what did not is in the reporter."""
+    status = pytest.main([*arguments, *QUIET, "--rootdir", str(ROOT)], plugins=[reporter])
+    if status not in (pytest.ExitCode.OK, FAILED) and not reporter.failures:
+        why = "the tests could not run: is this a checkout of the repository?"
+        reporter.failures.append(Failure("pytest", "Failed", why))
+    return status == pytest.ExitCode.OK
+
+
+def task_tests(number: int) -> str:
+    """The file of a lesson's own tests."""
+    return str(ROOT / f"tests/lessons/test_task_step{number}.py")
+
+
+def judge(lesson: Lesson, works: list[Path], blanks: list[str], watch: Watch) -> int:
     """Run the task tests, then the contract; print the first failure, or the measured bill."""
-    from lessons.exercise import tasks
-    from lessons.registry import LESSONS, ROOT
-
-    lesson = LESSONS[number]
-    reporter = Reporter(watch)
-    arguments = ["--impl", "mine", f"tests/lessons/test_task_step{number}.py", *lesson.tests]
-    quiet = [*QUIET, "-x", "--rootdir", str(ROOT)]
-    chosen = ["-m", "not slow", "-k", "not process"]
-    if pytest.main([*arguments, *quiet, *chosen], plugins=[reporter]) != 0:
-        name, reason = reporter.failures[0] if reporter.failures else ("pytest", "could not run")
-        _print_failure(number, reporter.passed, name, reason)
+    reporter = Reporter(watch, works, dots=True)
+    passed = run_tests(reporter, task_tests(lesson.number), "--noconftest", "-x")
+    if passed:
+        print("\ntask tests passed; now the contract", flush=True)
+        few = ["-m", "not slow and not thorough", "-k", "not process"]
+        passed = run_tests(reporter, "--impl", "mine", *lesson.tests, *few, "-x")
+    print()
+    if not passed:
+        print(f"passed: {reporter.passed} checks, then stopped at the first failure")
+        print(verdict(lesson, reporter.failures[0], blanks).text(lesson))
         if blanks:
-            print(f"\ntasks still to do: {', '.join(blanks)}")
-        print(f"help: python -m lessons hint {number} {_task_of(name, tasks(lesson), blanks)}")
+            print(f"tasks still to do: {', '.join(blanks)}")
         return FAILED
     print(f"passed: all {reporter.passed} checks\n")
     with watch.over("the bill"):
-        _print_bill(number)
-    more = f", then start {number + 1}" if number + 1 < len(LESSONS) else ""
-    print(f"\nnext: python -m lessons diff {number}{more}")
+        _print_bill(lesson.number)
+    more = f", then start {lesson.number + 1}" if lesson.number + 1 < len(LESSONS) else ""
+    print(f"\nnext: python -m lessons diff {lesson.number}{more}")
     return 0
 
 
-def _task_of(test: str, tasks: list[str], blanks: list[str]) -> str:
-    """The task that a failing test is about, if its name says so, or else the next blank."""
-    named = [task for task in tasks if test.startswith(f"test_{task}_")] or blanks or tasks
-    return named[0] if blanks or len(named) == 1 else f"TASK, where TASK is one of {', '.join(named)}"
-
-
-def judge_tasks(number: int, watch: Watch) -> int:
+def judge_tasks(lesson: Lesson, works: list[Path], watch: Watch) -> int:
     """Run the task tests only, all of them, and print what each failure says."""
-    from lessons.registry import ROOT
-
-    reporter = Reporter(watch)
-    quiet = [*QUIET, "--noconftest", "--rootdir", str(ROOT)]
-    tests = ROOT / f"tests/lessons/test_task_step{number}.py"
-    if pytest.main([str(tests), *quiet], plugins=[reporter]) not in (pytest.ExitCode.OK, FAILED):
-        print(f"pytest could not run {tests.name}: is this a checkout of the repository?")
-        return FAILED
+    reporter = Reporter(watch, works)
+    run_tests(reporter, task_tests(lesson.number), "--noconftest")
     print(f"passed: {reporter.passed}, failed: {len(reporter.failures)}")
-    for name, reason in reporter.failures:
-        print(f"\n{name}\n{textwrap.indent(textwrap.fill(reason.splitlines()[0], 96), '  ')}")
+    for failure in reporter.failures:
+        said = failure.message.splitlines()[0]
+        print(f"\n{failure.test}\n{textwrap.indent(textwrap.fill(said, 96), '  ')}")
     return FAILED if reporter.failures else 0
-
-
-def _print_failure(number: int, passed: int, name: str, reason: str) -> None:
-    print(f"passed: {passed} checks, then stopped at the first failure\nfailed: {name}\n")
-    for line in reason.splitlines()[:14]:
-        print(f"  {line}")
 
 
 def _print_bill(number: int) -> None:
@@ -134,9 +126,10 @@ def main() -> int:
         lines = traceback.format_exc().splitlines()
         print("your file cannot be imported:\n  " + "\n  ".join(lines[-3:]))
         return FAILED
+    works = [Path(place) for place in replace.places(os.environ).values()]
     if sys.argv[2] == "--tasks":
-        return judge_tasks(int(sys.argv[3]), watch)
-    return judge(int(sys.argv[2]), sys.argv[3:], watch)
+        return judge_tasks(LESSONS[int(sys.argv[3])], works, watch)
+    return judge(LESSONS[int(sys.argv[2])], works, sys.argv[3:], watch)
 
 
 if __name__ == "__main__":

@@ -31,12 +31,16 @@ def environment(places: Mapping[str, str]) -> dict[str, str]:
     return {VARIABLE: os.pathsep.join(f"{name}={place}" for name, place in places.items())}
 
 
+def places(environ: Mapping[str, str]) -> dict[str, str]:
+    """Which file stands for which module, as the variable says."""
+    return dict(item.split("=", 1) for item in environ.get(VARIABLE, "").split(os.pathsep) if item)
+
+
 def install() -> bool:
     """Honour the variable, if it is set. Call this before zero_min is imported for the first time."""
-    wanted = os.environ.get(VARIABLE, "")
-    places = dict(item.split("=", 1) for item in wanted.split(os.pathsep) if item)
-    if places and "zero_min" in sys.modules:
+    wanted = places(os.environ)
+    if wanted and "zero_min" in sys.modules:
         raise ImportError(f"{VARIABLE} is set, but zero_min has been imported already")
-    if places:
-        sys.meta_path.insert(0, _Finder(places))
-    return bool(places)
+    if wanted:
+        sys.meta_path.insert(0, _Finder(wanted))
+    return bool(wanted)

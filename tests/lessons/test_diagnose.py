@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from lessons.diagnose import SAID, of_error, of_facts
-from lessons.evidence import Facts, Wrong, alike, same, shown
+from lessons.evidence import Facts, WrongError, alike, same, shown
 
 FOUND: list[tuple[str, Any, Any, dict[str, Any]]] = [
     ("sum", [[3.0, 3.0], [3.0, 0.0]], [[1.5, 1.5], [1.5, 0.0]], {"world": 2, "by_rank": True}),
@@ -61,7 +61,7 @@ RAISED = [
 def test_two_sides_that_differ_have_a_name(
     mistake: str, got: Any, expected: Any, known: dict[str, Any]
 ) -> None:
-    with pytest.raises(Wrong) as caught:
+    with pytest.raises(WrongError) as caught:
         same("what is compared", got, expected, **known)
     found = of_facts(caught.value.facts)
     assert found.mistake == mistake
@@ -90,6 +90,6 @@ def test_the_same_is_no_failure() -> None:
 
 
 def test_a_failure_shows_both_sides() -> None:
-    with pytest.raises(Wrong, match=r"^the sum: expected \[0.3\], got nothing$"):
+    with pytest.raises(WrongError, match=r"^the sum: expected \[0.3\], got nothing$"):
         same("the sum", None, [0.1 + 0.2])
     assert shown([0] * 30).endswith(", ...]")

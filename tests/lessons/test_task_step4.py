@@ -45,14 +45,14 @@ def test_scale_forgives_the_first_overflow() -> None:
 )
 def test_scale_doubles_after_a_window_of_good_steps(window: int, expected: list[float]) -> None:
     early = [16.0 * 2 ** ((step + 1) // window) for step in range(6)]
-    soon = {"the step itself is counted: only good steps *between* the last overflow and this one count": early}
+    soon = {"the step itself is counted, but only good steps before this one count": early}
     got = scales([0] * 6, window=window)
     same(f"six good steps, window {window}", got, expected, before=[16] * 6, lookalikes=soon)
 
 
 def test_scale_counts_the_window_from_the_last_overflow() -> None:
     got, expected = scales([0, 0, 1, 0, 0, 0, 0], window=3, hysteresis=1), [16, 16, 8, 8, 8, 8, 16]
-    all_along = {"the window is counted from the start, not from the last overflow": [16, 16, 8, 16, 16, 16, 32]}
+    all_along = {"the window is counted from the start, not from an overflow": [16, 16, 8, 16, 16, 16, 32]}
     same("an overflow in the third step, window 3", got, expected, lookalikes=all_along)
 
 
