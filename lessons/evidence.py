@@ -1,6 +1,5 @@
 """What a test of a task compares. A failure keeps both sides as values, so that it can be diagnosed."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -83,7 +82,7 @@ def numbers(value: Any) -> list[float] | None:
 def shown(value: Any) -> str:
     """A value in a message: floats without the digits of rounding, long lists with their beginning."""
     if isinstance(value, float):
-        return repr(round(value, 6)) if math.isfinite(value) and abs(value) > 1e-4 else f"{value:g}"
+        return f"{value:.6g}"
     if isinstance(value, list):
         ends = ", ..." if len(value) > 20 else ""
         return f"[{', '.join(shown(each) for each in value[:20])}{ends}]"

@@ -70,7 +70,7 @@ def tasks(lesson: Lesson) -> list[str]:
 
 def tasks_at(lesson: Lesson, work: Path, line: int) -> list[str]:
     """The exercises in which this line of a learner's file lies, or at least in whose function."""
-    (answer,) = [answer for answer, place in lesson.files if place == work]
+    (answer,) = [answer for answer, _ in lesson.files if answer.name == work.name]
     here = _function_at(work.read_text(), line)
     source = answer.read_text()
     near = [x.task for x in task_regions(source) if _function_at(source, x.first + 1) == here]

@@ -64,19 +64,25 @@ def run_tests(reporter: Reporter, *arguments: str) -> bool:
     return status == pytest.ExitCode.OK
 
 
-def task_tests(number: int) -> str:
-    """The file of a lesson's own tests."""
-    return str(ROOT / f"tests/lessons/test_task_step{number}.py")
+def run_task_tests(reporter: Reporter, lesson: Lesson, *stop: str) -> bool:
+    """The lesson's own tests."""
+    file = ROOT / f"tests/lessons/test_task_step{lesson.number}.py"
+    return run_tests(reporter, str(file), "--noconftest", *stop)
+
+
+def run_contract(reporter: Reporter, lesson: Lesson) -> bool:
+    """What every implementation must establish, up to the first failure, without the long tail."""
+    few = ["-m", "not slow and not thorough", "-k", "not process"]
+    return run_tests(reporter, "--impl", "mine", *lesson.tests, *few, "-x")
 
 
 def judge(lesson: Lesson, works: list[Path], blanks: list[str], watch: Watch) -> int:
     """Run the task tests, then the contract; print the first failure, or the measured bill."""
     reporter = Reporter(watch, works, dots=True)
-    passed = run_tests(reporter, task_tests(lesson.number), "--noconftest", "-x")
+    passed = run_task_tests(reporter, lesson, "-x")
     if passed:
         print("\ntask tests passed; now the contract", flush=True)
-        few = ["-m", "not slow and not thorough", "-k", "not process"]
-        passed = run_tests(reporter, "--impl", "mine", *lesson.tests, *few, "-x")
+        passed = run_contract(reporter, lesson)
     print()
     if not passed:
         print(f"passed: {reporter.passed} checks, then stopped at the first failure")
@@ -95,7 +101,7 @@ def judge(lesson: Lesson, works: list[Path], blanks: list[str], watch: Watch) ->
 def judge_tasks(lesson: Lesson, works: list[Path], watch: Watch) -> int:
     """Run the task tests only, all of them, and print what each failure says."""
     reporter = Reporter(watch, works)
-    run_tests(reporter, task_tests(lesson.number), "--noconftest")
+    run_task_tests(reporter, lesson)
     print(f"passed: {reporter.passed}, failed: {len(reporter.failures)}")
     for failure in reporter.failures:
         said = failure.message.splitlines()[0]

@@ -21,7 +21,7 @@ class Failure:
     error: str  # the exception's class
     message: str
     facts: Facts | None = None
-    place: tuple[Path, int] | None = None  # the innermost line of a learner's file, if one was running
+    places: tuple[tuple[Path, int], ...] = ()  # lines of a learner's file that were running, innermost last
 
 
 def failure_of(test: str, error: BaseException, works: Sequence[Path]) -> Failure:
@@ -30,10 +30,10 @@ def failure_of(test: str, error: BaseException, works: Sequence[Path]) -> Failur
     while chain[-1].__cause__ is not None:
         chain.append(chain[-1].__cause__)
     facts = next((each.facts for each in chain if isinstance(each, WrongError)), None)
-    places = [place for each in chain for place in _lines_of(each, works)]
+    places = tuple(place for each in chain for place in _lines_of(each, works))
     root = chain[-1]
     message = str(facts) if facts else str(root) or type(root).__name__
-    return Failure(test, type(root).__name__, message, facts, places[-1] if places else None)
+    return Failure(test, type(root).__name__, message, facts, places)
 
 
 def _lines_of(error: BaseException, works: Sequence[Path]) -> Iterator[tuple[Path, int]]:
@@ -47,34 +47,32 @@ def _lines_of(error: BaseException, works: Sequence[Path]) -> Iterator[tuple[Pat
 
 @dataclass(frozen=True)
 class Paragraph:
-    """A place in a lesson's text, by the heading above it."""
+    """A place in a lesson's text: its line, and the heading above it."""
 
-    path: Path
+    path: Path  # of the text, or of the page that is built from it
+    line: int
     heading: str
 
-    def __str__(self) -> str:
-        anchor = re.sub(r"[^\w\- ]", "", self.heading.lower()).replace(" ", "-")
-        return (
-            f"{shown(self.path)}#{anchor}"
-            if self.path.suffix == ".html"
-            else f"{shown(self.path)}, {self.quoted}"
-        )
-
     @property
-    def quoted(self) -> str:
-        """The heading in quotation marks."""
-        return f'"{self.heading}"'
+    def anchor(self) -> str:
+        """The heading's name on the page."""
+        return re.sub(r"[^\w\- ]", "", self.heading.lower()).replace(" ", "-")
+
+    def __str__(self) -> str:
+        place = f"#{self.anchor}" if self.path.suffix == ".html" else f":{self.line}"
+        return f'{shown(self.path)}{place}, "{self.heading}"'
 
 
 def paragraphs(lesson: Lesson) -> dict[str, Paragraph]:
     """What the lesson's text explains, as it says in comments: a task, or TASK/MISTAKE."""
     found, heading = {}, ""
-    for line in (lesson.path / "lesson.md").read_text(encoding="utf-8").splitlines():
+    text = (lesson.path / "lesson.md").read_text(encoding="utf-8")
+    for number, line in enumerate(text.splitlines(), 1):
         if line.startswith("#"):
             heading = line.lstrip("#").strip()
         elif match := EXPLAINS.fullmatch(line):
             for name in match[1].split(", "):
-                found[name] = Paragraph(lesson.page, heading)
+                found[name] = Paragraph(lesson.page, number + 2, heading)
     return found
 
 
@@ -85,6 +83,7 @@ class Verdict:
     failure: Failure
     finding: Finding | None
     tasks: list[str]
+    place: tuple[Path, int] | None
     paragraph: Paragraph | None
 
     def text(self, lesson: Lesson) -> str:
@@ -92,8 +91,8 @@ class Verdict:
         lines = [f"failed: {self.failure.test}", "", *(f"  {line}" for line in self._said()), ""]
         if self.finding is not None:
             lines.append(f"that is: {self.finding.words}")
-        if self.failure.place is not None:
-            work, number = self.failure.place
+        if self.place is not None:
+            work, number = self.place
             lines.append(
                 f"in {shown(work)}, line {number}: {work.read_text().splitlines()[number - 1].strip()}"
             )
@@ -110,15 +109,22 @@ class Verdict:
 def verdict(lesson: Lesson, failure: Failure, blanks: Sequence[str] = ()) -> Verdict:
     """Name the mistake and its task: by the learner's line that was running, or else by the test's name."""
     by_name = [task for task in tasks(lesson) if failure.test.startswith(f"test_{task}_")]
+    place, about = None, by_name
     if failure.facts is not None:
         meant: Finding | None = of_facts(failure.facts)
-        about = by_name
+    elif failure.error in ("AssertionError", "Failed"):
+        meant = None
     else:
-        plain_claim = failure.error in ("AssertionError", "Failed")
-        meant = None if plain_claim else of_error(failure.error, failure.message)
-        about = (tasks_at(lesson, *failure.place) if failure.place else []) or by_name
+        meant = of_error(failure.error, failure.message)
+        for place in reversed(failure.places):  # the innermost, but rather one of the task that is tested
+            about = tasks_at(lesson, *place)
+            if set(about) & set(by_name):
+                break
+        else:
+            place = failure.places[-1] if failure.places else None
+            about = (tasks_at(lesson, *place) if place else []) or by_name
     about = about or list(blanks[:1]) or tasks(lesson)
     known = paragraphs(lesson)
     mistake = meant.mistake if meant else ""
     names = [f"{about[0]}/{mistake}", about[0]] if len(about) == 1 else []
-    return Verdict(failure, meant, about, next((known[name] for name in names if name in known), None))
+    return Verdict(failure, meant, about, place, next((known[name] for name in names if name in known), None))

@@ -140,3 +140,14 @@ def test_gather_copies_the_master_into_its_place() -> None:
     got, expected = [mine for _, mine, _ in answers], [master for *_, master in answers]
     what = "own slices of a 16-bit model, whose masters are tensors of their own"
     same(what, got, expected, by_rank=True, world=2, before=[[1.0, 1.0], [1.0, 0.0]])
+
+
+def test_gather_writes_into_the_window() -> None:
+    def body(comm: Comm) -> bool:
+        (flat,) = (stage := stage1.Stage1(nn.Linear(3, 1), comm)).flats
+        with torch.no_grad():
+            stage.gather_parameters()
+        return flat.mine.untyped_storage().data_ptr() == flat.flat.untyped_storage().data_ptr()
+
+    what = "whether `f.mine` is still a window of the model's memory, on 2 ranks"
+    same(what, all(run_world(body, 2)), True, about="memory")
