@@ -73,7 +73,8 @@ def tasks_at(lesson: Lesson, work: Path, line: int) -> list[str]:
     (answer,) = [answer for answer, _ in lesson.files if answer.name == work.name]
     here = _function_at(work.read_text(), line)
     source = answer.read_text()
-    near = [x.task for x in task_regions(source) if _function_at(source, x.first + 1) == here]
+    found = [(x.task, _function_at(source, x.first + 1)) for x in task_regions(source)]
+    near = [task for task, name in found if f"{here}.".startswith(f"{name}.")]  # a hook stands inside of it
     inside = [task for task, lines in _written(lesson, answer, work).items() if line - 1 in lines]
     return [task for task in near if task in inside] or near
 

@@ -80,27 +80,41 @@ class CompressedMean:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Sends 2(N-1) times chunk/8 bytes and the scales. One rank has nothing to send or to lose."""
-        N, rank = self.comm.world_size, self.comm.rank
-        if N == 1:
+        if self.comm.world_size == 1:
             return x.clone()
-        # --8<-- [start:ex_mean]
         real = sum(self.sizes)
         padded = torch.zeros_like(self.worker_error)
         padded[:real] = x[:real]
-        packed, scales = compress(padded, self.worker_error, self.sizes, self.l1)
-        parts = [_join(signs, scales) for signs in packed.chunk(N)]
-        received = self.comm.all_to_all(parts)  # everyone's signs of the chunk that I serve
-        mean = torch.zeros_like(self.server_error)
-        for sender, part in enumerate(received):
-            mean += self._open(part, self.lengths[rank], sender) / N
-        mine = _join(*compress(mean, self.server_error, self.lengths[rank], self.l1))
-        answers = mine.new_empty(N * mine.numel())
-        self.comm.all_gather(answers, mine)
-        chunks = [self._open(part, self.lengths[r], r) for r, part in enumerate(answers.chunk(N))]
-        # --8<-- [end:ex_mean]
         result = torch.zeros_like(x)
-        result[:real] = torch.cat(chunks)[:real]
+        result[:real] = self.collect(self.serve(self.send(padded)))[:real]
         return result
+
+    def send(self, x: Tensor) -> list[Tensor]:
+        """First, everyone is a worker: to each server its chunk of my signs. Returns what came to me."""
+        # --8<-- [start:ex_send]
+        packed, scales = compress(x, self.worker_error, self.sizes, self.l1)
+        messages = [_join(signs, scales) for signs in packed.chunk(self.comm.world_size)]
+        return self.comm.all_to_all(messages)
+        # --8<-- [end:ex_send]
+
+    def serve(self, received: Sequence[Tensor]) -> Tensor:
+        """Second, everyone is a server: one message from each rank in, the answer for my chunk out."""
+        # --8<-- [start:ex_serve]
+        lengths = self.lengths[self.comm.rank]
+        mean = torch.zeros_like(self.server_error)
+        for sender, message in enumerate(received):
+            mean += self._open(message, lengths, sender) / self.comm.world_size
+        return _join(*compress(mean, self.server_error, lengths, self.l1))
+        # --8<-- [end:ex_serve]
+
+    def collect(self, answer: Tensor) -> Tensor:
+        """Third: all servers' answers, opened and in rank order, are the mean, on every rank."""
+        # --8<-- [start:ex_collect]
+        answers = answer.new_empty(self.comm.world_size * answer.numel())
+        self.comm.all_gather(answers, answer)
+        parts = answers.chunk(self.comm.world_size)
+        return torch.cat([self._open(part, self.lengths[r], r) for r, part in enumerate(parts)])
+        # --8<-- [end:ex_collect]
 
     def _open(self, part: Tensor, lengths: list[int], sender: int) -> Tensor:
         signs, scales = part[: self.chunk // 8], part[self.chunk // 8 :].clone().view(torch.float32)

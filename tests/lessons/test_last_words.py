@@ -69,30 +69,37 @@ def test_a_crash_names_the_line_and_its_task(tmp_path: Path) -> None:
     lesson = LESSONS[3]
     file = answer_with(lesson)
     lines = file.read_text().splitlines()
-    number = 1 + next(i for i, line in enumerate(lines) if "self.comm.all_gather" in line)
+    number = 1 + next(i for i, line in enumerate(lines) if "flat_grad = " in line)
     crash = "import faulthandler; faulthandler._sigsegv()"
     file.write_text("\n".join([*lines[: number - 1], " " * 8 + crash, *lines[number:]]))
     theirs = f"import runpy; m = runpy.run_path({str(file)!r})\nwatch.start('test_x')\n"
-    theirs += "class S: is_whole = False; mine = m['torch'].zeros(1); bytes = 4; flat = mine\n"
-    end = last_words.read(last_words_of(theirs + "m['Sliced'].gather(S())", tmp_path), [file])
+    end = last_words.read(last_words_of(theirs + "m['Sliced'].reduce_gradient(None)", tmp_path), [file])
     assert end is not None and end.place == (file, number)
     said = explain(lesson, end)
     assert "Segmentation fault: memory was used that is not there" in said
-    assert f"line {number}, task gather: import faulthandler" in said
-    assert said.endswith("help: python -m lessons hint 3 gather")
+    assert f"line {number}, task reduce: import faulthandler" in said
+    assert said.endswith("help: python -m lessons hint 3 reduce")
 
 
 def test_a_crash_outside_the_file_names_the_test_s_task() -> None:
-    end = last_words.End("test_gather_makes_it_whole", "Segmentation fault: memory", None)
+    end = last_words.End("test_slice_is_a_copy", "Segmentation fault: memory", None)
     said = explain(LESSONS[3], end)
-    assert "no line of yours was running" in said and said.endswith("hint 3 gather")
+    assert "no line of yours was running" in said and said.endswith("hint 3 slice")
+
+
+def test_a_hook_inside_of_a_task_s_function_belongs_to_the_task() -> None:
+    lesson = LESSONS[3]
+    file = answer_with(lesson)
+    lines = file.read_text().splitlines()
+    number = 2 + next(i for i, line in enumerate(lines) if "def before_backward" in line)
+    assert exercise.tasks_at(lesson, file, number) == ["after"]
 
 
 def test_forgotten_memory_is_a_sentence_and_no_crash(capfd: Capture) -> None:
     answer_with(LESSONS[3], ("self.flat.untyped_storage().resize_(self.bytes)", "pass"))
     assert check(LESSONS[3]) == 1
     said = capfd.readouterr().out
-    assert "a storage has 0 bytes, 32 are needed: resize_ it first" in said and "hint 3 gather" in said
+    assert "a storage has 0 bytes, 24 are needed: resize_ it first" in said
 
 
 @pytest.mark.slow

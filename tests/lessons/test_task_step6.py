@@ -86,6 +86,79 @@ def test_compress_leaves_x_alone() -> None:
     assert x.tolist() == list(range(8)), f"x after compress: expected 0 to 7, got {x.tolist()}"
 
 
+def two_pieces(comm: Comm) -> compression.CompressedMean:
+    """Pieces of 12 and 4 for two ranks: chunk 0 has 8 of the first, chunk 1 has 4 of each."""
+    return compression.CompressedMean(comm, [12, 4], torch.zeros(1))
+
+
+PLUS, HALF, MIXED = 255, 15, 85  # eight times plus; four plus and four minus; in turn
+
+
+def message(signs: int, scales: list[float]) -> Tensor:
+    """One byte of signs, and two scales."""
+    return compression._join(torch.tensor([signs], dtype=torch.uint8), torch.tensor(scales))
+
+
+def opened(message: Tensor) -> tuple[list[int], list[float]]:
+    """The bytes of signs and the scales in a message about two pieces."""
+    return message[:-8].tolist(), message[-8:].clone().view(torch.float32).tolist()
+
+
+def test_send_gives_each_server_its_signs_and_everyone_s_scales() -> None:
+    def body(comm: Comm) -> list[tuple[list[int], list[float]]]:
+        sizes = torch.tensor([comm.rank + 1.0] * 12 + [10.0 * (comm.rank + 1)] * 4)
+        minus = torch.tensor([1.0] * 8 + [1.0] * 4 + [-1.0] * 4) if comm.rank else torch.ones(16)
+        return [opened(each) for each in two_pieces(comm).send(sizes * minus)]
+
+    for rank, got in enumerate(run_world(body, 2)):
+        expected = [([PLUS], [1.0, 10.0]), ([HALF if rank == 1 else PLUS], [2.0, 20.0])]
+        assert got == expected, (
+            f"bytes of signs and scales that come to rank {rank} from 0 and 1: expected {expected}, got {got}"
+        )
+
+
+def test_send_remembers_what_the_worker_got_wrong() -> None:
+    def body(comm: Comm) -> list[float]:
+        mean = two_pieces(comm)
+        mean.send(torch.tensor([1.0, 7.0] * 8))  # the root of the mean square is 5
+        return mean.worker_error.tolist()
+
+    for rank, got in enumerate(run_world(body, 2)):
+        expected = [-4.0, 2.0] * 8
+        assert got == pytest.approx(expected), f"rank {rank}, worker_error: expected {expected}, got {got}"
+
+
+def test_serve_answers_with_the_mean_of_what_came() -> None:
+    def body(comm: Comm) -> tuple[list[int], list[float]]:
+        return opened(two_pieces(comm).serve([message(HALF, [1.0, 10.0]), message(HALF, [3.0, 30.0])]))
+
+    got = run_world(body, 2)[1]
+    expected = ([HALF], [2.0, 20.0])
+    assert got == expected, f"rank 1's answer, signs and scales: expected {expected}, got {got}"
+
+
+def test_serve_remembers_what_the_server_got_wrong() -> None:
+    def body(comm: Comm) -> list[float]:
+        mean = two_pieces(comm)
+        mean.serve([message(PLUS, [3.0, 3.0]), message(MIXED, [4.0, 4.0])])  # 3.5, -0.5, 3.5, -0.5, ...
+        return mean.server_error.tolist()
+
+    for rank, got in enumerate(run_world(body, 2)):
+        expected = [1.0, 2.0] * 4  # 3.5 is heard as 2.5, and -0.5 as -2.5
+        assert got == pytest.approx(expected), f"rank {rank}, server_error: expected {expected}, got {got}"
+
+
+def test_collect_puts_all_answers_together() -> None:
+    def body(comm: Comm) -> tuple[list[float], int]:
+        scales = [2.0, 7.0] if comm.rank else [1.0, 5.0]
+        return two_pieces(comm).collect(message(PLUS, scales)).tolist(), comm.ledger.total_sent()
+
+    for rank, (got, sent) in enumerate(run_world(body, 2)):
+        expected = [1.0] * 8 + [2.0] * 4 + [7.0] * 4  # nothing of the second piece lies in chunk 0
+        assert got == expected, f"rank {rank}, the mean of 16 values: expected {expected}, got {got}"
+        assert sent == 9, f"rank {rank}: expected a message of 9 bytes sent, got {sent}"
+
+
 Heard = dict[str, Tensor]
 
 
