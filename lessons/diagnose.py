@@ -9,6 +9,7 @@ from lessons.evidence import Facts, alike, is_number, numbers, shown
 
 SAID = {
     "blank": "the task is not written yet",
+    "alone": "each rank has its own: nothing was exchanged",
     "sum": "it is {world} times too much: the sum over {world} ranks, where the mean was asked",
     "mean of the mean": "it is 1/{world} of what it should be: divided by the number of ranks once too often",
     "last only": "it is 1/{micro} of what it should be: the last of {micro} micro-batches, not their sum",
@@ -65,6 +66,8 @@ def of_facts(facts: Facts) -> Finding:
     for cause, value in facts.lookalikes.items():
         if alike(facts.got, value, 1e-5):
             return finding("lookalike", cause=cause)
+    if facts.alone is not None and alike(facts.got, facts.alone, 1e-5):
+        return finding("alone")
     if facts.got is None and facts.expected is not None:
         return finding("nothing")
     by_kind = {"calls": _calls, "bytes": _bytes, "dtype": _dtype, "memory": _memory, "kept": _kept}

@@ -16,6 +16,7 @@ class Facts:
     world: int = 1
     by_rank: bool = False  # both sides are lists with one entry a rank
     micro_batches: int = 1  # that were to be added up
+    alone: Any = None  # what the ranks would have if nobody had exchanged anything
     before: Any = None  # what stood there before, if it had to change
     lookalikes: Mapping[str, Any] = field(default_factory=dict)  # a cause in words, and what it leads to
 

@@ -1,7 +1,7 @@
 """A museum of mistakes: wrong answers with a name, what each looks like to `check`, and how to seed one.
 
-`python -m lessons.museum N FILE` puts every wrong answer of lesson N in the place of the right one, lets `check`'s
-tests judge it, and writes what they say as JSON. Nothing about a failure is written by hand.
+`python -m lessons.museum N FILE` puts every wrong answer of lesson N in the place of the right one, lets the
+tests of `check` judge it, and writes what they say as JSON. Nothing about a failure is written by hand.
 """
 
 import importlib
@@ -94,9 +94,7 @@ def _judged(lesson: Lesson, mistake: Mistake, folder: Path) -> Exhibit:
     seen = verdict(lesson, failure)
     found, words = (seen.finding.mistake, seen.finding.words) if seen.finding else ("", "")
     heading = seen.paragraph.heading if seen.paragraph else ""
-    return Exhibit(
-        mistake.name, failure.test, failure.message, found, words, seen.tasks, heading, caught_by
-    )
+    return Exhibit(mistake.name, failure.test, failure.message, found, words, seen.tasks, heading, caught_by)
 
 
 def each_mistake() -> Iterator[tuple[Lesson, Mistake]]:

@@ -117,8 +117,9 @@ def verdict(lesson: Lesson, failure: Failure, blanks: Sequence[str] = ()) -> Ver
     else:
         meant = of_error(failure.error, failure.message)
         for place in reversed(failure.places):  # the innermost, but rather one of the task that is tested
-            about = tasks_at(lesson, *place)
-            if set(about) & set(by_name):
+            at = tasks_at(lesson, *place)
+            about = [task for task in at if task in by_name]
+            if about:
                 break
         else:
             place = failure.places[-1] if failure.places else None

@@ -157,7 +157,7 @@ MISTAKES = (
         "self.comm.reduce_scatter(parts).div_(self.comm.world_size)",
         "parts[self.comm.rank].clone()",
         "each rank takes its part of its own gradient, and nothing is exchanged",
-        "lookalike",
+        "alone",
         BROKEN,
     ),
     Mistake(

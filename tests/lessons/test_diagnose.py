@@ -9,6 +9,7 @@ from lessons.evidence import Facts, WrongError, alike, same, shown
 
 FOUND: list[tuple[str, Any, Any, dict[str, Any]]] = [
     ("sum", [[3.0, 3.0], [3.0, 0.0]], [[1.5, 1.5], [1.5, 0.0]], {"world": 2, "by_rank": True}),
+    ("alone", [[1.0], [2.0]], [[1.5], [1.5]], {"world": 2, "alone": [[1.0], [2.0]]}),
     ("mean of the mean", [0.75, 0.5], [1.5, 1.0], {"world": 2}),
     ("last only", [1.0, 2.0], [3.0, 6.0], {"world": 2, "micro_batches": 3}),
     ("ratio", [2.5, 5.0], [1.0, 2.0], {"world": 2}),

@@ -87,6 +87,8 @@ def test_scale_stops_at_the_minimum_and_says_why() -> None:
     same("at the minimum, after an overflow that is forgiven", patient.scale, 1)
 
 
+MISSED = {"an inf, or a NaN, is not seen: look at every slice, and at every kind": [False] * 2}
+MISSED["an inf, or a NaN, is not seen at all"] = [False] * 3
 ALARM = {"an alarm where all is finite": [True] * 3}
 
 
@@ -103,9 +105,12 @@ def asked(comm: Comm, mine: list[list[float]]) -> tuple[object, list[str], int]:
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_overflow_on_one_rank_is_known_to_all(bad: float) -> None:
     got = [answer[0] for answer in run_world(asked, 3, [[1.0], [2.0, bad]])]
-    own = {"each rank answers for its own slices: nobody has asked the others": [False, False, True]}
-    own["the answer is about one slice, not about all of them"] = [False] * 3
-    same(f"{bad} on the last rank only", got, [True] * 3, world=3, lookalikes=own)
+    same(f"{bad} on the last rank only", got, [True] * 3, alone=[False, False, True], lookalikes=MISSED)
+
+
+def test_overflow_of_any_slice_counts() -> None:
+    got = [answer[0] for answer in run_world(asked, 2, [[math.inf], [1.0]])]
+    same("inf in the first of two slices", got, [True] * 2, alone=[False, True], lookalikes=MISSED)
 
 
 def test_overflow_is_denied_when_all_is_finite() -> None:

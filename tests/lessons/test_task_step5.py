@@ -134,8 +134,8 @@ def up(comm: Comm) -> tuple[list[float], int, int, bool]:
 
 def test_up_brings_everybody_s_new_slice_to_every_model() -> None:
     got, expected = [got for got, *_ in run_world(up, 2)], [[2.0, 2.0, 3.0]] * 2
-    own = {"each rank has only its own new slice: nobody has collected the others'": [[2, 2, 1], [1, 1, 3]]}
-    same("weights of 2 ranks", got, expected, by_rank=True, before=[[1.0] * 3] * 2, lookalikes=own)
+    alone, before = [[2.0, 2.0, 1.0], [1.0, 1.0, 3.0]], [[1.0] * 3] * 2
+    same("weights of 2 ranks", got, expected, by_rank=True, before=before, alone=alone)
 
 
 def test_up_rounds_first_so_that_two_bytes_travel() -> None:

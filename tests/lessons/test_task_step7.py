@@ -1,8 +1,11 @@
 """Lesson 7's tasks, one claim at a time; run on zero_min or on a learner's file in its place."""
 
+from contextlib import suppress
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from lessons.evidence import same
 from zero_min import muon, run_world
@@ -15,7 +18,9 @@ def matrix(*shape: int) -> Tensor:
 
 @pytest.mark.parametrize("shape", [(6, 20), (20, 6), (9, 9)])
 def test_orthogonalize_brings_singular_values_near_one(shape: tuple[int, int]) -> None:
-    got = torch.linalg.svdvals(muon.orthogonalize(matrix(*shape)).float())
+    made = muon.orthogonalize(matrix(*shape)).float()
+    same(f"the largest number in what {shape} becomes", float(made.abs().max()), 0.5, near=0.5)
+    got = torch.linalg.svdvals(made)
     ends = [float(got.min()), float(got.max())]
     same(f"smallest and largest singular value of {shape}", ends, [0.9, 0.9], near=0.4)
 
@@ -42,6 +47,12 @@ def test_orthogonalize_makes_the_shorter_side_the_square() -> None:
     tall, wide = matrix(40, 3), matrix(40, 3).T
     off = float((muon.orthogonalize(tall) - muon.orthogonalize(wide).T).abs().max())
     same("the difference between a tall matrix and its transpose", off, 0.0)
+    with FlopCounterMode(display=False) as counter:
+        muon.orthogonalize(tall, steps=1)
+    expected = 3 * 3 * (2 * 40 + 3)
+    got, longer = counter.get_total_flops() // 2, 40 * 40 * (2 * 3 + 40)
+    known = {"the square is made on the longer side": longer}
+    same("multiplications of a step on (40, 3)", max(got, expected), expected, lookalikes=known)
 
 
 def test_orthogonalize_bears_a_matrix_of_zeros() -> None:
@@ -75,10 +86,9 @@ def test_owners_take_the_largest_first() -> None:
 
 
 def test_owners_are_chosen_by_work_and_not_by_bytes() -> None:
-    got = muon.choose_owners([(1, 64), (8, 8), (8, 8)], 2)
-    by_bytes = {"they are chosen by the number of elements, not by work": False}
-    what = f"whether the two square ones of three matrices of 64 elements are on two ranks, {list(got)}"
-    same(what, got[1] != got[2], True, lookalikes=by_bytes)
+    got = muon.choose_owners([(8, 8), (1, 64), (1, 64), (1, 64)], 2)
+    by_bytes = {"they are chosen by the number of elements, not by work": [0, 1, 0, 1]}
+    same("a square of 64 elements and three rows of 64 for two ranks", got, [0, 1, 1, 1], lookalikes=by_bytes)
 
 
 def test_owners_may_be_fewer_than_ranks() -> None:
@@ -106,7 +116,11 @@ def trainer_of(comm: Comm) -> muon.Stage2Muon:
 Call = tuple[list[list[float]], list[int]]
 
 
-def calls_of(comm: Comm) -> tuple[list[Call], list[int], Tensor]:
+class Enough(Exception):  # noqa: N818  it is no error
+    """The first call has been seen, and what follows is another task."""
+
+
+def calls_of(comm: Comm, first_only: bool = False) -> tuple[list[Call], list[int], Tensor]:
     """What a visit gives to both all-to-alls, who owns what, and what comes back."""
     trainer, calls, dtypes = trainer_of(comm), list[Call](), list[str]()
     all_to_all = comm.all_to_all
@@ -114,17 +128,22 @@ def calls_of(comm: Comm) -> tuple[list[Call], list[int], Tensor]:
     def noted(parts: list[Tensor], sizes: list[int]) -> list[Tensor]:
         calls.append(([part.tolist() for part in parts], list(sizes)))
         dtypes.append(str(parts[0].dtype))
-        return all_to_all(parts, sizes)
+        received = all_to_all(parts, sizes)
+        if first_only:
+            raise Enough
+        return received
 
     comm.all_to_all = noted  # type: ignore[method-assign, assignment]
     mine = torch.arange(32.0) + 32 * comm.rank
-    updates = trainer.visit(mine)
-    same("what travels there and back", dtypes, ["torch.bfloat16"] * 2, about="dtype")
+    updates = [mine]
+    with suppress(Enough):
+        updates = trainer.visit(mine)
+    same("what travels", dtypes, ["torch.bfloat16"] * len(dtypes), about="dtype")
     return calls, trainer.owners, torch.cat(list(updates))
 
 
 def test_there_sends_every_owner_its_pieces() -> None:
-    (first, owners, _), (second, *_) = run_world(calls_of, 2)
+    (first, owners, _), (second, *_) = run_world(calls_of, 2, True)
     # Dealt to two ranks the matrices lie in the order (6, 5), (2, 9), (4, 4): 30, 18 and 16 elements.
     same("owners", owners, [0, 1, 1])
     got = [[[int(value) for value in part] for part in calls[0][0]] for calls in (first, second)]
@@ -133,7 +152,7 @@ def test_there_sends_every_owner_its_pieces() -> None:
 
 
 def test_there_says_how_much_comes_from_each_rank() -> None:
-    (first, *_), (second, *_) = run_world(calls_of, 2)
+    (first, *_), (second, *_) = run_world(calls_of, 2, True)
     got = [calls[0][1] for calls in (first, second)]
     same("elements that ranks 0 and 1 await from 0 and 1", got, [[30, 0], [2, 32]], by_rank=True, world=2)
 
