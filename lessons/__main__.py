@@ -11,7 +11,7 @@ try:
     from lessons import exercise
     from lessons.check import check, progress
     from lessons.exercise import LessonError, find_lesson, shown
-    from lessons.registry import LESSONS
+    from lessons.registry import IN_ORDER
 except ModuleNotFoundError as missing:
     sys.exit(
         f"{missing.name} is not installed here. Once: make demo. In each terminal: source .venv/bin/activate"
@@ -25,14 +25,15 @@ check N         run the shared tests on your work file
 hint N [T] [k]  a hint for task T, or for the next blank one; k = 1, 2, 3 says more and more
 diff N          your file against the answer
 solution N      the answer to every task
-run N           the lesson's experiment, with a plot; --world W ranks"""
+run N           the lesson's experiment, with a plot; --world W ranks
+golf N          a schedule of your own on course 1, 2 or 3: what it costs beside a stage"""
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m lessons", description=COMMANDS, formatter_class=form)
-    names = ["list", "demo", "start", "check", "hint", "diff", "solution", "run"]
+    names = ["list", "demo", "start", "check", "hint", "diff", "solution", "run", "golf"]
     parser.add_argument("command", choices=names, metavar="command", nargs="?")
     parser.add_argument("number", nargs="?", help="the lesson's number")
     parser.add_argument("more", nargs="*", help="of hint: a task's name, how much of a hint, or both")
@@ -47,6 +48,8 @@ def main(arguments: list[str] | None = None) -> int:
             return {"list": list_lessons, "demo": demo}[chosen.command]()
         if chosen.number is None:
             raise LessonError(f"which lesson? python -m lessons {chosen.command} N")
+        if chosen.command == "golf":
+            return golf(chosen.number)
         return one_lesson(chosen)
     except LessonError as error:
         print(error, file=sys.stderr)
@@ -78,14 +81,21 @@ def one_lesson(chosen: argparse.Namespace) -> int:
     return 0
 
 
+def golf(number: str) -> int:
+    """A course of ZeRO golf."""
+    from lessons.golf import golf as play
+
+    return play(number)
+
+
 def list_lessons() -> int:
     """Every lesson with its page and the learner's progress."""
     rows = [("", "lesson, its page and its notebook", "your work")]
-    for x in LESSONS:
+    for x in IN_ORDER:
         places = [shown(path) for path in (x.page, x.notebook) if path.exists()]
         rows.append((str(x.number), "\n".join([x.title, *places]), progress(x)))
     print_table(rows)
-    if any(x.page.suffix == ".md" for x in LESSONS):
+    if any(x.page.suffix == ".md" for x in IN_ORDER):
         print("`make site` builds the pages for a browser into build/site; index.html is the first.")
     return 0
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from lessons import last_words, replace
 from lessons.check import QUICK
-from lessons.exercise import LessonError
-from lessons.registry import LESSONS, ROOT
+from lessons.exercise import LessonError, find_lesson
+from lessons.registry import ROOT
 from zero_min import WorldError
 
 
@@ -28,12 +28,12 @@ def columns(rows: Sequence[Sequence[object]]) -> str:
     return "\n".join(lines)
 
 
-def run_cell(step: int, section: str) -> str:
+def run_cell(step: int | str, section: str) -> str:
     """Run the python cell of the lesson's section and return what its reader sees.
 
     Left out is what changes from run to run: which rank noticed an error first, and line numbers.
     """
-    text = (LESSONS[step].path / "lesson.md").read_text(encoding="utf-8")
+    text = (find_lesson(str(step)).path / "lesson.md").read_text(encoding="utf-8")
     text = re.sub(r"<!-- weave:.*?<!-- /weave -->", "", text, flags=re.DOTALL)
     after = text[re.search(rf"^## {re.escape(section)}", text, re.MULTILINE).end() :]  # type: ignore[union-attr]
     code = after.split("```python\n", 1)[1].split("```", 1)[0]
@@ -75,14 +75,15 @@ class Verdict:
     text: str
 
 
-def change_line(step: int, right: str, mine: str, limit: float = 120) -> Verdict:
+def change_line(step: int | str, right: str, mine: str, limit: float = 120) -> Verdict:
     """Put `mine` in the place of a line of the step's answer key, and run the step's task tests on that.
 
     The answer key itself stays as it is: the changed copy takes its place in another process only.
     """
-    places = [source for source, _ in LESSONS[step].files if right in source.read_text(encoding="utf-8")]
+    lesson = find_lesson(str(step))
+    places = [source for source, _ in lesson.files if right in source.read_text(encoding="utf-8")]
     if len(places) != 1 or places[0].read_text(encoding="utf-8").count(right) != 1:
-        files = ", ".join(LESSONS[step].sources)
+        files = ", ".join(lesson.sources)
         raise LessonError(f"{right!r} must stand in {files} exactly once: copy the line from there")
     changed = scripts() / "changed" / places[0].name  # not beside scripts, which could import it by its name
     changed.parent.mkdir(exist_ok=True)

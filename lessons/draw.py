@@ -53,6 +53,49 @@ def stage(number: int) -> str:
     )
 
 
+def ring() -> str:
+    """How four pieces go round a ring of four ranks: how many ranks' numbers each piece holds, where."""
+    counts = [[1] * RANKS for _ in range(RANKS)]  # [rank][piece]
+    moments = [("start", counts, set[tuple[int, int]]())]
+    for round in range(2 * (RANKS - 1)):
+        scatters = round < RANKS - 1
+        before, counts, came = counts, [list(pieces) for pieces in counts], set()
+        for rank in range(RANKS):
+            piece = (rank - 2 - round) % RANKS if scatters else (rank - 1 - (round - RANKS + 1)) % RANKS
+            left = before[rank - 1][piece]
+            counts[rank][piece] = before[rank][piece] + left if scatters else left
+            came.add((rank, piece))
+        moments.append((f"round {round + 1}", counts, came))
+    width, height = LEFT + RANKS * (CELL + GAP), TOP + ROW * len(moments) + 6
+    size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
+    title = "A piece goes round four ranks: added up on the first way, copied on the second"
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{title}">', STYLE]
+    for rank in range(RANKS):
+        middle = LEFT + rank * (CELL + GAP) + CELL // 2
+        parts.append(f'<text x="{middle}" y="26" text-anchor="middle">rank {rank}</text>')
+    for line, (name, by_rank, came) in enumerate(moments):
+        y = TOP + line * ROW
+        parts.append(f'<text x="{LEFT - 12}" y="{y + 19}" text-anchor="end">{name}</text>')
+        for rank, pieces in enumerate(by_rank):
+            for piece, count in enumerate(pieces):
+                left = LEFT + rank * (CELL + GAP) + piece * (CELL // RANKS) + 1
+                parts += _piece(left, y, count, (rank, piece) in came)
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+TINTS = ("#FBEBCB", "#F5D494", "#EDB84E", "#E69F00")  # of gradients: one rank's numbers, ..., everybody's
+
+
+def _piece(x: int, y: int, count: int, came: bool) -> list[str]:
+    """A box with a number; one that has just come from the left neighbour has an edge."""
+    edge = ' stroke="#0072B2" stroke-width="3"' if came else ""
+    width = CELL // RANKS - 3
+    return [
+        f'<rect x="{x}" y="{y}" width="{width}" height="28" rx="3" fill="{TINTS[count - 1]}"{edge}/>',
+        f'<text x="{x + width // 2}" y="{y + 19}" text-anchor="middle" style="fill: #222">{count}</text>',
+    ]
+
+
 def staircase(stages: Sequence[int]) -> str:
     """What rank 0 of four holds at each stage: the whole project in one picture."""
     return _drawing(

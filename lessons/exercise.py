@@ -5,9 +5,10 @@ import difflib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 
-from lessons.registry import LESSONS, ROOT, Lesson
+from lessons.registry import IN_ORDER, ROOT, Lesson
 
 MARK = re.compile(r"^\s*# --8<-- \[(start|end):(\w+)\]$")
 TASK = "ex_"
@@ -113,7 +114,7 @@ def unmarked(source: str) -> str:
     return "".join(line for line in source.splitlines(keepends=True) if not MARK.match(line.rstrip("\n")))
 
 
-def blank(answer: Path, number: int) -> str:
+def blank(answer: Path, number: int | Fraction) -> str:
     """The answer key with every task's lines replaced by an error that says where help is."""
     return unmarked(emptied(answer.read_text(), lambda task: _hole(number, task)))
 
@@ -128,12 +129,12 @@ def emptied(source: str, hole: Callable[[str], str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _hole(number: int, task: str) -> str:
+def _hole(number: int | Fraction, task: str) -> str:
     message = f"lesson {number}, task {task}: python -m lessons hint {number} {task}"
     return f'raise NotImplementedError("{message}")'
 
 
-def fill(answer: Path, number: int, work: str, leave: str = "") -> str:
+def fill(answer: Path, number: int | Fraction, work: str, leave: str = "") -> str:
     """A work file with every blank's lines taken from the answer key, except the task to `leave`."""
     right, lines = answer.read_text().splitlines(), work.splitlines()
     for region in task_regions(answer.read_text()):
@@ -145,10 +146,10 @@ def fill(answer: Path, number: int, work: str, leave: str = "") -> str:
 
 def find_lesson(number: str) -> Lesson:
     """The lesson with this number."""
-    for lesson in LESSONS:
+    for lesson in IN_ORDER:
         if str(lesson.number) == number:
             return lesson
-    known = ", ".join(str(lesson.number) for lesson in LESSONS)
+    known = ", ".join(str(lesson.number) for lesson in IN_ORDER)
     raise LessonError(f"there is no lesson {number!r}; the lessons are {known} (python -m lessons list)")
 
 

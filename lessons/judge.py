@@ -5,6 +5,7 @@ from lessons import replace
 
 replace.install()
 
+import importlib
 import os
 import sys
 import textwrap
@@ -15,8 +16,9 @@ from typing import Any
 import pytest
 import torch  # noqa: F401  it takes seconds, which are not the learner's
 
+from lessons.exercise import find_lesson
 from lessons.last_words import Watch
-from lessons.registry import LESSONS, ROOT, Lesson
+from lessons.registry import IN_ORDER, ROOT, Lesson
 from lessons.verdict import Failure, failure_of, verdict
 
 FAILED = 1
@@ -66,7 +68,7 @@ def run_tests(reporter: Reporter, *arguments: str) -> bool:
 
 def run_task_tests(reporter: Reporter, lesson: Lesson, *stop: str) -> bool:
     """The lesson's own tests."""
-    file = ROOT / f"tests/lessons/test_task_step{lesson.number}.py"
+    file = ROOT / f"tests/lessons/test_task_step{lesson.label}.py"
     return run_tests(reporter, str(file), "--noconftest", *stop)
 
 
@@ -92,8 +94,9 @@ def judge(lesson: Lesson, works: list[Path], blanks: list[str], watch: Watch) ->
         return FAILED
     print(f"passed: all {reporter.passed} checks\n")
     with watch.over("the bill"):
-        _print_bill(lesson.number)
-    more = f", then start {lesson.number + 1}" if lesson.number + 1 < len(LESSONS) else ""
+        _print_bill(lesson)
+    following = [other.number for other in IN_ORDER if other.number > lesson.number]
+    more = f", then start {following[0]}" if following else ""
     print(f"\nnext: python -m lessons diff {lesson.number}{more}")
     return 0
 
@@ -109,11 +112,15 @@ def judge_tasks(lesson: Lesson, works: list[Path], watch: Watch) -> int:
     return FAILED if reporter.failures else 0
 
 
-def _print_bill(number: int) -> None:
+def _print_bill(lesson: Lesson) -> None:
     from lessons.bill import measure, timeline
     from lessons.rows import ROWS
 
-    bill = measure(next(row for row in ROWS if row.lesson == number))
+    rows = [row for row in ROWS if row.lesson == lesson.number]
+    if not rows:  # a lesson that is about no stage has a bill of its own
+        print(importlib.import_module(f"lessons.{lesson.folder}.experiment").bill())
+        return
+    bill = measure(rows[0])
     print(f"your {bill.row.name} with 4 ranks and {bill.numel:,} parameters, bytes:")
     for kind, formula in bill.formula_held.items():
         print(f"  {kind + ' on each rank':<28}{bill.ranks[0].held[kind]:>12,}   formula {formula:>12,}")
@@ -134,8 +141,8 @@ def main() -> int:
         return FAILED
     works = [Path(place) for place in replace.places(os.environ).values()]
     if sys.argv[2] == "--tasks":
-        return judge_tasks(LESSONS[int(sys.argv[3])], works, watch)
-    return judge(LESSONS[int(sys.argv[2])], works, sys.argv[3:], watch)
+        return judge_tasks(find_lesson(sys.argv[3]), works, watch)
+    return judge(find_lesson(sys.argv[2]), works, sys.argv[3:], watch)
 
 
 if __name__ == "__main__":

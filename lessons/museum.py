@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lessons import replace
-from lessons.exercise import LessonError, regions, unmarked
-from lessons.registry import LESSONS, Lesson
+from lessons.exercise import LessonError, find_lesson, regions, unmarked
+from lessons.registry import IN_ORDER, Lesson
 
 
 @dataclass(frozen=True)
@@ -99,12 +99,12 @@ def _judged(lesson: Lesson, mistake: Mistake, folder: Path) -> Exhibit:
 
 def each_mistake() -> Iterator[tuple[Lesson, Mistake]]:
     """The whole museum."""
-    for lesson in LESSONS:
+    for lesson in IN_ORDER:
         for mistake in mistakes(lesson):
             yield lesson, mistake
 
 
 if __name__ == "__main__":
     number, file, *only = sys.argv[1:]
-    exhibits = [asdict(each) for each in record(LESSONS[int(number)], only)]
+    exhibits = [asdict(each) for each in record(find_lesson(number), only)]
     Path(file).write_text(json.dumps(exhibits, indent=1), encoding="utf-8")

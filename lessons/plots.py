@@ -89,7 +89,7 @@ def label(plot: Axes, title: str, x: str, y: str) -> None:
     plot.legend(fontsize="small")
 
 
-def save(figure: Figure, step: int) -> Path:
+def save(figure: Figure, step: int | str) -> Path:
     """Write the figure where build products go, and say where that is."""
     path = ROOT / "build" / "lessons" / f"step{step}.png"
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -3,7 +3,9 @@
 Nothing here imports torch, so that `list` and `hint` answer at once.
 """
 
+import re
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -14,11 +16,11 @@ WORK = ROOT / "work"
 class Lesson:
     """One step of the staircase."""
 
-    number: int
+    number: int | Fraction  # 1/2 lies between 0 and 1
     folder: str
     title: str
     sources: tuple[str, ...]  # the files of zero_min whose marked regions are the exercise
-    stage: int  # whose drawing it shows
+    stage: int | None  # whose drawing it shows; None is the ring's
     tests: tuple[str, ...] = ()  # what `check` runs after the lesson's own task tests
 
     @property
@@ -35,7 +37,13 @@ class Lesson:
     @property
     def notebook(self) -> Path:
         """The notebook of the same step."""
-        return ROOT / "notebooks" / f"{self.number:02}_{self.folder.partition('_')[2]}.ipynb"
+        words = re.sub(r"^step\d+(_\d+)?_", "", self.folder)
+        return ROOT / "notebooks" / f"{int(self.number):02}{'b' if self.number % 1 else ''}_{words}.ipynb"
+
+    @property
+    def label(self) -> str:
+        """The number as file names have it: 1, or 1_2 for a half."""
+        return str(self.number).replace("/", "_")
 
     @property
     def files(self) -> list[tuple[Path, Path]]:
@@ -112,4 +120,13 @@ LESSONS = [
         2,
         ("tests/zero_min/test_muon.py",),
     ),
+    Lesson(
+        Fraction(1, 2),
+        "step1_2_ring",
+        "Step 1/2: build the telephone",
+        ("zero_min/ring.py",),
+        None,
+        ("tests/zero_min/test_ring.py",),
+    ),
 ]
+IN_ORDER = sorted(LESSONS, key=lambda lesson: lesson.number)  # as they are read

@@ -86,10 +86,15 @@ def weave(text: str) -> str:
     return BLOCK.sub(lambda m: f"{m[1]}\n{KINDS[m[2]](m[3].strip())}\n\n{m[4]}", text)
 
 
+def picture_of(lesson: Lesson) -> str:
+    """The drawing that stands in a lesson: who holds what, or how the ring adds up."""
+    return draw.ring() if lesson.stage is None else draw.stage(lesson.stage)
+
+
 def woven(lesson: Lesson) -> dict[Path, str]:
     """The files of one lesson that are made, with what they should contain."""
     text = lesson.path / "lesson.md"
-    return {text: weave(text.read_text()), lesson.path / "ranks.svg": draw.stage(lesson.stage)}
+    return {text: weave(text.read_text()), lesson.path / "ranks.svg": picture_of(lesson)}
 
 
 def picture() -> dict[Path, str]:

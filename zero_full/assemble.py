@@ -12,7 +12,8 @@
 import logging
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -29,7 +30,7 @@ from zero_full.comm.topology import Topology, this_rank
 from zero_full.construct import Deferred, has_values, outside_recording
 from zero_full.given import check_arguments, check_model, check_optimizer
 from zero_full.kernels.load import load
-from zero_full.offload import HostTier, Need, Shelf, Tier, limits_here, refusal
+from zero_full.offload import Need, Shelf, Tier, limits_here, refusal
 from zero_full.optim import check_elementwise
 from zero_full.precision import DynamicScale, StaticScale
 from zero_full.ranks import attempt, compare, everyones, facts_of, refuse_shared_devices
@@ -45,6 +46,10 @@ from zero_full.wording import listed
 
 log = logging.getLogger("zero_full")
 OPERATORS = "operators"
+UNKNOWN_STATE = (
+    "what %s keeps of each parameter is not known before its first step: it was not counted when free memory "
+    "and free space were compared with what waits elsewhere (offload_optimizer)"
+)
 SWITCH = "ZERO_FULL_SHARED_MEMORY"
 
 
@@ -169,7 +174,7 @@ def assemble(model: nn.Module, topology: Topology, prepared: Prepared) -> ZeroOp
     deferred.meet(groups.dense)
     if groups.expert is not None and deferred.parameters:
         raise ValueError("experts are initialised differently on each rank: construct them without Init")
-    shelf = _open_shelf(model, settings, groups.dense.shard.size, device, topology)
+    shelf = _open_shelf(settings, device, topology)
     dealer = Dealer(base.param_groups, topology, groups, settings, deferred.parameters, shelf)
     drafts = dealer.draft(model)
     settings = dealer.settings = replace(settings, tier=_opened(base, dealer, drafts, device))
@@ -191,48 +196,47 @@ def assemble(model: nn.Module, topology: Topology, prepared: Prepared) -> ZeroOp
 
 def _opened(base: torch.optim.Optimizer, dealer: Dealer, drafts: Drafts, device: torch.device) -> Tier:
     """The tier with what it needs in a run. All ranks get theirs, or none goes on."""
-    tier, topology = dealer.settings.tier, dealer.topology
-    memory = host_memory(base, dealer, drafts, device)
-    if tier.kind == HostTier.kind:
-        needs = everyones(Need(memory.total, tuple(limits_here(socket.gethostname()))), topology)
-        if reason := refusal(needs):
-            raise MemoryError(reason)
-    opened = attempt(partial(tier.open, [*memory.rooms, *memory.passing], device), topology)
-    if opened.moves:
-        _has_room(opened, sum(memory.rooms) + memory.state, topology)
+    tier, topology, shelf = dealer.settings.tier, dealer.topology, dealer.shelf
+    with ExitStack() as failing:
+        failing.callback(shelf.close)
+        memory = host_memory(base, dealer, drafts, device)
+        if tier.apart or dealer.settings.param_tier.apart:
+            needs = everyones(Need(memory.total, tuple(limits_here(socket.gethostname()))), topology)
+            if reason := refusal(needs):
+                raise MemoryError(reason)
+        if not memory.knows_state and this_rank() == 0:
+            log.warning(UNKNOWN_STATE, type(base).__name__)
+        opened = attempt(partial(tier.open, [*memory.rooms, *memory.passing], device), topology)
+        failing.callback(opened.close)
+        in_files: list[tuple[Tier | Shelf, int]] = []
+        in_files += [(shelf, memory.parameters_in_file)] if shelf.can_lose else []
+        in_files += [(opened, memory.state_in_file)] if opened.moves else []
+        _refuse_full_disks(in_files, topology)
+        failing.pop_all()
     return opened
 
 
-def _open_shelf(
-    model: nn.Module, settings: Settings, ranks: int, device: torch.device, topology: Topology
-) -> Shelf:
-    """What keeps slices of released parameters, and room there for what this host's ranks will keep."""
+def _open_shelf(settings: Settings, device: torch.device, topology: Topology) -> Shelf:
+    """What keeps slices of released parameters."""
     chosen = settings.param_tier
     shelf = attempt(partial(chosen.shelf, device), topology)
     if chosen.apart and not shelf.apart and this_rank() == 0:
         log.info("the model is on the CPU: its parameters are in host memory, without offload_param, too")
-    numels = [p.numel() for p in model.parameters()]
-    sizes = [p.numel() * settings.dtypes.of(p.dtype).itemsize for p in model.parameters()]
-    if shelf.can_lose:
-        _has_room(
-            shelf, int(shelf.takes(-(-sum(numels) // ranks)) * sum(sizes) / max(1, sum(numels))), topology
-        )
     return shelf
 
 
-def _has_room(opened: Tier | Shelf, need: int, topology: Topology) -> None:
-    """Close it and raise on every rank, if a disk has no room for what all ranks need that use it.
+def _refuse_full_disks(opened: Sequence[tuple[Tier | Shelf, int]], topology: Topology) -> None:
+    """Raise on every rank, if a disk has no room for all that waits there, of all ranks that use it.
 
     Which ranks those are is asked for: a launcher may say nothing of how many there are.
     """
-    try:
-        mine = socket.gethostname(), opened.place
-        told = everyones((mine, need), topology)
-        together = sum(each for there, each in told.values() if there == mine)
-        attempt(partial(opened.refuse_too_little, together), topology)
-    except BaseException:
-        opened.close()
-        raise
+    if not opened:
+        return
+    mine = [((socket.gethostname(), each.place), need) for each, need in opened]
+    told = everyones(mine, topology)
+    for (each, _), (here, _) in zip(opened, mine, strict=True):
+        together = sum(need for theirs in told.values() for place, need in theirs if place == here)
+        attempt(partial(each.refuse_too_little, together), topology)
 
 
 def _refuse_split(model: nn.Module, base: torch.optim.Optimizer, topology: Topology) -> None:

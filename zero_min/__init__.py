@@ -1,8 +1,8 @@
 """ZeRO in short files, one idea each: the answer key of the lessons.
 
 Read `tiny_zero` first: three stages on one screen. Then in this order: `comm`, `ledger`, `adam` and `stage0`
-(step 0), `stage1`, `stage2`, `stage3` and `prefetch`, `precision`, `offload`, then `compression`,
-`one_bit_adam` and `zero_one_adam` (step 6). `muon` is a bonus.
+(step 0), `ring` (step 1/2), `stage1`, `stage2`, `stage3` and `prefetch`, `precision`, `offload`, then
+`compression`, `one_bit_adam` and `zero_one_adam` (step 6). `muon` is a bonus.
 """
 
 from zero_min.adam import Adam, AdamW

@@ -1,4 +1,4 @@
-"""Ranks, and the six ways they talk.
+"""Ranks, and how they talk: from one to one, or all at once.
 
 `Comm` is what every stage is written against. It has two backends:
 
@@ -37,16 +37,37 @@ class Comm(ABC):
         self.rank, self.world_size = rank, world_size
         self.ledger = Ledger()
 
+    def send(self, tensor: Tensor, to: int) -> None:
+        """Put a copy on its way to one other rank, and go on. Sends n."""
+        _check("send", tensor)
+        self._must_be_another("send to", to)
+        self.ledger.charge("send", tensor.nbytes)
+        self._send(tensor, to)
+
+    def receive(self, like: Tensor, source: int) -> Tensor:
+        """Wait for the next tensor that `source` sends to me. It has `like`'s shape and type."""
+        self._must_be_another("receive from", source)
+        return self._receive(like, source)
+
+    def _must_be_another(self, what: str, rank: int) -> None:
+        if rank == self.rank or not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {self.rank} of {self.world_size} cannot {what} rank {rank}")
+
+    # The collectives charge what they send if they are made of `send` and `receive`, as in `ring.py`. The
+    # backends have faster ways to the same sums.
+
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum over all ranks, in place. Sends 2(N-1)/N n: a reduce-scatter and an all-gather."""
         _check("all_reduce", tensor, in_place=True)
-        n, N = tensor.numel(), self.world_size
-        mine = n // N  # everyone adds up one piece; the first pieces are longer by one
-        if self.rank < n % N:
-            mine += 1
-        sent = (n - mine) + (N - 1) * mine  # the others' pieces to them, and the sum of mine to all others
-        self.ledger.charge("all_reduce", sent * tensor.element_size())
+        not_mine = tensor.numel() - self._piece(tensor, self.rank)
+        not_my_neighbours = tensor.numel() - self._piece(tensor, (self.rank + 1) % self.world_size)
+        self.ledger.charge("all_reduce", (not_mine + not_my_neighbours) * tensor.element_size())
         return self._all_reduce(tensor)
+
+    def _piece(self, tensor: Tensor, rank: int) -> int:
+        """How many elements a rank adds up. The pieces of the first ranks may be longer by one."""
+        size, remaining = divmod(tensor.numel(), self.world_size)
+        return size + 1 if rank < remaining else size
 
     def reduce_scatter(self, parts: Sequence[Tensor], label: str = "") -> Tensor:
         """Sum part j over all ranks and give it to rank j alone. Sends (N-1)/N n.
@@ -113,6 +134,10 @@ class Comm(ABC):
     def _reduce_scatter(self, call: str, parts: Sequence[Tensor]) -> Tensor:
         return add_up(self._all_to_all(call, parts, None))
 
+    @abstractmethod
+    def _send(self, tensor: Tensor, to: int) -> None: ...
+    @abstractmethod
+    def _receive(self, like: Tensor, source: int) -> Tensor: ...
     @abstractmethod
     def _all_reduce(self, tensor: Tensor) -> Tensor: ...
     @abstractmethod

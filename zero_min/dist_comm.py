@@ -32,6 +32,7 @@ class DistComm(Comm):
         self.check = check  # compare the calls of all ranks before each collective: slower, but no mix-ups
         self.patience = patience  # seconds to wait for the others' last words after a failure
         self.calls = 0
+        self.sending: list[tuple[dist.Work | None, Tensor]] = []  # what may still be on its way
         self.device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
 
     @classmethod
@@ -64,7 +65,14 @@ class DistComm(Comm):
     def settle(self) -> None:
         """gloo's own threads let go of a collective's buffers a moment after it has returned."""
         super().settle()
+        self._sent()
         time.sleep(SETTLE)
+
+    def _sent(self) -> None:
+        for work, _ in self.sending:
+            if work is not None:
+                work.wait()
+        self.sending.clear()
 
     def _guard(self, call: str, collective: Callable[[], T]) -> T:
         self.calls += 1
@@ -97,6 +105,20 @@ class DistComm(Comm):
         except RuntimeError:
             lines.append(f"  rank {self.rank}: {mine}\n  rank 0's store does not answer, so rank 0 is gone")
         return "\n".join(lines)
+
+    def _send(self, tensor: Tensor, to: int) -> None:
+        copy = tensor.detach().clone()  # the caller may change theirs at once
+        self.sending.append((dist.isend(copy, to), copy))
+
+    def _receive(self, like: Tensor, source: int) -> Tensor:
+        received = like.new_empty(like.shape)
+        try:
+            dist.recv(received, source)
+            self._sent()  # a message that nobody has taken yet would be lost if this process ended
+        except RuntimeError as error:
+            call = f"{describe('receive', like)} from rank {source} at {caller()}"
+            raise WorldError(self._post_mortem(call, error)) from error
+        return received
 
     def _all_reduce(self, tensor: Tensor) -> Tensor:
         self._guard(describe("all_reduce", tensor), lambda: dist.all_reduce(tensor))

@@ -6,6 +6,7 @@ every module-level variable. Give each rank its own `torch.Generator`, and keep 
 
 import threading
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -25,6 +26,9 @@ class _World:
         self.size, self.timeout = size, timeout
         self.lock = threading.Lock()
         self.slots: list[tuple[str, Any] | None] = [None] * size
+        self.mail: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)  # (from, to): what is on its way
+        self.news = threading.Condition(self.lock)  # somebody sent, waits or has ended
+        self.receiving: dict[int, int] = {}  # who waits for whose mail
         self.last = ["has made no collective call yet"] * size
         self.failure: BaseException | None = None
         self.failed_rank, self.failed_at = -1, 0.0
@@ -38,6 +42,17 @@ class _World:
     def abort(self) -> None:
         self.arrive.abort()
         self.leave.abort()
+        with self.news:
+            self.news.notify_all()
+
+    def everybody_waits(self) -> bool:
+        """Whether no rank can go on: each has ended, is in a meeting, or waits for mail that is not there."""
+        return all(
+            rank in self.finished
+            or self.slots[rank] is not None
+            or (rank in self.receiving and not self.mail[self.receiving[rank], rank])
+            for rank in range(self.size)
+        )
 
     def given_up(self) -> bool:
         """Whether a rank failed so long ago that one still busy elsewhere is no longer waited for."""
@@ -53,14 +68,33 @@ class _World:
     def finish(self, rank: int) -> None:
         with self.lock:
             self.finished.add(rank)
+            self.news.notify_all()
             someone_waits = any(slot is not None for slot in self.slots)
         if someone_waits:  # for this rank, in vain
             self.abort()
 
+    def why_no_mail(self, rank: int, source: int) -> WorldError:
+        if self.failure is not None:
+            return self.why_stopped()
+        if self.everybody_waits():
+            lines = ["nobody can go on, because nobody is left who could send:"]
+        else:
+            lines = [f"rank {rank} waits for rank {source}, which sends nothing (limit {self.timeout} s):"]
+        for each, last in enumerate(self.last):
+            if each in self.receiving or self.slots[each] is not None:
+                lines.append(f"  rank {each}: waits in {last}")
+            else:
+                end = "returned" if each in self.finished else "is busy"
+                lines.append(f"  rank {each}: {end}; its last call: {last}")
+        return WorldError("\n".join(lines))
+
+    def why_stopped(self) -> WorldError:
+        what = f"{type(self.failure).__name__}: {self.failure}"
+        return WorldError(f"stopped, because rank {self.failed_rank} raised {what}")
+
     def why_broken(self) -> WorldError:
         if self.failure is not None:
-            what = f"{type(self.failure).__name__}: {self.failure}"
-            return WorldError(f"stopped, because rank {self.failed_rank} raised {what}")
+            return self.why_stopped()
         away = [rank for rank in range(self.size) if self.slots[rank] is None]
         absent = [rank for rank in away if rank in self.finished] or away
         lines = []
@@ -80,12 +114,39 @@ class ThreadComm(Comm):
         super().__init__(rank, world.size)
         self.world = world
 
+    def _send(self, tensor: Tensor, to: int) -> None:
+        with self.world.news:
+            self.world.mail[self.rank, to].append(tensor.detach().clone())
+            self.world.news.notify_all()
+
+    def _receive(self, like: Tensor, source: int) -> Tensor:
+        world, me = self.world, self.rank
+        wanted = describe("receive", like)
+        deadline = time.monotonic() + world.timeout
+        with world.news:
+            world.last[me] = f"{wanted} from rank {source} at {caller()}"
+            world.receiving[me] = source
+            world.news.notify_all()  # this may have been the last rank that others hoped for
+            while not world.mail[source, me]:
+                in_vain = world.everybody_waits() or time.monotonic() > deadline
+                if in_vain or world.failure is not None:
+                    raise world.why_no_mail(me, source)
+                world.news.wait(deadline - time.monotonic())
+            del world.receiving[me]
+            got = world.mail[source, me].popleft()
+        if describe("receive", got) != wanted:
+            raise WorldError(
+                f"rank {source} sent {describe('', got)}, and rank {me} wants {describe('', like)}"
+            )
+        return got
+
     def _meet(self, call: str, payload: Any, read: Callable[[list[Any]], T]) -> T:
         """Put my payload down, wait for everybody, read all payloads, wait until all have read."""
         world = self.world
         with world.lock:
             world.slots[self.rank] = (call, payload)
             world.last[self.rank] = f"{call} at {caller()}"
+            world.news.notify_all()
             if world.finished:
                 world.abort()
         try:
@@ -123,7 +184,13 @@ class ThreadComm(Comm):
         self._meet("barrier()", None, lambda all_: None)
 
 
-def run_world(fn: Callable[..., T], world_size: int, *args: Any, timeout: float = 60.0) -> list[T]:
+def run_world(
+    fn: Callable[..., T],
+    world_size: int,
+    *args: Any,
+    timeout: float = 60.0,
+    telephone: type[ThreadComm] = ThreadComm,
+) -> list[T]:
     """Call `fn(comm, *args)` on every rank at once; return the results in rank order.
 
     If a rank raises, the others are woken, and the first error is raised here with its rank. No rank
@@ -139,7 +206,7 @@ def run_world(fn: Callable[..., T], world_size: int, *args: Any, timeout: float 
         try:
             # On a GPU, autograd would run hooks in threads of its own: keep them in the rank's thread.
             with torch.autograd.set_multithreading_enabled(False):
-                results[rank] = fn(ThreadComm(rank, world), *args)
+                results[rank] = fn(telephone(rank, world), *args)
             world.finish(rank)
         except BaseException as error:
             world.fail(rank, error)

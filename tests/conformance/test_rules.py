@@ -8,7 +8,7 @@ from tests.conformance.oracles import LEARN_AS
 from tests.rules import RULES, Rule
 from tests.trainers import Subject
 
-WORLDS = [1, 2, 3]
+WORLDS = [1, pytest.param(2, marks=pytest.mark.slow), 3]
 # With these numbers nothing that is said at one bit is nearer to zero than 1e-5 of its scale: no machine's
 # rounding decides on a sign.
 HEAVY = Case("tied", two_groups=True, micro_batches=2, max_grad_norm=0.1, weight_decay=0.05)

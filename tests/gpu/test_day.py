@@ -243,14 +243,28 @@ def test_make_gives_on_what_it_is_told(given: list[str], command: str) -> None:
 # All of it ---------------------------------------------------------------------------------------
 
 
-def test_a_day_is_rehearsed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+# What these start is started by other parts, too, with other numbers or other tests of this suite.
+ALIKE = (
+    *("one-rank", "four-ranks", "small-kernels", "large-steps", "one-card", "rules"),
+    *("sanitizer-more", "largest-between"),
+)
+NAMES = [part.name for part in parts.ALL]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [[name for name in NAMES if name not in ALIKE], pytest.param(NAMES, marks=pytest.mark.slow)],
+    ids=["each kind of part", "all"],
+)
+def test_a_day_is_rehearsed(names: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Every command, parser and file, and the page; on a CPU, which it says."""
+    assert {part.module for part in parts.ALL if part.name in names} == {part.module for part in parts.ALL}
     committed = page.PAGE.read_bytes()
-    code = run.main(["--rehearse", "--folder", str(tmp_path)])
+    code = run.main(["--rehearse", "--folder", str(tmp_path), "--only", *names])
     said = capfd.readouterr().out
     assert code == 0, said
     found = page.results_in(tmp_path)
-    assert [*found] == [part.name for part in parts.ALL]
+    assert [*found] == names
     for name, kept in found.items():
         assert kept["state"] == "done" and kept["rehearsal"] and kept["rows"], name
         assert (tmp_path / f"{name}.log").stat().st_size
@@ -258,10 +272,11 @@ def test_a_day_is_rehearsed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
     assert text.startswith('# Rehearsal on a CPU\n\n!!! warning "Not results"')
     assert [line[3:] for line in text.splitlines() if line.startswith("## ")] == [
         "Parts",
-        *(part.title for part in parts.ALL),
+        *(part.title for part in parts.ALL if part.name in names),
+        *(["Not run"] if len(names) < len(NAMES) else []),
     ]
     for name in ("operators", "steps", "largest", "hidden"):
         assert "REHEARSAL ON A CPU, no result" in (tmp_path / "charts" / f"{name}.svg").read_text()
     assert page.PAGE.read_bytes() == committed
     run.main(["--rehearse", "--folder", str(tmp_path), "--list"])
-    assert capfd.readouterr().out.count("  done after ") == len(parts.ALL)
+    assert capfd.readouterr().out.count("  done after ") == len(names)

@@ -39,7 +39,7 @@ SOME_SLOW = [pytest.param(x, marks=pytest.mark.slow if x.number >= 6 else []) fo
 
 @pytest.mark.parametrize("lesson", SOME_SLOW, ids=[lesson.folder for lesson in LESSONS])
 def test_a_lesson_s_experiment_measures_and_draws(lesson) -> None:
-    picture = ROOT / "build" / "lessons" / f"step{lesson.number}.png"
+    picture = ROOT / "build" / "lessons" / f"step{lesson.label}.png"
     picture.unlink(missing_ok=True)
     command = [sys.executable, "-m", "lessons", "run", str(lesson.number), "--world", "2"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)

@@ -2,6 +2,7 @@
 
 import re
 import textwrap
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from lessons.registry import LESSONS, ROOT, Lesson
 each_lesson = pytest.mark.parametrize("lesson", LESSONS, ids=[lesson.folder for lesson in LESSONS])
 QUESTIONS = {
     0: {6, 21},
+    Fraction(1, 2): set(),
     1: {1, 7, 11, 15},
     2: {2, 3, 4, 12, 13, 14, 20},
     3: {8, 9, 10, 16, 17},
@@ -97,3 +99,13 @@ def test_every_python_block_is_valid_python(subtests: pytest.Subtests) -> None:
 def test_a_drawing_shows_who_holds_what() -> None:
     filled = {number: draw.stage(number).count('fill="#') for number in range(4)}
     assert filled == {0: 48, 1: 36, 2: 24, 3: 12}  # of 3 kinds x 4 ranks x 4 quarters
+
+
+def test_the_ring_s_drawing_ends_with_everybody_s_numbers_everywhere() -> None:
+    rows = [
+        re.findall(r">(\d)</text>", row) for row in re.split(r">(?:start|round \d)</text>", draw.ring())[1:]
+    ]
+    assert [sum(map(int, row)) for row in rows] == [16, 20, 28, 40, 52, 60, 64]
+    assert set(rows[0]) == {"1"} and set(rows[-1]) == {"4"}
+    edges = [row.count("stroke-width") for row in draw.ring().split('text-anchor="end"')[1:]]
+    assert edges == [0, *[4] * 6]  # in each round everybody receives one piece

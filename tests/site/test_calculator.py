@@ -84,8 +84,13 @@ def shapes(generator: random.Random) -> dict[str, int]:
     }
 
 
-def test_a_gpt_costs_what_the_plan_says_in_60_random_runs(open_page: Open) -> None:
-    cases = [(shapes(generator), run) for generator, run in runs(0, 60)]
+# 20 have every stage with every precision once.
+many = pytest.mark.parametrize("count", [20, pytest.param(60, marks=pytest.mark.slow)])
+
+
+@many
+def test_a_gpt_costs_what_the_plan_says_in_random_runs(open_page: Open, count: int) -> None:
+    cases = [(shapes(generator), run) for generator, run in runs(0, count)]
     page = open_page("calculator.html")
     shown = page.evaluate("cases => cases.map(([shape, run]) => zeroPlan.ofShape(shape, run))", cases)
     for (shape, run), each in zip(cases, shown, strict=True):
@@ -104,10 +109,11 @@ def test_a_large_model_meets_the_limits_of_buckets_gathering_and_sub_groups(open
     assert shown == [planned(*case) for case in cases]
 
 
-def test_a_number_of_parameters_costs_what_matrices_without_padding_cost(open_page: Open) -> None:
+@many
+def test_a_number_of_parameters_costs_what_matrices_without_padding_cost(open_page: Open, count: int) -> None:
     """Where there is nothing to pad, what is kept is exact; what stage 3 sends is the most it can be."""
     page = open_page("calculator.html")
-    for generator, run in runs(2, 60):
+    for generator, run in runs(2, count):
         rows = 8 * run["ranks"] * generator.choice([16, 40])
         with torch.device("meta"):
             layers = [nn.Linear(1024, rows, bias=False) for _ in range(generator.choice([2, 5, 9]))]
@@ -124,11 +130,12 @@ def test_a_number_of_parameters_costs_what_matrices_without_padding_cost(open_pa
 AWAY = ("host", "disk", "written", "down", "up")
 
 
-def test_what_waits_elsewhere_is_what_the_plan_says_in_60_random_runs(open_page: Open) -> None:
+@many
+def test_what_waits_elsewhere_is_what_the_plan_says_in_random_runs(open_page: Open, count: int) -> None:
     large = {"layers": 24, "heads": 16, "width": 6144, "vocabulary": 50257, "context": 256}
     cases = [
         (shapes(generator), {**run, "stage": max(1, run["stage"]), "inFile": place % 2 == 0})
-        for place, (generator, run) in enumerate(runs(4, 60))
+        for place, (generator, run) in enumerate(runs(4, count))
     ]
     cases += [(large, {**cases[0][1], "stage": stage, "ranks": 3, "inFile": True}) for stage in (1, 2, 3)]
     shown = open_page("calculator.html").evaluate(

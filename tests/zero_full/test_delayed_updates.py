@@ -138,7 +138,13 @@ def refereed(world: int, stage: int, name: str, after: int) -> tuple[list[Tensor
     return [*(p.detach() for p in referee.params), *referee.masters, *moments], behind
 
 
-@pytest.mark.parametrize(("world", "stage"), [(1, 1), (1, 2), (1, 3), (2, 1), (2, 3), (3, 1), (3, 2), (3, 3)])
+@pytest.mark.parametrize(
+    ("world", "stage"),
+    [
+        *((1, 2), (2, 1), (3, 2), (2, 3)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 1), (1, 3), (3, 1), (3, 3))),
+    ],
+)
 def test_the_rule(world: int, stage: int) -> None:
     cases = [
         (stage, name, after, copies) for name in KEYS for after in (0, AFTER) for copies in (False, True)

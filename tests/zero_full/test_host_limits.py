@@ -1,18 +1,26 @@
 """Limits on the host's memory: read from system files, shared as ranks share them, told in one sentence."""
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 import zero_full
+from tests.slow_copies import slow_copies
 from tests.worlds import POOL
-from tests.zero_full.runs import Net, config
+from tests.zero_full.planned import BF16, NVME
+from tests.zero_full.runs import Net, config, data
 from tests.zero_full.test_host_memory import HOST, PAGE
+from tests.zero_full.test_offload_param import host_apart
 from zero_full import assemble
 from zero_full.offload import Need, limits_here, refusal
+from zero_full.offload.block_shelf import BlockShelf
 from zero_full.offload.limits import Limit
+from zero_full.offload.scratch import ScratchFile, whole_pages
+from zero_min.ledger import held
 
 GIB = 2**30
 
@@ -77,8 +85,9 @@ def test_ranks_share_what_their_host_has_and_not_another_ones() -> None:
     assert refusal(needs) is None
     needs[1] = Need(5 * GIB + 1, one)
     assert refusal(needs) == (
-        "state that waits on the host (offload_optimizer) needs 10.0 GiB there (2 ranks, up to 5.0 GiB "
-        "each), and 10.0 GiB are free (A): use more hosts, a smaller ratio of offload_optimizer, or lift A"
+        "what waits on the host (offload_optimizer, offload_param) needs 10.0 GiB there (2 ranks, up to 5.0 "
+        "GiB each), and 10.0 GiB are free (A): use more hosts, a smaller ratio of offload_optimizer, or "
+        "lift A"
     )
 
 
@@ -114,3 +123,107 @@ def test_ranks_refuse_together_and_go_on_afterwards() -> None:
     told = POOL.run(start_on_a_small_host, 2, 1)
     assert len(set(told)) == 1 and "and 0.0 MiB are free (A)" in told[0]
     assert POOL.run(start_on_a_small_host, 2, 5) == ["", ""]
+
+
+# What is compared --------------------------------------------------------------------------------
+
+PLACES: dict[str, dict[str, Any]] = {  # by what waits where
+    "state on the host": {"offload_optimizer": {"device": "cpu"}},
+    "steps on a guess": {"offload_optimizer": {"device": "cpu", "super_offload": True}},
+    "updates that are late": {"offload_optimizer": {"device": "cpu", "delay_update_after": 0}},
+    "parameters on the host": {"offload_param": {"device": "cpu", "pin_memory": False}},
+    "parameters in a file": {"offload_param": {**NVME, "max_in_cpu": 0}},
+    "parameters partly in a file": {"offload_param": {**NVME, "max_in_cpu": 200}},
+    "state in a file": {"offload_optimizer": NVME},
+    "all in files": {"offload_optimizer": NVME, "offload_param": {**NVME, "max_in_cpu": 0}},
+}
+
+
+def seen(comm: Any, place: str, keys: dict[str, Any]) -> tuple[Any, int, int, int]:
+    """What was foreseen; bytes of files at the most, of the parameters' file, and on the host after steps."""
+    zero = {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 150, **PLACES[place]}
+    given = config(3, zero_optimization=zero, **keys)
+    foreseen: list[Any] = []
+    now, most = 0, 0
+
+    def note(base: Any, dealer: Any, drafts: Any, device: torch.device) -> Any:
+        foreseen.append(known(base, dealer, drafts, torch.device("cuda")))
+        return foreseen[-1]
+
+    def taken(file: ScratchFile, size: int) -> int:
+        nonlocal now, most
+        now += max(whole_pages(size), PAGE)
+        most = max(most, now)
+        return take(file, size)
+
+    def returned(file: ScratchFile, begin: int, size: int) -> None:
+        nonlocal now
+        now -= whole_pages(size)
+        give_back(file, begin, size)
+
+    known, take, give_back = assemble.host_memory, ScratchFile.take, ScratchFile.give_back
+    with (
+        slow_copies(1e9),
+        host_apart(),
+        mock.patch.object(assemble, "host_memory", note),
+        mock.patch.object(ScratchFile, "take", taken),
+        mock.patch.object(ScratchFile, "give_back", returned),
+    ):
+        engine, optimizer, _, _ = zero_full.initialize(model=Net(), config=given)
+        in_file = optimizer.parts.shelf.file.size if isinstance(optimizer.parts.shelf, BlockShelf) else 0
+        dtype = next(p.dtype for flat in optimizer.flats() for p in [flat.shard])
+        for step in range(4):
+            engine.backward(engine(data(step, 0, comm.rank, dtype)))
+            engine.step()
+        optimizer.finish_update()
+        early = optimizer.steppers.early
+        host = [*optimizer.holdings().get("host", []), *early.held(), *early.places.values()]
+        engine.destroy()
+    return foreseen[0], most, in_file, held(host)
+
+
+SEEN = list(product(PLACES, ("fp32", "bf16")))  # every place in one of them, and slowly in the other
+
+
+@pytest.mark.parametrize(
+    ("place", "precision"),
+    [
+        pytest.param(*case, marks=[pytest.mark.slow] if number % 4 in (1, 2) else [])
+        for number, case in enumerate(SEEN)
+    ],
+)
+def test_what_is_compared_is_what_a_run_takes(place: str, precision: str) -> None:
+    for memory, in_files, parameters, host in POOL.run(seen, 2, place, BF16 if precision == "bf16" else {}):
+        assert memory.state_in_file + memory.parameters_in_file == in_files
+        assert memory.parameters_in_file == parameters and memory.knows_state
+        if not in_files:
+            assert memory.total >= host > 0
+        if place == "state on the host":
+            assert memory.total == host
+
+
+class Own(torch.optim.Optimizer):
+    """Of a user's own class; it keeps something for each element."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Down the slope."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["mean"] = self.state[p].get("mean", 0) + p.grad
+                p.sub_(self.state[p]["mean"], alpha=group["lr"])
+
+
+def test_what_cannot_be_counted_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    for place, own in product(("state on the host", "state in a file"), (True, False)):
+        model = Net()
+        keys = config(2, zero_optimization={"stage": 2, **PLACES[place]})
+        del keys["optimizer"]
+        base = Own(model.parameters()) if own else torch.optim.SGD(model.parameters(), lr=0.1)
+        caplog.clear()
+        engine, *_ = zero_full.initialize(model=model, optimizer=base, config=keys)
+        engine.destroy()
+        assert caplog.text.count("what Own keeps of each parameter is not known before its first step") == own

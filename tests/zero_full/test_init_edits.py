@@ -82,7 +82,10 @@ def the_table(comm: Any, stage: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("stage, world", [(0, 2), (1, 3), (2, 4), (3, 2), (3, 3)])
+@pytest.mark.parametrize(
+    "stage, world",
+    [(0, 2), (3, 3), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 3), (2, 4), (3, 2)))],
+)
 def test_an_edit_works_as_without_init_or_says_what_to_do(stage: int, world: int) -> None:
     assert POOL.run(the_table, world, stage, limit=200) == [[]] * world
 

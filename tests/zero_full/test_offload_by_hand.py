@@ -19,8 +19,10 @@ import zero_full
 from tests.slow_copies import slow_copies
 from tests.worlds import run_each
 from tests.zero_full.runs import Net, config, data
+from zero_full import assemble
 from zero_full.offload import BlockTier
 from zero_full.offload.blocks import OpenBlocks
+from zero_full.wording import human
 
 PLACES: dict[str, dict[str, Any]] = {
     "host": {"device": "cpu"},
@@ -199,12 +201,53 @@ def refusal_of(comm: Any, folders: list[str], free: int) -> str:
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="there is no second file system")
 def test_ranks_that_share_a_disk_need_room_for_all_of_them(tmp_path: Path) -> None:
-    """Of two ranks: 445 parameters, so 5.3 kB of masters and moments together."""
+    """Of two ranks, each with four parts in pages of their own, and one more while a part is moved."""
     (tmp_path / "there").mkdir()
     with tempfile.TemporaryDirectory(dir="/dev/shm") as other:
         here, there = str(tmp_path), str(tmp_path / "there")
-        cases = [([here, here], 4000), ([here, there], 4000), ([here, other], 4000), ([here, here], 8000)]
+        need = 2 * 5 * 4096
+        free, none = need - 1, need // 2
+        cases = [([here, here], free), ([here, there], free), ([here, other], none), ([here, here], need)]
         together, apart, two_disks, enough = run_each(refusal_of, 2, cases)
     for told in (*together, *apart):
-        assert "has 4.00 kB free" in told and "needs 5." in told
+        assert "has 41.0 kB free" in told and "needs 41.0 kB" in told
     assert two_disks == enough == ["", ""]
+
+
+def both_in_files(state: str, parameters: str, free: int) -> str:
+    """Why no engine comes to be whose state and parameters wait there; "" if one does."""
+    places = {
+        "offload_optimizer": {"device": "nvme", "nvme_path": state},
+        "offload_param": {"device": "nvme", "nvme_path": parameters, "max_in_cpu": 0},
+    }
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, **places}
+    try:
+        with mock.patch("zero_full.offload.scratch.free_bytes", lambda directory: free):
+            zero_full.initialize(model=Net(), config=config(3, zero_optimization=zero))[0].destroy()
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="there is no second file system")
+def test_what_waits_on_one_disk_needs_room_together(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    here, there = str(tmp_path), str(tmp_path / "there")
+    known, foreseen = assemble.host_memory, []
+
+    def note(*given: Any) -> Any:
+        foreseen.append(known(*given))
+        return foreseen[-1]
+
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as other:
+        with mock.patch.object(assemble, "host_memory", note):
+            assert not both_in_files(here, other, 10**9)
+        state, parameters = foreseen[0].state_in_file, foreseen[0].parameters_in_file
+        assert state > 0 and parameters > 0
+        assert not both_in_files(here, other, max(state, parameters)), "each has its own"
+    for place in (here, there):
+        assert not both_in_files(here, place, state + parameters)
+        told = both_in_files(here, place, state + parameters - 1)
+        assert "waits on that disk (offload_optimizer, offload_param)" in told
+        assert f"needs {human(state + parameters)}" in told
+    assert not list(tmp_path.rglob(".zero*"))

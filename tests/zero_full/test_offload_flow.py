@@ -254,23 +254,24 @@ def test_an_engine_that_nobody_holds_is_freed_with_what_copies(stage: int) -> No
     assert [trace() for trace in found] == [None, None]
 
 
-def many_steps(comm: Any, stage: int) -> tuple[list[tuple[int, int, int]], list[int]]:
-    """Open files, threads, MiB and tensors after the twentieth and the last of 200 steps."""
+def many_steps(comm: Any, stage: int, count: int) -> tuple[list[tuple[int, int, int]], list[int]]:
+    """Open files, threads, MiB and tensors after the twentieth and the last step."""
     found, tensors = [], []
     with slow_copies():
         engine = engine_of(stage, gradient_accumulation_steps=2)
-        for step in range(200):
+        for step in range(count):
             one_step(engine, step, comm.rank)
-            if step in (19, 199):
+            if step in (19, count - 1):
                 found.append(left())
                 tensors.append(sum(isinstance(each, Tensor) for each in gc.get_objects()))
         engine.destroy()
     return found, tensors
 
 
+@pytest.mark.parametrize("count", [60, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_two_hundred_steps_leave_nothing_behind(stage: int) -> None:
-    for (early, late), (few, many) in POOL.run(many_steps, 2, stage):
+def test_many_steps_leave_nothing_behind(stage: int, count: int) -> None:
+    for (early, late), (few, many) in POOL.run(many_steps, 2, stage, count):
         assert late[0] <= early[0] and late[1] <= early[1] and late[2] <= early[2] + 4
         assert many <= few
 

@@ -14,7 +14,7 @@ import zero_full
 from tests.worlds import POOL
 from tests.zero_full.runs import config, data
 from tests.zero_full.stage3_runs import Tower, seeded
-from tests.zero_full.test_blocks import count
+from tests.zero_full.test_blocks import count, open_files
 from zero_full.offload.block_shelf import BlockShelf, FileSlice
 from zero_full.shard.flat import GatherState
 
@@ -183,11 +183,11 @@ def test_a_large_model_takes_no_memory_but_buffers_and_units(tmp_path: Path) -> 
     assert int(done.stdout) < 8.8 + 2 * 4.2 + 45, "and what malloc keeps"
 
 
-def growth(comm: Any, path: str) -> list[list[int]]:
+def growth(comm: Any, path: str, steps: int) -> list[list[int]]:
     keys = {"buffer_count": 5, "buffer_size": 4096}
     engine = engine_of(path, "nvme", bf16={"enabled": True}, offload_param=keys)
     counts: list[list[int]] = [[], [], [], []]
-    for step in range(200):
+    for step in range(steps):
         go(engine, step, rank=comm.rank)
         if step >= 2:
             shelf = shelf_of(engine)
@@ -198,16 +198,12 @@ def growth(comm: Any, path: str) -> list[list[int]]:
     return counts
 
 
-def test_200_steps_leave_no_more_files_space_or_buffers(tmp_path: Path) -> None:
-    for files, threads, sizes, buffers in POOL.run(growth, 2, str(tmp_path)):
+@pytest.mark.parametrize("steps", [50, pytest.param(200, marks=pytest.mark.slow)])
+def test_many_steps_leave_no_more_files_space_or_buffers(tmp_path: Path, steps: int) -> None:
+    for files, threads, sizes, buffers in POOL.run(growth, 2, str(tmp_path), steps):
         assert min(threads) == max(threads) and min(sizes) == max(sizes)
         assert max(files) - min(files) <= 4, "one that is written behind is open twice"
         assert max(buffers) <= 7 * 4096, "five, and what a unit or a write may need at once"
-
-
-def open_files(path: Path) -> int:
-    files = [file for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]
-    return sum(str(path) in str(file.readlink()) for file in files)
 
 
 @pytest.mark.parametrize("gather", [False, True])

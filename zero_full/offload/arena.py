@@ -89,8 +89,8 @@ def _pages(size: int) -> mmap.mmap:
         return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(
-            f"the host gives no {size:,} bytes for the optimizer's state ({error.strerror}): use more hosts, "
-            "or lift the limit on memory (ulimit -v)"
+            f"the host gives no {size:,} bytes for what waits in its memory ({error.strerror}): use more "
+            "hosts, or lift the limit on memory (ulimit -v)"
         ) from error
 
 
@@ -101,7 +101,7 @@ def _register(cudart: Any, pointer: int, size: int, whole: int) -> None:
         said = "no limit" if limit == resource.RLIM_INFINITY else f"{limit:,} bytes"
         raise RuntimeError(
             f"pin_memory: {size:,} of {whole:,} bytes of host memory cannot be page-locked (cudaHostRegister "
-            f'returned {error}; ulimit -l allows {said}): set "pin_memory": false in offload_optimizer'
+            f'returned {error}; ulimit -l allows {said}): set "pin_memory": false in that section'
         )
 
 

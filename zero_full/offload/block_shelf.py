@@ -19,6 +19,7 @@ goes on to where all are told: the end of the pass or the step.
 
 import logging
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -289,12 +290,16 @@ class BlockShelf(Shelf):
         return {"parameters read": self.read_bytes, "parameters written": self.written_bytes}
 
     def refuse_too_little(self, need: int) -> None:
-        """OSError if the disk has not so much space for the ranks of this host."""
-        refuse_more_than_free(self.directory, need, "what stage 3 keeps of the parameters")
+        """OSError if the disk has not so much space."""
+        refuse_more_than_free(self.directory, need)
 
-    def takes(self, numel: int) -> int:
-        """What memory does not take."""
-        return max(0, numel - self.left)
+    def kinds(self, numels: Sequence[int]) -> list[str]:
+        """What memory does not take is in the file."""
+        left, found = self.left, []
+        for numel, in_memory in zip(numels, self.in_memory.kinds(numels), strict=True):
+            found.append(FileSlice.kind if numel > left else in_memory)
+            left -= 0 if numel > left else numel
+        return found
 
     def of(self, numel: int) -> Shelf:
         """Memory takes the first ones."""

@@ -212,7 +212,7 @@ class OpenBlocks(Tier):
 
     def refuse_too_little(self, need: int) -> None:
         """OSError if the disk has not so much space."""
-        refuse_more_than_free(self.directory, need, "the optimizer's state")
+        refuse_more_than_free(self.directory, need)
 
     def room(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A window into the file."""

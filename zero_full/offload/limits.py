@@ -66,8 +66,8 @@ def refusal(needs: Mapping[int, Need]) -> str | None:
         if sum(sizes) > least.free:
             each = f" ({len(sizes)} ranks, up to {gib(max(sizes))} each)" if len(sizes) > 1 else ""
             return (
-                f"state that waits on the host (offload_optimizer) needs {gib(sum(sizes))} there{each}, and "
-                f"{gib(least.free)} are free ({least.name}): use more hosts, a smaller ratio of "
+                f"what waits on the host (offload_optimizer, offload_param) needs {gib(sum(sizes))} there"
+                f"{each}, and {gib(least.free)} are free ({least.name}): use more hosts, a smaller ratio of "
                 f"offload_optimizer, or {least.remedy}"
             )
     return None

@@ -5,11 +5,12 @@ the process ends, however it ends, and no other run can take it for its own. Wha
 crash, so nothing is ever forced to the disk.
 
 Space is taken when it is asked for (`take`), so a disk that is full says so then and not in the middle of a
-write. The whole file can be seen as memory (`window`): the system reads and writes pages of it as they are
-used, and drops them when memory is short.
+write. Each piece of it can be seen as memory (`window`), and is mapped once: the system reads and writes its
+pages as they are used, and drops them when memory is short.
 """
 
 import ctypes
+import mmap
 import os
 import tempfile
 import weakref
@@ -40,13 +41,13 @@ def free_bytes(directory: Path) -> int:
     return found.f_bavail * found.f_frsize
 
 
-def refuse_more_than_free(directory: Path, need: int, what: str) -> None:
+def refuse_more_than_free(directory: Path, need: int) -> None:
     """OSError if the disk has not so much space for the ranks of this host."""
     free = free_bytes(directory)
     if need > free:
         raise OSError(
-            f"nvme_path: {directory} has {human(free)} free, and {what} of this host's ranks needs "
-            f"{human(need)} there: give a larger disk, or use more hosts"
+            f"nvme_path: {directory} has {human(free)} free, and what waits on that disk (offload_optimizer, "
+            f"offload_param) of this host's ranks needs {human(need)}: give a larger disk, or use more hosts"
         )
 
 
@@ -67,14 +68,14 @@ class ScratchFile:
         if not Path(self.path).exists():
             os.close(file)
             raise OSError(f"{directory}: state can wait in a file only where /proc is, which is on Linux")
-        self._file, self._shown = file, torch.empty(0, dtype=torch.uint8)
+        self._file, self._windows = file, dict[int, Tensor]()  # by where they begin
         self.close = weakref.finalize(self, os.close, file)
 
     def end(self) -> None:
         """Close it. Its space is free when nobody holds a window either."""
         self.io.close()
         self.close()
-        self._shown = self._shown[:0].clone()
+        self._windows.clear()
 
     def take(self, size: int) -> int:
         """Take space for so many bytes; returns where it begins. OSError if there is none."""
@@ -94,15 +95,17 @@ class ScratchFile:
 
     def give_back(self, begin: int, size: int) -> None:
         """The space that was taken there is free again."""
+        self._windows.pop(begin, None)
         give = getattr(ctypes.CDLL(None), "fallocate", None)
         if give is not None:  # else it is free when the file ends
             give(self._file, KEEP_SIZE | PUNCH_HOLE, ctypes.c_int64(begin), ctypes.c_int64(whole_pages(size)))
 
     def window(self, begin: int, size: int) -> Tensor:
-        """These bytes, as memory."""
-        if begin + size > self._shown.numel():
-            self._shown = torch.from_file(self.path, shared=True, size=self.size, dtype=torch.uint8)
-        return self._shown[begin : begin + size]
+        """These bytes, as memory, of a piece that was taken: from its begin."""
+        window = self._windows.get(begin)
+        if window is None or window.numel() < size:
+            window = self._windows[begin] = _mapped(self._file, begin, max(size, 1))
+        return window[:size]
 
     def write(self, tensor: Tensor, begin: int, after: Event | None = None) -> Transfer:
         """Put a tensor there. `after`: when a device is done with its memory."""
@@ -118,3 +121,25 @@ def _nameless(directory: Path) -> int:
     file, name = tempfile.mkstemp(prefix=".zero_full_", dir=directory)
     Path(name).unlink()
     return file
+
+
+def _mapped(file: int, begin: int, size: int) -> Tensor:
+    """These bytes of the file as memory, as long as somebody holds the tensor.
+
+    Neither `torch.from_file` nor `mmap` of Python will do: the first begins where the file does, the second
+    keeps a descriptor for each piece.
+    """
+    lead = begin % mmap.ALLOCATIONGRANULARITY
+    system, whole = ctypes.CDLL(None, use_errno=True), lead + size
+    system.mmap.restype, flags = ctypes.c_void_p, (mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED)
+    place = system.mmap(None, ctypes.c_size_t(whole), *flags, file, ctypes.c_int64(begin - lead))
+    if place in (None, ctypes.c_void_p(-1).value):
+        error = ctypes.get_errno()
+        raise OSError(error, f"{os.strerror(error)}: {size} bytes of a file cannot be mapped into memory")
+    memory = (ctypes.c_uint8 * whole).from_address(place)
+    weakref.finalize(memory, _unmap, place, whole).atexit = False
+    return torch.frombuffer(memory, dtype=torch.uint8)[lead:]
+
+
+def _unmap(place: int, size: int) -> None:
+    ctypes.CDLL(None).munmap(ctypes.c_void_p(place), ctypes.c_size_t(size))

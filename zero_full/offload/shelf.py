@@ -11,10 +11,14 @@ After a step the optimizer hands over the new values.
 """
 
 import sys
+import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from zero_full.offload.arena import Arena
 
 
 class Slice:
@@ -54,8 +58,10 @@ class SliceOnHost(Slice):
 
     apart, kind = True, "host"
 
-    def __init__(self, values: Tensor) -> None:
+    def __init__(self, values: Tensor, arena: Arena) -> None:
+        """`arena`: of which the values are all."""
         super().__init__(values)
+        self.arena = arena  # whose memory is page-locked for as long
         self.copied: Any = None  # the event behind the last copy, which may still be under way
 
     @property
@@ -87,9 +93,9 @@ class Shelf:
         """The one that takes a slice of so many elements; ask once for each."""
         return self
 
-    def takes(self, numel: int) -> int:
-        """How many of so many elements wait here, and not in memory beside it."""
-        return numel
+    def kinds(self, numels: Sequence[int]) -> list[str]:
+        """Under which names the bytes of slices of so many elements will be told, in this order."""
+        return [Slice.kind] * len(numels)
 
     def moved(self) -> dict[str, int]:
         """Bytes moved so far between memory and what is farther away, by which way."""
@@ -118,8 +124,14 @@ class HostShelf(Shelf):
 
     apart = True
 
-    def __init__(self, pin_memory: bool) -> None:
-        self.pin_memory = pin_memory
+    def __init__(self, cudart: Any = None) -> None:
+        """`cudart`: by what each slice is page-locked, in memory of just its size; None: it is not."""
+        self.cudart = cudart
+        self.arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
+
+    def kinds(self, numels: Sequence[int]) -> list[str]:
+        """All are on the host."""
+        return [SliceOnHost.kind] * len(numels)
 
     def put(self, values: Tensor) -> Slice:
         """A copy on the host."""
@@ -129,4 +141,12 @@ class HostShelf(Shelf):
 
     def reserve(self, numel: int, dtype: torch.dtype, device: torch.device) -> Slice:
         """Zeros on the host."""
-        return SliceOnHost(torch.zeros(numel, dtype=dtype, pin_memory=self.pin_memory))
+        arena = Arena([numel * dtype.itemsize], self.cudart)
+        self.arenas.add(arena)
+        values = arena.take(numel, dtype)
+        return SliceOnHost(torch.zeros(0, dtype=dtype) if values is None else values, arena)
+
+    def close(self) -> None:
+        """Nothing is page-locked any more. Slices stay what they are as long as somebody has them."""
+        for arena in self.arenas:
+            arena.close()

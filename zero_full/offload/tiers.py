@@ -163,7 +163,8 @@ class HostTier(Tier):
 
     def shelf(self, device: torch.device) -> Shelf:
         """Host memory; of a model on the CPU, its own."""
-        return Shelf() if device.type == "cpu" else HostShelf(self.pin_memory)
+        cudart = torch.cuda.cudart() if self.locks(device) else None
+        return Shelf() if device.type == "cpu" else HostShelf(cudart)
 
 
 @dataclass(frozen=True)

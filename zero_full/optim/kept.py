@@ -32,6 +32,16 @@ def bytes_kept(base: Optimizer, group: int, master: torch.dtype, dtypes: Dtypes)
     return sum(v.nbytes for v in state.values() if isinstance(v, Tensor) and v.dim()) // SHAPE.numel()
 
 
+def takes_parts(base: Optimizer) -> bool:
+    """Whether it can step a part of its parameters at a time."""
+    twin = _twin_of(base)
+    try:
+        stepper: Stepper = own_stepper(twin, twin.step) or TorchStep(twin, twin.step)
+    except TypeError:  # which will be told when it is to step
+        return False
+    return stepper.takes_parts
+
+
 def _twin_of(base: Optimizer) -> Optimizer:
     """The same options, without parameters, state, or what somebody has put around its `step`."""
     twin: Optimizer = object.__new__(type(base))

@@ -37,11 +37,12 @@ from zero_full.plan.elsewhere import PretendedFile, PretendedHost
 from zero_full.plan.everyone import AllRanks
 from zero_full.plan.saved import saved_bytes
 from zero_full.plan.shadow import new_pass, shadow_of
-from zero_full.plan.shelves import PretendedFileShelf, pretended_shelf
+from zero_full.plan.shelves import PretendedFileShelf, page_locked, pretended_shelf
 from zero_full.plan.watch import Watch
-from zero_full.shard import Connection, Dealer, Sharded, ZeroOptimizer, connect, place_the_rest
+from zero_full.shard import Connection, Dealer, Settings, Sharded, ZeroOptimizer, connect, place_the_rest
 from zero_full.shard.flat import Member
 from zero_full.shard.groups import Pair
+from zero_full.shard.host_memory import host_memory
 from zero_full.shard.served import served
 from zero_full.translate import scaler_of, settings_of, shard_ranks_of
 
@@ -89,6 +90,7 @@ class Rehearsal:
         self.file: PretendedFile | None = None  # of the optimizer's state
         self.shelf: PretendedFileShelf | None = None  # of parameters
         self.parameters_read = self.parameters_written = 0  # in a step
+        self.pinned = self.early = 0  # bytes on the host: page-locked, and for steps on a guess
         self.optimizer = self._optimizer()
         self.engine = Engine(self.shadow, self.optimizer, resolved, CPU)
         with self.watch:
@@ -104,7 +106,7 @@ class Rehearsal:
     def _optimizer(self) -> ZeroOptimizer:
         base, topology = self._base(), self.cluster.topology(self.config)
         settings = served(base, settings_of(self.config), topology)
-        self.delays = settings.tier.delay_after is not None
+        chosen, self.delays = settings, settings.tier.delay_after is not None
         if settings.tier.apart:
             assert isinstance(settings.tier, HostTier)
             pins = settings.tier.kind == HostTier.kind and settings.tier.pin_memory
@@ -122,7 +124,8 @@ class Rehearsal:
             _refuse(partial(check_elementwise, base, self.config.zero_allow_untested_optimizer))
         shelf = pretended_shelf(settings.param_tier, torch.device(self.cluster.device), self.watch)
         self.shelf = shelf if isinstance(shelf, PretendedFileShelf) else None
-        parts = self._dealt(Dealer(base.param_groups, topology, groups, settings, shelf=shelf))
+        dealer = Dealer(base.param_groups, topology, groups, settings, shelf=shelf)
+        parts = self._dealt(dealer, base, chosen)
         place_the_rest(self.shadow, parts, topology, groups, settings)
         made = ZeroOptimizer(base, self.shadow, parts, groups, settings, scaler_of(self.config))
         steppers, planned = made.steppers, torch.device(self.cluster.device)
@@ -136,15 +139,18 @@ class Rehearsal:
                 stepper.step = self.watch.around(kind, stepper.step)  # type: ignore[method-assign]
         return made
 
-    def _dealt(self, dealer: Dealer) -> Sharded:
-        """Of state that waits on the host, no bytes are for the device."""
-        drafts, tier = dealer.draft(self.shadow), dealer.settings.tier
-        locks = isinstance(tier, HostTier) and tier.locks(torch.device(self.cluster.device))
-        self.pinned = Places(dealer.rooms(drafts)).size if locks else 0
+    def _dealt(self, dealer: Dealer, base: torch.optim.Optimizer, chosen: Settings) -> Sharded:
+        """Of state that waits on the host, no bytes are for the device. `chosen`: what a run would have."""
+        drafts, planned = dealer.draft(self.shadow), torch.device(self.cluster.device)
+        dealer.settings, settings = chosen, dealer.settings
+        memory = host_memory(base, dealer, drafts, planned)
+        dealer.settings, self.early = settings, memory.early
         parts = dealer.deal(drafts)
         for owned in parts.owned:
             if owned.tier.apart:
                 owned.fetch = self.watch.around(None, owned.fetch)  # type: ignore[method-assign]
+        if isinstance(chosen.tier, HostTier) and chosen.tier.locks(planned):
+            self.pinned = Places([*memory.rooms, *memory.passing]).size
         return parts
 
     def _base(self) -> torch.optim.Optimizer:
@@ -236,7 +242,7 @@ class Rehearsal:
             "moments": owned - master + surplus_here,
             "communication": self._windows(),
             **self._waiting(host, surplus_there),
-            "pinned": self.pinned,
+            "pinned": self.pinned + page_locked(self.optimizer.parts.shelf),
             **self.copied,
             "saved": self._saved(),
         }
@@ -244,7 +250,7 @@ class Rehearsal:
     def _waiting(self, host: int, surplus: int) -> dict[str, int]:
         """What does not wait on the device, and what of it moves in a step."""
         if self.file is None:
-            waits = host + surplus + (self._aside() if self.delays else 0)
+            waits = host + surplus + self.early + (self._aside() if self.delays else 0)
             state = 0
         else:
             waits = host + self.file.buffers

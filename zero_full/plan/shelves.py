@@ -4,17 +4,26 @@ import torch
 from torch import Tensor
 
 from zero_full.kernels.files import PAGE
-from zero_full.offload import BlockTier, Shelf, Slice, Tier
+from zero_full.offload import BlockTier, HostTier, Shelf, Slice, Tier
+from zero_full.offload.arena import Places
 from zero_full.offload.scratch import whole_pages
 from zero_full.plan.watch import Watch
 
 
 def pretended_shelf(tier: Tier, planned: torch.device, watch: Watch) -> Shelf:
     """What keeps slices of a model on this device."""
-    on_host = Shelf() if planned.type == "cpu" else PretendedShelf()  # there host memory is the device's
-    if isinstance(tier, BlockTier):
-        return PretendedFileShelf(tier, on_host, watch, planned.type == "cpu")
-    return on_host if tier.apart else Shelf()
+    if not isinstance(tier, HostTier):
+        return Shelf()
+    # On a CPU host memory is the device's.
+    on_host = Shelf() if planned.type == "cpu" else PretendedShelf(tier.locks(planned))
+    return PretendedFileShelf(tier, on_host, watch, planned) if isinstance(tier, BlockTier) else on_host
+
+
+def page_locked(shelf: Shelf) -> int:
+    """Bytes of slices and buffers that are."""
+    if isinstance(shelf, PretendedFileShelf):
+        return page_locked(shelf.in_memory) + (shelf.buffers if shelf.locks else 0)
+    return shelf.locked if isinstance(shelf, PretendedShelf) else 0
 
 
 class PretendedSlice(Slice):
@@ -32,8 +41,12 @@ class PretendedShelf(Shelf):
 
     apart = True
 
+    def __init__(self, locks: bool) -> None:
+        self.locks, self.locked = locks, 0  # bytes
+
     def put(self, values: Tensor) -> Slice:
         """No memory."""
+        self.locked += Places([values.nbytes]).size if self.locks else 0
         return PretendedSlice(torch.empty_like(values))
 
 
@@ -42,9 +55,9 @@ class PretendedFileShelf(Shelf):
 
     apart = can_lose = True
 
-    def __init__(self, tier: BlockTier, in_memory: Shelf, watch: Watch, on_cpu: bool) -> None:
+    def __init__(self, tier: BlockTier, in_memory: Shelf, watch: Watch, planned: torch.device) -> None:
         self.reach, self.left, self.in_memory = tier.buffer_numel, tier.memory_numel, in_memory
-        self.watch, self.on_cpu = watch, on_cpu
+        self.watch, self.on_cpu, self.locks = watch, planned.type == "cpu", tier.locks(planned)
         self.disk = self.read = self.written = 0  # bytes
         self.used: list[PretendedFileSlice] = []  # what has a buffer now
         self.ahead: list[PretendedFileSlice] = []

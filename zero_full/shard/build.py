@@ -151,12 +151,13 @@ class Dealer:
 
     def rooms(self, drafts: "Drafts") -> list[int]:
         """The bytes of each room that this rank will ask its tier for."""
+        away = (draft for draft in drafts.leaving if draft in drafts.away and not draft.kind.asleep)
+        return [self.room_of(draft) for draft in away]
+
+    def room_of(self, draft: "Draft") -> int:
+        """The bytes of this rank's master."""
         dtypes = self.settings.dtypes
-        return [
-            draft.layout.shard * dtypes.master_of(dtypes.of(draft.kind.dtype)).itemsize
-            for draft in drafts.leaving
-            if draft in drafts.away and not draft.kind.asleep
-        ]
+        return draft.layout.shard * dtypes.master_of(dtypes.of(draft.kind.dtype)).itemsize
 
     def deal(self, drafts: "Drafts") -> Sharded:
         """Parameters move into their flat buffers, and what is trained into buckets."""

@@ -1,0 +1,47 @@
+"""A file that is seen as memory: what is mapped, and for how long."""
+
+import gc
+from pathlib import Path
+
+import torch
+
+from tests.zero_full.test_blocks import count
+from zero_full.kernels.files import PAGE, BlockIO, aligned_empty
+from zero_full.offload.scratch import ScratchFile, whole_pages
+
+
+def mapped(file: ScratchFile) -> list[int]:
+    """Bytes of each part of this process's memory that is a window into the file."""
+    found = Path(file.path).stat()
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    mine = [line[0].split("-") for line in lines if line[4] == str(found.st_ino)]
+    return [int(stop, 16) - int(start, 16) for start, stop in mine]
+
+
+def test_each_piece_of_a_file_is_mapped_once_and_as_long_as_somebody_holds_it(tmp_path: Path) -> None:
+    file, windows = ScratchFile(tmp_path, BlockIO(1, 2**20, direct=False)), []
+    sizes = [1, PAGE, 5000, 3 * PAGE, 0] * 40
+    descriptors = count("fd")
+    for number, size in enumerate(sizes):
+        begin = file.take(size)
+        windows.append((begin, file.window(begin, size).fill_(number + 1)))
+        assert file.window(begin, size).data_ptr() == windows[-1][1].data_ptr()
+    assert sum(mapped(file)) == file.size, "however many there are"
+    assert count("fd") == descriptors
+    for number, (begin, window) in enumerate(windows):
+        if window.numel():
+            memory = aligned_empty(whole_pages(window.numel()), torch.uint8)
+            file.read(memory, begin).wait()
+            assert (memory[: window.numel()] == number + 1).all() and not memory[window.numel() :].any()
+    kept = windows[3][1]
+    for begin, window in windows[::2]:
+        file.give_back(begin, window.numel())
+    assert sum(mapped(file)) == file.size, "somebody has them"
+    del windows, window
+    gc.collect()
+    taken = [max(whole_pages(size), PAGE) for size in sizes]
+    assert sum(mapped(file)) == sum(taken[1::2])
+    file.end()
+    gc.collect()
+    assert kept.numel() == 3 * PAGE and (kept == 4).all()
+    assert count("fd") < descriptors
