@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.rules import Rule
 from tests.trainers import StepReport, Subject, TorchsAdam, Trainer
 from zero_min.comm import Comm
-from zero_min.ledger import held
+from zero_min.ledger import Event, held
 
 WIDTH = 7
 BATCH = 4
@@ -137,6 +137,7 @@ class Run:
     live: int
     sent: int
     sent_by: dict[str, int]
+    diary: list[Event]  # of the last step, if it is zero_min's
     state: Mapping[str, Any]
     losses: list[float]
 
@@ -162,11 +163,12 @@ def train(
             losses += backward(trainer, model, case, step, comm.rank)
             reports.append(trainer.step())
         sent, sent_by = trainer.ledger().total_sent(), dict(trainer.ledger().sent)
+        diary = list(comm.ledger.events)
         trainer.settle()
         live = comm.ledger.live() - held(tensors_in(state)) if watched else 0
         kept = trainer.held()
         full = trainer.full_parameters()
-        return Run(full, reports, kept, live, sent, sent_by, state, losses)
+        return Run(full, reports, kept, live, sent, sent_by, diary, state, losses)
 
 
 def backward(

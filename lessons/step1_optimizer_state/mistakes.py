@@ -170,6 +170,15 @@ MISTAKES = (
         CHANGES,
     ),
     Mistake(
+        "a-view-of-the-whole-gradient",
+        "reduce",
+        "my_grad.to(f.master.dtype)",
+        "parts[self.comm.rank].copy_(my_grad).to(f.master.dtype)",
+        "the own gradient is a view of the flat one, which so stays alive while Adam steps",
+        "view",
+        CHANGES,
+    ),
+    Mistake(
         "gradient-in-16-bits",
         "reduce",
         "my_grad.to(f.master.dtype)",

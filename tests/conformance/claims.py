@@ -1,15 +1,17 @@
 """What every implementation must establish. A claim is a function, so that cheats can be tried on it."""
 
+from collections import Counter
 from copy import deepcopy
 from functools import cache
 from typing import Any
 
 import torch
 
-from tests.cases import Case, Run, reference, train
+from tests.cases import Case, Run, reference, tensors_in, train
 from tests.conformance import expected
-from tests.trainers import Subject
+from tests.trainers import ADAM, Subject
 from tests.worlds import run_in
+from zero_min.ledger import held
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5}
 
@@ -74,6 +76,24 @@ def traffic(subject: Subject, case: Case, world_size: int, place: str = "threads
     want, got = expected.sent(subject, case, world_size), sum(run.sent for run in runs)
     by_rank = [run.sent_by for run in runs]
     assert got == want, f"the ranks sent {got} bytes, the formula says {want}: {by_rank}"
+
+
+def calls(subject: Subject, case: Case, world_size: int) -> None:
+    """A step of zero_min makes as many calls as the stage needs, and not the same bytes in more of them."""
+    want = expected.calls(subject.stage, case, world_size)
+    for rank, run in enumerate(runs_of(subject, case, world_size, watched=True)):
+        got = Counter(event.what for event in run.diary if event.what != ADAM)
+        assert got == want, f"rank {rank} makes the calls {dict(got)} in a step, it needs {want}"
+
+
+def working_set(subject: Subject, case: Case, world_size: int) -> None:
+    """When Adam begins, nothing is alive in zero_min that the step is done with."""
+    runs_of(subject, Case(dtype=case.dtype), world_size)  # as in `memory`
+    for rank, run in enumerate(runs_of(subject, case, world_size, watched=True)):
+        want = expected.at_adam(subject, case, world_size, rank)
+        saved = held(tensors_in(run.state))  # by the suite, in the middle of the run
+        (got,) = [event.live - saved for event in run.diary if event.what == ADAM]
+        assert got == want, f"rank {rank} has {got} live bytes when Adam begins, the formula says {want}"
 
 
 def resume(subject: Subject, case: Case, world_size: int, place: str = "threads") -> None:

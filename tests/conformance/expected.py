@@ -97,3 +97,23 @@ def sent(subject: Subject, case: Case, world_size: int) -> int:
         frozen = frozen_bytes(subject, case, world_size)
         expected += 2 * case.micro_batches * (world_size - 1) * world_size * frozen
     return expected
+
+
+def calls(stage: int, case: Case, world_size: int) -> dict[str, int]:
+    """How often each rank of zero_min calls each collective in one step."""
+    model = case.model()
+    trained = sum(p.requires_grad for p in model.parameters())
+    groups, m = len(sizes(case, 1)), case.micro_batches
+    if stage == 0:
+        return {"all_reduce": trained}
+    if stage == 3:  # whole for forward, and again for backward
+        return {"all_gather": 2 * m * len(list(model.parameters())), "reduce_scatter": m * trained}
+    pieces = groups if stage == 1 else m * len(buckets(case, stage, world_size))
+    return {"reduce_scatter": pieces, "all_gather": groups}
+
+
+def at_adam(subject: Subject, case: Case, world_size: int, rank: int) -> int:
+    """Bytes that are alive on a rank of zero_min when Adam begins: what it holds, and what Adam needs."""
+    slices = formula.padded(sizes(case, 1), world_size) // world_size
+    own = 4 * slices if subject.stage == 1 else 0  # else the gradient that is kept is the one Adam needs
+    return sum(held(subject, case, world_size, rank).values()) + own

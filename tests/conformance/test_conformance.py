@@ -107,6 +107,17 @@ def test_sends_exactly_the_formula(subject: Subject, case: Case, world_size: int
     claims.traffic(subject, case, world_size)
 
 
+@pytest.mark.parametrize("case", BYTES, ids=str)
+def test_wastes_no_call_and_no_byte_while_adam_steps(subject: Subject, case: Case) -> None:
+    if subject.impl == "full":
+        pytest.skip("only zero_min keeps a diary; zero_full's calls are planned: see test_plan.py")
+    if subject.stage == 3 and case.kind in ("small", "tied", "empty"):
+        pytest.skip("stage 3 calls for what the modules use: see test_stage3.py for these models")
+    for world_size in WORLDS:
+        claims.calls(subject, case, world_size)
+        claims.working_set(subject, case, world_size)
+
+
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=thorough), 3])
 @pytest.mark.parametrize(
     "case", [Case(steps=4), Case("tied", steps=4, two_groups=True, micro_batches=2)], ids=str

@@ -8,13 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import zero_min
 from tests.cases import Case
 from tests.conformance import claims, rule_claims
 from tests.conformance.rule_cheats import RuleCheat
 from tests.conformance.rule_claims import by as rule_case
 from tests.rules import RULES
-from tests.trainers import MinTrainer, Subject, Trainer
+from tests.trainers import MinTrainer, Subject, Trainer, noting
 from zero_min import Stage0, Stage1, Stage2, Stage3
 from zero_min.comm import Comm
 from zero_min.stage1 import flatten_dense_tensors_aligned
@@ -66,6 +65,27 @@ class SumsInsteadOfAveraging(Stage1):
             f.master.grad *= self.comm.world_size
 
 
+class KeepsAView(Stage1):
+    """The own gradient is a view of everybody's, so that the whole is alive until Adam is done."""
+
+    def reduce_gradients(self) -> None:
+        for f in self.flats:
+            flat = flatten_dense_tensors_aligned([p.grad for p in f.params], self.comm.world_size)
+            parts = flat.chunk(self.comm.world_size)
+            f.master.grad = parts[self.comm.rank]
+            f.master.grad.copy_(self.comm.reduce_scatter(parts) / self.comm.world_size)
+
+
+class BroadcastsEverySlice(Stage1):
+    """The bytes of one all-gather, in as many calls as there are ranks."""
+
+    def gather_parameters(self) -> None:
+        for f in self.flats:
+            for rank, part in enumerate(f.flat.chunk(self.comm.world_size)):
+                self.comm.broadcast(part, rank)
+            f.master.grad = None
+
+
 class NeverReleases(Stage3):
     """Computes right, but keeps all parameters whole between steps, and admits it."""
 
@@ -83,6 +103,8 @@ CHEATS: dict[str, type] = {
     "foreign_gradients": KeepsForeignGradients,
     "skips_averaging": SkipsAveraging,
     "sums": SumsInsteadOfAveraging,
+    "a_view": KeepsAView,
+    "broadcasts": BroadcastsEverySlice,
 }
 
 
@@ -98,7 +120,7 @@ class Cheat(Subject):
         """The cheat behind the usual protocol."""
         if not issubclass(CHEATS[self.name], Stage2):
             options.pop("bucket_size", None)
-        options["optimizer"] = getattr(zero_min, options["optimizer"])
+        options["optimizer"] = noting(options["optimizer"], comm)
         return MinTrainer(CHEATS[self.name](model, comm, groups, **options), comm)
 
 
@@ -149,6 +171,22 @@ def test_gradients_that_are_not_averaged_are_found(name: str) -> None:
 def test_skipping_the_average_is_also_missing_traffic() -> None:
     with pytest.raises(AssertionError, match="the formula says"):
         claims.traffic(cheat("skips_averaging", 1), CASE, 3)
+
+
+def test_a_view_that_keeps_the_whole_gradient_alive_is_found() -> None:
+    subject = cheat("a_view", 1)
+    for honest in (claims.parity, claims.memory, claims.traffic, claims.calls):
+        honest(subject, CASE, 3)  # after the step it is gone
+    with pytest.raises(AssertionError, match="live bytes when Adam begins"):
+        claims.working_set(subject, CASE, 3)
+
+
+def test_the_same_bytes_in_more_calls_are_found() -> None:
+    subject = cheat("broadcasts", 1)
+    for honest in (claims.parity, claims.memory, claims.traffic, claims.working_set):
+        honest(subject, CASE, 3)
+    with pytest.raises(AssertionError, match=r"'broadcast': 3.*it needs"):
+        claims.calls(subject, CASE, 3)
 
 
 # Rules -------------------------------------------------------------------------------------------

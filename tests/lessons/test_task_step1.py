@@ -100,6 +100,18 @@ def test_reduce_sends_each_rank_its_part_and_no_more() -> None:
     same("collectives of the reduction", calls, [["reduce_scatter"]] * 2, about="calls", by_rank=True)
 
 
+def test_reduce_keeps_no_more_than_the_own_slice() -> None:
+    def body(comm: Comm) -> int:
+        model = nn.Linear(3, 1, bias=False)
+        stage = stage1.Stage1(model, comm)
+        model(torch.ones(1, 3)).sum().backward()
+        stage.reduce_gradients()
+        return stage.flats[0].master.grad.untyped_storage().nbytes()
+
+    what = "bytes behind the own gradients of 2 floats, which stay alive while Adam steps"
+    same(what, run_world(body, 2), [8, 8], about="memory")
+
+
 def test_gather_gives_everyone_all_new_parameters() -> None:
     got = [weight for _, weight, *_ in run_world(one_step, 2)]
     expected, before = [[0.75] * 3] * 2, [[1.0] * 3] * 2
