@@ -15,6 +15,9 @@ SAID = {
     "last only": "it is 1/{micro} of what it should be: the last of {micro} micro-batches, not their sum",
     "ratio": "every number is {ratio} times what it should be",
     "sign": "every number has the wrong sign",
+    "does not happen": "it does not happen: {missing}",
+    "happens too much": "it happens where it should not: {extra}",
+    "at another time": "the right things happen, at another time: {missing} and no {extra}",
     "everybody": "an all_reduce is in the diary: everybody got everything, where each rank needs its part",
     "one by one": "the same goes round in {got_calls} calls where {calls} is enough: one collective for all",
     "silent": "a collective is missing from the diary: {missing}. The ranks did not exchange anything there",
@@ -70,7 +73,9 @@ def of_facts(facts: Facts) -> Finding:
         return finding("alone")
     if facts.got is None and facts.expected is not None:
         return finding("nothing")
-    by_kind = {"calls": _calls, "bytes": _bytes, "dtype": _dtype, "memory": _memory, "kept": _kept}
+    if facts.about == "dtype":
+        return finding("dtype")
+    by_kind = {"calls": _calls, "events": _events, "bytes": _bytes, "memory": _memory, "kept": _kept}
     return by_kind.get(facts.about, _values)(facts)
 
 
@@ -78,7 +83,7 @@ def of_error(name: str, message: str) -> Finding:
     """What an exception says that came out of the learner's lines, or out of a collective below them."""
     if name == "NotImplementedError":
         return finding("blank")
-    if re.search(r"never arrived|made different calls", message):
+    if re.search(r"never arrived|made different calls|nobody can go on", message):
         return finding("waiting ranks")
     if "needs equal parts" in message:
         return finding("unequal parts")
@@ -197,6 +202,17 @@ def _calls(facts: Facts) -> Finding:
     return finding("order")
 
 
+def _events(facts: Facts) -> Finding:
+    """Lists of what happens, in words."""
+    missing, extra = _beyond(facts.expected, facts.got), _beyond(facts.got, facts.expected)
+    words = {"missing": " and ".join(missing), "extra": " and ".join(extra)}
+    if missing and extra:
+        return finding("at another time", **words)
+    if missing or extra:
+        return finding("does not happen" if missing else "happens too much", **words)
+    return finding("order")
+
+
 def _beyond(some: list[str], others: list[str]) -> list[str]:
     """What is in the first list more often than in the second."""
     left = list(others)
@@ -217,10 +233,6 @@ def _bytes(facts: Facts) -> Finding:
     if math.isclose(ratio, 1):
         return finding("ranks differ") if facts.by_rank else finding("order")
     return finding("too many bytes" if ratio > 1 else "too few bytes", ratio=f"{ratio:.3g}")
-
-
-def _dtype(facts: Facts) -> Finding:
-    return finding("dtype")
 
 
 def _memory(facts: Facts) -> Finding:

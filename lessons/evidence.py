@@ -12,7 +12,7 @@ class Facts:
     what: str  # in words, "own gradients of 2 ranks"
     expected: Any
     got: Any
-    about: str = "values"  # or "calls", "bytes", "dtype", "memory", "kept": what kind of thing is compared
+    about: str = "values"  # or "calls", "events", "bytes", "dtype", "memory", "kept"
     world: int = 1
     by_rank: bool = False  # both sides are lists with one entry a rank
     micro_batches: int = 1  # that were to be added up

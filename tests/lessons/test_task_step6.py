@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lessons.evidence import same
 from zero_min import compression, run_world, zero_one_adam
 from zero_min.comm import Comm
 from zero_min.formula import compressed_round
@@ -12,26 +13,26 @@ from zero_min.formula import compressed_round
 def test_pack_sets_a_bit_where_a_value_is_not_negative() -> None:
     x = torch.tensor([1.0, -1, -1, -1, -1, -1, -1, 1, -1, 1, 1, -1, -1, -1, -1, -1])
     got = compression.pack_signs(x).tolist()
-    assert got == [1 + 128, 2 + 4], f"bytes of 16 signs: expected [129, 6], got {got}"
+    same("bytes of 16 signs", got, [1 + 128, 2 + 4])
 
 
 def test_pack_counts_zero_as_plus() -> None:
     got = compression.pack_signs(torch.tensor([0.0, -0.0, -1, -1, -1, -1, -1, -1])).tolist()
-    assert got == [3], f"0, -0 and six times -1: expected [3], got {got}"
+    same("0, -0 and six times -1", got, [3])
 
 
 def test_pack_makes_bytes() -> None:
     got = compression.pack_signs(torch.ones(8))
-    assert got.dtype == torch.uint8, f"type of packed signs: expected torch.uint8, got {got.dtype}"
-    assert got.tolist() == [255], f"eight times plus: expected [255], got {got.tolist()}"
+    same("type of packed signs", got.dtype, torch.uint8)
+    same("eight times plus", got.tolist(), [255])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_unpack_gives_signs_in_the_order_they_were_packed(dtype: torch.dtype) -> None:
     got = compression.unpack_signs(torch.tensor([129, 6], dtype=torch.uint8), dtype)
     expected = [1, -1, -1, -1, -1, -1, -1, 1, -1, 1, 1, -1, -1, -1, -1, -1]
-    assert got.tolist() == expected, f"signs of bytes 129 and 6: expected {expected}, got {got.tolist()}"
-    assert got.dtype == dtype, f"type of the signs: expected {dtype}, got {got.dtype}"
+    same("signs of bytes 129 and 6", got.tolist(), expected)
+    same("type of the signs", got.dtype, dtype)
 
 
 def said(packed: Tensor, scales: Tensor, sizes: list[int], length: int) -> Tensor:
@@ -56,8 +57,8 @@ def test_compress_makes_one_scale_a_piece(sizes: list[int], l1: bool, expected: 
     x = torch.tensor([3.0, -4, 0, 0, 0, 0, 0, 0])
     scales = compression.compress(x, torch.zeros(8), sizes, l1)[1]
     got = scales.tolist()
-    assert got == pytest.approx(expected), f"scales of {sizes}, l1={l1}: expected {expected}, got {got}"
-    assert scales.dtype == torch.float32, f"type of the scales: expected float32, got {scales.dtype}"
+    same(f"scales of {sizes}, l1={l1}", got, expected, near=1e-6)
+    same("type of the scales", scales.dtype, torch.float32)
 
 
 @pytest.mark.parametrize("l1", [False, True])
@@ -77,13 +78,13 @@ def test_compress_remembers_what_it_got_wrong(l1: bool) -> None:
 def test_compress_says_the_signs_of_what_is_wanted() -> None:
     error = torch.full((8,), -2.0)
     got = compression.compress(torch.ones(8), error, [8])[0].tolist()
-    assert got == [0], f"1 with an error of -2 is -1, all minus: expected [0], got {got}"
+    same("1 with an error of -2 is -1, all minus", got, [0])
 
 
 def test_compress_leaves_x_alone() -> None:
     x = torch.arange(8.0)
     compression.compress(x, torch.ones(8), [8])
-    assert x.tolist() == list(range(8)), f"x after compress: expected 0 to 7, got {x.tolist()}"
+    same("x after compress", x.tolist(), list(range(8)))
 
 
 def two_pieces(comm: Comm) -> compression.CompressedMean:
@@ -112,9 +113,7 @@ def test_send_gives_each_server_its_signs_and_everyone_s_scales() -> None:
 
     for rank, got in enumerate(run_world(body, 2)):
         expected = [([PLUS], [1.0, 10.0]), ([HALF if rank == 1 else PLUS], [2.0, 20.0])]
-        assert got == expected, (
-            f"bytes of signs and scales that come to rank {rank} from 0 and 1: expected {expected}, got {got}"
-        )
+        same(f"bytes of signs and scales that come to rank {rank} from 0 and 1", got, expected)
 
 
 def test_send_remembers_what_the_worker_got_wrong() -> None:
@@ -125,7 +124,7 @@ def test_send_remembers_what_the_worker_got_wrong() -> None:
 
     for rank, got in enumerate(run_world(body, 2)):
         expected = [-4.0, 2.0] * 8
-        assert got == pytest.approx(expected), f"rank {rank}, worker_error: expected {expected}, got {got}"
+        same(f"rank {rank}, worker_error", got, expected, near=1e-6)
 
 
 def test_serve_answers_with_the_mean_of_what_came() -> None:
@@ -134,7 +133,7 @@ def test_serve_answers_with_the_mean_of_what_came() -> None:
 
     got = run_world(body, 2)[1]
     expected = ([HALF], [2.0, 20.0])
-    assert got == expected, f"rank 1's answer, signs and scales: expected {expected}, got {got}"
+    same("rank 1's answer, signs and scales", got, expected)
 
 
 def test_serve_remembers_what_the_server_got_wrong() -> None:
@@ -145,7 +144,7 @@ def test_serve_remembers_what_the_server_got_wrong() -> None:
 
     for rank, got in enumerate(run_world(body, 2)):
         expected = [1.0, 2.0] * 4  # 3.5 is heard as 2.5, and -0.5 as -2.5
-        assert got == pytest.approx(expected), f"rank {rank}, server_error: expected {expected}, got {got}"
+        same(f"rank {rank}, server_error", got, expected, near=1e-6)
 
 
 def test_collect_puts_all_answers_together() -> None:
@@ -155,8 +154,8 @@ def test_collect_puts_all_answers_together() -> None:
 
     for rank, (got, sent) in enumerate(run_world(body, 2)):
         expected = [1.0] * 8 + [2.0] * 4 + [7.0] * 4  # nothing of the second piece lies in chunk 0
-        assert got == expected, f"rank {rank}, the mean of 16 values: expected {expected}, got {got}"
-        assert sent == 9, f"rank {rank}: expected a message of 9 bytes sent, got {sent}"
+        same(f"rank {rank}, the mean of 16 values", got, expected)
+        same(f"rank {rank}", sent, 9)
 
 
 Heard = dict[str, Tensor]
@@ -185,7 +184,7 @@ def constant(comm: Comm) -> list[float]:
 def test_mean_is_exact_where_all_values_are_equal() -> None:
     for rank, got in enumerate(run_world(constant, 2)):
         expected = [1.5] * 8 + [-2.0] * 16
-        assert got == pytest.approx(expected), f"rank {rank}: expected eight 1.5 and sixteen -2, got {got}"
+        same(f"rank {rank}", got, expected, near=1e-6)
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -207,7 +206,7 @@ def test_mean_sends_bits_and_scales_only(world: int) -> None:
     sizes = [30, 0, 7]
     got = sum(sent for _, sent in run_world(listen, world, sizes, 4))
     expected = 4 * compressed_round(sizes, world)
-    assert got == expected, f"bytes all {world} ranks send in 4 rounds: expected {expected}, got {got}"
+    same(f"bytes all {world} ranks send in 4 rounds", got, expected)
 
 
 def test_interval_doubles_after_every_patience_counts() -> None:
@@ -216,7 +215,7 @@ def test_interval_doubles_after_every_patience_counts() -> None:
         interval.count()
         got.append(interval.length)
     expected = [1, 1, 2, 2, 2, 4, 4, 4, 8]
-    assert got == expected, f"lengths after 1 to 9 counts: expected {expected}, got {got}"
+    same("lengths after 1 to 9 counts", got, expected)
     assert isinstance(interval.length, int), f"length: expected an int, got {interval.length!r}"
 
 
@@ -225,7 +224,7 @@ def test_interval_stops_at_the_longest() -> None:
     for _ in range(4):
         interval.count()
         got.append(interval.length)
-    assert got == [2, 4, 6, 6], f"lengths up to 6: expected [2, 4, 6, 6], got {got}"
+    same("lengths up to 6", got, [2, 4, 6, 6])
 
 
 LR, DECAY, BETA = 0.1, 0.5, 0.9
@@ -262,9 +261,7 @@ def test_local_writes_down_where_the_rank_went() -> None:
     (got,) = run_world(wander, 1)
     for name, expected in {"m": m, "x": x, "u": u, "walked": walked, "shrunk": shrunk}.items():
         answer = got[name]
-        assert answer == pytest.approx(expected, rel=1e-5), (
-            f"{name} after two local steps: expected {expected:.6f}, got {answer:.6f}"
-        )
+        same(f"{name} after two local steps", answer, expected, near=1e-05)
 
 
 def test_local_sends_nothing() -> None:
@@ -277,7 +274,7 @@ def test_local_sends_nothing() -> None:
         return comm.ledger.total_sent()
 
     got = run_world(body, 2)
-    assert got == [0, 0], f"bytes sent in a silent step: expected [0, 0], got {got}"
+    same("bytes sent in a silent step", got, [0, 0])
 
 
 def meeting(comm: Comm) -> dict[str, list[float]]:
@@ -310,12 +307,10 @@ def meeting(comm: Comm) -> dict[str, list[float]]:
 def test_meet_starts_from_the_anchor_and_takes_the_mean_walk(name: str, expected: list[float]) -> None:
     for rank, answer in enumerate(run_world(meeting, 2)):
         got = answer[name]
-        assert got == pytest.approx(expected, abs=1e-5), (
-            f"{name} on rank {rank} after the meeting: expected {expected}, got {got}"
-        )
+        same(f"{name} on rank {rank} after the meeting", got, expected, near=1e-05)
 
 
 def test_meet_leaves_the_same_bits_on_all_ranks() -> None:
     first, second = run_world(meeting, 2)
     for name in ("x", "m", "anchor"):
-        assert first[name] == second[name], f"{name}: expected rank 0's bits on rank 1, got {second[name]}"
+        same(f"{name}", first[name], second[name])
