@@ -4,7 +4,6 @@ SHELL := bash
 PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
-TORCHRUN := $(BIN)/python -m torch.distributed.run --standalone
 
 .PHONY: help demo test test-all test-worlds test-others test-gpu test-hf test-matrix bench bench-gpu gpu-day gpu-page \
 	lab site weave browser clean
@@ -19,7 +18,7 @@ help:  ## this list
 	@touch $@
 
 demo: .venv/ready  ## train a small GPT at every stage on 2 processes; table and build/demo.png
-	@$(TORCHRUN) --nproc-per-node 2 -m lessons.train
+	@$(BIN)/python -m lessons demo
 
 PYTEST := $(BIN)/python -m pytest -q --durations=20
 # Two halves, beside each other: where ranks wait for each other, the other half computes. Each line says whose it is.

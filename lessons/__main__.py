@@ -11,41 +11,63 @@ try:
     from lessons import exercise
     from lessons.check import check, progress
     from lessons.exercise import LessonError, find_lesson, shown
-    from lessons.registry import IN_ORDER
+    from lessons.registry import IN_ORDER, Lesson
+    from lessons.yours import run_on_yours
 except ModuleNotFoundError as missing:
     sys.exit(
-        f"{missing.name} is not installed here. Once: make demo. In each terminal: source .venv/bin/activate"
+        f"{missing.name} is not installed here. Once: make demo. Each time: source .venv/bin/activate\n"
+        'Without make, once, in the folder of the project: python -m pip install -e ".[learn]"'
     )
 
 COMMANDS = """\
 list            the lessons, where their pages are, and how far you are
-demo            bytes per parameter of every stage, 4 ranks, a few seconds
+demo            train a small GPT at every stage on 2 processes: a table, and a picture in build/
+bill            bytes per parameter of every stage, 4 ranks as threads, a few seconds
 start N         write the exercise of lesson N into work/
 check N         run the shared tests on your work file
 hint N [T] [k]  a hint for task T, or for the next blank one; k = 1, 2, 3 says more and more
 diff N          your file against the answer
 solution N      the answer to every task
-run N           the lesson's experiment, with a plot; --world W ranks
-golf N          a schedule of your own on course 1, 2 or 3: what it costs beside a stage"""
+run N           the lesson's experiment, with a plot
+clock N         seconds: your step replayed on a machine, as a chart; --machine, --batch, --parameters
+watch N         your file on four ranks, line by line, as a page for a browser
+golf N          a schedule of your own on course 1, 2 or 3: what it costs beside a stage
+
+`demo`, `run` and `clock` take --world W ranks, `demo` --steps S of training."""
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m lessons", description=COMMANDS, formatter_class=form)
-    names = ["list", "demo", "start", "check", "hint", "diff", "solution", "run", "golf"]
+    names = ["list", "demo", "bill", "start", "check", "hint", "diff", "solution", "run"]
+    names += ["clock", "watch", "golf"]
     parser.add_argument("command", choices=names, metavar="command", nargs="?")
     parser.add_argument("number", nargs="?", help="the lesson's number")
     parser.add_argument("more", nargs="*", help="of hint: a task's name, how much of a hint, or both")
-    parser.add_argument("--world", type=int, default=4, help="ranks of `run`")
+    parser.add_argument("--world", type=int, help="ranks of `run` and `clock`, else 4, and of `demo`, else 2")
+    parser.add_argument("--steps", type=int, default=100, help="of `demo`; else 100")
     parser.add_argument("--force", action="store_true", help="let `start` overwrite your answer")
+    machines = "nvlink, pcie, 25gbe, laptops, or latency,bandwidth,FLOP/s"
+    parser.add_argument("--machine", default="pcie", help=f"of `clock`: {machines}")
+    parser.add_argument("--batch", type=float, default=8192, help="of `clock`: tokens of each rank in a step")
+    parser.add_argument(
+        "--parameters", type=float, default=1e9, help="of `clock`: replay as a model so large"
+    )
+    parser.add_argument("--bucket", type=float, help="of `clock 2`: a bucket's part of the model, as 0.08")
     chosen = parser.parse_args(arguments)
     if chosen.command is None:
         parser.print_help()
         return 0
     try:
-        if chosen.command in ("list", "demo"):
-            return {"list": list_lessons, "demo": demo}[chosen.command]()
+        if chosen.world is not None and chosen.world < 1:
+            raise LessonError(f"--world needs at least one rank, not {chosen.world}")
+        if chosen.steps < 1:
+            raise LessonError(f"--steps: at least one step, not {chosen.steps}")
+        if chosen.command in ("list", "bill"):
+            return {"list": list_lessons, "bill": bill}[chosen.command]()
+        if chosen.command == "demo":
+            return demo(chosen.world or 2, chosen.steps)
         if chosen.number is None:
             raise LessonError(f"which lesson? python -m lessons {chosen.command} N")
         if chosen.command == "golf":
@@ -75,9 +97,11 @@ def one_lesson(chosen: argparse.Namespace) -> int:
     elif chosen.command == "solution":
         print(exercise.solution(lesson))
     elif chosen.command == "run":
-        if chosen.world < 1:
-            raise LessonError(f"--world needs at least one rank, not {chosen.world}")
-        importlib.import_module(f"lessons.{lesson.folder}.experiment").main(chosen.world)
+        importlib.import_module(f"lessons.{lesson.folder}.experiment").main(chosen.world or 4)
+    elif chosen.command == "clock":
+        return clock(lesson, chosen)
+    elif chosen.command == "watch":
+        return run_on_yours(lesson, "lessons.watch:show", number=str(lesson.number))
     return 0
 
 
@@ -86,6 +110,18 @@ def golf(number: str) -> int:
     from lessons.golf import golf as play
 
     return play(number)
+
+
+def clock(lesson: Lesson, chosen: argparse.Namespace) -> int:
+    """A step of the learner's file in seconds."""
+    sizes = {"--batch": chosen.batch, "--parameters": chosen.parameters}
+    sizes |= {} if chosen.bucket is None else {"--bucket": chosen.bucket}
+    for option, number in sizes.items():
+        if not 0 < number < 1e18:
+            raise LessonError(f"{option} {number:g}: give a number above 0")
+    options = {"world": chosen.world or 4, "machine": chosen.machine, "tokens": chosen.batch}
+    options |= {"parameters": chosen.parameters, "bucket": chosen.bucket}
+    return run_on_yours(lesson, "lessons.clock:show", number=str(lesson.number), **options)
 
 
 def list_lessons() -> int:
@@ -100,8 +136,15 @@ def list_lessons() -> int:
     return 0
 
 
-def demo() -> int:
-    """Bytes a parameter on each rank, measured with four thread-ranks, beside the formula."""
+def demo(world: int, steps: int) -> int:
+    """Train at every stage on real processes."""
+    from lessons import train
+
+    return train.demo(world, steps)
+
+
+def bill() -> int:
+    """Bytes per parameter on each rank, measured with four thread-ranks, beside the formula."""
     from lessons.bill import measure, table
     from lessons.rows import ROWS
 

@@ -120,7 +120,7 @@ def measure(row: Row, world_size: int = 4, config: GPTConfig = SMALL) -> Bill:
 
 
 def table(bills: Sequence[Bill]) -> list[list[str]]:
-    """Bytes a parameter, row by row, the header first. A column for the host only if somebody uses it."""
+    """Bytes per parameter, row by row, the header first. A column for the host only if somebody uses it."""
     away = any(len(bill.formula_held) > len(KINDS) for bill in bills)
     lines = [["", *KINDS, "held", "formula", *(["host"] if away else []), "sent", "formula"]]
     for bill in bills:

@@ -68,16 +68,17 @@ def guess(answer: object, truth: float, hint: str = "") -> None:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the shared tests of a step said about a changed line."""
+    """What the task tests of a step said about a changed line, and `check`, if they saw nothing."""
 
     passed: int
     failed: int
     text: str
 
 
-def change_line(step: int | str, right: str, mine: str, limit: float = 120) -> Verdict:
+def change_line(step: int | str, right: str, mine: str, limit: float = 300) -> Verdict:
     """Put `mine` in the place of a line of the step's answer key, and run the step's task tests on that.
 
+    If none of them sees a difference, all of `check` is run: only then the line does what the right one does.
     The answer key itself stays as it is: the changed copy takes its place in another process only.
     """
     lesson = find_lesson(str(step))
@@ -88,18 +89,29 @@ def change_line(step: int | str, right: str, mine: str, limit: float = 120) -> V
     changed = scripts() / "changed" / places[0].name  # not beside scripts, which could import it by its name
     changed.parent.mkdir(exist_ok=True)
     changed.write_text(places[0].read_text(encoding="utf-8").replace(right, mine), encoding="utf-8")
+    done, end = _judge(changed, ["--tasks", str(step)], limit)
+    counts = re.search(r"^passed: (\d+), failed: (\d+)$", done.stdout, re.MULTILINE)
+    if end:
+        return Verdict(0, 1, end)
+    if counts is None:  # not a verdict on the line but no tests, no pytest, ...
+        raise LessonError(f"the tests could not run:\n{done.stdout}{done.stderr}".rstrip())
+    passed, failed, text = int(counts[1]), int(counts[2]), done.stdout.rstrip()
+    if failed == 0:
+        done, end = _judge(changed, [str(step)], limit)
+        if end or done.returncode != 0:
+            failed, text = 1, f"{text}\n\nbut `check` refuses it:\n{end or done.stdout.rstrip()}"
+    return Verdict(passed, failed, text)
+
+
+def _judge(changed: Path, arguments: list[str], limit: float) -> tuple[subprocess.CompletedProcess[str], str]:
+    """Run the judge on a changed file; what it says, and why the tests could not go on, or ""."""
     env = {**os.environ, **replace.environment({f"zero_min.{changed.stem}": str(changed)}), **QUICK}
     words = changed.with_suffix(".txt")
     words.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "lessons.judge", str(words), "--tasks", str(step)]
+    command = [sys.executable, "-m", "lessons.judge", str(words), *arguments]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=limit)
-    counts = re.search(r"^passed: (\d+), failed: (\d+)$", done.stdout, re.MULTILINE)
     end = last_words.read(words.read_text(encoding="utf-8"), [changed]) if words.exists() else None
-    if end is not None:
-        return Verdict(0, 1, f"the tests could not go on in {end.during}\n  {end.why}")
-    if counts is None:  # not a verdict on the line but no tests, no pytest, ...
-        raise LessonError(f"the tests could not run:\n{done.stdout}{done.stderr}".rstrip())
-    return Verdict(int(counts[1]), int(counts[2]), done.stdout.rstrip())
+    return done, f"the tests could not go on in {end.during}\n  {end.why}" if end else ""
 
 
 def torchrun(script: str, ranks: int = 2, limit: float = 120) -> str:
@@ -108,6 +120,8 @@ def torchrun(script: str, ranks: int = 2, limit: float = 120) -> str:
     print("$ torchrun", *options)
     command = [sys.executable, "-m", "torch.distributed.run", *options]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}  # processes must not fight for the cores
+    if os.name == "nt":
+        env.setdefault("USE_LIBUV", "0")  # torch for Windows may be built without it
     pipe = subprocess.PIPE
     with subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True) as process:
         try:

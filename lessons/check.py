@@ -44,7 +44,7 @@ def explain(lesson: Lesson, end: last_words.End) -> str:
         work, number = end.place
         named = tasks_at(lesson, work, number) or named
         task = f", task {' or '.join(named)}" if named else ""
-        source = work.read_text().splitlines()[number - 1].strip()
+        source = work.read_text(encoding="utf-8").splitlines()[number - 1].strip()
         lines.append(f"  {shown(work)}, line {number}{task}: {source}")
     return "\n".join([*lines, f"help: python -m lessons hint {lesson.number} {(named or ['TASK'])[0]}"])
 

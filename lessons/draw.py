@@ -1,6 +1,8 @@
 """Drawings of ranks as SVG, made by code so that the text and the picture cannot drift apart."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
 
 RANKS = 4
 COLOURS = {"parameters": "#0072B2", "gradients": "#E69F00", "optimizer": "#009E73"}
@@ -103,3 +105,88 @@ def staircase(stages: Sequence[int]) -> str:
         "What rank 0 of four ranks holds at each ZeRO stage",
         lambda column, kind: (0, stages[column] >= SHARDED_SINCE[kind]),
     )
+
+
+BITS = {"sign": "#D55E00", "exponent": "#E69F00", "fraction": "#0072B2"}
+FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+LINE = "#888888"  # seen on a light page and on a dark one
+BIT = 20
+
+
+def _svg(width: int, height: int, title: str, parts: Sequence[str]) -> str:
+    size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{title}">'
+    return "\n".join([head, STYLE, *parts, "</svg>"]) + "\n"
+
+
+def _text(x: int, y: int, words: str, anchor: str = "middle") -> str:
+    return f'<text x="{x}" y="{y}" text-anchor="{anchor}">{words}</text>'
+
+
+def bits() -> str:
+    """Which bits of three kinds of float say what; torch is asked how many there are."""
+    parts = []
+    for row, (name, dtype) in enumerate(FORMATS.items()):
+        info, y = torch.finfo(dtype), 12 + row * ROW
+        fraction = round(-torch.tensor(info.eps).log2().item())
+        counts = {"sign": 1, "exponent": info.bits - 1 - fraction, "fraction": fraction}
+        parts.append(_text(60, y + 19, name, "end"))
+        x = 72
+        for kind, count in counts.items():
+            for _ in range(count):
+                parts.append(
+                    f'<rect x="{x + 1}" y="{y}" width="{BIT - 2}" height="28" rx="3" fill="{BITS[kind]}"/>'
+                )
+                x += BIT
+        said = f"1 + {counts['exponent']} + {fraction}"
+        parts.append(_text(x + 12, y + 19, said, "start"))
+    for column, (kind, colour) in enumerate(BITS.items()):
+        x, y = 72 + column * 130, 12 + len(FORMATS) * ROW + 8
+        parts.append(f'<rect x="{x}" y="{y}" width="18" height="18" rx="3" fill="{colour}"/>')
+        parts.append(_text(x + 26, y + 14, kind, "start"))
+    return _svg(72 + 32 * BIT + 100, 12 + len(FORMATS) * ROW + 34, "The bits of fp32, bf16 and fp16", parts)
+
+
+def _box(x: int, y: int, wide: int, words: str) -> list[str]:
+    frame = f'<rect x="{x}" y="{y}" width="{wide}" height="34" rx="6" fill="none" stroke="{LINE}"/>'
+    return [frame, _text(x + wide // 2, y + 22, words)]
+
+
+def _arrow(points: Sequence[tuple[int, int]]) -> str:
+    path = " ".join(f"{x},{y}" for x, y in points)
+    (x0, y0), (x1, y1) = points[-2:]
+    right, down = (x1 > x0) - (x1 < x0), (y1 > y0) - (y1 < y0)
+    wings = [(x1 - 8 * right + 4 * down * side, y1 - 8 * down + 4 * right * side) for side in (1, -1)]
+    tip = " ".join(f"{x},{y}" for x, y in [wings[0], (x1, y1), wings[1]])
+    return (
+        f'<polyline points="{path}" fill="none" stroke="{LINE}" stroke-width="2"/>'
+        f'<polygon points="{tip}" fill="{LINE}"/>'
+    )
+
+
+def error_loop() -> str:
+    """One bit a value, and the way of the error: round after round."""
+    parts = [
+        *_box(20, 20, 70, "x"),
+        *_box(150, 20, 110, "x + error"),
+        *_box(350, 20, 150, "sign and scale"),
+        *_box(590, 20, 130, "said, and sent"),
+        *_box(350, 120, 150, "wanted - said"),
+        *_box(150, 120, 110, "error"),
+        _text(305, 30, "wanted"),
+        _text(196, 92, "next round", "end"),
+        _arrow([(90, 37), (148, 37)]),
+        _arrow([(260, 37), (348, 37)]),
+        _arrow([(500, 37), (588, 37)]),
+        _arrow([(305, 37), (305, 137), (348, 137)]),
+        _arrow([(655, 54), (655, 137), (502, 137)]),
+        _arrow([(350, 146), (262, 146)]),
+        _arrow([(205, 120), (205, 56)]),
+    ]
+    return _svg(740, 172, "One bit and its error: what is sent now and what comes with the next round", parts)
+
+
+OF_ONE_LESSON: Mapping[int, Mapping[str, Callable[[], str]]] = {
+    4: {"bits.svg": bits},
+    6: {"loop.svg": error_loop},
+}

@@ -51,7 +51,7 @@ def regions(source: str) -> list[Region]:
 
 def region_lines(path: Path, name: str, dotted: bool = False) -> list[str]:
     """The lines of one region, moved to the left margin. `dotted`: with dots where the exercises are."""
-    source = path.read_text()
+    source = path.read_text(encoding="utf-8")
     if dotted:
         source = emptied(source, "...  # your task: {}".format)
     for region in regions(source):
@@ -66,14 +66,18 @@ def region_lines(path: Path, name: str, dotted: bool = False) -> list[str]:
 
 def tasks(lesson: Lesson) -> list[str]:
     """The names of the exercises, in order."""
-    return [region.task for answer, _ in lesson.files for region in task_regions(answer.read_text())]
+    return [
+        region.task
+        for answer, _ in lesson.files
+        for region in task_regions(answer.read_text(encoding="utf-8"))
+    ]
 
 
 def tasks_at(lesson: Lesson, work: Path, line: int) -> list[str]:
     """The exercises in which this line of a learner's file lies, or at least in whose function."""
     (answer,) = [answer for answer, _ in lesson.files if answer.name == work.name]
-    here = _function_at(work.read_text(), line)
-    source = answer.read_text()
+    here = _function_at(work.read_text(encoding="utf-8"), line)
+    source = answer.read_text(encoding="utf-8")
     found = [(x.task, _function_at(source, x.first + 1)) for x in task_regions(source)]
     near = [task for task, name in found if f"{here}.".startswith(f"{name}.")]  # a hook stands inside of it
     inside = [task for task, lines in _written(lesson, answer, work).items() if line - 1 in lines]
@@ -82,11 +86,11 @@ def tasks_at(lesson: Lesson, work: Path, line: int) -> list[str]:
 
 def _written(lesson: Lesson, answer: Path, work: Path) -> dict[str, range]:
     """What the learner has put in the place of each blank, as line numbers that begin at 0."""
-    asked, mine = blank(answer, lesson.number).splitlines(), work.read_text().splitlines()
+    asked, mine = blank(answer, lesson.number).splitlines(), work.read_text(encoding="utf-8").splitlines()
     blocks = difflib.SequenceMatcher(None, asked, mine, autojunk=False).get_matching_blocks()
     pairs = [(block.a + i, block.b + i) for block in blocks for i in range(block.size)]
     found = {}
-    for task in (region.task for region in task_regions(answer.read_text())):
+    for task in (region.task for region in task_regions(answer.read_text(encoding="utf-8"))):
         hole = next(i for i, line in enumerate(asked) if line.strip() == _hole(lesson.number, task))
         before = max((b for a, b in pairs if a < hole), default=-1)
         after = min((b for a, b in pairs if a > hole), default=len(mine))
@@ -116,7 +120,7 @@ def unmarked(source: str) -> str:
 
 def blank(answer: Path, number: int | Fraction) -> str:
     """The answer key with every task's lines replaced by an error that says where help is."""
-    return unmarked(emptied(answer.read_text(), lambda task: _hole(number, task)))
+    return unmarked(emptied(answer.read_text(encoding="utf-8"), lambda task: _hole(number, task)))
 
 
 def emptied(source: str, hole: Callable[[str], str]) -> str:
@@ -136,8 +140,8 @@ def _hole(number: int | Fraction, task: str) -> str:
 
 def fill(answer: Path, number: int | Fraction, work: str, leave: str = "") -> str:
     """A work file with every blank's lines taken from the answer key, except the task to `leave`."""
-    right, lines = answer.read_text().splitlines(), work.splitlines()
-    for region in task_regions(answer.read_text()):
+    right, lines = answer.read_text(encoding="utf-8").splitlines(), work.splitlines()
+    for region in task_regions(answer.read_text(encoding="utf-8")):
         if region.task != leave:
             (place,) = [i for i, line in enumerate(lines) if line.strip() == _hole(number, region.task)]
             lines[place : place + 1] = right[region.first : region.last]
@@ -164,7 +168,7 @@ def start(lesson: Lesson, force: bool = False) -> list[Path]:
             )
     for answer, work in lesson.files:
         work.parent.mkdir(exist_ok=True)
-        work.write_text(blank(answer, lesson.number))
+        work.write_text(blank(answer, lesson.number), encoding="utf-8")
     return works
 
 
@@ -174,7 +178,7 @@ def read_work(lesson: Lesson) -> list[str]:
     for _, work in lesson.files:
         if not work.exists():
             raise LessonError(f"{shown(work)} does not exist yet: python -m lessons start {lesson.number}")
-        sources.append(work.read_text())
+        sources.append(work.read_text(encoding="utf-8"))
         try:
             ast.parse(sources[-1], filename=str(work))
         except SyntaxError as error:
@@ -193,7 +197,7 @@ def diff(lesson: Lesson) -> str:
     """The learner's files against the answer key."""
     lines: list[str] = []
     for (answer, work), mine in zip(lesson.files, read_work(lesson), strict=True):
-        right = unmarked(answer.read_text()).splitlines()
+        right = unmarked(answer.read_text(encoding="utf-8")).splitlines()
         lines += difflib.unified_diff(mine.splitlines(), right, shown(work), shown(answer), lineterm="")
     return "\n".join(lines) or "your answer is the answer key, letter for letter"
 
@@ -202,7 +206,7 @@ def solution(lesson: Lesson) -> str:
     """The answer key's lines for every task."""
     blocks = []
     for answer, _ in lesson.files:
-        for region in task_regions(answer.read_text()):
+        for region in task_regions(answer.read_text(encoding="utf-8")):
             lines = "\n".join(f"    {line}" for line in region_lines(answer, region.name))
             blocks.append(f"task {region.task}\n{lines}")
     return "\n\n".join(blocks)
@@ -211,7 +215,7 @@ def solution(lesson: Lesson) -> str:
 def hints(lesson: Lesson) -> dict[str, list[str]]:
     """The graded hints of every task, read from hints.md."""
     found: dict[str, list[str]] = {}
-    for line in (lesson.path / "hints.md").read_text().splitlines():
+    for line in (lesson.path / "hints.md").read_text(encoding="utf-8").splitlines():
         if line.startswith("## "):
             found[line[3:].strip()] = []
         elif match := re.match(r"\d+\. (.*)", line):

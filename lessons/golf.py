@@ -169,14 +169,16 @@ def card(course: Course, make: Make, board: Path) -> int:
 
 def remember(board: Path, course: Course, score: float, cost: Cost) -> list[float]:
     """Write the score down; returns the best ones of this course."""
-    scores: dict[str, list[dict[str, float]]] = json.loads(board.read_text()) if board.exists() else {}
+    scores: dict[str, list[dict[str, float]]] = (
+        json.loads(board.read_text(encoding="utf-8")) if board.exists() else {}
+    )
     mine = scores.setdefault(str(course.number), [])
     entry = {"score": round(score, 1), **asdict(cost)}
     if entry not in mine:
         mine.append(entry)
     mine.sort(key=lambda entry: entry["score"])
     del mine[KEPT:]
-    board.write_text(json.dumps(scores, indent=1))
+    board.write_text(json.dumps(scores, indent=1), encoding="utf-8")
     return [entry["score"] for entry in mine]
 
 

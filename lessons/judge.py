@@ -6,7 +6,6 @@ from lessons import replace
 replace.install()
 
 import importlib
-import os
 import sys
 import textwrap
 import traceback
@@ -139,7 +138,7 @@ def main() -> int:
         lines = traceback.format_exc().splitlines()
         print("your file cannot be imported:\n  " + "\n  ".join(lines[-3:]))
         return FAILED
-    works = [Path(place) for place in replace.places(os.environ).values()]
+    works = [Path(place) for place in replace.places().values()]
     if sys.argv[2] == "--tasks":
         return judge_tasks(find_lesson(sys.argv[3]), works, watch)
     return judge(find_lesson(sys.argv[2]), works, sys.argv[3:], watch)

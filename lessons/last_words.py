@@ -1,18 +1,21 @@
 """What a test process left behind that could not finish: a crash below Python, or a loop without an end.
 
 `Watch` writes each test's name into a file and lets `faulthandler` add the stacks of all threads when the
-process is killed by its own mistake, or when a test takes longer than `LIMIT`. `read` finds in there the
-learner's line.
+process is killed by its own mistake, or when a test computes for longer than `LIMIT`. `read` finds in there
+the learner's line.
 """
 
 import faulthandler
 import re
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-LIMIT = 20  # seconds for one test
+LIMIT = 20.0  # seconds for one test
+PATIENCE = 4  # times the limit, for a test that did not get the processor, or waits for ranks: they say why
 CRASHES = {
     "Segmentation fault": "memory was used that is not there",
     "access violation": "memory was used that is not there",
@@ -29,6 +32,7 @@ class Watch:
 
     def __init__(self, path: Path) -> None:
         self.file = path.open("a", encoding="utf-8")
+        self.lock, self.runs, self.cpu = threading.Lock(), 0, 0.0
         faulthandler.enable(self.file)
 
     @contextmanager
@@ -43,11 +47,26 @@ class Watch:
     def start(self, what: str) -> None:
         """From now on this is what runs."""
         print(f"running {what}", file=self.file, flush=True)
-        faulthandler.dump_traceback_later(LIMIT, exit=True, file=self.file)
+        self.cpu = time.process_time()
+        self._allow(self.runs, PATIENCE)
+
+    def _allow(self, run: int, more: int) -> None:
+        """Another period. Before it ends, look whether the process could compute at all in it."""
+        with self.lock:
+            idle = time.process_time() - self.cpu < LIMIT / 2
+            if run != self.runs or not idle:
+                return
+            faulthandler.dump_traceback_later(LIMIT, exit=True, file=self.file)
+        if more > 1:
+            timer = threading.Timer(0.9 * LIMIT, self._allow, (run, more - 1))
+            timer.daemon = True
+            timer.start()
 
     def stop(self) -> None:
         """It has ended by itself."""
-        faulthandler.cancel_dump_traceback_later()
+        with self.lock:
+            self.runs += 1
+            faulthandler.cancel_dump_traceback_later()
 
 
 @dataclass(frozen=True)
@@ -66,7 +85,7 @@ def read(text: str, works: Sequence[Path]) -> End | None:
     during = re.findall(r"^running (.+)$", text, re.MULTILINE)[-1]
     if "Timeout (" in text:
         return End(
-            during, f"not done after {LIMIT} seconds: is there a loop that never ends?", _place(text, works)
+            during, f"not done after {LIMIT:g} seconds: is there a loop that never ends?", _place(text, works)
         )
     for crash, meaning in CRASHES.items():
         if crash.lower() in text.lower():

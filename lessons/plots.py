@@ -19,6 +19,7 @@ BLUE, ORANGE, GREEN, PINK, SKY, RED = "#0072B2", "#E69F00", "#009E73", "#CC79A7"
 COLOURS = {"parameters": BLUE, "gradients": ORANGE, "optimizer": GREEN}
 AWAY = "#999999"  # what waits on the host
 HATCHES = {"host": "///", "disk": "xxx"}  # in which other memory it waits
+INKS = "<style>svg { color: #333 } @media (prefers-color-scheme: dark) { svg { color: #ddd } }</style>"
 INK, PAPER = "#111111", "#ffffff"  # letters on a coloured box, whatever the page's colours are
 LANES = {  # what a rank can do in a step: a letter and a colour
     "all_reduce": ("A", GREEN),
@@ -90,10 +91,12 @@ def label(plot: Axes, title: str, x: str, y: str) -> None:
 
 
 def save(figure: Figure, step: int | str) -> Path:
-    """Write the figure where build products go, and say where that is."""
+    """Write the figure where build products go, and say where that is. As SVG, too, for the lesson's text."""
     path = ROOT / "build" / "lessons" / f"step{step}.png"
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
+    drawn = picture(figure, f"what lesson {step} measures").svg.replace(">", f">\n{INKS}", 1)
+    path.with_suffix(".svg").write_text(drawn, encoding="utf-8")
     print(f"plot saved to {path.relative_to(ROOT)}")
     return path
 
@@ -139,7 +142,7 @@ def picture(figure: Figure, alt: str) -> Picture:
 def strips(
     held: Mapping[str, Mapping[str, int]], numel: int, formula: Mapping[str, int] | None = None
 ) -> Picture:
-    """A strip of memory for each row, say a rank: its kinds end to end, in bytes a parameter.
+    """A strip of memory for each row, say a rank: its kinds end to end, in bytes per parameter.
 
     `formula` gives the bytes a row should hold; a dashed line stands there.
     """
@@ -168,13 +171,13 @@ def strips(
         said.append((row, told))
     plot.set_yticks(range(len(held)), list(held))
     plot.invert_yaxis()
-    plot.set(xlim=(0, 1.1 * longest), xlabel="bytes a parameter")
+    plot.set(xlim=(0, 1.1 * longest), xlabel="bytes per parameter")
     plot.spines[["top", "right"]].set_visible(False)
     lines, names = plot.get_legend_handles_labels()
     order = sorted(range(len(names)), key=lambda i: names[i] == "formula")  # the line comes last
     legend = [lines[i] for i in order], [names[i] for i in order]
     figure.legend(*legend, frameon=False, ncols=4, loc="outside upper center")
-    return picture(figure, f"Strips of memory, in bytes a parameter. {_spoken(said)}")
+    return picture(figure, f"Strips of memory, in bytes per parameter. {_spoken(said)}")
 
 
 def lanes(ranks: Sequence[Sequence[Event]], numel: int) -> Picture:

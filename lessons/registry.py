@@ -21,6 +21,7 @@ class Lesson:
     title: str
     sources: tuple[str, ...]  # the files of zero_min whose marked regions are the exercise
     stage: int | None  # whose drawing it shows; None is the ring's
+    presumes: str
     tests: tuple[str, ...] = ()  # what `check` runs after the lesson's own task tests
 
     @property
@@ -59,9 +60,10 @@ LESSONS = [
     Lesson(
         0,
         "step0_adam",
-        "Adam, and where sixteen bytes a parameter go",
+        "Adam, and where sixteen bytes per parameter go",
         ("zero_min/adam.py", "zero_min/stage0.py"),
         0,
+        "to have trained a network with torch once",
         ("tests/zero_min/test_adam.py", *_conformance(0)),
     ),
     Lesson(
@@ -70,6 +72,7 @@ LESSONS = [
         "Stage 1: shard the optimizer's state",
         ("zero_min/stage1.py",),
         1,
+        "lesson 0",
         ("tests/zero_min/test_partition.py", *_conformance(1)),
     ),
     Lesson(
@@ -78,6 +81,7 @@ LESSONS = [
         "Stage 2: shard the gradients, while backward runs",
         ("zero_min/stage2.py",),
         2,
+        "lesson 1",
         _conformance(2),
     ),
     Lesson(
@@ -86,6 +90,7 @@ LESSONS = [
         "Stage 3: shard the parameters",
         ("zero_min/stage3.py",),
         3,
+        "lesson 2",
         ("tests/zero_min/test_sliced.py", "tests/zero_min/test_stage3.py", *_conformance(3)),
     ),
     Lesson(
@@ -94,6 +99,7 @@ LESSONS = [
         "Precision: 16 bits, a master and a loss scale",
         ("zero_min/precision.py",),
         2,
+        "lesson 2",
         ("tests/zero_min/test_precision.py",),
     ),
     Lesson(
@@ -102,6 +108,7 @@ LESSONS = [
         "Offload: let the state wait elsewhere",
         ("zero_min/offload.py",),
         2,
+        "lessons 2 and 4",
         ("tests/zero_min/test_offload.py",),
     ),
     Lesson(
@@ -110,6 +117,7 @@ LESSONS = [
         "0/1 Adam: one bit a value",
         ("zero_min/compression.py", "zero_min/zero_one_adam.py"),
         0,
+        "lessons 0 and 1",
         ("tests/zero_min/test_zero_one_adam.py",),
     ),
     Lesson(
@@ -118,14 +126,16 @@ LESSONS = [
         "Bonus: Muon, a rule that must see whole matrices",
         ("zero_min/muon.py",),
         2,
+        "lesson 2",
         ("tests/zero_min/test_muon.py",),
     ),
     Lesson(
         Fraction(1, 2),
         "step1_2_ring",
-        "Step 1/2: build the telephone",
+        "Build the telephone: a ring of send and receive",
         ("zero_min/ring.py",),
         None,
+        "lesson 0",
         ("tests/zero_min/test_ring.py",),
     ),
 ]

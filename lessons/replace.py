@@ -33,14 +33,15 @@ def environment(places: Mapping[str, str]) -> dict[str, str]:
     return {VARIABLE: os.pathsep.join(f"{name}={place}" for name, place in places.items())}
 
 
-def places(environ: Mapping[str, str]) -> dict[str, str]:
-    """Which file stands for which module, as the variable says."""
-    return dict(item.split("=", 1) for item in environ.get(VARIABLE, "").split(os.pathsep) if item)
+def places() -> dict[str, str]:
+    """What the variable says."""
+    wanted = os.environ.get(VARIABLE, "")
+    return dict(item.split("=", 1) for item in wanted.split(os.pathsep) if item)
 
 
 def install() -> bool:
     """Honour the variable, if it is set. Call this before zero_min is imported for the first time."""
-    wanted = places(os.environ)
+    wanted = places()
     if wanted and "zero_min" in sys.modules:
         raise ImportError(f"{VARIABLE} is set, but zero_min has been imported already")
     if wanted:

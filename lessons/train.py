@@ -1,19 +1,23 @@
-"""`make demo`: a small GPT trained at every stage on real processes; its bill as a table and a picture.
+"""`python -m lessons demo`: a small GPT trained at every stage on real processes, as a table and a picture.
 
-Started by torchrun: every process is one rank, rank 0 talks. The rows come from `lessons.rows`.
+Every process is one rank, rank 0 talks. The rows come from `lessons.rows`. The processes are started by
+torch.multiprocessing and meet in a file: that needs no port, no shell, and works on Windows, whose torch has
+not always what torchrun needs there (libuv).
 """
 
-import argparse
 import re
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
@@ -28,6 +32,8 @@ from zero_min.gpt import GPT, GPTConfig, batch, load_text
 
 CONFIG = GPTConfig()
 BATCH = 4
+PICTURE = ROOT / "build" / "demo.png"
+DISAGREE = 1  # the exit status if a measured number is not the formula's
 
 
 def train(comm: Comm, row: Row, steps: int, progress: Progress | None) -> tuple[float, int]:
@@ -84,32 +90,39 @@ def show(console: Console, bills: Sequence[Bill], losses: Sequence[float]) -> bo
     return fine
 
 
-def main() -> None:
-    """Measure, train and report every row."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--out", type=Path, default=ROOT / "build" / "demo.png")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    comm = DistComm.from_env(check=False)
+def demo(world: int = 2, steps: int = 100, out: Path = PICTURE) -> int:
+    """Measure, train and report every row on `world` processes; 0 if all agree with the formulas."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        try:
+            mp.spawn(one_rank, (world, Path(folder) / "meet", steps, out), nprocs=world)  # type: ignore[no-untyped-call]
+        except mp.ProcessExitedException as ended:
+            if ended.exit_code != DISAGREE:
+                raise
+            return DISAGREE
+    return 0
+
+
+def one_rank(rank: int, world: int, meet: Path, steps: int, out: Path) -> None:
+    """What each process does. It meets the others in a file."""
+    torch.set_num_threads(1)  # processes must not fight for the cores
+    limit = timedelta(seconds=60)
+    store = dist.FileStore(str(meet), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
+    comm = DistComm(check=False)
     console = Console(width=None if sys.stdout.isatty() else 110)
     columns = [TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn()]
     columns += [TextColumn("{task.fields[loss]}"), TextColumn("{task.fields[speed]}")]
     losses, bills = [], []
-    with Progress(*columns, console=console, disable=comm.rank != 0) as progress:
+    with Progress(*columns, console=console, disable=rank != 0) as progress:
         for row in ROWS:
-            each, loss = run_row(comm, row, options.steps, progress if comm.rank == 0 else None)
+            each, loss = run_row(comm, row, steps, progress if rank == 0 else None)
             bills.append(each)
             losses.append(loss)
     fine = True
-    if comm.rank == 0:
+    if rank == 0:
         fine = show(console, bills, losses)
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        plots.save_bills(bills, options.out)
-        console.print(f"picture: {options.out}")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        plots.save_bills(bills, out)
+        console.print(f"picture: {out}")
     comm.close()
-    sys.exit(0 if fine else 1)
-
-
-if __name__ == "__main__":
-    main()
+    sys.exit(0 if fine else DISAGREE)

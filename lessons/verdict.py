@@ -94,7 +94,7 @@ class Verdict:
         if self.place is not None:
             work, number = self.place
             lines.append(
-                f"in {shown(work)}, line {number}: {work.read_text().splitlines()[number - 1].strip()}"
+                f"in {shown(work)}, line {number}: {work.read_text(encoding='utf-8').splitlines()[number - 1].strip()}"
             )
         if self.paragraph is not None:
             lines.append(f"read: {self.paragraph}")

@@ -1,7 +1,8 @@
 """Fill the marked blocks of the lessons' texts with code, measured numbers and output.
 
 A block is `<!-- weave: KIND ARGUMENTS -->` ... `<!-- /weave -->` in a lesson.md. `make weave` refreshes
-all of them and the drawings; a test asks that nothing would change.
+all of them and the drawings; a test asks that nothing would change. README and the notebooks get what follows
+from the project's public address. `python -m lessons.weave plots` also runs the experiments, for their plots.
 """
 
 import difflib
@@ -13,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 import zero_min
-from lessons import bill, draw
+from lessons import bill, contents, draw, repository
 from lessons.exercise import LessonError, region_lines
 from lessons.registry import LESSONS, ROOT, Lesson
 from lessons.rows import ROWS
@@ -52,7 +53,7 @@ def _measured(name: str) -> bill.Bill:
 
 
 def bills(names: str) -> str:
-    """`bill ROW; ROW`: the measured table of bytes a parameter, four ranks."""
+    """`bill ROW; ROW`: the measured table of bytes per parameter, four ranks."""
     lines = bill.table([_measured(name.strip()) for name in names.split(";")])
     rule = ["---", *["---:"] * (len(lines[0]) - 1)]
     return "\n".join("| " + " | ".join(line) + " |" for line in [lines[0], rule, *lines[1:]])
@@ -71,7 +72,27 @@ def output(reference: str) -> str:
     return "\n".join(["```text", text.rstrip(), "```"])
 
 
+def address(what: str) -> str:
+    """`address clone`: how to fetch the project. `address notebooks`: links that open them elsewhere."""
+    if what == "clone":
+        return repository.clone()
+    return repository.elsewhere([path.stem for path in notebooks()])
+
+
+def listed(what: str) -> str:
+    """`contents lessons`: a table of them. `contents questions`: all of them."""
+    return {"lessons": contents.lessons, "questions": contents.questions}[what]()
+
+
+def notebooks() -> list[Path]:
+    """All there are."""
+    return sorted((ROOT / "notebooks").glob("*.ipynb"))
+
+
 KINDS: dict[str, Callable[[str], str]] = {
+    "address": address,
+    "before": contents.before,
+    "contents": listed,
     "code": code,
     "frame": frame,
     "diff": diff,
@@ -94,20 +115,36 @@ def picture_of(lesson: Lesson) -> str:
 def woven(lesson: Lesson) -> dict[Path, str]:
     """The files of one lesson that are made, with what they should contain."""
     text = lesson.path / "lesson.md"
-    return {text: weave(text.read_text()), lesson.path / "ranks.svg": picture_of(lesson)}
+    drawings = {"ranks.svg": picture_of(lesson)}
+    drawings |= {name: drawn() for name, drawn in draw.OF_ONE_LESSON.get(lesson.number, {}).items()}
+    made = {lesson.path / name: drawing for name, drawing in drawings.items()}
+    return {text: weave(text.read_text(encoding="utf-8")), **made}
 
 
-def picture() -> dict[Path, str]:
-    """The README's drawing: every stage there is."""
-    return {ROOT / "lessons" / "staircase.svg": draw.staircase(list(zero_min.STAGES))}
+def front() -> dict[Path, str]:
+    """The README with its drawing of every stage there is, and the notebooks with their list."""
+    made = {ROOT / "lessons" / "staircase.svg": draw.staircase(list(zero_min.STAGES))}
+    for text in (ROOT / "README.md", ROOT / "lessons" / "README.md", ROOT / "notebooks" / "README.md"):
+        made[text] = weave(text.read_text(encoding="utf-8"))
+    return made | {path: repository.with_install_cell(path) for path in notebooks()}
+
+
+def draw_plots() -> None:
+    """Run every experiment as its lesson says, and put its plot beside the text. That takes minutes."""
+    for lesson in LESSONS:
+        importlib.import_module(f"lessons.{lesson.folder}.experiment").main()
+        drawn = ROOT / "build" / "lessons" / f"step{lesson.label}.svg"
+        (lesson.path / "plot.svg").write_text(drawn.read_text(encoding="utf-8"), encoding="utf-8")
 
 
 def main() -> int:
-    """Refresh all lessons and drawings; say what changed."""
-    for made in [picture(), *(woven(lesson) for lesson in LESSONS)]:
+    """Refresh all lessons and drawings; say what changed. With `plots`, run the experiments before."""
+    if sys.argv[1:] == ["plots"]:
+        draw_plots()
+    for made in [front(), *(woven(lesson) for lesson in LESSONS)]:
         for path, content in made.items():
-            if not path.exists() or path.read_text() != content:
-                path.write_text(content)
+            if not path.exists() or path.read_text(encoding="utf-8") != content:
+                path.write_text(content, encoding="utf-8")
                 print(f"refreshed {path.relative_to(ROOT)}")
     return 0
 

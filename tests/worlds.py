@@ -102,7 +102,7 @@ class Pool:
         fn: Callable[..., Any],
         world_size: int,
         *args: Any,
-        limit: float = 60,
+        limit: float = 180,  # of many cases on a machine with other work; a rank that waits gives up before
         collective: float = 20,
         backend: str = "gloo",
     ) -> list[Any]:

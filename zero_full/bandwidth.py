@@ -56,6 +56,8 @@ def disk_rows(place: str, seconds: float = SECONDS, piece: int = PIECE) -> Rows:
     directory = Path(place)
     if not directory.is_dir():
         raise MeasureError(f"{place} is no directory: give one on the disk that is to be measured")
+    if not (hasattr(os, "preadv") and hasattr(os, "fdatasync")):
+        raise MeasureError(f"{place} cannot be measured: this reads and writes in the way of Linux")
     try:
         how = describe(directory)
         with tempfile.NamedTemporaryFile(dir=directory, prefix=".zero_full_") as file, BlockIO() as io:

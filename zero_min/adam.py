@@ -1,4 +1,4 @@
-"""Step 0. Adam, and where sixteen bytes a parameter go.
+"""Step 0. Adam, and where sixteen bytes per parameter go.
 
 Training holds four numbers for each parameter: the parameter, its gradient, and Adam's two running
 averages. In fp32 that is 4 + 4 + 8 bytes.

@@ -183,8 +183,11 @@ def describe(name: str, *tensors: Tensor, label: str = "") -> str:
 
 
 def caller() -> str:
-    """The line that made the collective call: the first one outside our `*comm.py` files."""
+    """The line that made the collective call: the first one outside our `*comm.py` files.
+
+    A module with a `__tracebackhide__` only passes calls on, and is not asked.
+    """
     frame = sys._getframe(1)
-    while frame.f_back and frame.f_code.co_filename in OUR_FILES:
+    while frame.f_back and (frame.f_code.co_filename in OUR_FILES or "__tracebackhide__" in frame.f_globals):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

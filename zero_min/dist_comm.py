@@ -45,6 +45,8 @@ class DistComm(Comm):
         missing = [k for k in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if k not in os.environ]
         if missing:
             raise WorldError(f"{', '.join(missing)} not set: start this with torchrun --standalone")
+        if os.name == "nt":
+            os.environ.setdefault("USE_LIBUV", "0")  # torch for Windows may be built without it
         if backend == "nccl":
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         try:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Bytes:
-    """Bytes a parameter for each kind of thing. `state` is Adam's averages and any fp32 master."""
+    """Bytes per parameter for each kind of thing. `state` is Adam's averages and any fp32 master."""
 
     parameter: int
     gradient: int

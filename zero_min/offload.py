@@ -138,7 +138,7 @@ class Stage2Disk(Stage2Offload):
 
     @torch.no_grad()
     def update(self) -> None:
-        """Adam, chunk by chunk: 12 bytes a parameter are read, and 12 written back."""
+        """Adam, chunk by chunk: 12 bytes per parameter are read, and 12 written back."""
         adam, ledger = self.optimizer, self.comm.ledger
         adam.steps += 1
         for f, group in zip(self.flats, adam.groups, strict=True):

@@ -1,6 +1,6 @@
 """Step 0, on several ranks. Plain data parallelism: everyone holds everything.
 
-This is the bill that ZeRO cuts: 16 bytes a parameter on every rank, however many ranks there are.
+This is the bill that ZeRO cuts: 16 bytes per parameter on every rank, however many ranks there are.
 """
 
 from collections.abc import Mapping

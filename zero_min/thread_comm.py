@@ -195,7 +195,8 @@ def run_world(
     """Call `fn(comm, *args)` on every rank at once; return the results in rank order.
 
     If a rank raises, the others are woken, and the first error is raised here with its rank. No rank
-    waits longer than `timeout` seconds for another.
+    waits longer than `timeout` seconds for another. `telephone` may be another way to add up, as
+    `ring.RingComm`.
     """
     if world_size < 1:
         raise ValueError(f"a world needs at least one rank, got world_size={world_size}")

@@ -63,7 +63,7 @@ class Stage1:
     def __init__(self, flat: Tensor, comm: Comm) -> None:
         self.flat, self.comm = flat, comm  # whole, on every rank
         self.mine = my_slice(flat, comm)  # a view: to step it is to step the model
-        self.adam = Adam(self.mine)  # 8 bytes a parameter become 8/N
+        self.adam = Adam(self.mine)  # 8 bytes per parameter become 8/N
 
     def step(self, micro_batches: list[Loss]) -> None:
         """Add the micro-batches up, then reduce, step the slice, and gather the parameters."""
@@ -79,7 +79,7 @@ class Stage2(Stage1):
 
     def step(self, micro_batches: list[Loss]) -> None:
         """Reduce after each micro-batch; what a rank remembers until the step is one slice."""
-        grad = torch.zeros_like(self.mine)  # 4 bytes a parameter become 4/N
+        grad = torch.zeros_like(self.mine)  # 4 bytes per parameter become 4/N
         for loss in micro_batches:
             grad += reduce(gradient(loss, self.flat), self.comm)  # (N-1)/N, every time
         self.adam.step(self.mine, grad)

@@ -39,7 +39,7 @@ class ZeroOneAdam(OneBitAdam):
     """0/1 Adam. `kappa` exact rounds pass before the variance interval doubles, until `freeze_step`.
 
     From then on ranks step alone, and meet at an interval that doubles every `local_kappa` steps up to
-    `local_clip`. `anchor`, 4 bytes a parameter, keeps the last common parameters, so that all ranks have
+    `local_clip`. `anchor`, 4 bytes per parameter, keeps the last common parameters, so that all ranks have
     the same bits after each meeting.
     """
 

@@ -92,7 +92,7 @@ def _bills(world: int) -> dict[int, Bill]:
 
 
 def more_ranks(world: int = 4) -> str:
-    """Stage 0's bytes a parameter on 1, 2, ... `world` ranks."""
+    """Stage 0's bytes per parameter on 1, 2, ... `world` ranks."""
     rows: list[list[object]] = [["ranks", *KINDS, "held", "formula", "sent", "formula"]]
     for n, bill in _bills(world).items():
         numbers = [bill.ranks[0].held[kind] for kind in KINDS]
@@ -114,7 +114,7 @@ def main(world: int = 4) -> None:
         sizes.append(sum(t.nbytes for t in _remembered(layer, optimizer).values()) / layer.weight.numel())
     left.bar(names, sizes, color=GREEN, label="optimizer state")
     left.axhline(8, linestyle="--", color="black", label="two fp32 averages: 8")
-    label(left, "What an optimizer remembers", "optimizer", "bytes a parameter")
+    label(left, "What an optimizer remembers", "optimizer", "bytes per parameter")
     bills = _bills(world)
     below = [0.0] * len(bills)
     for kind, colour in zip(KINDS, (BLUE, ORANGE, GREEN), strict=True):
@@ -122,7 +122,9 @@ def main(world: int = 4) -> None:
         right.bar([str(n) for n in bills], heights, bottom=below, color=colour, label=kind)
         below = [a + b for a, b in zip(below, heights, strict=True)]
     right.axhline(16, linestyle="--", color="black", label="formula: 16")
-    label(right, "Stage 0: more ranks, the same bill", "ranks", "bytes a parameter on each rank")
+    label(right, "Stage 0: more ranks, the same bill", "ranks", "bytes per parameter on each rank")
+    right.set_ylim(0, 24)
+    right.legend(fontsize="small", ncols=2, loc="upper center")  # above the bars
     save(figure, 0)
 
 

@@ -108,7 +108,7 @@ def _bills(world: int) -> dict[int, tuple[Bill, Bill]]:
 
 
 def more_ranks(world: int = 8) -> str:
-    """Bytes a parameter on 1, 2, ... `world` ranks, in stages 0 and 1, beside the formulas."""
+    """Bytes per parameter on 1, 2, ... `world` ranks, in stages 0 and 1, beside the formulas."""
     rows: list[list[object]] = [["ranks", "held 0", "held 1", "8 + 8/N", "sent 0", "sent 1", "8 (N-1)/N"]]
     for n, pair in _bills(world).items():
         cells = [bill.held / bill.numel for bill in pair] + [8 + 8 / n]
@@ -119,7 +119,7 @@ def more_ranks(world: int = 8) -> str:
 
 def main(world: int = 8) -> None:
     """Measure stage 1 on 1, 2, ... `world` ranks against 8 + 8/N; print and plot it."""
-    print("bytes a parameter, held by the fullest rank and sent by the mean rank, in stages 0 and 1")
+    print("bytes per parameter, held by the fullest rank and sent by the mean rank, in stages 0 and 1")
     print(more_ranks(world))
     bills = _bills(world)
     worlds = list(bills)
@@ -130,11 +130,11 @@ def main(world: int = 8) -> None:
     left.plot(worlds, held[1], "o", color=BLUE, label="stage 1, measured")
     left.plot(worlds, [8 + 8 / n for n in worlds], "--", color="black", label="formula: 8 + 8/N")
     left.axhline(8, linestyle=":", color=GREEN, label="parameters and gradients: 8")
-    label(left, "Held", "ranks N", "bytes a parameter on each rank")
+    label(left, "Held", "ranks N", "bytes per parameter on each rank")
     right.plot(worlds, sent[0], "s", color=ORANGE, markersize=10, label="stage 0, measured")
     right.plot(worlds, sent[1], "o", color=BLUE, label="stage 1, measured")
     right.plot(worlds, [8 * (n - 1) / n for n in worlds], "--", color="black", label="formula: 8 (N-1)/N")
-    label(right, "Sent in a step", "ranks N", "bytes a parameter from each rank")
+    label(right, "Sent in a step", "ranks N", "bytes per parameter from each rank")
     save(figure, 1)
 
 

@@ -8,7 +8,9 @@ from functools import cache, partial
 
 from lessons.bill import SMALL, Bill, compare, measure_rank, timeline
 from lessons.cells import columns, run_cell
+from lessons.clock import MACHINES, Size, report
 from lessons.plots import BLUE, GREEN, ORANGE, label, new_figure, save
+from lessons.recording import record
 from lessons.rows import ROWS
 from zero_min import Stage2, run_world
 from zero_min.gpt import GPTConfig
@@ -58,6 +60,11 @@ def bucket_sizes(world: int = 4) -> str:
     return columns(rows)
 
 
+def in_seconds() -> str:
+    """The clock's answer for small buckets."""
+    return report(record(partial(Stage2, bucket_size=4096)), MACHINES["pcie"], Size(1e9, 8192))
+
+
 def _peaks(bill: Bill) -> tuple[int, int]:
     peaks = [rank.peak for rank in bill.ranks]
     return min(peaks), max(peaks)
@@ -75,7 +82,7 @@ def micro_batches(world: int = 4) -> str:
 
 def main(world: int = 4) -> None:
     """Print and plot live bytes during a step, the price of bucket sizes, and of micro-batches."""
-    print(f"bytes a parameter, {world} ranks\n{bucket_sizes(world)}\n\n{micro_batches(world)}")
+    print(f"bytes per parameter, {world} ranks\n{bucket_sizes(world)}\n\n{micro_batches(world)}")
     figure, (first, second, third) = new_figure(3)
     stages = {stage: _bill(stage, world) for stage in (1, 2)}
     for (stage, bill), colour in zip(stages.items(), (ORANGE, BLUE), strict=True):
@@ -84,7 +91,7 @@ def main(world: int = 4) -> None:
         first.plot(where, live, "o-", color=colour, markersize=3, label=f"stage {stage}")
         between = sum(bill.formula_held.values()) / bill.numel
         first.axhline(between, linestyle="--", color=colour, label=f"formula at the end: {between:.0f}")
-    label(first, "One step of rank 0", "events, from backward (0) to done (1)", "live bytes a parameter")
+    label(first, "One step of rank 0", "events, from backward (0) to done (1)", "live bytes per parameter")
     bills = [_bill(2, world, size, config=DEEP) for size in BUCKETS]
     for i, (name, marker) in enumerate((("lowest", "v-"), ("highest", "^-"))):
         peaks = [_peaks(bill)[i] / bill.numel for bill in bills]
@@ -93,7 +100,7 @@ def main(world: int = 4) -> None:
     stage1_peak = _peaks(deep)[1] / deep.numel
     second.axhline(stage1_peak, linestyle="--", color=ORANGE, label="stage 1")
     second.set_xscale("log", base=2)
-    label(second, "Large buckets cost memory", "bucket_size in elements", "peak live bytes a parameter")
+    label(second, "Large buckets cost memory", "bucket_size in elements", "peak live bytes per parameter")
     for stage, colour in ((1, ORANGE), (2, BLUE)):
         bills = [_bill(stage, world, micro_batches=m) for m in MICRO_BATCHES]
         sent = [bill.sent / world / bill.numel for bill in bills]
@@ -101,7 +108,7 @@ def main(world: int = 4) -> None:
     formula = [4 * (m + 1) * (world - 1) / world for m in MICRO_BATCHES]
     third.plot(MICRO_BATCHES, formula, "--", color=GREEN, label="formula: 4 (m+1)(N-1)/N")
     third.set_xticks(MICRO_BATCHES)
-    label(third, "Micro-batches cost traffic", "micro-batches m", "bytes a parameter from each rank")
+    label(third, "Micro-batches cost traffic", "micro-batches m", "bytes per parameter from each rank")
     save(figure, 2)
 
 

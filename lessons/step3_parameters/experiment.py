@@ -100,7 +100,7 @@ def _seen(name: str, world: int, micro_batches: int = 1) -> list[Seen]:
 
 
 def _each(seen: list[Seen], what: str) -> float:
-    """Bytes a parameter: what the fullest rank holds or had alive, or what the mean rank sends."""
+    """Bytes per parameter: what the fullest rank holds or had alive, or what the mean rank sends."""
     numbers = [getattr(rank, what) for rank in seen]
     worst = sum(numbers) / len(numbers) if what == "sent" else max(numbers)
     return float(worst / seen[0].numel)
@@ -232,7 +232,7 @@ def uses() -> str:
 
 
 def working_set(world: int = 4) -> str:
-    """Bytes a parameter sent, held between steps, and alive at the peak of a step."""
+    """Bytes per parameter sent, held between steps, and alive at the peak of a step."""
     rows: list[list[object]] = [["", "sent", "held", "peak", "peak - held"]]
     for name in TRAINERS:
         sent, between, peak = (_each(_seen(name, world), what) for what in ("sent", "held", "peak"))
@@ -274,13 +274,13 @@ def _plot_live(plot: Axes, world: int) -> None:
         plot,
         f"One step of rank 0 of {world}",
         "events, first gather (0) to done (1)",
-        "live bytes a parameter",
+        "live bytes per parameter",
     )
 
 
 def main(world: int = 4) -> None:
     """Print and plot what stage 3 holds, sends and has alive while it works."""
-    print(f"bytes a parameter, {LAYERS} layers, {world} ranks\n{working_set(world)}\n")
+    print(f"bytes per parameter, {LAYERS} layers, {world} ranks\n{working_set(world)}\n")
     print(micro_batches(world), "\n")
     print(more_ranks(world))
     figure, (left, right) = new_figure(2)
@@ -293,7 +293,7 @@ def main(world: int = 4) -> None:
     peaks = [_each(_seen("stage 3", n), "peak") for n in worlds]
     right.plot(worlds, peaks, "^:", color=GREEN, label="stage 3, peak of a step")
     right.set_xticks(worlds)
-    label(right, "Held and needed", "ranks N", "bytes a parameter on each rank")
+    label(right, "Held and needed", "ranks N", "bytes per parameter on each rank")
     save(figure, 3)
 
 

@@ -11,7 +11,7 @@ MISTAKES = (
         ".clone()",
         "",
         "the slice is a view of the whole, and goes with it when the whole is released",
-        "view",
+        "memory",
         CHANGES,
     ),
     Mistake(
@@ -20,7 +20,7 @@ MISTAKES = (
         "comm.broadcast(self.flat)",
         "pass",
         "every rank starts from values of its own",
-        "lookalike",
+        "alone",
         CHANGES,
     ),
     Mistake(

@@ -329,7 +329,7 @@ def _recipe(comm: Comm, stage: int, name: str) -> tuple[list[int], dict[str, int
 
 
 def recipes(world: int = 4) -> str:
-    """Three recipes in two stages: measured bytes a parameter, beside the formula's."""
+    """Three recipes in two stages: measured bytes per parameter, beside the formula's."""
     rows: list[list[object]] = [["", *KINDS, "held", "formula", "sent", "formula"]]
     for stage in (0, 2):
         for name, (*_, each) in RECIPES.items():
@@ -375,7 +375,7 @@ def main(world: int = 4) -> None:
     """Print what 16 bits hold and lose, and plot gradients' sizes and the error of their sums."""
     for text in (numbers(), vanishing(), underflow(), trace(), accumulation()):
         print(text, "\n")
-    print(f"bytes a parameter, {world} ranks\n{recipes(world)}")
+    print(f"bytes per parameter, {world} ranks\n{recipes(world)}")
     figure, (left, right) = new_figure(2)
     _plot_magnitudes(left)
     _plot_sums(right)

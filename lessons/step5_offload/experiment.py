@@ -89,12 +89,12 @@ def _ranks(
 
 
 def _each(ranks: tuple[Rank, ...], what: str) -> float:
-    """Bytes a parameter of the model that all ranks together copied one way."""
+    """Bytes per parameter of the model that all ranks together copied one way."""
     return sum(rank.moved.get(what, 0) for rank in ranks) / ranks[0].numel
 
 
 def places(world: int = 4) -> str:
-    """Bytes a parameter that one rank holds in each memory, on one rank and on `world` ranks."""
+    """Bytes per parameter that one rank holds in each memory, on one rank and on `world` ranks."""
     rows: list[list[object]] = [["", "ranks", *PLACES, "device by formula", "elsewhere by formula"]]
     for n, name in itertools.product(sorted({1, world}), STAGES):
         ranks = _ranks(name, n)
@@ -105,7 +105,7 @@ def places(world: int = 4) -> str:
 
 
 def micro_batches(world: int = 4) -> str:
-    """What all ranks together copy in a step of 1, 2 and 4 micro-batches, in bytes a parameter."""
+    """What all ranks together copy in a step of 1, 2 and 4 micro-batches, in bytes per parameter."""
     rows: list[list[object]] = [["micro-batches", "down", "2m", "up", "2", "sent", "sent without offload"]]
     for m in MICRO_BATCHES:
         ranks, usual = _ranks("offload", world, m), _ranks("stage 2", world, m)
@@ -147,7 +147,7 @@ def disk_diary() -> str:
 
 
 def in_flight() -> str:
-    """Bytes a parameter of gradient on the device when backward ends, on 1 and on 4 ranks."""
+    """Bytes per parameter of gradient on the device when backward ends, on 1 and on 4 ranks."""
     rows: list[list[object]] = [["ranks", "pieces kept until they have landed", "2/N"]]
     for n in (1, 4):
         ranks = _ranks("offload", n)
@@ -158,8 +158,10 @@ def in_flight() -> str:
 
 def main(world: int = 4) -> None:
     """Print and plot what waits where, and what is copied, against 2m + 2 and 12 + 12."""
-    print(f"bytes a parameter that a rank holds\n{places(world)}\n")
-    print(f"bytes a parameter that {world} ranks copy together\n{micro_batches(world)}\n\n{chunks(world)}\n")
+    print(f"bytes per parameter that a rank holds\n{places(world)}\n")
+    print(
+        f"bytes per parameter that {world} ranks copy together\n{micro_batches(world)}\n\n{chunks(world)}\n"
+    )
     for name in STAGES:
         slowest = max(rank.seconds for rank in _ranks(name, world))
         print(f"{name}: one step took {1000 * slowest:.1f} ms here, with threads as ranks and no GPU")
@@ -174,7 +176,7 @@ def main(world: int = 4) -> None:
         below = [a + b for a, b in zip(below, heights, strict=True)]
     left.axhline(2 + 14 / world, linestyle="--", color="black", label=f"formula: 2 + 14/{world}")
     left.axhline(2, linestyle=":", color="black", label="formula on the device: 2")
-    label(left, f"Who waits where, {world} ranks", "stage 2, 16 bits", "bytes a parameter and rank")
+    label(left, f"Who waits where, {world} ranks", "stage 2, 16 bits", "bytes per parameter and rank")
     left.set_ylim(0, 1.75 * (2 + 14 / world))  # the legend has five lines
     for what, colour, marker in ((DOWN, ORANGE, "v"), (UP, BLUE, "^")):
         copied = [_each(_ranks("offload", world, m), what) for m in MICRO_BATCHES]
@@ -182,13 +184,13 @@ def main(world: int = 4) -> None:
     middle.plot(MICRO_BATCHES, [2 * m for m in MICRO_BATCHES], "--", color=ORANGE, label="formula: 2m")
     middle.plot(MICRO_BATCHES, [2] * len(MICRO_BATCHES), "--", color=BLUE, label="formula: 2")
     middle.set_xticks(MICRO_BATCHES)
-    label(middle, "Offload: copied in a step", "micro-batches m", "bytes a parameter, all ranks")
+    label(middle, "Offload: copied in a step", "micro-batches m", "bytes per parameter, all ranks")
     for i, (what, colour) in enumerate(((READ, GREEN), (WRITTEN, PINK))):
         copied = [_each(_ranks("disk", world, chunk=chunk), what) for chunk in CHUNKS]
         right.bar([x + 0.4 * i - 0.2 for x in range(len(CHUNKS))], copied, 0.36, color=colour, label=what)
     right.axhline(12, linestyle="--", color="black", label="formula: 12 each way")
     right.set_xticks(range(len(CHUNKS)), [f"{chunk:,}" for chunk in CHUNKS])
-    label(right, "Disk: copied in a step", "chunk in elements", "bytes a parameter, all ranks")
+    label(right, "Disk: copied in a step", "chunk in elements", "bytes per parameter, all ranks")
     save(figure, 5)
 
 

@@ -75,6 +75,47 @@ def late_not_lost() -> str:
     return columns(rows)
 
 
+def _left(x: Tensor, rounds: int, l1: bool) -> float:
+    """The size of what has not been said after these rounds, in sizes of x."""
+    error = torch.zeros_like(x)
+    for _ in range(rounds):
+        compress(x, error, [len(x)], l1)
+    return float(error.norm() / x.norm())
+
+
+def best_once() -> str:
+    """What is still unsaid after one round and after 2,000, by each of the two scales."""
+    gauss = torch.randn(4096, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    values = {
+        "Gaussian": gauss,
+        "Gaussian, cubed: a heavy tail": gauss**3,
+        "a 1 in each 1,024, else zeros": (torch.arange(4096) % 1024 == 0).double(),
+    }
+    rows: list[list[object]] = [["", "1 round: rms", "mean abs", "2,000 rounds: rms", "mean abs"]]
+    for name, x in values.items():
+        once = [f"{_left(x, 1, l1):.2f}" for l1 in (False, True)]
+        rows.append([name, *once, *(f"{_left(x, 2000, l1):.1f}" for l1 in (False, True))])
+    return columns(rows)
+
+
+def long_run() -> str:
+    """What a rank sends in 100,000 steps of which none is silent, on average of a step."""
+    steps, N = 100_000, 4
+    sizes = [p.numel() for p in GPT(SMALL).parameters()]
+    interval, exact = Interval(16), 0
+    for step in range(1, steps + 1):
+        if interval.due(step):
+            exact += 1
+            interval.count()
+    each = {"exact": 8 * (N - 1) / N, "one bit": compressed_round(sizes, N) / N / sum(sizes)}
+    counts = {"exact": exact, "one bit": steps - exact}
+    rows: list[list[object]] = [["rounds", "how many", "bytes of a round", "mean of a step"]]
+    parts = {kind: counts[kind] * each[kind] / steps for kind in each}
+    for kind in each:
+        rows.append([kind, f"{counts[kind]:,}", f"{each[kind]:.4f}", f"{parts[kind]:.4f}"])
+    return columns([*rows, ["together", f"{steps:,}", "", f"{sum(parts.values()):.4f}"]])
+
+
 def scales() -> str:
     """Two tensors of different sizes under one scale, and under one scale each."""
     generator = torch.Generator().manual_seed(0)
@@ -147,7 +188,7 @@ def _one_round(comm: Comm) -> tuple[list[int], int, int]:
 
 
 def volume(world: int = 4) -> str:
-    """Bytes a parameter that a rank sends to average one tensor, exactly and with one bit."""
+    """Bytes per parameter that a rank sends to average one tensor, exactly and with one bit."""
     rows: list[list[object]] = [["ranks", "exact", "one bit", "formula", "of it scales", "exact / one bit"]]
     for n in sorted({2, world}):
         ranks = run_world(_one_round, n)
@@ -161,7 +202,7 @@ def volume(world: int = 4) -> str:
 
 
 def memory(world: int = 4) -> str:
-    """What 0/1 Adam keeps besides parameters and gradients, in bytes a parameter."""
+    """What 0/1 Adam keeps besides parameters and gradients, in bytes per parameter."""
 
     def keep(comm: Comm) -> dict[str, float]:
         trainer = ZeroOneAdam(GPT(SMALL), comm)
@@ -311,7 +352,7 @@ def _report(steps: int, chosen: tuple[int, ...], world: int) -> str:
 def main(world: int = 4, steps: int = 400, chosen: tuple[int, ...] = (0, 1, 2)) -> None:
     """Train a small GPT with three optimizers from three seeds; print and plot."""
     print(f"{volume()}\n\n{schedule()}\n")
-    print(f"{steps} steps on {world} ranks: validation loss; bytes a parameter that rank 0 sends in a step")
+    print(f"{steps} steps on {world} ranks: validation loss; bytes per parameter that rank 0 sends in a step")
     print(_report(steps, chosen, world))
     finals = seeds(steps, chosen, world)
     noise = max(finals["Adam"]) - min(finals["Adam"])
@@ -344,7 +385,7 @@ def main(world: int = 4, steps: int = 400, chosen: tuple[int, ...] = (0, 1, 2)) 
     middle.set_xticks(range(len(COLOURS)), list(COLOURS))
     label(middle, "Where they end", "optimizer, a dot a seed", "validation loss")
     middle.set_ylim(0.9 * bound, 1.05 * bound)  # bytes start at zero, losses need not
-    label(right, "What rank 0 has sent", "step", "bytes a parameter since the start")
+    label(right, "What rank 0 has sent", "step", "bytes per parameter since the start")
     save(figure, 6)
 
 

@@ -48,7 +48,7 @@ def memory() -> str:
 
 
 def widths() -> str:
-    """Bytes a parameter under the three ways to count."""
+    """Bytes per parameter under the three ways to count."""
     f = _formula()
     kinds = {"fp32": f.FP32, "the paper's mixed precision": f.MIXED, "bf16, gradients add up in fp32": f.BF16}
     rows = [
@@ -74,7 +74,7 @@ def offload() -> str:
     f = _formula()
     psi = 1 << 20
     down, up = (moved / psi for moved in f.moved([psi], 1))
-    row = ["bytes a parameter", f"{down:g}", f"{up:g}", f"{down + up:g}"]
+    row = ["bytes per parameter", f"{down:g}", f"{up:g}", f"{down + up:g}"]
     return _table(["", "down", "up", "together"], [row])
 
 
@@ -95,7 +95,8 @@ def one_bit() -> str:
             ]
         )
     return _table(
-        ["ranks", "one bit a value: bytes a parameter", "fp32 all-reduce: bytes a parameter", "ratio"], rows
+        ["ranks", "one bit a value: bytes per parameter", "fp32 all-reduce: bytes per parameter", "ratio"],
+        rows,
     )
 
 
@@ -116,7 +117,7 @@ def one_bit_adam() -> str:
 
 
 def held_small() -> str:
-    """Bytes a parameter in fp32 for few ranks: what the lessons measure."""
+    """Bytes per parameter in fp32 for few ranks: what the lessons measure."""
     f = _formula()
     psi = 1 << 20
     rows = [

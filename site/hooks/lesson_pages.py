@@ -4,14 +4,20 @@ import re
 
 from places import ROOT, page_of, relative, relinked, shown, unfolded
 
+from lessons import repository
 from lessons.registry import LESSONS, Lesson
 
 WOVEN = re.compile(r"^<!-- /?weave.*?-->\n?", re.MULTILINE)
 
 
 def pages() -> dict[str, str]:
-    """Every lesson's page."""
-    return {f"lessons/{lesson.folder}/lesson.md": _page(lesson) for lesson in LESSONS}
+    """Every lesson's page, and their list."""
+    home = "lessons/README.md"
+    listed = relinked(WOVEN.sub("", (ROOT / home).read_text(encoding="utf-8")), home, "lessons/index.md")
+    return {
+        "lessons/index.md": listed,
+        **{f"lessons/{lesson.folder}/lesson.md": _page(lesson) for lesson in LESSONS},
+    }
 
 
 def pictures() -> list[str]:
@@ -32,6 +38,8 @@ def _facts(lesson: Lesson, page: str) -> str:
     parts = [f"Code: {code}"]
     if lesson.notebook.exists():
         there = relative(page_of(shown(lesson.notebook)) or "", page)
-        parts.append(f"Notebook: [`{lesson.notebook.name}`]({there})")
+        elsewhere = repository.links(lesson.notebook.stem).items()
+        opens = "".join(f", in [{place}]({address})" for place, address in elsewhere)
+        parts.append(f"Notebook: [`{lesson.notebook.name}`]({there}){opens}")
     parts.append(f"Exercise: `python -m lessons start {lesson.number}`")
     return '<p class="facts" markdown="span">' + " · ".join(parts) + "</p>\n"

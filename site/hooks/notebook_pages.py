@@ -22,6 +22,8 @@ from typing import Any
 
 from places import ROOT, SiteError, relinked, unfolded
 
+from lessons import repository
+
 NOTEBOOKS = ROOT / "notebooks"
 CACHE = ROOT / "build" / "notebook_pages"
 CALLED = ("zero_min", "zero_full", "lessons", "tests/lessons")  # a change may change what a notebook shows
@@ -121,7 +123,9 @@ class _Page:
         title, _, rest = "\n\n".join(parts).partition("\n")
         if not title.startswith("# "):
             raise SiteError(f"{self.home}: the first cell must begin with a title, `# ...`")
-        facts = f"This page is `{self.home}`, run when the site was built. `make lab` opens it."
+        elsewhere = repository.links(self.name).items()
+        opens = "".join(f" It opens in [{place}]({address})." for place, address in elsewhere)
+        facts = f"This page is `{self.home}`, run when the site was built. `make lab` opens it.{opens}"
         return f'{HEAD}{title}\n\n<p class="facts" markdown="span">{facts}</p>\n\n{rest}\n'
 
     def _cell(self, number: int, cell: Any) -> Iterator[str]:

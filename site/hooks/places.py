@@ -12,7 +12,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = "site/docs/"
 CODE = ("zero_min", "zero_full")  # packages whose files have a page each
-NAMED = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md"}
+NAMED = {
+    "README.md": "index.md",
+    "lessons/README.md": "lessons/index.md",
+    "CONTRIBUTING.md": "contributing.md",
+}
 FENCE = re.compile(r"^( *)(`{3,}|~{3,}).*?^\1\2[`~]* *$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"(?P<text>\[[^\]]*\])\((?P<target>[^)\s#]+)(?P<anchor>#[^)\s]*)?(?P<rest>[^)]*)\)")
 

@@ -60,7 +60,7 @@ def losses(record: Record) -> Picture:
 
 
 def sent(record: Record) -> Picture:
-    """Bytes a parameter since the first step, by each number of ranks: counted, and the closed form."""
+    """Bytes per parameter since the first step, by each number of ranks: counted, and the closed form."""
     figure, plots = new_figure(len(record["counted"]))
     said = []
     for plot, (ranks, rows) in zip(plots, record["counted"].items(), strict=True):
@@ -76,8 +76,8 @@ def sent(record: Record) -> Picture:
                 plot.plot(steps, [x / 2 for x in counted], color="#999999", label="Adam, all-reduce in fp16")
             said.append(f"{name} on {ranks} ranks {counted[-1]:.1f}, closed form {formula[-1]:.1f}")
         plot.set_yscale("log")
-        _named(plot, f"{ranks} ranks", "step", "bytes a parameter that a rank has sent")
-    return picture(figure, f"Bytes a parameter after {record['steps']} steps: {'; '.join(said)}.")
+        _named(plot, f"{ranks} ranks", "step", "bytes per parameter that a rank has sent")
+    return picture(figure, f"Bytes per parameter after {record['steps']} steps: {'; '.join(said)}.")
 
 
 def links(record: Record) -> Picture:

@@ -136,7 +136,7 @@ def bytes_report(found: dict[str, Counted]) -> str:
 
 def published_report() -> tuple[str, list[Ratio]]:
     """What 0/1 Adam's authors trained, by the closed form: nothing here is counted."""
-    head = ["training", "optimizer", *KINDS, "bits a parameter and step", "volume / 1-bit Adam", "rounds"]
+    head = ["training", "optimizer", *KINDS, "bits per parameter and step", "volume / 1-bit Adam", "rounds"]
     rows, found = [], []
     for training, one in volume.PUBLISHED.items():
         rounds = one.rounds()

@@ -132,8 +132,8 @@ def disk_topic(plan: Plan, limit: float, directory: str, mib: int) -> Sections:
     rates = " and ".join(f"{interleave.middle(series) / 1e9:.2f}" for series in (found.reads, found.writes))
     said = (
         f"{place}. Alone, {mib} MiB are read and written at {rates} GB/s (medians). A step reads {read:.1f} "
-        f"and writes {written:.1f} bytes a parameter. memory: the most anonymous memory of the process, less "
-        "what it had without a model."
+        f"and writes {written:.1f} bytes per parameter. memory: the most anonymous memory of the process, "
+        "less what it had without a model."
     )
     return [said, interleave.table(head, lines)], disk_ratios(found)
 

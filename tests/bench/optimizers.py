@@ -71,7 +71,7 @@ ROWS = {
 
 @dataclass
 class Found:
-    """One row: a curve for each seed, as pairs of steps and losses, and bytes a parameter and step."""
+    """One row: a curve for each seed, as pairs of steps and losses, and bytes per parameter and step."""
 
     steps: list[int] = field(default_factory=list)
     curves: list[list[float]] = field(default_factory=list)

@@ -224,7 +224,7 @@ def available_memory() -> float:
 
 
 def fits(size: str, rows: int) -> bool:
-    """Can all rows stay alive at once? 16 bytes a parameter each, some scratch, half of it left free."""
+    """Can all rows stay alive at once? 16 bytes per parameter each, some scratch, half of it left free."""
     config = SIZES[size]
     return 12 * config.layers * config.width**2 * 20 * rows * WORLD < available_memory() * 0.9
 

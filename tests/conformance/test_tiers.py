@@ -31,6 +31,7 @@ TIERS: dict[str, dict[str, Any]] = {
     "host, by copies": {"device": "cpu"},
     "disk": {"device": "nvme"},
 }
+AT_STAGE_3 = ("parameters on a disk", "disk, parameters on a disk")  # all of them
 FOR_ADAM: dict[str, dict[str, Any]] = {
     "host, by copies and early": {"device": "cpu", "super_offload": True},
     "disk, by copies": {"device": "nvme"},
@@ -39,9 +40,12 @@ FOR_ADAM: dict[str, dict[str, Any]] = {
 
 def end(comm: Any, stage: int, case: Case, tier: str, path: str) -> tuple[dict[str, Tensor], int]:
     """All that decides how this rank goes on after a run, one step of which is skipped; steps taken early."""
-    keys, place = full_config(stage, **Subject("full", stage).options(case)), {**TIERS, **FOR_ADAM}[tier]
+    keys = full_config(stage, **Subject("full", stage).options(case))
+    place = {**TIERS, **FOR_ADAM}.get(tier.partition(", parameters")[0], TIERS["device"])
     nvme = {"nvme_path": path} if place["device"] == "nvme" else {}
     keys["zero_optimization"]["offload_optimizer"] = {**place, **nvme}
+    if tier in AT_STAGE_3:
+        keys["zero_optimization"]["offload_param"] = {"device": "nvme", "nvme_path": path, "max_in_cpu": 0}
     model, small_parts = case.model(), partial(BlockTier, part_numel=10)
     with (
         mock.patch("zero_full.translate.BlockTier", small_parts),
@@ -52,6 +56,8 @@ def end(comm: Any, stage: int, case: Case, tier: str, path: str) -> tuple[dict[s
         if step == BAD and case.max_grad_norm is not None:  # else nobody looks
             assert not one_step(trainer, model, case, comm.rank, step, bad=comm.rank == WORLD - 1)
         assert one_step(trainer, model, case, comm.rank, step)
+    if tier in AT_STAGE_3:
+        assert trainer.engine.moved()["parameters written"] > 0
     found, early = everything(trainer.engine), trainer.engine.optimizer.steppers.early.right
     trainer.engine.destroy()
     return found, early
@@ -61,7 +67,7 @@ def end(comm: Any, stage: int, case: Case, tier: str, path: str) -> tuple[dict[s
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_tier_changes_no_bit(stage: int, rule: Rule | None, tmp_path: Any) -> None:
     for case in (replace(case, rule=rule, dtype=torch.float32, steps=STEPS) for case in CASES):
-        tiers = [*TIERS, *(FOR_ADAM if rule is ADAM else ())]
+        tiers = [*TIERS, *(FOR_ADAM if rule is ADAM else ()), *(AT_STAGE_3 if stage == 3 else ())]
         runs = [(stage, case, tier, str(tmp_path)) for tier in tiers]
         wanted, *others = run_each(end, WORLD, runs)
         for (_, _, tier, _), found in zip(runs[1:], others, strict=True):

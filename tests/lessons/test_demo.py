@@ -1,10 +1,9 @@
-"""`make demo` with few steps: the table, the picture, and that every stage ends at the same loss."""
+"""The demo with few steps: the table, the picture, and that every stage ends at the same loss."""
 
 import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -13,11 +12,12 @@ from lessons.rows import ROWS
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_the_demo_trains_every_row_to_the_same_loss(world_size: int, tmp_path: Path) -> None:
-    picture = tmp_path / "demo.png"
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
+def test_the_demo_trains_every_row_to_the_same_loss(world_size: int) -> None:
+    picture = ROOT / "build" / "demo.png"
+    picture.unlink(missing_ok=True)
+    demo = ["-m", "lessons", "demo", "--steps", "3", "--world", str(world_size)]
     run = subprocess.run(
-        [sys.executable, *torchrun, "-m", "lessons.train", "--steps", "3", "--out", str(picture)],
+        [sys.executable, *demo],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,

@@ -60,6 +60,13 @@ def test_a_loop_that_never_ends_is_found_in_the_thread_that_does_not_wait(tmp_pa
     assert end.place in [(theirs, 5), (theirs, 6)]
 
 
+def test_what_only_waits_may_take_longer(tmp_path: Path) -> None:
+    code = "import time; watch.start('test_a'); time.sleep(0.8); watch.stop(); time.sleep(0.6)"
+    assert last_words.read(last_words_of(code, tmp_path), []) is None
+    end = last_words.read(last_words_of("import time; watch.start('test_b'); time.sleep(5)", tmp_path), [])
+    assert end is not None and end.during == "test_b"
+
+
 def test_what_ends_by_itself_leaves_no_last_words(tmp_path: Path) -> None:
     code = "import time; watch.start('test_a'); watch.stop(); time.sleep(0.8)"
     assert last_words.read(last_words_of(code, tmp_path), []) is None

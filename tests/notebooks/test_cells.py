@@ -36,10 +36,20 @@ def test_a_guess_is_answered_and_never_raises(answer: object, said: str, capsys:
 PAIR = "my_grad = self.comm.reduce_scatter(parts).div_(self.comm.world_size)"
 
 
+COUNT = "self.skipped += 1"
+
+
 def test_the_unchanged_line_passes_all_tests_of_its_step() -> None:
-    verdict = change_line(1, PAIR, PAIR)
+    verdict = change_line(4, COUNT, COUNT)
     assert (verdict.failed, verdict.text) == (0, f"passed: {verdict.passed}, failed: 0")
     assert verdict.passed > 0
+
+
+def test_a_line_that_only_check_refuses_is_not_said_to_do_the_same() -> None:
+    verdict = change_line(4, COUNT, "pass")
+    assert verdict.passed > 0 and verdict.failed == 1
+    assert "failed: 0\n\nbut `check` refuses it:" in verdict.text
+    assert "failed: test_an_overflow_on_one_rank_skips_everywhere" in verdict.text
 
 
 def test_a_wrong_line_fails_and_the_answer_key_stays() -> None:
@@ -124,7 +134,7 @@ def test_the_pictures_words_carry_the_numbers() -> None:
         "rank 1": {"parameters": 40, "host gradients": 20},
     }
     assert strips(rows, 10, {"rank 0": 60, "rank 1": 60}).alt == (
-        "Strips of memory, in bytes a parameter. rank 0: parameters 4.00, host gradients 2.00, "
+        "Strips of memory, in bytes per parameter. rank 0: parameters 4.00, host gradients 2.00, "
         "together 6.00, the formula says 6.00; rank 1: the same."
     )
     events = [

@@ -14,6 +14,8 @@ from typing import Any
 import notebook_pages
 import pytest
 
+from lessons import repository
+
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
@@ -29,8 +31,12 @@ def read(path: Path) -> Any:
 
 
 def code(path: Path) -> list[str]:
-    """The sources of the code cells."""
-    return [cell.source for cell in read(path).cells if cell.cell_type == "code"]
+    """The sources of the code cells, but for the one that installs the project."""
+    return [cell.source for cell in cells_of_code(read(path))]
+
+
+def cells_of_code(notebook: Any) -> list[Any]:
+    return [cell for cell in notebook.cells if cell.cell_type == "code" and cell.id != repository.CELL]
 
 
 @cache
@@ -109,7 +115,7 @@ def test_the_first_cell_runs_a_world(path: Path) -> None:
 
 @each_notebook
 def test_it_runs_and_the_first_cell_shows_something(path: Path) -> None:
-    first = next(cell for cell in executed(path).cells if cell.cell_type == "code")
+    first = cells_of_code(executed(path))[0]
     assert any(text(output).strip() for output in first.outputs)
 
 

@@ -17,13 +17,14 @@ pytest_plugins = ["tests.site.fixtures"]
 AXE = Path(__file__).parent / "vendor" / "axe-core" / "axe.min.js"
 WIDTHS = (1440, 390)
 GRAVE = ("serious", "critical")
-COLOURFUL = ["index.html", "notebooks/03_parameters.html", "calculator.html", "animation.html"]
+COLOURFUL = ["index.html", "notebooks/03_parameters.html", "calculator.html", "animation.html", "clock.html"]
 ONE_OF_EACH_KIND = [
     "index.html",
     "lessons/step3_parameters/lesson.html",
     "notebooks/03_parameters.html",
     "calculator.html",
     "animation.html",
+    "clock.html",
     "configuration.html",
     "architecture.html",
     "api/zero_full.html",
@@ -123,6 +124,6 @@ def test_the_search_finds_hysteresis_on_a_server_and_without_one(open_page: Open
 
 
 def test_a_page_without_javascript_says_what_to_do_instead(open_page: Open) -> None:
-    for path in ("calculator.html", "animation.html"):
+    for path in ("calculator.html", "animation.html", "clock.html"):
         page = open_page(path, java_script_enabled=False)
         assert "python -m" in page.inner_text("noscript")

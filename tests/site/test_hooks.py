@@ -206,7 +206,7 @@ RECORDS: dict[str, dict[str, Any]] = {
 }
 SEEN = {
     "optimizers": "Adam ends at 2.625, its seeds from 2.500 to 2.750; LAMB, large batch ends at 2.125",
-    "compression_bytes": "Bytes a parameter after 2 steps: Adam on 2 ranks 8.0, closed form 9.0.",
+    "compression_bytes": "Bytes per parameter after 2 steps: Adam on 2 ranks 8.0, closed form 9.0.",
     "compression_link": "Milliseconds a step. 2 ranks, 100 Mbit: DDP 500, 0/1 Adam 20.",
     "offload_timeline": "by what is at work. state in a file: backward 1 to 9, read 4 to 8.",
 }

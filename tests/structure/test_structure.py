@@ -173,7 +173,7 @@ def test_zero_min_imports_only_torch_and_itself() -> None:
 def too_long(path: Path) -> Iterator[str]:
     """What is too long about a file and its functions."""
     lines = path.read_text().count("\n")
-    limit = 250 if path.parent.name == "zero_min" and "tests" not in path.parts else 400
+    limit = 260 if path.parent.name == "zero_min" and "tests" not in path.parts else 400
     if lines > limit:
         yield f"{name_of(path)} has {lines} lines, the limit is {limit}"
     for node in functions(path):

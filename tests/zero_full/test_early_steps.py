@@ -99,13 +99,14 @@ def both(comm: Any, stage: int, seed: int) -> list[tuple[str, bool, int, int]]:
     return told
 
 
-CASES = [(1, 1), (1, 2), (3, 1), (2, 2), (3, 3)]  # world, stage
+CASES = [(1, 1), (1, 2), (2, 2), (3, 3), (3, 1)]  # world, stage
 
 
 @pytest.mark.parametrize(
     ("world", "stage", "seed"),
     [
-        *((world, stage, 7 * stage + world) for world, stage in CASES),
+        *((world, stage, 7 * stage + world) for world, stage in CASES[:-1]),
+        pytest.param(3, 1, 10, marks=pytest.mark.slow),
         *(pytest.param(w, s, seed, marks=pytest.mark.slow) for w, s in CASES for seed in range(100, 106)),
     ],
 )

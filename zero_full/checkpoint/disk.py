@@ -19,6 +19,12 @@ MANY = 8
 NO_LINKS = getattr(os, "O_NOFOLLOW", 0)  # Windows has none
 
 
+def refuse_here() -> None:
+    """OSError where a save could not keep its promises."""
+    if not hasattr(os, "preadv"):
+        raise OSError("checkpoints are written and read on Linux and macOS only: on Windows use WSL")
+
+
 @contextmanager
 def telling(what: str, path: Path) -> Iterator[None]:
     """Put into an OSError what was being done, and with which file."""
@@ -35,6 +41,7 @@ class NewFile:
     """
 
     def __init__(self, path: Path) -> None:
+        refuse_here()
         self.path = path
         self.size, self.blocks, self.crc = 0, list[int](), 0
         self.flushed, self.flush, self.failure = 0, Thread(), list[OSError]()
@@ -161,6 +168,7 @@ class OldFile:
     """
 
     def __init__(self, path: Path, size: int) -> None:
+        refuse_here()
         self.path, self.size, self.descriptor = path, size, -1
         found = path.lstat()
         if not stat.S_ISREG(found.st_mode):

@@ -50,7 +50,7 @@ def pictures(count: int = 1600) -> TensorDataset:
 
 def configuration(args: argparse.Namespace) -> dict[str, Any]:
     """The file's, with the precision and stage of the command line."""
-    config: dict[str, Any] = json.loads(CONFIG.read_text())
+    config: dict[str, Any] = json.loads(CONFIG.read_text(encoding="utf-8"))
     config["bf16"]["enabled"] = args.dtype == "bf16"
     config["fp16"]["enabled"] = args.dtype == "fp16"
     config["zero_optimization"]["stage"] = args.stage

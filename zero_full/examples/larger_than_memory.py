@@ -5,12 +5,11 @@
 Every process limits itself to less than the model takes in 32-bit numbers; building it as usual fails with
 an out-of-memory error (`--plain` shows that). Inside `zero_full.Init` nothing is allocated, and `initialize`
 lets every process keep its slices: parameters, gradients and SGD's momentum, 3/4 of the model's bytes at 4
-processes.
+processes. It needs Linux, whose limits it sets and whose /proc it reads.
 """
 
 import argparse
 import ctypes
-import resource
 import sys
 from pathlib import Path
 
@@ -19,6 +18,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zero_full
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
@@ -76,6 +80,8 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--plain", action="store_true", help="build as usual, which must fail")
     arguments = parser.parse_args()
+    if resource is None or not Path("/proc/self/status").exists():
+        parser.error("this example limits its memory in the way of Linux: run it there")
     torch.set_num_threads(1)
     give_memory_back()
     zero_full.init_distributed("gloo")

@@ -55,7 +55,7 @@ def mean_of_ranks(loss: Tensor) -> float:
 
 def configuration(args: argparse.Namespace) -> dict[str, Any]:
     """The file's, or the one above; with the stage of the command line, if it says one."""
-    config: dict[str, Any] = json.loads(args.config.read_text()) if args.config else CONFIG
+    config: dict[str, Any] = json.loads(args.config.read_text(encoding="utf-8")) if args.config else CONFIG
     stage = {} if args.stage is None else {"stage": args.stage}
     return config | {"zero_optimization": config.get("zero_optimization", {}) | stage}
 

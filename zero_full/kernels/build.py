@@ -154,6 +154,7 @@ def build(
     One process compiles and the others wait for it, so all ranks of a run may call this. A mistake that the
     same compilers have found before is not looked for again, unless `again`. Files in `broken` are replaced.
     """
+    places.refuse_here()
     began = time.time()
     tools = toolchain(part)
     target = directory / str(name_for(part, tools, devices))

@@ -45,6 +45,7 @@ from zero_full.kernels.file_threads import (
 
 PAGE = max(4096, mmap.PAGESIZE)
 O_DIRECT = getattr(os, "O_DIRECT", 0)  # Linux only
+O_CLOEXEC = getattr(os, "O_CLOEXEC", 0)  # not on Windows
 MOST_IN_FLIGHT = 64  # transfers; each has two files open, and a process may often open only 1024
 
 AnyPath = str | os.PathLike[str]
@@ -78,7 +79,7 @@ class Opened(NamedTuple):
 def _open(path: str, write: bool, direct: bool) -> Opened:
     def opened(flags: int) -> FileIO:
         mode = "wb" if write else "rb"
-        return FileIO(path, mode, opener=lambda name, _: os.open(name, flags | os.O_CLOEXEC, 0o666))
+        return FileIO(path, mode, opener=lambda name, _: os.open(name, flags | O_CLOEXEC, 0o666))
 
     flags = os.O_WRONLY if write else os.O_RDONLY
     buffered = opened(flags | (os.O_CREAT if write else 0))
@@ -262,7 +263,7 @@ class BlockIO:
         self.wait()
         directory = Path(path).resolve().parent
         for name, flush in ((path, os.fdatasync), (directory, os.fsync)):
-            file = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
+            file = os.open(name, os.O_RDONLY | O_CLOEXEC)
             try:
                 flush(file)
             finally:

@@ -71,6 +71,7 @@ def compiled_for(device: torch.device) -> bool:
 
 def build_now(part: str) -> Path:
     """The library of the compilers that are here; tried again, if it failed before. For `zero_full build`."""
+    places.refuse_here()
     devices = capabilities() if part == "cuda" else ()
     name = str(build.name_for(part, toolchain(part), devices))
     installed = places.libraries(places.BUILT, name)
@@ -97,6 +98,7 @@ def _load(part: str, use: Callable[[str, Path], object], otherwise: Otherwise) -
     if part == "cuda" and wanted != "all":
         return Loaded(None, "not yet tried on a GPU: ZERO_FULL_KERNELS=all uses it")
     try:
+        places.refuse_here()
         return Loaded(_first_that_works(part, use, otherwise))
     except (BuildError, OSError) as error:
         return Loaded(None, _reason(error), wanted == "all" or isinstance(error, places.NotTrustedError))

@@ -1,12 +1,12 @@
 """The folders in which compiled libraries are, who may have written there, and the lock for who compiles.
 
 [Note: trust] Whoever writes a library runs code in every process that loads it. The package's own folder is
-trusted as the package is. The cache is trusted if nobody but this user and root can write to it.
+trusted as the package is. The cache is trusted if nobody but this user and root can write to it. Windows does
+not say that of a file in this way, and has no flock: nothing is compiled or loaded there.
 """
 
 import contextlib
 import errno
-import fcntl
 import logging
 import os
 import stat
@@ -16,6 +16,11 @@ from pathlib import Path
 
 from zero_full.kernels.toolchain import BuildError
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 log = logging.getLogger("zero_full")
 BUILT = Path(__file__).resolve().parent / "built"  # where an editable installation puts what it builds
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
@@ -23,6 +28,12 @@ NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 class NotTrustedError(BuildError):
     """Why a library that is there is not loaded. See [Note: trust]."""
+
+
+def refuse_here() -> None:
+    """BuildError where operators are not compiled at all. See [Note: trust]."""
+    if fcntl is None or not hasattr(os, "geteuid"):
+        raise BuildError("they are compiled on Linux and macOS only: elsewhere torch's own are used")
 
 
 def caches() -> list[Path]:

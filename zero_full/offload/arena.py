@@ -10,7 +10,6 @@ A room stays valid as long as somebody holds it; the pages go back to the system
 """
 
 import mmap
-import resource
 import weakref
 from collections.abc import Sequence
 from itertools import pairwise
@@ -86,6 +85,8 @@ class Arena:
 def _pages(size: int) -> mmap.mmap:
     """Memory of its own, which a forked child gets a copy of as of any other."""
     try:
+        if not hasattr(mmap, "MAP_PRIVATE"):  # Windows, where no process is forked
+            return mmap.mmap(-1, size)
         return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(
@@ -97,12 +98,19 @@ def _pages(size: int) -> mmap.mmap:
 def _register(cudart: Any, pointer: int, size: int, whole: int) -> None:
     error = int(cudart.cudaHostRegister(pointer, size, PORTABLE))
     if error:
-        limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-        said = "no limit" if limit == resource.RLIM_INFINITY else f"{limit:,} bytes"
         raise RuntimeError(
             f"pin_memory: {size:,} of {whole:,} bytes of host memory cannot be page-locked (cudaHostRegister "
-            f'returned {error}; ulimit -l allows {said}): set "pin_memory": false in that section'
+            f'returned {error}{_allowed()}): set "pin_memory": false in that section'
         )
+
+
+def _allowed() -> str:
+    try:
+        import resource
+    except ImportError:  # Windows
+        return ""
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return f"; ulimit -l allows {'no limit' if limit == resource.RLIM_INFINITY else f'{limit:,} bytes'}"
 
 
 def _unregister(cudart: Any, pointers: list[int], memory: mmap.mmap | None) -> None:

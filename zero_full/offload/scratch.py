@@ -41,8 +41,15 @@ def free_bytes(directory: Path) -> int:
     return found.f_bavail * found.f_frsize
 
 
+def refuse_here(directory: Path) -> None:
+    """OSError where a file without a name cannot be reached."""
+    if not Path("/proc/self/fd").is_dir():
+        raise OSError(f"{directory}: state can wait in a file only where /proc is, which is on Linux")
+
+
 def refuse_more_than_free(directory: Path, need: int) -> None:
     """OSError if the disk has not so much space for the ranks of this host."""
+    refuse_here(directory)
     free = free_bytes(directory)
     if need > free:
         raise OSError(
@@ -61,13 +68,11 @@ class ScratchFile:
 
     def __init__(self, directory: Path, io: BlockIO) -> None:
         """`io`: its own, which ends with it."""
+        refuse_here(directory)
         self.directory, self.io, self.size = directory, io, 0
         file = _nameless(directory)
         self.place = str(os.fstat(file).st_dev)  # which disk of this host it is on
         self.path = f"/proc/self/fd/{file}"
-        if not Path(self.path).exists():
-            os.close(file)
-            raise OSError(f"{directory}: state can wait in a file only where /proc is, which is on Linux")
         self._file, self._windows = file, dict[int, Tensor]()  # by where they begin
         self.close = weakref.finalize(self, os.close, file)
 

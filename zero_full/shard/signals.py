@@ -45,7 +45,8 @@ class StopSignals:
         self.process = os.getpid()
         for number in wanted:
             before = signal.signal(number, self._note)
-            signal.siginterrupt(number, False)  # what a library waits for in the system goes on
+            if hasattr(signal, "siginterrupt"):  # not on Windows
+                signal.siginterrupt(number, False)  # what a library waits for in the system goes on
             if before not in ORDINARY:
                 which = before or "that is not Python's"
                 log.warning("%s: its handler %s is not called until destroy", number.name, which)
