@@ -103,9 +103,8 @@ def _values(facts: Facts) -> Finding:
     if facts.before is not None and alike(got, numbers(facts.before), 1e-9):
         return finding("no advance")
     ratio = _ratio(got, expected)
-    if ratio is not None:
-        return _by(ratio, facts)
-    return _among_ranks(facts) or _partly(facts, got, expected) or _shuffled(got, expected)
+    found = _by(ratio, facts, len(got)) if ratio is not None else None
+    return found or _among_ranks(facts) or _partly(facts, got, expected) or _shuffled(got, expected)
 
 
 def _lengths(got: list[float], expected: list[float]) -> Finding:
@@ -131,7 +130,7 @@ def _ratio(got: list[float], expected: list[float]) -> float | None:
     return ratios[0]
 
 
-def _by(ratio: float, facts: Facts) -> Finding:
+def _by(ratio: float, facts: Facts, count: int) -> Finding | None:
     world, micro = facts.world, facts.micro_batches
     if world > 1 and math.isclose(ratio, world, rel_tol=1e-4):
         return finding("sum", world=world)
@@ -139,6 +138,8 @@ def _by(ratio: float, facts: Facts) -> Finding:
         return finding("last only", micro=micro)
     if world > 1 and math.isclose(ratio * world, 1, rel_tol=1e-4):
         return finding("mean of the mean", world=world)
+    if count == 1:
+        return None  # any two numbers have a ratio
     if math.isclose(ratio, -1, rel_tol=1e-4):
         return finding("sign")
     return finding("ratio", ratio=f"{ratio:.4g}")

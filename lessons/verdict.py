@@ -93,9 +93,8 @@ class Verdict:
             lines.append(f"that is: {self.finding.words}")
         if self.place is not None:
             work, number = self.place
-            lines.append(
-                f"in {shown(work)}, line {number}: {work.read_text(encoding='utf-8').splitlines()[number - 1].strip()}"
-            )
+            line = work.read_text(encoding="utf-8").splitlines()[number - 1].strip()
+            lines.append(f"in {shown(work)}, line {number}: {line}")
         if self.paragraph is not None:
             lines.append(f"read: {self.paragraph}")
         one = self.tasks[0] if len(self.tasks) == 1 else f"TASK, where TASK is one of {', '.join(self.tasks)}"

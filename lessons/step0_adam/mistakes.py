@@ -36,7 +36,8 @@ MISTAKES = (
     Mistake(
         "both-powers-missing",
         "adam",
-        "m_hat_scale = 1 / (1 - beta1**self.steps)  # both start at zero: correct for it\n        v_hat_scale = 1 / (1 - beta2**self.steps)",
+        "m_hat_scale = 1 / (1 - beta1**self.steps)  # both start at zero: correct for it\n"
+        "        v_hat_scale = 1 / (1 - beta2**self.steps)",
         "m_hat_scale = 1 / (1 - beta1)\n        v_hat_scale = 1 / (1 - beta2)",
         "both corrections stay those of the first step",
         "lookalike",
@@ -154,7 +155,9 @@ MISTAKES = (
         "gather-and-add",
         "average",
         "self.comm.all_reduce(p.grad).div_(self.comm.world_size)",
-        "whole = p.grad.new_empty(self.comm.world_size * p.grad.numel())\n            self.comm.all_gather(whole, p.grad.reshape(-1))\n            p.grad = whole.view(self.comm.world_size, *p.shape).mean(0)",
+        "whole = p.grad.new_empty(self.comm.world_size * p.grad.numel())\n"
+        "            self.comm.all_gather(whole, p.grad.reshape(-1))\n"
+        "            p.grad = whole.view(self.comm.world_size, *p.shape).mean(0)",
         "everybody collects everything and adds up by itself: N times the memory, and more to send",
         "another call",
         CHANGES,

@@ -45,8 +45,14 @@ MISTAKES = (
     Mistake(
         "receive-first",
         "reduce_scatter",
-        "comm.send(total, right)\n        mine = pieces[(rank - 2 - round) % N]  # what the left neighbour passes on was one further left before\n        total = comm.receive(mine, left) + mine",
-        "mine = pieces[(rank - 2 - round) % N]\n        coming = comm.receive(mine, left)\n        comm.send(total, right)\n        total = coming + mine",
+        "comm.send(total, right)\n"
+        "        mine = pieces[(rank - 2 - round) % N]  # what the left neighbour passes on was "
+        "one further left before\n"
+        "        total = comm.receive(mine, left) + mine",
+        "mine = pieces[(rank - 2 - round) % N]\n"
+        "        coming = comm.receive(mine, left)\n"
+        "        comm.send(total, right)\n"
+        "        total = coming + mine",
         "everybody listens before anybody speaks",
         "waiting ranks",
         BROKEN,

@@ -100,7 +100,9 @@ MISTAKES = (
         "everybody-gets-everything",
         "bucket",
         "averages = self.comm.reduce_scatter(parts).div_(self.comm.world_size)",
-        "for part in parts:\n            self.comm.all_reduce(part).div_(self.comm.world_size)\n        averages = parts[self.comm.rank]",
+        "for part in parts:\n"
+        "            self.comm.all_reduce(part).div_(self.comm.world_size)\n"
+        "        averages = parts[self.comm.rank]",
         "every part is all-reduced, and the own one kept",
         "too few bytes",
         CHANGES,
@@ -154,7 +156,10 @@ MISTAKES = (
         "one-call-a-parameter",
         "bucket",
         "averages = self.comm.reduce_scatter(parts).div_(self.comm.world_size)",
-        "each = [self.comm.reduce_scatter([grads[w.param][w.part_of(r)] for r in range(self.comm.world_size)])\n                for w in bucket.windows]\n        averages = torch.cat(each).div_(self.comm.world_size)",
+        "each = [self.comm.reduce_scatter([grads[w.param][w.part_of(r)] for r in "
+        "range(self.comm.world_size)])\n"
+        "                for w in bucket.windows]\n"
+        "        averages = torch.cat(each).div_(self.comm.world_size)",
         "each parameter has a call of its own, and the bucket is none",
         "too many calls",
         Q13,
