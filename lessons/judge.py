@@ -111,6 +111,15 @@ def judge_tasks(lesson: Lesson, works: list[Path], watch: Watch) -> int:
     return FAILED if reporter.failures else 0
 
 
+def symptom(lesson: Lesson, works: list[Path], watch: Watch) -> int:
+    """Print what the first failing task test found, and nothing about what it means: for `bug`."""
+    reporter = Reporter(watch, works)
+    run_task_tests(reporter, lesson, "-x")
+    for failure in reporter.failures:
+        print(f"{failure.test}\n{textwrap.indent(failure.message, '  ')}")
+    return FAILED if reporter.failures else 0
+
+
 def _print_bill(lesson: Lesson) -> None:
     from lessons.bill import measure, timeline
     from lessons.rows import ROWS
@@ -129,7 +138,7 @@ def _print_bill(lesson: Lesson) -> None:
 
 
 def main() -> int:
-    """Judge a lesson: FILE for last words, its number, the tasks still blank. FILE --tasks N is shorter."""
+    """Judge a lesson: FILE for last words, N, the tasks still blank. FILE --tasks N or --symptom N is less."""
     watch = Watch(Path(sys.argv[1]))
     try:
         with watch.over("import"):
@@ -141,6 +150,8 @@ def main() -> int:
     works = [Path(place) for place in replace.places().values()]
     if sys.argv[2] == "--tasks":
         return judge_tasks(find_lesson(sys.argv[3]), works, watch)
+    if sys.argv[2] == "--symptom":
+        return symptom(find_lesson(sys.argv[3]), works, watch)
     return judge(find_lesson(sys.argv[2]), works, sys.argv[3:], watch)
 
 

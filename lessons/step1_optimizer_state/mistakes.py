@@ -3,8 +3,8 @@
 from lessons.museum import Mistake
 
 CHANGES, BROKEN = "What changes", "Break it on purpose"
-TASKS, Q1 = "Exercises", "Q1. Is stage 1's traffic the same as that of plain data parallelism?"
-BITS = "Q15. Does ZeRO change the maths? Which differences are float order, and which are bugs?"
+TASKS, TRAFFIC = "Exercises", "1.1. Is stage 1's traffic the same as that of plain data parallelism?"
+BITS = "1.4. Does ZeRO change the maths? Which differences are float order, and which are bugs?"
 
 MISTAKES = (
     Mistake(
@@ -140,7 +140,7 @@ MISTAKES = (
         "parts[self.comm.rank] + 0 * self.comm.all_reduce(flat_grad.div_(self.comm.world_size))[:1]",
         "the whole gradient is all-reduced, and the own part cut out of it",
         "everybody",
-        Q1,
+        TRAFFIC,
     ),
     Mistake(
         "rank-0s-part-for-all",

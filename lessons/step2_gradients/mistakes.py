@@ -3,7 +3,7 @@
 from lessons.museum import Mistake
 
 CHANGES = "What changes"
-Q13 = "Q13. What is a bucket, how large should it be, and why does it cost memory?"
+BUCKETS = "2.5. What is a bucket, how large should it be, and why does it cost memory?"
 
 MISTAKES = (
     Mistake(
@@ -162,6 +162,6 @@ MISTAKES = (
         "        averages = torch.cat(each).div_(self.comm.world_size)",
         "each parameter has a call of its own, and the bucket is none",
         "too many calls",
-        Q13,
+        BUCKETS,
     ),
 )
