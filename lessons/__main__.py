@@ -8,7 +8,7 @@ try:
     from rich.console import Console
     from rich.table import Table
 
-    from lessons import exercise
+    from lessons import bug, exercise
     from lessons.check import check, progress
     from lessons.exercise import LessonError, find_lesson, shown
     from lessons.registry import IN_ORDER, Lesson
@@ -28,6 +28,7 @@ check N         run the shared tests on your work file
 hint N [T] [k]  a hint for task T, or for the next blank one; k = 1, 2, 3 says more and more
 diff N          your file against the answer
 solution N      the answer to every task
+bug N           the answer with a mistake in it, to be found; --number K for a certain one, --answer LINE
 run N           the lesson's experiment, with a plot
 clock N         seconds: your step replayed on a machine, as a chart; --machine, --batch, --parameters
 watch N         your file on four ranks, line by line, as a page for a browser
@@ -42,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m lessons", description=COMMANDS, formatter_class=form)
-    names = ["list", "demo", "bill", "start", "check", "hint", "diff", "solution", "run"]
+    names = ["list", "demo", "bill", "start", "check", "hint", "diff", "solution", "bug", "run"]
     names += ["clock", "watch", "golf"]
     parser.add_argument("command", choices=names, metavar="command", nargs="?")
     parser.add_argument("number", nargs="?", help="the lesson's number")
@@ -55,6 +56,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--batch", type=float, help="of `clock`: tokens of each rank in a step, else 8192")
     parser.add_argument("--parameters", type=float, help="of `clock`: replay as a model so large, else 1e9")
     parser.add_argument("--bucket", type=float, help="of `clock 2`: a bucket's part of the model, else 0.08")
+    parser.add_argument("--number", type=int, dest="mistake", help="of `bug`: which of the lesson's mistakes")
+    parser.add_argument("--answer", type=int, help="of `bug`: the line that you have found")
     chosen = parser.parse_args(arguments)
     if chosen.command is None:
         parser.print_help()
@@ -99,6 +102,9 @@ def one_lesson(chosen: argparse.Namespace) -> int:
         print(exercise.diff(lesson))
     elif chosen.command == "solution":
         print(exercise.solution(lesson))
+    elif chosen.command == "bug":
+        found = chosen.answer
+        print(bug.start(lesson, chosen.mistake) if found is None else bug.answer(lesson, found))
     elif chosen.command == "run":
         importlib.import_module(f"lessons.{lesson.folder}.experiment").main(chosen.world or 4)
     elif chosen.command == "clock":

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lessons import last_words, replace
+from lessons.check import QUICK
 from lessons.exercise import LessonError, find_lesson
 from lessons.registry import ROOT
 from zero_min import WorldError
@@ -104,8 +105,7 @@ def change_line(step: int | str, right: str, mine: str, limit: float = 300) -> V
 
 def _judge(changed: Path, arguments: list[str], limit: float) -> tuple[subprocess.CompletedProcess[str], str]:
     """Run the judge on a changed file; what it says, and why the tests could not go on, or ""."""
-    env = {**os.environ, **replace.environment({f"zero_min.{changed.stem}": str(changed)})}
-    env["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # these tests need no plugin, and start sooner without
+    env = {**os.environ, **replace.environment({f"zero_min.{changed.stem}": str(changed)}), **QUICK}
     words = changed.with_suffix(".txt")
     words.unlink(missing_ok=True)
     command = [sys.executable, "-m", "lessons.judge", str(words), *arguments]

@@ -74,12 +74,28 @@ def tasks(lesson: Lesson) -> list[str]:
 
 
 def tasks_at(lesson: Lesson, work: Path, line: int) -> list[str]:
-    """The exercises in whose function this line of a learner's file lies."""
-    (answer,) = [answer for answer, place in lesson.files if place == work]
+    """The exercises in which this line of a learner's file lies, or at least in whose function."""
+    (answer,) = [answer for answer, _ in lesson.files if answer.name == work.name]
     here = _function_at(work.read_text(encoding="utf-8"), line)
     source = answer.read_text(encoding="utf-8")
     found = [(x.task, _function_at(source, x.first + 1)) for x in task_regions(source)]
-    return [task for task, name in found if f"{here}.".startswith(f"{name}.")]  # a hook stands inside of it
+    near = [task for task, name in found if f"{here}.".startswith(f"{name}.")]  # a hook stands inside of it
+    inside = [task for task, lines in _written(lesson, answer, work).items() if line - 1 in lines]
+    return [task for task in near if task in inside] or near
+
+
+def _written(lesson: Lesson, answer: Path, work: Path) -> dict[str, range]:
+    """What the learner has put in the place of each blank, as line numbers that begin at 0."""
+    asked, mine = blank(answer, lesson.number).splitlines(), work.read_text(encoding="utf-8").splitlines()
+    blocks = difflib.SequenceMatcher(None, asked, mine, autojunk=False).get_matching_blocks()
+    pairs = [(block.a + i, block.b + i) for block in blocks for i in range(block.size)]
+    found = {}
+    for task in (region.task for region in task_regions(answer.read_text(encoding="utf-8"))):
+        hole = next(i for i, line in enumerate(asked) if line.strip() == _hole(lesson.number, task))
+        before = max((b for a, b in pairs if a < hole), default=-1)
+        after = min((b for a, b in pairs if a > hole), default=len(mine))
+        found[task] = range(before + 1, after)
+    return found
 
 
 def _function_at(source: str, line: int) -> str:

@@ -15,7 +15,10 @@ from typing import Any
 import pytest
 import torch  # noqa: F401  it takes seconds, which are not the learner's
 
+from lessons.exercise import find_lesson
 from lessons.last_words import Watch
+from lessons.registry import IN_ORDER, ROOT, Lesson
+from lessons.verdict import Failure, failure_of, verdict
 
 FAILED = 1
 QUIET = [word for name in ("terminal", "cacheprovider", "faulthandler") for word in ("-p", f"no:{name}")]
@@ -24,10 +27,10 @@ QUIET = [word for name in ("terminal", "cacheprovider", "faulthandler") for word
 class Reporter:
     """A pytest plugin that counts what passed, keeps the reason of what failed, and limits each test."""
 
-    def __init__(self, watch: Watch) -> None:
-        self.watch = watch
+    def __init__(self, watch: Watch, works: list[Path], dots: bool = False) -> None:
+        self.watch, self.works, self.dots = watch, works, dots
         self.passed = 0
-        self.failures: list[tuple[str, str]] = []
+        self.failures: list[Failure] = []
 
     def pytest_addoption(self, parser: pytest.Parser) -> None:
         """Tracebacks without values of arguments: to show a tensor whose memory is gone would be a crash."""
@@ -45,76 +48,79 @@ class Reporter:
         """Pytest calls this after each phase of each test."""
         if report.passed and report.when == "call":
             self.passed += 1
-        if report.failed:
-            self.failures.append((report.nodeid.rpartition("::")[2], _reason(report)))
+            if self.dots:
+                print(".", end="", flush=True)
 
-    def pytest_collectreport(self, report: Any) -> None:
-        """Pytest calls this after reading each file."""
-        if report.failed:
-            self.failures.append((report.nodeid, _reason(report)))
-
-
-def _reason(report: Any) -> str:
-    crash = getattr(report.longrepr, "reprcrash", None)
-    return str(crash.message if crash else report.longrepr)
+    def pytest_exception_interact(self, node: Any, call: Any) -> None:
+        """Pytest calls this when a test, or reading a file of them, raises."""
+        self.failures.append(failure_of(node.name, call.excinfo.value, self.works))
 
 
-def judge(number: str, blanks: list[str], watch: Watch) -> int:
+def run_tests(reporter: Reporter, *arguments: str) -> bool:
+    """Whether all passed; what did not is in the reporter."""
+    status = pytest.main([*arguments, *QUIET, "--rootdir", str(ROOT)], plugins=[reporter])
+    if status not in (pytest.ExitCode.OK, FAILED) and not reporter.failures:
+        why = "the tests could not run: is this a checkout of the repository?"
+        reporter.failures.append(Failure("pytest", "Failed", why))
+    return status == pytest.ExitCode.OK
+
+
+def run_task_tests(reporter: Reporter, lesson: Lesson, *stop: str) -> bool:
+    """The lesson's own tests."""
+    file = ROOT / f"tests/lessons/test_task_step{lesson.label}.py"
+    return run_tests(reporter, str(file), "--noconftest", *stop)
+
+
+def run_contract(reporter: Reporter, lesson: Lesson) -> bool:
+    """What every implementation must establish, up to the first failure, without the long tail."""
+    few = ["-m", "not slow and not thorough", "-k", "not process"]
+    return run_tests(reporter, "--impl", "mine", *lesson.tests, *few, "-x")
+
+
+def judge(lesson: Lesson, works: list[Path], blanks: list[str], watch: Watch) -> int:
     """Run the task tests, then the contract; print the first failure, or the measured bill."""
-    from lessons.exercise import find_lesson, tasks
-    from lessons.registry import IN_ORDER, ROOT
-
-    lesson = find_lesson(number)
-    reporter = Reporter(watch)
-    arguments = ["--impl", "mine", f"tests/lessons/test_task_step{lesson.label}.py", *lesson.tests]
-    quiet = [*QUIET, "-x", "--rootdir", str(ROOT)]
-    chosen = ["-m", "not slow", "-k", "not process"]
-    if pytest.main([*arguments, *quiet, *chosen], plugins=[reporter]) != 0:
-        name, reason = reporter.failures[0] if reporter.failures else ("pytest", "could not run")
-        _print_failure(number, reporter.passed, name, reason)
+    reporter = Reporter(watch, works, dots=True)
+    passed = run_task_tests(reporter, lesson, "-x")
+    if passed:
+        print("\ntask tests passed; now the contract", flush=True)
+        passed = run_contract(reporter, lesson)
+    print()
+    if not passed:
+        print(f"passed: {reporter.passed} checks, then stopped at the first failure")
+        print(verdict(lesson, reporter.failures[0], blanks).text(lesson))
         if blanks:
-            print(f"\ntasks still to do: {', '.join(blanks)}")
-        print(f"help: python -m lessons hint {number} {_task_of(name, tasks(lesson), blanks)}")
+            print(f"tasks still to do: {', '.join(blanks)}")
         return FAILED
     print(f"passed: all {reporter.passed} checks\n")
     with watch.over("the bill"):
         _print_bill(lesson)
     following = [other.number for other in IN_ORDER if other.number > lesson.number]
     more = f", then start {following[0]}" if following else ""
-    print(f"\nnext: python -m lessons diff {number}{more}")
+    print(f"\nnext: python -m lessons diff {lesson.number}{more}")
     return 0
 
 
-def _task_of(test: str, tasks: list[str], blanks: list[str]) -> str:
-    """The task that a failing test is about, if its name says so, or else the next blank."""
-    named = [task for task in tasks if test.startswith(f"test_{task}_")] or blanks or tasks
-    return named[0] if blanks or len(named) == 1 else f"TASK, where TASK is one of {', '.join(named)}"
-
-
-def judge_tasks(number: str, watch: Watch) -> int:
+def judge_tasks(lesson: Lesson, works: list[Path], watch: Watch) -> int:
     """Run the task tests only, all of them, and print what each failure says."""
-    from lessons.exercise import find_lesson
-    from lessons.registry import ROOT
-
-    reporter = Reporter(watch)
-    quiet = [*QUIET, "--noconftest", "--rootdir", str(ROOT)]
-    tests = ROOT / f"tests/lessons/test_task_step{find_lesson(number).label}.py"
-    if pytest.main([str(tests), *quiet], plugins=[reporter]) not in (pytest.ExitCode.OK, FAILED):
-        print(f"pytest could not run {tests.name}: is this a checkout of the repository?")
-        return FAILED
+    reporter = Reporter(watch, works)
+    run_task_tests(reporter, lesson)
     print(f"passed: {reporter.passed}, failed: {len(reporter.failures)}")
-    for name, reason in reporter.failures:
-        print(f"\n{name}\n{textwrap.indent(textwrap.fill(reason.splitlines()[0], 96), '  ')}")
+    for failure in reporter.failures:
+        said = failure.message.splitlines()[0]
+        print(f"\n{failure.test}\n{textwrap.indent(textwrap.fill(said, 96), '  ')}")
     return FAILED if reporter.failures else 0
 
 
-def _print_failure(number: str, passed: int, name: str, reason: str) -> None:
-    print(f"passed: {passed} checks, then stopped at the first failure\nfailed: {name}\n")
-    for line in reason.splitlines()[:14]:
-        print(f"  {line}")
+def symptom(lesson: Lesson, works: list[Path], watch: Watch) -> int:
+    """Print what the first failing task test found, and nothing about what it means: for `bug`."""
+    reporter = Reporter(watch, works)
+    run_task_tests(reporter, lesson, "-x")
+    for failure in reporter.failures:
+        print(f"{failure.test}\n{textwrap.indent(failure.message, '  ')}")
+    return FAILED if reporter.failures else 0
 
 
-def _print_bill(lesson: Any) -> None:
+def _print_bill(lesson: Lesson) -> None:
     from lessons.bill import measure, timeline
     from lessons.rows import ROWS
 
@@ -132,7 +138,7 @@ def _print_bill(lesson: Any) -> None:
 
 
 def main() -> int:
-    """Judge a lesson: FILE for last words, its number, the tasks still blank. FILE --tasks N is shorter."""
+    """Judge a lesson: FILE for last words, N, the tasks still blank. FILE --tasks N or --symptom N is less."""
     watch = Watch(Path(sys.argv[1]))
     try:
         with watch.over("import"):
@@ -141,9 +147,12 @@ def main() -> int:
         lines = traceback.format_exc().splitlines()
         print("your file cannot be imported:\n  " + "\n  ".join(lines[-3:]))
         return FAILED
+    works = [Path(place) for place in replace.places().values()]
     if sys.argv[2] == "--tasks":
-        return judge_tasks(sys.argv[3], watch)
-    return judge(sys.argv[2], sys.argv[3:], watch)
+        return judge_tasks(find_lesson(sys.argv[3]), works, watch)
+    if sys.argv[2] == "--symptom":
+        return symptom(find_lesson(sys.argv[3]), works, watch)
+    return judge(find_lesson(sys.argv[2]), works, sys.argv[3:], watch)
 
 
 if __name__ == "__main__":

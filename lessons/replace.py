@@ -4,10 +4,12 @@
 separator, does that in every Python process that calls `install` before it imports zero_min.
 """
 
+import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -45,3 +47,25 @@ def install() -> bool:
     if wanted:
         sys.meta_path.insert(0, _Finder(wanted))
     return bool(wanted)
+
+
+@contextmanager
+def swapped(wanted: Mapping[str, str]) -> Iterator[None]:
+    """Inside the `with` these files stand for their modules; zero_min and the tests are imported anew."""
+    finder = _Finder(wanted)
+    _forget()
+    sys.meta_path.insert(0, finder)
+    os.environ.update(environment(wanted))
+    try:
+        importlib.import_module("zero_min")
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        del os.environ[VARIABLE]
+        _forget()
+
+
+def _forget() -> None:
+    for name in list(sys.modules):
+        if name.partition(".")[0] in ("zero_min", "tests"):
+            del sys.modules[name]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.rules import Rule
-from tests.trainers import StepReport, Subject, Trainer, torch_adam
+from tests.trainers import StepReport, Subject, TorchsAdam, Trainer
 from zero_min.comm import Comm
 from zero_min.ledger import Event, held
 
@@ -208,9 +208,9 @@ def reference(case: Case, world_size: int, none_is_zero: bool) -> dict[str, Tens
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = case.groups(model) or [{"params": trained}]
     groups = [{**g, "params": [p for p in g["params"] if p.requires_grad]} for g in groups]
-    optimizer = torch_adam(groups, case.decoupled, lr=0.01, weight_decay=case.weight_decay)
+    optimizer = TorchsAdam(groups, case.decoupled, lr=0.01, weight_decay=case.weight_decay)
     for step in range(case.steps):
-        optimizer.zero_grad()
+        model.zero_grad()
         for rank in range(world_size):
             for micro in range(case.micro_batches):
                 loss = model(case.data(step, micro, rank), rank) / (world_size * case.micro_batches)

@@ -14,13 +14,9 @@ if "zero_min" not in sys.modules:  # `judge` has done it already
     replace.install()
 
 import pytest
-from hypothesis import settings
 
 from tests.trainers import STAGES_OF, Subject
 from zero_min import STAGES
-
-settings.register_profile("here", deadline=None, max_examples=100)  # time says nothing on a shared machine
-settings.load_profile("here")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -31,6 +27,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--impl") == "mine" and not os.environ.get(replace.VARIABLE):
         raise pytest.UsageError(f"--impl mine: set {replace.VARIABLE}=zero_min.stage1=work/stage1.py")
+    if config.getoption("--impl") != "mine":
+        from hypothesis import settings  # a learner's `check` waits for no import of it
+
+        settings.register_profile("here", deadline=None, max_examples=100)  # time says nothing here
+        settings.load_profile("here")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adam import adam
+from torch.optim.adamw import adamw
 
 import zero_full
 import zero_min
@@ -222,6 +224,30 @@ class Subject:
         return MinTrainer(zero_min.STAGES[self.stage](model, comm, groups, **options), comm)
 
 
-def torch_adam(groups: Any, decoupled: bool, **options: Any) -> torch.optim.Optimizer:
-    """The referee: PyTorch's own optimizer."""
-    return (torch.optim.AdamW if decoupled else torch.optim.Adam)(groups, **options)
+class TorchsAdam:
+    """The referee: PyTorch's own formula. Its class would import torch's compiler first, for a second."""
+
+    def __init__(self, groups: Any, decoupled: bool, lr: float, weight_decay: float) -> None:
+        self.formula = adamw if decoupled else adam
+        self.groups = [{"lr": lr, "weight_decay": weight_decay, **group} for group in groups]
+        params = [p for group in self.groups for p in group["params"]]
+        self.m, self.v = ({p: torch.zeros_like(p) for p in params} for _ in range(2))
+        self.steps = {p: torch.zeros(()) for p in params}
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Move what has a gradient."""
+        same = {
+            "amsgrad": False,
+            "maximize": False,
+            "foreach": False,
+            "beta1": 0.9,
+            "beta2": 0.999,
+            "eps": 1e-8,
+        }
+        for group in self.groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            state = [[kept[p] for p in params] for kept in (self.m, self.v)]
+            steps = [self.steps[p] for p in params]
+            options = {"lr": group["lr"], "weight_decay": group["weight_decay"], **same}
+            self.formula(params, [p.grad for p in params], *state, [], steps, **options)

@@ -147,8 +147,9 @@ class ThreadComm(Comm):
             world.slots[self.rank] = (call, payload)
             world.last[self.rank] = f"{call} at {caller()}"
             world.news.notify_all()
-            if world.finished:
-                world.abort()
+            in_vain = bool(world.finished)
+        if in_vain:
+            world.abort()
         try:
             world.arrive.wait(world.timeout)
             slots = [slot for slot in world.slots if slot is not None]

@@ -1,6 +1,8 @@
 """The contract: implementations x cases x world sizes. The claims themselves are in `claims.py`."""
 
 from dataclasses import replace
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -53,27 +55,52 @@ SOON = [(case, world_size) for case in CASES for world_size in WORLDS if world_s
 LATER = [(case, world_size) for case in CASES for world_size in WORLDS if (case, world_size) not in SOON]
 
 
+# `python -m lessons check` leaves out what is `thorough`; what is left refuses every mistake of the museum.
+CORE = [
+    (Case(), 1),
+    (Case("unused"), 3),
+    (Case("uneven"), 3),
+    (Case("transposed"), 3),
+    (Case(two_groups=True), 3),
+    (Case(micro_batches=3), 3),
+    (Case("small"), 4),
+    (Case("tied", two_groups=True, decoupled=True, weight_decay=0.1), 2),
+    (Case("frozen", max_grad_norm=0.1, micro_batches=2), 4),
+]
+CORE_BYTES = [(case, 3) for case in BYTES] + [(Case("small", dtype=torch.float32), 4)]
+thorough = pytest.mark.thorough
+
+
+def beside(core: list[tuple[Case, int]], pairs: list[tuple[Case, int]]) -> list[Any]:
+    """The pairs of a case and a world size, marked if they are not among the core."""
+    return [pair if pair in core else pytest.param(*pair, marks=thorough) for pair in pairs]
+
+
 def skip_if_ranks_differ(subject: Subject, case: Case) -> None:
     if subject.stage == 3 and case.kind == "uneven":
         pytest.skip("at stage 3 a module that one rank skips is an error: see test_stage3.py")
 
 
 @pytest.mark.parametrize(
-    "case, world_size", [*SOON, *(pytest.param(*each, marks=pytest.mark.slow) for each in LATER)], ids=str
+    "case, world_size",
+    [*beside(CORE, SOON), *(pytest.param(*each, marks=pytest.mark.slow) for each in LATER)],
+    ids=str,
 )
 def test_ends_where_plain_adam_ends(subject: Subject, case: Case, world_size: int) -> None:
     skip_if_ranks_differ(subject, case)
     claims.parity(subject, case, world_size)
 
 
-@pytest.mark.parametrize("world_size", WORLDS)
-@pytest.mark.parametrize("case", BYTES, ids=str)
+@pytest.mark.parametrize("case, world_size", beside(CORE_BYTES, [*product(BYTES, WORLDS)]), ids=str)
 def test_holds_exactly_the_formula(subject: Subject, case: Case, world_size: int) -> None:
     claims.memory(subject, case, world_size)
 
 
-@pytest.mark.parametrize("world_size", WORLDS)
-@pytest.mark.parametrize("case", [*BYTES, Case("unused", dtype=torch.float32)], ids=str)
+@pytest.mark.parametrize(
+    "case, world_size",
+    beside(CORE_BYTES, [*product([*BYTES, Case("unused", dtype=torch.float32)], WORLDS)]),
+    ids=str,
+)
 def test_sends_exactly_the_formula(subject: Subject, case: Case, world_size: int) -> None:
     if subject.stage == 3 and case.kind in ("small", "tied", "unused"):
         pytest.skip("stage 3 sends what the modules use: see test_stage3.py for these models")
@@ -91,7 +118,7 @@ def test_wastes_no_call_and_no_byte_while_adam_steps(subject: Subject, case: Cas
         claims.working_set(subject, case, world_size)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=thorough), 3])
 @pytest.mark.parametrize(
     "case", [Case(steps=4), Case("tied", steps=4, two_groups=True, micro_batches=2)], ids=str
 )
@@ -137,7 +164,7 @@ def test_ranks_of_one_device_may_go_through_the_host(subject: Subject, case: Cas
             assert torch.equal(mine.parameters[name], want), name
 
 
-@pytest.mark.parametrize("bucket_size", [1, 13, 1000])
+@pytest.mark.parametrize("bucket_size", [pytest.param(1, marks=thorough), 13, 1000])
 def test_the_bucket_size_changes_no_bit(subject: Subject, bucket_size: int) -> None:
     if subject.impl != "full" and subject.stage != 2:
         pytest.skip("only stage 2 has buckets")

@@ -172,24 +172,12 @@ def test_a_syntax_error_is_shown_with_its_place(capsys: Capture, work: Path) -> 
     assert "def broken(:" in error
 
 
-BROADCASTS = "[self.comm.broadcast(part, r) for r, part in enumerate(f.flat.chunk(self.comm.world_size))]"
-
-
 @pytest.mark.parametrize(
     ("task", "right", "wrong", "message"),
     [
         ("partition", "rank < remaining", "rank >= num_partitions - remaining", "expected [3, 3, 2, 2]"),
-        ("flatten", "tensors[0].new_zeros(padding)", "torch.zeros(padding)", "got torch.float32"),
-        ("reduce", "my_grad.to(f.master.dtype)", "my_grad", "gradient"),
-        ("reduce", "my_grad.to(", "parts[self.comm.rank].copy_(my_grad).to(", "expected 8 bytes, got 16"),
-        (
-            "gather",
-            "self.comm.all_gather(f.flat, f.mine)",
-            BROADCASTS,
-            "expected the calls ['all_gather'], got",
-        ),
-        ("gather", "f.mine.copy_(f.master)", "pass", "copy it into `f.mine`"),
-        ("gather", "f.master.grad = None  # used up", "pass", "should be None"),
+        ("reduce", "my_grad.to(f.master.dtype)", "my_grad", "that is: Python stopped in your line\nin "),
+        ("gather", "f.master.grad = None  # used up", "pass", "that is: something is kept that should be"),
     ],
 )
 def test_a_wrong_answer_is_told_what_was_expected_and_where_help_is(

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from lessons.evidence import same
 from zero_min import adam, run_world, stage0
 from zero_min.comm import Comm
 
@@ -23,24 +24,43 @@ def one_parameter(name: str, grads: list[float], **options: float) -> list[float
 def test_adam_the_first_step_is_the_learning_rate_whatever_the_gradient() -> None:
     for grad in (0.001, 1.0, 1000.0):
         got = one_parameter("Adam", [grad], lr=0.1)
-        assert got == [pytest.approx(0.9, abs=1e-5)], (
-            f"after one step with gradient {grad}: got {got[0]}, expected 0.9"
-        )
+        known = {"neither average is corrected for its start at zero": [0.683772]}
+        known["the average gradient is not corrected for its start at zero"] = [0.99]
+        known["the average square is not corrected for its start at zero"] = [
+            1 - 0.1 * grad / (0.001**0.5 * grad + 1e-8)
+        ]
+        known["the step goes uphill: a minus is missing"] = [1.1]
+        known["the root of the average square is missing"] = [1 - 0.1 * grad / (grad**2 + 1e-8)]
+        what = f"a weight of 1 after one step with gradient {grad}"
+        same(what, got, [0.9], near=1e-5, before=[1.0], lookalikes=known)
 
 
 def test_adam_two_gradients_of_different_size() -> None:
     got = one_parameter("Adam", [1.0, 3.0], lr=0.1)
     # m = .1*3 + .9*.1 = .39, over 1 - .81; v = .001*9 + .999*.001 = .009999, over 1 - .998001
     expected = 0.9 - 0.1 * (0.39 / 0.19) / ((0.009999 / 0.001999) ** 0.5 + 1e-8)
-    assert got[1] == pytest.approx(expected, abs=1e-5), (
-        f"after two steps: got {got[1]}, expected {expected:.6f}"
-    )
+    known = {
+        "the corrections stay those of the first step: a power is missing": 0.9
+        - 0.39 / 0.009999**0.5 * 0.001**0.5
+    }
+    same("a weight of 1 after two steps", got[1], expected, near=1e-5, lookalikes=known)
 
 
-@pytest.mark.parametrize(("name", "expected"), [("Adam", 0.9), ("AdamW", 0.99)])
+@pytest.mark.parametrize(("name", "expected"), [("Adam", 0.9), ("AdamW", 0.98)])
 def test_adam_weight_decay_without_a_gradient(name: str, expected: float) -> None:
-    got = one_parameter(name, [0.0], lr=0.1, weight_decay=0.1)
-    assert got == [pytest.approx(expected, abs=1e-5)], f"{name}: got {got[0]}, expected {expected}"
+    got = one_parameter(name, [0.0], lr=0.1, weight_decay=0.2)
+    known = {"the decay is not multiplied by the rate": [0.8]}
+    known["this is the other one's decay: Adam adds it to the gradient, AdamW shrinks the weight"] = [
+        1.88 - expected
+    ]
+    same(
+        f"{name}, a weight of 1 without a gradient",
+        got,
+        [expected],
+        near=1e-5,
+        before=[1.0],
+        lookalikes=known,
+    )
 
 
 def averaged(comm: Comm, used_by: tuple[int, ...]) -> tuple[list[float], list[str], int]:
@@ -59,20 +79,17 @@ def averaged(comm: Comm, used_by: tuple[int, ...]) -> tuple[list[float], list[st
 
 @pytest.mark.parametrize(("world", "mean"), [(1, 1.0), (2, 1.5), (3, 2.0)])
 def test_average_gives_everyone_the_mean(world: int, mean: float) -> None:
-    for rank, (got, _, _) in enumerate(run_world(averaged, world, tuple(range(world)))):
-        assert got == [mean] * 3, (
-            f"{world} ranks with gradients 1 to {world}, rank {rank}: expected {[mean] * 3}, got {got}"
-        )
+    got = [grad for grad, *_ in run_world(averaged, world, tuple(range(world)))]
+    alone = [[rank + 1.0] * 3 for rank in range(world)]
+    same(f"{world} ranks with gradients 1 to {world}", got, [[mean] * 3] * world, world=world, alone=alone)
 
 
 def test_average_counts_no_gradient_as_zero() -> None:
-    for rank, (got, _, _) in enumerate(run_world(averaged, 2, (1,))):
-        assert got == [1.0] * 3, (
-            f"rank 0 has no gradient, rank 1 has 2; rank {rank}: expected {[1.0] * 3}, got {got}"
-        )
+    got = [grad for grad, *_ in run_world(averaged, 2, (1,))]
+    same("rank 0 has no gradient, rank 1 has 2", got, [[1.0] * 3] * 2, world=2)
 
 
 def test_average_is_one_all_reduce_a_parameter() -> None:
     for rank, (_, calls, sent) in enumerate(run_world(averaged, 3, (0, 1, 2))):
-        assert calls == ["all_reduce"], f"rank {rank}: expected the call ['all_reduce'], got {calls}"
-        assert sent == 16, f"rank {rank}: expected 2 x 2/3 of 12 bytes sent, 16, got {sent}"
+        same(f"collectives of rank {rank}", calls, ["all_reduce"], about="calls")
+        same(f"bytes sent by rank {rank}, 2 x 2/3 of 12", sent, 16, about="bytes")

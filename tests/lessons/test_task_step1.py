@@ -4,33 +4,45 @@ import pytest
 import torch
 from torch import nn
 
+from lessons.evidence import same
 from zero_min import run_world, stage1
 from zero_min.comm import Comm
 
 
 def sized(*sizes: int) -> list[torch.Tensor]:
-    return list(torch.arange(sum(sizes), dtype=torch.float32).split(list(sizes)))
+    """Tensors of these sizes, with the numbers 1, 2, ... in them."""
+    return list(torch.arange(1.0, sum(sizes) + 1).split(list(sizes)))
 
 
 def test_reorder_deals_like_cards() -> None:
-    tensors = sized(1, 1, 1, 1, 1)
-    reordered, position = stage1.round_robin_reorder(tensors, 2)
-    got = [int(t.item()) for t in reordered]
-    assert got == [0, 2, 4, 1, 3], f"5 tensors, 2 ranks: expected order [0, 2, 4, 1, 3], got {got}"
-    assert list(position) == [0, 3, 1, 4, 2], (
-        f"where each went: expected [0, 3, 1, 4, 2], got {list(position)}"
-    )
+    reordered, position = stage1.round_robin_reorder(sized(1, 1, 1, 1, 1), 2)
+    dealt = [int(t.item()) - 1 for t in reordered]
+    same("5 tensors, 2 ranks, the order", dealt, [0, 2, 4, 1, 3], before=[0, 1, 2, 3, 4])
+    the_order = "this is the order once more; asked is where each tensor went, which is the order's inverse"
+    same("where each went", position, [0, 3, 1, 4, 2], lookalikes={the_order: [0, 2, 4, 1, 3]})
 
 
 def test_flatten_pads_with_as_few_zeros_as_possible() -> None:
-    flatten = stage1.flatten_dense_tensors_aligned
-    for sizes, alignment, expected in [((2, 3), 4, 8), ((2, 2), 4, 4), ((0, 1), 3, 3)]:
-        got = flatten(sized(*sizes), alignment)
-        assert got.numel() == expected, (
-            f"sizes {sizes}, alignment {alignment}: expected {expected}, got {got.numel()}"
-        )
-        assert torch.equal(got[: sum(sizes)], torch.arange(sum(sizes), dtype=torch.float32))
-        assert not got[sum(sizes) :].any(), f"the padding should be zero, got {got.tolist()}"
+    for sizes, alignment, padding in [((2, 3), 4, 3), ((2, 2), 4, 0), ((0, 1), 3, 2)]:
+        got = stage1.flatten_dense_tensors_aligned(sized(*sizes), alignment)
+        expected = [float(i + 1) for i in range(sum(sizes))] + [0.0] * padding
+        same(f"tensors of sizes {sizes}, aligned to {alignment}", got, expected)
+
+
+def test_flatten_takes_what_is_not_contiguous_row_by_row() -> None:
+    got = stage1.flatten_dense_tensors_aligned([torch.arange(6.0).view(2, 3).t()], 2)
+    same("a matrix that lies in memory by columns", got, [0.0, 3, 1, 4, 2, 5])
+
+
+def test_flatten_answers_a_copy() -> None:
+    (one,) = sized(4)
+    flat = stage1.flatten_dense_tensors_aligned([one], 2)
+    same("whether flat and tensor share memory", flat.data_ptr() == one.data_ptr(), False, about="memory")
+
+
+def test_flatten_keeps_16_bits() -> None:
+    got = stage1.flatten_dense_tensors_aligned([torch.ones(3, dtype=torch.bfloat16)], 2)
+    same("a bfloat16 tensor and its padding", str(got.dtype), "torch.bfloat16", about="dtype")
 
 
 @pytest.mark.parametrize(
@@ -39,101 +51,115 @@ def test_flatten_pads_with_as_few_zeros_as_possible() -> None:
 def test_partition_cuts_near_equally(numel: int, world: int, expected: list[int]) -> None:
     flat = torch.arange(numel, dtype=torch.float32)
     parts = stage1.get_data_parallel_partitions(flat, world)
-    got = [part.numel() for part in parts]
-    assert got == expected, f"{numel} elements, {world} ranks: expected {expected}, got {got}"
-    assert torch.equal(torch.cat(list(parts)), flat), "the parts should give the flat tensor back"
-    assert parts[0].data_ptr() == flat.data_ptr(), "the parts should be views (narrow), not copies"
+    same(f"{numel} elements for {world} ranks", [part.numel() for part in parts], expected)
+    same("the parts one behind the other", torch.cat(list(parts)), flat)
+    shared = all(part.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr() for part in parts)
+    same("whether parts and flat share memory", shared, True, about="memory")
 
 
-def one_step(comm: Comm) -> tuple[list[float], list[float], bool]:
+def one_step(comm: Comm) -> tuple[list[float], list[float], int, list[list[str]]]:
     model = nn.Linear(3, 1, bias=False)
     nn.init.ones_(model.weight)
     stage = stage1.Stage1(model, comm, lr=0.25)
     model(torch.full((1, 3), float(comm.rank + 1))).sum().backward()
+    comm.ledger.clear_traffic()
     stage.reduce_gradients()
-    own = stage.flats[0].master.grad.tolist()
+    calls = [[event.what for event in comm.ledger.events]]
+    (flat,) = stage.flats
+    own = flat.master.grad.tolist()
     stage.optimizer.step()
+    comm.ledger.clear_traffic()
     stage.gather_parameters()
-    return own, model.weight.detach().flatten().tolist(), stage.flats[0].master.grad is None
+    calls.append([event.what for event in comm.ledger.events])
+    return own, model.weight.detach().flatten().tolist(), int(flat.master.grad is not None), calls
 
 
 def test_reduce_gives_each_rank_the_average_of_its_slice() -> None:
-    got = [own for own, _, _ in run_world(one_step, 2)]
+    got = [own for own, *_ in run_world(one_step, 2)]
     expected = [[1.5, 1.5], [1.5, 0.0]]  # gradients 1 and 2; rank 1's slice ends with padding
-    assert got == expected, f"own gradients of 2 ranks: expected {expected}, got {got}"
+    alone = [[1.0, 1.0], [2.0, 0.0]]
+    same("own gradients of 2 ranks", got, expected, world=2, by_rank=True, alone=alone)
 
 
-def reduced(comm: Comm) -> tuple[list[str], int]:
-    """The calls that `reduce_gradients` makes for three weights, and the bytes behind the own gradient."""
-    model = nn.Linear(3, 1, bias=False)
+def uneven(comm: Comm) -> list[float]:
+    model = nn.Linear(4, 1, bias=False)
     stage = stage1.Stage1(model, comm)
-    model(torch.ones(1, 3)).sum().backward()
-    comm.ledger.clear_traffic()
+    if comm.rank == 1:  # rank 0 does not use it, so it has no gradient
+        model(torch.tensor([[2.0, 4.0, 6.0, 8.0]])).sum().backward()
     stage.reduce_gradients()
-    calls = [event.what for event in comm.ledger.events]
-    return calls, stage.flats[0].master.grad.untyped_storage().nbytes()
+    return stage.flats[0].master.grad.tolist()
 
 
-def test_reduce_is_one_call() -> None:
-    for rank, (calls, _) in enumerate(run_world(reduced, 2)):
-        assert calls == ["reduce_scatter"], f"rank {rank}: expected the calls ['reduce_scatter'], got {calls}"
+def test_reduce_counts_no_gradient_as_zero() -> None:
+    expected = [[1.0, 2.0], [3.0, 4.0]]
+    same("rank 0 has no gradient", run_world(uneven, 2), expected, world=2, by_rank=True)
+
+
+def test_reduce_sends_each_rank_its_part_and_no_more() -> None:
+    calls = [calls[0] for *_, calls in run_world(one_step, 2)]
+    same("collectives of the reduction", calls, [["reduce_scatter"]] * 2, about="calls", by_rank=True)
 
 
 def test_reduce_keeps_no_more_than_the_own_slice() -> None:
-    for rank, (_, nbytes) in enumerate(run_world(reduced, 2)):
-        assert nbytes == 8, (
-            f"rank {rank}, memory behind the own gradient of 2 floats: expected 8 bytes, got {nbytes}; "
-            "a view keeps the whole tensor alive while Adam steps"
-        )
+    def body(comm: Comm) -> int:
+        model = nn.Linear(3, 1, bias=False)
+        stage = stage1.Stage1(model, comm)
+        model(torch.ones(1, 3)).sum().backward()
+        stage.reduce_gradients()
+        return stage.flats[0].master.grad.untyped_storage().nbytes()
+
+    what = "bytes behind the own gradients of 2 floats, which stay alive while Adam steps"
+    same(what, run_world(body, 2), [8, 8], about="memory")
 
 
 def test_gather_gives_everyone_all_new_parameters() -> None:
-    got = [weight for _, weight, _ in run_world(one_step, 2)]
-    for rank, weight in enumerate(got):
-        assert weight == pytest.approx([0.75] * 3), f"rank {rank}: expected [0.75, 0.75, 0.75], got {weight}"
+    got = [weight for _, weight, *_ in run_world(one_step, 2)]
+    expected, before = [[0.75] * 3] * 2, [[1.0] * 3] * 2
+    same("weights of 2 ranks", got, expected, near=1e-6, world=2, by_rank=True, before=before)
+
+
+def test_gather_is_one_collective() -> None:
+    calls = [calls[1] for *_, calls in run_world(one_step, 2)]
+    same("collectives of the gathering", calls, [["all_gather"]] * 2, about="calls", by_rank=True)
 
 
 def test_gather_drops_the_gradient_that_is_used_up() -> None:
-    for _, _, dropped in run_world(one_step, 2):
-        assert dropped, "after gather_parameters the gradient of `f.master` should be None"
+    kept = [kept for _, _, kept, _ in run_world(one_step, 2)]
+    same("gradients of `f.master` that are left on 2 ranks", kept, [0, 0], about="kept")
 
 
-def test_gather_is_one_call() -> None:
-    def body(comm: Comm) -> list[str]:
-        stage = stage1.Stage1(nn.Linear(3, 1, bias=False), comm)
-        comm.ledger.clear_traffic()
-        with torch.no_grad():
-            stage.gather_parameters()
-        return [event.what for event in comm.ledger.events]
-
-    for rank, calls in enumerate(run_world(body, 3)):
-        assert calls == ["all_gather"], f"rank {rank}: expected the calls ['all_gather'], got {calls}"
-
-
-def test_flatten_keeps_16_bits() -> None:
-    got = stage1.flatten_dense_tensors_aligned([torch.ones(3, dtype=torch.bfloat16)], 2)
-    assert got.dtype == torch.bfloat16, f"a bfloat16 tensor and its padding should stay so, got {got.dtype}"
-
-
-def one_step_of_16_bits(comm: Comm) -> tuple[torch.dtype | None, bool]:
+def one_step_of_16_bits(comm: Comm) -> tuple[str, list[float], list[float]]:
     model = nn.Linear(3, 1, bias=False).bfloat16()
+    nn.init.ones_(model.weight)
     stage = stage1.Stage1(model, comm, lr=0.25)
     model(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
     stage.reduce_gradients()
     (flat,) = stage.flats
-    dtype = None if flat.master.grad is None else flat.master.grad.dtype
+    dtype = "none" if flat.master.grad is None else str(flat.master.grad.dtype)
     stage.optimizer.step()
     stage.gather_parameters()
-    return dtype, torch.equal(flat.mine, flat.master.to(torch.bfloat16))
+    return dtype, flat.mine.tolist(), flat.master.to(torch.bfloat16).tolist()
 
 
 def test_reduce_gives_the_master_a_gradient_of_its_own_type() -> None:
-    got = [dtype for dtype, _ in run_world(one_step_of_16_bits, 2)]
-    assert got == [torch.float32] * 2, f"the master of a 16-bit model is in fp32, but its gradient is {got}"
+    got = [dtype for dtype, *_ in run_world(one_step_of_16_bits, 2)]
+    what = "the gradients of the fp32 masters of a 16-bit model"
+    same(what, got, ["torch.float32"] * 2, about="dtype")
 
 
 def test_gather_copies_the_master_into_its_place() -> None:
-    placed = [same for _, same in run_world(one_step_of_16_bits, 2)]
-    assert all(placed), (
-        "the master of a 16-bit model is a tensor of its own: copy it into `f.mine` before it is sent"
-    )
+    answers = run_world(one_step_of_16_bits, 2)
+    got, expected = [mine for _, mine, _ in answers], [master for *_, master in answers]
+    what = "own slices of a 16-bit model, whose masters are tensors of their own"
+    same(what, got, expected, by_rank=True, world=2, before=[[1.0, 1.0], [1.0, 0.0]])
+
+
+def test_gather_writes_into_the_window() -> None:
+    def body(comm: Comm) -> bool:
+        (flat,) = (stage := stage1.Stage1(nn.Linear(3, 1), comm)).flats
+        with torch.no_grad():
+            stage.gather_parameters()
+        return flat.mine.untyped_storage().data_ptr() == flat.flat.untyped_storage().data_ptr()
+
+    what = "whether `f.mine` is still a window of the model's memory, on 2 ranks"
+    same(what, all(run_world(body, 2)), True, about="memory")

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lessons.evidence import same
 from zero_min import ring, run_world
 from zero_min.comm import Comm
 
@@ -17,7 +18,7 @@ def pieces_of(comm: Comm) -> list[Tensor]:
 def test_neighbours_stand_in_a_ring(N: int) -> None:
     got = [tuple(pair) for pair in run_world(ring.neighbours, N)]
     expected = [((rank - 1) % N, (rank + 1) % N) for rank in range(N)]
-    assert got == expected, f"(left, right) of {N} ranks: expected {expected}, got {got}"
+    same(f"(left, right) of {N} ranks", got, expected)
 
 
 def scattered(comm: Comm) -> tuple[float, list[float], int, int]:
@@ -31,20 +32,18 @@ def scattered(comm: Comm) -> tuple[float, list[float], int, int]:
 def test_reduce_scatter_gives_each_rank_the_sum_of_its_piece(N: int) -> None:
     got = [mine for mine, _, _, _ in run_world(scattered, N)]
     expected = [float(sum(10 * rank + j for rank in range(N))) for j in range(N)]
-    assert got == expected, f"sums of {N} ranks: expected {expected}, got {got}"
+    same(f"sums of {N} ranks", got, expected)
 
 
 def test_reduce_scatter_leaves_the_pieces_as_they_are() -> None:
     for rank, (_, pieces, _, _) in enumerate(run_world(scattered, 3)):
         expected = [10.0 * rank + j for j in range(3)]
-        assert pieces == expected, f"rank {rank}'s pieces afterwards: expected {expected}, got {pieces}"
+        same(f"rank {rank}'s pieces afterwards", pieces, expected)
 
 
 def test_reduce_scatter_sends_every_piece_but_one_to_the_right() -> None:
     got = [(sent, messages) for _, _, sent, messages in run_world(scattered, 4)]
-    assert got == [(12, 3)] * 4, (
-        f"(bytes, messages) of 4 ranks and pieces of 4 bytes: expected (12, 3), got {got}"
-    )
+    same("(bytes, messages) of 4 ranks and pieces of 4 bytes", got, [(12, 3)] * 4)
 
 
 def test_reduce_scatter_of_pieces_of_different_length() -> None:
@@ -55,7 +54,7 @@ def test_reduce_scatter_of_pieces_of_different_length() -> None:
 
 
 def collected(comm: Comm) -> tuple[list[float], int, int]:
-    pieces = [torch.full((2,), -1.0) for _ in range(comm.world_size)]
+    pieces = [torch.full((2,), -7.0) for _ in range(comm.world_size)]
     pieces[comm.rank].fill_(comm.rank)
     given = list(pieces)
     ring.all_gather(comm, pieces)
@@ -67,14 +66,13 @@ def collected(comm: Comm) -> tuple[list[float], int, int]:
 def test_all_gather_fills_in_everybody_s_piece(N: int) -> None:
     expected = [float(rank) for rank in range(N) for _ in range(2)]
     for rank, (got, _, _) in enumerate(run_world(collected, N)):
-        assert got == expected, f"rank {rank} of {N}: expected {expected} in the caller's tensors, got {got}"
+        before = [float(rank) if owner == rank else -7.0 for owner in range(N) for _ in range(2)]
+        same(f"the caller's tensors on rank {rank} of {N}", got, expected, before=before)
 
 
 def test_all_gather_sends_n_minus_1_pieces() -> None:
     got = [(sent, messages) for _, sent, messages in run_world(collected, 4)]
-    assert got == [(24, 3)] * 4, (
-        f"(bytes, messages) of 4 ranks and pieces of 8 bytes: expected (24, 3), got {got}"
-    )
+    same("(bytes, messages) of 4 ranks and pieces of 8 bytes", got, [(24, 3)] * 4)
 
 
 def reduced(comm: Comm, n: int) -> tuple[list[float], bool, int]:
@@ -86,15 +84,15 @@ def reduced(comm: Comm, n: int) -> tuple[list[float], bool, int]:
 @pytest.mark.parametrize(("N", "n"), [(1, 3), (2, 4), (3, 7), (4, 2)])
 def test_all_reduce_sums_in_place_whatever_the_length(N: int, n: int) -> None:
     expected = [float(sum(x + 100 * rank for rank in range(N))) for x in range(n)]
-    for rank, (got, same, _) in enumerate(run_world(reduced, N, n)):
-        assert got == expected, f"rank {rank} of {N}: expected {expected}, got {got}"
-        assert same, "all_reduce should return the tensor that it was given"
+    for rank, (got, in_place, _) in enumerate(run_world(reduced, N, n)):
+        same(f"rank {rank} of {N}", got, expected)
+        assert in_place, "all_reduce should return the tensor that it was given"
 
 
 def test_all_reduce_sends_two_times_all_but_one_piece() -> None:
     got = [sent for _, _, sent in run_world(reduced, 4, 8)]
     expected = [2 * 3 * 2 * 4] * 4
-    assert got == expected, f"bytes sent by 4 ranks for 8 numbers: expected {expected}, got {got}"
+    same("bytes sent by 4 ranks for 8 numbers", got, expected)
 
 
 def test_all_reduce_keeps_the_shape() -> None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from lessons.evidence import same
 from zero_min import run_world, stage2
 from zero_min.comm import Comm
 
@@ -14,13 +15,21 @@ from zero_min.comm import Comm
 )
 def test_overlap_is_the_part_in_the_slice(start: int, end: int, rank: int, expected: tuple[int, int]) -> None:
     got = tuple(stage2.overlap(start, end, rank, 4))
-    assert got == expected, f"[{start}, {end}) and rank {rank}'s slice of 4: expected {expected}, got {got}"
+    low, high = rank * 4, rank * 4 + 4
+    known = {"the slice's end is not looked at": [max(start, low), end]}
+    known["the slice's start is not looked at"] = [start, min(end, high)]
+    known["the interval's end is not looked at"] = [max(start, low), high]
+    known["the interval's start is not looked at"] = [low, min(end, high)]
+    known["this is counted from the slice's first element"] = [expected[0] - low, expected[1] - low]
+    same(f"[{start}, {end}) and rank {rank}'s slice of 4", got, expected, lookalikes=known)
 
 
 def test_overlap_is_empty_where_there_is_none() -> None:
     for start, end, rank in [(0, 3, 2), (9, 12, 0), (5, 5, 1)]:
         low, high = stage2.overlap(start, end, rank, 4)
-        assert low == high, f"[{start}, {end}) and rank {rank}: expected nothing, got [{low}, {high})"
+        backwards = {"the end lies before the start: an empty answer has end = start": min(high - low, -1)}
+        what = f"elements of [{start}, {end}) in rank {rank}'s slice of 4"
+        same(what, high - low, 0, lookalikes=backwards)
         assert low >= start, f"an empty answer still starts at or after {start}, got {low}"
 
 
@@ -68,10 +77,8 @@ def test_arrived_lets_complete_buckets_leave_in_the_order_of_the_list(
     order: list[int], expected: list[list[int]]
 ) -> None:
     for count, (got, want) in enumerate(zip(departures(order), expected, strict=True), 1):
-        buckets = [number // 2 for number in order[:count]]
-        assert got == want, (
-            f"gradients arrived, by bucket: {buckets}; buckets that left: expected {want}, got {got}"
-        )
+        what = f"gradients arrived, by bucket: {[number // 2 for number in order[:count]]}; buckets that left"
+        same(what, [f"bucket {i}" for i in got], [f"bucket {i}" for i in want], about="events")
 
 
 def test_arrived_does_not_wait_for_the_end_of_backward() -> None:
@@ -82,9 +89,9 @@ def test_arrived_does_not_wait_for_the_end_of_backward() -> None:
 
     (got,) = run_world(body, 1)
     expected = [2, 4, 6]
-    assert got == expected, (
-        f"gradients that backward had made when buckets 0, 1 and 2 left: expected {expected}, got {got}"
-    )
+    late = {"all buckets leave at the end of backward": [6, 6, 6]}
+    what = "gradients that backward had made when buckets 0, 1 and 2 left"
+    same(what, got, expected, lookalikes=late)
 
 
 def test_arrived_counts_so_that_a_step_knows_what_is_missing() -> None:
@@ -94,38 +101,51 @@ def test_arrived_counts_so_that_a_step_knows_what_is_missing() -> None:
         return [bucket.missing for bucket in stage.buckets]
 
     (got,) = run_world(body, 1)
-    assert got == [1, 2, 2], (
-        f"`missing` of three buckets of two, after one gradient: expected [1, 2, 2], got {got}"
-    )
+    same("`missing` of three buckets of two, after one gradient", got, [1, 2, 2], before=[2, 2, 2])
 
 
 def backward(comm: Comm) -> tuple[list[float], int, int]:
     model = nn.Linear(3, 1, bias=False)
     stage = stage2.Stage2(model, comm)
     during = []
-    for _ in range(2):  # two micro-batches add up
+    for _ in range(3):  # three micro-batches add up
         stage.backward(model(torch.full((1, 3), float(comm.rank + 1))).sum())
         during.append(sum(p.grad is not None for p in model.parameters()))
     comm.barrier()
     return stage.flats[0].grad.tolist(), sum(during), comm.ledger.sent["reduce_scatter"]
 
 
+def test_bucket_frees_the_whole_gradients() -> None:
+    got = [answer[1] for answer in run_world(backward, 2)]
+    same("whole gradients left after backward", got, [0, 0], about="kept")
+
+
 def test_bucket_gives_each_rank_its_part_of_the_sum() -> None:
     got = run_world(backward, 2)
     own = [answer[0] for answer in got]
-    expected = [[3.0, 3.0], [3.0, 0.0]]  # averages of 1 and 2, twice; rank 1's slice ends with padding
-    assert own == expected, f"own gradients of 2 ranks: expected {expected}, got {own}"
+    expected = [[4.5, 4.5], [4.5, 0.0]]  # averages of 1 and 2, three times; rank 1's slice ends with padding
+    known = {"world": 2, "by_rank": True, "micro_batches": 3, "alone": [[3.0, 3.0], [6.0, 0.0]]}
+    same("own gradients of 2 ranks after 3 micro-batches", own, expected, **known)
 
 
-def test_bucket_frees_the_whole_gradients() -> None:
-    got = [answer[1] for answer in run_world(backward, 2)]
-    assert got == [0, 0], f"whole gradients left after backward: expected none, got {got}"
+def test_bucket_gives_each_parameter_its_own_piece() -> None:
+    def body(comm: Comm) -> list[float]:
+        model = nn.Linear(2, 2)
+        stage = stage2.Stage2(model, comm)
+        stage.backward(
+            model(torch.tensor([[3.0, 5.0]])).sum()
+        )  # 3, 5, 3, 5 for the weight, 1, 1 for the bias
+        return stage.flats[0].grad.tolist()
+
+    known = {"every parameter gets the bucket's first piece": [[3.0, 5.0, 3.0], [1.0, 1.0, 1.0]]}
+    expected = [[3.0, 5.0, 3.0], [5.0, 1.0, 1.0]]
+    same("own gradients of 2 ranks", run_world(body, 2), expected, by_rank=True, lookalikes=known)
 
 
 def test_bucket_sends_only_what_others_own() -> None:
     got = [answer[2] for answer in run_world(backward, 2)]
-    expected = [2 * 1 * 4, 2 * 2 * 4]  # rank 0 sends rank 1's one element, rank 1 sends rank 0's two
-    assert got == expected, f"bytes sent by rank 0 and 1: expected {expected}, got {got}"
+    expected = [3 * 1 * 4, 3 * 2 * 4]  # rank 0 sends rank 1's one element, rank 1 sends rank 0's two
+    same("bytes sent by rank 0 and 1", got, expected, about="bytes", by_rank=True)
 
 
 def test_bucket_says_that_it_has_left() -> None:
@@ -136,8 +156,11 @@ def test_bucket_says_that_it_has_left() -> None:
         return [bucket.reduced for bucket in stage.buckets]
 
     got = run_world(body, 2)[0]
-    assert got == [True, False], (
-        f"`reduced` of two buckets, the first has left: expected [True, False], got {got}"
+    same(
+        "`reduced` of two buckets, the first has left",
+        got,
+        [True, False],
+        lookalikes={"nobody says that it has left": [False] * 2},
     )
 
 
@@ -150,6 +173,4 @@ def test_bucket_travels_in_one_call() -> None:
         return [event.what for event in comm.ledger.events]
 
     got = run_world(body, 2)[0]
-    assert got == ["reduce_scatter"], (
-        f"calls for a bucket of four weights: expected ['reduce_scatter'], got {got}"
-    )
+    same("calls for a bucket of four weights", got, ["reduce_scatter"], about="calls")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lessons.evidence import same
 from zero_min import run_world, stage3
 from zero_min.comm import Comm
 
@@ -21,13 +22,13 @@ def sliced(comm: Comm, shape: tuple[int, ...] = (5,)) -> tuple[nn.Parameter, Any
     s = stage3.Sliced("weight", param, comm)
     got = s.mine.untyped_storage().nbytes()  # reading a view of memory that is gone would end the process
     size = 4 * -(-numel // comm.world_size)
-    assert got == size, f"bytes behind the own slice: expected {size} (a copy: .clone()), got {got}"
+    same("bytes behind the own slice", got, size, about="memory")
     return param, s
 
 
 def test_slice_is_a_copy_that_does_not_go_with_the_whole() -> None:
     got = run_world(lambda comm: sliced(comm)[1].mine.untyped_storage().nbytes(), 2)
-    assert got == [12, 12], f"bytes behind the own slices of 3 floats: expected [12, 12], got {got}"
+    same("bytes behind the own slices of 3 floats", got, [12, 12], about="memory")
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -36,12 +37,14 @@ def test_slice_cuts_equally_and_pads_with_zeros(world: int) -> None:
     size = -(-5 // world)
     padded = VALUES + [0.0] * (size * world - 5)
     expected = [padded[rank * size : (rank + 1) * size] for rank in range(world)]
-    assert got == expected, f"own slices of 1..5 on {world} ranks: expected {expected}, got {got}"
+    alone = [[value + 10 * rank if value else 0.0 for value in mine] for rank, mine in enumerate(expected)]
+    same(f"own slices of 1..5 on {world} ranks", got, expected, by_rank=True, alone=alone)
 
 
 def test_slice_starts_everyone_from_rank_0s_values() -> None:
     got = run_world(lambda comm: sliced(comm)[1].mine.tolist(), 2)[1]
-    assert got == [4.0, 5.0, 0.0], f"rank 1's slice: expected rank 0's [4.0, 5.0, 0.0], got {got}"
+    own = {"rank 1 starts from its own values": [14.0, 15.0, 0.0]}
+    same("rank 1's slice of rank 0's values", got, [4.0, 5.0, 0.0], lookalikes=own)
 
 
 def reduce(comm: Comm, times: int) -> tuple[list[float], Tensor | None, int]:
@@ -57,23 +60,24 @@ def reduce(comm: Comm, times: int) -> tuple[list[float], Tensor | None, int]:
 def test_reduce_gives_each_rank_the_average_of_its_slice() -> None:
     got = [answer[0] for answer in run_world(reduce, 2, 1)]
     expected = [[1.5, 3.0, 4.5], [6.0, 7.5, 0.0]]
-    assert got == expected, f"own gradients of 2 ranks: expected {expected}, got {got}"
+    alone = [[1.0, 2.0, 3.0], [8.0, 10.0, 0.0]]
+    same("own gradients of 2 ranks", got, expected, by_rank=True, world=2, alone=alone)
 
 
 def test_reduce_adds_micro_batches_up() -> None:
     got = [answer[0] for answer in run_world(reduce, 2, 3)]
     expected = [[4.5, 9.0, 13.5], [18.0, 22.5, 0.0]]
-    assert got == expected, f"own gradients after 3 micro-batches: expected {expected}, got {got}"
+    same("own gradients after 3 micro-batches", got, expected, world=2, micro_batches=3)
 
 
 def test_reduce_frees_the_whole_gradient() -> None:
     got = [answer[1] for answer in run_world(reduce, 2, 1)]
-    assert got == [None, None], f"the parameter's gradient afterwards: expected None, got {got}"
+    same("the parameter's gradient afterwards", got, [None, None], about="kept")
 
 
 def test_reduce_sends_only_what_others_own() -> None:
     got = [answer[2] for answer in run_world(reduce, 2, 1)]
-    assert got == [12, 12], f"bytes sent by rank 0 and 1: expected [12, 12], got {got}"
+    same("bytes sent by rank 0 and 1", got, [12, 12], about="bytes", by_rank=True)
 
 
 class Diary(stage3.Stage3):
@@ -111,17 +115,14 @@ LAYER_0, LAYER_1 = ["0.weight", "0.bias"], ["1.weight", "1.bias"]
 
 
 def test_before_makes_all_parameters_of_a_module_whole() -> None:
-    def body(comm: Comm) -> list[bool]:
+    def body(comm: Comm) -> list[str]:
         trainer = Diary(comm)
         trainer._before(trainer.layer(0))
-        return [s.is_whole for s in trainer.sliced.values()]
+        return [s.name for s in trainer.sliced.values() if s.is_whole]
 
     for rank, got in enumerate(run_world(body, 2)):
-        expected = [True, True, False, False]
-        assert got == expected, (
-            f"rank {rank}, 0.weight, 0.bias, 1.weight, 1.bias, whole before layer 0 runs: "
-            f"expected {expected}, got {got}"
-        )
+        expected = LAYER_0
+        same(f"rank {rank}, whole before layer 0 runs", got, expected, about="events")
 
 
 def test_after_releases_each_layer_before_the_next_one_runs() -> None:
@@ -134,7 +135,7 @@ def test_after_releases_each_layer_before_the_next_one_runs() -> None:
         f"{what} {name}" for layer in (LAYER_0, LAYER_1) for what in ("gather", "release") for name in layer
     ]
     for rank, got in enumerate(run_world(body, 2)):
-        assert got == expected, f"rank {rank}, in forward: expected {expected}, got {got}"
+        same(f"rank {rank}, in forward", got, expected, about="events")
 
 
 def test_after_has_the_weights_back_when_backward_comes() -> None:
@@ -152,7 +153,7 @@ def test_after_has_the_weights_back_when_backward_comes() -> None:
 
     expected = [f"gather {name}" for name in (*LAYER_1, *LAYER_0)]
     for rank, (got, finite) in enumerate(run_world(body, 2)):
-        assert got == expected, f"rank {rank}, in backward: expected {expected}, got {got}"
+        same(f"rank {rank}, in backward", got, expected, about="events")
         assert finite, f"rank {rank}: expected a gradient of numbers for the input, got NaN or nothing"
 
 
@@ -164,9 +165,7 @@ def test_after_lets_a_model_be_evaluated_without_gradients() -> None:
         return [s.name for s in trainer.sliced.values() if s.is_whole]
 
     for rank, got in enumerate(run_world(body, 2)):
-        assert got == [], (
-            f"rank {rank}, still whole after a forward without gradients: expected [], got {got}"
-        )
+        same(f"rank {rank}, still whole after a forward without gradients", got, list[str](), about="events")
 
 
 def test_after_keeps_what_a_forward_inside_backward_has_used() -> None:
@@ -177,9 +176,7 @@ def test_after_keeps_what_a_forward_inside_backward_has_used() -> None:
         return [s.name for s in trainer.sliced.values() if s.is_whole]
 
     for rank, got in enumerate(run_world(body, 2)):
-        assert got == LAYER_0, (
-            f"rank {rank}, whole after a forward inside backward: expected {LAYER_0}, got {got}"
-        )
+        same(f"rank {rank}, whole after a forward inside backward", got, LAYER_0, about="events")
 
 
 def test_arrived_reduces_a_gradient_and_then_lets_its_parameter_go() -> None:
@@ -194,8 +191,8 @@ def test_arrived_reduces_a_gradient_and_then_lets_its_parameter_go() -> None:
 
     for rank, (got, grad) in enumerate(run_world(body, 2)):
         expected = ["reduce 0.bias", "release 0.bias"]
-        assert got == expected, f"rank {rank}, when 0.bias has its gradient: expected {expected}, got {got}"
-        assert grad == [1.5], f"rank {rank}, own slice of gradients 1 and 2: expected [1.5], got {grad}"
+        same(f"rank {rank}, when 0.bias has its gradient", got, expected, about="events")
+        same(f"rank {rank}, own slice of gradients 1 and 2", grad, [1.5])
 
 
 def test_arrived_leaves_one_layer_whole_at_a_time_in_backward() -> None:
@@ -213,6 +210,4 @@ def test_arrived_leaves_one_layer_whole_at_a_time_in_backward() -> None:
 
     for rank, got in enumerate(run_world(body, 2)):
         expected = sorted(LAYER_1)
-        assert got == expected, (
-            f"rank {rank}, most that was whole in backward: expected {expected}, got {got}"
-        )
+        same(f"rank {rank}, most that was whole in backward", got, expected, about="events")

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from lessons.evidence import same
 from zero_min import Stage2, Stage3, precision, run_world
 from zero_min.comm import Comm
 
@@ -21,85 +22,110 @@ def scales(overflows: list[int], **options: Any) -> list[float]:
     return seen
 
 
+FORGIVES = {"the first overflow is forgiven, although `hysteresis` is 1": [16, 16, 8, 4]}
+SILENT = {"no OverflowError is raised, so training would go on at the minimum for ever": list[str]()}
+
+
 def test_scale_is_halved_by_every_overflow_without_hysteresis() -> None:
-    got, expected = scales([1, 0, 1, 1], hysteresis=1), [8, 8, 4, 2]
-    assert got == expected, f"overflow in steps 1, 3 and 4: expected {expected}, got {got}"
+    got = scales([1, 0, 1, 1], hysteresis=1)
+    same("overflow in steps 1, 3 and 4", got, [8, 8, 4, 2], before=[16] * 4, lookalikes=FORGIVES)
 
 
 def test_scale_forgives_the_first_overflow() -> None:
-    got, expected = scales([1, 1, 1], hysteresis=2), [16, 8, 4]
-    assert got == expected, f"three overflows, hysteresis 2: expected {expected}, got {got}"
-    got, expected = scales([1, 0, 1], hysteresis=2), [16, 16, 8]
-    assert got == expected, f"a good step alone renews no patience: expected {expected}, got {got}"
+    at_once = {"no overflow is forgiven: `hysteresis` does nothing": [8, 4, 2]}
+    at_once["every second overflow is forgiven: after the first halving patience is used up"] = [16, 8, 8]
+    same("three overflows, hysteresis 2", scales([1, 1, 1], hysteresis=2), [16, 8, 4], lookalikes=at_once)
+    renewed = {"a good step renews patience, which only a growing scale does": [16, 16, 16]}
+    got = scales([1, 0, 1], hysteresis=2)
+    same("overflow, good step, overflow", got, [16, 16, 8], lookalikes=renewed)
 
 
 @pytest.mark.parametrize(
     ("window", "expected"), [(1, [16, 32, 64, 128, 256, 512]), (2, [16, 16, 32, 32, 64, 64])]
 )
 def test_scale_doubles_after_a_window_of_good_steps(window: int, expected: list[float]) -> None:
+    early = [16.0 * 2 ** ((step + 1) // window) for step in range(6)]
+    soon = {"the step itself is counted, but only good steps before this one count": early}
     got = scales([0] * 6, window=window)
-    assert got == expected, f"six good steps, window {window}: expected {expected}, got {got}"
+    same(f"six good steps, window {window}", got, expected, before=[16] * 6, lookalikes=soon)
 
 
 def test_scale_counts_the_window_from_the_last_overflow() -> None:
     got, expected = scales([0, 0, 1, 0, 0, 0, 0], window=3, hysteresis=1), [16, 16, 8, 8, 8, 8, 16]
-    assert got == expected, f"an overflow in the third step, window 3: expected {expected}, got {got}"
+    all_along = {"the window is counted from the start, not from an overflow": [16, 16, 8, 16, 16, 16, 32]}
+    same("an overflow in the third step, window 3", got, expected, lookalikes=all_along)
 
 
 def test_scale_follows_the_known_trace() -> None:
     overflows = [1, 1, 1, 0, 0, 0, 0, 1, 1]
     got, expected = scales(overflows, window=2, hysteresis=2), [16, 8, 4, 4, 4, 8, 8, 8, 4]
-    assert got == expected, f"overflows {overflows}: expected {expected}, got {got}"
+    spent = {"a growing scale renews no patience": [16, 8, 4, 4, 4, 8, 8, 4, 2]}
+    same(f"overflows {overflows}", got, expected, lookalikes=spent)
 
 
 def test_scale_forgives_anew_after_each_good_step_if_asked() -> None:
     overflows = [1, 0, 1, 0, 1, 1]
     got, expected = scales(overflows, consecutive_hysteresis=True), [16] * 5 + [8]
-    assert got == expected, f"consecutive_hysteresis, overflows {overflows}: expected {expected}, got {got}"
+    ignored = {"good steps renew no patience: `consecutive_hysteresis` does nothing": [16, 16, 8, 8, 4, 2]}
+    same(f"consecutive_hysteresis, overflows {overflows}", got, expected, lookalikes=ignored)
 
 
 def test_scale_stops_at_the_minimum_and_says_why() -> None:
     scaler = precision.DynamicScale(3, minimum=2, hysteresis=1)
     scaler.update(True)
-    assert scaler.scale == 2, f"half of 3 with minimum 2: expected 2, got {scaler.scale}"
-    with pytest.raises(OverflowError) as caught:
+    below = {"the scale has fallen below `minimum`": 1.5}
+    same("half of 3 with minimum 2", scaler.scale, 2, before=3, lookalikes=below)
+    said = ""
+    try:
         scaler.update(True)
-    got = str(caught.value)
-    assert "NaN" in got and "2" in got, f"expected an error that names NaN and the minimum, got {got!r}"
+    except OverflowError as error:
+        said = str(error)
+    named = [word for word in ("NaN", "2") if word in said]
+    same("what an OverflowError at the minimum names", named, ["NaN", "2"], lookalikes=SILENT)
     patient = precision.DynamicScale(1, minimum=1, hysteresis=2)
     patient.update(True)
-    assert patient.scale == 1, f"the forgiven overflow is no error: expected scale 1, got {patient.scale}"
+    same("at the minimum, after an overflow that is forgiven", patient.scale, 1)
 
 
-def asked(comm: Comm, mine: list[list[float]]) -> tuple[object, int, int]:
+MISSED = {"an inf, or a NaN, is not seen: look at every slice, and at every kind": [False] * 2}
+MISSED["an inf, or a NaN, is not seen at all"] = [False] * 3
+ALARM = {"an alarm where all is finite": [True] * 3}
+
+
+def asked(comm: Comm, mine: list[list[float]]) -> tuple[object, list[str], int]:
     """Rank 0 brings gradients of ones, the last rank these; the answer, and what it sent."""
     trainer = precision.MixedPrecision(Stage2(nn.Linear(2, 1), comm))
     comm.ledger.clear_traffic()
     last = comm.rank == comm.world_size - 1
     grads = [torch.tensor(g) for g in mine] if last else [torch.ones(3)]
     answer = trainer.anyone_overflowed(grads)
-    return answer, len(comm.ledger.events), comm.ledger.total_sent()
+    return answer, [event.what for event in comm.ledger.events], comm.ledger.total_sent()
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_overflow_on_one_rank_is_known_to_all(bad: float) -> None:
     got = [answer[0] for answer in run_world(asked, 3, [[1.0], [2.0, bad]])]
-    assert got == [True] * 3, f"{bad} on the last rank only: expected True on all ranks, got {got}"
+    same(f"{bad} on the last rank only", got, [True] * 3, alone=[False, False, True], lookalikes=MISSED)
+
+
+def test_overflow_of_any_slice_counts() -> None:
+    got = [answer[0] for answer in run_world(asked, 2, [[math.inf], [1.0]])]
+    same("inf in the first of two slices", got, [True] * 2, alone=[False, True], lookalikes=MISSED)
 
 
 def test_overflow_is_denied_when_all_is_finite() -> None:
     for mine in ([[65504.0, -3e38], [0.0]], []):
         got = [answer[0] for answer in run_world(asked, 3, mine)]
-        assert got == [False] * 3, f"the last rank brings {mine}: expected False on all ranks, got {got}"
+        same(f"the last rank brings {mine}", got, [False] * 3, world=3, lookalikes=ALARM)
 
 
 def test_overflow_costs_one_small_call_whatever_it_finds() -> None:
     for mine in ([[math.inf], [math.nan]], [[1.0]], []):
-        calls = [answer[1:] for answer in run_world(asked, 2, mine)]
-        assert calls == [(1, 4)] * 2, (
-            f"(calls, bytes) of 2 ranks, the last brings {mine}: expected one all_reduce of one number, "
-            f"[(1, 4), (1, 4)], got {calls}"
-        )
+        answers = run_world(asked, 2, mine)
+        calls, sent = [calls for _, calls, _ in answers], [sent for *_, sent in answers]
+        what = f"2 ranks, the last brings {mine}"
+        same(f"{what}: collectives", calls, [["all_reduce"]] * 2, about="calls", by_rank=True)
+        same(f"{what}: bytes sent", sent, [4, 4], about="bytes", by_rank=True)
 
 
 def one_overflow(comm: Comm) -> tuple[bool, float, list[float]]:
@@ -116,6 +142,6 @@ def one_overflow(comm: Comm) -> tuple[bool, float, list[float]]:
 
 def test_overflow_makes_every_rank_skip() -> None:
     for rank, (applied, scale, weights) in enumerate(run_world(one_overflow, 2)):
-        assert not applied, f"rank {rank}: expected the step to be skipped, got applied={applied}"
-        assert scale == 4, f"rank {rank}: expected the scale 8 to become 4, got {scale}"
-        assert weights == [0.5] * 4, f"rank {rank}: expected weights of 0.5 everywhere, got {weights}"
+        same(f"rank {rank}: whether the step is made", applied, False)
+        same(f"rank {rank}: the scale", scale, 4, before=8)
+        same(f"rank {rank}: weights after a step that nobody makes", weights, [0.5] * 4)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lessons.evidence import same
 from zero_min import offload, run_world
 from zero_min.comm import Comm
 
@@ -31,20 +32,22 @@ def made(comm: Comm, dtype: torch.dtype) -> tuple[torch.dtype, list[float], int,
     ids=str,
 )
 def test_place_makes_a_master_wide_enough_for_adam(dtype: torch.dtype, expected: torch.dtype) -> None:
-    got = [answer[0] for answer in run_world(made, 2, dtype)]
-    assert got == [expected] * 2, f"masters of {dtype} slices: expected {expected}, got {got}"
+    got = [str(answer[0]) for answer in run_world(made, 2, dtype)]
+    same(f"masters of {dtype} slices", got, [str(expected)] * 2, about="dtype")
 
 
 def test_place_copies_the_values_of_the_own_slice() -> None:
     got = [answer[1] for answer in run_world(made, 2, torch.bfloat16)]
     expected = [[1.0, 1.0], [1.0, 0.0]]  # rank 1's slice ends with padding
-    assert got == expected, f"masters of 2 ranks: expected {expected}, got {got}"
+    zeros = {"the master is zeros still: the own slice's values are missing": [[0.0, 0.0]] * 2}
+    same("masters of 2 ranks", got, expected, world=2, by_rank=True, lookalikes=zeros)
 
 
 def test_place_answers_another_memory_than_the_slice_s() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         for rank, (_, _, master, own) in enumerate(run_world(made, 2, dtype)):
-            assert master != own, f"{dtype}, rank {rank}: expected memory of its own, got the slice's memory"
+            what = f"{dtype}, rank {rank}: whether master and own slice share memory"
+            same(what, master == own, False, about="memory")
 
 
 class Late(offload.Host):
@@ -62,29 +65,36 @@ class Late(offload.Host):
 
 
 def backward(comm: Comm, late: bool = False) -> tuple[list[float], int, int]:
-    """The own gradient after two micro-batches, bytes sent down, and copies still flying."""
+    """The own gradient after three micro-batches, bytes sent down, and copies still flying."""
     model = layer(torch.bfloat16)
     trainer = offload.Stage2Offload(model, comm)
     if late:
         trainer.host = Late(torch.device("cpu"), comm.ledger)
-    for _ in range(2):
+    for _ in range(3):
         trainer.backward(model(torch.full((1, 3), comm.rank + 1.0, dtype=torch.bfloat16)).sum())
     grad = trainer.flats[0].grad
     values = grad.tolist() if grad is not None else []
     return values, comm.ledger.moved["device to host"], len(trainer.flying)
 
 
+EARLY = [[0.0, 0.0], [0.0, 0.0]]
+
+
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
 def test_down_delivers_every_piece_to_the_own_gradient(late: bool) -> None:
     got = [answer[0] for answer in run_world(backward, 2, late)]
-    expected = [[3.0, 3.0], [3.0, 0.0]]  # averages of 1 and 2, twice
-    assert got == expected, f"own gradients of 2 ranks: expected {expected}, got {got}"
+    expected = [[4.5, 4.5], [4.5, 0.0]]  # averages of 1 and 2, three times
+    unread: dict[str, object] = {"the own gradient is zeros: it was read before the copy had landed": EARLY}
+    unread["no gradient has arrived at all"] = [[], []]
+    known = {"world": 2, "by_rank": True, "micro_batches": 3}
+    same("own gradients of 2 ranks after 3 micro-batches", got, expected, lookalikes=unread, **known)
 
 
 def test_down_writes_its_bytes_into_the_ledger() -> None:
     got = [answer[1] for answer in run_world(backward, 2)]
-    expected = [2 * 2 * 2, 2 * 1 * 2]  # two micro-batches of 2 and 1 elements of 2 bytes
-    assert got == expected, f"bytes down on rank 0 and 1: expected {expected}, got {got}"
+    expected = [3 * 2 * 2, 3 * 1 * 2]  # three micro-batches of 2 and 1 elements of 2 bytes
+    nothing = {"the copies are not in the ledger: they did not go through `self.host`": [0, 0]}
+    same("bytes down on rank 0 and 1", got, expected, about="bytes", by_rank=True, lookalikes=nothing)
 
 
 def flying(comm: Comm) -> tuple[int, bool]:
@@ -99,8 +109,8 @@ def flying(comm: Comm) -> tuple[int, bool]:
 
 def test_down_keeps_the_piece_until_it_has_landed() -> None:
     for rank, (count, kept) in enumerate(run_world(flying, 2)):
-        assert count == 1, f"rank {rank}: expected 1 copy in flight, got {count}"
-        assert kept, f"rank {rank}: expected the piece to be kept while it flies, got a list without it"
+        same(f"rank {rank}: copies in flight", count, 1, about="kept")
+        same(f"rank {rank}: times that the piece itself is kept while it flies", int(kept), 1, about="kept")
 
 
 def up(comm: Comm) -> tuple[list[float], int, int, bool]:
@@ -123,17 +133,19 @@ def up(comm: Comm) -> tuple[list[float], int, int, bool]:
 
 
 def test_up_brings_everybody_s_new_slice_to_every_model() -> None:
-    for rank, (got, *_) in enumerate(run_world(up, 2)):
-        expected = [2.0, 2.0, 3.0]
-        assert got == expected, f"weights on rank {rank}: expected {expected}, got {got}"
+    got, expected = [got for got, *_ in run_world(up, 2)], [[2.0, 2.0, 3.0]] * 2
+    alone, before = [[2.0, 2.0, 1.0], [1.0, 1.0, 3.0]], [[1.0] * 3] * 2
+    same("weights of 2 ranks", got, expected, by_rank=True, before=before, alone=alone)
 
 
 def test_up_rounds_first_so_that_two_bytes_travel() -> None:
-    got = [(moved, sent) for _, moved, sent, _ in run_world(up, 2)]
-    expected = [(4, 4), (4, 4)]  # slices of 2 elements of 2 bytes, up and to the other rank
-    assert got == expected, f"(bytes up, bytes gathered) of 2 ranks: expected {expected}, got {got}"
+    moved, sent = ([answer[i] for answer in run_world(up, 2)] for i in (1, 2))
+    past = {"the copy is not in the ledger: it did not go through `self.host`": [0, 0]}
+    what = "slices of 2 elements of 2 bytes"
+    same(f"{what}: bytes up", moved, [4, 4], about="bytes", by_rank=True, lookalikes=past)
+    same(f"{what}: bytes gathered", sent, [4, 4], about="bytes", by_rank=True)
 
 
 def test_up_lets_the_gradient_go() -> None:
-    got = [left for *_, left in run_world(up, 2)]
-    assert got == [False, False], f"a gradient left on ranks 0 and 1: expected none, got {got}"
+    got = [int(left) for *_, left in run_world(up, 2)]
+    same("gradients of masters that are left on 2 ranks", got, [0, 0], about="kept")

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lessons.evidence import same
 from zero_min import compression, run_world, zero_one_adam
 from zero_min.comm import Comm
 from zero_min.formula import compressed_round
@@ -12,32 +13,41 @@ from zero_min.formula import compressed_round
 def test_pack_sets_a_bit_where_a_value_is_not_negative() -> None:
     x = torch.tensor([1.0, -1, -1, -1, -1, -1, -1, 1, -1, 1, 1, -1, -1, -1, -1, -1])
     got = compression.pack_signs(x).tolist()
-    assert got == [1 + 128, 2 + 4], f"bytes of 16 signs: expected [129, 6], got {got}"
+    known = {"the bits stand in the opposite order in their bytes": [128 + 1, 64 + 32]}
+    known["a bit is set where a value is negative"] = [126, 249]
+    same("bytes of 16 signs", got, [1 + 128, 2 + 4], lookalikes=known)
 
 
 def test_pack_counts_zero_as_plus() -> None:
     got = compression.pack_signs(torch.tensor([0.0, -0.0, -1, -1, -1, -1, -1, -1])).tolist()
-    assert got == [3], f"0, -0 and six times -1: expected [3], got {got}"
+    same("0, -0 and six times -1", got, [3], lookalikes={"zero counts as minus": [0]})
 
 
 def test_pack_makes_bytes() -> None:
     got = compression.pack_signs(torch.ones(8))
-    assert got.dtype == torch.uint8, f"type of packed signs: expected torch.uint8, got {got.dtype}"
-    assert got.tolist() == [255], f"eight times plus: expected [255], got {got.tolist()}"
+    same("type of packed signs", got.dtype, torch.uint8, about="dtype")
+    same("eight times plus", got.tolist(), [255])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_unpack_gives_signs_in_the_order_they_were_packed(dtype: torch.dtype) -> None:
     got = compression.unpack_signs(torch.tensor([129, 6], dtype=torch.uint8), dtype)
     expected = [1, -1, -1, -1, -1, -1, -1, 1, -1, 1, 1, -1, -1, -1, -1, -1]
-    assert got.tolist() == expected, f"signs of bytes 129 and 6: expected {expected}, got {got.tolist()}"
-    assert got.dtype == dtype, f"type of the signs: expected {dtype}, got {got.dtype}"
+    bits = {"bits are 0 and 1, and signs are -1 and +1": [(sign + 1) // 2 for sign in expected]}
+    bits["the bits are read in the opposite order"] = [*expected[7::-1], *expected[:7:-1]]
+    same("signs of bytes 129 and 6", got.tolist(), expected, lookalikes=bits)
+    same("type of the signs", got.dtype, dtype, about="dtype")
 
 
 def said(packed: Tensor, scales: Tensor, sizes: list[int], length: int) -> Tensor:
     """What a listener hears."""
     signs = compression.unpack_signs(packed, torch.float64)
     return compression.spread_out(scales.to(torch.float64), sizes, length) * signs
+
+
+def _scales(pieces: list[Tensor], l1: bool) -> list[float]:
+    rows = [(float(p.abs().sum()), float(p.norm()), max(len(p), 1)) for p in pieces]
+    return [total / n if l1 else norm / n**0.5 for total, norm, n in rows]
 
 
 @pytest.mark.parametrize(
@@ -56,8 +66,14 @@ def test_compress_makes_one_scale_a_piece(sizes: list[int], l1: bool, expected: 
     x = torch.tensor([3.0, -4, 0, 0, 0, 0, 0, 0])
     scales = compression.compress(x, torch.zeros(8), sizes, l1)[1]
     got = scales.tolist()
-    assert got == pytest.approx(expected), f"scales of {sizes}, l1={l1}: expected {expected}, got {got}"
-    assert scales.dtype == torch.float32, f"type of the scales: expected float32, got {scales.dtype}"
+    pieces = list(x[: sum(sizes)].split(sizes))
+    known = {"the root of the mean square, and `l1` asks for the mean absolute value": _scales(pieces, False)}
+    known["the mean absolute value, and without `l1` it is the root of the mean square"] = _scales(
+        pieces, True
+    )
+    known["padding is counted: the sum is divided by the whole length"] = [5 / 8**0.5 if not l1 else 7 / 8]
+    same(f"scales of {sizes}, l1={l1}", got, expected, near=1e-6, lookalikes=known)
+    same("type of the scales", scales.dtype, torch.float32, about="dtype")
 
 
 @pytest.mark.parametrize("l1", [False, True])
@@ -69,21 +85,24 @@ def test_compress_remembers_what_it_got_wrong(l1: bool) -> None:
         x[:12] = torch.randn(12, generator=generator, dtype=torch.float64)
         wanted = x + error
         packed, scales = compression.compress(x, error, sizes, l1)
+        same("type of the scales of fp64 numbers", scales.dtype, torch.float32, about="dtype")
         off = float((said(packed, scales, sizes, length) + error - wanted)[:12].abs().max())
-        assert off < 1e-12, f"round {step}: expected said + error = wanted, got a difference of {off:.3g}"
-        assert not error[12:].any(), f"padding owes nothing: expected zeros, got {error[12:].tolist()}"
+        same(f"round {step}: how far said + error is from what was wanted", off, 0.0, near=1e-12)
+        same("what the padding owes", error[12:], [0.0] * 4)
 
 
 def test_compress_says_the_signs_of_what_is_wanted() -> None:
     error = torch.full((8,), -2.0)
     got = compression.compress(torch.ones(8), error, [8])[0].tolist()
-    assert got == [0], f"1 with an error of -2 is -1, all minus: expected [0], got {got}"
+    forgotten = {"the remembered error is not added": [255]}
+    same("1 with an error of -2 is -1, all minus", got, [0], lookalikes=forgotten)
 
 
 def test_compress_leaves_x_alone() -> None:
     x = torch.arange(8.0)
     compression.compress(x, torch.ones(8), [8])
-    assert x.tolist() == list(range(8)), f"x after compress: expected 0 to 7, got {x.tolist()}"
+    changed = {"x itself is changed: the error is added in place": [i + 1.0 for i in range(8)]}
+    same("x after compress", x, [float(i) for i in range(8)], lookalikes=changed)
 
 
 def two_pieces(comm: Comm) -> compression.CompressedMean:
@@ -116,9 +135,8 @@ def test_send_gives_each_server_its_signs_and_everyone_s_scales() -> None:
 
     for rank, got in enumerate(run_world(body, 2)):
         expected = [([PLUS], [1.0, 10.0]), ([HALF if rank == 1 else PLUS], [2.0, 20.0])]
-        assert got == expected, (
-            f"bytes of signs and scales that come to rank {rank} from 0 and 1: expected {expected}, got {got}"
-        )
+        what = f"bytes of signs and scales that come to rank {rank} from 0 and 1"
+        same(what, got, expected)
 
 
 def test_send_remembers_what_the_worker_got_wrong() -> None:
@@ -129,7 +147,7 @@ def test_send_remembers_what_the_worker_got_wrong() -> None:
 
     for rank, got in enumerate(run_world(body, 2)):
         expected = [-4.0, 2.0] * 8
-        assert got == pytest.approx(expected), f"rank {rank}, worker_error: expected {expected}, got {got}"
+        same(f"rank {rank}, worker_error", got, expected, near=1e-6, before=[0.0] * 16)
 
 
 def test_serve_answers_with_the_mean_of_what_came() -> None:
@@ -138,7 +156,9 @@ def test_serve_answers_with_the_mean_of_what_came() -> None:
 
     got = run_world(body, 2)[1]
     expected = ([HALF], [2.0, 20.0])
-    assert got == expected, f"rank 1's answer, signs and scales: expected {expected}, got {got}"
+    known = {"this is the sum over the ranks, not their mean": [[HALF], [4.0, 40.0]]}
+    known["only the last message counts: the others were overwritten"] = [[HALF], [1.5, 15.0]]
+    same("rank 1's answer, signs and scales", got, expected, lookalikes=known)
 
 
 def test_serve_remembers_what_the_server_got_wrong() -> None:
@@ -149,7 +169,7 @@ def test_serve_remembers_what_the_server_got_wrong() -> None:
 
     for rank, got in enumerate(run_world(body, 2)):
         expected = [1.0, 2.0] * 4  # 3.5 is heard as 2.5, and -0.5 as -2.5
-        assert got == pytest.approx(expected), f"rank {rank}, server_error: expected {expected}, got {got}"
+        same(f"rank {rank}, server_error", got, expected, near=1e-6, before=[0.0] * 8)
 
 
 def test_collect_puts_all_answers_together() -> None:
@@ -159,8 +179,8 @@ def test_collect_puts_all_answers_together() -> None:
 
     for rank, (got, sent) in enumerate(run_world(body, 2)):
         expected = [1.0] * 8 + [2.0] * 4 + [7.0] * 4  # nothing of the second piece lies in chunk 0
-        assert got == expected, f"rank {rank}, the mean of 16 values: expected {expected}, got {got}"
-        assert sent == 9, f"rank {rank}: expected a message of 9 bytes sent, got {sent}"
+        same(f"rank {rank}, the mean of 16 values", got, expected)
+        same(f"bytes sent by rank {rank}, a message", sent, 9, about="bytes")
 
 
 Heard = dict[str, Tensor]
@@ -189,7 +209,7 @@ def constant(comm: Comm) -> list[float]:
 def test_mean_is_exact_where_all_values_are_equal() -> None:
     for rank, got in enumerate(run_world(constant, 2)):
         expected = [1.5] * 8 + [-2.0] * 16
-        assert got == pytest.approx(expected), f"rank {rank}: expected eight 1.5 and sixteen -2, got {got}"
+        same(f"eight and sixteen equal values on rank {rank}", got, expected, near=1e-6)
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -211,7 +231,7 @@ def test_mean_sends_bits_and_scales_only(world: int) -> None:
     sizes = [30, 0, 7]
     got = sum(sent for _, sent in run_world(listen, world, sizes, 4))
     expected = 4 * compressed_round(sizes, world)
-    assert got == expected, f"bytes all {world} ranks send in 4 rounds: expected {expected}, got {got}"
+    same(f"bytes all {world} ranks send in 4 rounds", got, expected)
 
 
 def test_interval_doubles_after_every_patience_counts() -> None:
@@ -220,7 +240,10 @@ def test_interval_doubles_after_every_patience_counts() -> None:
         interval.count()
         got.append(interval.length)
     expected = [1, 1, 2, 2, 2, 4, 4, 4, 8]
-    assert got == expected, f"lengths after 1 to 9 counts: expected {expected}, got {got}"
+    known = {"it grows in every count: `patience` does nothing": [2, 4, 8, 16, 32, 64, 128, 256, 512]}
+    known["the count never begins again, so it grows once only"] = [1, 1, 2, 2, 2, 2, 2, 2, 2]
+    known["it grows by one, and does not double"] = [1, 1, 2, 2, 2, 3, 3, 3, 4]
+    same("lengths after 1 to 9 counts", got, expected, before=[1] * 9, lookalikes=known)
     assert isinstance(interval.length, int), f"length: expected an int, got {interval.length!r}"
 
 
@@ -229,7 +252,8 @@ def test_interval_stops_at_the_longest() -> None:
     for _ in range(4):
         interval.count()
         got.append(interval.length)
-    assert got == [2, 4, 6, 6], f"lengths up to 6: expected [2, 4, 6, 6], got {got}"
+    past = {"it grows past `longest`": [2, 4, 8, 16], "it stops before `longest`": [2, 4, 4, 4]}
+    same("lengths up to 6", got, [2, 4, 6, 6], lookalikes=past)
 
 
 LR, DECAY, BETA = 0.1, 0.5, 0.9
@@ -266,9 +290,8 @@ def test_local_writes_down_where_the_rank_went() -> None:
     (got,) = run_world(wander, 1)
     for name, expected in {"m": m, "x": x, "u": u, "walked": walked, "shrunk": shrunk}.items():
         answer = got[name]
-        assert answer == pytest.approx(expected, rel=1e-5), (
-            f"{name} after two local steps: expected {expected:.6f}, got {answer:.6f}"
-        )
+        start = {"m": 0.0, "x": 1.0, "u": 0.0, "walked": 0.0, "shrunk": 1.0}[name]
+        same(f"{name} after two local steps", answer, expected, near=1e-05, before=start)
 
 
 def test_local_sends_nothing() -> None:
@@ -281,7 +304,7 @@ def test_local_sends_nothing() -> None:
         return comm.ledger.total_sent()
 
     got = run_world(body, 2)
-    assert got == [0, 0], f"bytes sent in a silent step: expected [0, 0], got {got}"
+    same("bytes sent in a silent step", got, [0, 0], about="bytes")
 
 
 def meeting(comm: Comm) -> dict[str, list[float]]:
@@ -314,12 +337,13 @@ def meeting(comm: Comm) -> dict[str, list[float]]:
 def test_meet_starts_from_the_anchor_and_takes_the_mean_walk(name: str, expected: list[float]) -> None:
     for rank, answer in enumerate(run_world(meeting, 2)):
         got = answer[name]
-        assert got == pytest.approx(expected, abs=1e-5), (
-            f"{name} on rank {rank} after the meeting: expected {expected}, got {got}"
-        )
+        before = {"x": [10.0 * rank] * 8, "weights": [10.0 * rank] * 8, "m": [7.0 * rank] * 8}
+        before |= {"anchor": [5.0] * 8, "u": [1.0 + 2.0 * rank] * 8, "numbers": [4.0, 0.5]}
+        what = f"{name} on rank {rank} after the meeting"
+        same(what, got, expected, near=1e-05, before=before[name])
 
 
 def test_meet_leaves_the_same_bits_on_all_ranks() -> None:
     first, second = run_world(meeting, 2)
     for name in ("x", "m", "anchor"):
-        assert first[name] == second[name], f"{name}: expected rank 0's bits on rank 1, got {second[name]}"
+        same(f"{name} of rank 1, beside rank 0's bits", second[name], first[name])

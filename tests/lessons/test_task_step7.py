@@ -1,9 +1,13 @@
 """Lesson 7's tasks, one claim at a time; run on zero_min or on a learner's file in its place."""
 
+from contextlib import suppress
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
+from lessons.evidence import same
 from zero_min import muon, run_world
 from zero_min.comm import Comm
 
@@ -14,11 +18,11 @@ def matrix(*shape: int) -> Tensor:
 
 @pytest.mark.parametrize("shape", [(6, 20), (20, 6), (9, 9)])
 def test_orthogonalize_brings_singular_values_near_one(shape: tuple[int, int]) -> None:
-    got = torch.linalg.svdvals(muon.orthogonalize(matrix(*shape)).float())
-    low, high = float(got.min()), float(got.max())
-    assert low > 0.5 and high < 1.3, (
-        f"singular values of {shape}: expected 0.5 to 1.3, got {low:.2f} to {high:.2f}"
-    )
+    made = muon.orthogonalize(matrix(*shape)).float()
+    same(f"the largest number in what {shape} becomes", float(made.abs().max()), 0.5, near=0.5)
+    got = torch.linalg.svdvals(made)
+    ends = [float(got.min()), float(got.max())]
+    same(f"smallest and largest singular value of {shape}", ends, [0.9, 0.9], near=0.4)
 
 
 def test_orthogonalize_keeps_the_singular_vectors() -> None:
@@ -26,58 +30,70 @@ def test_orthogonalize_keeps_the_singular_vectors() -> None:
     left, _, right = torch.linalg.svd(x, full_matrices=False)
     inner = left.T @ muon.orthogonalize(x).float() @ right.T
     off = float((inner - inner.diagonal().diag()).abs().max())
-    assert off < 0.1, (
-        f"in the singular vectors' own axes: expected a diagonal matrix, got {off:.2f} beside it"
-    )
+    same("in the singular vectors' own axes, what stands beside the diagonal", off, 0.0, near=0.1)
+
+
+TURNED = {"a tall matrix was turned, and never turned back": [3, 8]}
 
 
 def test_orthogonalize_answers_in_bf16_and_in_the_same_shape() -> None:
     for shape in ((3, 8), (8, 3)):
         got = muon.orthogonalize(matrix(*shape))
-        assert (got.shape, got.dtype) == (shape, torch.bfloat16), (
-            f"expected bfloat16 of shape {shape}, got {got.dtype} of shape {tuple(got.shape)}"
-        )
+        same(f"the shape, from {shape}", list(got.shape), list(shape), lookalikes=TURNED)
+        same("what comes out", str(got.dtype), "torch.bfloat16", about="dtype")
 
 
 def test_orthogonalize_makes_the_shorter_side_the_square() -> None:
     tall, wide = matrix(40, 3), matrix(40, 3).T
     off = float((muon.orthogonalize(tall) - muon.orthogonalize(wide).T).abs().max())
-    assert off == 0, f"a tall matrix and its transpose: expected the same bits, got a difference of {off:.3g}"
+    same("the difference between a tall matrix and its transpose", off, 0.0)
+    with FlopCounterMode(display=False) as counter:
+        muon.orthogonalize(tall, steps=1)
+    expected = 3 * 3 * (2 * 40 + 3)
+    got, longer = counter.get_total_flops() // 2, 40 * 40 * (2 * 3 + 40)
+    known = {"the square is made on the longer side": longer}
+    same("multiplications of a step on (40, 3)", max(got, expected), expected, lookalikes=known)
 
 
 def test_orthogonalize_bears_a_matrix_of_zeros() -> None:
     got = muon.orthogonalize(torch.zeros(3, 4))
-    assert not got.any(), f"of zeros: expected zeros, got {got.tolist()}"
+    same("of a matrix of zeros", got, [[0.0] * 4] * 3)
 
 
 def test_orthogonalize_leaves_its_argument_alone() -> None:
     x = matrix(3, 4).bfloat16()
     before = x.clone()
     muon.orthogonalize(x)
-    assert torch.equal(x, before), "the matrix that was given: expected no change, got other values"
+    same("the matrix that was given", x, before, lookalikes={"it is changed in place": x})
 
 
 @pytest.mark.parametrize(("shape", "expected"), [((1, 1), 3), ((2, 5), 48), ((5, 2), 48), ((4, 4), 192)])
 def test_work_counts_multiplications(shape: tuple[int, int], expected: int) -> None:
     got = muon.work(shape)
-    assert got == expected, f"a step on {shape}: expected {expected} multiplications, got {got}"
+    rows, columns = shape
+    known = {"the small square is forgotten": rows * columns * 2 * min(shape)}
+    known["the sides are not sorted"] = rows * rows * (2 * columns + rows)
+    known["one of the two long products is forgotten"] = min(shape) ** 2 * (max(shape) + min(shape))
+    same(f"multiplications of a step on {shape}", got, expected, lookalikes=known)
 
 
 def test_owners_take_the_largest_first() -> None:
     got = muon.choose_owners([(2, 2), (2, 2), (4, 4)], 2)
-    assert list(got) == [1, 1, 0], f"work 24, 24 and 192 for two ranks: expected [1, 1, 0], got {got}"
+    known = {"they are dealt in the order in which they come": [0, 1, 0], "they are dealt in turn": [1, 0, 0]}
+    known["the one with the least work is dealt first"] = [0, 1, 0]
+    known["all go to one rank: what a rank has already is not counted"] = [0, 0, 0]
+    same("work 24, 24 and 192 for two ranks", got, [1, 1, 0], lookalikes=known)
 
 
 def test_owners_are_chosen_by_work_and_not_by_bytes() -> None:
-    got = muon.choose_owners([(1, 64), (8, 8), (8, 8)], 2)
-    assert len({got[1], got[2]}) == 2, (
-        f"three matrices of 64 elements, two of which are square: expected them on two ranks, got {got}"
-    )
+    got = muon.choose_owners([(8, 8), (1, 64), (1, 64), (1, 64)], 2)
+    by_bytes = {"they are chosen by the number of elements, not by work": [0, 1, 0, 1]}
+    same("a square of 64 elements and three rows of 64 for two ranks", got, [0, 1, 1, 1], lookalikes=by_bytes)
 
 
 def test_owners_may_be_fewer_than_ranks() -> None:
     got = muon.choose_owners([(2, 3)], 4)
-    assert list(got) == [0], f"one matrix, four ranks: expected [0], got {got}"
+    same("one matrix, four ranks", got, [0])
 
 
 SHAPES = [(6, 5), (4, 4), (2, 9)]
@@ -100,42 +116,45 @@ def trainer_of(comm: Comm) -> muon.Stage2Muon:
 Call = tuple[list[list[float]], list[int]]
 
 
-def calls_of(comm: Comm) -> tuple[list[Call], list[int], Tensor]:
+class Enough(Exception):  # noqa: N818  it is no error
+    """The first call has been seen, and what follows is another task."""
+
+
+def calls_of(comm: Comm, first_only: bool = False) -> tuple[list[Call], list[int], Tensor]:
     """What a visit gives to both all-to-alls, who owns what, and what comes back."""
-    trainer, calls = trainer_of(comm), []
+    trainer, calls, dtypes = trainer_of(comm), list[Call](), list[str]()
     all_to_all = comm.all_to_all
 
     def noted(parts: list[Tensor], sizes: list[int]) -> list[Tensor]:
         calls.append(([part.tolist() for part in parts], list(sizes)))
-        assert all(part.dtype == torch.bfloat16 for part in parts), (
-            f"what travels: expected bfloat16, got {parts[0].dtype}"
-        )
-        return all_to_all(parts, sizes)
+        dtypes.append(str(parts[0].dtype))
+        received = all_to_all(parts, sizes)
+        if first_only:
+            raise Enough
+        return received
 
     comm.all_to_all = noted  # type: ignore[method-assign, assignment]
     mine = torch.arange(32.0) + 32 * comm.rank
-    updates = trainer.visit(mine)
-    return calls, trainer.owners, torch.cat(updates)
+    updates = [mine]
+    with suppress(Enough):
+        updates = trainer.visit(mine)
+    same("what travels", dtypes, ["torch.bfloat16"] * len(dtypes), about="dtype")
+    return calls, trainer.owners, torch.cat(list(updates))
 
 
 def test_there_sends_every_owner_its_pieces() -> None:
-    (first, owners, _), (second, *_) = run_world(calls_of, 2)
+    (first, owners, _), (second, *_) = run_world(calls_of, 2, True)
     # Dealt to two ranks the matrices lie in the order (6, 5), (2, 9), (4, 4): 30, 18 and 16 elements.
-    assert owners == [0, 1, 1], f"owners: expected [0, 1, 1], got {owners}"
-    for rank, calls, expected in (
-        (0, first, [[*range(30)], [30, 31]]),
-        (1, second, [[], [*range(32, 64)]]),
-    ):
-        got = [[int(value) for value in part] for part in calls[0][0]]
-        assert got == expected, f"rank {rank} sends to ranks 0 and 1: expected {expected}, got {got}"
+    same("owners", owners, [0, 1, 1])
+    got = [[[int(value) for value in part] for part in calls[0][0]] for calls in (first, second)]
+    expected = [[[*range(30)], [30, 31]], [[], [*range(32, 64)]]]
+    same("what ranks 0 and 1 send to 0 and 1", got, expected, by_rank=True, world=2)
 
 
 def test_there_says_how_much_comes_from_each_rank() -> None:
-    (first, *_), (second, *_) = run_world(calls_of, 2)
-    for rank, calls, expected in ((0, first, [30, 0]), (1, second, [2, 32])):
-        assert calls[0][1] == expected, (
-            f"rank {rank} awaits elements of ranks 0 and 1: expected {expected}, got {calls[0][1]}"
-        )
+    (first, *_), (second, *_) = run_world(calls_of, 2, True)
+    got = [calls[0][1] for calls in (first, second)]
+    same("elements that ranks 0 and 1 await from 0 and 1", got, [[30, 0], [2, 32]], by_rank=True, world=2)
 
 
 def test_back_brings_each_rank_its_pieces_of_the_whole() -> None:
@@ -143,22 +162,15 @@ def test_back_brings_each_rank_its_pieces_of_the_whole() -> None:
     elements = torch.arange(64.0)
     wholes = [elements[:30].view(6, 5), elements[30:48].view(2, 9), elements[48:].view(4, 4)]
     made = torch.cat([muon.orthogonalize(whole).reshape(-1) for whole in wholes])
-    for rank, (_, _, updates) in enumerate(answers):
-        expected = made[32 * rank : 32 * rank + 32]
-        assert updates.shape == expected.shape, (
-            f"rank {rank} gets back: expected {len(expected)} elements, got {len(updates)}"
-        )
-        off = float((updates - expected).abs().max())
-        assert off == 0, (
-            f"rank {rank}: expected its pieces of the matrices made orthogonal, got a difference of {off:.3g}"
-        )
+    cut = torch.cat([elements[:32].bfloat16(), elements[32:].bfloat16()])
+    untouched = {"the pieces come back as they went: nothing was made orthogonal": cut.view(2, 32).tolist()}
+    got = [updates for *_, updates in answers]
+    same("the pieces that come back", got, made.view(2, 32), by_rank=True, world=2, lookalikes=untouched)
 
 
 def test_back_sends_what_came_and_no_more() -> None:
     (first, *_), (second, *_) = run_world(calls_of, 2)
-    for rank, calls in ((0, first), (1, second)):
-        there, back = calls
-        got, expected = [len(part) for part in back[0]], there[1]
-        assert got == expected, f"rank {rank} sends back: expected {expected} elements, got {got}"
-        got, expected = back[1], [len(part) for part in there[0]]
-        assert got == expected, f"rank {rank} gets back: expected {expected} elements, got {got}"
+    for rank, (there, back) in enumerate((first, second)):
+        same(f"elements that rank {rank} sends back", [len(part) for part in back[0]], there[1])
+        came = [len(part) for part in there[0]]
+        same(f"elements that rank {rank} expects back", back[1], came)

@@ -307,3 +307,16 @@ def test_a_missing_launcher_is_named() -> None:
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     run = subprocess.run([sys.executable, "-c", JOIN], env=env, capture_output=True, text=True, timeout=60)
     assert "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set: start this with torchrun" in run.stderr
+
+
+def test_a_rank_that_comes_when_another_has_returned_waits_for_nobody() -> None:
+    def body(comm: Comm) -> None:
+        if comm.rank == 1:
+            while 0 not in comm.world.finished:  # type: ignore[attr-defined]
+                time.sleep(0.01)
+            comm.all_reduce(torch.zeros(1))
+
+    start = time.monotonic()
+    with pytest.raises(WorldError, match=r"rank \[0\] never arrived"):
+        run_world(body, 2)
+    assert time.monotonic() - start < 5

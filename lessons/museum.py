@@ -1,0 +1,110 @@
+"""A museum of mistakes: wrong answers with a name, what each looks like to `check`, and how to seed one.
+
+`python -m lessons.museum N FILE` puts every wrong answer of lesson N in the place of the right one, lets the
+tests of `check` judge it, and writes what they say as JSON. Nothing about a failure is written by hand.
+"""
+
+import importlib
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from lessons import replace
+from lessons.exercise import LessonError, find_lesson, regions, unmarked
+from lessons.registry import IN_ORDER, Lesson
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A wrong answer: a part of the answer key, and what somebody wrote instead."""
+
+    name: str
+    task: str
+    right: str  # stands in the task's lines once
+    wrong: str
+    says: str  # what is wrong, in one sentence
+    found: str  # what `diagnose` must call it
+    heading: str  # of the paragraph in the lesson that explains it
+
+
+@dataclass(frozen=True)
+class Exhibit:
+    """What `check` says about a mistake."""
+
+    name: str
+    test: str
+    message: str
+    found: str
+    words: str
+    tasks: list[str]
+    heading: str
+    caught_by: str  # "task tests", or "contract"
+
+
+def mistakes(lesson: Lesson) -> tuple[Mistake, ...]:
+    """The lesson's wrong answers, in the order of its tasks."""
+    found: tuple[Mistake, ...] = importlib.import_module(f"lessons.{lesson.folder}.mistakes").MISTAKES
+    return found
+
+
+def seeded(lesson: Lesson, mistake: Mistake) -> dict[Path, str]:
+    """The answer key's files as a learner would have them, with the mistake in one of them."""
+    sources = {answer: answer.read_text(encoding="utf-8") for answer, _ in lesson.files}
+    for answer, source in sources.items():
+        for region in regions(source):
+            lines = source.splitlines(keepends=True)
+            inside = "".join(lines[region.first : region.last])
+            if region.name == f"ex_{mistake.task}" and inside.count(mistake.right) == 1:
+                lines[region.first : region.last] = [inside.replace(mistake.right, mistake.wrong)]
+                changed = {**sources, answer: "".join(lines)}
+                return {path: unmarked(text) for path, text in changed.items()}
+    raise LessonError(f"museum, {mistake.name}: {mistake.right!r} must stand in task {mistake.task} once")
+
+
+def record(lesson: Lesson, names: Sequence[str] = ()) -> list[Exhibit]:
+    """Let the tests judge each mistake (or those with these names). In a process that is for nothing else."""
+    chosen = [each for each in mistakes(lesson) if not names or each.name in names]
+    with tempfile.TemporaryDirectory() as folder:
+        return [_judged(lesson, each, Path(folder) / each.name) for each in chosen]
+
+
+def _judged(lesson: Lesson, mistake: Mistake, folder: Path) -> Exhibit:
+    from lessons import judge
+    from lessons.last_words import Watch
+    from lessons.verdict import verdict
+
+    folder.mkdir()
+    places = {}
+    for answer, text in seeded(lesson, mistake).items():
+        (folder / answer.name).write_text(text, encoding="utf-8")
+        places[f"zero_min.{answer.stem}"] = str(folder / answer.name)
+    works = [Path(place) for place in places.values()]
+    reporter = judge.Reporter(Watch(folder / "last_words.txt"), works)
+    with replace.swapped(places):
+        caught_by = "task tests"
+        if judge.run_task_tests(reporter, lesson, "-x"):
+            caught_by = "contract"
+            judge.run_contract(reporter, lesson)
+    if not reporter.failures:
+        return Exhibit(mistake.name, "", "nobody noticed", "", "", [], "", "nobody")
+    failure = reporter.failures[0]
+    seen = verdict(lesson, failure)
+    found, words = (seen.finding.mistake, seen.finding.words) if seen.finding else ("", "")
+    heading = seen.paragraph.heading if seen.paragraph else ""
+    return Exhibit(mistake.name, failure.test, failure.message, found, words, seen.tasks, heading, caught_by)
+
+
+def each_mistake() -> Iterator[tuple[Lesson, Mistake]]:
+    """The whole museum."""
+    for lesson in IN_ORDER:
+        for mistake in mistakes(lesson):
+            yield lesson, mistake
+
+
+if __name__ == "__main__":
+    number, file, *only = sys.argv[1:]
+    exhibits = [asdict(each) for each in record(find_lesson(number), only)]
+    Path(file).write_text(json.dumps(exhibits, indent=1), encoding="utf-8")

@@ -1,0 +1,105 @@
+"""Wrong answers to lesson 1/2, for the museum."""
+
+from lessons.museum import Mistake
+
+CHANGES = "What changes"
+BROKEN = "Break it on purpose"
+
+MISTAKES = (
+    Mistake(
+        "no-way-round",
+        "neighbours",
+        "(comm.rank - 1) % comm.world_size",
+        "comm.rank - 1",
+        "rank 0 has no left neighbour: the ring is not closed",
+        "other",
+        CHANGES,
+    ),
+    Mistake(
+        "left-is-right",
+        "neighbours",
+        "return (comm.rank - 1) % comm.world_size, (comm.rank + 1) % comm.world_size",
+        "return (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size",
+        "left and right are exchanged",
+        "order",
+        CHANGES,
+    ),
+    Mistake(
+        "own-piece-sets-out",
+        "reduce_scatter",
+        "total = pieces[(rank - 1) % N].clone()",
+        "total = pieces[rank].clone()",
+        "the own piece sets out, and does not come home",
+        "other",
+        CHANGES,
+    ),
+    Mistake(
+        "sums-into-the-callers",
+        "reduce_scatter",
+        "total = comm.receive(mine, left) + mine",
+        "total = mine.add_(comm.receive(mine, left))",
+        "the sum is made in the caller's piece, which was to stay as it is",
+        "other",
+        CHANGES,
+    ),
+    Mistake(
+        "receive-first",
+        "reduce_scatter",
+        "comm.send(total, right)\n"
+        "        mine = pieces[(rank - 2 - round) % N]  # what the left neighbour passes on was "
+        "one further left before\n"
+        "        total = comm.receive(mine, left) + mine",
+        "mine = pieces[(rank - 2 - round) % N]\n"
+        "        coming = comm.receive(mine, left)\n"
+        "        comm.send(total, right)\n"
+        "        total = coming + mine",
+        "everybody listens before anybody speaks",
+        "waiting ranks",
+        BROKEN,
+    ),
+    Mistake(
+        "nothing-is-added",
+        "reduce_scatter",
+        "comm.receive(mine, left) + mine",
+        "comm.receive(mine, left)",
+        "what comes is passed on, and nobody adds",
+        "other",
+        CHANGES,
+    ),
+    Mistake(
+        "one-round-too-few",
+        "all_gather",
+        "range(N - 1)",
+        "range(N - 2)",
+        "the last piece never arrives",
+        "no advance",
+        CHANGES,
+    ),
+    Mistake(
+        "always-my-own",
+        "all_gather",
+        "comm.send(pieces[(rank - round) % N], right)",
+        "comm.send(pieces[rank], right)",
+        "every round sends the own piece, where what has just come is to be passed on",
+        "other",
+        CHANGES,
+    ),
+    Mistake(
+        "not-in-the-callers",
+        "all_gather",
+        "coming.copy_(comm.receive(coming, left))",
+        "coming = comm.receive(coming, left)",
+        "an assignment leaves the caller's tensor as it was",
+        "no advance",
+        CHANGES,
+    ),
+    Mistake(
+        "only-my-piece",
+        "all_reduce",
+        "    all_gather(comm, pieces)\n",
+        "",
+        "the sums are never collected",
+        "other",
+        CHANGES,
+    ),
+)

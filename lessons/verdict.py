@@ -1,0 +1,130 @@
+"""A failing test as a learner reads it: what it found, what that means, where, and what to read."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lessons.diagnose import Finding, of_error, of_facts
+from lessons.evidence import Facts, WrongError
+from lessons.exercise import shown, tasks, tasks_at
+from lessons.registry import Lesson
+
+EXPLAINS = re.compile(r"<!-- explains: (.+) -->")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What is known of a test that failed."""
+
+    test: str
+    error: str  # the exception's class
+    message: str
+    facts: Facts | None = None
+    places: tuple[tuple[Path, int], ...] = ()  # lines of a learner's file that were running, innermost last
+
+
+def failure_of(test: str, error: BaseException, works: Sequence[Path]) -> Failure:
+    """Look through an exception and its causes, down to the one that a rank raised."""
+    chain = [error]
+    while chain[-1].__cause__ is not None:
+        chain.append(chain[-1].__cause__)
+    facts = next((each.facts for each in chain if isinstance(each, WrongError)), None)
+    places = tuple(place for each in chain for place in _lines_of(each, works))
+    root = chain[-1]
+    message = str(facts) if facts else str(root) or type(root).__name__
+    return Failure(test, type(root).__name__, message, facts, places)
+
+
+def _lines_of(error: BaseException, works: Sequence[Path]) -> Iterator[tuple[Path, int]]:
+    at = error.__traceback__
+    while at is not None:
+        path = Path(at.tb_frame.f_code.co_filename)
+        if path in works:
+            yield path, at.tb_lineno
+        at = at.tb_next
+
+
+@dataclass(frozen=True)
+class Paragraph:
+    """A place in a lesson's text: its line, and the heading above it."""
+
+    path: Path  # of the text, or of the page that is built from it
+    line: int
+    heading: str
+
+    @property
+    def anchor(self) -> str:
+        """The heading's name on the page."""
+        return re.sub(r"[^\w\- ]", "", self.heading.lower()).replace(" ", "-")
+
+    def __str__(self) -> str:
+        place = f"#{self.anchor}" if self.path.suffix == ".html" else f":{self.line}"
+        return f'{shown(self.path)}{place}, "{self.heading}"'
+
+
+def paragraphs(lesson: Lesson) -> dict[str, Paragraph]:
+    """What the lesson's text explains, as it says in comments: a task, or TASK/MISTAKE."""
+    found, heading = {}, ""
+    text = (lesson.path / "lesson.md").read_text(encoding="utf-8")
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.startswith("#"):
+            heading = line.lstrip("#").strip()
+        elif match := EXPLAINS.fullmatch(line):
+            for name in match[1].split(", "):
+                found[name] = Paragraph(lesson.page, number + 2, heading)
+    return found
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A failure, what it means (None for claims about more than one task), whose task it is, what to read."""
+
+    failure: Failure
+    finding: Finding | None
+    tasks: list[str]
+    place: tuple[Path, int] | None
+    paragraph: Paragraph | None
+
+    def text(self, lesson: Lesson) -> str:
+        """All of it, for the terminal."""
+        lines = [f"failed: {self.failure.test}", "", *(f"  {line}" for line in self._said()), ""]
+        if self.finding is not None:
+            lines.append(f"that is: {self.finding.words}")
+        if self.place is not None:
+            work, number = self.place
+            line = work.read_text(encoding="utf-8").splitlines()[number - 1].strip()
+            lines.append(f"in {shown(work)}, line {number}: {line}")
+        if self.paragraph is not None:
+            lines.append(f"read: {self.paragraph}")
+        one = self.tasks[0] if len(self.tasks) == 1 else f"TASK, where TASK is one of {', '.join(self.tasks)}"
+        return "\n".join([*lines, f"help: python -m lessons hint {lesson.number} {one}"])
+
+    def _said(self) -> list[str]:
+        named = "" if self.failure.facts else f"{self.failure.error}: "
+        return f"{named}{self.failure.message}".splitlines()[:14]
+
+
+def verdict(lesson: Lesson, failure: Failure, blanks: Sequence[str] = ()) -> Verdict:
+    """Name the mistake and its task: by the learner's line that was running, or else by the test's name."""
+    by_name = [task for task in tasks(lesson) if failure.test.startswith(f"test_{task}_")]
+    place, about = None, by_name
+    if failure.facts is not None:
+        meant: Finding | None = of_facts(failure.facts)
+    elif failure.error in ("AssertionError", "Failed"):
+        meant = None
+    else:
+        meant = of_error(failure.error, failure.message)
+        for place in reversed(failure.places):  # the innermost, but rather one of the task that is tested
+            at = tasks_at(lesson, *place)
+            about = [task for task in at if task in by_name]
+            if about:
+                break
+        else:
+            place = failure.places[-1] if failure.places else None
+            about = (tasks_at(lesson, *place) if place else []) or by_name
+    about = about or list(blanks[:1]) or tasks(lesson)
+    known = paragraphs(lesson)
+    mistake = meant.mistake if meant else ""
+    names = [f"{about[0]}/{mistake}", about[0]] if len(about) == 1 else []
+    return Verdict(failure, meant, about, place, next((known[name] for name in names if name in known), None))
