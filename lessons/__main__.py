@@ -3,137 +3,166 @@
 import argparse
 import importlib
 import sys
+from collections.abc import Callable
 
 try:
     from rich.console import Console
     from rich.table import Table
 
     from lessons import bug, exercise
-    from lessons.check import check, progress
+    from lessons.check import check
     from lessons.exercise import LessonError, find_lesson, shown
+    from lessons.progress import places_of_passed, progress
     from lessons.registry import IN_ORDER, Lesson
-    from lessons.yours import run_on_yours
+    from lessons.yours import run_on_yours, run_replaced
 except ModuleNotFoundError as missing:
     sys.exit(
         f"{missing.name} is not installed here. Once: make demo. Each time: source .venv/bin/activate\n"
         'Without make, once, in the folder of the project: python -m pip install -e ".[learn]"'
     )
 
-COMMANDS = """\
-list            the lessons, where their pages are, and how far you are
-demo            train a small GPT at every stage on 2 processes: a table, and a picture in build/
-bill            bytes per parameter of every stage, 4 ranks as threads, a few seconds
-start N         write the exercise of lesson N into work/
-check N         run the shared tests on your work file
-hint N [T] [k]  a hint for task T, or for the next blank one; k = 1, 2, 3 says more and more
-diff N          your file against the answer
-solution N      the answer to every task
-bug N           the answer with a mistake in it, to be found; --number K for a certain one, --answer LINE
-run N           the lesson's experiment, with a plot
-clock N         seconds: your step replayed on a machine, as a chart; --machine, --batch, --parameters
-watch N         your file on four ranks, line by line, as a page for a browser
-golf N          a schedule of your own on course 1, 2 or 3: what it costs beside a stage
-
-`demo`, `run` and `clock` take --world W ranks, `demo` --steps S of training."""
-
-OF_CLOCK = ("machine", "batch", "parameters", "bucket")
+Chosen = argparse.Namespace
+EPILOG = "Most commands take the number of a lesson: python -m lessons check 1. Each says more with -h."
+MACHINES = "nvlink, pcie, 25gbe, laptops, or latency,bandwidth,FLOP/s"
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns the exit status."""
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("python -m lessons", description=COMMANDS, formatter_class=form)
-    names = ["list", "demo", "bill", "start", "check", "hint", "diff", "solution", "bug", "run"]
-    names += ["clock", "watch", "golf"]
-    parser.add_argument("command", choices=names, metavar="command", nargs="?")
-    parser.add_argument("number", nargs="?", help="the lesson's number")
-    parser.add_argument("more", nargs="*", help="of hint: a task's name, how much of a hint, or both")
-    parser.add_argument("--world", type=int, help="ranks of `run` and `clock`, else 4, and of `demo`, else 2")
-    parser.add_argument("--steps", type=int, default=100, help="of `demo`; else 100")
-    parser.add_argument("--force", action="store_true", help="let `start` overwrite your answer")
-    machines = "nvlink, pcie, 25gbe, laptops, or latency,bandwidth,FLOP/s"
-    parser.add_argument("--machine", help=f"of `clock`: {machines}; else pcie")
-    parser.add_argument("--batch", type=float, help="of `clock`: tokens of each rank in a step, else 8192")
-    parser.add_argument("--parameters", type=float, help="of `clock`: replay as a model so large, else 1e9")
-    parser.add_argument("--bucket", type=float, help="of `clock 2`: a bucket's part of the model, else 0.08")
-    parser.add_argument("--number", type=int, dest="mistake", help="of `bug`: which of the lesson's mistakes")
-    parser.add_argument("--answer", type=int, help="of `bug`: the line that you have found")
+    parser = _parser()
     chosen = parser.parse_args(arguments)
     if chosen.command is None:
         parser.print_help()
         return 0
     try:
-        if chosen.world is not None and chosen.world < 1:
-            raise LessonError(f"--world needs at least one rank, not {chosen.world}")
-        if chosen.steps < 1:
-            raise LessonError(f"--steps: at least one step, not {chosen.steps}")
-        for option in OF_CLOCK:
-            if getattr(chosen, option) is not None and chosen.command != "clock":
-                raise LessonError(f"--{option} is of `clock`, not of `{chosen.command}`")
-        if chosen.command in ("list", "bill"):
-            return {"list": list_lessons, "bill": bill}[chosen.command]()
-        if chosen.command == "demo":
-            return demo(chosen.world or 2, chosen.steps)
-        if chosen.number is None:
+        for option in ("world", "steps"):
+            if getattr(chosen, option, 1) < 1:
+                raise LessonError(f"--{option} needs at least one, not {getattr(chosen, option)}")
+        if "number" in chosen and chosen.number is None:
             raise LessonError(f"which lesson? python -m lessons {chosen.command} N")
-        if chosen.command == "golf":
-            return golf(chosen.number)
-        return one_lesson(chosen)
+        status: int = chosen.run(chosen)
+        return status
     except LessonError as error:
         print(error, file=sys.stderr)
         return 2
 
 
-def one_lesson(chosen: argparse.Namespace) -> int:
-    """The commands that are about one lesson."""
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "python -m lessons", description="Read, try, be checked, get a hint.", epilog=EPILOG
+    )
+    commands = parser.add_subparsers(dest="command", metavar="command", title="commands")
+
+    def add(name: str, run: Callable[[Chosen], int], text: str, number: str = "") -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=text, description=text)
+        made.set_defaults(run=run)
+        if number:
+            made.add_argument("number", nargs="?", metavar="N", help=number)
+        return made
+
+    lesson = "the lesson's number"
+    add("list", list_lessons, "the lessons, where their pages are, and how far you are")
+    each = add("demo", demo, "train a small GPT at every stage on processes; table and picture")
+    each.add_argument("--world", type=int, default=2, help="processes; else 2")
+    each.add_argument("--steps", type=int, default=100, help="of training; else 100")
+    _may_be_mine(each)
+    _may_be_mine(add("bill", bill, "bytes per parameter of every stage, on 4 ranks, in seconds"))
+    each = add("start", start, "write the exercise of lesson N into work/", lesson)
+    each.add_argument("--force", action="store_true", help="overwrite your answer")
+    add("check", one(check), "run the shared tests on your work file", lesson)
+    each = add("hint", hint, "a hint for a task, or for the next blank one", lesson)
+    each.add_argument("more", nargs="*", metavar="T k", help="a task's name, 1, 2 or 3 for how much is said")
+    add("diff", one(exercise.diff), "your file against the answer", lesson)
+    add("solution", one(exercise.solution), "the answer to every task", lesson)
+    each = add("bug", find_bug, "the answer with a mistake in it, to be found", lesson)
+    each.add_argument("--number", type=int, dest="mistake", help="which of the lesson's mistakes")
+    each.add_argument("--answer", type=int, help="the line that you have found")
+    each = add("run", run, "the lesson's experiment, with a plot", lesson)
+    each.add_argument("--world", type=int, default=4, help="ranks; else 4")
+    each = add("clock", clock, "seconds: your step replayed on a machine, as a chart", lesson)
+    each.add_argument("--world", type=int, default=4, help="ranks; else 4")
+    each.add_argument("--machine", default="pcie", help=f"{MACHINES}; else pcie")
+    each.add_argument("--batch", type=float, default=8192, help="tokens of each rank in a step; else 8192")
+    each.add_argument("--parameters", type=float, default=1e9, help="replay as a model so large; else 1e9")
+    each.add_argument("--bucket", type=float, help="of lesson 2: a bucket's part of the model; else 0.08")
+    add("watch", watch, "your file on four ranks, line by line, as a page for a browser", lesson)
+    add("golf", golf, "a schedule of your own, and what it costs beside a stage", "the course: 1, 2 or 3")
+    return parser
+
+
+def _may_be_mine(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--mine", action="store_true", help="with your files, where they have passed")
+
+
+def one(function: Callable[[Lesson], int | str]) -> Callable[[Chosen], int]:
+    """The command that calls this for a lesson, and prints what it returns if that is text."""
+
+    def command(chosen: Chosen) -> int:
+        answer = function(find_lesson(chosen.number))
+        if isinstance(answer, int):
+            return answer
+        print(answer)
+        return 0
+
+    return command
+
+
+def start(chosen: Chosen) -> int:
+    """Write the exercise, and say what comes next."""
     lesson = find_lesson(chosen.number)
-    if chosen.command == "start":
-        works = ", ".join(shown(work) for work in exercise.start(lesson, chosen.force))
-        names = ", ".join(exercise.tasks(lesson))
-        print(f"read    {shown(lesson.page)}\nfill in {works} (tasks: {names})")
-        print(f"then    python -m lessons check {lesson.number}")
-    elif chosen.command == "check":
-        return check(lesson)
-    elif chosen.command == "hint":
-        task = next((word for word in chosen.more if not word.isdecimal()), "")
-        level = next((int(word) for word in chosen.more if word.isdecimal()), 1)
-        print(exercise.hint(lesson, task, level))
-    elif chosen.command == "diff":
-        print(exercise.diff(lesson))
-    elif chosen.command == "solution":
-        print(exercise.solution(lesson))
-    elif chosen.command == "bug":
-        found = chosen.answer
-        print(bug.start(lesson, chosen.mistake) if found is None else bug.answer(lesson, found))
-    elif chosen.command == "run":
-        importlib.import_module(f"lessons.{lesson.folder}.experiment").main(chosen.world or 4)
-    elif chosen.command == "clock":
-        return clock(lesson, chosen)
-    elif chosen.command == "watch":
-        return run_on_yours(lesson, "lessons.watch:show", number=str(lesson.number))
+    works = ", ".join(shown(work) for work in exercise.start(lesson, chosen.force))
+    names = ", ".join(exercise.tasks(lesson))
+    print(f"read    {shown(lesson.page)}\nfill in {works} (tasks: {names})")
+    print(f"then    python -m lessons check {lesson.number}")
     return 0
 
 
-def golf(number: str) -> int:
+def hint(chosen: Chosen) -> int:
+    """As much of a hint as is asked for."""
+    task = next((word for word in chosen.more if not word.isdecimal()), "")
+    level = next((int(word) for word in chosen.more if word.isdecimal()), 1)
+    print(exercise.hint(find_lesson(chosen.number), task, level))
+    return 0
+
+
+def find_bug(chosen: Chosen) -> int:
+    """A mistake to be found, or what is to be said of the line that was."""
+    lesson, found = find_lesson(chosen.number), chosen.answer
+    print(bug.start(lesson, chosen.mistake) if found is None else bug.answer(lesson, found))
+    return 0
+
+
+def run(chosen: Chosen) -> int:
+    """The lesson's experiment."""
+    folder = find_lesson(chosen.number).folder
+    importlib.import_module(f"lessons.{folder}.experiment").main(chosen.world)
+    return 0
+
+
+def watch(chosen: Chosen) -> int:
+    """The learner's file, line by line."""
+    lesson = find_lesson(chosen.number)
+    return run_on_yours(lesson, "lessons.watch:show", number=str(lesson.number))
+
+
+def golf(chosen: Chosen) -> int:
     """A course of ZeRO golf."""
     from lessons.golf import golf as play
 
-    return play(number)
+    return play(chosen.number)
 
 
-def clock(lesson: Lesson, chosen: argparse.Namespace) -> int:
+def clock(chosen: Chosen) -> int:
     """A step of the learner's file in seconds."""
-    given = {option: getattr(chosen, option) for option in OF_CLOCK if getattr(chosen, option) is not None}
-    for option, number in given.items():
-        if option != "machine" and not 0 < number < 1e18:
+    for option in ("batch", "parameters", "bucket"):
+        number = getattr(chosen, option)
+        if number is not None and not 0 < number < 1e18:
             raise LessonError(f"--{option} {number:g}: give a number above 0")
-    options = {"machine": "pcie", "batch": 8192.0, "parameters": 1e9, "bucket": None, **given}
-    options["tokens"] = options.pop("batch")
-    world = chosen.world or 4
-    return run_on_yours(lesson, "lessons.clock:show", number=str(lesson.number), world=world, **options)
+    lesson, sizes = find_lesson(chosen.number), {"tokens": chosen.batch, "parameters": chosen.parameters}
+    options = {"world": chosen.world, "machine": chosen.machine, "bucket": chosen.bucket, **sizes}
+    return run_on_yours(lesson, "lessons.clock:show", number=str(lesson.number), **options)
 
 
-def list_lessons() -> int:
+def list_lessons(chosen: Chosen) -> int:
     """Every lesson with its page and the learner's progress."""
     rows = [("", "lesson, its page and its notebook", "your work")]
     for x in IN_ORDER:
@@ -145,15 +174,25 @@ def list_lessons() -> int:
     return 0
 
 
-def demo(world: int, steps: int) -> int:
+def demo(chosen: Chosen) -> int:
     """Train at every stage on real processes."""
+    if chosen.mine:
+        options = {"world": chosen.world, "steps": chosen.steps}
+        return run_replaced(places_of_passed(), "lessons.train:demo", None, **options)
     from lessons import train
 
-    return train.demo(world, steps)
+    return train.demo(chosen.world, chosen.steps)
 
 
-def bill() -> int:
+def bill(chosen: Chosen) -> int:
     """Bytes per parameter on each rank, measured with four thread-ranks, beside the formula."""
+    if chosen.mine:
+        return run_replaced(places_of_passed(), "lessons.__main__:print_bills")
+    return print_bills()
+
+
+def print_bills() -> int:
+    """A table of all rows of the demo."""
     from lessons.bill import measure, table
     from lessons.rows import ROWS
 

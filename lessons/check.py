@@ -8,6 +8,7 @@ from pathlib import Path
 
 from lessons import last_words, replace
 from lessons.exercise import LessonError, read_work, shown, tasks, tasks_at, unanswered
+from lessons.progress import remember
 from lessons.registry import ROOT, Lesson
 
 QUICK = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # these tests need no plugin, and start sooner without
@@ -28,10 +29,11 @@ def check(lesson: Lesson) -> int:
         status = subprocess.run([sys.executable, "-m", "lessons.judge", *asked], cwd=ROOT, env=env).returncode
         written = words.read_text(encoding="utf-8") if words.exists() else ""
     end = last_words.read(written, [work for _, work in lesson.files])
-    if end is None:
-        return status
-    print(explain(lesson, end))
-    return 1
+    if end is not None:
+        print(explain(lesson, end))
+        status = 1
+    remember(lesson, passed=status == 0)
+    return status
 
 
 def explain(lesson: Lesson, end: last_words.End) -> str:
@@ -47,12 +49,3 @@ def explain(lesson: Lesson, end: last_words.End) -> str:
         source = work.read_text(encoding="utf-8").splitlines()[number - 1].strip()
         lines.append(f"  {shown(work)}, line {number}{task}: {source}")
     return "\n".join([*lines, f"help: python -m lessons hint {lesson.number} {(named or ['TASK'])[0]}"])
-
-
-def progress(lesson: Lesson) -> str:
-    """In a few words how far the learner is."""
-    try:
-        left = unanswered(lesson)
-    except LessonError as error:
-        return "not started" if "does not exist" in str(error) else "has a syntax error"
-    return f"{len(tasks(lesson)) - len(left)} of {len(tasks(lesson))} tasks filled in"

@@ -12,7 +12,7 @@ import traceback
 
 
 def main() -> int:
-    """`MODULE:FUNCTION OPTIONS`, these as JSON: print what the function returns."""
+    """`MODULE:FUNCTION OPTIONS`, these as JSON: print the text that it returns, or return its exit status."""
     try:
         import zero_min
     except Exception:  # whatever the learner's file does wrong at import
@@ -22,7 +22,10 @@ def main() -> int:
 
     module, _, name = sys.argv[1].partition(":")
     try:
-        print(getattr(importlib.import_module(module), name)(**json.loads(sys.argv[2])))
+        answer = getattr(importlib.import_module(module), name)(**json.loads(sys.argv[2]))
+        if isinstance(answer, int):
+            return answer
+        print(answer)
     except LessonError as error:
         print(error, file=sys.stderr)
         return 2

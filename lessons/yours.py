@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from lessons import replace
@@ -14,14 +15,20 @@ LIMIT = 120  # seconds
 
 
 def run_on_yours(lesson: Lesson, function: str, **options: Any) -> int:
-    """Call `module:function` with these options in a process of its own, and print what it returns."""
-    places = places_of(lesson)
+    """Call `module:function` with these options in a process of its own, and print the text it returns."""
+    return run_replaced(places_of(lesson), function, **options)
+
+
+def run_replaced(
+    places: Mapping[str, str], function: str, limit: float | None = LIMIT, **options: Any
+) -> int:
+    """The same with these files in the places of modules. Returns the exit status."""
     command = [sys.executable, "-m", "lessons.replaced", function, json.dumps(options)]
     env = {**os.environ, **replace.environment(places)}
     try:
-        return subprocess.run(command, cwd=ROOT, env=env, timeout=LIMIT).returncode
+        return subprocess.run(command, cwd=ROOT, env=env, timeout=limit).returncode
     except subprocess.TimeoutExpired:
-        raise LessonError(f"stopped after {LIMIT} s: is there a loop that never ends?") from None
+        raise LessonError(f"stopped after {limit:g} s: is there a loop that never ends?") from None
 
 
 def places_of(lesson: Lesson) -> dict[str, str]:

@@ -9,7 +9,8 @@ import pytest
 
 from lessons import __main__ as cli
 from lessons import exercise, registry, rows
-from lessons.check import check, progress
+from lessons.check import check
+from lessons.progress import progress, remember
 from lessons.registry import LESSONS, ROOT, Lesson
 
 Capture = pytest.CaptureFixture[str]
@@ -39,7 +40,7 @@ def test_the_untouched_exercise_fails_and_names_a_task(lesson: Lesson, capfd: Ca
     assert f"lesson {lesson.number}, task {first}: python -m lessons hint {lesson.number}" in said.out
     assert f"tasks still to do: {', '.join(exercise.tasks(lesson))}" in said.out
     assert "Traceback" not in said.out + said.err
-    assert progress(lesson) == f"0 of {len(exercise.tasks(lesson))} tasks filled in"
+    assert progress(lesson) == f"0 of {len(exercise.tasks(lesson))} tasks written"
 
 
 @each_lesson
@@ -78,6 +79,38 @@ def test_each_task_alone_left_blank_fails_by_its_name(lesson: Lesson, capfd: Cap
         assert check(lesson) == 1
         said = capfd.readouterr().out
         assert f"task {task}: python -m lessons hint" in said, said
+
+
+def test_what_check_has_said_is_remembered_of_the_files_as_they_were(capfd: Capture, work: Path) -> None:
+    lesson = LESSONS[1]
+    assert progress(lesson) == "not started"
+    answer_all(lesson)
+    assert progress(lesson) == "written, not checked"
+    remember(lesson, passed=False)
+    assert progress(lesson) == "does not pass yet"
+    remember(lesson, passed=True)
+    assert progress(lesson) == "passed"
+    assert run_cli("bill", "--mine") == 0
+    said = capfd.readouterr().out
+    assert "stage1.py; all else is the answer key's" in said and "agree as integers" in said
+    ((_, file),) = lesson.files
+    file.write_text(file.read_text() + "# a thought\n")
+    assert progress(lesson) == "changed since it passed"
+    assert run_cli("bill", "--mine") == 2
+    assert "no file of yours has passed as it is now" in capfd.readouterr().err
+    (work / "progress.json").write_text("{")
+    assert run_cli("list") == 2
+    assert "progress.json cannot be read" in capfd.readouterr().err
+
+
+def test_the_table_of_mine_is_made_by_my_file(capfd: Capture) -> None:
+    lesson = LESSONS[1]
+    answer_all(lesson)
+    ((_, file),) = lesson.files
+    file.write_text(file.read_text().replace("self.comm.all_gather(f.flat, f.mine)", "pass"))
+    remember(lesson, passed=True)
+    assert run_cli("bill", "--mine") == 1
+    assert "DISAGREE" in capfd.readouterr().out
 
 
 @each_lesson
@@ -131,7 +164,7 @@ def test_a_hint_for_a_task_that_is_filled_in_is_had_by_its_name(capsys: Capture)
 
 def test_without_a_command_the_commands_are_listed(capsys: Capture) -> None:
     assert run_cli() == 0
-    assert "check N" in capsys.readouterr().out
+    assert "python -m lessons check 1" in capsys.readouterr().out
 
 
 def test_outside_of_the_environment_it_says_how_to_get_in() -> None:
@@ -154,7 +187,7 @@ def test_list_and_hint_answer_at_once_without_torch() -> None:
         (["check", "1"], "does not exist yet: python -m lessons start 1"),
         (["diff", "1"], "does not exist yet: python -m lessons start 1"),
         (["check"], "which lesson? python -m lessons check N"),
-        (["run", "1", "--world", "0"], "--world needs at least one rank, not 0"),
+        (["run", "1", "--world", "0"], "--world needs at least one, not 0"),
         (["hint", "1", "adam"], "lesson 1 has no task 'adam'; its tasks are reorder, flatten"),
     ],
 )
