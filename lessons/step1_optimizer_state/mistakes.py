@@ -228,7 +228,7 @@ MISTAKES = (
         "gather",
         "f.master.grad = None",
         "pass",
-        "the used-up gradient is kept until the next step, 4/N bytes a parameter",
+        "the used-up gradient is kept until the next step, 4/N bytes per parameter",
         "forgotten None",
         CHANGES,
     ),
