@@ -202,6 +202,11 @@ class Subject:
         """zero_min does, as lesson 0 says; zero_full does what PyTorch does."""
         return self.impl != "full"
 
+    @property
+    def keeps_a_diary(self) -> bool:
+        """Each call, and when Adam begins: zero_min writes it down, zero_full does not."""
+        return self.impl != "full"
+
     def where(self, place: str) -> str:
         """zero_full's ranks are always processes."""
         return "processes" if self.impl == "full" else place

@@ -107,7 +107,8 @@ def calls(stage: int, case: Case, world_size: int) -> dict[str, int]:
     if stage == 0:
         return {"all_reduce": trained}
     if stage == 3:  # whole for forward, and again for backward
-        return {"all_gather": 2 * m * len(list(model.parameters())), "reduce_scatter": m * trained}
+        used = sum(p.requires_grad and p.numel() > 0 for p in model.parameters())  # what is empty has no use
+        return {"all_gather": 2 * m * len(list(model.parameters())), "reduce_scatter": m * used}
     pieces = groups if stage == 1 else m * len(buckets(case, stage, world_size))
     return {"reduce_scatter": pieces, "all_gather": groups}
 

@@ -94,6 +94,8 @@ def test_ends_where_plain_adam_ends(subject: Subject, case: Case, world_size: in
 @pytest.mark.parametrize("case, world_size", beside(CORE_BYTES, [*product(BYTES, WORLDS)]), ids=str)
 def test_holds_exactly_the_formula(subject: Subject, case: Case, world_size: int) -> None:
     claims.memory(subject, case, world_size)
+    if subject.keeps_a_diary:
+        claims.working_set(subject, case, world_size)
 
 
 @pytest.mark.parametrize(
@@ -105,17 +107,8 @@ def test_sends_exactly_the_formula(subject: Subject, case: Case, world_size: int
     if subject.stage == 3 and case.kind in ("small", "tied", "unused"):
         pytest.skip("stage 3 sends what the modules use: see test_stage3.py for these models")
     claims.traffic(subject, case, world_size)
-
-
-@pytest.mark.parametrize("case", BYTES, ids=str)
-def test_wastes_no_call_and_no_byte_while_adam_steps(subject: Subject, case: Case) -> None:
-    if subject.impl == "full":
-        pytest.skip("only zero_min keeps a diary; zero_full's calls are planned: see test_plan.py")
-    if subject.stage == 3 and case.kind in ("small", "tied", "empty"):
-        pytest.skip("stage 3 calls for what the modules use: see test_stage3.py for these models")
-    for world_size in WORLDS:
+    if subject.keeps_a_diary:
         claims.calls(subject, case, world_size)
-        claims.working_set(subject, case, world_size)
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=thorough), 3])
