@@ -138,7 +138,7 @@ def _print_bill(lesson: Lesson) -> None:
 
 
 def main() -> int:
-    """Judge a lesson: FILE for last words, N, tasks still blank. FILE --tasks N or --symptom N is less."""
+    """Judge a lesson: FILE for last words, N, the blank tasks. FILE --tasks N and --symptom N do less."""
     watch = Watch(Path(sys.argv[1]))
     try:
         with watch.over("import"):

@@ -1,11 +1,14 @@
 """A museum of mistakes: wrong answers with a name, what each looks like to `check`, and how to seed one.
 
-`python -m lessons.museum N FILE` puts every wrong answer of lesson N in the place of the right one, lets the
-tests of `check` judge it, and writes what they say as JSON. Nothing about a failure is written by hand.
+`python -m lessons.museum` puts every wrong answer in the place of the right one, lets the tests of `check` judge
+it, and keeps what they say in site/records/museum.json. Nothing about a failure is written by hand.
 """
 
 import importlib
 import json
+import os
+import re
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -13,8 +16,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lessons import replace
+from lessons.check import QUICK
 from lessons.exercise import LessonError, find_lesson, regions, unmarked
-from lessons.registry import IN_ORDER, Lesson
+from lessons.registry import IN_ORDER, ROOT, Lesson
+
+RECORD = ROOT / "site" / "records" / "museum.json"
 
 
 @dataclass(frozen=True)
@@ -104,7 +110,33 @@ def each_mistake() -> Iterator[tuple[Lesson, Mistake]]:
             yield lesson, mistake
 
 
-if __name__ == "__main__":
-    number, file, *only = sys.argv[1:]
-    exhibits = [asdict(each) for each in record(find_lesson(number), only)]
+def recorded() -> dict[str, dict[str, Exhibit]]:
+    """The record that the site shows: of each lesson, by its number, each mistake by its name."""
+    kept = json.loads(RECORD.read_text(encoding="utf-8"))
+    return {number: {each["name"]: Exhibit(**each) for each in found} for number, found in kept.items()}
+
+
+def record_all() -> None:
+    """Judge every mistake, each lesson in a process of its own, and keep what was said."""
+    found = {}
+    for lesson in IN_ORDER:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "museum.json"
+            command = [sys.executable, "-m", "lessons.museum", str(lesson.number), str(file)]
+            subprocess.run(command, cwd=ROOT, env={**os.environ, **QUICK}, check=True)
+            found[str(lesson.number)] = json.loads(file.read_text(encoding="utf-8"))
+    RECORD.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def main(arguments: list[str]) -> None:
+    """Without arguments: make the record. Else N FILE and perhaps names: judge these of lesson N."""
+    if not arguments:
+        record_all()
+        return
+    number, file, *names = arguments
+    exhibits = [asdict(each) for each in record(find_lesson(number), names)]
     Path(file).write_text(json.dumps(exhibits, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

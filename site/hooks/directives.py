@@ -10,6 +10,7 @@ rooms: graph or table    who imports whom in zero_full
 bench: here              what `make bench` has printed on this machine, if it has
 record: NAME             what a benchmark has printed, as site/records/NAME.md keeps it
 plot: NAME               the same as a picture (record_plots.py)
+museum: all              mistakes, what `check` says about each, and where it is explained
 list: notebooks          links to the notebooks
 """
 
@@ -22,6 +23,7 @@ import config_page
 import formulas
 import import_graph
 import migrate_tables
+import museum_page
 import notebook_pages
 import record_plots
 import snippets
@@ -99,6 +101,7 @@ KINDS: dict[str, Callable[[str, str], str]] = {
     "bench": _bench,
     "record": _record,
     "plot": record_plots.render,
+    "museum": museum_page.render,
     "list": _list,
 }
 

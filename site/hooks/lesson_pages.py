@@ -7,7 +7,7 @@ from places import ROOT, page_of, relative, relinked, shown, unfolded
 from lessons import repository
 from lessons.registry import LESSONS, Lesson
 
-WOVEN = re.compile(r"^<!-- /?weave.*?-->\n?", re.MULTILINE)
+WOVEN = re.compile(r"^<!-- (/?weave|explains: ).*?-->\n?", re.MULTILINE)
 
 
 def pages() -> dict[str, str]:

@@ -36,6 +36,9 @@ def judge(lesson: Lesson, folder: Path, chosen: list[museum.Mistake]) -> None:
         got = (seen["caught_by"], seen["found"], seen["tasks"], seen["heading"])
         if got != ("task tests", mistake.found, [mistake.task], mistake.heading):
             wrong.append(f"{mistake.name}: {got}, {seen['test']}, {seen['message']}")
+        kept = museum.recorded()[str(lesson.number)].get(mistake.name)
+        if kept is None or (kept.test, kept.words) != (seen["test"], seen["words"]):
+            wrong.append(f"{mistake.name}: site/records/museum.json is stale: python -m lessons.museum")
     assert not wrong, "\n".join(wrong)
 
 
@@ -55,6 +58,7 @@ def test_every_mistake_is_caught_and_called_what_it_is(lesson: Lesson, tmp_path:
 @each_lesson
 def test_mistakes_have_names_of_their_own_and_can_be_seeded(lesson: Lesson) -> None:
     known = museum.mistakes(lesson)
+    assert [each.name for each in known] == list(museum.recorded()[str(lesson.number)])
     assert len({each.name for each in known}) == len(known)
     assert {each.task for each in known} == set(exercise.tasks(lesson)), "each task has a mistake"
     for mistake in known:
