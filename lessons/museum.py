@@ -1,7 +1,7 @@
 """A museum of mistakes: wrong answers with a name, what each looks like to `check`, and how to seed one.
 
-`python -m lessons.museum` puts every wrong answer in the place of the right one, lets the tests of `check` judge
-it, and keeps what they say in site/records/museum.json. Nothing about a failure is written by hand.
+`python -m lessons.museum` puts every wrong answer in the place of the right one, lets the tests of `check`
+judge it, and keeps what they say in site/records/museum.json. Nothing about a failure is written by hand.
 """
 
 import importlib
@@ -100,7 +100,8 @@ def _judged(lesson: Lesson, mistake: Mistake, folder: Path) -> Exhibit:
     seen = verdict(lesson, failure)
     found, words = (seen.finding.mistake, seen.finding.words) if seen.finding else ("", "")
     heading = seen.paragraph.heading if seen.paragraph else ""
-    return Exhibit(mistake.name, failure.test, failure.message, found, words, seen.tasks, heading, caught_by)
+    message = re.sub(r" at \w+\.py:\d+", "", failure.message)  # lines move with every edit
+    return Exhibit(mistake.name, failure.test, message, found, words, seen.tasks, heading, caught_by)
 
 
 def each_mistake() -> Iterator[tuple[Lesson, Mistake]]:

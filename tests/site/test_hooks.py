@@ -1,11 +1,13 @@
 """The hooks by themselves: what they cut out is right, and a mistake on a page stops the build."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lessons import museum
 from tests.structure.test_structure import graph
 from zero_full.migrate.names import INSTEAD, NAMES
 
@@ -18,6 +20,7 @@ import drawings
 import formulas
 import import_graph
 import migrate_tables
+import museum_page
 import notebook_pages
 import places
 import record_plots
@@ -223,3 +226,19 @@ def test_a_plot_says_what_the_record_says(name: str) -> None:
 def test_a_plot_of_what_is_not_recorded_stops_the_build() -> None:
     with pytest.raises(places.SiteError, match="asks for a plot of nothing; there are optimizers"):
         record_plots.render("nothing", "page.md")
+
+
+def test_every_mistake_is_on_the_museum_s_page_with_what_check_says() -> None:
+    text = museum_page.render("all", "museum.md")
+    for lesson, mistake in museum.each_mistake():
+        assert f". {mistake.name}: " in text
+        assert f"](lessons/{lesson.folder}/lesson.md#" in text
+    assert "-my_grad = self.comm.reduce_scatter(parts).div_(self.comm.world_size)" in text
+    assert "that is: it is 2 times too much: the sum over 2 ranks" in text
+    assert not re.search(r"\.py:\d+", text)
+
+
+def test_a_mistake_without_a_record_stops_the_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(museum, "recorded", dict)
+    with pytest.raises(places.SiteError, match=r"python -m lessons\.museum"):
+        museum_page.render("all", "museum.md")
