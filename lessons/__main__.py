@@ -224,7 +224,7 @@ def list_lessons(chosen: Chosen) -> int:
         places = [shown(path) for path in (x.page, x.notebook) if path.exists()]
         rows.append((str(x.number), "\n".join([x.title, *places]), progress(x)))
     print_table(rows)
-    if any(x.page.suffix == ".md" for x in IN_ORDER):
+    if RELEASED is None and any(x.page.suffix == ".md" for x in IN_ORDER):
         print("`make site` builds the pages for a browser into build/site; index.html is the first.")
     return 0
 

@@ -1,8 +1,8 @@
 """`handin N`: one file to give to an instructor. `verify FILE`: what the instructor finds in it.
 
 The hash over a hand-in notices a file that was damaged, or edited by accident. It does not stop a forger, who
-can compute it as well. So `verify` believes no number in the file: it puts the sources into a temporary folder
-and runs the tests on them again. Sources are programs: run `verify` where you would run your students' code.
+can compute it as well. So `verify` believes no number in the file: it puts the sources into a temporary
+folder and runs the tests on them again. Sources are programs: run `verify` where you would run your students' code.
 """
 
 import ast
@@ -21,7 +21,7 @@ from lessons import registry
 from lessons.check import graded
 from lessons.exercise import LessonError, find_lesson, shown
 from lessons.grade import grade, most
-from lessons.registry import IN_ORDER, RELEASED, Lesson
+from lessons.registry import RELEASED, Lesson
 
 KIND = "a hand-in of python -m lessons, version 1"
 
@@ -123,8 +123,3 @@ def _points(lesson: Lesson, sources: dict[str, str]) -> float:
             except (SyntaxError, ValueError):
                 return 0.0
         return float(grade(lesson, works, {})["points"])
-
-
-def numbers_or_all(numbers: Sequence[str]) -> list[str]:
-    """The lessons that are asked for; all, in the order of reading, if none is named."""
-    return [str(find_lesson(number).number) for number in numbers] or [str(x.number) for x in IN_ORDER]

@@ -13,8 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from lessons import exercise
-from lessons.exercise import LessonError, region_lines, shown, task_regions
-from lessons.handin import numbers_or_all
+from lessons.exercise import LessonError, find_lesson, region_lines, shown, task_regions
 from lessons.registry import IN_ORDER, ROOT, Lesson
 
 LONG = 28  # characters; a shorter line may stand anywhere and gives nothing away
@@ -23,6 +22,7 @@ WITHHELD = ("museum", "bug", "golf", "train", "release", "weave")  # these hold 
 NEEDED = ("torch", "rich", "matplotlib", "pytest")
 BLOCK = re.compile(r"<!-- weave: (\w+) (.+?) -->\n(.*?)<!-- /weave -->", re.DOTALL)
 FOLDED = re.compile(r"<details>.*?</details>\n*", re.DOTALL)
+SHOWN = re.compile(r"python -m lessons (diff|solution) ")  # commands that a release does not have
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]*)(#[^)\s]*)?\)")
 README = """# Lessons {numbers}
 
@@ -47,8 +47,8 @@ def release(folder: Path, numbers: Sequence[str] = ()) -> str:
     """Write the folder; returns what to tell the instructor."""
     if folder.exists():
         raise LessonError(f"{folder} exists already: remove it, or name another folder")
-    given = numbers_or_all(numbers)
-    lessons = [lesson for lesson in IN_ORDER if str(lesson.number) in given]
+    given = [find_lesson(number) for number in numbers] or IN_ORDER
+    lessons = [lesson for lesson in IN_ORDER if lesson in given]
     files = _texts(lessons)
     told = list(leaks(files, blanked(lessons)))
     if told:
@@ -172,7 +172,7 @@ def page_without_answers(text: str, known: dict[str, str]) -> str:
     """A lesson's text: what is folded and holds an answer is gone, elsewhere dots stand for its lines."""
     text = FOLDED.sub(lambda match: "" if _holds(match[0], known) else match[0], text)
     text = BLOCK.sub(lambda match: _dotted(match) if _holds(match[3], known) else match[0], text)
-    lines = ["..." if _holds(line, known) else line for line in text.splitlines()]
+    lines = ["..." if _holds(line, known) else line for line in text.splitlines() if not SHOWN.match(line)]
     return "\n".join(lines) + "\n"
 
 
