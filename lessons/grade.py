@@ -1,7 +1,8 @@
 """`check N --json`: every claim about a lesson's tasks with its points, for a program to read.
 
 The rule: each task is worth 10 points, divided over its claims, and the contract 20. The contract is run if
-all claims hold. A claim is a test; its name begins with its task's.
+all claims hold. A claim is a test; its name begins with its task's. If it names none, it is about several at
+once, and worth nothing but the contract.
 """
 
 import hashlib
@@ -55,10 +56,9 @@ def most(lesson: Lesson) -> int:
     return TASK * len(tasks(lesson)) + CONTRACT
 
 
-def task_of(lesson: Lesson, claim: str) -> str:
-    """Whose claim it is, by its name."""
-    found = [task for task in tasks(lesson) if claim.startswith(f"test_{task}_")]
-    return max(found, key=len)
+def task_of(lesson: Lesson, claim: str) -> str | None:
+    """Whose claim it is, by its name; None if it is about several tasks."""
+    return next((task for task in tasks(lesson) if claim.startswith(f"test_{task}_")), None)
 
 
 def grade(lesson: Lesson, works: Sequence[Path], others: Mapping[str, str]) -> Record:
@@ -97,7 +97,7 @@ def _claims(lesson: Lesson, said: Said) -> list[tuple[Fraction, Record]]:
         task, record = task_of(lesson, name), said.of(name)
         beside = [other for other in said.claims if task_of(lesson, other) == task]
         judged = [other for other in beside if not (said.of(other) or {}).get("needs")]
-        each = Fraction(TASK, len(judged)) if name in judged else Fraction()
+        each = Fraction(TASK, len(judged)) if task and name in judged else Fraction()
         record = record or {"passed": False, "diagnosis": {"said": "not judged: the tests ended before"}}
         earned = each if record["passed"] else Fraction()
         line = {"test": name, "task": task, "passed": record["passed"], "points": round(float(earned), 2)}

@@ -2,7 +2,8 @@
 
 The hash over a hand-in notices a file that was damaged, or edited by accident. It does not stop a forger, who
 can compute it as well. So `verify` believes no number in the file: it puts the sources into a temporary
-folder and runs the tests on them again. Sources are programs: run `verify` where you would run your students' code.
+folder and runs the tests on them again. Sources are programs: run `verify` where you would run your students'
+code.
 """
 
 import ast

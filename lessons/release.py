@@ -72,7 +72,15 @@ def blanked(lessons: Sequence[Lesson]) -> list[Lesson]:
 
 
 def answers(lessons: Sequence[Lesson]) -> dict[str, str]:
-    """Every long line of these answers, with and without its comment, and whose it is."""
+    """Every long line of these answers, with and without its comment, and whose it is.
+
+    Without those that stand in an answer which is given: what lesson 1 gathers is what lesson 5 gathers.
+    """
+    given = _lines([lesson for lesson in IN_ORDER if lesson not in lessons])
+    return {line: whose for line, whose in _lines(lessons).items() if line not in given}
+
+
+def _lines(lessons: Sequence[Lesson]) -> dict[str, str]:
     found = {}
     for lesson in lessons:
         for answer, _ in lesson.files:

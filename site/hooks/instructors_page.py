@@ -25,6 +25,6 @@ def _row(lesson: Lesson, page: str) -> str:
     uses = ", ".join(str(other.number) for other in built_on(lesson)) or "none"
     points = f"{len(names)} x {TASK} + {CONTRACT} = {most(lesson)}"
     return (
-        f"| {lesson.number}. [{lesson.title}]({text}) | {lesson.presumes} | {uses} | {contents.minutes(lesson)} "
-        f"| {', '.join(names)} | {points} |"
+        f"| {lesson.number}. [{lesson.title}]({text}) | {lesson.presumes} | {uses} "
+        f"| {contents.minutes(lesson)} | {', '.join(names)} | {points} |"
     )
