@@ -1,7 +1,7 @@
 """What a notebook's output lets its reader do: guess before the measured is shown, and move a slider.
 
-Both are plain HTML with what was measured inside, so they work on the site, too, where no kernel runs. Without
-JavaScript what was measured still opens, and a slider shows what it began with.
+Both are plain HTML with what was measured inside, so they work on the site, too, where no kernel runs.
+Without JavaScript what was measured still opens, and a slider shows what it began with.
 """
 
 import html
@@ -37,6 +37,7 @@ def predict(unit: str, truth: float, hint: str, *measured: object) -> Shown:
     A wrong guess is told whether to go up or down, and the hint. `measured` are pictures, or text.
     """
     name = html.escape(unit)
+    said = f"<p>Measured: {truth:.6g} {name}.</p>\n"
     return _live(
         f'<div class="zero-predict" data-truth="{truth:.12g}" data-hint="{html.escape(hint)}" '
         f'style="{EDGE}; padding: 0.6em 0.9em">\n'
@@ -44,10 +45,16 @@ def predict(unit: str, truth: float, hint: str, *measured: object) -> Shown:
         f'autocomplete="off" style="{FIELD}" {QUIET}> {name}</label> '
         f'<button type="button" style="{FIELD}; cursor: pointer">That is my guess</button> '
         '<output aria-live="polite" style="font-weight: 600"></output></p>\n'
-        '<details><summary style="cursor: pointer">Show what was measured</summary>\n'
-        f"<p>Measured: {truth:.6g} {name}.</p>\n{''.join(map(_html, measured))}</details>\n</div>",
+        f"{fold('Show what was measured', Shown(said, ''), *measured).html}\n</div>",
         f"Guess first, in {unit}. Measured: {truth:.6g}. " + " ".join(map(str, measured)),
     )
+
+
+def fold(title: str, *measured: object) -> Shown:
+    """Pictures or text that are shown when the reader asks for them."""
+    inside = "".join(map(_html, measured))
+    summary = f'<summary style="cursor: pointer">{html.escape(title)}</summary>'
+    return Shown(f"<details>{summary}\n{inside}</details>", " ".join(map(str, measured)))
 
 
 def slider(name: str, values: Sequence[Value], drawn: Callable[[Value], object], at: int = 0) -> Shown:

@@ -125,15 +125,16 @@ def losses_of(engine: Any, steps: int) -> list[float]:
     return losses
 
 
-def plain_losses(steps: int, lr: float = 0.003, weight_decay: float = 0.1) -> list[float]:
-    """PyTorch alone: AdamW on one process, with clipping."""
+def plain_losses(steps: int, weight_decay: float = 0.1, clip: float | None = 1.0) -> list[float]:
+    """PyTorch alone: AdamW on one process."""
     model, losses = GPT(CONFIG), []
-    adam = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=weight_decay)
+    adam = torch.optim.AdamW(model.parameters(), lr=0.003, weight_decay=weight_decay)
     for step in range(steps):
         adam.zero_grad()
         loss = model(*rows(step))
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         adam.step()
         losses.append(loss.item())
     return losses
