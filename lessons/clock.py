@@ -24,14 +24,14 @@ from matplotlib.figure import Figure
 
 import zero_min
 from lessons.cells import columns
-from lessons.colours import INK
+from lessons.colours import BACKWARD, FORWARD, INK, STEP
 from lessons.exercise import LessonError
 from lessons.plots import LANES, Picture, picture
 from lessons.recording import CONFIG, Build, Call, Recording, Work, record
 from lessons.registry import ROOT
 from zero_min.gpt import GPT
 
-PHASES = {"forward": ("f", "#cccccc"), "backward": ("b", "#999999"), "step": ("s", "#eeeeee")}
+PHASES = {"forward": ("f", FORWARD), "backward": ("b", BACKWARD), "step": ("s", STEP)}
 COLUMNS = 64  # of the chart in letters
 ROUNDS = 60  # of halving, in the search for a number of tokens
 

@@ -11,7 +11,8 @@ OPTIMIZER = "#009E73"  # and what carries its state: reads from disk, writes to 
 MASTER = "#56B4E9"  # the optimizer's fp32 copy of the parameters, where it is drawn by itself
 ACTIVATIONS = "#CC79A7"
 ALARM = "#D55E00"  # skipped, wrong, waiting
-AWAY = "#999999"  # what waits on the host
+AWAY = "#808080"  # what waits on the host
+FORWARD, BACKWARD, STEP = "#CCCCCC", "#999999", "#EEEEEE"  # arithmetic
 MEANINGS = {
     "parameters": PARAMETERS,
     "gradients": GRADIENTS,
@@ -20,6 +21,9 @@ MEANINGS = {
     "activations": ACTIVATIONS,
     "alarm": ALARM,
     "host": AWAY,
+    "forward": FORWARD,
+    "backward": BACKWARD,
+    "step": STEP,
 }
 VIOLET, BROWN, OLIVE, SLATE = SERIES = (
     "#8F6BC9",

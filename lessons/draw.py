@@ -87,7 +87,8 @@ def ring() -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-TINTS = ("#FBEBCB", "#F5D494", "#EDB84E", "#E69F00")  # of gradients: one rank's numbers, ..., everybody's
+# Of gradients: one rank's numbers, ..., everybody's.
+TINTS = ("#FBEBCB", "#F5D494", "#EDB84E", COLOURS["gradients"])
 
 
 def _piece(x: int, y: int, count: int, came: bool) -> list[str]:

@@ -68,7 +68,7 @@ def weights_of(model: torch.nn.Module) -> torch.Tensor:
 
 
 def train_scaled(
-    comm: Comm, start: float = 2.0**20, window: int = 4, hysteresis: int = 1, steps: int = 40
+    comm: Comm, start: float = 2.0**20, window: int = 4, hysteresis: int = 1, steps: int = 24
 ) -> tuple[list[tuple[float, bool]], float]:
     """Train in fp16 at stage 2: (scale, applied) of every step, and the last loss."""
     generator = torch.Generator().manual_seed(comm.rank)

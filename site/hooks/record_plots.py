@@ -12,7 +12,18 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from places import ROOT, SiteError
 
-from lessons.colours import AWAY, BROWN, GRADIENTS, OLIVE, OPTIMIZER, PARAMETERS, SLATE, VIOLET
+from lessons.colours import (
+    AWAY,
+    BACKWARD,
+    BROWN,
+    FORWARD,
+    GRADIENTS,
+    OLIVE,
+    OPTIMIZER,
+    PARAMETERS,
+    SLATE,
+    VIOLET,
+)
 from lessons.plots import Picture, new_figure, picture
 
 Record = Mapping[str, Any]
@@ -25,7 +36,7 @@ LINES = {  # a colour and a dash for each optimizer, the same in all plots
     "LAMB": (BROWN, "-."),
     "1-bit LAMB": (OLIVE, ":"),
 }
-OTHERS = {"forward+backward": AWAY, "DDP": SLATE, "0/1 Adam, a round in every step": OLIVE}
+OTHERS = {"forward+backward": BACKWARD, "DDP": SLATE, "0/1 Adam, a round in every step": OLIVE}
 
 
 def _style(name: str) -> dict[str, Any]:
@@ -112,8 +123,8 @@ def links(record: Record) -> Picture:
 
 
 WORK = {  # what a rank and its device do in a step with offload: a lane and a colour
-    "backward": ("device", AWAY),
-    "forward": ("device", SLATE),
+    "backward": ("device", BACKWARD),
+    "forward": ("device", FORWARD),
     "copies down": ("copies down", GRADIENTS),
     "sum of squares": ("squares, host", GRADIENTS),
     "early step": ("early steps, host", OPTIMIZER),
