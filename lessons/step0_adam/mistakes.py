@@ -30,7 +30,7 @@ MISTAKES = (
         "beta1**self.steps)  ",
         "beta1)  ",
         "the correction stays that of the first step for ever",
-        "other",
+        "lookalike",
         CHANGES,
     ),
     Mistake(

@@ -12,7 +12,7 @@ MISTAKES = (
         "(comm.rank - 1) % comm.world_size",
         "comm.rank - 1",
         "rank 0 has no left neighbour: the ring is not closed",
-        "other",
+        "lookalike",
         CHANGES,
     ),
     Mistake(
@@ -21,7 +21,7 @@ MISTAKES = (
         "return (comm.rank - 1) % comm.world_size, (comm.rank + 1) % comm.world_size",
         "return (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size",
         "left and right are exchanged",
-        "order",
+        "lookalike",
         CHANGES,
     ),
     Mistake(
@@ -30,7 +30,7 @@ MISTAKES = (
         "total = pieces[(rank - 1) % N].clone()",
         "total = pieces[rank].clone()",
         "the own piece sets out, and does not come home",
-        "other",
+        "lookalike",
         CHANGES,
     ),
     Mistake(
@@ -39,7 +39,7 @@ MISTAKES = (
         "total = comm.receive(mine, left) + mine",
         "total = mine.add_(comm.receive(mine, left))",
         "the sum is made in the caller's piece, which was to stay as it is",
-        "other",
+        "lookalike",
         CHANGES,
     ),
     Mistake(
@@ -63,7 +63,7 @@ MISTAKES = (
         "comm.receive(mine, left) + mine",
         "comm.receive(mine, left)",
         "what comes is passed on, and nobody adds",
-        "other",
+        "lookalike",
         CHANGES,
     ),
     Mistake(
@@ -81,7 +81,7 @@ MISTAKES = (
         "comm.send(pieces[(rank - round) % N], right)",
         "comm.send(pieces[rank], right)",
         "every round sends the own piece, where what has just come is to be passed on",
-        "other",
+        "lookalike",
         CHANGES,
     ),
     Mistake(
@@ -99,7 +99,7 @@ MISTAKES = (
         "    all_gather(comm, pieces)\n",
         "",
         "the sums are never collected",
-        "other",
+        "not collected",
         CHANGES,
     ),
 )
