@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
             raise LessonError(
                 f"{chosen.command}: answers are not here. Your instructor has the whole project"
             )
-        if "number" in chosen and chosen.number is None:
+        if "number" in chosen and chosen.number is None and chosen.run is not notebook:
             raise LessonError(f"which lesson? python -m lessons {chosen.command} N")
         status: int = chosen.run(chosen)
         return status
@@ -92,6 +92,10 @@ def _parser() -> argparse.ArgumentParser:
     each = add("bug", find_bug, "the answer with a mistake in it, to be found", lesson)
     each.add_argument("--number", type=int, dest="mistake", help="which of the lesson's mistakes")
     each.add_argument("--answer", type=int, help="the line that you have found")
+    each = add(
+        "notebook", notebook, "your copies of the notebooks, in work/notebooks", "the notebook's number"
+    )
+    each.add_argument("--force", action="store_true", help="a new copy of notebook N, without what you wrote")
     each = add("run", run, "the lesson's experiment, with a plot", lesson)
     each.add_argument("--world", type=int, default=4, help="ranks; else 4")
     each = add("clock", clock, "seconds: your step replayed on a machine, as a chart", lesson)
@@ -175,6 +179,14 @@ def find_bug(chosen: Chosen) -> int:
 
     lesson, found = find_lesson(chosen.number), chosen.answer
     print(bug.start(lesson, chosen.mistake) if found is None else bug.answer(lesson, found))
+    return 0
+
+
+def notebook(chosen: Chosen) -> int:
+    """The learner's copies of the notebooks."""
+    from lessons.notebook_copies import copy_all
+
+    print(copy_all(chosen.number, chosen.force))
     return 0
 
 
