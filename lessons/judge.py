@@ -96,7 +96,7 @@ def judge(lesson: Lesson, works: list[Path], blanks: list[str], watch: Watch) ->
         _print_bill(lesson)
     following = [other.number for other in IN_ORDER if other.number > lesson.number]
     more = f", then start {following[0]}" if following else ""
-    print(f"\nnext: python -m lessons diff {lesson.number}{more}")
+    print(f"\nnext: python -m lessons diff {lesson.number}, or bug {lesson.number} to find a mistake{more}")
     return 0
 
 

@@ -30,7 +30,7 @@ MISTAKES = (
         "beta1**self.steps)  ",
         "beta1)  ",
         "the correction stays that of the first step for ever",
-        "other",
+        "lookalike",
         CHANGES,
     ),
     Mistake(
@@ -175,7 +175,7 @@ MISTAKES = (
         "self.comm.all_reduce(p.grad).div_(self.comm.world_size)",
         "self.comm.broadcast(p.grad)",
         "everybody gets rank 0's gradient, and the others' data are lost",
-        "ratio",
+        "lookalike",
         CHANGES,
     ),
     Mistake(

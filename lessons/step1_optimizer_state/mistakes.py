@@ -67,7 +67,7 @@ MISTAKES = (
         "new_zeros(padding)",
         "new_ones(padding)",
         "the tail is ones: a padding that is not zero has a gradient, and is stepped",
-        "other",
+        "lookalike",
         CHANGES,
     ),
     Mistake(
@@ -112,7 +112,7 @@ MISTAKES = (
         "start += size",
         "start = size",
         "the start is set and not moved on, so from the third part on the cuts overlap",
-        "other",
+        "lookalike",
         CHANGES,
     ),
     Mistake(

@@ -14,24 +14,15 @@ def pieces_of(comm: Comm) -> list[Tensor]:
     return [torch.tensor([10.0 * comm.rank + j]) for j in range(comm.world_size)]
 
 
-def open_ends(N: int, expected: list[tuple[int, int]]) -> dict[str, list[tuple[int, int]]]:
-    """What comes of one neighbour, or of both, if nobody goes round from the last rank to the first."""
-    straight = [(rank - 1, rank + 1) for rank in range(N)]
-    left = [(a, b) for (a, _), (_, b) in zip(straight, expected, strict=True)]
-    right = [(b, a) for (_, a), (b, _) in zip(straight, expected, strict=True)]
-    return {
-        "the ring is not closed: no rank has a number below 0, or as large as the world": straight,
-        "the ring is not closed: rank 0 has no left neighbour": left,
-        "the ring is not closed: the last rank has no right neighbour": right,
-    }
-
-
 @pytest.mark.parametrize("N", [2, 4, 1])
 def test_neighbours_stand_in_a_ring(N: int) -> None:
     got = [tuple(pair) for pair in run_world(ring.neighbours, N)]
     expected = [((rank - 1) % N, (rank + 1) % N) for rank in range(N)]
-    known = {"left and right are exchanged": [(right, left) for left, right in expected]}
-    same(f"(left, right) of {N} ranks", got, expected, lookalikes={**known, **open_ends(N, expected)})
+    known = {"rank 0 has no left neighbour: the ring is not closed": [(r - 1, (r + 1) % N) for r in range(N)]}
+    known["the last rank has no right neighbour: it is not closed"] = [((r - 1) % N, r + 1) for r in range(N)]
+    known["the ring is not closed at either end"] = [(r - 1, r + 1) for r in range(N)]
+    known["left and right are exchanged"] = [(right, left) for left, right in expected]
+    same(f"(left, right) of {N} ranks", got, expected, lookalikes=known)
 
 
 def scattered(comm: Comm) -> tuple[float, list[float], int, int]:
@@ -45,16 +36,13 @@ def scattered(comm: Comm) -> tuple[float, list[float], int, int]:
 def test_reduce_scatter_gives_each_rank_the_sum_of_its_piece(N: int) -> None:
     got = [mine for mine, _, _, _ in run_world(scattered, N)]
     expected = [float(sum(10 * rank + j for rank in range(N))) for j in range(N)]
-    following = [(rank + 1) % N for rank in range(N)]
     known = {
-        "one round too many: a sum that has come home goes on, and the next rank adds its numbers again": [
-            expected[rank - 1] + 10 * rank + (rank - 1) % N for rank in range(N)
-        ],
-        "what comes is passed on, and nobody adds": [10.0 * right + j for j, right in enumerate(following)],
-        "a rank begins with the wrong piece: number j sets out at rank j + 1": [
-            total - j + right for j, (total, right) in enumerate(zip(expected, following, strict=True))
-        ],
+        "nothing is added on the way: this is what set out": [10.0 * ((j + 1) % N) + j for j in range(N)]
     }
+    other = [total + (j + 1) % N - j for j, total in enumerate(expected)]
+    known["another piece sets out: piece j begins at rank j + 1, and comes home last"] = other
+    further = [expected[j - 1] + 10.0 * j + (j - 1) % N for j in range(N)]
+    known["one round too many: a sum that has come home goes on to the next rank"] = further
     same(f"sums of {N} ranks", got, expected, world=N, by_rank=True, lookalikes=known)
 
 
@@ -91,8 +79,9 @@ def test_all_gather_fills_in_everybody_s_piece(N: int) -> None:
     expected = [float(rank) for rank in range(N) for _ in range(2)]
     for rank, (got, _, _) in enumerate(run_world(collected, N)):
         before = [float(rank) if owner == rank else -7.0 for owner in range(N) for _ in range(2)]
-        left = [float(rank if owner == rank else (rank - 1) % N) for owner in range(N) for _ in range(2)]
-        known = {"every round sends the own piece; what has just come is to be passed on": left} if N > 2 else {}
+        left = float((rank - 1) % N)
+        again = [float(rank) if owner == rank else left for owner in range(N) for _ in range(2)]
+        known = {"what has come is not passed on: every round sent the own piece": again}
         what = f"the caller's tensors on rank {rank} of {N}"
         same(what, got, expected, before=before, lookalikes=known)
 
@@ -114,7 +103,7 @@ def test_all_reduce_sums_in_place_whatever_the_length(N: int, n: int) -> None:
     expected = [float(sum(x + 100 * rank for rank in range(N))) for x in range(n)]
     for rank, (got, in_place, _) in enumerate(run_world(reduced, N, n)):
         before = [x + 100.0 * rank for x in range(n)]
-        same(f"rank {rank} of {N}", got, expected, world=N, before=before)
+        same(f"the tensor on rank {rank} of {N}", got, expected, world=N, before=before)
         assert in_place, "all_reduce should return the tensor that it was given"
 
 
