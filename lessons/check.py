@@ -10,6 +10,7 @@ from lessons import last_words, replace
 from lessons.exercise import LessonError, read_work, shown, tasks, tasks_at, unanswered
 from lessons.progress import remember
 from lessons.registry import ROOT, Lesson
+from lessons.verdict import paragraphs
 
 QUICK = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # these tests need no plugin, and start sooner without
 
@@ -30,7 +31,7 @@ def check(lesson: Lesson) -> int:
         written = words.read_text(encoding="utf-8") if words.exists() else ""
     end = last_words.read(written, [work for _, work in lesson.files])
     if end is not None:
-        print(explain(lesson, end))
+        print(f"\n{explain(lesson, end)}")
         status = 1
     remember(lesson, passed=status == 0)
     return status
@@ -48,4 +49,6 @@ def explain(lesson: Lesson, end: last_words.End) -> str:
         task = f", task {' or '.join(named)}" if named else ""
         source = work.read_text(encoding="utf-8").splitlines()[number - 1].strip()
         lines.append(f"  {shown(work)}, line {number}{task}: {source}")
+    paragraph = paragraphs(lesson).get(named[0]) if len(named) == 1 else None
+    lines += [f"read: {paragraph}"] if paragraph else []
     return "\n".join([*lines, f"help: python -m lessons hint {lesson.number} {(named or ['TASK'])[0]}"])

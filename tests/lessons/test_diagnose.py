@@ -26,6 +26,7 @@ FOUND: list[tuple[str, Any, Any, dict[str, Any]]] = [
     ("foreign slice", [[1.0, 2.0], [1.0, 2.0]], [[1.0, 2.0], [3.0, 4.0]], {"by_rank": True, "world": 2}),
     ("not finite", [1.0, float("nan")], [1.0, 2.0], {}),
     ("nothing", None, [1.0], {}),
+    ("nothing", [None, None], [[1.0], [2.0]], {"by_rank": True, "world": 2}),
     ("other", [1.0, 7.5], [1.0, 2.0], {}),
     ("other", "text", [1.0, 2.0], {}),
     ("everybody", ["all_reduce"], ["reduce_scatter"], {"about": "calls"}),
@@ -60,6 +61,7 @@ RAISED = [
     ("waiting ranks", "WorldError", "rank 1 waits for rank 0, which sends nothing (limit 60 s):"),
     ("deadlock", "WorldError", "nobody can go on, because nobody is left who could send:"),
     ("unequal parts", "ValueError", "all_gather needs equal parts: 2 ranks x 5 elements do not fill 9"),
+    ("hook returns", "TypeError", "expected Variable, but hook returned 'Bucket'"),
     ("refused", "ValueError", "3 parts for 2 ranks: give every rank one, empty or not"),
     ("raises", "TypeError", "'NoneType' object is not iterable"),
 ]
