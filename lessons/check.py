@@ -14,6 +14,7 @@ from lessons.grade import QUICK, grade
 from lessons.progress import places as places_of
 from lessons.progress import remember, stand_ins
 from lessons.registry import ROOT, Lesson
+from lessons.verdict import paragraphs
 
 
 def check(lesson: Lesson, as_json: bool = False) -> int:
@@ -56,7 +57,7 @@ def _for_people(lesson: Lesson) -> int:
         written = words.read_text(encoding="utf-8") if words.exists() else ""
     end = last_words.read(written, [work for _, work in lesson.files])
     if end is not None:
-        print(explain(lesson, end))
+        print(f"\n{explain(lesson, end)}")
         status = 1
     remember(lesson, passed=status == 0)
     return status
@@ -74,4 +75,6 @@ def explain(lesson: Lesson, end: last_words.End) -> str:
         task = f", task {' or '.join(named)}" if named else ""
         source = work.read_text(encoding="utf-8").splitlines()[number - 1].strip()
         lines.append(f"  {shown(work)}, line {number}{task}: {source}")
+    paragraph = paragraphs(lesson).get(named[0]) if len(named) == 1 else None
+    lines += [f"read: {paragraph}"] if paragraph else []
     return "\n".join([*lines, f"help: python -m lessons hint {lesson.number} {(named or ['TASK'])[0]}"])
