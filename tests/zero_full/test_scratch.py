@@ -3,10 +3,12 @@
 import gc
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.zero_full.test_blocks import count
 from zero_full.kernels.files import PAGE, BlockIO, aligned_empty
+from zero_full.offload import BlockTier
 from zero_full.offload.scratch import ScratchFile, whole_pages
 
 
@@ -45,3 +47,31 @@ def test_each_piece_of_a_file_is_mapped_once_and_as_long_as_somebody_holds_it(tm
     gc.collect()
     assert kept.numel() == 3 * PAGE and (kept == 4).all()
     assert count("fd") < descriptors
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("{}/file", "nvme_path: no file can be made in '{}/file'"),
+        ("{}/file/below", "nvme_path: no file can be made in '{}/file/below'"),
+        ("/proc/nothing", "nvme_path: no file can be made in '/proc/nothing'"),
+        ("{}/\0", "nvme_path: no file can be made in '{}/\\x00'"),
+        ("{}/" + 300 * "x", "nvme_path: no file can be made in '{}/xxx"),
+        ("$SCRATCH/state", r"nvme_path: $SCRATCH/state has a variable in it"),
+        ("~nobody-of-that-name/state", "nvme_path: ~nobody-of-that-name/state cannot be found"),
+    ],
+)
+def test_a_path_that_cannot_be_is_refused_by_the_name_of_its_key(
+    path: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((OSError, ValueError)) as refused:
+        BlockTier(path=path.format(tmp_path)).open([], torch.device("cpu"))
+    assert text.format(tmp_path) in str(refused.value)
+    assert [each.name for each in tmp_path.iterdir()] == ["file"], "and nothing is made of it"
+
+
+def test_a_directory_with_a_strange_name_that_is_there_can_be_meant(tmp_path: Path) -> None:
+    (tmp_path / "$odd").mkdir()
+    BlockTier(path=tmp_path / "$odd").open([], torch.device("cpu")).close()

@@ -41,6 +41,7 @@ from zero_full.offload.scratch import (
     DAMAGED,
     LOST,
     ScratchFile,
+    directory_of,
     page_sums,
     refuse_more_than_free,
     whole_pages,
@@ -99,7 +100,7 @@ class BlockTier(HostTier):
 
     def _file(self) -> ScratchFile:
         io = BlockIO(self.threads, self.block_bytes, direct=self.direct)
-        return ScratchFile(Path(self.path).expanduser(), io)
+        return ScratchFile(directory_of(self.path), io)
 
 
 class Block:

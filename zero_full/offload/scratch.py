@@ -41,6 +41,18 @@ def free_bytes(directory: Path) -> int:
     return found.f_bavail * found.f_frsize
 
 
+def directory_of(path: str | Path) -> Path:
+    """What a user means by it. ValueError for what would become a strange directory below this one."""
+    if "$" in str(path) and not Path(path).exists():
+        raise ValueError(
+            f"nvme_path: {path} has a variable in it, and nobody fills it in: give the directory"
+        )
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"nvme_path: {path} cannot be found: {error} Give the directory") from error
+
+
 def refuse_here(directory: Path) -> None:
     """OSError where a file without a name cannot be reached."""
     if not Path("/proc/self/fd").is_dir():
@@ -122,9 +134,17 @@ class ScratchFile:
 
 
 def _nameless(directory: Path) -> int:
-    directory.mkdir(parents=True, exist_ok=True)
-    file, name = tempfile.mkstemp(prefix=".zero_full_", dir=directory)
-    Path(name).unlink()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        file, name = tempfile.mkstemp(prefix=".zero_full_", dir=directory)
+        Path(name).unlink()
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise OSError(
+            getattr(error, "errno", None),
+            f"nvme_path: no file can be made in {str(directory)!r} ({why}): give a directory on a fast disk, "
+            "in which this process may write",
+        ) from error
     return file
 
 
