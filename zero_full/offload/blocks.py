@@ -188,6 +188,7 @@ class OpenBlocks(Tier):
     def __init__(self, choice: BlockTier, file: ScratchFile) -> None:
         self.part_numel, self.host = choice.part_numel, HostTier(choice.pin_memory)
         self.file, self.directory, self.place = file, file.directory, file.place
+        self.advice = file.advice
         self.lane = Thread("zero_full-blocks")
         self.buffers = [torch.empty(0, dtype=torch.uint8)] * 2
         self.blocks: weakref.WeakKeyDictionary[Any, Block] = weakref.WeakKeyDictionary()

@@ -20,12 +20,18 @@ import torch
 from torch import Tensor
 
 from zero_full.kernels.files import PAGE, BlockIO, Event, Transfer
+from zero_full.offload.limits import limits_here
 from zero_full.wording import human
 
 DAMAGED = (
     "what is read is not what was written, by a fault of the disk or by somebody who has written through "
     "`.data` or numpy, which nobody hears of (write to the tensors themselves)"
 )
+IN_MEMORY = (
+    "nvme_path: {} is in this host's memory (tmpfs), so what waits there takes as much of that as with the "
+    'device "cpu", and more time: give a directory on a disk'
+)
+MEMORY = (0x01021994, 0x858458F6)  # tmpfs and ramfs, as in linux/magic.h
 LOST = 0xFF  # a byte; so many of them are NaN in every type
 KEEP_SIZE, PUNCH_HOLE = 0x01, 0x02  # as in linux/falloc.h
 
@@ -38,7 +44,16 @@ def whole_pages(size: int) -> int:
 def free_bytes(directory: Path) -> int:
     """What this process may still write there."""
     found = os.statvfs(directory)
-    return found.f_bavail * found.f_frsize
+    free = found.f_bavail * found.f_frsize
+    # A file system in memory promises more than there is: half of it all, whatever is in use.
+    return min([free, *(limit.free for limit in limits_here(""))]) if is_in_memory(directory) else free
+
+
+def is_in_memory(directory: Path) -> bool:
+    """Whether what is written there takes the host's memory."""
+    found = (ctypes.c_long * 64)()  # begins with the kind of file system
+    known = ctypes.CDLL(None).statfs(os.fsencode(directory), found) == 0
+    return known and int(found[0]) in MEMORY
 
 
 def directory_of(path: str | Path) -> Path:
@@ -84,6 +99,7 @@ class ScratchFile:
         self.directory, self.io, self.size = directory, io, 0
         file = _nameless(directory)
         self.place = str(os.fstat(file).st_dev)  # which disk of this host it is on
+        self.advice = IN_MEMORY.format(directory) if is_in_memory(directory) else ""
         self.path = f"/proc/self/fd/{file}"
         self._file, self._windows = file, dict[int, Tensor]()  # by where they begin
         self.close = weakref.finalize(self, os.close, file)
