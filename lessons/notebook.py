@@ -81,7 +81,9 @@ def slider(name: str, values: Sequence[Value], drawn: Callable[[Value], object],
 def _html(shown: object) -> str:
     """What a picture or another output is as HTML; text as it is."""
     made = getattr(shown, "_repr_html_", None)
-    return str(made()) if made is not None else f"<pre>{html.escape(str(shown))}</pre>"
+    return (
+        str(made()) if made is not None else f'<pre style="overflow-x: auto">{html.escape(str(shown))}</pre>'
+    )
 
 
 def _live(made: str, words: str) -> Shown:
