@@ -39,7 +39,7 @@ MISTAKES = (
         "total = comm.receive(mine, left) + mine",
         "total = mine.add_(comm.receive(mine, left))",
         "the sum is made in the caller's piece, which was to stay as it is",
-        "lookalike",
+        "changed",
         CHANGES,
     ),
     Mistake(
@@ -54,7 +54,7 @@ MISTAKES = (
         "        comm.send(total, right)\n"
         "        total = coming + mine",
         "everybody listens before anybody speaks",
-        "waiting ranks",
+        "deadlock",
         BROKEN,
     ),
     Mistake(
@@ -64,6 +64,30 @@ MISTAKES = (
         "comm.receive(mine, left)",
         "what comes is passed on, and nobody adds",
         "lookalike",
+        CHANGES,
+    ),
+    Mistake(
+        "one-round-too-many",
+        "reduce_scatter",
+        "range(N - 1)",
+        "range(N)",
+        "the sum comes home and goes on to the next rank",
+        "lookalike",
+        CHANGES,
+    ),
+    Mistake(
+        "one-place-too-far",
+        "reduce_scatter",
+        "total = pieces[(rank - 1) % N].clone()  # of the piece that sets out here\n"
+        "    for round in range(N - 1):\n"
+        "        comm.send(total, right)\n"
+        "        mine = pieces[(rank - 2 - round) % N]",
+        "total = pieces[rank].clone()\n"
+        "    for round in range(N - 1):\n"
+        "        comm.send(total, right)\n"
+        "        mine = pieces[(rank - 1 - round) % N]",
+        "every piece sets out at its own rank, and so it ends at the rank before it",
+        "foreign slice",
         CHANGES,
     ),
     Mistake(
