@@ -30,6 +30,7 @@ SAID = {
     "forgotten None": "something is kept that should be let go: it must be None, or empty, afterwards",
     "let go": "something is gone that is needed later",
     "no advance": "nothing has changed: it is what it was before",
+    "changed": "it has changed, and was to stay as it is: compute in a tensor of your own",
     "not collected": "only a part is new, the rest is as before: the others' parts were never collected",
     "foreign slice": "rank {rank} has what belongs to rank {other}",
     "ranks differ": "the ranks do not agree, and they must",
@@ -41,14 +42,21 @@ SAID = {
     "too many bytes": "{ratio} times the bytes that are needed",
     "too few bytes": "{ratio} times the bytes that are needed: something did not travel, or not all of it",
     "nothing": "there is no answer at all: is the `return`, or the assignment, missing?",
-    "waiting ranks": "the ranks do not make the same calls: somebody waits for a rank that is elsewhere",
+    "waiting ranks": "the ranks do not make the same calls: another call, other lengths, or a rank that never comes",
+    "deadlock": "who is left waits to receive, and nobody is left who sends: send first, and as often",
     "unequal parts": "a collective needs parts of one size from all ranks, and they differ: is it padded?",
+    "hook returns": "a hook has returned something, and must return None: no `return`, or a bare one",
     "refused": "the collective refused what it was given",
     "raises": "Python stopped in your line",
     "lookalike": "{cause}",
     "other": "the numbers differ, and not by any pattern that is known here",
 }
-REFUSED = ("give every rank one, empty or not", "elements from the ranks, and gets", "resize_ it first")
+REFUSED = (
+    "are they exchanged?",
+    "give every rank one, empty or not",
+    "elements from the ranks, and gets",
+    "resize_ it first",
+)
 
 
 @dataclass(frozen=True)
@@ -71,7 +79,7 @@ def of_facts(facts: Facts) -> Finding:
             return finding("lookalike", cause=cause)
     if facts.alone is not None and alike(facts.got, facts.alone, 1e-5):
         return finding("alone")
-    if facts.got is None and facts.expected is not None:
+    if _empty(facts.got) and not _empty(facts.expected):
         return finding("nothing")
     if facts.about == "dtype":
         return finding("dtype")
@@ -79,11 +87,20 @@ def of_facts(facts: Facts) -> Finding:
     return by_kind.get(facts.about, _values)(facts)
 
 
+def _empty(value: Any) -> bool:
+    """Whether this is None, or None for every rank."""
+    return value is None or (isinstance(value, list) and bool(value) and all(each is None for each in value))
+
+
 def of_error(name: str, message: str) -> Finding:
     """What an exception says that came out of the learner's lines, or out of a collective below them."""
     if name == "NotImplementedError":
         return finding("blank")
-    if re.search(r"never arrived|made different calls|nobody can go on", message):
+    if "hook returned" in message:
+        return finding("hook returns")
+    if "nobody can go on" in message:
+        return finding("deadlock")
+    if re.search(r"never arrived|made different calls|sends nothing", message):
         return finding("waiting ranks")
     if "needs equal parts" in message:
         return finding("unequal parts")
@@ -100,6 +117,8 @@ def _values(facts: Facts) -> Finding:
         return finding("not finite", nonfinite=next(shown(float(x)) for x in got if not math.isfinite(x)))
     if len(got) != len(expected):
         return _lengths(got, expected)
+    if facts.before is not None and alike(expected, numbers(facts.before)):
+        return finding("changed")
     if facts.before is not None and alike(got, numbers(facts.before), 1e-9):
         return finding("no advance")
     ratio = _ratio(got, expected)

@@ -8,18 +8,17 @@ not assumed for a stage; it is read off the order of the calls and off the stora
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero_min.comm import Comm
 from zero_min.gpt import GPT, GPTConfig, batch, load_text
-from zero_min.ledger import Ledger
+from zero_min.ledger import Ledger, Listener, tensors_in
 from zero_min.thread_comm import ThreadComm, run_world
 
 __tracebackhide__ = True  # in an error about waiting ranks the line that called is the trainer's
@@ -153,14 +152,6 @@ class TimedComm(ThreadComm):
         return result
 
 
-def _tensors(items: Iterable[Any]) -> Iterator[Tensor]:
-    for item in items:
-        if isinstance(item, Tensor):
-            yield item
-        elif isinstance(item, (list, tuple)):
-            yield from _tensors(item)
-
-
 def arithmetic(operation: Any, args: Sequence[Any], result: Any) -> int:
     """Floating-point operations of a matrix multiplication or of attention; 0 for all others."""
     kind = operation.overloadpacket
@@ -175,35 +166,31 @@ def arithmetic(operation: Any, args: Sequence[Any], result: Any) -> int:
     return 0
 
 
-class _Listener(TorchDispatchMode):
-    """Hears every operation of its thread."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and importing the compiler takes longer than a step
+class _Writer(Listener):
+    """Writes a diary of operations."""
 
     def __init__(self, diary: Diary) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.diary = diary
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        after = self.diary.latest(_tensors((*args, *kwargs.values())))
+        after = self.diary.latest(tensors_in((*args, *kwargs.values())))
         result = func(*args, **kwargs)
         flops = arithmetic(func, args, result)
         if flops or func is aten._local_scalar_dense.default:
             self.diary.work(flops, after)
         elif after >= 0:
-            self.diary.fill(_tensors((result,)), after)
+            self.diary.fill(tensors_in((result,)), after)
         return result
 
 
 def _one_rank(comm: ThreadComm, build: Build, config: GPTConfig, micro_batches: int) -> tuple[Entry, ...]:
     diary, text = Diary(), load_text()
     generator = torch.Generator().manual_seed(comm.rank)
-    with _Listener(diary):
+    with _Writer(diary):
         trainer = build(GPT(config), TimedComm(comm, diary))
         for _ in range(STEPS):
             diary.begin()

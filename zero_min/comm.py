@@ -101,6 +101,11 @@ class Comm(ABC):
         """Fill `whole` with every rank's `mine`, in rank order. Sends (N-1)/N n."""
         _check("all_gather", mine)
         _check("all_gather", whole, in_place=True)
+        if whole.numel() < mine.numel():
+            raise ValueError(
+                f"all_gather fills its first argument, which has {whole.numel()} elements, with everybody's "
+                f"second, which has {mine.numel()}: are they exchanged?"
+            )
         if whole.numel() != mine.numel() * self.world_size:
             raise ValueError(
                 f"all_gather needs equal parts: {self.world_size} ranks x {mine.numel()} elements do not "

@@ -95,23 +95,31 @@ class Ledger:
         self._storages.pop(key, None)
 
 
-def _tensors(items: Iterable[Any]) -> Iterator[Tensor]:
+def tensors_in(items: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among these, and in lists and tuples among them."""
     for item in items:
         if isinstance(item, Tensor):
             yield item
         elif isinstance(item, (list, tuple)):
-            yield from _tensors(item)
+            yield from tensors_in(item)
 
 
-class _Watch(TorchDispatchMode):
-    """Dispatch modes belong to a thread, so each rank of a `run_world` has its own."""
+class Listener(TorchDispatchMode):
+    """Hears the operations of its thread, so each rank of a `run_world` has its own."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # nothing is compiled here, and importing the compiler takes longer than a lesson's cell
 
+
+class _Watch(Listener):
+    """Shows a ledger what comes out of each operation."""
+
     def __init__(self, ledger: Ledger) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.ledger = ledger
 
     def __torch_dispatch__(
@@ -120,12 +128,12 @@ class _Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         # A storage that came in is somebody's already, perhaps another rank's: never charge the reader.
-        came_in = {id(t.untyped_storage()) for t in _tensors((*args, *kwargs.values()))}
+        came_in = {id(t.untyped_storage()) for t in tensors_in((*args, *kwargs.values()))}
         if func is torch.ops.aten.lift_fresh.default:  # torch.tensor([...]) is born here
             came_in = set()
         if func is torch.ops.aten.from_file.default:  # a mapped file is not memory
             return result
-        for tensor in _tensors((result,)):
+        for tensor in tensors_in((result,)):
             if id(tensor.untyped_storage()) not in came_in:
                 self.ledger._saw(tensor)
         self.ledger.peak = max(self.ledger.peak, self.ledger.live())

@@ -26,7 +26,7 @@ def overlap(start: int, end: int, rank: int, slice_size: int) -> tuple[int, int]
     # --8<-- [end:ex_overlap]
 
 
-@dataclass
+@dataclass(eq=False)
 class Window:
     """A parameter and where it lies in its group's flat tensor."""
 
@@ -40,7 +40,7 @@ class Window:
         return slice(low - self.start, high - self.start)
 
 
-@dataclass
+@dataclass(eq=False)  # the same only if it is the same one: tensors have no == that is true or false
 class Bucket:
     """Parameters whose gradients travel in one collective."""
 

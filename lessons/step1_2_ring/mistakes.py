@@ -12,7 +12,7 @@ MISTAKES = (
         "(comm.rank - 1) % comm.world_size",
         "comm.rank - 1",
         "rank 0 has no left neighbour: the ring is not closed",
-        "other",
+        "lookalike",
         CHANGES,
     ),
     Mistake(
@@ -21,7 +21,7 @@ MISTAKES = (
         "return (comm.rank - 1) % comm.world_size, (comm.rank + 1) % comm.world_size",
         "return (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size",
         "left and right are exchanged",
-        "order",
+        "lookalike",
         CHANGES,
     ),
     Mistake(
@@ -30,7 +30,7 @@ MISTAKES = (
         "total = pieces[(rank - 1) % N].clone()",
         "total = pieces[rank].clone()",
         "the own piece sets out, and does not come home",
-        "other",
+        "lookalike",
         CHANGES,
     ),
     Mistake(
@@ -39,7 +39,7 @@ MISTAKES = (
         "total = comm.receive(mine, left) + mine",
         "total = mine.add_(comm.receive(mine, left))",
         "the sum is made in the caller's piece, which was to stay as it is",
-        "other",
+        "changed",
         CHANGES,
     ),
     Mistake(
@@ -54,7 +54,7 @@ MISTAKES = (
         "        comm.send(total, right)\n"
         "        total = coming + mine",
         "everybody listens before anybody speaks",
-        "waiting ranks",
+        "deadlock",
         BROKEN,
     ),
     Mistake(
@@ -63,7 +63,31 @@ MISTAKES = (
         "comm.receive(mine, left) + mine",
         "comm.receive(mine, left)",
         "what comes is passed on, and nobody adds",
-        "other",
+        "lookalike",
+        CHANGES,
+    ),
+    Mistake(
+        "one-round-too-many",
+        "reduce_scatter",
+        "range(N - 1)",
+        "range(N)",
+        "the sum comes home and goes on to the next rank",
+        "lookalike",
+        CHANGES,
+    ),
+    Mistake(
+        "one-place-too-far",
+        "reduce_scatter",
+        "total = pieces[(rank - 1) % N].clone()  # of the piece that sets out here\n"
+        "    for round in range(N - 1):\n"
+        "        comm.send(total, right)\n"
+        "        mine = pieces[(rank - 2 - round) % N]",
+        "total = pieces[rank].clone()\n"
+        "    for round in range(N - 1):\n"
+        "        comm.send(total, right)\n"
+        "        mine = pieces[(rank - 1 - round) % N]",
+        "every piece sets out at its own rank, and so it ends at the rank before it",
+        "foreign slice",
         CHANGES,
     ),
     Mistake(
@@ -81,7 +105,7 @@ MISTAKES = (
         "comm.send(pieces[(rank - round) % N], right)",
         "comm.send(pieces[rank], right)",
         "every round sends the own piece, where what has just come is to be passed on",
-        "other",
+        "lookalike",
         CHANGES,
     ),
     Mistake(
@@ -99,7 +123,7 @@ MISTAKES = (
         "    all_gather(comm, pieces)\n",
         "",
         "the sums are never collected",
-        "other",
+        "not collected",
         CHANGES,
     ),
 )

@@ -67,7 +67,7 @@ MISTAKES = (
         "new_zeros(padding)",
         "new_ones(padding)",
         "the tail is ones: a padding that is not zero has a gradient, and is stepped",
-        "other",
+        "lookalike",
         CHANGES,
     ),
     Mistake(
@@ -112,7 +112,7 @@ MISTAKES = (
         "start += size",
         "start = size",
         "the start is set and not moved on, so from the third part on the cuts overlap",
-        "other",
+        "lookalike",
         CHANGES,
     ),
     Mistake(
@@ -188,6 +188,15 @@ MISTAKES = (
         CHANGES,
     ),
     Mistake(
+        "gradient-at-the-slice",
+        "reduce",
+        "f.master.grad = my_grad.to(f.master.dtype)",
+        "f.mine.grad = my_grad",
+        "the slice gets the gradient; Adam steps the master, which in 16 bits is another tensor",
+        "lookalike",
+        CHANGES,
+    ),
+    Mistake(
         "master-stays-away",
         "gather",
         "f.mine.copy_(f.master)",
@@ -203,6 +212,24 @@ MISTAKES = (
         "f.mine = f.master.to(f.mine.dtype).clone()",
         "an assignment makes another tensor, which is no window of the model's memory any more",
         "copy",
+        CHANGES,
+    ),
+    Mistake(
+        "the-master-for-a-slice",
+        "gather",
+        "f.mine.copy_(f.master)",
+        "f.mine = f.master",
+        "the slice is the fp32 master from now on: no window of the model, and twice the bytes to send",
+        "copy",
+        CHANGES,
+    ),
+    Mistake(
+        "whole-and-part-exchanged",
+        "gather",
+        "self.comm.all_gather(f.flat, f.mine)",
+        "self.comm.all_gather(f.mine, f.flat)",
+        "the arguments are exchanged: the whole is asked to fit into a part",
+        "refused",
         CHANGES,
     ),
     Mistake(

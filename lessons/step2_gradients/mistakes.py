@@ -48,7 +48,7 @@ MISTAKES = (
         "self.bucket_of[param].missing -= 1",
         "pass",
         "nobody counts, so no bucket is complete before the end of backward",
-        "does not happen",
+        "lookalike",
         CHANGES,
     ),
     Mistake(
@@ -57,7 +57,7 @@ MISTAKES = (
         "break",
         "continue",
         "a complete bucket overtakes one that is not, and ranks may reduce different buckets",
-        "happens too much",
+        "lookalike",
         CHANGES,
     ),
     Mistake(
@@ -66,7 +66,7 @@ MISTAKES = (
         "bucket.missing > 0",
         "bucket.missing > 1",
         "a bucket leaves while one gradient is still missing",
-        "happens too much",
+        "lookalike",
         CHANGES,
     ),
     Mistake(
@@ -75,7 +75,16 @@ MISTAKES = (
         "if bucket.reduced:\n                continue\n            if bucket.missing > 0:",
         "if bucket.missing > 0:",
         "a bucket that has left leaves again with every later gradient",
-        "happens too much",
+        "lookalike",
+        CHANGES,
+    ),
+    Mistake(
+        "the-hook-answers",
+        "arrived",
+        "            self._reduce(bucket)",
+        "            self._reduce(bucket)\n        return bucket",
+        "the hook returns the bucket, and autograd takes that for another gradient",
+        "hook returns",
         CHANGES,
     ),
     Mistake(
@@ -84,7 +93,7 @@ MISTAKES = (
         "for bucket in self.buckets:",
         "for bucket in [self.bucket_of[param]]:",
         "only the gradient's own bucket is looked at, so one that waited for it is forgotten",
-        "happens too much",
+        "lookalike",
         CHANGES,
     ),
     Mistake(
@@ -104,7 +113,7 @@ MISTAKES = (
         "            self.comm.all_reduce(part).div_(self.comm.world_size)\n"
         "        averages = parts[self.comm.rank]",
         "every part is all-reduced, and the own one kept",
-        "too few bytes",
+        "everybody",
         CHANGES,
     ),
     Mistake(
@@ -113,7 +122,7 @@ MISTAKES = (
         "averages = self.comm.reduce_scatter(parts).div_(self.comm.world_size)",
         "averages = parts[self.comm.rank]",
         "each rank keeps its part of its own gradient",
-        "alone",
+        "silent",
         CHANGES,
     ),
     Mistake(
@@ -140,7 +149,7 @@ MISTAKES = (
         "        bucket.reduced = True\n",
         "",
         "the bucket leaves and nobody writes it down",
-        "too many bytes",
+        "lookalike",
         CHANGES,
     ),
     Mistake(

@@ -67,7 +67,7 @@ MISTAKES = (
         "wanted = x + error",
         "wanted = x.clone()",
         "what was wrong the last time is forgotten",
-        "other",
+        "lookalike",
         MEAN,
     ),
     Mistake(
@@ -76,7 +76,7 @@ MISTAKES = (
         "error.copy_(wanted - spread_out",
         "error.sub_(0 * spread_out",
         "what the signs got wrong is never written down",
-        "other",
+        "no advance",
         MEAN,
     ),
     Mistake(
@@ -122,7 +122,7 @@ MISTAKES = (
         "return self.comm.all_to_all(messages)",
         "return messages",
         "nobody sends anything: each rank opens its own messages",
-        "other",
+        "lookalike",
         MEAN,
     ),
     Mistake(
@@ -167,7 +167,7 @@ MISTAKES = (
         "self.lengths[r], r)",
         "self.lengths[self.comm.rank], r)",
         "every chunk is opened with the lengths of my own",
-        "other",
+        "lookalike",
         MEAN,
     ),
     Mistake(
@@ -176,7 +176,7 @@ MISTAKES = (
         "self.comm.all_gather(answers, answer)",
         "answers.copy_(answer.repeat(self.comm.world_size))",
         "my own answer stands for everybody's",
-        "other",
+        "lookalike",
         MEAN,
     ),
     Mistake(
@@ -221,7 +221,7 @@ MISTAKES = (
         "self.walked += self.rate()",
         "self.walked = self.rate()",
         "only the last rate is kept",
-        "other",
+        "lookalike",
         THEN,
     ),
     Mistake(
@@ -239,7 +239,7 @@ MISTAKES = (
         "self.x.copy_(self.anchor).mul_",
         "self.x.mul_",
         "each rank starts from where it has walked to, not from the common anchor",
-        "other",
+        "lookalike",
         THEN,
     ),
     Mistake(
@@ -248,7 +248,7 @@ MISTAKES = (
         "self.quiet(self.compressed(self.u))",
         "self.quiet(self.u.clone())",
         "each rank takes its own walk, and the ranks part",
-        "other",
+        "lookalike",
         THEN,
     ),
     Mistake(

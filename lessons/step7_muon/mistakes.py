@@ -2,7 +2,7 @@
 
 from lessons.museum import Mistake
 
-MUON, CUT = "What Muon does", "Why a matrix must not be cut"
+MUON = "What Muon does"
 OWNERS, VISIT, BROKEN = "Who works on which matrix", "The visit", "Break it on purpose"
 
 MISTAKES = (
@@ -57,7 +57,7 @@ MISTAKES = (
         "range(steps)",
         "range(0)",
         "the matrix is divided by its norm and nothing else, so its singular values stay far apart",
-        "other",
+        "lookalike",
         MUON,
     ),
     Mistake(
@@ -139,8 +139,8 @@ MISTAKES = (
         "made = torch.cat([orthogonalize(p.view(1, -1)).reshape(-1) for p in whole.reshape(-1).split(\n"
         "                [each[k] for each in lengths])])",
         "each rank's piece is made orthogonal by itself, and a matrix must not be cut",
-        "other",
-        CUT,
+        "lookalike",
+        VISIT,
     ),
     Mistake(
         "unchanged-back",

@@ -31,6 +31,9 @@ def test_adam_the_first_step_is_the_learning_rate_whatever_the_gradient() -> Non
         ]
         known["the step goes uphill: a minus is missing"] = [1.1]
         known["the root of the average square is missing"] = [1 - 0.1 * grad / (grad**2 + 1e-8)]
+        known["eps is added before the root is taken: it belongs behind it"] = [
+            round(1 - 0.1 * grad / (grad**2 + 1e-8) ** 0.5, 6)
+        ]
         what = f"a weight of 1 after one step with gradient {grad}"
         same(what, got, [0.9], near=1e-5, before=[1.0], lookalikes=known)
 
@@ -43,6 +46,13 @@ def test_adam_two_gradients_of_different_size() -> None:
         "the corrections stay those of the first step: a power is missing": 0.9
         - 0.39 / 0.009999**0.5 * 0.001**0.5
     }
+    for names, m, v in [("m and v do", 0.3, 0.009), ("m does", 0.3, 0.009999), ("v does", 0.39, 0.009)]:
+        cause = (
+            f"{names} not remember: `m = ...` makes a new tensor, `m.mul_(...)` changes the one that is kept"
+        )
+        known[cause] = 0.9 - 0.1 * (m / 0.19) / (v / 0.001999) ** 0.5
+    first = 0.9 - 0.1 * (0.39 / 0.1) / ((0.009999 / 0.001999) ** 0.5 + 1e-8)
+    known["the average's correction stays that of the first step: a power is missing"] = first
     same("a weight of 1 after two steps", got[1], expected, near=1e-5, lookalikes=known)
 
 
@@ -50,6 +60,7 @@ def test_adam_two_gradients_of_different_size() -> None:
 def test_adam_weight_decay_without_a_gradient(name: str, expected: float) -> None:
     got = one_parameter(name, [0.0], lr=0.1, weight_decay=0.2)
     known = {"the decay is not multiplied by the rate": [0.8]}
+    known[f"the weight does not decay: of `weight_decay` nothing has come to {name}"] = [1.0]
     known["this is the other one's decay: Adam adds it to the gradient, AdamW shrinks the weight"] = [
         1.88 - expected
     ]
@@ -61,6 +72,15 @@ def test_adam_weight_decay_without_a_gradient(name: str, expected: float) -> Non
         before=[1.0],
         lookalikes=known,
     )
+
+
+def test_adam_leaves_the_gradient_as_it_is() -> None:
+    p = nn.Parameter(torch.ones(1))
+    p.grad = torch.full((1,), 3.0)
+    adam.Adam([{"params": [p]}], weight_decay=0.5).step()
+    known = {"the decay is added to `p.grad` itself: `g += ...` changes it, `g = g + ...` does not": [3.5]}
+    what = "the gradient of a weight of 1 after a step with decay"
+    same(what, p.grad, [3.0], lookalikes=known)
 
 
 def averaged(comm: Comm, used_by: tuple[int, ...]) -> tuple[list[float], list[str], int]:
@@ -81,7 +101,9 @@ def averaged(comm: Comm, used_by: tuple[int, ...]) -> tuple[list[float], list[st
 def test_average_gives_everyone_the_mean(world: int, mean: float) -> None:
     got = [grad for grad, *_ in run_world(averaged, world, tuple(range(world)))]
     alone = [[rank + 1.0] * 3 for rank in range(world)]
-    same(f"{world} ranks with gradients 1 to {world}", got, [[mean] * 3] * world, world=world, alone=alone)
+    known = {"everybody has rank 0's gradient: the others' data are lost": [[1.0] * 3] * world}
+    what, expected = f"{world} ranks with gradients 1 to {world}", [[mean] * 3] * world
+    same(what, got, expected, world=world, alone=alone, lookalikes=known)
 
 
 def test_average_counts_no_gradient_as_zero() -> None:

@@ -26,7 +26,8 @@ def test_flatten_pads_with_as_few_zeros_as_possible() -> None:
     for sizes, alignment, padding in [((2, 3), 4, 3), ((2, 2), 4, 0), ((0, 1), 3, 2)]:
         got = stage1.flatten_dense_tensors_aligned(sized(*sizes), alignment)
         expected = [float(i + 1) for i in range(sum(sizes))] + [0.0] * padding
-        same(f"tensors of sizes {sizes}, aligned to {alignment}", got, expected)
+        ones = {"the padding is not zero": [float(i + 1) for i in range(sum(sizes))] + [1.0] * padding}
+        same(f"tensors of sizes {sizes}, aligned to {alignment}", got, expected, lookalikes=ones)
 
 
 def test_flatten_takes_what_is_not_contiguous_row_by_row() -> None:
@@ -52,30 +53,46 @@ def test_partition_cuts_near_equally(numel: int, world: int, expected: list[int]
     flat = torch.arange(numel, dtype=torch.float32)
     parts = stage1.get_data_parallel_partitions(flat, world)
     same(f"{numel} elements for {world} ranks", [part.numel() for part in parts], expected)
-    same("the parts one behind the other", torch.cat(list(parts)), flat)
+    starts = [0, *expected[:-1]]
+    still = torch.cat([flat[start : start + size] for start, size in zip(starts, expected, strict=True)])
+    overlap = {
+        "a part starts where the length before it says, not where the parts before it end": still.tolist()
+    }
+    same("the parts one behind the other", torch.cat(list(parts)), flat, lookalikes=overlap)
     shared = all(part.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr() for part in parts)
     same("whether parts and flat share memory", shared, True, about="memory")
 
 
-def one_step(comm: Comm) -> tuple[list[float], list[float], int, list[list[str]]]:
-    model = nn.Linear(3, 1, bias=False)
+def reduced(comm: Comm, dtype: torch.dtype = torch.float32) -> tuple[stage1.Stage1, list[str]]:
+    """A trainer of three weights that are 1, with its gradients reduced, and the collectives of that."""
+    model = nn.Linear(3, 1, bias=False).to(dtype)
     nn.init.ones_(model.weight)
     stage = stage1.Stage1(model, comm, lr=0.25)
-    model(torch.full((1, 3), float(comm.rank + 1))).sum().backward()
+    model(torch.full((1, 3), float(comm.rank + 1), dtype=dtype)).sum().backward()
     comm.ledger.clear_traffic()
     stage.reduce_gradients()
-    calls = [[event.what for event in comm.ledger.events]]
-    (flat,) = stage.flats
-    own = flat.master.grad.tolist()
+    return stage, [event.what for event in comm.ledger.events]
+
+
+def own_gradient(comm: Comm) -> tuple[list[float] | None, list[str]]:
+    stage, calls = reduced(comm)
+    own = stage.flats[0].master.grad
+    return None if own is None else own.tolist(), calls
+
+
+def gathered(comm: Comm) -> tuple[list[float], int, list[str]]:
+    """The weights after a step, the gradients that are left, and the collectives of the gathering."""
+    stage, _ = reduced(comm)
     stage.optimizer.step()
     comm.ledger.clear_traffic()
     stage.gather_parameters()
-    calls.append([event.what for event in comm.ledger.events])
-    return own, model.weight.detach().flatten().tolist(), int(flat.master.grad is not None), calls
+    (weight,) = stage.model.parameters()
+    kept = int(stage.flats[0].master.grad is not None)
+    return weight.detach().flatten().tolist(), kept, [event.what for event in comm.ledger.events]
 
 
 def test_reduce_gives_each_rank_the_average_of_its_slice() -> None:
-    got = [own for own, *_ in run_world(one_step, 2)]
+    got = [own for own, _ in run_world(own_gradient, 2)]
     expected = [[1.5, 1.5], [1.5, 0.0]]  # gradients 1 and 2; rank 1's slice ends with padding
     alone = [[1.0, 1.0], [2.0, 0.0]]
     same("own gradients of 2 ranks", got, expected, world=2, by_rank=True, alone=alone)
@@ -96,7 +113,7 @@ def test_reduce_counts_no_gradient_as_zero() -> None:
 
 
 def test_reduce_sends_each_rank_its_part_and_no_more() -> None:
-    calls = [calls[0] for *_, calls in run_world(one_step, 2)]
+    calls = [calls for _, calls in run_world(own_gradient, 2)]
     same("collectives of the reduction", calls, [["reduce_scatter"]] * 2, about="calls", by_rank=True)
 
 
@@ -113,53 +130,54 @@ def test_reduce_keeps_no_more_than_the_own_slice() -> None:
 
 
 def test_gather_gives_everyone_all_new_parameters() -> None:
-    got = [weight for _, weight, *_ in run_world(one_step, 2)]
+    got = [weight for weight, *_ in run_world(gathered, 2)]
     expected, before = [[0.75] * 3] * 2, [[1.0] * 3] * 2
     same("weights of 2 ranks", got, expected, near=1e-6, world=2, by_rank=True, before=before)
 
 
 def test_gather_is_one_collective() -> None:
-    calls = [calls[1] for *_, calls in run_world(one_step, 2)]
+    calls = [calls for *_, calls in run_world(gathered, 2)]
     same("collectives of the gathering", calls, [["all_gather"]] * 2, about="calls", by_rank=True)
 
 
 def test_gather_drops_the_gradient_that_is_used_up() -> None:
-    kept = [kept for _, _, kept, _ in run_world(one_step, 2)]
+    kept = [kept for _, kept, _ in run_world(gathered, 2)]
     same("gradients of `f.master` that are left on 2 ranks", kept, [0, 0], about="kept")
 
 
-def one_step_of_16_bits(comm: Comm) -> tuple[str, list[float], list[float]]:
-    model = nn.Linear(3, 1, bias=False).bfloat16()
-    nn.init.ones_(model.weight)
-    stage = stage1.Stage1(model, comm, lr=0.25)
-    model(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
-    stage.reduce_gradients()
-    (flat,) = stage.flats
-    dtype = "none" if flat.master.grad is None else str(flat.master.grad.dtype)
+def test_reduce_gives_the_master_a_gradient_of_its_own_type() -> None:
+    def body(comm: Comm) -> str:
+        stage, _ = reduced(comm, torch.bfloat16)
+        grad = stage.flats[0].master.grad
+        return "none" if grad is None else str(grad.dtype)
+
+    got = run_world(body, 2)
+    elsewhere = {
+        "`f.master`, a tensor of its own in 16 bits, has no gradient: is it at `f.mine`?": ["none"] * 2
+    }
+    what = "the gradients of the fp32 masters of a 16-bit model"
+    same(what, got, ["torch.float32"] * 2, about="dtype", lookalikes=elsewhere)
+
+
+def stepped_in_16_bits(comm: Comm) -> tuple[list[float], list[float], bool]:
+    """The own slice of a 16-bit model, its master, and whether the slice is in the model's memory."""
+    stage, _ = reduced(comm, torch.bfloat16)
     stage.optimizer.step()
     stage.gather_parameters()
-    return dtype, flat.mine.tolist(), flat.master.to(torch.bfloat16).tolist()
-
-
-def test_reduce_gives_the_master_a_gradient_of_its_own_type() -> None:
-    got = [dtype for dtype, *_ in run_world(one_step_of_16_bits, 2)]
-    what = "the gradients of the fp32 masters of a 16-bit model"
-    same(what, got, ["torch.float32"] * 2, about="dtype")
+    (flat,) = stage.flats
+    window = flat.mine.untyped_storage().data_ptr() == flat.flat.untyped_storage().data_ptr()
+    return flat.mine.tolist(), flat.master.to(torch.bfloat16).tolist(), window
 
 
 def test_gather_copies_the_master_into_its_place() -> None:
-    answers = run_world(one_step_of_16_bits, 2)
-    got, expected = [mine for _, mine, _ in answers], [master for *_, master in answers]
+    answers = run_world(stepped_in_16_bits, 2)
+    got, expected = [mine for mine, *_ in answers], [master for _, master, _ in answers]
     what = "own slices of a 16-bit model, whose masters are tensors of their own"
-    same(what, got, expected, by_rank=True, world=2, before=[[1.0, 1.0], [1.0, 0.0]])
+    before = [[1.0, 1.0], [1.0, 0.0]]
+    same(what, got, expected, by_rank=True, world=2, before=before)
 
 
 def test_gather_writes_into_the_window() -> None:
-    def body(comm: Comm) -> bool:
-        (flat,) = (stage := stage1.Stage1(nn.Linear(3, 1), comm)).flats
-        with torch.no_grad():
-            stage.gather_parameters()
-        return flat.mine.untyped_storage().data_ptr() == flat.flat.untyped_storage().data_ptr()
-
-    what = "whether `f.mine` is still a window of the model's memory, on 2 ranks"
-    same(what, all(run_world(body, 2)), True, about="memory")
+    got = [window for *_, window in run_world(stepped_in_16_bits, 2)]
+    what = "whether `f.mine` is still a window of a 16-bit model's memory, on 2 ranks"
+    same(what, all(got), True, about="memory")

@@ -14,11 +14,15 @@ def pieces_of(comm: Comm) -> list[Tensor]:
     return [torch.tensor([10.0 * comm.rank + j]) for j in range(comm.world_size)]
 
 
-@pytest.mark.parametrize("N", [1, 2, 4])
+@pytest.mark.parametrize("N", [2, 4, 1])
 def test_neighbours_stand_in_a_ring(N: int) -> None:
     got = [tuple(pair) for pair in run_world(ring.neighbours, N)]
     expected = [((rank - 1) % N, (rank + 1) % N) for rank in range(N)]
-    same(f"(left, right) of {N} ranks", got, expected)
+    known = {"rank 0 has no left neighbour: the ring is not closed": [(r - 1, (r + 1) % N) for r in range(N)]}
+    known["the last rank has no right neighbour: it is not closed"] = [((r - 1) % N, r + 1) for r in range(N)]
+    known["the ring is not closed at either end"] = [(r - 1, r + 1) for r in range(N)]
+    known["left and right are exchanged"] = [(right, left) for left, right in expected]
+    same(f"(left, right) of {N} ranks", got, expected, lookalikes=known)
 
 
 def scattered(comm: Comm) -> tuple[float, list[float], int, int]:
@@ -28,22 +32,30 @@ def scattered(comm: Comm) -> tuple[float, list[float], int, int]:
     return mine.item(), torch.cat(pieces).tolist(), comm.ledger.total_sent(), messages
 
 
-@pytest.mark.parametrize("N", [1, 2, 3, 4])
+@pytest.mark.parametrize("N", [2, 3, 4, 1])
 def test_reduce_scatter_gives_each_rank_the_sum_of_its_piece(N: int) -> None:
     got = [mine for mine, _, _, _ in run_world(scattered, N)]
     expected = [float(sum(10 * rank + j for rank in range(N))) for j in range(N)]
-    same(f"sums of {N} ranks", got, expected)
+    known = {
+        "nothing is added on the way: this is what set out": [10.0 * ((j + 1) % N) + j for j in range(N)]
+    }
+    other = [total + (j + 1) % N - j for j, total in enumerate(expected)]
+    known["another piece sets out: piece j begins at rank j + 1, and comes home last"] = other
+    further = [expected[j - 1] + 10.0 * j + (j - 1) % N for j in range(N)]
+    known["one round too many: a sum that has come home goes on to the next rank"] = further
+    same(f"sums of {N} ranks", got, expected, world=N, by_rank=True, lookalikes=known)
 
 
 def test_reduce_scatter_leaves_the_pieces_as_they_are() -> None:
     for rank, (_, pieces, _, _) in enumerate(run_world(scattered, 3)):
         expected = [10.0 * rank + j for j in range(3)]
-        same(f"rank {rank}'s pieces afterwards", pieces, expected)
+        same(f"rank {rank}'s pieces afterwards", pieces, expected, before=expected)
 
 
 def test_reduce_scatter_sends_every_piece_but_one_to_the_right() -> None:
-    got = [(sent, messages) for _, _, sent, messages in run_world(scattered, 4)]
-    same("(bytes, messages) of 4 ranks and pieces of 4 bytes", got, [(12, 3)] * 4)
+    sent, messages = zip(*[answer[2:] for answer in run_world(scattered, 4)], strict=True)
+    same("bytes sent by each of 4 ranks, pieces of 4 bytes", sent, [12] * 4, about="bytes")
+    same("messages sent by each of 4 ranks", messages, [3] * 4)
 
 
 def test_reduce_scatter_of_pieces_of_different_length() -> None:
@@ -67,12 +79,17 @@ def test_all_gather_fills_in_everybody_s_piece(N: int) -> None:
     expected = [float(rank) for rank in range(N) for _ in range(2)]
     for rank, (got, _, _) in enumerate(run_world(collected, N)):
         before = [float(rank) if owner == rank else -7.0 for owner in range(N) for _ in range(2)]
-        same(f"the caller's tensors on rank {rank} of {N}", got, expected, before=before)
+        left = float((rank - 1) % N)
+        again = [float(rank) if owner == rank else left for owner in range(N) for _ in range(2)]
+        known = {"what has come is not passed on: every round sent the own piece": again}
+        what = f"the caller's tensors on rank {rank} of {N}"
+        same(what, got, expected, before=before, lookalikes=known)
 
 
 def test_all_gather_sends_n_minus_1_pieces() -> None:
-    got = [(sent, messages) for _, sent, messages in run_world(collected, 4)]
-    same("(bytes, messages) of 4 ranks and pieces of 8 bytes", got, [(24, 3)] * 4)
+    sent, messages = zip(*[answer[1:] for answer in run_world(collected, 4)], strict=True)
+    same("bytes sent by each of 4 ranks, pieces of 8 bytes", sent, [24] * 4, about="bytes")
+    same("messages sent by each of 4 ranks", messages, [3] * 4)
 
 
 def reduced(comm: Comm, n: int) -> tuple[list[float], bool, int]:
@@ -85,14 +102,15 @@ def reduced(comm: Comm, n: int) -> tuple[list[float], bool, int]:
 def test_all_reduce_sums_in_place_whatever_the_length(N: int, n: int) -> None:
     expected = [float(sum(x + 100 * rank for rank in range(N))) for x in range(n)]
     for rank, (got, in_place, _) in enumerate(run_world(reduced, N, n)):
-        same(f"rank {rank} of {N}", got, expected)
+        before = [x + 100.0 * rank for x in range(n)]
+        same(f"the tensor on rank {rank} of {N}", got, expected, world=N, before=before)
         assert in_place, "all_reduce should return the tensor that it was given"
 
 
 def test_all_reduce_sends_two_times_all_but_one_piece() -> None:
     got = [sent for _, _, sent in run_world(reduced, 4, 8)]
     expected = [2 * 3 * 2 * 4] * 4
-    same("bytes sent by 4 ranks for 8 numbers", got, expected)
+    same("bytes sent by 4 ranks for 8 numbers", got, expected, about="bytes")
 
 
 def test_all_reduce_keeps_the_shape() -> None:

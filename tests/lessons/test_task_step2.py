@@ -62,6 +62,20 @@ def departures(order: list[int]) -> list[list[int]]:
     return run_world(body, 1)[0]
 
 
+def leaving(order: list[int], enough: int = 0, again: bool = False, in_turn: bool = True) -> list[str]:
+    """Which buckets leave if so few gradients may be missing, and they may leave again, or out of turn."""
+    missing, left = [2, 2, 2], []
+    for bucket in (number // 2 for number in order):
+        missing[bucket] -= 1
+        for i in range(3) if in_turn else [bucket]:
+            if i in left and not again:
+                continue
+            if missing[i] > enough:
+                break
+            left.append(i)
+    return [f"bucket {i}" for i in left]
+
+
 @pytest.mark.parametrize(
     ("order", "expected"),
     [
@@ -78,7 +92,15 @@ def test_arrived_lets_complete_buckets_leave_in_the_order_of_the_list(
 ) -> None:
     for count, (got, want) in enumerate(zip(departures(order), expected, strict=True), 1):
         what = f"gradients arrived, by bucket: {[number // 2 for number in order[:count]]}; buckets that left"
-        same(what, [f"bucket {i}" for i in got], [f"bucket {i}" for i in want], about="events")
+        so_far = order[:count]
+        known = {"a bucket has left while a gradient of its own is missing": leaving(so_far, enough=1)}
+        known["a bucket that has left leaves again"] = leaving(so_far, again=True)
+        known["a bucket has left out of turn: one before it in the list still waits"] = leaving(
+            so_far, in_turn=False
+        )
+        known["a bucket is complete, it is its turn, and it does not leave"] = []
+        left = [f"bucket {i}" for i in got]
+        same(what, left, [f"bucket {i}" for i in want], about="events", lookalikes=known)
 
 
 def test_arrived_does_not_wait_for_the_end_of_backward() -> None:
@@ -120,34 +142,6 @@ def test_bucket_frees_the_whole_gradients() -> None:
     same("whole gradients left after backward", got, [0, 0], about="kept")
 
 
-def test_bucket_gives_each_rank_its_part_of_the_sum() -> None:
-    got = run_world(backward, 2)
-    own = [answer[0] for answer in got]
-    expected = [[4.5, 4.5], [4.5, 0.0]]  # averages of 1 and 2, three times; rank 1's slice ends with padding
-    known = {"world": 2, "by_rank": True, "micro_batches": 3, "alone": [[3.0, 3.0], [6.0, 0.0]]}
-    same("own gradients of 2 ranks after 3 micro-batches", own, expected, **known)
-
-
-def test_bucket_gives_each_parameter_its_own_piece() -> None:
-    def body(comm: Comm) -> list[float]:
-        model = nn.Linear(2, 2)
-        stage = stage2.Stage2(model, comm)
-        stage.backward(
-            model(torch.tensor([[3.0, 5.0]])).sum()
-        )  # 3, 5, 3, 5 for the weight, 1, 1 for the bias
-        return stage.flats[0].grad.tolist()
-
-    known = {"every parameter gets the bucket's first piece": [[3.0, 5.0, 3.0], [1.0, 1.0, 1.0]]}
-    expected = [[3.0, 5.0, 3.0], [5.0, 1.0, 1.0]]
-    same("own gradients of 2 ranks", run_world(body, 2), expected, by_rank=True, lookalikes=known)
-
-
-def test_bucket_sends_only_what_others_own() -> None:
-    got = [answer[2] for answer in run_world(backward, 2)]
-    expected = [3 * 1 * 4, 3 * 2 * 4]  # rank 0 sends rank 1's one element, rank 1 sends rank 0's two
-    same("bytes sent by rank 0 and 1", got, expected, about="bytes", by_rank=True)
-
-
 def test_bucket_says_that_it_has_left() -> None:
     def body(comm: Comm) -> list[bool]:
         stage = stage2.Stage2(nn.Linear(3, 1), comm, bucket_size=3)
@@ -174,3 +168,31 @@ def test_bucket_travels_in_one_call() -> None:
 
     got = run_world(body, 2)[0]
     same("calls for a bucket of four weights", got, ["reduce_scatter"], about="calls")
+
+
+def test_bucket_gives_each_rank_its_part_of_the_sum() -> None:
+    got = run_world(backward, 2)
+    own = [answer[0] for answer in got]
+    expected = [[4.5, 4.5], [4.5, 0.0]]  # averages of 1 and 2, three times; rank 1's slice ends with padding
+    known = {"world": 2, "by_rank": True, "micro_batches": 3, "alone": [[3.0, 3.0], [6.0, 0.0]]}
+    same("own gradients of 2 ranks after 3 micro-batches", own, expected, **known)
+
+
+def test_bucket_gives_each_parameter_its_own_piece() -> None:
+    def body(comm: Comm) -> list[float]:
+        model = nn.Linear(2, 2)
+        stage = stage2.Stage2(model, comm)
+        stage.backward(
+            model(torch.tensor([[3.0, 5.0]])).sum()
+        )  # 3, 5, 3, 5 for the weight, 1, 1 for the bias
+        return stage.flats[0].grad.tolist()
+
+    known = {"every parameter gets the bucket's first piece": [[3.0, 5.0, 3.0], [1.0, 1.0, 1.0]]}
+    expected = [[3.0, 5.0, 3.0], [5.0, 1.0, 1.0]]
+    same("own gradients of 2 ranks", run_world(body, 2), expected, by_rank=True, lookalikes=known)
+
+
+def test_bucket_sends_only_what_others_own() -> None:
+    got = [answer[2] for answer in run_world(backward, 2)]
+    expected = [3 * 1 * 4, 3 * 2 * 4]  # rank 0 sends rank 1's one element, rank 1 sends rank 0's two
+    same("bytes sent by rank 0 and 1", got, expected, about="bytes", by_rank=True)

@@ -83,11 +83,13 @@ def test_compress_remembers_what_it_got_wrong(l1: bool) -> None:
     x, error = torch.zeros(length, dtype=torch.float64), torch.zeros(length, dtype=torch.float64)
     for step in range(3):
         x[:12] = torch.randn(12, generator=generator, dtype=torch.float64)
-        wanted = x + error
+        wanted, before = x + error, error[:12].tolist()
         packed, scales = compression.compress(x, error, sizes, l1)
         same("type of the scales of fp64 numbers", scales.dtype, torch.float32, about="dtype")
-        off = float((said(packed, scales, sizes, length) + error - wanted)[:12].abs().max())
-        same(f"round {step}: how far said + error is from what was wanted", off, 0.0, near=1e-12)
+        heard = said(packed, scales, sizes, length)
+        known = {"what was remembered before is not part of it": (x - heard)[:12].tolist()}
+        what = f"round {step}: what is remembered"
+        same(what, error[:12], (wanted - heard)[:12], near=1e-12, before=before, lookalikes=known)
         same("what the padding owes", error[12:], [0.0] * 4)
 
 
@@ -136,7 +138,9 @@ def test_send_gives_each_server_its_signs_and_everyone_s_scales() -> None:
     for rank, got in enumerate(run_world(body, 2)):
         expected = [([PLUS], [1.0, 10.0]), ([HALF if rank == 1 else PLUS], [2.0, 20.0])]
         what = f"bytes of signs and scales that come to rank {rank} from 0 and 1"
-        same(what, got, expected)
+        scales = [rank + 1.0, 10.0 * (rank + 1)]
+        own = [[[PLUS], scales], [[HALF if rank else PLUS], scales]]
+        same(what, got, expected, lookalikes={"these are my own messages: nothing was exchanged": own})
 
 
 def test_send_remembers_what_the_worker_got_wrong() -> None:
@@ -179,7 +183,11 @@ def test_collect_puts_all_answers_together() -> None:
 
     for rank, (got, sent) in enumerate(run_world(body, 2)):
         expected = [1.0] * 8 + [2.0] * 4 + [7.0] * 4  # nothing of the second piece lies in chunk 0
-        same(f"rank {rank}, the mean of 16 values", got, expected)
+        mine = [4 * [1.0] + 4 * [5.0] + expected[8:], expected[:8] + 8 * [2.0]][1 - rank]
+        known = {"every answer is opened with the lengths of my own chunk": mine}
+        own = [8 * [1.0] + 4 * [1.0] + 4 * [5.0], 8 * [2.0] + 4 * [2.0] + 4 * [7.0]][rank]
+        known["my own answer stands for everybody's: nothing was collected"] = own
+        same(f"rank {rank}, the mean of 16 values", got, expected, lookalikes=known)
         same(f"bytes sent by rank {rank}, a message", sent, 9, about="bytes")
 
 
@@ -291,7 +299,9 @@ def test_local_writes_down_where_the_rank_went() -> None:
     for name, expected in {"m": m, "x": x, "u": u, "walked": walked, "shrunk": shrunk}.items():
         answer = got[name]
         start = {"m": 0.0, "x": 1.0, "u": 0.0, "walked": 0.0, "shrunk": 1.0}[name]
-        same(f"{name} after two local steps", answer, expected, near=1e-05, before=start)
+        known = {"only the last step's is kept": rate if name == "walked" else rate * m}
+        what = f"{name} after two local steps"
+        same(what, answer, expected, near=1e-05, before=start, lookalikes=known)
 
 
 def test_local_sends_nothing() -> None:
@@ -340,7 +350,13 @@ def test_meet_starts_from_the_anchor_and_takes_the_mean_walk(name: str, expected
         before = {"x": [10.0 * rank] * 8, "weights": [10.0 * rank] * 8, "m": [7.0 * rank] * 8}
         before |= {"anchor": [5.0] * 8, "u": [1.0 + 2.0 * rank] * 8, "numbers": [4.0, 0.5]}
         what = f"{name} on rank {rank} after the meeting"
-        same(what, got, expected, near=1e-05, before=before[name])
+        known = {}
+        if name in ("x", "weights"):
+            known["it starts from where the rank was, not from the anchor"] = [5.0 * rank] + [
+                5.0 * rank - 2
+            ] * 7
+            known["the rank has taken its own walk, not the mean"] = [2.5] + [1.5 - 2.0 * rank] * 7
+        same(what, got, expected, near=1e-05, before=before[name], lookalikes=known)
 
 
 def test_meet_leaves_the_same_bits_on_all_ranks() -> None:
