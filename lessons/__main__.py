@@ -38,7 +38,8 @@ def main(arguments: list[str] | None = None) -> int:
             if getattr(chosen, option, 1) < 1:
                 raise LessonError(f"--{option} needs at least one, not {getattr(chosen, option)}")
         if "number" in chosen and chosen.number is None:
-            raise LessonError(f"which lesson? python -m lessons {chosen.command} N")
+            asked = "course" if chosen.command == "golf" else "lesson"
+            raise LessonError(f"which {asked}? python -m lessons {chosen.command} N")
         status: int = chosen.run(chosen)
         return status
     except LessonError as error:
