@@ -42,8 +42,9 @@ test-others: .venv/ready
 	@command -v chromium > /dev/null || export ZERO_FULL_NO_BROWSER=1; \
 	$(PYTEST) -m "$(WHICH)" tests $(WORLDS:%=--ignore=%) 2>&1 | sed -u 's/^/others: /'
 
-lab: .venv/ready  ## JupyterLab, opened at notebooks/
-	$(BIN)/jupyter lab --notebook-dir . --LabApp.default_url=/lab/tree/notebooks
+lab: .venv/ready  ## JupyterLab, opened at your copies of the notebooks in work/notebooks
+	@$(BIN)/python -m lessons notebook > /dev/null
+	$(BIN)/jupyter lab --notebook-dir . --LabApp.default_url=/lab/tree/work/notebooks
 
 weave: .venv/ready  ## refresh the code, numbers and drawings inside the lessons' texts
 	$(BIN)/python -m lessons.weave

@@ -4,16 +4,18 @@ import argparse
 import importlib
 import sys
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 try:
     from rich.console import Console
     from rich.table import Table
 
-    from lessons import bug, exercise
+    from lessons import exercise
     from lessons.check import check
     from lessons.exercise import LessonError, find_lesson, shown
-    from lessons.progress import places_of_passed, progress
-    from lessons.registry import IN_ORDER, Lesson
+    from lessons.progress import accepted, places, places_of_passed, progress
+    from lessons.registry import IN_ORDER, RELEASED, Lesson
     from lessons.yours import run_on_yours, run_replaced
 except ModuleNotFoundError as missing:
     sys.exit(
@@ -23,6 +25,7 @@ except ModuleNotFoundError as missing:
 
 Chosen = argparse.Namespace
 EPILOG = "Most commands take the number of a lesson: python -m lessons check 1. Each says more with -h."
+NOT_RELEASED = ("demo", "diff", "solution", "bug", "golf", "verify", "release")
 MACHINES = "nvlink, pcie, 25gbe, laptops, or latency,bandwidth,FLOP/s"
 
 
@@ -37,7 +40,11 @@ def main(arguments: list[str] | None = None) -> int:
         for option in ("world", "steps"):
             if getattr(chosen, option, 1) < 1:
                 raise LessonError(f"--{option} needs at least one, not {getattr(chosen, option)}")
-        if "number" in chosen and chosen.number is None:
+        if RELEASED is not None and chosen.command in NOT_RELEASED:
+            raise LessonError(
+                f"{chosen.command}: answers are not here. Your instructor has the whole project"
+            )
+        if "number" in chosen and chosen.number is None and chosen.run is not notebook:
             asked = "course" if chosen.command == "golf" else "lesson"
             raise LessonError(f"which {asked}? python -m lessons {chosen.command} N")
         status: int = chosen.run(chosen)
@@ -69,7 +76,16 @@ def _parser() -> argparse.ArgumentParser:
     _may_be_mine(add("bill", bill, "bytes per parameter of every stage, on 4 ranks, in seconds"))
     each = add("start", start, "write the exercise of lesson N into work/", lesson)
     each.add_argument("--force", action="store_true", help="overwrite your answer")
-    add("check", one(check), "run the shared tests on your work file", lesson)
+    each = add("check", check_work, "run the shared tests on your work file", lesson)
+    each.add_argument("--json", action="store_true", help="each claim and its points, for a program to read")
+    each = add("handin", hand_in, "one file with your work, to give to an instructor")
+    each.add_argument("numbers", nargs="+", metavar="N", help="the lessons' numbers")
+    each.add_argument("--name", required=True, help="whose work it is")
+    each = add("verify", verify, "for instructors: judge hand-ins again. It runs the code that is in them")
+    each.add_argument("files", nargs="+", type=Path, metavar="FILE", help="hand-ins")
+    each = add("release", release, "for instructors: a folder for students, with exercises and no answers")
+    each.add_argument("folder", type=Path, metavar="DIR", help="the folder, which must not exist yet")
+    each.add_argument("numbers", nargs="*", metavar="N", help="the lessons' numbers; else all")
     each = add("hint", hint, "a hint for a task, or for the next blank one", lesson)
     each.add_argument("more", nargs="*", metavar="T k", help="a task's name, 1, 2 or 3 for how much is said")
     add("diff", one(exercise.diff), "your file against the answer", lesson)
@@ -77,6 +93,10 @@ def _parser() -> argparse.ArgumentParser:
     each = add("bug", find_bug, "the answer with a mistake in it, to be found", lesson)
     each.add_argument("--number", type=int, dest="mistake", help="which of the lesson's mistakes")
     each.add_argument("--answer", type=int, help="the line that you have found")
+    each = add(
+        "notebook", notebook, "your copies of the notebooks, in work/notebooks", "the notebook's number"
+    )
+    each.add_argument("--force", action="store_true", help="a new copy of notebook N, without what you wrote")
     each = add("run", run, "the lesson's experiment, with a plot", lesson)
     each.add_argument("--world", type=int, default=4, help="ranks; else 4")
     each = add("clock", clock, "seconds: your step replayed on a machine, as a chart", lesson)
@@ -107,6 +127,35 @@ def one(function: Callable[[Lesson], int | str]) -> Callable[[Chosen], int]:
     return command
 
 
+def check_work(chosen: Chosen) -> int:
+    """Judge the learner's files."""
+    return check(find_lesson(chosen.number), as_json=chosen.json)
+
+
+def hand_in(chosen: Chosen) -> int:
+    """Write a file for the instructor."""
+    from lessons.handin import handin
+
+    return handin(chosen.numbers, chosen.name)
+
+
+def verify(chosen: Chosen) -> int:
+    """A table of what is in hand-ins; 0 if all of them claim what is found."""
+    from lessons import handin
+
+    found = handin.verify(chosen.files)
+    print_table([("file", "name", "lesson", "points claimed", "points found", "")] + [x.row for x in found])
+    return 0 if all(each.note == "same" for each in found) else 1
+
+
+def release(chosen: Chosen) -> int:
+    """Write a folder for students."""
+    from lessons import release as releasing
+
+    print(releasing.release(chosen.folder, chosen.numbers))
+    return 0
+
+
 def start(chosen: Chosen) -> int:
     """Write the exercise, and say what comes next."""
     lesson = find_lesson(chosen.number)
@@ -127,15 +176,33 @@ def hint(chosen: Chosen) -> int:
 
 def find_bug(chosen: Chosen) -> int:
     """A mistake to be found, or what is to be said of the line that was."""
+    from lessons import bug  # a release has none
+
     lesson, found = find_lesson(chosen.number), chosen.answer
     print(bug.start(lesson, chosen.mistake) if found is None else bug.answer(lesson, found))
     return 0
 
 
+def notebook(chosen: Chosen) -> int:
+    """The learner's copies of the notebooks."""
+    from lessons.notebook_copies import copy_all
+
+    print(copy_all(chosen.number, chosen.force))
+    return 0
+
+
 def run(chosen: Chosen) -> int:
     """The lesson's experiment."""
-    folder = find_lesson(chosen.number).folder
-    importlib.import_module(f"lessons.{folder}.experiment").main(chosen.world)
+    lesson = find_lesson(chosen.number)
+    if RELEASED is not None:  # no answers are here: the learner's files have to do
+        options = {"folder": lesson.folder, "world": chosen.world}
+        return run_replaced(places(accepted()), "lessons.__main__:run_experiment", None, **options)
+    return run_experiment(lesson.folder, chosen.world)
+
+
+def run_experiment(folder: str, world: int) -> int:
+    """The same in this process."""
+    importlib.import_module(f"lessons.{folder}.experiment").main(world)
     return 0
 
 
@@ -170,7 +237,7 @@ def list_lessons(chosen: Chosen) -> int:
         places = [shown(path) for path in (x.page, x.notebook) if path.exists()]
         rows.append((str(x.number), "\n".join([x.title, *places]), progress(x)))
     print_table(rows)
-    if any(x.page.suffix == ".md" for x in IN_ORDER):
+    if RELEASED is None and any(x.page.suffix == ".md" for x in IN_ORDER):
         print("`make site` builds the pages for a browser into build/site; index.html is the first.")
     return 0
 
@@ -187,22 +254,44 @@ def demo(chosen: Chosen) -> int:
 
 def bill(chosen: Chosen) -> int:
     """Bytes per parameter on each rank, measured with four thread-ranks, beside the formula."""
-    if chosen.mine:
-        return run_replaced(places_of_passed(), "lessons.__main__:print_bills")
+    if chosen.mine or RELEASED is not None:
+        mine = places_of_passed() if RELEASED is None else places(accepted())
+        return run_replaced(mine, "lessons.__main__:print_bills")
     return print_bills()
 
 
 def print_bills() -> int:
     """A table of all rows of the demo."""
-    from lessons.bill import measure, table
-    from lessons.rows import ROWS
+    from lessons.bill import table
 
-    bills = [measure(row) for row in ROWS]
+    bills, blank = _bills()
+    for name, number in blank.items():
+        print(f"{name}: lesson {number} is blank here, or has not passed")
+    if not bills:
+        return 1
     print_table([*table(bills)])
     exact = all(bill.exact() for bill in bills)
     print(f"bytes per parameter on each of 4 ranks; {bills[0].numel:,} parameters; sent = per step and rank")
     print("measured and formula agree as integers" if exact else "measured and formula DISAGREE")
     return 0 if exact else 1
+
+
+def _bills() -> tuple[list[Any], dict[str, str]]:
+    """What can be measured; and in a release which rows need a lesson that is blank there."""
+    from lessons.bill import measure
+    from lessons.rows import ROWS
+    from zero_min import WorldError
+
+    bills, blank = [], {}
+    for row in ROWS:
+        try:
+            bills.append(measure(row))
+        except WorldError as error:
+            met = exercise.blank_in(error)
+            if RELEASED is None or met is None:
+                raise
+            blank[row.name] = met[0]
+    return bills, blank
 
 
 def print_table(rows: list[tuple[str, ...]] | list[list[str]]) -> None:

@@ -1,4 +1,4 @@
-"""What a reader sees and does in cells: output, columns, a guess, a changed line, real processes."""
+"""What a reader sees and does in cells: output, columns, a changed line, real processes."""
 
 import io
 import os
@@ -52,18 +52,6 @@ def scripts() -> Path:
     folder = ROOT / "build" / "notebooks"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
-
-
-def guess(answer: object, truth: float, hint: str = "") -> None:
-    """Say how a learner's number compares with the measured one. Never raises, so `Run all` goes on."""
-    if answer is ...:
-        print("No guess yet. Put a number in the place of the three dots and run this cell again.")
-    elif isinstance(answer, bool) or not isinstance(answer, (int, float)):
-        print(f"{answer!r} is not a number.")
-    elif abs(answer - truth) < 0.005 * max(1.0, abs(truth)):
-        print(f"Right: measured is {truth:g}.")
-    else:
-        print(f"You say {answer:g}. Measured is {'more' if truth > answer else 'less'}. {hint}".rstrip())
 
 
 @dataclass(frozen=True)

@@ -1,28 +1,54 @@
 """`check N`: the shared tests on the learner's files, and then the bill of what they built."""
 
+import json
 import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from lessons import last_words, replace
 from lessons.exercise import LessonError, read_work, shown, tasks, tasks_at, unanswered
-from lessons.progress import remember
+from lessons.grade import QUICK, grade
+from lessons.progress import places as places_of
+from lessons.progress import remember, stand_ins
 from lessons.registry import ROOT, Lesson
 from lessons.verdict import paragraphs
 
-QUICK = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # these tests need no plugin, and start sooner without
 
-
-def check(lesson: Lesson) -> int:
+def check(lesson: Lesson, as_json: bool = False) -> int:
     """Judge the work files in a process of their own, where they take zero_min's place."""
+    return _for_programs(lesson) if as_json else _for_people(lesson)
+
+
+def _for_programs(lesson: Lesson) -> int:
+    """One JSON object on stdout, whatever happens."""
+    try:
+        report = graded(lesson)
+    except LessonError as error:
+        print(json.dumps({"lesson": str(lesson.number), "error": str(error)}))
+        return 2
+    print(json.dumps(report, indent=1))
+    return 0 if report["passed"] else 1
+
+
+def graded(lesson: Lesson) -> dict[str, Any]:
+    """What the tests say of the work files, claim by claim. It is remembered."""
     read_work(lesson)
+    report = grade(lesson, [work for _, work in lesson.files], stand_ins(lesson))
+    remember(lesson, passed=report["passed"])
+    return report
+
+
+def _for_people(lesson: Lesson) -> int:
+    read_work(lesson)
+    others = stand_ins(lesson)
     print(f"lesson {lesson.number}: {lesson.title}", flush=True)
     print(f"checking {', '.join(shown(work) for _, work in lesson.files)}", flush=True)
     if not (ROOT / "tests").is_dir():
         raise LessonError("the tests are not here: run this from a checkout of the repository")
-    places = {f"zero_min.{answer.stem}": str(work) for answer, work in lesson.files}
+    places = {**others, **places_of([lesson])}
     env = {**os.environ, **replace.environment(places), **QUICK}
     with tempfile.TemporaryDirectory() as folder:
         words = Path(folder) / "last_words.txt"

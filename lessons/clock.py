@@ -24,13 +24,14 @@ from matplotlib.figure import Figure
 
 import zero_min
 from lessons.cells import columns
+from lessons.colours import BACKWARD, FORWARD, INK, STEP
 from lessons.exercise import LessonError
 from lessons.plots import LANES, Picture, picture
 from lessons.recording import CONFIG, Build, Call, Recording, Work, record
 from lessons.registry import ROOT
 from zero_min.gpt import GPT
 
-PHASES = {"forward": ("f", "#cccccc"), "backward": ("b", "#999999"), "step": ("s", "#eeeeee")}
+PHASES = {"forward": ("f", FORWARD), "backward": ("b", BACKWARD), "step": ("s", STEP)}
 COLUMNS = 64  # of the chart in letters
 ROUNDS = 60  # of halving, in the search for a number of tokens
 
@@ -272,9 +273,7 @@ def drawn(runs: Mapping[str, Replay]) -> Figure:
                 label = None if bar.what in named else f"{letter} {bar.what}"
                 named.add(bar.what)
                 place = (2.4 * row + line, wide, 0.9, bar.start * times)
-                plot.barh(
-                    *place, align="center", color=colour, edgecolor="#111111", linewidth=0.4, label=label
-                )
+                plot.barh(*place, align="center", color=colour, edgecolor=INK, linewidth=0.4, label=label)
         plot.vlines(run.step * times, 2.4 * row - 0.5, 2.4 * row + 1.5, "black", "dashed")
     lines = [f"{name}, {lane}" for name in runs for lane in ("arithmetic", "network")]
     plot.set_yticks(

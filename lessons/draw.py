@@ -4,8 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from lessons.colours import BROWN, MEANINGS, OLIVE, VIOLET
+
 RANKS = 4
-COLOURS = {"parameters": "#0072B2", "gradients": "#E69F00", "optimizer": "#009E73"}
+COLOURS = {kind: MEANINGS[kind] for kind in ("parameters", "gradients", "optimizer")}
 CELL, GAP, LEFT, TOP, ROW = 150, 24, 120, 46, 42
 
 STYLE = """<style>
@@ -85,12 +87,13 @@ def ring() -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-TINTS = ("#FBEBCB", "#F5D494", "#EDB84E", "#E69F00")  # of gradients: one rank's numbers, ..., everybody's
+# Of gradients: one rank's numbers, ..., everybody's.
+TINTS = ("#FBEBCB", "#F5D494", "#EDB84E", COLOURS["gradients"])
 
 
 def _piece(x: int, y: int, count: int, came: bool) -> list[str]:
     """A box with a number; one that has just come from the left neighbour has an edge."""
-    edge = ' stroke="#0072B2" stroke-width="3"' if came else ""
+    edge = f' stroke="{VIOLET}" stroke-width="3"' if came else ""
     width = CELL // RANKS - 3
     return [
         f'<rect x="{x}" y="{y}" width="{width}" height="28" rx="3" fill="{TINTS[count - 1]}"{edge}/>',
@@ -107,7 +110,7 @@ def staircase(stages: Sequence[int]) -> str:
     )
 
 
-BITS = {"sign": "#D55E00", "exponent": "#E69F00", "fraction": "#0072B2"}
+BITS = {"sign": BROWN, "exponent": OLIVE, "fraction": VIOLET}
 FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LINE = "#888888"  # seen on a light page and on a dark one
 BIT = 20

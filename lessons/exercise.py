@@ -14,6 +14,9 @@ MARK = re.compile(r"^\s*# --8<-- \[(start|end):(\w+)\]$")
 TASK = "ex_"
 
 
+BLANK = re.compile(r"lesson (\S+), task (\w+): python -m lessons hint")
+
+
 class LessonError(Exception):
     """Something the learner can put right; the message says how."""
 
@@ -91,7 +94,7 @@ def _written(lesson: Lesson, answer: Path, work: Path) -> dict[str, range]:
     pairs = [(block.a + i, block.b + i) for block in blocks for i in range(block.size)]
     found = {}
     for task in (region.task for region in task_regions(answer.read_text(encoding="utf-8"))):
-        hole = next(i for i, line in enumerate(asked) if line.strip() == _hole(lesson.number, task))
+        hole = next(i for i, line in enumerate(asked) if line.strip() == blank_line(lesson.number, task))
         before = max((b for a, b in pairs if a < hole), default=-1)
         after = min((b for a, b in pairs if a > hole), default=len(mine))
         found[task] = range(before + 1, after)
@@ -120,7 +123,7 @@ def unmarked(source: str) -> str:
 
 def blank(answer: Path, number: int | Fraction) -> str:
     """The answer key with every task's lines replaced by an error that says where help is."""
-    return unmarked(emptied(answer.read_text(encoding="utf-8"), lambda task: _hole(number, task)))
+    return unmarked(emptied(answer.read_text(encoding="utf-8"), lambda task: blank_line(number, task)))
 
 
 def emptied(source: str, hole: Callable[[str], str]) -> str:
@@ -133,9 +136,18 @@ def emptied(source: str, hole: Callable[[str], str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _hole(number: int | Fraction, task: str) -> str:
+def blank_line(number: int | Fraction, task: str) -> str:
+    """What stands in the place of a task's lines; `blank_in` reads it back."""
     message = f"lesson {number}, task {task}: python -m lessons hint {number} {task}"
     return f'raise NotImplementedError("{message}")'
+
+
+def blank_in(error: BaseException) -> tuple[str, str] | None:
+    """The lesson and the task whose blank has raised this, if that is what happened."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    found = BLANK.match(str(error)) if isinstance(error, NotImplementedError) else None
+    return (found[1], found[2]) if found else None
 
 
 def fill(answer: Path, number: int | Fraction, work: str, leave: str = "") -> str:
@@ -143,7 +155,7 @@ def fill(answer: Path, number: int | Fraction, work: str, leave: str = "") -> st
     right, lines = answer.read_text(encoding="utf-8").splitlines(), work.splitlines()
     for region in task_regions(answer.read_text(encoding="utf-8")):
         if region.task != leave:
-            (place,) = [i for i, line in enumerate(lines) if line.strip() == _hole(number, region.task)]
+            (place,) = [i for i, line in enumerate(lines) if line.strip() == blank_line(number, region.task)]
             lines[place : place + 1] = right[region.first : region.last]
     return "\n".join(lines) + "\n"
 
@@ -155,6 +167,22 @@ def find_lesson(number: str) -> Lesson:
             return lesson
     known = ", ".join(str(lesson.number) for lesson in IN_ORDER)
     raise LessonError(f"there is no lesson {number!r}; the lessons are {known} (python -m lessons list)")
+
+
+def built_on(lesson: Lesson) -> list[Lesson]:
+    """The lessons whose code this one's needs: what its files import, and what it says it presumes."""
+    numbers = re.findall(r"\b\d+(?:/\d+)?", lesson.presumes) if "lesson" in lesson.presumes else []
+    wanted = [module for answer, _ in lesson.files for module in _imports(answer)]
+    near = [x for x in IN_ORDER if str(x.number) in numbers or set(x.modules) & set(wanted)]
+    near = [x for x in near if x != lesson]
+    found = {x.number: x for other in near for x in [*built_on(other), other]}
+    return sorted(found.values(), key=lambda x: x.number)
+
+
+def _imports(path: Path) -> list[str]:
+    """The modules that a file imports."""
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    return [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
 
 
 def start(lesson: Lesson, force: bool = False) -> list[Path]:

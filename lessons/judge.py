@@ -6,18 +6,20 @@ from lessons import replace
 replace.install()
 
 import importlib
+import json
 import sys
 import textwrap
 import traceback
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch  # noqa: F401  it takes seconds, which are not the learner's
 
-from lessons.exercise import find_lesson
+from lessons.exercise import blank_in, find_lesson
 from lessons.last_words import Watch
-from lessons.registry import IN_ORDER, ROOT, Lesson
+from lessons.registry import IN_ORDER, RELEASED, ROOT, Lesson
 from lessons.verdict import Failure, failure_of, verdict
 
 FAILED = 1
@@ -27,9 +29,12 @@ QUIET = [word for name in ("terminal", "cacheprovider", "faulthandler") for word
 class Reporter:
     """A pytest plugin that counts what passed, keeps the reason of what failed, and limits each test."""
 
-    def __init__(self, watch: Watch, works: list[Path], dots: bool = False) -> None:
-        self.watch, self.works, self.dots = watch, works, dots
+    def __init__(
+        self, watch: Watch, works: list[Path], dots: bool = False, lesson: Lesson | None = None
+    ) -> None:
+        self.watch, self.works, self.dots, self.lesson = watch, works, dots, lesson
         self.passed = 0
+        self.not_judged: dict[str, str] = {}  # in a release: tests that need what a later lesson builds
         self.failures: list[Failure] = []
 
     def pytest_addoption(self, parser: pytest.Parser) -> None:
@@ -51,8 +56,25 @@ class Reporter:
             if self.dots:
                 print(".", end="", flush=True)
 
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: Any, call: Any) -> Any:
+        """Pytest asks what to make of a test that has run."""
+        report = yield
+        other = self._blank_elsewhere(call.excinfo.value) if call.excinfo else None
+        if other is not None:
+            self.not_judged[item.name] = other
+            report.outcome, report.longrepr = "skipped", (str(item.path), 0, f"needs lesson {other}")
+        return report
+
+    def _blank_elsewhere(self, error: BaseException) -> str | None:
+        """In a release: the other lesson that is blank there, and whose blank this test has met."""
+        found = blank_in(error) if RELEASED is not None and self.lesson is not None else None
+        return found[0] if found and self.lesson and found[0] != str(self.lesson.number) else None
+
     def pytest_exception_interact(self, node: Any, call: Any) -> None:
         """Pytest calls this when a test, or reading a file of them, raises."""
+        if node.name in self.not_judged:
+            return
         self.failures.append(failure_of(node.name, call.excinfo.value, self.works))
 
 
@@ -79,7 +101,7 @@ def run_contract(reporter: Reporter, lesson: Lesson) -> bool:
 
 def judge(lesson: Lesson, works: list[Path], blanks: list[str], watch: Watch) -> int:
     """Run the task tests, then the contract; print the first failure, or the measured bill."""
-    reporter = Reporter(watch, works, dots=True)
+    reporter = Reporter(watch, works, dots=True, lesson=lesson)
     passed = run_task_tests(reporter, lesson, "-x")
     if passed:
         print("\ntask tests passed; now the contract", flush=True)
@@ -91,13 +113,84 @@ def judge(lesson: Lesson, works: list[Path], blanks: list[str], watch: Watch) ->
         if blanks:
             print(f"tasks still to do: {', '.join(blanks)}")
         return FAILED
-    print(f"passed: all {reporter.passed} checks\n")
+    print(f"passed: all {reporter.passed} checks")
+    for line in left_out(reporter.not_judged):
+        print(line)
+    print()
     with watch.over("the bill"):
         _print_bill(lesson)
-    following = [other.number for other in IN_ORDER if other.number > lesson.number]
-    more = f", then start {following[0]}" if following else ""
-    print(f"\nnext: python -m lessons diff {lesson.number}, or bug {lesson.number} to find a mistake{more}")
+    following = [f"start {other.number}" for other in IN_ORDER if other.number > lesson.number]
+    more = [f"diff {lesson.number}, or bug {lesson.number} to find a mistake"]
+    if RELEASED is not None:  # the answer is not in a release
+        more = []
+    if more + following:
+        print(f"\nnext: python -m lessons {', then '.join((more + following)[: len(more) + 1])}")
     return 0
+
+
+def left_out(not_judged: dict[str, str]) -> list[str]:
+    """What a release could not check, in words."""
+    counts = Counter(not_judged.values())
+    return [
+        f"not checked here: {count} that need lesson {number}, which is blank"
+        for number, count in counts.items()
+    ]
+
+
+class Recorder(Reporter):
+    """Writes each claim into a file as soon as it is judged, and passes over those that are there already."""
+
+    def __init__(self, watch: Watch, works: list[Path], lesson: Lesson, file: Path) -> None:
+        super().__init__(watch, works, lesson=lesson)
+        self.about, self.file = lesson, file
+        kept = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+        self.done = {json.loads(line).get("test") for line in kept}
+
+    def write(self, **facts: object) -> None:
+        """One more line."""
+        with self.file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(facts) + "\n")
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        """Pytest calls this when it knows all tests."""
+        self.write(collected=[item.name for item in items])
+        items[:] = [item for item in items if item.name not in self.done]
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Pytest calls this after each phase of each test."""
+        super().pytest_runtest_logreport(report)
+        name = report.nodeid.rpartition("::")[2]
+        if report.passed and report.when == "call":
+            self.write(test=name, passed=True)
+        elif name in self.not_judged and report.skipped:
+            self.write(test=name, passed=None, needs=self.not_judged[name])
+
+    def pytest_exception_interact(self, node: Any, call: Any) -> None:
+        """Pytest calls this when a test, or reading a file of them, raises."""
+        before = len(self.failures)
+        super().pytest_exception_interact(node, call)
+        for failure in self.failures[before:]:
+            said = verdict(self.about, failure).facts()
+            self.write(test=failure.test, passed=False, diagnosis=said)
+
+
+def judge_claims(lesson: Lesson, works: list[Path], watch: Watch, file: Path) -> int:
+    """Write down what each task test says; if all hold, run the contract, and write down what that says."""
+    recorder = Recorder(watch, works, lesson, file)
+    kept = file.read_text(encoding="utf-8") if file.exists() else ""
+    passed = run_task_tests(recorder, lesson) and '"passed": false' not in kept
+    if passed:
+        contract = Reporter(watch, works, lesson=lesson)
+        with_all = run_contract(contract, lesson)
+        said = [verdict(lesson, failure).facts() for failure in contract.failures[:1]]
+        recorder.write(
+            contract=with_all,
+            checks=contract.passed,
+            left_out=left_out(contract.not_judged),
+            diagnosis=said[0] if said else None,
+        )
+        passed = with_all
+    return 0 if passed else FAILED
 
 
 def judge_tasks(lesson: Lesson, works: list[Path], watch: Watch) -> int:
@@ -138,7 +231,10 @@ def _print_bill(lesson: Lesson) -> None:
 
 
 def main() -> int:
-    """Judge a lesson: FILE for last words, N, the blank tasks. FILE --tasks N and --symptom N do less."""
+    """Judge a lesson: FILE for last words, N, the blank tasks. FILE --tasks N and --symptom N do less.
+
+    FILE --claims N JSONL writes what each claim says into a file.
+    """
     watch = Watch(Path(sys.argv[1]))
     try:
         with watch.over("import"):
@@ -147,12 +243,16 @@ def main() -> int:
         lines = traceback.format_exc().splitlines()
         print("your file cannot be imported:\n  " + "\n  ".join(lines[-3:]))
         return FAILED
-    works = [Path(place) for place in replace.places().values()]
-    if sys.argv[2] == "--tasks":
-        return judge_tasks(find_lesson(sys.argv[3]), works, watch)
-    if sys.argv[2] == "--symptom":
-        return symptom(find_lesson(sys.argv[3]), works, watch)
-    return judge(find_lesson(sys.argv[2]), works, sys.argv[3:], watch)
+    way = sys.argv[2] if sys.argv[2].startswith("--") else ""
+    lesson = find_lesson(sys.argv[3 if way else 2])
+    works = [Path(place) for name, place in replace.places().items() if name in lesson.modules]
+    if way == "--tasks":
+        return judge_tasks(lesson, works, watch)
+    if way == "--symptom":
+        return symptom(lesson, works, watch)
+    if way == "--claims":
+        return judge_claims(lesson, works, watch, Path(sys.argv[4]))
+    return judge(lesson, works, sys.argv[3:], watch)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Pictures with matplotlib. The colours are Okabe and Ito's, told apart by colour-blind readers too."""
+"""Pictures with matplotlib. What a colour means stands in `lessons/colours.py`."""
 
 import html
 import io
@@ -12,27 +12,36 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from lessons.bill import KINDS, Bill, on_device, runs
+from lessons.colours import (
+    AWAY,
+    GRADIENTS,
+    INK,
+    MEANINGS,
+    OPTIMIZER,
+    OWNERS,
+    PARAMETERS,
+    SERIES,
+    VIOLET,
+    ink_on,
+)
 from lessons.registry import ROOT
 from zero_min.ledger import Event
 
-BLUE, ORANGE, GREEN, PINK, SKY, RED = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00"
-COLOURS = {"parameters": BLUE, "gradients": ORANGE, "optimizer": GREEN}
-AWAY = "#999999"  # what waits on the host
+COLOURS = {kind: MEANINGS[kind] for kind in ("parameters", "gradients", "optimizer")}
 HATCHES = {"host": "///", "disk": "xxx"}  # in which other memory it waits
 INKS = "<style>svg { color: #333 } @media (prefers-color-scheme: dark) { svg { color: #ddd } }</style>"
-INK, PAPER = "#111111", "#ffffff"  # letters on a coloured box, whatever the page's colours are
-LANES = {  # what a rank can do in a step: a letter and a colour
-    "all_reduce": ("A", GREEN),
-    "reduce_scatter": ("R", ORANGE),
-    "all_gather": ("G", SKY),
-    "broadcast": ("B", PINK),
-    "all_to_all": ("X", PINK),
-    "device to host": ("D", RED),
-    "host to device": ("U", GREEN),
-    "disk to host": ("r", PINK),
-    "host to disk": ("w", AWAY),
+LANES = {  # what a rank can do in a step: a letter, and the colour of what travels
+    "all_reduce": ("A", GRADIENTS),
+    "reduce_scatter": ("R", GRADIENTS),
+    "all_gather": ("G", PARAMETERS),
+    "broadcast": ("B", PARAMETERS),
+    "all_to_all": ("X", GRADIENTS),
+    "device to host": ("D", GRADIENTS),
+    "host to device": ("U", PARAMETERS),
+    "disk to host": ("r", OPTIMIZER),
+    "host to disk": ("w", OPTIMIZER),
 }
-RANKS = [(BLUE, "-"), (RED, "--"), (GREEN, "-."), (PINK, ":")]  # a line for each rank
+RANKS = tuple(zip(SERIES, ("-", "--", "-.", ":"), strict=True))  # a line for each rank
 
 
 def save_bills(bills: Sequence[Bill], path: Path) -> None:
@@ -55,7 +64,7 @@ def save_bills(bills: Sequence[Bill], path: Path) -> None:
         left.hlines(formula, x - 0.46, x + 0.46, "black", "dashed", label=_once(labelled, "formula"))
         left.text(x, top + 1.0, f"{bill.held / numel:.2f}", ha="center", fontweight="bold")
         sent = bill.sent / world / numel
-        right.bar(x, sent, 0.6, color=PINK)
+        right.bar(x, sent, 0.6, color=VIOLET)
         right.hlines(bill.formula_sent / bill.row.steps / world / numel, x - 0.4, x + 0.4, "black", "dashed")
         right.text(x, sent, f"{sent:.2f}", ha="center", va="bottom")
     names = [bill.row.name.replace(", ", "\n") for bill in bills]
@@ -157,7 +166,7 @@ def strips(
             style = {"color": COLOURS[name], "edgecolor": INK, "hatch": hatch, "linewidth": 0.6}
             plot.barh(y, wide, 0.8, left=right, label=_once(labelled, kind), **style)
             if wide > 0.05 * longest:
-                centred = {"ha": "center", "va": "center", "color": PAPER if name == "parameters" else INK}
+                centred = {"ha": "center", "va": "center", "color": ink_on(COLOURS[name])}
                 box = {"facecolor": COLOURS[name], "edgecolor": "none", "pad": 1.5}  # no hatch behind digits
                 plot.text(right + wide / 2, y, f"{wide:.2f}", bbox=box, **centred)
             right += wide
@@ -209,7 +218,7 @@ def lanes(ranks: Sequence[Sequence[Event]], numel: int) -> Picture:
             box = {"color": colour, "edgecolor": INK, "linewidth": 0.5, "label": name}
             above.bar(x, -high, wide, bottom=rank + 0.45, **box)
             if len(events) <= 64:
-                above.text(x, rank + 0.4, letter, ha="center", fontsize="small", color=INK)
+                above.text(x, rank + 0.4, letter, ha="center", fontsize="small", color=ink_on(colour))
     above.set(ylim=(len(ranks) - 0.5, -1.6), yticks=range(len(ranks)))
     above.set_yticklabels([f"rank {rank}" for rank in range(len(ranks))])
     above.spines[["top", "right", "left", "bottom"]].set_visible(False)
@@ -253,7 +262,7 @@ def _spoken(rows: Sequence[tuple[str, str]]) -> str:
 
 
 Curves = Mapping[str, Mapping[float, float]]  # name -> x -> y
-MARKS = (("o", BLUE), ("s", ORANGE), ("v", GREEN), ("^", PINK))
+MARKS = tuple(zip("osv^", SERIES, strict=True))
 DASHES = ("--", ":", "-.", "-")
 
 
@@ -282,11 +291,11 @@ def cut(names: Sequence[str], ranks: int) -> Picture:
     figure = Figure(figsize=(9, 1.3), layout="constrained")
     plot, size, said = figure.subplots(), len(names) // ranks, []
     for x, name in enumerate(names):
-        colour = MARKS[x // size % len(MARKS)][1]
+        colour = OWNERS[x // size % len(OWNERS)]
         padding = not name.strip("0 ")
         box = {"color": "none" if padding else colour, "edgecolor": AWAY if padding else INK}
         plot.bar(x, 1, 0.94, linewidth=0.6, hatch="///" if padding else "", **box)
-        ink = "black" if padding else PAPER if colour == BLUE else INK
+        ink = "black" if padding else ink_on(colour)
         plot.text(x, 0.5, name, ha="center", va="center", color=ink)
     for rank in range(ranks):
         first, last = rank * size, (rank + 1) * size
@@ -305,7 +314,7 @@ def spans(rows: Mapping[str, Sequence[tuple[int, int]]], moments: Mapping[str, i
     figure = Figure(figsize=(9, 1.1 + 0.4 * len(rows)), layout="constrained")
     plot, said = figure.subplots(), []
     for y, (name, times) in enumerate(rows.items()):
-        plot.broken_barh([(a, b - a) for a, b in times], (y - 0.4, 0.8), facecolor=BLUE, edgecolor=INK)
+        plot.broken_barh([(a, b - a) for a, b in times], (y - 0.4, 0.8), facecolor=PARAMETERS, edgecolor=INK)
         said.append((name, ", ".join(f"from {a} to {b}" for a, b in times) or "never"))
     for name, at in moments.items():
         plot.axvline(at, linestyle=":", color="black")

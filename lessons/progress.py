@@ -2,10 +2,11 @@
 
 import hashlib
 import json
+from collections.abc import Sequence
 
 from lessons import registry
-from lessons.exercise import LessonError, shown, tasks, unanswered
-from lessons.registry import IN_ORDER, Lesson
+from lessons.exercise import LessonError, built_on, shown, tasks, unanswered
+from lessons.registry import IN_ORDER, RELEASED, Lesson
 
 PASSED, FAILED = "passed", "does not pass yet"
 
@@ -33,14 +34,47 @@ def progress(lesson: Lesson) -> str:
     return said["said"]
 
 
+def accepted() -> list[Lesson]:
+    """The lessons whose files have passed as they are."""
+    return [lesson for lesson in IN_ORDER if progress(lesson) == PASSED]
+
+
+def places(lessons: Sequence[Lesson]) -> dict[str, str]:
+    """Which modules the learner's files of these lessons replace."""
+    return {
+        module: str(work)
+        for lesson in lessons
+        for module, (_, work) in zip(lesson.modules, lesson.files, strict=True)
+    }
+
+
+def stand_ins(lesson: Lesson) -> dict[str, str]:
+    """In a release: the learner's accepted files, which stand for the answers that are not there.
+
+    LessonError if one is missing that this lesson builds on. In the repository: nothing, answers are there.
+    """
+    if RELEASED is None:
+        return {}
+    done = [other for other in accepted() if other != lesson]
+    missing = [other for other in built_on(lesson) if other not in done]
+    if missing:
+        first = missing[0]
+        files = ", ".join(shown(work) for _, work in first.files)
+        raise LessonError(
+            f"lesson {lesson.number} builds on lesson {first.number} ({files}), which has not passed here "
+            f"as it is now: python -m lessons check {first.number}"
+        )
+    return places(done)
+
+
 def places_of_passed() -> dict[str, str]:
     """Which modules files that have passed replace; says which they are. LessonError if there are none."""
-    mine = [lesson for lesson in IN_ORDER if progress(lesson) == PASSED]
+    mine = accepted()
     if not mine:
         raise LessonError("no file of yours has passed as it is now: python -m lessons check N")
-    works = [pair for lesson in mine for pair in lesson.files]
-    print(f"yours: {', '.join(shown(work) for _, work in works)}; all else is the answer key's", flush=True)
-    return {f"zero_min.{answer.stem}": str(work) for answer, work in works}
+    works = [work for lesson in mine for _, work in lesson.files]
+    print(f"yours: {', '.join(map(shown, works))}; all else is the answer key's", flush=True)
+    return places(mine)
 
 
 def _digest(lesson: Lesson) -> str:

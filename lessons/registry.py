@@ -3,6 +3,7 @@
 Nothing here imports torch, so that `list` and `hint` answer at once.
 """
 
+import json
 import re
 from dataclasses import dataclass
 from fractions import Fraction
@@ -10,6 +11,18 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 WORK = ROOT / "work"
+RELEASE = ROOT / "release.json"  # only in a folder that `release` has made: which lessons are assigned
+
+
+def assigned() -> list[str] | None:
+    """The numbers of the lessons in a release; None in the repository, which has all and their answers."""
+    if not RELEASE.exists():
+        return None
+    found: list[str] = json.loads(RELEASE.read_text(encoding="utf-8"))["lessons"]
+    return found
+
+
+RELEASED = assigned()
 
 
 @dataclass(frozen=True)
@@ -23,6 +36,11 @@ class Lesson:
     stage: int | None  # whose drawing it shows; None is the ring's
     presumes: str
     tests: tuple[str, ...] = ()  # what `check` runs after the lesson's own task tests
+
+    @property
+    def modules(self) -> list[str]:
+        """The modules that the learner's files replace."""
+        return [f"zero_min.{Path(source).stem}" for source in self.sources]
 
     @property
     def path(self) -> Path:
@@ -139,4 +157,6 @@ LESSONS = [
         ("tests/zero_min/test_ring.py",),
     ),
 ]
+if RELEASED is not None:
+    LESSONS = [lesson for lesson in LESSONS if str(lesson.number) in RELEASED]
 IN_ORDER = sorted(LESSONS, key=lambda lesson: lesson.number)  # as they are read

@@ -100,6 +100,19 @@ class Verdict:
         one = self.tasks[0] if len(self.tasks) == 1 else f"TASK, where TASK is one of {', '.join(self.tasks)}"
         return "\n".join([*lines, f"help: python -m lessons hint {lesson.number} {one}"])
 
+    def facts(self) -> dict[str, object]:
+        """The same for a program to read."""
+        work, line = self.place or (None, None)
+        return {
+            "said": "\n".join(self._said()),
+            "mistake": self.finding.mistake if self.finding else None,
+            "means": self.finding.words if self.finding else None,
+            "tasks": self.tasks,
+            "file": work.name if work else None,
+            "line": line,
+            "read": str(self.paragraph) if self.paragraph else None,
+        }
+
     def _said(self) -> list[str]:
         named = "" if self.failure.facts else f"{self.failure.error}: "
         return f"{named}{self.failure.message}".splitlines()[:14]

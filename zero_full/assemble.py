@@ -212,6 +212,8 @@ def _opened(base: torch.optim.Optimizer, dealer: Dealer, drafts: Drafts, device:
         in_files += [(shelf, memory.parameters_in_file)] if shelf.can_lose else []
         in_files += [(opened, memory.state_in_file)] if opened.moves else []
         _refuse_full_disks(in_files, topology)
+        for advice in {each.advice for each, _ in in_files if each.advice and this_rank() == 0}:
+            log.warning("%s", advice)
         failing.pop_all()
     return opened
 

@@ -141,19 +141,19 @@ class Stage2Disk(Stage2Offload):
         """Adam, chunk by chunk: 12 bytes per parameter are read, and 12 written back."""
         adam, ledger = self.optimizer, self.comm.ledger
         adam.steps += 1
-        for f, group in zip(self.flats, adam.groups, strict=True):
-            on_disk = (f.master, adam.m[f.master], adam.v[f.master])
-            for start in range(0, f.master.numel(), self.chunk):
+        for each, group in zip(self.flats, adam.groups, strict=True):
+            on_disk = (each.master, adam.m[each.master], adam.v[each.master])
+            for start in range(0, each.master.numel(), self.chunk):
                 here = slice(start, start + self.chunk)
                 p, m, v = (tensor[here].clone() for tensor in on_disk)
                 ledger.move("disk to host", p.nbytes + m.nbytes + v.nbytes)
-                adam.update_one(p, f.master.grad[here], m, v, group)
+                adam.update_one(p, each.master.grad[here], m, v, group)
                 for tensor, new in zip(on_disk, (p, m, v), strict=True):
                     tensor[here] = new
                 ledger.move("host to disk", p.nbytes + m.nbytes + v.nbytes)
-                self.host.up(p, f.mine[here])
-            self.comm.all_gather(f.flat, f.mine)  # (N-1)/N n
-            f.master.grad = None
+                self.host.up(p, each.mine[here])
+            self.comm.all_gather(each.flat, each.mine)  # (N-1)/N n
+            each.master.grad = None
 
     def holdings(self) -> dict[str, list[Tensor | None]]:
         """As above; the optimizer's kind is on disk."""

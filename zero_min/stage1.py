@@ -64,7 +64,7 @@ class FlatGroup:
     def __init__(self, params: Sequence[Tensor], comm: Comm, place: Callable[[Tensor], Tensor]) -> None:
         self.params, _ = round_robin_reorder(params, comm.world_size)
         self.flat = flatten_dense_tensors_aligned([p.data for p in self.params], comm.world_size)
-        comm.broadcast(self.flat)  # everyone starts from rank 0's values
+        comm.broadcast(self.flat)  # all start from rank 0's values
         self.starts: list[int] = []  # where each parameter begins in the flat tensor
         start = 0
         for p in self.params:

@@ -64,7 +64,8 @@ class ZeroOneAdam(OneBitAdam):
         self.meeting = Interval(local_kappa, local_clip)
         self.u = torch.zeros_like(self.x)  # where this rank went since the last meeting: the sum of rate x m
         self.anchor = self.x.clone()
-        self.walked, self.shrunk = 0.0, 1.0  # the sum of rates, and the product of decays, since then
+        self.walked = 0.0  # the sum of rates since then
+        self.shrunk = 1.0  # the product of decays since then
         self.rounds: dict[str, int] = {"exact": 0, "one bit": 0, "silent": 0}
 
     # --8<-- [start:zero_one_step]

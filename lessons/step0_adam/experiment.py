@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from lessons.bill import KINDS, Bill, measure
 from lessons.cells import columns, run_cell
-from lessons.plots import BLUE, GREEN, ORANGE, label, new_figure, save
+from lessons.colours import GRADIENTS, OPTIMIZER, PARAMETERS
+from lessons.plots import label, new_figure, save
 from lessons.rows import ROWS
 from zero_min import Adam, AdamW
 
@@ -112,12 +113,12 @@ def main(world: int = 4) -> None:
     for name, layer, optimizer in _torch_optimizers():
         names.append(name.replace(", ", ",\n"))
         sizes.append(sum(t.nbytes for t in _remembered(layer, optimizer).values()) / layer.weight.numel())
-    left.bar(names, sizes, color=GREEN, label="optimizer state")
+    left.bar(names, sizes, color=OPTIMIZER, label="optimizer state")
     left.axhline(8, linestyle="--", color="black", label="two fp32 averages: 8")
     label(left, "What an optimizer remembers", "optimizer", "bytes per parameter")
     bills = _bills(world)
     below = [0.0] * len(bills)
-    for kind, colour in zip(KINDS, (BLUE, ORANGE, GREEN), strict=True):
+    for kind, colour in zip(KINDS, (PARAMETERS, GRADIENTS, OPTIMIZER), strict=True):
         heights = [bill.ranks[0].held[kind] / bill.numel for bill in bills.values()]
         right.bar([str(n) for n in bills], heights, bottom=below, color=colour, label=kind)
         below = [a + b for a, b in zip(below, heights, strict=True)]

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from lessons.bill import SMALL, measure_rank
 from lessons.cells import columns, run_cell
-from lessons.plots import BLUE, GREEN, ORANGE, label, new_figure, save
+from lessons.colours import BROWN, OLIVE, VIOLET
+from lessons.plots import label, new_figure, save
 from lessons.rows import ROWS, sizes_of
 from zero_min import ThreadComm, ring, run_world
 from zero_min.comm import Comm
@@ -159,7 +160,7 @@ def main(world: int = 8) -> None:
     figure, (left, right) = new_figure(2)
     for plot, of in ((left, max), (right, sum)):
         for (name, way), (marker, colour) in zip(
-            WAYS.items(), (("s", ORANGE), ("v", GREEN), ("o", BLUE)), strict=True
+            WAYS.items(), (("s", BROWN), ("v", OLIVE), ("o", VIOLET)), strict=True
         ):
             plot.plot(worlds, [of(sent_by_each(way, n)) for n in worlds], marker, color=colour, label=name)
     left.plot(worlds, [2 * (n - 1) / n for n in worlds], "--", color="black", label="2 (N-1)/N")

@@ -10,7 +10,8 @@ from torch import nn
 
 from lessons.bill import Bill, measure
 from lessons.cells import columns, run_cell
-from lessons.plots import BLUE, GREEN, ORANGE, label, new_figure, save
+from lessons.colours import BROWN, OLIVE, VIOLET
+from lessons.plots import label, new_figure, save
 from lessons.rows import ROWS
 from zero_min import Stage0, Stage1, run_world
 from zero_min.comm import Comm
@@ -126,13 +127,13 @@ def main(world: int = 8) -> None:
     held = [[pair[stage].held / pair[stage].numel for pair in bills.values()] for stage in (0, 1)]
     sent = [[pair[stage].sent / n / pair[stage].numel for n, pair in bills.items()] for stage in (0, 1)]
     figure, (left, right) = new_figure(2)
-    left.plot(worlds, held[0], "s-", color=ORANGE, label="stage 0, measured")
-    left.plot(worlds, held[1], "o", color=BLUE, label="stage 1, measured")
+    left.plot(worlds, held[0], "s-", color=BROWN, label="stage 0, measured")
+    left.plot(worlds, held[1], "o", color=VIOLET, label="stage 1, measured")
     left.plot(worlds, [8 + 8 / n for n in worlds], "--", color="black", label="formula: 8 + 8/N")
-    left.axhline(8, linestyle=":", color=GREEN, label="parameters and gradients: 8")
+    left.axhline(8, linestyle=":", color=OLIVE, label="parameters and gradients: 8")
     label(left, "Held", "ranks N", "bytes per parameter on each rank")
-    right.plot(worlds, sent[0], "s", color=ORANGE, markersize=10, label="stage 0, measured")
-    right.plot(worlds, sent[1], "o", color=BLUE, label="stage 1, measured")
+    right.plot(worlds, sent[0], "s", color=BROWN, markersize=10, label="stage 0, measured")
+    right.plot(worlds, sent[1], "o", color=VIOLET, label="stage 1, measured")
     right.plot(worlds, [8 * (n - 1) / n for n in worlds], "--", color="black", label="formula: 8 (N-1)/N")
     label(right, "Sent in a step", "ranks N", "bytes per parameter from each rank")
     save(figure, 1)

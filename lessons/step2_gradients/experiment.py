@@ -9,7 +9,8 @@ from functools import cache, partial
 from lessons.bill import SMALL, Bill, compare, measure_rank, timeline
 from lessons.cells import columns, run_cell
 from lessons.clock import BUCKET, MACHINES, Size, report
-from lessons.plots import BLUE, GREEN, ORANGE, label, new_figure, save
+from lessons.colours import BROWN, OLIVE, VIOLET
+from lessons.plots import label, new_figure, save
 from lessons.recording import CONFIG, record
 from lessons.rows import ROWS
 from zero_min import Stage2, run_world
@@ -86,7 +87,7 @@ def main(world: int = 4) -> None:
     print(f"bytes per parameter, {world} ranks\n{bucket_sizes(world)}\n\n{micro_batches(world)}")
     figure, (first, second, third) = new_figure(3)
     stages = {stage: _bill(stage, world) for stage in (1, 2)}
-    for (stage, bill), colour in zip(stages.items(), (ORANGE, BLUE), strict=True):
+    for (stage, bill), colour in zip(stages.items(), (BROWN, VIOLET), strict=True):
         live = [event.live / bill.numel for event in bill.ranks[0].events]
         where = [i / (len(live) - 1) for i in range(len(live))]
         first.plot(where, live, "o-", color=colour, markersize=3, label=f"stage {stage}")
@@ -96,18 +97,18 @@ def main(world: int = 4) -> None:
     bills = [_bill(2, world, size, config=DEEP) for size in BUCKETS]
     for i, (name, marker) in enumerate((("lowest", "v-"), ("highest", "^-"))):
         peaks = [_peaks(bill)[i] / bill.numel for bill in bills]
-        second.plot(BUCKETS, peaks, marker, color=BLUE, label=f"stage 2, {name} rank")
+        second.plot(BUCKETS, peaks, marker, color=VIOLET, label=f"stage 2, {name} rank")
     deep = _bill(1, world, config=DEEP)
     stage1_peak = _peaks(deep)[1] / deep.numel
-    second.axhline(stage1_peak, linestyle="--", color=ORANGE, label="stage 1")
+    second.axhline(stage1_peak, linestyle="--", color=BROWN, label="stage 1")
     second.set_xscale("log", base=2)
     label(second, "Large buckets cost memory", "bucket_size in elements", "peak live bytes per parameter")
-    for stage, colour in ((1, ORANGE), (2, BLUE)):
+    for stage, colour in ((1, BROWN), (2, VIOLET)):
         bills = [_bill(stage, world, micro_batches=m) for m in MICRO_BATCHES]
         sent = [bill.sent / world / bill.numel for bill in bills]
         third.plot(MICRO_BATCHES, sent, "o", color=colour, label=f"stage {stage}, measured")
     formula = [4 * (m + 1) * (world - 1) / world for m in MICRO_BATCHES]
-    third.plot(MICRO_BATCHES, formula, "--", color=GREEN, label="formula: 4 (m+1)(N-1)/N")
+    third.plot(MICRO_BATCHES, formula, "--", color=OLIVE, label="formula: 4 (m+1)(N-1)/N")
     third.set_xticks(MICRO_BATCHES)
     label(third, "Micro-batches cost traffic", "micro-batches m", "bytes per parameter from each rank")
     save(figure, 2)

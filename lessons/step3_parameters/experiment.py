@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lessons.cells import columns, run_cell
-from lessons.plots import BLUE, GREEN, ORANGE, PINK, label, new_figure, save
+from lessons.colours import BROWN, OLIVE, SLATE, VIOLET
+from lessons.plots import label, new_figure, save
 from zero_min import Stage2, Stage3, Stage3Prefetch, run_world
 from zero_min.comm import Comm
 from zero_min.formula import padded
@@ -265,7 +266,7 @@ def more_ranks(world: int = 4) -> str:
 
 
 def _plot_live(plot: Axes, world: int) -> None:
-    for name, colour in (("stage 2", ORANGE), ("stage 3", BLUE), ("stage 3, prefetch", PINK)):
+    for name, colour in (("stage 2", BROWN), ("stage 3", VIOLET), ("stage 3, prefetch", SLATE)):
         first = _seen(name, world)[0]
         live = [number / first.numel for number in first.live]
         plot.plot([i / (len(live) - 1) for i in range(len(live))], live, color=colour, label=name)
@@ -286,12 +287,12 @@ def main(world: int = 4) -> None:
     figure, (left, right) = new_figure(2)
     _plot_live(left, world)
     worlds = _worlds(world)
-    for name, colour, marker in (("stage 2", ORANGE, "s"), ("stage 3", BLUE, "o")):
+    for name, colour, marker in (("stage 2", BROWN, "s"), ("stage 3", VIOLET, "o")):
         between = [_each(_seen(name, n), "held") for n in worlds]
         right.plot(worlds, between, marker, color=colour, label=f"{name}, held between steps")
     right.plot(worlds, [16 / n for n in worlds], "--", color="black", label="formula: 16/N")
     peaks = [_each(_seen("stage 3", n), "peak") for n in worlds]
-    right.plot(worlds, peaks, "^:", color=GREEN, label="stage 3, peak of a step")
+    right.plot(worlds, peaks, "^:", color=OLIVE, label="stage 3, peak of a step")
     right.set_xticks(worlds)
     label(right, "Held and needed", "ranks N", "bytes per parameter on each rank")
     save(figure, 3)

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lessons.cells import columns, run_cell
-from lessons.plots import BLUE, GREEN, ORANGE, PINK, label, new_figure, save
+from lessons.colours import BROWN, OLIVE, SLATE, VIOLET
+from lessons.plots import label, new_figure, save
 from zero_min import (
     AdamW,
     DynamicScale,
@@ -346,24 +347,24 @@ def recipes(world: int = 4) -> str:
 
 def _plot_magnitudes(plot: Axes) -> None:
     for grads, name, colour in (
-        (_gpt_gradients(), "small GPT, weights", BLUE),
-        (_logit_gradients(), "large model, logits", ORANGE),
+        (_gpt_gradients(), "small GPT, weights", VIOLET),
+        (_logit_gradients(), "large model, logits", BROWN),
     ):
         powers = grads[grads != 0].abs().log2().clamp(min=-45).numpy()
         weights = [100 / len(powers)] * len(powers)
         plot.hist(powers, bins=range(-45, 3), weights=weights, color=colour, alpha=0.7, label=name)
     lowest = -25  # half of fp16's smallest number: what lies below is rounded to zero
     plot.axvline(lowest, linestyle="--", color="black", label="zero below, scale 1")
-    plot.axvline(lowest - 16, linestyle="--", color=PINK, label="zero below, scale 2^16")
+    plot.axvline(lowest - 16, linestyle="--", color=SLATE, label="zero below, scale 2^16")
     label(plot, "Gradients in fp16", "magnitude, as a power of two", "percent of the gradients")
     plot.set_ylim(0, 1.25 * plot.get_ylim()[1])
 
 
 def _plot_sums(plot: Axes) -> None:
-    for (dtype, errors), colour in zip(accumulated().items(), (ORANGE, BLUE), strict=True):
+    for (dtype, errors), colour in zip(accumulated().items(), (BROWN, VIOLET), strict=True):
         plot.plot(MICRO_BATCHES, [max(e, 1e-9) for e in errors], "o-", color=colour, label=_name(dtype))
     half_a_gap = torch.finfo(torch.bfloat16).eps / 2
-    plot.axhline(half_a_gap, linestyle="--", color=GREEN, label="formula: bf16 rounds once, 2^-8 at most")
+    plot.axhline(half_a_gap, linestyle="--", color=OLIVE, label="formula: bf16 rounds once, 2^-8 at most")
     plot.set_xscale("log", base=2)
     plot.set_yscale("log")
     title = "Sums of bf16 gradients"

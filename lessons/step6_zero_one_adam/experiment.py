@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from lessons.cells import columns, run_cell
-from lessons.plots import BLUE, GREEN, ORANGE, label, new_figure, save
+from lessons.colours import BROWN, OLIVE, VIOLET
+from lessons.plots import label, new_figure, save
 from zero_min import OneBitAdam, Stage1, WorldError, ZeroOneAdam, run_world
 from zero_min.comm import Comm
 from zero_min.compression import CompressedMean, compress, spread_out, unpack_signs
@@ -25,7 +26,7 @@ SMALL = GPTConfig(context=32, layers=2, width=32)  # of the bills
 CONFIG = GPTConfig(context=32, layers=2, heads=2, width=48)  # of the training runs
 LR, WARM_UP, BATCH = 2e-3, 20, 8
 KAPPA = 64
-COLOURS = {"Adam": ORANGE, "1-bit Adam": GREEN, "0/1 Adam": BLUE}
+COLOURS = {"Adam": BROWN, "1-bit Adam": OLIVE, "0/1 Adam": VIOLET}
 
 
 def run_it() -> str:
@@ -377,7 +378,7 @@ def main(world: int = 4, steps: int = 400, chosen: tuple[int, ...] = (0, 1, 2)) 
         right.plot(sent, color=colour, label=name)
         formula = [nbytes / walks[0].numel for nbytes in walks[0].formula]
         right.plot(formula, "--", color="black", linewidth=1, label="formula" if i == 0 else None)
-    left.plot(_smooth(early.losses), ":", color=BLUE, label=f"0/1 Adam, kappa = 16, seed {chosen[-1]}")
+    left.plot(_smooth(early.losses), ":", color=VIOLET, label=f"0/1 Adam, kappa = 16, seed {chosen[-1]}")
     label(left, f"Training, {world} ranks", "step", "loss, mean of 20 steps and of the seeds")
     left.set_ylim(0.9 * min(min(_smooth(walk.losses)) for walk in walks), 4.5)
     bound = mean(finals["Adam"]) + noise + 0.02 * mean(finals["Adam"])

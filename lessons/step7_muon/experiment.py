@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lessons.cells import columns, run_cell
-from lessons.plots import BLUE, GREEN, ORANGE, RANKS, label, new_figure, save
+from lessons.colours import BROWN, OLIVE, VIOLET
+from lessons.plots import RANKS, label, new_figure, save
 from lessons.rows import ROWS, sizes_of
 from zero_min import AdamW, Stage2, Stage2Muon, run_world
 from zero_min.comm import Comm
@@ -187,7 +188,7 @@ TRAINERS: dict[str, Callable[..., Any]] = {
     "Muon": partial(Stage2Muon, lr=0.02, adam_lr=3e-3),
     "Muon on cut matrices": partial(CutMuon, lr=0.02, adam_lr=3e-3),
 }
-COLOURS = dict(zip(TRAINERS, (ORANGE, BLUE, GREEN), strict=True))
+COLOURS = dict(zip(TRAINERS, (BROWN, VIOLET, OLIVE), strict=True))
 
 
 def _learn(comm: Comm, make: Callable[..., Any], seed: int) -> list[float]:
@@ -224,7 +225,7 @@ def main(world: int = 4) -> None:
         left.plot(torch.linalg.svdvals(made).tolist(), dash, color=colour, label=f"cut into {parts}")
     label(left, "64 x 64, made orthogonal in parts", "number of the singular value", "singular value")
     found = visits([n for n in (1, 2, 4, 8) if n <= max(2, world)])
-    middle.plot([f[0] for f in found], [f[1] / f[4] for f in found], "o", color=BLUE, label="measured")
+    middle.plot([f[0] for f in found], [f[1] / f[4] for f in found], "o", color=VIOLET, label="measured")
     middle.plot([f[0] for f in found], [f[2] / f[4] for f in found], "--", color="black", label="formula")
     label(middle, "What the visits send, all ranks together", "ranks", "bytes an element of a matrix")
     for name, make in TRAINERS.items():

@@ -11,6 +11,7 @@ bench: here              what `make bench` has printed on this machine, if it ha
 record: NAME             what a benchmark has printed, as site/records/NAME.md keeps it
 plot: NAME               the same as a picture (record_plots.py)
 museum: all              mistakes, what `check` says about each, and where it is explained
+instructors: all         each lesson's time, tasks and points
 list: notebooks          links to the notebooks
 """
 
@@ -22,6 +23,7 @@ import api_pages
 import config_page
 import formulas
 import import_graph
+import instructors_page
 import migrate_tables
 import museum_page
 import notebook_pages
@@ -102,6 +104,7 @@ KINDS: dict[str, Callable[[str, str], str]] = {
     "record": _record,
     "plot": record_plots.render,
     "museum": museum_page.render,
+    "instructors": instructors_page.render,
     "list": _list,
 }
 

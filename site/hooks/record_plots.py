@@ -12,19 +12,31 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from places import ROOT, SiteError
 
-from lessons.plots import BLUE, GREEN, ORANGE, PINK, RED, SKY, Picture, new_figure, picture
+from lessons.colours import (
+    AWAY,
+    BACKWARD,
+    BROWN,
+    FORWARD,
+    GRADIENTS,
+    OLIVE,
+    OPTIMIZER,
+    PARAMETERS,
+    SLATE,
+    VIOLET,
+)
+from lessons.plots import Picture, new_figure, picture
 
 Record = Mapping[str, Any]
 LINES = {  # a colour and a dash for each optimizer, the same in all plots
-    "Adam": (ORANGE, "-"),
-    "Muon": (PINK, "-."),
-    "1-bit Adam": (GREEN, "--"),
-    "0/1 Adam": (BLUE, "-"),
-    "0/1 Adam, scaler 64": (SKY, ":"),
-    "LAMB": (RED, "-."),
-    "1-bit LAMB": (SKY, "--"),
+    "Adam": (BROWN, "-"),
+    "Muon": (SLATE, "-."),
+    "1-bit Adam": (OLIVE, "--"),
+    "0/1 Adam": (VIOLET, "-"),
+    "0/1 Adam, scaler 64": (VIOLET, ":"),
+    "LAMB": (BROWN, "-."),
+    "1-bit LAMB": (OLIVE, ":"),
 }
-OTHERS = {"forward+backward": "#999999", "DDP": RED, "0/1 Adam, a round in every step": SKY}
+OTHERS = {"forward+backward": BACKWARD, "DDP": SLATE, "0/1 Adam, a round in every step": OLIVE}
 
 
 def _style(name: str) -> dict[str, Any]:
@@ -73,7 +85,7 @@ def sent(record: Record) -> Picture:
             dots = {"color": "black", "linestyle": ":", "label": None if number else "closed form"}
             plot.plot(steps, formula, **dots)
             if name == "Adam":
-                plot.plot(steps, [x / 2 for x in counted], color="#999999", label="Adam, all-reduce in fp16")
+                plot.plot(steps, [x / 2 for x in counted], color=AWAY, label="Adam, all-reduce in fp16")
             said.append(f"{name} on {ranks} ranks {counted[-1]:.1f}, closed form {formula[-1]:.1f}")
         plot.set_yscale("log")
         _named(plot, f"{ranks} ranks", "step", "bytes per parameter that a rank has sent")
@@ -111,15 +123,15 @@ def links(record: Record) -> Picture:
 
 
 WORK = {  # what a rank and its device do in a step with offload: a lane and a colour
-    "backward": ("device", BLUE),
-    "forward": ("device", SKY),
-    "copies down": ("copies down", RED),
-    "sum of squares": ("squares, host", ORANGE),
-    "early step": ("early steps, host", PINK),
-    "step": ("step, host", ORANGE),
-    "copies up": ("copies up", GREEN),
-    "read": ("file", PINK),
-    "write": ("file", "#999999"),
+    "backward": ("device", BACKWARD),
+    "forward": ("device", FORWARD),
+    "copies down": ("copies down", GRADIENTS),
+    "sum of squares": ("squares, host", GRADIENTS),
+    "early step": ("early steps, host", OPTIMIZER),
+    "step": ("step, host", OPTIMIZER),
+    "copies up": ("copies up", PARAMETERS),
+    "read": ("file", OPTIMIZER),
+    "write": ("file", AWAY),
 }
 
 

@@ -1,4 +1,4 @@
-"""What the notebooks' cells call: a guess, a changed line, real processes, pictures."""
+"""What the notebooks' cells call: a changed line, real processes, pictures."""
 
 import os
 import re
@@ -8,30 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from lessons.cells import change_line, guess, torchrun
+from lessons.cells import change_line, torchrun
 from lessons.exercise import LessonError
 from lessons.plots import cut, lanes, new_figure, picture, spans, strips
 from zero_min.ledger import Event
-
-Capture = pytest.CaptureFixture[str]
-
-
-@pytest.mark.parametrize(
-    ("answer", "said"),
-    [
-        (..., "No guess yet"),
-        ("ten", "'ten' is not a number"),
-        (True, "True is not a number"),
-        (10, "Right: measured is 10."),
-        (10.01, "Right"),
-        (9, "You say 9. Measured is more. Look again."),
-        (16.0, "You say 16. Measured is less. Look again."),
-    ],
-)
-def test_a_guess_is_answered_and_never_raises(answer: object, said: str, capsys: Capture) -> None:
-    guess(answer, 10.0, "Look again.")
-    assert capsys.readouterr().out.startswith(said)
-
 
 PAIR = "my_grad = self.comm.reduce_scatter(parts).div_(self.comm.world_size)"
 

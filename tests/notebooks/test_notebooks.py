@@ -96,7 +96,38 @@ def test_at_least_three_asserts_compare_something(path: Path) -> None:
 
 @each_notebook
 def test_the_reader_predicts_before_it_is_shown(path: Path) -> None:
-    assert any(re.search(r"^answer = \.\.\.", cell, re.MULTILINE) for cell in code(path))
+    shown = [text(output) for _, output in outputs(path)]
+    asked = [html for html in shown if 'class="zero-predict"' in html]
+    assert asked
+    assert not [html for html in asked if "<details open" in html or "Measured" in html.split("<details>")[0]]
+
+
+@each_notebook
+def test_some_number_has_a_slider(path: Path) -> None:
+    sliders = "".join(text(output) for _, output in outputs(path)).count('class="zero-slider"')
+    assert sliders >= 1
+
+
+@each_notebook
+def test_the_first_cell_is_short(path: Path) -> None:
+    assert len(code(path)[0].splitlines()) < 20
+
+
+def checks(cell: Any) -> bool:
+    """Whether it asserts something; what it writes into a file does not count."""
+    return (
+        not cell.source.startswith("%%") and re.search(r"^ *assert ", cell.source, re.MULTILINE) is not None
+    )
+
+
+@each_notebook
+def test_cells_that_check_are_out_of_sight_and_do_nothing_else(path: Path) -> None:
+    for cell in cells_of_code(read(path)):
+        hidden = "remove-cell" in cell.metadata.get("tags", [])
+        assert hidden == checks(cell) == (cell.id.startswith("assert-")), cell.id
+        assert hidden == cell.metadata.get("jupyter", {}).get("source_hidden", False), cell.id
+    for cell in cells_of_code(executed(path)):
+        assert not (checks(cell) and cell.outputs), f"{cell.id}: nobody would see that"
 
 
 @each_notebook

@@ -41,7 +41,7 @@ def test_a_step_waits_for_one_answer(stage: int, precision: str) -> None:
 
 
 def test_whoever_refuses_unused_parameters_waits_once_more() -> None:
-    assert reads(Case(2, zero={"ignore_unused_parameters": False})) == {"_add_up": 1, "refuse_unused": 1}
+    assert reads(Case(2, zero={"ignore_unused_parameters": False})) == {"_add_up": 1, "told_by_all": 1}
 
 
 @pytest.mark.parametrize("depth", [4, 8])

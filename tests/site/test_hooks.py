@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from lessons import museum
+from lessons.verdict import Paragraph
 from tests.structure.test_structure import graph
 from zero_full.migrate.names import INSTEAD, NAMES
 
@@ -25,6 +26,7 @@ import notebook_pages
 import places
 import record_plots
 import snippets
+from markdown.extensions.toc import slugify
 
 
 def test_code_is_found_by_marker_name_and_line() -> None:
@@ -236,6 +238,9 @@ def test_every_mistake_is_on_the_museum_s_page_with_what_check_says() -> None:
     assert "-my_grad = self.comm.reduce_scatter(parts).div_(self.comm.world_size)" in text
     assert "that is: it is 2 times too much: the sum over 2 ranks" in text
     assert not re.search(r"\.py:\d+", text)
+    headings = {mistake.heading for _, mistake in museum.each_mistake()}
+    for heading in headings:  # an anchor of ours is what the site makes of the heading
+        assert Paragraph(places.ROOT, 0, heading).anchor == slugify(heading, "-")
 
 
 def test_a_mistake_without_a_record_stops_the_build(monkeypatch: pytest.MonkeyPatch) -> None:

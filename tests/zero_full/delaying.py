@@ -35,6 +35,7 @@ def one_step(engine: Any, step: int, rank: int, skips: bool = False) -> None:
     """Of training, at a learning rate of its own."""
     for group in engine.optimizer.param_groups:
         group["lr"] = LR * 0.9**step
+        group["betas"] = [0.9, 0.999]  # a list, as a JSON file has it
     dtype, micros = next(engine.parameters()).dtype, engine.gradient_accumulation_steps()
     for micro in range(micros):
         inf = float("inf") if skips and step in SKIPPED and micro == 0 and rank == 0 else 1.0
@@ -42,6 +43,7 @@ def one_step(engine: Any, step: int, rank: int, skips: bool = False) -> None:
         engine.step()
     for group in engine.optimizer.param_groups:
         group["lr"] = 100.0  # that is nobody's
+        group["betas"][0] = 0.1  # nor is that
 
 
 def of_engine(engine: Any) -> list[Tensor]:

@@ -71,9 +71,12 @@ def ended(comm: Any, stage: int) -> tuple[list[Tensor], list[Tensor]]:
         engine = engine_of(stage, 1)
         for step in range(4):
             one_step(engine, step, comm.rank)
+        loss = engine(data(4, 0, comm.rank))
         if by_hand:
-            engine.optimizer.finish_update()
+            engine.optimizer.finish_update()  # what the pass has gathered was not written by anybody
             engine.optimizer.finish_update()  # there is none any more
+            with pytest.raises(RuntimeError):
+                loss.backward()
         model = engine.module
         engine.destroy(gather=stage == 3)
         found.append([p.detach().clone() for p in model.parameters()])

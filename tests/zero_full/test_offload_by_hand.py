@@ -8,6 +8,7 @@ from contextlib import nullcontext, suppress
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any
 from unittest import mock
 
@@ -84,6 +85,28 @@ def options(engine: Any, rank: int) -> Tensor:
     return torch.empty(0)
 
 
+def for_a_moment(engine: Any, rank: int) -> Tensor:
+    """Options are others while a step may be under way, and then what they were."""
+    group, lane, gate = engine.optimizer.param_groups[0], engine.optimizer.steppers.early.lane, Event()
+    submit = lane.submit
+
+    def wait_and(job: Callable[[], None]) -> None:
+        gate.wait(5)
+        job()
+
+    with mock.patch.object(lane, "submit", lambda job, *given: submit(partial(wait_and, job), *given)):
+        for step in range(4):
+            gate.clear()
+            engine.backward(engine(data(step, 0, rank)))
+            before, group["lr"] = group["lr"], 5.0
+            gate.set()
+            for guess in engine.optimizer.steppers.early.guesses.values():
+                guess.pending.wait()
+            group["lr"] = before
+            engine.step()
+    return torch.empty(0)
+
+
 def values_of(engine: Any) -> list[Tensor]:
     state = engine.optimizer.state_dict()["tensors"]
     return [*engine.module_state_dict().values(), *(state[key]["values"] for key in sorted(state))]
@@ -102,7 +125,7 @@ def end(
     return values, right
 
 
-@pytest.mark.parametrize("act", [kept_rows, counters, options])
+@pytest.mark.parametrize("act", [kept_rows, counters, options, for_a_moment])
 def test_what_is_done_by_hand_counts_wherever_state_is(
     act: Callable[[Any, int], Tensor], tmp_path_factory: pytest.TempPathFactory
 ) -> None:

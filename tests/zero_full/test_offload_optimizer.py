@@ -199,10 +199,17 @@ def test_old_names_are_read_as_the_section_that_has_come_after_them(
         resolve(config(0, zero_optimization=old), 1)
 
 
-def test_a_ratio_of_nothing_is_said_to_have_no_effect() -> None:
-    section = {"device": "none", "ratio": 0.5}
-    (warning,) = resolve(config(2, zero_optimization={"offload_optimizer": section}), 1).warnings
-    assert "offload_optimizer.ratio = 0.5 has no effect" in warning
+@pytest.mark.parametrize("device", ["none", "cpu", "nvme"])
+def test_what_has_no_effect_without_a_device_or_a_file_is_said_to_have_none(device: str) -> None:
+    keys: dict[str, Any] = {"none": {"ratio": 0.5, "super_offload": True}, "nvme": {"nvme_path": "/x"}}
+    section = {"device": device, **keys.get(device, {})}
+    aio = {"block_size": 4096, "intra_op_parallelism": 2}
+    warnings = resolve(config(2, zero_optimization={"offload_optimizer": section}, aio=aio), 1).warnings
+    idle = ["offload_optimizer.ratio = 0.5", "offload_optimizer.super_offload = true"]
+    idle = [*(idle if device == "none" else []), "aio.block_size = 4096", "aio.intra_op_parallelism = 2"]
+    wanted = [] if device == "nvme" else [f"{each} has no effect" for each in idle]
+    assert len(warnings) == len(wanted)
+    assert all(text in line for text, line in zip(wanted, warnings, strict=True))
 
 
 def test_what_has_no_effect_is_said_to_be_idle() -> None:

@@ -1,12 +1,19 @@
 """A file that is seen as memory: what is mapped, and for how long."""
 
 import gc
+from contextlib import nullcontext
 from pathlib import Path
+from unittest import mock
 
+import pytest
 import torch
 
+import zero_full
+from tests.zero_full.runs import Net, config
 from tests.zero_full.test_blocks import count
 from zero_full.kernels.files import PAGE, BlockIO, aligned_empty
+from zero_full.offload import BlockTier, scratch
+from zero_full.offload.limits import Limit
 from zero_full.offload.scratch import ScratchFile, whole_pages
 
 
@@ -45,3 +52,58 @@ def test_each_piece_of_a_file_is_mapped_once_and_as_long_as_somebody_holds_it(tm
     gc.collect()
     assert kept.numel() == 3 * PAGE and (kept == 4).all()
     assert count("fd") < descriptors
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("{}/file", "nvme_path: no file can be made in '{}/file'"),
+        ("{}/file/below", "nvme_path: no file can be made in '{}/file/below'"),
+        ("/proc/nothing", "nvme_path: no file can be made in '/proc/nothing'"),
+        ("{}/\0", "nvme_path: no file can be made in '{}/\\x00'"),
+        ("{}/" + 300 * "x", "nvme_path: no file can be made in '{}/xxx"),
+        ("$SCRATCH/state", r"nvme_path: $SCRATCH/state has a variable in it"),
+        ("~nobody-of-that-name/state", "nvme_path: ~nobody-of-that-name/state cannot be found"),
+    ],
+)
+def test_a_path_that_cannot_be_is_refused_by_the_name_of_its_key(
+    path: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((OSError, ValueError)) as refused:
+        BlockTier(path=path.format(tmp_path)).open([], torch.device("cpu"))
+    assert text.format(tmp_path) in str(refused.value)
+    assert [each.name for each in tmp_path.iterdir()] == ["file"], "and nothing is made of it"
+
+
+def test_a_directory_with_a_strange_name_that_is_there_can_be_meant(tmp_path: Path) -> None:
+    (tmp_path / "$odd").mkdir()
+    BlockTier(path=tmp_path / "$odd").open([], torch.device("cpu")).close()
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_a_directory_in_memory_is_told_once_and_has_no_more_room_than_there_is_memory(
+    in_memory: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = {"device": "nvme", "nvme_path": str(tmp_path)}
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    zero |= {"offload_optimizer": place, "offload_param": {**place, "max_in_cpu": 0}}
+    least = 10**6
+    with (
+        mock.patch.object(scratch, "is_in_memory", lambda directory: in_memory),
+        mock.patch.object(scratch, "limits_here", lambda host: [Limit("", "", least, "")]),
+    ):
+        assert (scratch.free_bytes(tmp_path) == least) is in_memory
+        zero_full.initialize(model=Net(), config=config(3, zero_optimization=zero))[0].destroy()
+        least = 1000
+        with pytest.raises(OSError, match=r"has 1\.00 kB free") if in_memory else nullcontext():
+            zero_full.initialize(model=Net(), config=config(3, zero_optimization=zero))[0].destroy()
+    told = [line for line in caplog.messages if "is in this host's memory (tmpfs)" in line]
+    assert len(told) == in_memory
+
+
+def test_what_is_a_directory_in_memory() -> None:
+    assert not scratch.is_in_memory(Path("/proc"))
+    if Path("/dev/shm").is_dir():
+        assert scratch.is_in_memory(Path("/dev/shm"))

@@ -271,11 +271,19 @@ def _idle_together(config: Config) -> Iterator[str]:
         )
     zero = config.zero_optimization
     offload = zero.offload_optimizer
-    if offload is not None and offload.device == "none" and offload.ratio != 1:
-        yield (
-            f"zero_optimization.offload_optimizer.ratio = {offload.ratio} has no effect: "
-            'the device is "none", and nothing is offloaded'
-        )
+    if offload is not None and offload.device == "none":
+        asked = {"ratio": offload.ratio} if offload.ratio != 1 else {}
+        asked |= {"super_offload": True} if offload.super_offload else {}
+        for key, value in asked.items():
+            yield (
+                f"zero_optimization.offload_optimizer.{key} = {report.shown(value)} has no effect: "
+                'the device is "none", and nothing is offloaded'
+            )
+    if "nvme" not in [getattr(s, "device", "") for s in (zero.offload_optimizer, zero.offload_param)]:
+        for key in ("block_size", "intra_op_parallelism"):
+            value = getattr(config.aio, key)
+            if value != type(config.aio).model_fields[key].default:
+                yield f'aio.{key} = {value} has no effect: nothing waits in a file (device "nvme")'
     for section, keys in ONLY_NVME.items():
         offload = getattr(zero, section)
         for key in keys if offload is not None and offload.device != "nvme" else ():

@@ -273,7 +273,7 @@ class BlockShelf(Shelf):
         """`in_memory`: what takes the first slices, with so many elements together."""
         self.file, self.directory, self.place = file, file.directory, file.place
         self.buffers, self.left, self.in_memory = buffers, memory_numel, in_memory
-        self.reach = buffers.limit
+        self.reach, self.advice = buffers.limit, file.advice
         self.lane = Thread("zero_full-parameters")
         self.ahead: set[FileSlice] = set()  # what is read ahead, and is not needed yet
         self.read_bytes = self.written_bytes = 0

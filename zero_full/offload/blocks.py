@@ -41,6 +41,7 @@ from zero_full.offload.scratch import (
     DAMAGED,
     LOST,
     ScratchFile,
+    directory_of,
     page_sums,
     refuse_more_than_free,
     whole_pages,
@@ -99,7 +100,7 @@ class BlockTier(HostTier):
 
     def _file(self) -> ScratchFile:
         io = BlockIO(self.threads, self.block_bytes, direct=self.direct)
-        return ScratchFile(Path(self.path).expanduser(), io)
+        return ScratchFile(directory_of(self.path), io)
 
 
 class Block:
@@ -187,6 +188,7 @@ class OpenBlocks(Tier):
     def __init__(self, choice: BlockTier, file: ScratchFile) -> None:
         self.part_numel, self.host = choice.part_numel, HostTier(choice.pin_memory)
         self.file, self.directory, self.place = file, file.directory, file.place
+        self.advice = file.advice
         self.lane = Thread("zero_full-blocks")
         self.buffers = [torch.empty(0, dtype=torch.uint8)] * 2
         self.blocks: weakref.WeakKeyDictionary[Any, Block] = weakref.WeakKeyDictionary()

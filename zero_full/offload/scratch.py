@@ -20,12 +20,18 @@ import torch
 from torch import Tensor
 
 from zero_full.kernels.files import PAGE, BlockIO, Event, Transfer
+from zero_full.offload.limits import limits_here
 from zero_full.wording import human
 
 DAMAGED = (
     "what is read is not what was written, by a fault of the disk or by somebody who has written through "
     "`.data` or numpy, which nobody hears of (write to the tensors themselves)"
 )
+IN_MEMORY = (
+    "nvme_path: {} is in this host's memory (tmpfs), so what waits there takes as much of that as with the "
+    'device "cpu", and more time: give a directory on a disk'
+)
+MEMORY = (0x01021994, 0x858458F6)  # tmpfs and ramfs, as in linux/magic.h
 LOST = 0xFF  # a byte; so many of them are NaN in every type
 KEEP_SIZE, PUNCH_HOLE = 0x01, 0x02  # as in linux/falloc.h
 
@@ -38,7 +44,28 @@ def whole_pages(size: int) -> int:
 def free_bytes(directory: Path) -> int:
     """What this process may still write there."""
     found = os.statvfs(directory)
-    return found.f_bavail * found.f_frsize
+    free = found.f_bavail * found.f_frsize
+    # A file system in memory promises more than there is: half of it all, whatever is in use.
+    return min([free, *(limit.free for limit in limits_here(""))]) if is_in_memory(directory) else free
+
+
+def is_in_memory(directory: Path) -> bool:
+    """Whether what is written there takes the host's memory."""
+    found = (ctypes.c_long * 64)()  # begins with the kind of file system
+    known = ctypes.CDLL(None).statfs(os.fsencode(directory), found) == 0
+    return known and int(found[0]) in MEMORY
+
+
+def directory_of(path: str | Path) -> Path:
+    """What a user means by it. ValueError for what would become a strange directory below this one."""
+    if "$" in str(path) and not Path(path).exists():
+        raise ValueError(
+            f"nvme_path: {path} has a variable in it, and nobody fills it in: give the directory"
+        )
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"nvme_path: {path} cannot be found: {error} Give the directory") from error
 
 
 def refuse_here(directory: Path) -> None:
@@ -72,6 +99,7 @@ class ScratchFile:
         self.directory, self.io, self.size = directory, io, 0
         file = _nameless(directory)
         self.place = str(os.fstat(file).st_dev)  # which disk of this host it is on
+        self.advice = IN_MEMORY.format(directory) if is_in_memory(directory) else ""
         self.path = f"/proc/self/fd/{file}"
         self._file, self._windows = file, dict[int, Tensor]()  # by where they begin
         self.close = weakref.finalize(self, os.close, file)
@@ -122,9 +150,17 @@ class ScratchFile:
 
 
 def _nameless(directory: Path) -> int:
-    directory.mkdir(parents=True, exist_ok=True)
-    file, name = tempfile.mkstemp(prefix=".zero_full_", dir=directory)
-    Path(name).unlink()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        file, name = tempfile.mkstemp(prefix=".zero_full_", dir=directory)
+        Path(name).unlink()
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise OSError(
+            getattr(error, "errno", None),
+            f"nvme_path: no file can be made in {str(directory)!r} ({why}): give a directory on a fast disk, "
+            "in which this process may write",
+        ) from error
     return file
 
 

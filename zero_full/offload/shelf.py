@@ -86,6 +86,7 @@ class Shelf:
     can_lose = False  # whether `lost` may ever say something
     reach = sys.maxsize  # elements of slices that may come near at a time
     place = ""  # which disk of this host it is on
+    advice = ""  # in words, what whoever has chosen it should know about it
     failure = ""  # in words, why no further step can be taken
     lost = ""  # in words, which parameters are gone
 

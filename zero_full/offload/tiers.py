@@ -45,6 +45,7 @@ class Tier(ABC):
     moves = False  # whether state lies elsewhere between steps than in them, and may get `lost` on the way
     copied_numel = 2**24  # elements of parameters that wait there, of which a step has copies at a time
     place = ""  # which disk of this host it is on, while it is open
+    advice = ""  # in words, what whoever has chosen it should know about it
     failure = ""  # in words, why no further step can be taken
     lost = ""  # in words, what of the state is gone
 

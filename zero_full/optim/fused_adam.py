@@ -113,9 +113,9 @@ class FusedAdam(Stepper):
             sweep(by, some, dtype, groups[some[0].group], factor, chances)
 
     def with_these_options(self) -> "FusedAdam":
-        """The same with the groups' options of now."""
+        """The same with the groups' options of now. A list among them (`betas`) may be written to later."""
         made = copy(self)
-        made.groups = [dict(group) for group in self.base.param_groups]
+        made.groups = [{key: copy(value) for key, value in g.items()} for g in self.base.param_groups]
         return made
 
     def state_dict(self) -> dict[str, Any]:

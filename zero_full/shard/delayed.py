@@ -166,6 +166,8 @@ class DelayedUpdates:
         except RuntimeError as error:
             self.broken = str(error)
             raise
+        if optimizer.gatherer is not None:  # a forward pass without a backward may have left some gathered
+            optimizer.gatherer.release_all()
         self.current = None
         for owned in update.owned:
             owned.is_updating = False

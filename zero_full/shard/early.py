@@ -97,10 +97,11 @@ class EarlySteps:
             return
         options = [_comparable(self.optimizer.param_groups[number]) for number in _groups_of(owned)]
         guess = self.guesses[owned] = Guess(stepper, factor, options, down.memory)
-        guess.pending = self.lane.submit(partial(self._take, owned, guess, down.arrived), [], [])
+        take = partial(self._take, owned, guess, stepper.with_these_options(), down.arrived)
+        guess.pending = self.lane.submit(take, [], [])
 
-    def _take(self, owned: Owned, guess: Guess, arrived: Callable[[], Tensor]) -> None:
-        """On the lane."""
+    def _take(self, owned: Owned, guess: Guess, stepper: Stepper, arrived: Callable[[], Tensor]) -> None:
+        """On the lane, where the groups' options may be others for a moment: with those of the guess."""
         if self.stops:
             return
         with torch.no_grad():
@@ -115,7 +116,7 @@ class EarlySteps:
             guess.memory = memory
             windows = block.windows(tensors, memory, copy=True)
             pieces = self._pieces(owned, gradients, dict(zip(map(id, tensors), windows, strict=True)))
-            guess.stepper.step(list(pieces.values()), guess.factor, Peers())
+            stepper.step(list(pieces.values()), guess.factor, Peers())
             guess.numbers = {member: _numbers(piece.state) for member, piece in pieces.items()}
             guess.block = block
 
