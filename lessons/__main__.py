@@ -45,7 +45,8 @@ def main(arguments: list[str] | None = None) -> int:
                 f"{chosen.command}: answers are not here. Your instructor has the whole project"
             )
         if "number" in chosen and chosen.number is None and chosen.run is not notebook:
-            raise LessonError(f"which lesson? python -m lessons {chosen.command} N")
+            asked = "course" if chosen.command == "golf" else "lesson"
+            raise LessonError(f"which {asked}? python -m lessons {chosen.command} N")
         status: int = chosen.run(chosen)
         return status
     except LessonError as error:

@@ -194,6 +194,7 @@ def golf(number: str) -> int:
         work.parent.mkdir(exist_ok=True)
         work.write_text(START.read_text(encoding="utf-8"), encoding="utf-8")
         print(f"{shown(work)} is written: plain data parallelism, far over par. Change it and play again")
+        print("the rules, and where par can be beaten: site/docs/golf.md")
     command = [sys.executable, "-m", "lessons.golf", number, str(work)]
     try:
         return subprocess.run(command, cwd=registry.ROOT, timeout=LIMIT).returncode

@@ -8,13 +8,13 @@ from functools import cache, partial
 
 from lessons.bill import SMALL, Bill, compare, measure_rank, timeline
 from lessons.cells import columns, run_cell
-from lessons.clock import MACHINES, Size, report
+from lessons.clock import BUCKET, MACHINES, Size, report
 from lessons.colours import BROWN, OLIVE, VIOLET
 from lessons.plots import label, new_figure, save
-from lessons.recording import record
+from lessons.recording import CONFIG, record
 from lessons.rows import ROWS
 from zero_min import Stage2, run_world
-from zero_min.gpt import GPTConfig
+from zero_min.gpt import GPT, GPTConfig
 
 BUCKETS = (1024, 4096, 16384, 65536, 262144)
 DEEP = GPTConfig(context=16, layers=8, width=32)  # each tensor is a small part of this model
@@ -62,8 +62,9 @@ def bucket_sizes(world: int = 4) -> str:
 
 
 def in_seconds() -> str:
-    """The clock's answer for small buckets."""
-    return report(record(partial(Stage2, bucket_size=4096)), MACHINES["pcie"], Size(1e9, 8192))
+    """What `python -m lessons clock 2` answers."""
+    size = round(BUCKET * sum(p.numel() for p in GPT(CONFIG).parameters()))
+    return report(record(partial(Stage2, bucket_size=size)), MACHINES["pcie"], Size(1e9, 8192))
 
 
 def _peaks(bill: Bill) -> tuple[int, int]:

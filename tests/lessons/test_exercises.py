@@ -1,6 +1,7 @@
 """Exercises are the answer key with holes: the suite fails on the holes and passes when they are filled."""
 
 import dataclasses
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from lessons import __main__ as cli
-from lessons import exercise, registry, rows
-from lessons.check import check
+from lessons import exercise, registry, replace, rows
+from lessons.check import QUICK, check
 from lessons.progress import progress, remember
 from lessons.registry import LESSONS, ROOT, Lesson
 
@@ -79,6 +80,18 @@ def test_each_task_alone_left_blank_fails_by_its_name(lesson: Lesson, capfd: Cap
         assert check(lesson) == 1
         said = capfd.readouterr().out
         assert f"task {task}: python -m lessons hint" in said, said
+
+
+@pytest.mark.parametrize("lesson", slow_lesson, ids=[lesson.folder for lesson in LESSONS])
+def test_a_task_is_judged_without_the_one_that_comes_after_it(lesson: Lesson, tmp_path: Path) -> None:
+    *_, last = exercise.tasks(lesson)
+    answer_all(lesson, leave=last)
+    places = {f"zero_min.{answer.stem}": str(work) for answer, work in lesson.files}
+    command = [sys.executable, "-m", "lessons.judge", str(tmp_path / "words"), "--tasks", str(lesson.number)]
+    env = {**os.environ, **replace.environment(places), **QUICK}
+    said = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True).stdout
+    failed = [line for line in said.splitlines() if line.startswith("test_")]
+    assert failed and all(name.startswith(f"test_{last}_") for name in failed), failed
 
 
 def test_what_check_has_said_is_remembered_of_the_files_as_they_were(capfd: Capture, work: Path) -> None:
