@@ -4,6 +4,7 @@ Both are plain HTML with what was measured inside, so they work on the site, too
 Without JavaScript what was measured still opens, and a slider shows what it began with.
 """
 
+import hashlib
 import html
 import re
 from collections.abc import Callable, Sequence
@@ -52,7 +53,7 @@ def predict(unit: str, truth: float, hint: str, *measured: object) -> Shown:
 
 def fold(title: str, *measured: object) -> Shown:
     """Pictures or text that are shown when the reader asks for them."""
-    inside = "".join(map(_html, measured))
+    inside = "".join(_html(shown, title + str(place)) for place, shown in enumerate(measured))
     summary = f'<summary style="cursor: pointer">{html.escape(title)}</summary>'
     return Shown(f"<details>{summary}\n{inside}</details>", " ".join(map(str, measured)))
 
@@ -63,7 +64,7 @@ def slider(name: str, values: Sequence[Value], drawn: Callable[[Value], object],
     for place, value in enumerate(values):
         made, said = drawn(value), f"{value:,}" if isinstance(value, (int, float)) else str(value)
         hidden = "" if place == at else " hidden"
-        frames.append(f'<div data-value="{html.escape(said)}"{hidden}>{_html(made)}</div>')
+        frames.append(f'<div data-value="{html.escape(said)}"{hidden}>{_html(made, name + said)}</div>')
         words.append(f"{name} {said}: {made}")
         if place == at:
             first = html.escape(said)
@@ -78,10 +79,16 @@ def slider(name: str, values: Sequence[Value], drawn: Callable[[Value], object],
     )
 
 
-def _html(shown: object) -> str:
-    """What a picture or another output is as HTML; text as it is."""
+def _html(shown: object, place: str) -> str:
+    """What a picture or another output is as HTML, text as it is.
+
+    A picture may stand on the page twice: its parts get names of this place, so that each refers to its own.
+    """
     made = getattr(shown, "_repr_html_", None)
-    return str(made()) if made is not None else f"<pre>{html.escape(str(shown))}</pre>"
+    if made is None:
+        return f'<pre style="overflow-x: auto">{html.escape(str(shown))}</pre>'
+    here = hashlib.sha256(place.encode()).hexdigest()[:6]
+    return re.sub(r'(\bid="|url\(#|href="#)([^")]+)', rf"\1\2-{here}", str(made()))
 
 
 def _live(made: str, words: str) -> Shown:

@@ -83,7 +83,7 @@ def _code_key() -> str:
         file
         for package in CALLED
         for file in (ROOT / package).rglob("*")
-        if file.suffix in (".py", ".txt", ".json")
+        if file.suffix in (".py", ".js", ".txt", ".json")
     ]
     for file in sorted([*files, Path(__file__)]):
         digest.update(f"\0{file.name}\0".encode() + file.read_bytes())

@@ -36,7 +36,7 @@ def test_a_wrong_line_fails_and_the_answer_key_stays() -> None:
     source = Path(__file__).parents[2] / "zero_min" / "stage1.py"
     before = source.read_bytes()
     verdict = change_line(1, PAIR, PAIR.replace(".div_(self.comm.world_size)", ""))
-    assert verdict.failed == 1
+    assert verdict.failed > 0
     assert "test_reduce_gives_each_rank_the_average_of_its_slice" in verdict.text
     assert source.read_bytes() == before
 

@@ -41,6 +41,15 @@ def test_a_slider_begins_where_it_is_asked_to() -> None:
     ]
 
 
+def test_a_picture_that_stands_there_twice_has_parts_of_its_own() -> None:
+    part = Shown('<svg><path id="a"/><use href="#a"/><g style="fill: url(#a)"/></svg>', "a part")
+    made = slider("N", [1, 2], lambda value: part).html
+    names = re.findall(r'id="([^"]+)"', made)
+    assert len(set(names)) == 2
+    for name in names:
+        assert f'href="#{name}"' in made and f"url(#{name})" in made
+
+
 def test_without_html_the_words_are_there() -> None:
     assert repr(both()).startswith("Guess first, in bytes. Measured: 12.5. N 1: at 1 & more")
     assert repr(fold("Show it", "this")) == "this"

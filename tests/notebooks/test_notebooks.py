@@ -96,7 +96,7 @@ def test_at_least_three_asserts_compare_something(path: Path) -> None:
 
 @each_notebook
 def test_the_reader_predicts_before_it_is_shown(path: Path) -> None:
-    shown = [text(output) for _, output in outputs(path)]
+    shown = [output.get("data", {}).get("text/html", "") for _, output in outputs(path)]
     asked = [html for html in shown if 'class="zero-predict"' in html]
     assert asked
     assert not [html for html in asked if "<details open" in html or "Measured" in html.split("<details>")[0]]

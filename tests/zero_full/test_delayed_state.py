@@ -1,8 +1,10 @@
 """Who looks at a run whose last update is still under way, or changes it, or asks for what cannot be."""
 
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -179,6 +181,11 @@ def alone(comm: Any) -> list[str]:
     assert engine.optimizer.delayed.current is not None, "for gradients nobody waits"
     engine.step()
     assert engine.optimizer.state[weight]["step"] == 2, "who reads state waits"
+    engine.backward(engine(data(2, 0, comm.rank)))
+    engine.optimizer.delayed.lane.submit(partial(time.sleep, 0.2), [], [])
+    engine.step()
+    steps = [state["step"] for state in engine.optimizer.state.values()]
+    assert steps == [3] * len(steps), "who reads all of it does, too"
     engine.optimizer.finish_update()
     assert zero_full.safe_get_local_fp32_param(weight) is not None
     assert engine.module.state_dict()

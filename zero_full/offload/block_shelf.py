@@ -356,6 +356,7 @@ class BlockShelf(Shelf):
         """Some slice cannot be written."""
         self.failure = (
             f"parameters cannot be written to {self.directory}: {error}. They stay in memory, and the step "
-            "was finished: save a checkpoint now, and go on from it with a disk that can be written"
+            "was finished: save a checkpoint now, after zero_grad, and go on from it with a disk that can be "
+            "written"
         )
         log.error("%s", self.failure)

@@ -343,7 +343,8 @@ class OpenBlocks(Tier):
     def _fail(self, error: OSError) -> None:
         self.failure = (
             f"the optimizer's state cannot be written to {self.directory}: {error}. It stays in memory, and "
-            "the step was finished: save a checkpoint now, and go on from it with a disk that can be written"
+            "the step was finished: save a checkpoint now, after zero_grad, and go on from it with a disk "
+            "that can be written"
         )
         log.error("%s", self.failure)
 

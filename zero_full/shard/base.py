@@ -91,6 +91,7 @@ class StateByParameter(UserDict[Any, dict[str, Any]]):
 
     def values(self) -> Any:
         """All of it, also while it is away."""
+        self.settled()
         return self.data.values()
 
     def get(self, key: Any, default: Any = None) -> Any:

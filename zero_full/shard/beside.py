@@ -2,6 +2,11 @@
 
 from typing import NoReturn, Protocol
 
+ELSEWHERE = (
+    "something has failed on another rank, whose message says what to do on all of them: a checkpoint that "
+    "was saved beside the training, or what waits in a file there (nvme_path)"
+)
+
 
 class Beside(Protocol):
     """Such work, of which the next step hears."""
@@ -25,4 +30,4 @@ def raise_failure(known: str, work: Beside | None) -> NoReturn:
         raise RuntimeError(known)
     if work is not None:
         work.wait()
-    raise RuntimeError("something that was done beside the training has failed on another rank: see there")
+    raise RuntimeError(ELSEWHERE)

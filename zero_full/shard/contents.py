@@ -266,7 +266,7 @@ class NewState:
             )
         known = self.contents.base.state.get(master, {}).get(entry)
         if isinstance(known, Tensor) and known.shape == torch.Size(shape) and known.is_contiguous():
-            return known.detach()
+            return known  # the same, as somebody may have kept a window: see `Owned.show`
         dtype = stored
         if isinstance(self.contents.base, torch.optim.Adam):  # and AdamW
             dtype = self.contents.dtypes.moments_of(master.dtype)
