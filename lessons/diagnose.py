@@ -42,7 +42,7 @@ SAID = {
     "too many bytes": "{ratio} times the bytes that are needed",
     "too few bytes": "{ratio} times the bytes that are needed: something did not travel, or not all of it",
     "nothing": "there is no answer at all: is the `return`, or the assignment, missing?",
-    "waiting ranks": "the ranks make different calls: another one, other lengths, or a rank that never comes",
+    "waiting ranks": "the ranks do not make the same calls: others, of other lengths, or a rank is missing",
     "deadlock": "who is left waits to receive, and nobody is left who sends: send first, and as often",
     "unequal parts": "a collective needs parts of one size from all ranks, and they differ: is it padded?",
     "hook returns": "a hook has returned something, and must return None: no `return`, or a bare one",

@@ -22,7 +22,8 @@ WITHHELD = ("museum", "bug", "golf", "train", "release", "weave")  # these hold 
 NEEDED = ("torch", "rich", "matplotlib", "pytest")
 BLOCK = re.compile(r"<!-- weave: (\w+) (.+?) -->\n(.*?)<!-- /weave -->", re.DOTALL)
 FOLDED = re.compile(r"<details>.*?</details>\n*", re.DOTALL)
-SHOWN = re.compile(r"python -m lessons (diff|solution) ")  # commands that a release does not have
+# Lines that name commands which a release does not have.
+SHOWN = re.compile(r"python -m lessons (diff|solution|bug) |When it passes, play \[ZeRO golf\]")
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]*)(#[^)\s]*)?\)")
 README = """# Lessons {numbers}
 
