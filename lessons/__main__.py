@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -48,7 +49,11 @@ def main(arguments: list[str] | None = None) -> int:
             asked = "course" if chosen.command == "golf" else "lesson"
             raise LessonError(f"which {asked}? python -m lessons {chosen.command} N")
         status: int = chosen.run(chosen)
+        sys.stdout.flush()
         return status
+    except BrokenPipeError:  # whoever read this, say `head`, wants no more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except LessonError as error:
         print(error, file=sys.stderr)
         return 2

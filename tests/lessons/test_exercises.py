@@ -186,6 +186,12 @@ def test_outside_of_the_environment_it_says_how_to_get_in() -> None:
     assert run.returncode == 1 and "source .venv/bin/activate" in run.stderr
 
 
+def test_a_reader_who_wants_no_more_is_no_error() -> None:
+    command = f"{sys.executable} -m lessons list | true"
+    run = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
+    assert run.stderr == ""
+
+
 def test_list_and_hint_answer_at_once_without_torch() -> None:
     code = "import sys; sys.modules['torch'] = None; import lessons.__main__ as cli; "
     code += "sys.exit(cli.main(['list']) or cli.main(['hint', '3', 'after']))"
