@@ -12,7 +12,7 @@ from lessons.check import QUICK
 from lessons.exercise import LessonError, shown, unmarked
 from lessons.museum import Mistake, mistakes, seeded
 from lessons.registry import ROOT, Lesson
-from lessons.verdict import paragraphs
+from lessons.verdict import explains
 
 
 def places(lesson: Lesson) -> list[tuple[Path, Path]]:
@@ -64,8 +64,7 @@ def answer(lesson: Lesson, line: int) -> str:
     number = mistakes(lesson).index(seen) + 1
     said = [f"right: {shown(place)}, line {first}, task {seen.task}. {seen.says[0].upper()}{seen.says[1:]}."]
     said += ["instead of", *_indented(seen.right), "it says", *_indented(seen.wrong or "(nothing)")]
-    known = paragraphs(lesson)
-    paragraph = known.get(f"{seen.task}/{seen.found}", known.get(seen.task))
+    paragraph = explains(lesson, seen.task, seen.found)
     said += [f"mistake {number} of {len(mistakes(lesson))} in the museum: {seen.name}", f"read: {paragraph}"]
     return "\n".join(said)
 

@@ -10,7 +10,7 @@ from lessons.evidence import Facts, WrongError
 from lessons.exercise import shown, tasks, tasks_at
 from lessons.registry import Lesson
 
-EXPLAINS = re.compile(r"<!-- explains: (.+) -->")
+EXPLAINS = re.compile(r"^<!-- explains: (.+) -->$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -47,24 +47,25 @@ def _lines_of(error: BaseException, works: Sequence[Path]) -> Iterator[tuple[Pat
 
 @dataclass(frozen=True)
 class Paragraph:
-    """A place in a lesson's text: its line, and the heading above it."""
+    """A place in a lesson's text: what it explains, its line, and the heading above it."""
 
+    name: str  # a task, or TASK/MISTAKE
     path: Path  # of the text, or of the page that is built from it
     line: int
     heading: str
 
     @property
-    def anchor(self) -> str:
-        """The heading's name on the page."""
-        return re.sub(r"[^\w\- ]", "", self.heading.lower()).replace(" ", "-")
+    def mark(self) -> str:
+        """Its name on the page that is built."""
+        return "explains-" + re.sub(r"\W+", "-", self.name.lower())
 
     def __str__(self) -> str:
-        place = f"#{self.anchor}" if self.path.suffix == ".html" else f":{self.line}"
+        place = f"#{self.mark}" if self.path.suffix == ".html" else f":{self.line}"
         return f'{shown(self.path)}{place}, "{self.heading}"'
 
 
 def paragraphs(lesson: Lesson) -> dict[str, Paragraph]:
-    """What the lesson's text explains, as it says in comments: a task, or TASK/MISTAKE."""
+    """What the lesson's text explains, as it says in comments, by name."""
     found, heading = {}, ""
     text = (lesson.path / "lesson.md").read_text(encoding="utf-8")
     for number, line in enumerate(text.splitlines(), 1):
@@ -72,7 +73,7 @@ def paragraphs(lesson: Lesson) -> dict[str, Paragraph]:
             heading = line.lstrip("#").strip()
         elif match := EXPLAINS.fullmatch(line):
             for name in match[1].split(", "):
-                found[name] = Paragraph(lesson.page, number + 2, heading)
+                found[name] = Paragraph(name, lesson.page, number + 2, heading)
     return found
 
 
@@ -137,7 +138,11 @@ def verdict(lesson: Lesson, failure: Failure, blanks: Sequence[str] = ()) -> Ver
             place = failure.places[-1] if failure.places else None
             about = (tasks_at(lesson, *place) if place else []) or by_name
     about = about or list(blanks[:1]) or tasks(lesson)
+    paragraph = explains(lesson, about[0], meant.mistake if meant else "") if len(about) == 1 else None
+    return Verdict(failure, meant, about, place, paragraph)
+
+
+def explains(lesson: Lesson, task: str, mistake: str) -> Paragraph | None:
+    """The paragraph about this mistake, or else about the task."""
     known = paragraphs(lesson)
-    mistake = meant.mistake if meant else ""
-    names = [f"{about[0]}/{mistake}", about[0]] if len(about) == 1 else []
-    return Verdict(failure, meant, about, place, next((known[name] for name in names if name in known), None))
+    return known.get(f"{task}/{mistake}", known.get(task))

@@ -6,8 +6,9 @@ from places import ROOT, page_of, relative, relinked, shown, unfolded
 
 from lessons import repository
 from lessons.registry import LESSONS, Lesson
+from lessons.verdict import EXPLAINS, Paragraph, paragraphs
 
-WOVEN = re.compile(r"^<!-- (/?weave|explains: ).*?-->\n?", re.MULTILINE)
+WOVEN = re.compile(r"^<!-- /?weave.*?-->\n?", re.MULTILINE)
 
 
 def pages() -> dict[str, str]:
@@ -27,9 +28,16 @@ def pictures() -> list[str]:
 
 def _page(lesson: Lesson) -> str:
     home = shown(lesson.path / "lesson.md")
-    text = unfolded(WOVEN.sub("", (lesson.path / "lesson.md").read_text()))
+    woven = WOVEN.sub("", (lesson.path / "lesson.md").read_text(encoding="utf-8"))
+    places = paragraphs(lesson)
+    text = unfolded(EXPLAINS.sub(lambda found: _marks([places[n] for n in found[1].split(", ")]), woven))
     title, _, rest = text.partition("\n")
     return f"{title}\n\n{_facts(lesson, home)}\n{relinked(rest, home, home)}"
+
+
+def _marks(explained: list[Paragraph]) -> str:
+    """What a link to a paragraph leads to."""
+    return "".join(f'<div id="{paragraph.mark}"></div>' for paragraph in explained) + "\n\n"
 
 
 def _facts(lesson: Lesson, page: str) -> str:

@@ -8,7 +8,7 @@ from places import SiteError, relative
 from lessons import museum
 from lessons.exercise import unmarked
 from lessons.registry import IN_ORDER, Lesson
-from lessons.verdict import Paragraph
+from lessons.verdict import explains
 
 
 def render(_: str, page: str) -> str:
@@ -30,12 +30,13 @@ def _lesson(lesson: Lesson, kept: dict[str, dict[str, museum.Exhibit]], page: st
         if mistake.task != task:
             task = mistake.task
             yield f"\n### {task} {{ #lesson-{lesson.label}-{task} }}\n"
-        place = Paragraph(lesson.path / "lesson.md", 0, mistake.heading)
+        place = explains(lesson, mistake.task, mistake.found)
+        assert place is not None, f"{mistake.name}: a test asks for a paragraph of every mistake"
         yield '<details markdown="1">'
         yield f"<summary>{number}. {mistake.name}: {_escaped(mistake.says)}</summary>\n"
         yield f"```diff\n{_difference(lesson, mistake)}\n```\n"
         yield f"```text\n{seen.test}\n{seen.message}\nthat is: {seen.words}\n```\n"
-        yield f"Explained in [{mistake.heading}]({text}#{place.anchor}).\n"
+        yield f"Explained in [{mistake.heading}]({text}#{place.mark}).\n"
         yield "</details>\n"
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from lessons import museum
-from lessons.verdict import Paragraph
 from tests.structure.test_structure import graph
 from zero_full.migrate.names import INSTEAD, NAMES
 
@@ -20,13 +19,13 @@ import directives
 import drawings
 import formulas
 import import_graph
+import lesson_pages
 import migrate_tables
 import museum_page
 import notebook_pages
 import places
 import record_plots
 import snippets
-from markdown.extensions.toc import slugify
 
 
 def test_code_is_found_by_marker_name_and_line() -> None:
@@ -238,9 +237,9 @@ def test_every_mistake_is_on_the_museum_s_page_with_what_check_says() -> None:
     assert "-my_grad = self.comm.reduce_scatter(parts).div_(self.comm.world_size)" in text
     assert "that is: it is 2 times too much: the sum over 2 ranks" in text
     assert not re.search(r"\.py:\d+", text)
-    headings = {mistake.heading for _, mistake in museum.each_mistake()}
-    for heading in headings:  # an anchor of ours is what the site makes of the heading
-        assert Paragraph(places.ROOT, 0, heading).anchor == slugify(heading, "-")
+    lessons = lesson_pages.pages()
+    links = set(re.findall(r"\]\((lessons/\w+/lesson\.md)#(explains-[\w-]+)\)", text))
+    assert len(links) > 30 and all(f'<div id="{mark}">' in lessons[page] for page, mark in links)
 
 
 def test_a_mistake_without_a_record_stops_the_build(monkeypatch: pytest.MonkeyPatch) -> None:
