@@ -121,7 +121,7 @@ def test_nothing_wakes_the_theme_s_requests(site: Path) -> None:
 
 def test_no_page_shows_what_was_meant_for_the_build(site: Path) -> None:
     for page in pages(site):
-        text = re.sub(r"<(pre|code)\b.*?</\1>", "", page.read_text(), flags=re.DOTALL)
+        text = re.sub(r"<(pre|code|script|style)\b.*?</\1>", "", page.read_text(), flags=re.DOTALL)
         body = text.partition("<article")[2].partition("</article>")[0]
         for trace in (
             "```",
