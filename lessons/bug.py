@@ -1,17 +1,14 @@
 """`bug N`: the answer of lesson N with one mistake in it, for the learner to find."""
 
 import difflib
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
-from lessons import registry, replace
-from lessons.check import QUICK
+from lessons import registry
 from lessons.exercise import LessonError, shown, unmarked
 from lessons.museum import Mistake, mistakes, seeded
-from lessons.registry import ROOT, Lesson
+from lessons.registry import Lesson
+from lessons.run_judge import run_judge
 from lessons.verdict import explains
 
 
@@ -43,12 +40,9 @@ def start(lesson: Lesson, number: int | None) -> str:
 
 def symptom(lesson: Lesson) -> str:
     """What the first failing test found, and no word about what it means."""
-    stand = {f"zero_min.{answer.stem}": str(place) for answer, place in places(lesson)}
-    words = places(lesson)[0][1].with_name("last_words.txt")
-    command = [sys.executable, "-m", "lessons.judge", str(words), "--symptom", str(lesson.number)]
-    env = {**os.environ, **replace.environment(stand), **QUICK}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    words.unlink(missing_ok=True)
+    works = [place for _, place in places(lesson)]
+    stand = dict(zip(lesson.modules, map(str, works), strict=True))
+    done, _ = run_judge(stand, works, "--symptom", str(lesson.number), capture_output=True)
     if not done.stdout:
         raise LessonError(f"the tests could not run:\n{done.stderr}")
     return done.stdout.rstrip()

@@ -10,10 +10,9 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
-from lessons import last_words, replace
-from lessons.check import QUICK
 from lessons.exercise import LessonError, find_lesson
 from lessons.registry import ROOT
+from lessons.run_judge import run_judge
 from zero_min import WorldError
 
 
@@ -93,12 +92,8 @@ def change_line(step: int | str, right: str, mine: str, limit: float = 300) -> V
 
 def _judge(changed: Path, arguments: list[str], limit: float) -> tuple[subprocess.CompletedProcess[str], str]:
     """Run the judge on a changed file; what it says, and why the tests could not go on, or ""."""
-    env = {**os.environ, **replace.environment({f"zero_min.{changed.stem}": str(changed)}), **QUICK}
-    words = changed.with_suffix(".txt")
-    words.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "lessons.judge", str(words), *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=limit)
-    end = last_words.read(words.read_text(encoding="utf-8"), [changed]) if words.exists() else None
+    places = {f"zero_min.{changed.stem}": str(changed)}
+    done, end = run_judge(places, [changed], *arguments, capture_output=True, timeout=limit)
     return done, f"the tests could not go on in {end.during}\n  {end.why}" if end else ""
 
 

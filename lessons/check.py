@@ -1,19 +1,15 @@
 """`check N`: the shared tests on the learner's files, and then the bill of what they built."""
 
 import json
-import os
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
-from lessons import last_words, replace
-from lessons.exercise import LessonError, read_work, shown, tasks, tasks_at, unanswered
-from lessons.grade import QUICK, grade
+from lessons import last_words
+from lessons.exercise import LessonError, read_work, shown, tasks_at, tasks_named, unanswered
+from lessons.grade import grade
 from lessons.progress import places as places_of
 from lessons.progress import remember, stand_ins
 from lessons.registry import ROOT, Lesson
+from lessons.run_judge import run_judge
 from lessons.verdict import paragraphs
 
 
@@ -48,14 +44,9 @@ def _for_people(lesson: Lesson) -> int:
     print(f"checking {', '.join(shown(work) for _, work in lesson.files)}", flush=True)
     if not (ROOT / "tests").is_dir():
         raise LessonError("the tests are not here: run this from a checkout of the repository")
-    places = {**others, **places_of([lesson])}
-    env = {**os.environ, **replace.environment(places), **QUICK}
-    with tempfile.TemporaryDirectory() as folder:
-        words = Path(folder) / "last_words.txt"
-        asked = [str(words), str(lesson.number), *unanswered(lesson)]
-        status = subprocess.run([sys.executable, "-m", "lessons.judge", *asked], cwd=ROOT, env=env).returncode
-        written = words.read_text(encoding="utf-8") if words.exists() else ""
-    end = last_words.read(written, [work for _, work in lesson.files])
+    places, works = {**others, **places_of([lesson])}, [work for _, work in lesson.files]
+    done, end = run_judge(places, works, str(lesson.number), *unanswered(lesson))
+    status = done.returncode
     if end is not None:
         print(f"\n{explain(lesson, end)}")
         status = 1
@@ -66,7 +57,7 @@ def _for_people(lesson: Lesson) -> int:
 def explain(lesson: Lesson, end: last_words.End) -> str:
     """A sentence about tests that could not finish: what, in which line, of which task."""
     lines = [f"the tests could not go on in {end.during}", f"  {end.why}"]
-    named = [task for task in tasks(lesson) if end.during.startswith(f"test_{task}_")]
+    named = tasks_named(lesson, end.during)
     if end.place is None:
         lines.append("  no line of yours was running then: look at what your lines left behind")
     else:

@@ -76,6 +76,11 @@ def tasks(lesson: Lesson) -> list[str]:
     ]
 
 
+def tasks_named(lesson: Lesson, test: str) -> list[str]:
+    """The exercise that a test is about, as its name begins; none if it is about several."""
+    return [task for task in tasks(lesson) if test.startswith(f"test_{task}_")]
+
+
 def tasks_at(lesson: Lesson, work: Path, line: int) -> list[str]:
     """The exercises in which this line of a learner's file lies, or at least in whose function."""
     (answer,) = [answer for answer, _ in lesson.files if answer.name == work.name]

@@ -7,10 +7,8 @@ once, and worth nothing but the contract.
 
 import hashlib
 import json
-import os
 import platform
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,13 +17,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from lessons import last_words, replace
-from lessons.exercise import tasks, tasks_at
-from lessons.registry import ROOT, Lesson
+from lessons import last_words
+from lessons.exercise import tasks, tasks_at, tasks_named
+from lessons.registry import Lesson
+from lessons.run_judge import run_judge
 
 TASK, CONTRACT = 10, 20  # points
 CRASHES = 5  # after so many claims that crash or never end, the rest is not judged
-QUICK = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # these tests need no plugin, and start sooner without
 Record = dict[str, Any]
 
 
@@ -58,7 +56,7 @@ def most(lesson: Lesson) -> int:
 
 def task_of(lesson: Lesson, claim: str) -> str | None:
     """Whose claim it is, by its name; None if it is about several tasks."""
-    return next((task for task in tasks(lesson) if claim.startswith(f"test_{task}_")), None)
+    return next(iter(tasks_named(lesson, claim)), None)
 
 
 def grade(lesson: Lesson, works: Sequence[Path], others: Mapping[str, str]) -> Record:
@@ -109,18 +107,12 @@ def _claims(lesson: Lesson, said: Said) -> list[tuple[Fraction, Record]]:
 def _judged(lesson: Lesson, works: Sequence[Path], others: Mapping[str, str]) -> Said:
     """Let the tests judge the files, each claim by itself: one that crashes costs only itself."""
     places = {**others, **dict(zip(lesson.modules, map(str, works), strict=True))}
-    env = {**os.environ, **replace.environment(places), **QUICK}
     with tempfile.TemporaryDirectory() as folder:
         file, printed = Path(folder) / "claims.jsonl", ""
-        for turn in range(CRASHES):
-            words = Path(folder) / f"last_words{turn}.txt"
-            command = ["-m", "lessons.judge", str(words), "--claims", str(lesson.number), str(file)]
-            done = subprocess.run(
-                [sys.executable, *command], cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True
-            )
+        for _ in range(CRASHES):
+            asked = ["--claims", str(lesson.number), str(file)]
+            done, end = run_judge(places, works, *asked, stdout=subprocess.PIPE)
             printed = done.stdout
-            text = words.read_text(encoding="utf-8") if words.exists() else ""
-            end = last_words.read(text, works)
             said = Said(_read(file), printed)
             if end is None or said.contract is not None:
                 break
@@ -141,7 +133,7 @@ def _read(file: Path) -> list[Record]:
 
 def _of_end(lesson: Lesson, end: last_words.End) -> Record:
     """What is known of a claim that crashed or never ended."""
-    named = [task for task in tasks(lesson) if end.during.startswith(f"test_{task}_")]
+    named = tasks_named(lesson, end.during)
     file, line = None, None
     if end.place is not None:
         file, line = end.place[0].name, end.place[1]

@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lessons import replace
-from lessons.check import QUICK
 from lessons.exercise import LessonError, find_lesson, regions, unmarked
 from lessons.registry import IN_ORDER, ROOT, Lesson
+from lessons.run_judge import QUICK
 
 RECORD = ROOT / "site" / "records" / "museum.json"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lessons.diagnose import Finding, of_error, of_facts
 from lessons.evidence import Facts, WrongError
-from lessons.exercise import shown, tasks, tasks_at
+from lessons.exercise import shown, tasks, tasks_at, tasks_named
 from lessons.registry import Lesson
 
 EXPLAINS = re.compile(r"^<!-- explains: (.+) -->$", re.MULTILINE)
@@ -121,7 +121,7 @@ class Verdict:
 
 def verdict(lesson: Lesson, failure: Failure, blanks: Sequence[str] = ()) -> Verdict:
     """Name the mistake and its task: by the learner's line that was running, or else by the test's name."""
-    by_name = [task for task in tasks(lesson) if failure.test.startswith(f"test_{task}_")]
+    by_name = tasks_named(lesson, failure.test)
     place, about = None, by_name
     if failure.facts is not None:
         meant: Finding | None = of_facts(failure.facts)

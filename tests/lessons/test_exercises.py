@@ -10,9 +10,10 @@ import pytest
 
 from lessons import __main__ as cli
 from lessons import exercise, registry, replace, rows
-from lessons.check import QUICK, check
+from lessons.check import check
 from lessons.progress import progress, remember
 from lessons.registry import LESSONS, ROOT, Lesson
+from lessons.run_judge import QUICK
 
 Capture = pytest.CaptureFixture[str]
 each_lesson = pytest.mark.parametrize("lesson", LESSONS, ids=[lesson.folder for lesson in LESSONS])

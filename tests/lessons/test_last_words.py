@@ -119,4 +119,5 @@ def test_check_says_where_tests_could_not_go_on(wrong: str, why: str, capfd: Cap
     assert check(LESSONS[2]) == 1
     said = capfd.readouterr().out
     assert "the tests could not go on in test_overlap_" in said and why in said
-    assert f"task overlap: {wrong}\nhelp: python -m lessons hint 2 overlap" in said
+    assert f"task overlap: {wrong}\nread: lessons/step2_gradients/lesson.md:" in said
+    assert said.endswith("help: python -m lessons hint 2 overlap\n")

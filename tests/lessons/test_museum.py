@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from lessons import exercise, museum
-from lessons.check import QUICK
 from lessons.diagnose import SAID
 from lessons.registry import IN_ORDER, ROOT, Lesson
+from lessons.run_judge import QUICK
 from lessons.verdict import paragraphs
 
 each_lesson = pytest.mark.parametrize("lesson", IN_ORDER, ids=[lesson.folder for lesson in IN_ORDER])
