@@ -19,7 +19,6 @@ goes on to where all are told: the end of the pass or the step.
 
 import logging
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -38,7 +37,7 @@ from zero_full.offload.scratch import (
     refuse_more_than_free,
     whole_pages,
 )
-from zero_full.offload.shelf import Shelf, Slice
+from zero_full.offload.shelf import Shelf, ShelfBehindMemory, Slice
 
 log = logging.getLogger("zero_full")
 
@@ -264,15 +263,14 @@ class FileSlice(Slice):
             self.shelf.buffers.give(buffer)
 
 
-class BlockShelf(Shelf):
+class BlockShelf(ShelfBehindMemory):
     """Slices wait in a file without a name. See the notes above."""
 
     apart, can_lose = True, True
 
     def __init__(self, file: ScratchFile, buffers: Buffers, memory_numel: int, in_memory: Shelf) -> None:
-        """`in_memory`: what takes the first slices, with so many elements together."""
-        self.file, self.directory, self.place = file, file.directory, file.place
-        self.buffers, self.left, self.in_memory = buffers, memory_numel, in_memory
+        super().__init__(memory_numel, in_memory)
+        self.file, self.directory, self.place, self.buffers = file, file.directory, file.place, buffers
         self.reach, self.advice = buffers.limit, file.advice
         self.lane = Thread("zero_full-parameters")
         self.ahead: set[FileSlice] = set()  # what is read ahead, and is not needed yet
@@ -292,21 +290,6 @@ class BlockShelf(Shelf):
     def refuse_too_little(self, need: int) -> None:
         """OSError if the disk has not so much space."""
         refuse_more_than_free(self.directory, need)
-
-    def kinds(self, numels: Sequence[int]) -> list[str]:
-        """What memory does not take is in the file."""
-        left, found = self.left, []
-        for numel, in_memory in zip(numels, self.in_memory.kinds(numels), strict=True):
-            found.append(FileSlice.kind if numel > left else in_memory)
-            left -= 0 if numel > left else numel
-        return found
-
-    def of(self, numel: int) -> Shelf:
-        """Memory takes the first ones."""
-        if numel > self.left:
-            return self
-        self.left -= numel
-        return self.in_memory
 
     def put(self, values: Tensor) -> Slice:
         """A slice with these values, which are being written."""

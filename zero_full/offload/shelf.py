@@ -120,6 +120,29 @@ class Shelf:
         """Let go of files and threads."""
 
 
+class ShelfBehindMemory(Shelf):
+    """What memory does not take waits farther away: on a disk."""
+
+    def __init__(self, memory_numel: int, in_memory: Shelf) -> None:
+        """`in_memory`: what takes the first slices, with so many elements together."""
+        self.left, self.in_memory = memory_numel, in_memory
+
+    def of(self, numel: int) -> Shelf:
+        """Memory takes the first ones."""
+        if numel > self.left:
+            return self
+        self.left -= numel
+        return self.in_memory
+
+    def kinds(self, numels: Sequence[int]) -> list[str]:
+        """What memory does not take is on the disk."""
+        left, found = self.left, []
+        for numel, in_memory in zip(numels, self.in_memory.kinds(numels), strict=True):
+            found.append("disk" if numel > left else in_memory)
+            left -= 0 if numel > left else numel
+        return found
+
+
 class HostShelf(Shelf):
     """Slices wait in the host's memory: for a model on an accelerator."""
 

@@ -7,6 +7,7 @@ from zero_full.kernels.files import PAGE
 from zero_full.offload import BlockTier, HostTier, Shelf, Slice, Tier
 from zero_full.offload.arena import Places
 from zero_full.offload.scratch import whole_pages
+from zero_full.offload.shelf import ShelfBehindMemory
 from zero_full.plan.watch import Watch
 
 
@@ -50,25 +51,19 @@ class PretendedShelf(Shelf):
         return PretendedSlice(torch.empty_like(values))
 
 
-class PretendedFileShelf(Shelf):
+class PretendedFileShelf(ShelfBehindMemory):
     """Slices in a file. It takes buffers as a run does, so that the most at a time is known."""
 
     apart = can_lose = True
 
     def __init__(self, tier: BlockTier, in_memory: Shelf, watch: Watch, planned: torch.device) -> None:
-        self.reach, self.left, self.in_memory = tier.buffer_numel, tier.memory_numel, in_memory
+        super().__init__(tier.memory_numel, in_memory)
+        self.reach = tier.buffer_numel
         self.watch, self.on_cpu, self.locks = watch, planned.type == "cpu", tier.locks(planned)
         self.disk = self.read = self.written = 0  # bytes
         self.used: list[PretendedFileSlice] = []  # what has a buffer now
         self.ahead: list[PretendedFileSlice] = []
         self.buffers = 0  # bytes in them, at the most
-
-    def of(self, numel: int) -> Shelf:
-        """Memory takes the first ones."""
-        if numel > self.left:
-            return self
-        self.left -= numel
-        return self.in_memory
 
     def put(self, values: Tensor) -> Slice:
         """Room in the file."""
