@@ -131,17 +131,23 @@ class EarlySteps:
 
     def _memory(self, owned: Owned, size: int) -> Tensor | None:
         """Room for a slice's block: a spare one's, or new memory; None if there is too little."""
-        others = sum(other for slice_, other in self.sizes.items() if slice_ is not owned)
-        if self.most is not None and 2 * (others + size) > self.most:
-            if 2 * size > self.most and not self.has_told:
-                self.has_told = True
-                log.warning(TOO_LITTLE, f"{self.most:,}", owned.flat.name, f"{2 * size:,}")
+        if self.most is not None and not self._allows(owned, size, self.most):
             return None
-        self.sizes[owned] = size
         for place, spare in enumerate(self.spares):
             if spare.numel() == size:
                 return self.spares.pop(place)
         return aligned_empty(size, torch.uint8)
+
+    def _allows(self, owned: Owned, size: int, most: int) -> bool:
+        """Whether a slice may have two pieces of memory: for good, from the first time on."""
+        others = sum(other for slice_, other in self.sizes.items() if slice_ is not owned)
+        if 2 * (others + size) <= most:
+            self.sizes[owned] = size
+            return True
+        if 2 * size > most and not self.has_told:
+            self.has_told = True
+            log.warning(TOO_LITTLE, f"{most:,}", owned.flat.name, f"{2 * size:,}")
+        return False
 
     def _pieces(self, owned: Owned, gradients: Tensor, there: Mapping[int, Tensor]) -> dict[Member, Piece]:
         """The slice's pieces, in the other memory."""
