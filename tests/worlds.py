@@ -16,7 +16,6 @@ import socket
 import sys
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -40,10 +39,6 @@ class RankError(RuntimeError):
     """A rank of a process world failed or did not answer."""
 
 
-class _NoWorldError(RuntimeError):
-    """gloo could not connect the ranks: nothing that is tested has run yet."""
-
-
 def _serve(pipe: Connection, port: int) -> None:
     """A worker's life: take a job, be one rank of it, answer. The end of the pipe is the end of life."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -58,12 +53,12 @@ def _serve(pipe: Connection, port: int) -> None:
         try:
             # One connection while all goes well: now and then a new one takes five seconds.
             client = client or dist.TCPStore("127.0.0.1", port, is_master=False)
+            seconds = timedelta(seconds=limit)
             store = dist.PrefixStore(f"job{job}", client)
-            _connect(backend, store, rank, world_size, timedelta(seconds=limit))
-            answer: tuple[bool, Any] = (True, fn(DistComm(), *args))
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=seconds)
+            answer = (True, fn(DistComm(), *args))
         except BaseException as error:
-            told = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
-            answer = (False, error if isinstance(error, _NoWorldError) else told)
+            answer = (False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
             client = None  # what has failed may have left it unusable, and then all jobs after it would fail
         finally:
             if dist.is_initialized():
@@ -72,13 +67,6 @@ def _serve(pipe: Connection, port: int) -> None:
                 gc.collect()  # process groups have threads: do not let those of a hundred jobs pile up
         # By value: tensors handed over as shared memory would keep a file open each, and results are kept.
         pipe.send_bytes(pickle.dumps(answer))
-
-
-def _connect(backend: str, store: Any, rank: int, world_size: int, limit: timedelta) -> None:
-    try:
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
-    except RuntimeError as error:
-        raise _NoWorldError(str(error)) from error
 
 
 class Pool:
@@ -119,26 +107,7 @@ class Pool:
         collective: float = 20,
         backend: str = "gloo",
     ) -> list[Any]:
-        """Call `fn(comm, *args)` on `world_size` processes; `collective` limits each wait for a peer.
-
-        About once in ten thousand times gloo cannot connect the ranks, and may leave one of them waiting for
-        ever. Then others take their places, once.
-        """
-        try:
-            return self._run(fn, world_size, args, limit, collective, backend)
-        except _NoWorldError as error:
-            warnings.warn(f"the ranks are started again: {error}", stacklevel=2)
-            return self._run(fn, world_size, args, limit, collective, backend)
-
-    def _run(
-        self,
-        fn: Callable[..., Any],
-        world_size: int,
-        args: tuple[Any, ...],
-        limit: float,
-        collective: float,
-        backend: str,
-    ) -> list[Any]:
+        """Call `fn(comm, *args)` on `world_size` processes; `collective` limits each wait for a peer."""
         self._start()
         job = next(self.jobs)
         team = self.workers[:world_size]
@@ -154,9 +123,6 @@ class Pool:
                     answers[rank] = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
                 except EOFError:
                     answers[rank] = (False, "the process died")
-                if isinstance(answers[rank][1], _NoWorldError):
-                    self.stop()
-                    raise answers[rank][1]
         silent = [rank for rank in range(world_size) if rank not in answers]
         failed = {rank: text for rank, (fine, text) in answers.items() if not fine}
         if silent or "the process died" in failed.values():
