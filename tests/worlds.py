@@ -56,6 +56,10 @@ def _serve(pipe: Connection, port: int) -> None:
             seconds = timedelta(seconds=limit)
             store = dist.PrefixStore(f"job{job}", client)
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=seconds)
+            # A rank that leaves at once would fail those that are still connecting.
+            if store.add("connected", 1) == world_size:
+                store.set("all connected", "")
+            store.wait(["all connected"])
             answer = (True, fn(DistComm(), *args))
         except BaseException as error:
             answer = (False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
