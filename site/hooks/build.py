@@ -15,6 +15,7 @@ import calculator
 import clock
 import directives
 import drawings
+import four_stages
 import lesson_pages
 import notebook_pages
 import source_pages
@@ -39,7 +40,7 @@ def on_files(files: Files, config: Any) -> Files:
         for name, folder in notebook_pages.folders().items():
             pages[f"notebooks/{name}.md"] = (folder / "page.md").read_text()
             pictures |= {f"notebooks/{picture.name}": picture for picture in folder.glob(f"{name}_*")}
-        scripts = {script.FILE: script.data() for script in (calculator, animation, clock)}
+        scripts = {script.FILE: script.data() for script in (calculator, animation, four_stages, clock)}
     except SiteError as error:
         raise PluginError(str(error)) from None
     made.update(pages)
