@@ -14,7 +14,7 @@ from torch import Tensor
 from zero_full._compat import backend_of
 from zero_full.comm.desync import CallCheck, DesyncError
 from zero_full.comm.device_queue import queue_for
-from zero_full.comm.ledger import Traffic
+from zero_full.comm.ledger import Call, Traffic
 from zero_full.comm.pretend import Pretence, PretendedGroup
 from zero_full.comm.shared import HALF, share_memory
 from zero_full.comm.staged import HALF as STAGED_HALF
@@ -59,6 +59,7 @@ class Communicator:
         self.size = 1 if self.group is None else self.group.size()
         self.ranks = [0] if self.group is None else ranks_of(self.group)
         self.closed = False
+        self.calls = 0  # so far
         self.call_check: CallCheck | None = None
         self.transport: Transport | None = None
         if self.group is not None:
@@ -172,11 +173,19 @@ class Communicator:
                 f"{kind} of {what} after destroy: this engine has left its groups. Do it before, or "
                 "initialize the model again"
             )
-        with self._named(kind, what):
+
+        def make() -> None:
             if self.call_check is not None:
                 size = f"{tensor.numel()} x {str(tensor.dtype).removeprefix('torch.')}"
                 self.call_check(f"{kind} of {what}: {size}")
             collective()
+
+        with self._named(kind, what):
+            if (listener := self.traffic.listener) is None:
+                make()
+            else:
+                listener.collective(Call(self, self.calls, kind, what, sent), make)
+        self.calls += 1
         self.traffic.add(f"{kind} {self.label}".rstrip(), sent)
 
     @contextmanager
