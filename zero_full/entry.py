@@ -98,6 +98,8 @@ def initialize(
         batch, drop = checked.train_micro_batch_size_per_gpu, checked.dataloader_drop_last
         loader = RankLoader(training_data, batch, data_rank, data_ranks, collate_fn, drop)
     engine = Engine(model, wrapped, resolved, prepared.deferred.device, schedule, loader, data_ranks)
+    if (path := checked.debug.record) is not None:
+        attempt(partial(engine.record, path, checked.debug.record_steps), topology)
     _announce(engine, _unheard(engine, optimizer, lr_scheduler))
     return engine, wrapped, loader, schedule
 

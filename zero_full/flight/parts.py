@@ -70,8 +70,9 @@ def ranks_in(folder: Path) -> set[int]:
 
 
 def all_done(folder: Path) -> bool:
-    """Whether every rank that has begun here has ended."""
-    return all(folder.joinpath(DONE.format(rank)).exists() for rank in ranks_in(folder))
+    """Whether every rank that has begun here has ended; not where nobody has."""
+    ranks = ranks_in(folder)
+    return bool(ranks) and all(folder.joinpath(DONE.format(rank)).exists() for rank in ranks)
 
 
 def read_parts(folder: Path) -> list[Part]:

@@ -7,8 +7,10 @@ and left (`end`), how long it has `waited` and for whom (`last`), and who has no
 
 import json
 import os
+import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,13 +56,9 @@ def put_together(path: Path) -> dict[str, Any]:
     os.utime(aside, ns=(known, known))  # what is newer than that is not in it
     aside.replace(path)
     if made["present"] == list(range(made["ranks"])) and all(part.ended for part in parts):
-        for part in parts:
-            for leftover in (
-                *(file_of(folder, part.rank, n) for n in (0, 1)),
-                folder / DONE.format(part.rank),
-            ):
-                leftover.unlink(missing_ok=True)
-        folder.rmdir()
+        # Away at once: another rank that is reading it must find all of it, or nothing.
+        with suppress(OSError):
+            shutil.rmtree(folder.rename(aside))
     return made
 
 
