@@ -14,7 +14,7 @@ from torch import Tensor
 from zero_full._compat import backend_of
 from zero_full.comm.desync import CallCheck, DesyncError
 from zero_full.comm.device_queue import queue_for
-from zero_full.comm.ledger import Call, Traffic
+from zero_full.comm.ledger import CollectiveCall, Traffic
 from zero_full.comm.pretend import Pretence, PretendedGroup
 from zero_full.comm.shared import HALF, share_memory
 from zero_full.comm.staged import HALF as STAGED_HALF
@@ -184,7 +184,7 @@ class Communicator:
             if (listener := self.traffic.listener) is None:
                 make()
             else:
-                listener.collective(Call(self, self.calls, kind, what, sent), make)
+                listener.collective(CollectiveCall(self, self.calls, kind, what, sent), make)
         self.calls += 1
         self.traffic.add(f"{kind} {self.label}".rstrip(), sent)
 

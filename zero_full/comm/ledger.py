@@ -12,7 +12,7 @@ from typing import Protocol
 
 
 @dataclass(frozen=True)
-class Call:
+class CollectiveCall:
     """A collective that is about to be made."""
 
     by: object  # the communicator
@@ -25,7 +25,7 @@ class Call:
 class Listener(Protocol):
     """Who wants to hear of every collective: see `flight/recorder.py`."""
 
-    def collective(self, call: Call, make: Callable[[], None]) -> None:
+    def collective(self, call: CollectiveCall, make: Callable[[], None]) -> None:
         """Make the call, and note what there is to note."""
 
 

@@ -16,21 +16,24 @@ TITLES = {
     "backward": "Backward",
     "step": "Update",
 }
+BETWEEN = "between"  # two steps
 AT_ONCE_US = 100  # closer together than this, ranks have come at the same time
 NAMED = 3  # ranks in a sentence
 
 
 @dataclass(frozen=True)
-class Told:
+class Scene:
     """A frame, and what is known of the ranks that are missing in it."""
 
     frame: Mapping[str, Any]
     whereabouts: Mapping[int, str]
 
 
-def caption(told: Told) -> tuple[str, str]:
+def caption(told: Scene) -> tuple[str, str]:
     """A title, and a sentence or two."""
     frame = told.frame
+    if frame["what"] == BETWEEN:
+        return f"After step {frame['step']}", "This is what each rank keeps between steps."
     title = TITLES.get(frame["what"], frame["what"])
     title = f"{title}: {frame['name']}" if frame["name"] else f"{title} of step {frame['step']}"
     return title, " ".join(_sentences(frame, told.whereabouts))

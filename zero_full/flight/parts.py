@@ -35,7 +35,7 @@ class Happening:
 
 
 @dataclass
-class Part:
+class RankTrace:
     """What one rank has left."""
 
     rank: int
@@ -75,7 +75,7 @@ def all_done(folder: Path) -> bool:
     return bool(ranks) and all(folder.joinpath(DONE.format(rank)).exists() for rank in ranks)
 
 
-def read_parts(folder: Path) -> list[Part]:
+def read_parts(folder: Path) -> list[RankTrace]:
     """What each rank has left of the newest run; RecordingError if there is nothing."""
     by_rank: dict[int, list[Path]] = {}
     for each in sorted(folder.glob("*.jsonl")):
@@ -88,7 +88,7 @@ def read_parts(folder: Path) -> list[Part]:
     return [part for part in parts if part.about["run"] == newest]
 
 
-def _read_part(rank: int, files: Sequence[Path]) -> Part | None:
+def _read_part(rank: int, files: Sequence[Path]) -> RankTrace | None:
     chapters = []
     for each in files:
         lines = list(_lines(each))
@@ -100,8 +100,8 @@ def _read_part(rank: int, files: Sequence[Path]) -> Part | None:
     newest = chapters[-1][0]
     if newest["version"] != VERSION:
         raise RecordingError(f"{files[0]} is of version {newest['version']}, and this reads {VERSION}")
-    part = Part(rank, newest)
-    dropped = chapters[0][0]["dropped"]
+    part = RankTrace(rank, newest)
+    dropped = newest["dropped"]
     part.dropped_steps, part.dropped_events = int(dropped["steps"]), int(dropped["events"])
     open_ones: dict[int, Happening] = {}
     held: dict[str, int] = {}
@@ -114,7 +114,7 @@ def _read_part(rank: int, files: Sequence[Path]) -> Part | None:
 
 
 def _take(
-    part: Part, line: dict[str, Any], step: int, held: dict[str, int], open_ones: dict[int, Happening]
+    part: RankTrace, line: dict[str, Any], step: int, held: dict[str, int], open_ones: dict[int, Happening]
 ) -> int:
     """Take one line in; returns the step that is under way after it."""
     part.last = max(part.last, int(line.get("t", 0)))

@@ -1,5 +1,6 @@
 """A recording as text, at most 80 columns wide: each rank's time as a row of letters, and what it means."""
 
+import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
@@ -25,7 +26,8 @@ LETTERS = {
 }
 MEANING = "f forward  b backward  u update  R reduce-scatter  G all-gather  A all-reduce\n"
 MEANING += "T all-to-all  B broadcast  S sum  O objects  ~ waits for another rank  . other"
-WAITS, OTHER, NEVER = "~", ".", "?"
+WAITS, OTHER = "~", "."
+BESIDE = " beside "  # on another thread than the passes
 Frame = Mapping[str, Any]
 
 
@@ -43,7 +45,7 @@ def picture(recording: Mapping[str, Any], moments: bool = False) -> Iterator[str
     yield from _ranks(recording)
     for rank in recording["present"]:
         if (failed := recording["ended"][rank]) not in ("", CLOSED):
-            yield from _folded(f"rank {rank}: {failed}", 8)
+            yield from _folded(f"rank {rank}: {failed}")
     if stuck := [frame for frame in frames if frame["missing"] or frame["failed"]]:
         yield ""
         yield "What did not end well, in the order of time:"
@@ -82,13 +84,13 @@ def _step(recording: Mapping[str, Any], frames: Sequence[Frame], step: int) -> I
     first, last = min(times), max(times)
     yield f"step {step}, {ms(last - first)}"
     labels = [f"rank {rank} " for rank in range(recording["ranks"])]
-    wide = max(map(len, labels))
+    wide = max(map(len, (*labels, BESIDE)))
     for rank in recording["present"]:
         for beside in (False, True):
             here = [f for f in frames if f["start"][rank] is not None and f["beside"] is beside]
             if here:
-                label = "  beside" if beside else labels[rank]
-                yield f"{label:{wide}}{_row(here, rank, first, last, WIDE - max(wide, len(label)))}"
+                label = BESIDE if beside else labels[rank]
+                yield f"{label:{wide}}{_row(here, rank, first, last, WIDE - wide)}"
 
 
 def _row(frames: Sequence[Frame], rank: int, first: int, last: int, columns: int) -> str:
@@ -129,15 +131,12 @@ def _ranks(recording: Mapping[str, Any]) -> Iterator[str]:
 
 def _moment(frame: Frame) -> Iterator[str]:
     start = min(t for t in frame["start"] if t is not None)
-    yield from _folded(f"{start / 1000:9.2f} ms  {frame['title']}. {frame['text']}", 14)
+    at = f"{start / 1000:9.2f} ms"
+    for line in _folded(f"{frame['title']}. {frame['text']}", WIDE - len(at) - 2):
+        yield f"{at}  {line}"
+        at = " " * len(at)
 
 
-def _folded(text: str, indent: int = 0) -> Iterator[str]:
-    """The text in lines, of which all but the first are indented. Long words are cut."""
-    line = ""
-    for word in printable(text).split(" "):
-        while len(line) + 1 + len(word) > WIDE and line.strip():
-            yield line
-            line = " " * (indent - 1) if indent else ""
-        line = (f"{line} {word}" if line else word)[:WIDE]
-    yield line
+def _folded(text: str, wide: int = WIDE) -> Iterator[str]:
+    """The text in lines."""
+    yield from textwrap.wrap(printable(text), wide)

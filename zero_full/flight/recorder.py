@@ -22,10 +22,10 @@ from typing import Any
 import torch.distributed as dist
 
 from zero_full._compat import default_store, keys_under
-from zero_full.comm.ledger import Call
+from zero_full.comm.ledger import CollectiveCall
 from zero_full.comm.topology import this_rank
+from zero_full.flight.black_box import BlackBox
 from zero_full.flight.parts import CLOSED, VERSION, all_done, folder_of, ranks_in
-from zero_full.flight.stream import Stream
 from zero_full.flight.timeline import put_together
 from zero_full.shard.held_bytes import HeldBytes
 from zero_full.shard.optimizer import ZeroOptimizer
@@ -61,7 +61,7 @@ class FlightRecorder:
             "groups": [group.ranks for group in groups.communicators],
             "keeps": steps,
         }
-        self.stream = Stream(self.path, self.rank, whole, steps)
+        self.box = BlackBox(self.path, self.rank, whole, steps)
         self.chapter = -1  # the file that knows what was held last
         self.open: dict[str, int] = {}  # passes, by kind
         self.optimizer = weakref.ref(optimizer)
@@ -74,7 +74,7 @@ class FlightRecorder:
         for calls, call in self.at:
             calls.append(call)
         self.traffic.listener = self
-        self.finish = weakref.finalize(self, _finish, self.stream)  # also when the process ends
+        self.finish = weakref.finalize(self, _finish, self.box)  # also when the process ends
 
     @property
     def closed(self) -> bool:
@@ -95,7 +95,7 @@ class FlightRecorder:
             return
         self.finish.detach()
         self._leave()
-        _finish(self.stream, failure or CLOSED)
+        _finish(self.box, failure or CLOSED)
 
     def _leave(self) -> None:
         self.traffic.listener = None
@@ -113,14 +113,14 @@ class FlightRecorder:
     def _begin(self, what: str, more: Mapping[str, Any]) -> int:
         number = next(self.numbers)
         line: dict[str, Any] = {"n": number, "t": self._now(), "what": what, **more}
-        held, chapter = self.held_bytes.now(), self.stream.turns
+        held, chapter = self.held_bytes.now(), self.box.turns
         if held != self.held or chapter != self.chapter:
             self.held, self.chapter = held, chapter
             line["held"] = held
-        self.stream.write(line)
+        self.box.write(line)
         return number
 
-    def collective(self, call: Call, make: Callable[[], None]) -> None:
+    def collective(self, call: CollectiveCall, make: Callable[[], None]) -> None:
         """Make a call, and note when it began and ended; where it fails, that is the recording's end."""
         more: dict[str, Any] = {"name": call.name, "group": self.places.get(id(call.by), -1)}
         more |= {"call": call.number} | ({"sent": call.sent} if call.sent else {})
@@ -131,10 +131,10 @@ class FlightRecorder:
             make()
         except BaseException as error:
             reason = str(error).partition("\n")[0] or type(error).__name__
-            self.stream.write({"n": number, "t": self._now(), "failed": f"{type(error).__name__}: {reason}"})
+            self.box.write({"n": number, "t": self._now(), "failed": f"{type(error).__name__}: {reason}"})
             self._fail(str(error) or type(error).__name__)
             raise
-        self.stream.write({"n": number, "t": self._now()})
+        self.box.write({"n": number, "t": self._now()})
 
     def _fail(self, reason: str) -> None:
         if not self.closed:
@@ -150,7 +150,7 @@ class FlightRecorder:
         """It ends; if nobody knows when it began, nothing is said."""
         number = self.open.pop(what, None)
         if number is not None and not self.closed:
-            self.stream.write({"n": number, "t": self._now()})
+            self.box.write({"n": number, "t": self._now()})
 
     def _backward_begins(self) -> None:
         self.begin("backward")
@@ -163,20 +163,22 @@ class FlightRecorder:
         self.end("step")
         if not self.closed:
             self.held_bytes.settle()
-            self.stream.write({"step": self.stream.step, "t": self._now()}, ends_step=True)
+            self.begin("between")
+            self.end("between")
+            self.box.write({"step": self.box.step, "t": self._now()}, ends_step=True)
 
 
-def _finish(stream: Stream, how: str = CLOSED) -> None:
+def _finish(box: BlackBox, how: str = CLOSED) -> None:
     """This rank has ended; the last one of those that share this folder puts the recording together.
 
     So do those whose collective has failed: the others may never end.
     """
-    stream.finish(how)
-    folder = folder_of(stream.path)
+    box.finish(how)
+    folder = folder_of(box.path)
     with suppress(FileNotFoundError):  # another rank was as fast, and has done it
-        fails = how != CLOSED and (not stream.path.exists() or len(ranks_in(folder)) <= FEW)
+        fails = how != CLOSED and (not box.path.exists() or len(ranks_in(folder)) <= FEW)
         if fails or all_done(folder):
-            put_together(stream.path)
+            put_together(box.path)
 
 
 def _run_id() -> str:

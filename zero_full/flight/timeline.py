@@ -15,23 +15,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zero_full.flight.captions import Told, called, caption
+from zero_full.flight.captions import BETWEEN, Scene, called, caption
 from zero_full.flight.clocks import ONE_SIDED, offsets
 from zero_full.flight.parts import (
     CLOSED,
-    DONE,
     FORMAT,
     VERSION,
     Happening,
-    Part,
-    file_of,
+    RankTrace,
     folder_of,
     read_parts,
 )
 
 MOST = 200_000  # numbers of all ranks together that a recording keeps: what is more could not be looked at
 Key = tuple[Any, ...]
-PASSES = ("forward", "backward", "step")
+PASSES = ("forward", "backward", "step", BETWEEN)
 
 
 @dataclass
@@ -67,7 +65,7 @@ def newest(folder: Path) -> int:
     return max((each.stat().st_mtime_ns for each in folder.iterdir()), default=0)
 
 
-def recording_of(parts: Sequence[Part]) -> dict[str, Any]:
+def recording_of(parts: Sequence[RankTrace]) -> dict[str, Any]:
     """All ranks' parts as one recording."""
     about, by_rank = parts[0].about, {part.rank: part for part in parts}
     first = _first_step(parts)
@@ -82,7 +80,7 @@ def recording_of(parts: Sequence[Part]) -> dict[str, Any]:
         _shift(part, -clock.get(rank, by_wall))
     moments.sort(key=lambda moment: min(each.start for each in moment.by.values()))
     most = max(1, MOST // max(1, len(parts)))
-    cut, moments = max(0, len(moments) - most), moments[-most:]
+    cut, moments = sum(len(moment.by) for moment in moments[:-most]), moments[-most:]
     origin = min((each.start for moment in moments for each in moment.by.values()), default=0)
     for part in parts:
         _shift(part, -origin)
@@ -118,14 +116,14 @@ def waits(frames: Sequence[Mapping[str, Any]], ranks: int) -> list[list[tuple[in
 KEPT = ("ranks", "stage", "precision", "device", "micro_batches", "started", "keeps", "elsewhere")
 
 
-def _first_step(parts: Sequence[Part]) -> int:
+def _first_step(parts: Sequence[RankTrace]) -> int:
     """The first step that is kept: as many complete ones as were asked for, and what came after them."""
     complete = sorted({step for part in parts for step in part.ends})
     keeps = int(parts[0].about["keeps"])
     return complete[-keeps] if len(complete) > keeps else 0
 
 
-def _shift(part: Part, by: int) -> None:
+def _shift(part: RankTrace, by: int) -> None:
     for each in part.happenings:
         each.start += by
         each.end = None if each.end is None else each.end + by
@@ -133,7 +131,7 @@ def _shift(part: Part, by: int) -> None:
     part.last += by
 
 
-def _moments(by_rank: Mapping[int, Part]) -> Iterator[Moment]:
+def _moments(by_rank: Mapping[int, RankTrace]) -> Iterator[Moment]:
     found: dict[Key, Moment] = {}
     for rank, part in by_rank.items():
         passes = Counter[tuple[str, int]]()
@@ -163,7 +161,7 @@ class Frames:
     """The moments, told."""
 
     def __init__(
-        self, by_rank: Mapping[int, Part], moments: Sequence[Moment], kinds: Sequence[str], ranks: int
+        self, by_rank: Mapping[int, RankTrace], moments: Sequence[Moment], kinds: Sequence[str], ranks: int
     ) -> None:
         self.by_rank, self.moments, self.kinds, self.ranks = by_rank, moments, kinds, ranks
         self.held = [[0] * len(kinds) for _ in range(ranks)]
@@ -201,7 +199,7 @@ class Frames:
             "beside": any(each.beside for each in moment.by.values()),
             "failed": next((each.failed for each in moment.by.values() if each.failed), ""),
         }
-        told = Told(frame, {rank: self._whereabouts(rank, moment) for rank in missing})
+        told = Scene(frame, {rank: self._whereabouts(rank, moment) for rank in missing})
         frame["title"], frame["text"] = caption(told)
         return frame
 

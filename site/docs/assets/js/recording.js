@@ -160,7 +160,7 @@ const zeroRecordingPage = (() => {
   function oneRank(rank, top, { x, last, most, width, beside }) {
     const marks = [], y = top + LABEL
     now.frames.forEach((frame, place) => {
-      if (frame.start[rank] === null || frame.start[rank] === undefined) return
+      if (frame.start[rank] === null || frame.what === "between") return
       const pass = PASSES[frame.what], from = x(frame.start[rank]), to = x(frame.end[rank] ?? last)
       const inside = { top: frame.beside ? y + TIMES + 2 : pass ? y : y + 3, height: frame.beside ? BESIDE : pass ? TIMES : TIMES - 16 }
       if (pass) {

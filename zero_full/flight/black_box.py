@@ -23,7 +23,7 @@ EVENTS = 20_000  # in one file, whatever the number of steps
 FULL = "%s cannot be written any more (%s): nothing is recorded from here on"
 
 
-class Stream:
+class BlackBox:
     """Writes lines for one rank. Threads may share it."""
 
     def __init__(self, path: Path, rank: int, about: Mapping[str, Any], steps: int) -> None:
