@@ -5,6 +5,7 @@ It picks the transport, counts the bytes, compares the calls if asked to, and pu
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -173,18 +174,14 @@ class Communicator:
                 f"{kind} of {what} after destroy: this engine has left its groups. Do it before, or "
                 "initialize the model again"
             )
-
-        def make() -> None:
+        with self._named(kind, what):
             if self.call_check is not None:
                 size = f"{tensor.numel()} x {str(tensor.dtype).removeprefix('torch.')}"
-                self.call_check(f"{kind} of {what}: {size}")
-            collective()
-
-        with self._named(kind, what):
+                collective = partial(_checked, self.call_check, f"{kind} of {what}: {size}", collective)
             if (listener := self.traffic.listener) is None:
-                make()
+                collective()
             else:
-                listener.collective(CollectiveCall(self, self.calls, kind, what, sent), make)
+                listener.collective(CollectiveCall(self, self.calls, kind, what, sent), collective)
         self.calls += 1
         self.traffic.add(f"{kind} {self.label}".rstrip(), sent)
 
@@ -202,6 +199,11 @@ class Communicator:
                 "Usually another rank has failed first (look for the earliest error) or makes other calls "
                 '(set "debug": {"check_collectives": true} in the config to see which).'
             ) from error
+
+
+def _checked(check: CallCheck, call: str, collective: Callable[[], Any]) -> None:
+    check(call)
+    collective()
 
 
 def _copy_over(source: Tensor, out: Tensor, divisor: float) -> None:

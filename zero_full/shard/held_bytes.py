@@ -5,11 +5,13 @@ changes (masters, the optimizer's state) is counted after each step. Nobody wait
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from torch import Tensor
 
 from zero_full._compat import identity_of
+from zero_full.shard.bucket import Bucket
+from zero_full.shard.flat import FlatParameter, GatherState
 from zero_full.shard.optimizer import ZeroOptimizer
 
 Sizes = dict[str, int]
@@ -25,11 +27,17 @@ class HeldBytes:
     """The bytes of what `ZeroOptimizer.holdings` returns."""
 
     def __init__(self, optimizer: ZeroOptimizer) -> None:
-        self.flats, self.owned, self.optimizer = optimizer.flats(), optimizer.owned, optimizer
+        self.optimizer = optimizer
+        self.buckets = [owned.bucket for owned in optimizer.owned]
         self.at_rest: Counter[str] = Counter()  # slices, which are always there
-        for flat in self.flats:
+        self.gathered: list[tuple[FlatParameter, int]] = []
+        self.always = 0  # bytes of parameters that are never released
+        for flat in optimizer.flats():
             if flat.released_at_rest:
+                self.gathered.append((flat, flat.full.nbytes))
                 self.at_rest[flat.slice.kind] += flat.layout.shard * flat.dtype.itemsize
+            else:
+                self.always += flat.full.untyped_storage().nbytes()
         self.settled: Sizes = {}
         self.settle()
 
@@ -42,11 +50,18 @@ class HeldBytes:
 
     def now(self) -> Sizes:
         """By kind."""
-        whole = sum(flat.full.untyped_storage().nbytes() for flat in self.flats)
-        copies = sum(flat.node_copy.nbytes for flat in self.flats if flat.node_copy is not None)
-        parameters = self.at_rest["parameters"] + whole + copies
-        return {**self.settled, "parameters": parameters, "gradients": bytes_behind(self._gradients())}
+        parameters = self.at_rest["parameters"] + self.always
+        for flat, size in self.gathered:
+            if flat.state is not GatherState.SHARDED:
+                parameters += size
+            if flat.node_copy is not None:
+                parameters += flat.node_copy.nbytes
+        gradients = sum(map(_gradient_bytes, self.buckets))
+        return {**self.settled, "parameters": parameters, "gradients": gradients}
 
-    def _gradients(self) -> Iterator[Tensor]:
-        for owned in self.owned:
-            yield from owned.bucket.gradient_memory()
+
+def _gradient_bytes(bucket: Bucket) -> int:
+    mine = bucket.grad_slice
+    if bucket.local_grads is None and not bucket.uses_param_grad:  # as a rule, from stage 2 on
+        return 0 if mine is None or bucket.is_down else mine.nbytes
+    return bytes_behind(bucket.gradient_memory())
