@@ -17,6 +17,7 @@ import directives
 import drawings
 import lesson_pages
 import notebook_pages
+import recordings
 import source_pages
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
@@ -39,7 +40,7 @@ def on_files(files: Files, config: Any) -> Files:
         for name, folder in notebook_pages.folders().items():
             pages[f"notebooks/{name}.md"] = (folder / "page.md").read_text()
             pictures |= {f"notebooks/{picture.name}": picture for picture in folder.glob(f"{name}_*")}
-        scripts = {script.FILE: script.data() for script in (calculator, animation, clock)}
+        scripts = {script.FILE: script.data() for script in (calculator, animation, clock, recordings)}
     except SiteError as error:
         raise PluginError(str(error)) from None
     made.update(pages)

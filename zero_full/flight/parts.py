@@ -9,7 +9,7 @@ from typing import Any
 
 FORMAT, VERSION = "zero_full recording", 1
 DONE = "rank{}.done"  # an empty file: this rank has ended its recording
-CLOSED = "closed"
+CLOSED, LEFT = "closed", "its process or its engine ended"  # how a rank's recording can end without failing
 NAME = re.compile(r"rank(\d+)\.([01])\.jsonl")
 
 
@@ -44,7 +44,7 @@ class RankTrace:
     ends: dict[int, int] = field(default_factory=dict)  # of steps, by number
     dropped_steps: int = 0
     dropped_events: int = 0
-    ended: str = ""  # "closed", or what has failed; "": it was still recording, or its process has ended
+    ended: str = ""  # CLOSED, LEFT or what has failed; "": it was still recording, or was killed
     last: int = 0  # when something was heard of it
 
     @property

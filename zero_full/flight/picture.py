@@ -7,7 +7,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from zero_full.flight.captions import ms, ranks_told
-from zero_full.flight.parts import CLOSED
+from zero_full.flight.parts import CLOSED, LEFT
 from zero_full.flight.timeline import PASSES
 from zero_full.wording import human, printable
 
@@ -125,7 +125,7 @@ def _ranks(recording: Mapping[str, Any]) -> Iterator[str]:
         told = f"rank {mine[0][0]}, {ms(mine[0][1])}" if mine else ""
         most = max(frame["live"][rank] for frame in recording["frames"])
         known = recording["ended"][rank]
-        ended = {"": "not heard of again", CLOSED: CLOSED}.get(known, "failed")
+        ended = {"": "not heard of again", CLOSED: CLOSED, LEFT: "left"}.get(known, "failed")
         yield f"rank {rank:<3}{ms(sum(us for _, us in mine)):>10}  {told:22}{human(most):>14}  {ended}"
 
 

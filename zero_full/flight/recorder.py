@@ -25,14 +25,14 @@ from zero_full._compat import default_store, keys_under
 from zero_full.comm.ledger import CollectiveCall
 from zero_full.comm.topology import this_rank
 from zero_full.flight.black_box import BlackBox
-from zero_full.flight.parts import CLOSED, VERSION, all_done, folder_of, ranks_in
+from zero_full.flight.parts import CLOSED, LEFT, VERSION, all_done, folder_of, ranks_in
 from zero_full.flight.timeline import put_together
 from zero_full.shard.held_bytes import HeldBytes
 from zero_full.shard.optimizer import ZeroOptimizer
 
 log = logging.getLogger("zero_full")
 STEPS = 3
-FEW = 16  # ranks: of so many each one that fails puts together anew what there is, of more only the first
+FEW = 16  # ranks: of so many each one that fails puts together what there is, of more only the first
 SEEN = "what each rank did last: python -m zero_full replay %s"
 
 
@@ -168,16 +168,16 @@ class FlightRecorder:
             self.box.write({"step": self.box.step, "t": self._now()}, ends_step=True)
 
 
-def _finish(box: BlackBox, how: str = CLOSED) -> None:
+def _finish(box: BlackBox, how: str = LEFT) -> None:
     """This rank has ended; the last one of those that share this folder puts the recording together.
 
-    So do those whose collective has failed: the others may never end.
+    So do those that do not end by `close`: the others may never end.
     """
     box.finish(how)
     folder = folder_of(box.path)
     with suppress(FileNotFoundError):  # another rank was as fast, and has done it
-        fails = how != CLOSED and (not box.path.exists() or len(ranks_in(folder)) <= FEW)
-        if fails or all_done(folder):
+        alone = how != CLOSED and (not box.path.exists() or len(ranks_in(folder)) <= FEW)
+        if alone or all_done(folder):
             put_together(box.path)
 
 

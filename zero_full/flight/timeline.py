@@ -28,6 +28,7 @@ from zero_full.flight.parts import (
 )
 
 MOST = 200_000  # numbers of all ranks together that a recording keeps: what is more could not be looked at
+TRIES = 3
 Key = tuple[Any, ...]
 PASSES = ("forward", "backward", "step", BETWEEN)
 
@@ -44,15 +45,23 @@ class Moment:
 
 
 def put_together(path: Path) -> dict[str, Any]:
-    """Make the file of what the ranks have left beside it; of all ranks, what they have left goes."""
-    folder = folder_of(path)
-    known = newest(folder)
-    parts = read_parts(folder)
-    made = recording_of(parts)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.{parts[0].about['run']}")
-    aside.write_text(json.dumps(made, separators=(",", ":")))
-    os.utime(aside, ns=(known, known))  # what is newer than that is not in it
-    aside.replace(path)
+    """Make the file of what the ranks have left beside it; of all ranks, what they have left goes.
+
+    FileNotFoundError if another rank has done so meanwhile.
+    """
+    folder, aside = folder_of(path), path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        for _ in range(TRIES):  # another rank may write meanwhile, and put together more than this one
+            known = newest(folder)
+            parts = read_parts(folder)
+            made = recording_of(parts)
+            aside.write_text(json.dumps(made, separators=(",", ":")))
+            os.utime(aside, ns=(known, known))  # what is newer than that is not in it
+            if known == newest(folder):
+                break
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
     if made["present"] == list(range(made["ranks"])) and all(part.ended for part in parts):
         # Away at once: another rank that is reading it must find all of it, or nothing.
         with suppress(OSError):

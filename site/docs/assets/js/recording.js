@@ -266,6 +266,7 @@ const zeroRecordingPage = (() => {
   find(".steps select").addEventListener("input", (event) => choose(event.target.value))
   window.addEventListener("resize", () => now.recording && draw())
   drop.querySelector("input").addEventListener("change", (event) => take([...event.target.files]))
+  drop.querySelector("button").addEventListener("click", () => load(zeroRecordingExample, "the example"))
   const brings = (event) => [...(event.dataTransfer?.types || [])].includes("Files")
   window.addEventListener("dragover", (event) => {
     if (!brings(event)) return
