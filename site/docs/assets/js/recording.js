@@ -51,12 +51,15 @@ const zeroRecordingPage = (() => {
   }
 
   function load(text, name) {
+    let found = null
     try {
-      open(parsed(text, name))
+      found = parsed(text, name)
+      open(found)
       say("")
     } catch (error) {
       area.hidden = true
-      say(error.message)
+      now.recording = null
+      say(found ? `${name} cannot be drawn: something is missing in it.` : error.message)
     }
   }
 
@@ -154,7 +157,7 @@ const zeroRecordingPage = (() => {
     find(".times").innerHTML = `<svg viewBox="0 0 ${width} ${height}" width="${width}" height="${height}" role="img" aria-label="${safe(described(ranks, first, last))}">
       <defs><pattern id="waiting" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)"><rect class="under" width="6" height="6"/><rect class="stripe" width="2.5" height="6"/></pattern></defs>
       <rect class="cursor" x="${from.toFixed(1)}" y="0" width="${Math.max(2, to - from).toFixed(1)}" height="${height - AXIS}"/>
-      ${lanes.join("")}${axis(first, last, x, width, height)}</svg>`
+      ${axis(first, last, x, width, height)}${lanes.join("")}</svg>`
   }
 
   function oneRank(rank, top, { x, last, most, width, beside }) {
