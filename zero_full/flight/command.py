@@ -1,12 +1,13 @@
 """`python -m zero_full replay`: a recording as text."""
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from zero_full.flight.parts import FORMAT, VERSION, RecordingError, folder_of
+from zero_full.flight.parts import FORMAT, VERSION, RecordingError, folder_of, read_parts
 from zero_full.flight.picture import picture
-from zero_full.flight.timeline import newest, put_together
+from zero_full.flight.timeline import newest, put_together, recording_of
 
 
 def replay(path: Path, moments: bool = False) -> int:
@@ -22,8 +23,12 @@ def replay(path: Path, moments: bool = False) -> int:
 def opened(path: Path) -> tuple[dict[str, Any], bool]:
     """A recording, and whether its file was made or renewed just now; RecordingError if there is none."""
     folder = folder_of(path)
-    if folder.is_dir() and (not path.exists() or _has_news(path, folder)):
-        return put_together(path), True
+    with suppress(FileNotFoundError):  # the ranks have put it together meanwhile
+        if folder.is_dir() and (not path.exists() or _has_news(path, folder)):
+            try:
+                return put_together(path), True
+            except PermissionError:
+                return recording_of(read_parts(folder)), False
     try:
         found = json.loads(path.read_text())
     except FileNotFoundError:

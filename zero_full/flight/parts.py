@@ -69,10 +69,10 @@ def ranks_in(folder: Path) -> set[int]:
     return {int(found[1]) for each in folder.glob("*.jsonl") if (found := NAME.fullmatch(each.name))}
 
 
-def all_done(folder: Path) -> bool:
-    """Whether every rank that has begun here has ended; not where nobody has."""
-    ranks = ranks_in(folder)
-    return bool(ranks) and all(folder.joinpath(DONE.format(rank)).exists() for rank in ranks)
+def all_done(folder: Path, ranks: int) -> bool:
+    """Whether every rank of so many that has begun here has ended; not where nobody has."""
+    begun = [rank for rank in ranks_in(folder) if rank < ranks]  # an earlier run may have had more
+    return bool(begun) and all(folder.joinpath(DONE.format(rank)).exists() for rank in begun)
 
 
 def read_parts(folder: Path) -> list[RankTrace]:

@@ -13,7 +13,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from types import TracebackType
@@ -25,7 +24,7 @@ from zero_full._compat import default_store, keys_under
 from zero_full.comm.ledger import CollectiveCall
 from zero_full.comm.topology import this_rank
 from zero_full.flight.black_box import BlackBox
-from zero_full.flight.parts import CLOSED, LEFT, VERSION, all_done, folder_of, ranks_in
+from zero_full.flight.parts import CLOSED, LEFT, VERSION, RecordingError, all_done, folder_of, ranks_in
 from zero_full.flight.timeline import put_together
 from zero_full.shard.held_bytes import HeldBytes
 from zero_full.shard.optimizer import ZeroOptimizer
@@ -34,6 +33,7 @@ log = logging.getLogger("zero_full")
 STEPS = 3
 FEW = 16  # ranks: of so many each one that fails puts together what there is, of more only the first
 SEEN = "what each rank did last: python -m zero_full replay %s"
+LATER = "%s could not be put together (%s); later it can: python -m zero_full replay %s"
 
 
 class FlightRecorder:
@@ -48,7 +48,7 @@ class FlightRecorder:
         self.places = {id(group): place for place, group in enumerate(groups.communicators)}
         self.held_bytes, self.held = HeldBytes(optimizer), dict[str, int]()
         self.numbers, self.begun_at = count(), time.perf_counter_ns()
-        self.home = threading.get_ident()
+        self.home, self.lock = threading.get_ident(), threading.Lock()
         whole = {
             **about,
             "version": VERSION,
@@ -64,7 +64,6 @@ class FlightRecorder:
         self.box = BlackBox(self.path, self.rank, whole, steps)
         self.chapter = -1  # the file that knows what was held last
         self.open: dict[str, int] = {}  # passes, by kind
-        self.optimizer = weakref.ref(optimizer)
         self.traffic, self.backward = groups.traffic, optimizer.reducer.backward
         self.hooks = [
             optimizer.register_step_pre_hook(lambda *_: self.begin("step")),
@@ -91,19 +90,18 @@ class FlightRecorder:
 
     def close(self, failure: str = "") -> None:
         """End the recording. The file is complete when the last rank has ended its own."""
-        if self.closed:
-            return
-        self.finish.detach()
-        self._leave()
-        _finish(self.box, failure or CLOSED)
-
-    def _leave(self) -> None:
-        self.traffic.listener = None
+        self._end(failure or CLOSED)
         for hook in self.hooks:
             hook.remove()
         for calls, call in self.at:
             if call in calls:
                 calls.remove(call)
+
+    def _end(self, how: str) -> None:
+        """Nothing is written any more. What is called meanwhile, perhaps on another thread, does nothing."""
+        if self.finish.detach() is not None:
+            self.traffic.listener = None
+            _finish(self.box, how)
 
     # What is told ----------------------------------------------------------------------------------
 
@@ -112,12 +110,13 @@ class FlightRecorder:
 
     def _begin(self, what: str, more: Mapping[str, Any]) -> int:
         number = next(self.numbers)
-        line: dict[str, Any] = {"n": number, "t": self._now(), "what": what, **more}
-        held, chapter = self.held_bytes.now(), self.box.turns
-        if held != self.held or chapter != self.chapter:
-            self.held, self.chapter = held, chapter
-            line["held"] = held
-        self.box.write(line)
+        with self.lock:  # so that what was held last is what the file says
+            line: dict[str, Any] = {"n": number, "t": self._now(), "what": what, **more}
+            held, chapter = self.held_bytes.now(), self.box.turns
+            if held != self.held or chapter != self.chapter:
+                self.held, self.chapter = held, chapter
+                line["held"] = held
+            self.box.write(line)
         return number
 
     def collective(self, call: CollectiveCall, make: Callable[[], None]) -> None:
@@ -139,10 +138,11 @@ class FlightRecorder:
     def _fail(self, reason: str) -> None:
         if not self.closed:
             log.error(SEEN, self.path)
-            self.close(reason)
+            self._end(reason)
 
     def begin(self, what: str) -> None:
-        """A pass or a step begins."""
+        """A pass or a step begins. One of the same kind that has not ended has failed."""
+        self.end(what)
         if not self.closed:
             self.open[what] = self._begin(what, {})
 
@@ -165,7 +165,8 @@ class FlightRecorder:
             self.held_bytes.settle()
             self.begin("between")
             self.end("between")
-            self.box.write({"step": self.box.step, "t": self._now()}, ends_step=True)
+            with self.lock:
+                self.box.write({"step": self.box.step, "t": self._now()}, ends_step=True)
 
 
 def _finish(box: BlackBox, how: str = LEFT) -> None:
@@ -175,10 +176,14 @@ def _finish(box: BlackBox, how: str = LEFT) -> None:
     """
     box.finish(how)
     folder = folder_of(box.path)
-    with suppress(FileNotFoundError):  # another rank was as fast, and has done it
+    try:
         alone = how != CLOSED and (not box.path.exists() or len(ranks_in(folder)) <= FEW)
-        if alone or all_done(folder):
+        if alone or all_done(folder, box.about["ranks"]):
             put_together(box.path)
+    except FileNotFoundError:  # another rank was as fast, and has done it
+        pass
+    except (OSError, RecordingError) as error:
+        log.warning(LATER, box.path, error, box.path)
 
 
 def _run_id() -> str:
