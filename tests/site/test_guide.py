@@ -5,7 +5,7 @@ import json
 import re
 import shlex
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -125,10 +125,15 @@ def source() -> list[str]:
     return list(texts())
 
 
+def fixed_parts(quote: str) -> Callable[[str], bool]:
+    """Whether a string has all fixed parts of the quote, in their order."""
+    wanted = re.compile(".*".join(re.escape(part) for part in quote.split(GAP) if part.strip()), re.S)
+    return lambda text: wanted.search(text) is not None
+
+
 def occurs(quote: str) -> bool:
-    """Whether one string of the package has all fixed parts of the quote, in their order."""
-    wanted = ".*".join(re.escape(part) for part in quote.split(GAP) if part.strip())
-    return any(re.search(wanted, text, re.S) for text in source())
+    """Whether the package can say what is quoted."""
+    return any(map(fixed_parts(quote), source()))
 
 
 QUOTES = [
