@@ -1,7 +1,7 @@
 """Messages that the guide quotes: an anchor for each, an index of them, and what the search knows of each.
 
-A page quotes messages in blocks of kind `text`, one on a line, or in a table whose first column is "the message
-says"; … stands for what varies. A pasted message is found because it is the title of an entry of the search.
+A page quotes messages in blocks of kind `text`, one on a line, or in a table whose first column is "the
+message says"; … stands for what varies. A pasted message is found because it is the title of an entry.
 """
 
 import html
@@ -86,6 +86,11 @@ def entries(page: str) -> list[dict[str, Any]]:
     """What the search shall know of a page's messages."""
     mine, url = [message for message in quoted() if message.page == page], url_of(page)
     return [
-        {"location": f"{url}#{each.anchor}", "title": each.text, "text": f"<p>{each.section}</p>"}
+        {
+            "location": f"{url}#{each.anchor}",
+            "title": each.text,
+            "text": f"<p>{each.section}</p>",
+            "boost": 2,  # below a page with a searched word in its title, above one with some of a message's
+        }
         for each in mine
     ]

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "site" / "docs" / "guide"
 PAGES = sorted(GUIDE.glob("*.md"))
 BLOCK = re.compile(r"(?:^<!-- (?P<mark>\w+) -->\n)?^```(?P<kind>\w+)\n(?P<text>.*?)^```$", re.M | re.S)
-VARIES = re.compile(r"%\.?\d*[sdgf]")  # in a message of the log
+VARIES = re.compile(r"%\.?\d*[sdgf]|\{\}")  # in a message of the log, or for `format`
 GAP = "…"  # what varies, on the page
 
 
