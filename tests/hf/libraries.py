@@ -1,7 +1,7 @@
 """What users of Accelerate, the Trainer and PEFT do with zero_full; torchrun starts it, rank 0 prints all.
 
-`worked` says how far a training has ended from plain torch's, as a part of its way. `refused` is the text of
-the error by which something that cannot work ends.
+`worked` says how far a training has ended from plain torch's, as a part of its way, `warned` what the guide
+warns of, and `refused` is the text of the error by which something that cannot work ends.
 """
 
 import json
@@ -52,13 +52,14 @@ def looped(full: Full, run: Run, theirs: Accelerator) -> None:
                 optimizer.zero_grad()
 
 
-def trained_by_accelerate(stage: int, micro_batches: int) -> float:
+def trained_by_accelerate(stage: int, micro_batches: int) -> tuple[float, int]:
+    """How far it ends from plain torch, and how many steps the engine has counted."""
     run, theirs = Run("Llama", micro_batches=micro_batches, stage=stage), accelerator(micro_batches)
     with playing(replace(run, micro_batches=1), dist.get_rank()) as full:
         looped(full, run, theirs)
-        got = full.values()
+        got, counted = full.values(), full.engine.global_steps
     _, before, want = wanted(replace(run, stage=0), dist.get_world_size())
-    return distance(got, before, want)
+    return distance(got, before, want), counted
 
 
 def missing_data() -> float:
@@ -70,12 +71,12 @@ def missing_data() -> float:
     return float(sorted(row for rows in all_of_them for row in rows) != list(range(8)))
 
 
-def alone() -> float:
+def alone() -> int:
     """Whether Accelerate sees other ranks on CPUs if nobody tells it that it is on CPUs."""
     AcceleratorState._reset_state(reset_partial_state=True)
     seen = Accelerator().num_processes
     AcceleratorState._reset_state(reset_partial_state=True)
-    return float(seen)
+    return int(seen)
 
 
 def adapters_after_merging(stage: int) -> float:
@@ -158,18 +159,18 @@ def main() -> int:
     """Everything, and a line of JSON."""
     logging.getLogger("zero_full").setLevel(logging.ERROR)
     zero_full.init_distributed()
-    worked = {"data": missing_data(), "alone": alone()}
+    worked, warned = {"data": missing_data()}, {"ranks seen without cpu=True": alone()}
     for stage in (2, 3):
         for micro_batches in (1, 2):
-            far = trained_by_accelerate(stage, micro_batches)
-            worked[f"Accelerate, stage {stage}, {micro_batches} micro-batches"] = far
+            name = f"Accelerate, stage {stage}, {micro_batches} micro-batches"
+            worked[name], warned["steps counted"] = trained_by_accelerate(stage, micro_batches)
         worked[f"merged adapters, stage {stage}"] = adapters_after_merging(stage)
     acts = {"prepared": prepared, "auto": auto, "late adapters": late_adapters, "clip": clipped_by_accelerate}
     acts |= {f"Trainer, clip {clip}": partial(trainer, clip) for clip in (0.0, 1.0)}
     acts |= {"deepspeed=": deepspeed_trainer, "plugin": plugin}  # last: they write to the environment
     refused = {name: refusal(act) for name, act in acts.items()}
     if dist.get_rank() == 0:
-        print(json.dumps({"worked": worked, "refused": refused}))
+        print(json.dumps({"worked": worked, "warned": warned, "refused": refused}))
     return 0
 
 
