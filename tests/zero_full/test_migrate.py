@@ -120,6 +120,7 @@ def test_configurations_are_checked_for_the_ranks_they_were_written_for(
     assert main(["migrate", str(good)]) == 0
     printed = capsys.readouterr().out
     assert f"{good}: can be used on 8 ranks" in printed and f"{good}: remark: aio.queue_depth = " in printed
+    assert f"{good}: remark: gradient_clipping is not in the configuration" in printed
     assert main(["migrate", str(good), str(bad)]) == 1
     printed = capsys.readouterr().out
     assert f"{bad}: amp.enabled = true is not supported: DeepSpeed removed it in 0.19.8" in printed

@@ -45,6 +45,15 @@ class Resolved:
         """Every value that matters with its origin, for a log; `extra_rows` are (key, value, origin)."""
         return report.table(self.config, self.origins, extra_rows)
 
+    def assumed(self) -> Iterator[str]:
+        """A line for each default in which versions of DeepSpeed differ, where the user has not chosen."""
+        if self.origins["gradient_clipping"] == "default":
+            yield (
+                "gradient_clipping is not in the configuration: gradients are clipped to a norm of "
+                f"{self.config.gradient_clipping}, as by DeepSpeed since 0.19.3, which did not clip before; "
+                "write the number that you mean, or 0 for no clipping"
+            )
+
 
 def _given(config: object) -> tuple[Mapping[str, Any], str]:
     """What the user gave, as a mapping, and its name for messages."""

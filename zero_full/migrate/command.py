@@ -116,11 +116,12 @@ def check(config: Any, world: int | None, partly: bool = False) -> tuple[list[st
     if partly and not {"train_batch_size", "train_micro_batch_size_per_gpu"} & config.keys():
         config = {**config, "train_micro_batch_size_per_gpu": 1}
     try:
-        warnings = list(resolve(config, world or implied_world(config)).warnings)
+        resolved = resolve(config, world or implied_world(config))
     except ConfigError as error:
         lines = [line.strip() for line in str(error).splitlines()]
         return lines[1:] or lines, []
-    return list(_missing_optimizer(config)), warnings
+    assumed = () if partly else resolved.assumed()
+    return list(_missing_optimizer(config)), [*resolved.warnings, *assumed]
 
 
 def _missing_optimizer(config: Mapping[str, Any]) -> Iterator[str]:
