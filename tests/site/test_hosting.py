@@ -9,6 +9,9 @@ import pytest
 
 pytest.importorskip("material", reason="pip install -e '.[site]'")
 
+import animation
+import calculator
+import clock
 import hosting
 import lesson_pages
 import notebook_pages
@@ -40,6 +43,8 @@ def hosted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setattr(repository, "REPOSITORY", SOMEWHERE)
         for module, name in ((lesson_pages, "pages"), (source_pages, "pages"), (notebook_pages, "folders")):
             patch.setattr(module, name, dict)
+        for script in (animation, calculator, clock):
+            patch.setattr(script, "data", str)
         given: dict[str, Any] = {"docs_dir": str(docs), "site_dir": str(out), "nav": ["index.md", LAUNCH]}
         build(load_config(str(ROOT / "site" / "mkdocs.yml"), exclude_docs="", not_in_nav="", **given))
     yield out
