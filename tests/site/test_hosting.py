@@ -22,6 +22,7 @@ from mkdocs.config import load_config
 
 from lessons import repository
 from tests.site.browser import Open, served
+from tests.site.test_browser import violations
 from tests.site.test_build import ROOT, dead, pages, read
 
 pytest_plugins = ["tests.site.fixtures"]
@@ -82,6 +83,7 @@ def test_a_server_has_a_page_for_what_it_does_not_find(hosted: Path, site: Path,
         page = open_page("something/404.html", base=address)
         assert page.locator("h1").inner_text() == "This page is not here"
         assert "Inter" in page.evaluate("getComputedStyle(document.body).fontFamily")
+        assert not violations(page)
 
 
 def template() -> str:
