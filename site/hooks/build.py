@@ -16,6 +16,7 @@ import card
 import clock
 import directives
 import drawings
+import four_stages
 import hosting
 import lesson_pages
 import messages
@@ -46,7 +47,7 @@ def on_files(files: Files, config: Any) -> Files:
         for name, folder in notebook_pages.folders().items():
             pages[f"notebooks/{name}.md"] = (folder / "page.md").read_text()
             pictures |= {f"notebooks/{picture.name}": picture for picture in folder.glob(f"{name}_*")}
-        scripts = {script.FILE: script.data() for script in (calculator, animation, clock)}
+        scripts = {script.FILE: script.data() for script in (calculator, animation, four_stages, clock)}
         picture_of_all = card.png(config.site_name, config.site_description)
     except SiteError as error:
         raise PluginError(str(error)) from None
