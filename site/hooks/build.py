@@ -89,6 +89,16 @@ def on_page_context(context: Any, page: Any, config: Any, nav: Any) -> Any:
 
 
 def on_post_page(output: str, page: Any, config: Any) -> str:
+    """See `_named`."""
+    return _named(output)
+
+
+def on_post_template(output_content: str, template_name: str, config: Any) -> str:
+    """See `_named`: the page for what is not found is none of the pages."""
+    return _named(output_content)
+
+
+def _named(output: str) -> str:
     """The theme's search is a dialog without a name; a screen reader needs one."""
     dialog = 'data-md-component="search" role="dialog"'
     return output.replace(dialog, f'{dialog} aria-label="Search"')

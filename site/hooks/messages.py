@@ -59,7 +59,7 @@ def anchored(text: str, page: str) -> str:
 
     def lines(block: "re.Match[str]") -> str:
         shown = [
-            f'<a class="message" id="{anchors[line]}" href="#{anchors[line]}">{html.escape(line)}</a>'
+            f'<span class="message" id="{anchors[line]}">{html.escape(line)}</span>'
             for line in block[1].splitlines()
         ]
         return '<div class="highlight"><pre><code>' + "\n".join(shown) + "\n</code></pre></div>"
@@ -79,7 +79,7 @@ def index(_: str, page: str) -> str:
         there = relative(message.page, page)
         text = message.text.replace("|", "\\|")
         lines.append(f"| `{text}` | [{message.section}]({there}#{message.anchor}) |")
-    return '<div class="stacked" markdown="1">\n\n' + "\n".join(lines) + "\n\n</div>\n"
+    return '<div class="stacked messages" markdown="1">\n\n' + "\n".join(lines) + "\n\n</div>\n"
 
 
 def entries(page: str) -> list[dict[str, Any]]:

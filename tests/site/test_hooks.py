@@ -156,6 +156,18 @@ def test_a_notebook_that_fails_stops_the_build(tmp_path: Path) -> None:
         notebook_pages._executed(path)
 
 
+def test_a_notebook_that_runs_is_told_with_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(notebook_pages, "CACHE", tmp_path)
+    monkeypatch.setattr(notebook_pages, "_executed", lambda path: _notebook("1 + 1"))
+    with caplog.at_level("INFO", "mkdocs.notebooks"):
+        notebook_pages._folder("00b_ring")
+        notebook_pages._folder("00b_ring")  # is there already
+    place = f"notebook 00b_ring, 2 of {len(notebook_pages.names())}"
+    assert caplog.messages == [f"{place}: running", f"{place}: done after 0 s"]
+
+
 def test_a_picture_needs_a_description(tmp_path: Path) -> None:
     import nbformat.v4 as v4
 
