@@ -140,6 +140,16 @@ def test_a_signature_is_shown_as_it_is_written() -> None:
     assert "* `model`: moved to this rank's device" in listed
 
 
+@pytest.mark.parametrize("package", ["zero_full", "zero_min"])
+def test_what_a_public_name_is_stands_there_and_not_elsewhere(package: str) -> None:
+    """A page of the reference shows docstrings alone, without what stands above them in the file."""
+    page = (places.ROOT / "site" / "docs" / "api" / f"{package}.md").read_text()
+    dead = re.compile(r"\[Note: [^]]*\]|[Ss]ee the (?:module|class)\b.*|docstring|^As above.*", re.M)
+    names = re.findall(r"<!-- api: (\S+) -->", page)
+    found = {name: dead.findall(api_pages.render(name, f"api/{package}.md")) for name in names}
+    assert len(names) > 10 and {name: each for name, each in found.items() if each} == {}
+
+
 def _notebook(*cells: str, **metadata: Any) -> Any:
     import nbformat.v4 as v4
 

@@ -30,7 +30,7 @@ ROOMS = {  # and a room of zero_full only itself and these; what is not named ma
     "kernels": set(),
     "trees": set(),
     "wording": set(),
-    "comm": {"_compat", "kernels"},
+    "comm": {"_compat", "kernels", "wording"},
     "precision": {"_compat", "kernels"},
     "shard": {"_compat", "comm", "kernels", "layout", "offload", "optim", "trees", "precision", "wording"},
     "construct": {"_compat", "comm", "trees", "shard"},

@@ -135,7 +135,8 @@ def test_ranks_are_guessed_from_what_a_configuration_says() -> None:
     assert implied_world({"train_batch_size": "auto", "zero_optimization": 3}) == 1
     assert implied_world([1]) == 1
     assert check({"fp16": {"enabled": True}}, None, partly=True) == ([], [])
-    assert check({"fp16": {"enabled": True}}, None) == ([], [])  # without a loader nobody needs a batch size
+    without_batches = {"fp16": {"enabled": True}, "gradient_clipping": 1}  # only a loader needs them
+    assert check(without_batches, None) == ([], [])
 
 
 @pytest.mark.parametrize(

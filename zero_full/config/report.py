@@ -17,6 +17,7 @@ from .schema import Config, Strict
 Origin = Literal["user", "default", "derived"]
 Location = tuple[int | str, ...]
 
+WIDE = 80  # characters of a line
 KINDS = {  # pydantic's name for what is wrong -> what was expected
     "bool_type": "true or false",
     "string_type": "a string",
@@ -160,4 +161,7 @@ def table(config: Config, origins: Mapping[str, Origin], extra_rows: Sequence[tu
     """Keys, values and origins as aligned plain text; `extra_rows` come last."""
     rows = [("key", "value", "from"), *_rows(config, origins), *extra_rows]
     wide = [max(len(row[column]) for row in rows) for column in range(2)]
+    wide[1] = max(
+        min(wide[1], WIDE - wide[0] - len("  derived  ")), 0
+    )  # a longer value moves its own line only
     return "\n".join(f"{key:<{wide[0]}}  {value:<{wide[1]}}  {origin}" for key, value, origin in rows)

@@ -54,7 +54,15 @@ def plan_stages(
     device: str = "cuda",
     expert_parallel: int | None = None,
 ) -> list[Plan]:
-    """The same for every stage that the optimizer can serve, whatever the config says, to choose from."""
+    """A plan for every stage that the optimizer can serve, whatever the config says, to choose from.
+
+    model    as one rank has it: of experts, those that live there
+    config   a dict or the path of a JSON file, as for `initialize`; batch sizes may be missing
+    inputs   tensors like a micro-batch's positional inputs, on meta if you like; without them activations
+             are unknown, and missing in the peak
+    device   where it will run: only on "cpu" are there windows of shared memory
+    expert_parallel  how many neighbours hold different experts, if parameters are marked as experts
+    """
     resolved, cluster = _resolved(config, world), Cluster(world, expert_parallel, device)
     left = _activations(model, resolved.config, inputs)
     stages: Sequence[int] = STAGES
