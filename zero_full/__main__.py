@@ -1,4 +1,4 @@
-"""The command line: `python -m zero_full doctor`, `plan`, `migrate`, `export`, `inspect` and `build`."""
+"""The command line: `python -m zero_full doctor`, `plan`, `check`, `migrate` and others."""
 
 import argparse
 import sys
@@ -23,6 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands.add_parser("build", help="compile the operators for this machine, again if that failed before")
     planning = commands.add_parser("plan", help="how many bytes a run will need on each rank")
     _describe_plan(planning)
+    checking = commands.add_parser("check", help="all mistakes of a configuration, with their lines")
+    _describe_check(checking)
     migrating = commands.add_parser("migrate", help="make a DeepSpeed script one of zero_full's")
     _describe_migrate(migrating)
     exporting = commands.add_parser("export", help="a checkpoint's weights as safetensors, for everybody")
@@ -32,6 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.command == "plan":
         return _plan(planning, options)
+    if options.command == "check":
+        return _check(checking, options)
     if options.command == "migrate":
         return _migrate(migrating, options)
     if options.command == "export":
@@ -90,6 +94,26 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     try:
         return plan.main(options)
     except (ConfigError, plan.PlanError) as error:
+        parser.error(str(error))
+
+
+def _describe_check(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Say of a configuration what the engine would say, and start nothing. "
+        "Ends with 1 if it cannot be used."
+    )
+    parser.add_argument("file", metavar="FILE", help="the configuration, a JSON file")
+    parser.add_argument("--world", type=int, metavar="N", help="data-parallel ranks")
+    parser.add_argument("--json", action="store_true", help="one line of JSON, with a verdict on every key")
+
+
+def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    from zero_full import check
+    from zero_full.config import ConfigError
+
+    try:
+        return check.main(options)
+    except ConfigError as error:
         parser.error(str(error))
 
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zero_full.assemble import OPERATORS, Prepared, assemble, prepared_with, take_model
 from zero_full.comm.topology import Topology
 from zero_full.config import Config, ConfigError, LeafModuleConfig, Resolved, resolve
-from zero_full.config.resolve import MICRO, TRAIN
+from zero_full.config.together import MICRO, TRAIN
 from zero_full.construct import outside_recording
 from zero_full.data import RankLoader
 from zero_full.engine import Engine
