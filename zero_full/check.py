@@ -1,6 +1,5 @@
 """`python -m zero_full check`: what the engine would say of a configuration, with lines and columns."""
 
-import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +13,12 @@ from zero_full.config.report import dotted
 from zero_full.config.verdicts import VerdictKind
 from zero_full.wording import printable
 
-LABELS: dict[VerdictKind, str] = {"refused": "mistake", "no effect": "warning", "unknown": "not looked at"}
+LABELS: dict[VerdictKind, str] = {
+    "refused": "mistake",
+    "no effect": "warning",
+    "assumed": "warning",
+    "unknown": "not looked at",
+}
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,8 @@ class Looked:
     @property
     def tally(self) -> str:
         """As in `ok, 2 warnings` or `3 mistakes, 1 warning`."""
-        mistakes, warnings, unknown = (self.count(kind) for kind in LABELS)
+        mistakes, unknown = self.count("refused"), self.count("unknown")
+        warnings = self.count("no effect") + self.count("assumed")
         parts = [_counted(mistakes, "mistake") if mistakes else "ok"]
         parts += [_counted(warnings, "warning")] if warnings else []
         parts += [f"{_counted(unknown, 'key')} not looked at"] if unknown else []
@@ -49,20 +54,18 @@ def look(path: Path, world: int | None) -> Looked:
     return Looked(tuple(_with_torch(checked)), checked.world)
 
 
-def main(options: argparse.Namespace) -> int:
+def main(file: str, world: int | None, as_json: bool = False) -> int:
     """Print what is to be said of a file; 1 if it cannot be used, else 0."""
-    looked = look(Path(options.file), options.world)
+    looked = look(Path(file), world)
     mistakes = looked.count("refused")
-    if options.json:
+    if as_json:
         rows = [each._asdict() for each in looked.verdicts]
-        print(
-            json.dumps({"file": options.file, "world": looked.world, "tally": looked.tally, "verdicts": rows})
-        )
+        print(json.dumps({"file": file, "world": looked.world, "tally": looked.tally, "verdicts": rows}))
         return 1 if mistakes else 0
     for each in looked.told:
-        place = f"{options.file}:{each.line}:{each.column}"
+        place = f"{file}:{each.line}:{each.column}"
         print(printable(f"{place}: {LABELS[each.kind]}: {each.text}"))
-    ranks = "" if options.world else f" on {_counted(looked.world, 'rank')} (--world asks for others)"
+    ranks = "" if world else f" on {_counted(looked.world, 'rank')} (--world asks for others)"
     print(f"{looked.tally}{ranks}")
     return 1 if mistakes else 0
 

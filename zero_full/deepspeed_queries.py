@@ -123,5 +123,5 @@ class DeepSpeedQueries:
         return self.config.bf16.enabled
 
     def gradient_clipping(self) -> float:
-        """The largest gradient norm that a step takes; 0 if any."""
+        """The largest gradient norm that a step takes; 0 if any. By default 1.0, DeepSpeed's since 0.19.3."""
         return self.config.gradient_clipping

@@ -238,11 +238,13 @@ def _forgotten(engine: Engine) -> Iterator[str]:
 def _announce(engine: Engine, unheard: Iterable[str]) -> None:
     if dist.is_initialized() and dist.get_rank() != 0:
         return
-    for warning in (*engine.resolved.warnings, *_idle_leaves(engine), *_forgotten(engine), *unheard):
+    resolved = engine.resolved
+    assumed = () if isinstance(engine.optimizer.base, NoOptimizer) else resolved.assumed
+    for warning in (*resolved.warnings, *assumed, *_idle_leaves(engine), *_forgotten(engine), *unheard):
         log.warning("%s", warning)
     model_dtype = next((p.dtype for p in engine.module.parameters()), torch.float32)
     dtypes = engine.optimizer.settings.dtypes.table(model_dtype)
     rows = [(f"dtype of {kind}", dtype, "derived") for kind, dtype in dtypes.items()]
-    log.info("zero_full configuration\n%s", engine.resolved.table(rows))
+    log.info("zero_full configuration\n%s", resolved.table(rows))
     if rule := engine.division_rule():
         log.info("%s", rule)

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.kernels.compilers import MISTAKE, NVCC_12_0, NVCC_13_0, Compiler, says
+from zero_full.__main__ import main
 from zero_full.kernels import build, places, toolchain
 from zero_full.kernels.toolchain import BuildError
 
@@ -293,3 +295,22 @@ def test_a_wheel_has_the_sources_and_nothing_compiled(tmp_path: Path) -> None:
     sources = [path.relative_to(ROOT).as_posix() for path in (ROOT / "csrc").rglob("*.*")]
     assert {f"zero_full/{name}" for name in sources} <= set(names)
     assert not [name for name in names if name.endswith((".so", ".o"))]
+
+
+def test_the_command_says_how_far_it_is_and_leaves_out_what_torch_cannot_use(
+    cache: Path, nvcc: Compiler, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.version.cuda", None)
+    assert main(["build"]) == 0 and nvcc.count() == 0
+    printed = capsys.readouterr().out
+    total = int(re.search(r"^cpu: (\d+) files to compile", printed)[1])  # type: ignore[index]
+    assert all(f"\ncpu: {number} of {total}: " in printed for number in range(1, total + 1))
+    assert "cuda: not built, because this torch has no CUDA" in printed
+    assert main(["build", "cuda"]) == 0 and nvcc.count() > 1
+    assert "cuda: 1 of " in capsys.readouterr().out
+    assert main(["build", "cpu"]) == 0 and "files to compile" not in capsys.readouterr().out
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setenv("ZERO_FULL_CACHE", str(cache / "another"))
+    nvcc.become("1", MISTAKE)
+    assert main(["build"]) == 0 and "cuda: not built: this command failed" in capsys.readouterr().out
+    assert main(["build", "cuda"]) == 1

@@ -58,15 +58,6 @@ def test_columns_are_aligned() -> None:
     assert len(starts) == 1
 
 
-def test_the_command_line_without_a_command_prints_usage_and_exits_with_2() -> None:
-    for arguments in ([], ["docter"]):
-        done = subprocess.run(
-            [sys.executable, "-m", "zero_full", *arguments], capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 2
-        assert "usage: python -m zero_full" in done.stderr and "doctor" in done.stderr
-
-
 @pytest.mark.parametrize("absent", [["torch"], ["pydantic"], ["numpy"], ["torch", "pydantic"]], ids=str)
 def test_nothing_that_is_absent_makes_it_crash(
     absent: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -145,6 +145,17 @@ def test_what_requires_gradients_and_is_in_no_group_is_named(caplog: pytest.LogC
     assert "layers.2.weight, layers.2.bias, layers.4.weight, layers.4.bias" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("keys", "times"), [({}, 1), ({"gradient_clipping": 1.0}, 0), ({"gradient_clipping": 0}, 0)], ids=str
+)
+def test_clipping_that_nobody_has_asked_for_is_told_once(
+    keys: dict[str, Any], times: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    zero_full.initialize(model=Net(), optimizer=torch.optim.SGD, config=keys)
+    told = "gradients are clipped to a norm of 1.0, as by DeepSpeed since 0.19.3"
+    assert caplog.text.count(told) == times
+
+
 @pytest.mark.parametrize("divides", [None, True, False])
 def test_who_divides_is_said_at_start(divides: bool | None, caplog: pytest.LogCaptureFixture) -> None:
     keys = {} if divides is None else {"plain_backward_divides": divides}

@@ -296,7 +296,17 @@ def test_the_table_has_every_number() -> None:
     text = each.table()
     for number in (each.parameters, each.gradients, each.moments, each.between_steps, each.peak, each.sent):
         assert f"{number:,}" in text
-    assert "unknown" in plan(Odd(), config(1), 2).table() and "on the host" not in text
+    assert "on the host" not in text and "+ activations" not in text + side_by_side([each])
+    assert len(side_by_side([each] * 4).splitlines()) > 10
+
+
+def test_a_peak_without_activations_says_so_wherever_it_is_shown() -> None:
+    each = plan(Odd(), config(1), 2)
+    assert f" {human(each.peak)} + activations\n" in each.table()
+    lines = side_by_side([each] * 4).splitlines()
+    peak = next(place for place, line in enumerate(lines) if line.startswith("peak"))
+    assert lines[peak + 1].split() == ["+", "activations"] * 4 and max(map(len, lines)) <= 80
+    assert json.loads(each.as_json())["peak_has_activations"] is False
 
 
 def test_what_waits_on_the_host_is_told_beside_the_device() -> None:
@@ -310,8 +320,8 @@ def test_what_waits_on_the_host_is_told_beside_the_device() -> None:
     on_cpu = plan(Odd(), given, 2, device="cpu")
     assert on_cpu.host == state, "nothing is copied"
     assert f"{human(plans[1].host)}{plans[1].host:>24,}" in plans[1].table()
-    assert "host" in side_by_side(plans).splitlines()[1].split()
-    assert "host" not in side_by_side([beside]).splitlines()[1].split()
+    assert "waiting on the host" in side_by_side(plans)
+    assert "waiting on the host" not in side_by_side([beside])
 
 
 def test_numbers_for_people_have_three_digits() -> None:
@@ -346,8 +356,8 @@ def test_the_command_prints_a_table(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert text.startswith("stage 2, 4 ranks, 448 parameters") and "between steps" in text
     assert asked(tmp_path, "--stages", model=f"{ME}:transformer", batch="2x16:int64") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[2:]] == ["0", "1", "2", "3"]
-    assert len({len(line) for line in lines[1:]}) == 1
+    assert lines[1].split() == ["stage", "0", "1", "2", "3"] and lines[-1].startswith("sent in a step")
+    assert {len(line) for line in lines[1:]} == {80}
 
 
 def test_the_command_prints_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -355,6 +365,7 @@ def test_the_command_prints_json(tmp_path: Path, capsys: pytest.CaptureFixture[s
     [line] = capsys.readouterr().out.splitlines()
     each, answer = plan(A_MODEL, tmp_path / "ds.json", 4, device="cpu"), json.loads(line)
     assert answer["peak"] == each.peak and answer["moments"] == each.moments and answer["activations"] is None
+    assert answer["peak_has_activations"] is False
     assert asked(tmp_path, "--json", "--stages") == 0
     assert [json.loads(line)["stage"] for line in capsys.readouterr().out.splitlines()] == [0, 1, 2, 3]
 

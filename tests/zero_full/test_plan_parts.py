@@ -172,5 +172,5 @@ def test_what_waits_on_the_disk_is_told_apart_from_memory() -> None:
     table = each.table()
     assert f"waiting on the disk{human(each.disk):>24}{each.disk:>24,}" in table
     assert "written to the disk in a step" in table and "written to" not in beside.table()
-    assert {"disk", "host"} <= set(side_by_side(plans).splitlines()[1].split())
+    assert all(f"waiting on the {place}" in side_by_side(plans) for place in ("disk", "host"))
     assert json.loads(each.as_json())["written"] == each.written

@@ -1,7 +1,6 @@
 """The commands `python -m zero_full export` and `python -m zero_full inspect`."""
 
 import argparse
-import os
 import sys
 from collections.abc import Callable
 from contextlib import closing
@@ -17,7 +16,7 @@ from zero_full.checkpoint.reading import open_checkpoint
 from zero_full.wording import human, listed, printable
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-FAILED, INTERRUPTED = 1, 130
+FAILED = 1
 
 
 def export(options: argparse.Namespace, max_shard_bytes: int) -> int:
@@ -75,12 +74,8 @@ def _code_of(command: Callable[[], int]) -> int:
     """The command's exit code. What a user can cause becomes a sentence, and not a traceback."""
     try:
         return command()
-    except BrokenPipeError:  # who reads this has seen enough; Python would write once more at its end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILED
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
+    except BrokenPipeError:  # who reads this has seen enough, which is for the caller
+        raise
     except CheckpointError as error:
         text = str(error)
     except OSError as error:

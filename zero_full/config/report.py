@@ -16,7 +16,7 @@ from .remarks import Remark
 from .schema import Config, Strict
 
 Origin = Literal["user", "default", "derived"]
-Kind = Literal["refused", "no effect"]
+Kind = Literal["refused", "no effect", "assumed"]  # the last: of a key that is not there
 
 KINDS = {  # pydantic's name for what is wrong -> what was expected
     "bool_type": "true or false",
@@ -46,8 +46,11 @@ class Notice:
     @property
     def line(self) -> str:
         """The whole sentence."""
-        verdict = "is not supported" if self.kind == "refused" else "has no effect"
-        start = f"{dotted(self.path)} = {self.value} {verdict}" if self.value else dotted(self.path)
+        start = dotted(self.path)
+        if self.kind == "assumed":
+            start = f"{start} is not in the configuration"
+        elif self.value:
+            start += f" = {self.value} {'is not supported' if self.kind == 'refused' else 'has no effect'}"
         return f"{start}: {'; '.join(filter(None, (self.why, self.remedy)))}"
 
 

@@ -15,7 +15,7 @@ from . import report
 from .read import Parsed, Position, Route, read, refuse_nests
 from .report import Notice, Origin
 from .schema import Config, ConfigError, ZeroConfig
-from .together import MICRO, STAGE, STEPS, TRAIN, Rule, clashes, idle_together
+from .together import MICRO, STAGE, STEPS, TRAIN, Rule, assumed, clashes, idle_together
 
 BATCH = (TRAIN, MICRO, STEPS)
 ZERO, OFFLOAD, OLD_OFFLOAD, OLD_PIN = (
@@ -31,12 +31,14 @@ ABSENT = object()  # null is a value that a user can give
 class Resolved:
     """A configuration that can be run, where each value came from, and what the user should know.
 
-    `origins` has a dotted key for every value: "zero_optimization.stage", "optimizer.params.lr".
+    `origins` has a dotted key for every value: "zero_optimization.stage", "optimizer.params.lr". `assumed` has
+    a line for each default in which versions of DeepSpeed differ, where the user has not chosen.
     """
 
     config: Config
     origins: dict[str, Origin]
     warnings: tuple[str, ...]
+    assumed: tuple[str, ...]
 
     def table(self, extra_rows: Sequence[tuple[str, str, str]] = ()) -> str:
         """Every value that matters with its origin, for a log; `extra_rows` are (key, value, origin)."""
@@ -207,6 +209,20 @@ def _together(
             yield Notice(path, "no effect", rule.why, value=report.shown(entries[rule.key].value))
 
 
+def _assumptions(config: Config, raw: Mapping[str, Any], bad: frozenset[str]) -> Iterator[Notice]:
+    for rule in known_rules(assumed(config), bad):
+        if _value_at(raw, rule.key) is ABSENT:
+            yield Notice(tuple(rule.key.split(".")), "assumed", rule.why, rule.remedy)
+
+
+def _value_at(raw: Mapping[str, Any], key: str) -> Any:
+    """What the user gave under a dotted key, or ABSENT."""
+    level: Any = raw
+    for name in key.split("."):
+        level = level.get(name, ABSENT) if isinstance(level, Mapping) else ABSENT
+    return level
+
+
 def _unfilled_arguments(config: Config) -> Iterator[Notice]:
     for section, part in (("optimizer", config.optimizer), ("scheduler", config.scheduler)):
         for name, value in part.params.items() if part else ():
@@ -227,10 +243,7 @@ def _filled(config: Config, batch: Mapping[str, int]) -> tuple[Config, set[str]]
 def _origins(config: Config, raw: Mapping[str, Any], derived: set[str]) -> dict[str, Origin]:
     origins: dict[str, Origin] = {}
     for entry in report.entries(config):
-        level: Any = raw
-        for name in entry.key.split("."):
-            level = level.get(name, ABSENT) if isinstance(level, Mapping) else ABSENT
-        chosen: Origin = "default" if level is ABSENT else "user"
+        chosen: Origin = "default" if _value_at(raw, entry.key) is ABSENT else "user"
         origins[entry.key] = "derived" if entry.key in derived else chosen
         if isinstance(entry.value, dict):
             origins.update({f"{entry.key}.{name}": chosen for name in entry.value})
@@ -253,6 +266,7 @@ def examine(given: Mapping[str, Any], world_size: int) -> Examined:
         *_together(config, clashes(config, world_size), spelled, bad),
         *_unfilled_arguments(config),
         *_together(config, idle_together(config), spelled, bad),
+        *_assumptions(config, raw, bad),
     ]
     notices.sort(key=lambda notice: notice.kind != "refused")
     return Examined(raw, config, spelled, bad, tuple(notices))
@@ -283,8 +297,11 @@ def resolve(config: dict[str, Any] | str | Path | Config, world_size: int) -> Re
     if mistakes:
         raise ConfigError("\n  ".join([f"{name} cannot be used:", *mistakes]))
     filled, derived = _filled(examined.config, _solved(examined.config, world_size))
-    warnings = tuple(each.line for each in examined.notices)
-    return Resolved(filled, _origins(filled, examined.raw, derived), warnings)
+    warnings, assumptions = (
+        tuple(each.line for each in examined.notices if each.kind == kind)
+        for kind in ("no effect", "assumed")
+    )
+    return Resolved(filled, _origins(filled, examined.raw, derived), warnings, assumptions)
 
 
 def in_file(parsed: Parsed, examined: Examined) -> list[tuple[Position, Notice]]:

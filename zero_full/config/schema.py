@@ -298,7 +298,7 @@ class Config(Strict):
     steps_per_print: Annotated[Count | None, BeforeValidator(never_is_none)] = None
     optimizer: OptimizerConfig | None = None
     scheduler: SchedulerConfig | None = None
-    gradient_clipping: Amount = 1.0
+    gradient_clipping: Amount = 1.0  # DeepSpeed's default since 0.19.3; 0.0 before
     prescale_gradients: Flag = False
     gradient_predivide_factor: Divisor = 1.0  # any factor, with reduce_scatter too; DeepSpeed wants 1.0 there
     gradient_allreduce_op: Annotated[Literal["mean", "sum"], BeforeValidator(lower)] = "mean"

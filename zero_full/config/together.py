@@ -217,6 +217,17 @@ def idle_together(config: Config) -> Iterator[Rule]:
         yield Rule("zero_optimization.mics_shard_size", "nothing is sharded at stage 0", "", (STAGE,))
 
 
+def assumed(config: Config) -> Iterator[Rule]:
+    """Defaults in which versions of DeepSpeed differ. Nothing is said about a key that is written."""
+    yield Rule(
+        "gradient_clipping",
+        f"gradients are clipped to a norm of {config.gradient_clipping}, as by DeepSpeed since 0.19.3, which "
+        "did not clip before",
+        "write the number that you mean, or 0 for no clipping",
+        (),
+    )
+
+
 def unread_together(config: Config) -> Iterator[Rule]:
     """Keys that nobody reads because of another one, as whoever writes them expects: not worth a warning."""
     fp16, autocast, enabled = config.fp16, config.torch_autocast, ("fp16.enabled", "torch_autocast.enabled")

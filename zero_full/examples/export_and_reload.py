@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 32,
+    "gradient_clipping": 1.0,
     "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 100},
 }

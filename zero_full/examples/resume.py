@@ -30,6 +30,7 @@ import zero_full
 
 CONFIG: dict[str, Any] = {
     "train_batch_size": 12,
+    "gradient_clipping": 1.0,
     "optimizer": {"type": "AdamW", "params": {"lr": 3e-3}},
     "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 3e-3, "warmup_num_steps": 20}},
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},

@@ -17,8 +17,8 @@ import re
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple
 
@@ -148,11 +148,13 @@ def build(
     devices: Sequence[Device] = (),
     again: bool = False,
     broken: Mapping[Path, Stamp] | None = None,
+    tell: Callable[[str], None] = lambda text: None,
 ) -> Path:
     """The path of the library in `directory`, compiled now unless another process has just done it.
 
     One process compiles and the others wait for it, so all ranks of a run may call this. A mistake that the
     same compilers have found before is not looked for again, unless `again`. Files in `broken` are replaced.
+    `tell` hears how far it is.
     """
     places.refuse_here()
     began = time.time()
@@ -167,7 +169,7 @@ def build(
             if failure:
                 raise BuildError(failure)
             try:
-                _compile_and_link(part, tools, devices, target)
+                _compile_and_link(part, tools, devices, target, tell)
             except CompileError as error:
                 _note(target, error)
                 raise
@@ -243,12 +245,22 @@ def link_command(part: str, tools: Toolchain, objects: list[Path], target: Path)
     return [tools.nvcc, "-ccbin", tools.cxx, "-shared", "-o", str(target), *names, f"-L{lib}", *libraries]
 
 
-def _compile_and_link(part: str, tools: Toolchain, devices: Sequence[Device], target: Path) -> None:
+def _compile_and_link(
+    part: str, tools: Toolchain, devices: Sequence[Device], target: Path, tell: Callable[[str], None]
+) -> None:
     name = name_for(part, tools, devices)
     with tempfile.TemporaryDirectory(prefix="zero_full_") as scratch:
         jobs = commands(part, tools, name.architectures, Path(scratch))
+        tell(f"{len(jobs)} files to compile, {_usable_cpus()} at a time")
         with ThreadPoolExecutor(_usable_cpus()) as pool:
-            list(pool.map(lambda job: _run([*job[1], "-o", str(job[0])]), jobs.items()))
+            running = {pool.submit(_run, [*command, "-o", str(made)]): made for made, command in jobs.items()}
+            try:
+                for number, done in enumerate(as_completed(running), 1):
+                    done.result()
+                    tell(f"{number} of {len(jobs)}: {running[done].stem}")
+            finally:
+                for waiting in running:
+                    waiting.cancel()
         handle, partial = tempfile.mkstemp(".partial", target.stem, target.parent)
         os.close(handle)
         try:

@@ -69,13 +69,18 @@ def compiled_for(device: torch.device) -> bool:
     return load(device).path is not None
 
 
-def build_now(part: str) -> Path:
-    """The library of the compilers that are here; tried again, if it failed before. For `zero_full build`."""
+def build_now(part: str, tell: Callable[[str], None]) -> Path:
+    """The library of the compilers that are here; tried again, if it failed before. For `zero_full build`.
+
+    `tell` hears how far it is.
+    """
     places.refuse_here()
     devices = capabilities() if part == "cuda" else ()
     name = str(build.name_for(part, toolchain(part), devices))
     installed = places.libraries(places.BUILT, name)
-    return installed[0] if installed else build.build(part, places.caches()[0], devices, again=True)
+    if installed:
+        return installed[0]
+    return build.build(part, places.caches()[0], devices, again=True, tell=tell)
 
 
 def capabilities() -> tuple[Device, ...]:

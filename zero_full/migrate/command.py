@@ -51,7 +51,7 @@ def migrate(source: str, world: int | None = None) -> Migrated:
     rewrite = Rewrite(source)
     findings, remarks = set(look_at_calls(rewrite)), set[Leftover]()
     for line, config in configurations(rewrite):
-        errors, warnings = check(config, world, partly=True)
+        errors, warnings = check(config, world)
         findings |= {Leftover(line, text) for text in errors}
         remarks |= {Leftover(line, text) for text in warnings}
     findings |= rewrite.findings
@@ -111,16 +111,15 @@ def _diff(path: Path, migrated: Migrated) -> Iterator[str]:
 # Configurations --------------------------------------------------------------------------------------
 
 
-def check(config: Any, world: int | None, partly: bool = False) -> tuple[list[str], list[str]]:
-    """(errors, warnings) of a configuration. `partly`: values that only the run knows are not there."""
-    if partly and not {"train_batch_size", "train_micro_batch_size_per_gpu"} & config.keys():
+def check(config: Mapping[str, Any], world: int | None) -> tuple[list[str], list[str]]:
+    """(errors, warnings) of a configuration in a script, where values that only the run knows are not there."""
+    if not {"train_batch_size", "train_micro_batch_size_per_gpu"} & config.keys():
         config = {**config, "train_micro_batch_size_per_gpu": 1}
     try:
-        warnings = list(resolve(config, world or implied_world(config)).warnings)
+        resolved = resolve(dict(config), world or implied_world(config))
     except ConfigError as error:
-        lines = [line.strip() for line in str(error).splitlines()]
-        return lines[1:] or lines, []
-    return list(_missing_optimizer(config)), warnings
+        return [line.strip() for line in str(error).splitlines()[1:]], []
+    return list(_missing_optimizer(config)), list(resolved.warnings)
 
 
 def _missing_optimizer(config: Mapping[str, Any]) -> Iterator[str]:

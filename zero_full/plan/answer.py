@@ -20,6 +20,16 @@ PASSING = {
     "activations": "activations",
     "update": "copies for the optimizer",
 }
+NAMES = {
+    **KEPT,
+    "between_steps": "between steps",
+    "host": "waiting on the host",
+    "disk": "waiting on the disk",
+    **PASSING,
+    "peak": "peak",
+    "sent": "sent in a step",
+}
+LACKING = "+ activations"  # behind a peak, where nobody has said what a batch is
 
 
 @dataclass(frozen=True)
@@ -70,7 +80,7 @@ class Plan:
 
     @property
     def peak(self) -> int:
-        """The most at one time: in backward, or while the optimizer steps."""
+        """The most at one time: in backward, or while the optimizer steps. Without activations if unknown."""
         backward = self.gathered + self.buckets + (self.activations or 0)
         return self.between_steps + max(backward, self.update)
 
@@ -78,12 +88,12 @@ class Plan:
         """Every kind in human units and in bytes, and the totals."""
         rows = [
             *((f"  {name}", getattr(self, kind)) for kind, name in KEPT.items()),
-            ("between steps", self.between_steps),
-            *([("waiting on the host", self.host), ("  page-locked", self.pinned)] if self.host else []),
-            *([("waiting on the disk", self.disk)] if self.disk else []),
+            (NAMES["between_steps"], self.between_steps),
+            *([(NAMES["host"], self.host), ("  page-locked", self.pinned)] if self.host else []),
+            *([(NAMES["disk"], self.disk)] if self.disk else []),
             *((f"  {name}", getattr(self, kind)) for kind, name in PASSING.items()),
-            ("peak", self.peak),
-            ("sent in a step", self.sent),
+            (NAMES["peak"], self.peak),
+            (NAMES["sent"], self.sent),
             *([("copied to the host in a step", self.down)] if self.host else []),
             *([("copied to the device in a step", self.up)] if self.host else []),
             *([("read from the disk in a step", self.read)] if self.disk else []),
@@ -92,6 +102,9 @@ class Plan:
         ]
         title = f"stage {self.stage}, {self.world:,} ranks, {self.numel:,} parameters: bytes a rank"
         lines = [title, *(_line(*row) for row in rows)]
+        if self.activations is None:
+            place = next(place for place, (name, _) in enumerate(rows, 1) if name == NAMES["peak"])
+            lines[place] = f"{_named(NAMES['peak'], self.peak)} {LACKING}"
         if self.phases:
             lines += ["", "in steps of each kind; what is above is the largest"]
         for phase in self.phases:
@@ -105,24 +118,33 @@ class Plan:
 
     def as_json(self) -> str:
         """One line with every number."""
-        return json.dumps({**asdict(self), "between_steps": self.between_steps, "peak": self.peak})
+        whole = self.activations is not None
+        sums = {"between_steps": self.between_steps, "peak": self.peak, "peak_has_activations": whole}
+        return json.dumps({**asdict(self), **sums})
 
 
 def _line(name: str, size: int | None) -> str:
-    return f"{name:<34}{human(size):>9}" + (f"{size:>24,}" if size is not None else "")
+    return _named(name, size) + (f"{size:>24,}" if size is not None else "")
+
+
+def _named(name: str, size: int | None) -> str:
+    return f"{name:<34}{human(size):>9}"
 
 
 def side_by_side(plans: Sequence[Plan]) -> str:
-    """One row for each stage."""
-    kinds = ["parameters", "gradients", "master", "moments", "gathered", "buckets", "activations"]
-    for place in ("disk", "host"):
-        if any(getattr(each, place) for each in plans):
-            kinds.insert(4, place)
-    rows = [["stage", *kinds, "between steps", "peak", "sent in a step"]]
-    for each in plans:
-        sizes = [getattr(each, kind) for kind in kinds]
-        sizes += [each.between_steps, each.peak, each.sent]
-        rows.append([str(each.stage), *map(human, sizes)])
-    wide = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
-    lines = ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, wide, strict=True)) for row in rows]
-    return "\n".join([f"{plans[0].world:,} ranks, {plans[0].numel:,} parameters: bytes a rank", *lines])
+    """A column for each stage. What none of them has is left out."""
+    lines = [
+        f"{plans[0].world:,} ranks, {plans[0].numel:,} parameters: bytes a rank",
+        _row("stage", [str(each.stage) for each in plans]),
+    ]
+    for kind, name in NAMES.items():
+        sizes = [getattr(each, kind) for each in plans]
+        if any(size != 0 for size in sizes):
+            lines.append(_row(name, [human(size) for size in sizes]))
+        if kind == "peak" and any(each.activations is None for each in plans):
+            lines.append(_row("", [LACKING for each in plans]))
+    return "\n".join(lines)
+
+
+def _row(name: str, cells: Sequence[str]) -> str:
+    return f"{name:<24}" + "".join(f"{cell:>14}" for cell in cells)

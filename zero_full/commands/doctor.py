@@ -1,0 +1,26 @@
+"""`python -m zero_full doctor`."""
+
+from argparse import ArgumentParser
+
+from zero_full import doctor
+from zero_full.commands.command import Command
+
+
+def _add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--measure",
+        nargs="?",
+        const="",
+        metavar="DIRECTORY",
+        help="measure copies in memory and to an accelerator, and writes and reads of this directory's disk",
+    )
+
+
+COMMAND = Command(
+    "doctor",
+    "what is installed, what is used and what is wrong with it",
+    ("", "--measure", "--measure /local_nvme"),
+    lambda options: doctor.main(options.measure),
+    _add_arguments,
+    more="It looks, and starts nothing. The exit code is 1 if anything is wrong.",
+)

@@ -1,0 +1,52 @@
+"""`python -m zero_full export`."""
+
+from argparse import ArgumentParser, Namespace
+
+from zero_full.commands.command import Command, UsageError
+from zero_full.wording import size_of
+
+
+def add_checkpoint(parser: ArgumentParser) -> None:
+    """Which checkpoint it is about."""
+    parser.add_argument("checkpoint", metavar="CKPT", help="the folder that was given to save_checkpoint")
+    parser.add_argument("--tag", help="which of its checkpoints; without this, the latest")
+
+
+def _add_arguments(parser: ArgumentParser) -> None:
+    add_checkpoint(parser)
+    parser.add_argument(
+        "out", metavar="OUT", help="a folder, for model.safetensors or several files and an index"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=["fp32", "bf16", "fp16"],
+        help="of floating-point numbers; without this, fp32 from the masters, and float64 as it is",
+    )
+    parser.add_argument("--exclude-frozen", action="store_true", help="leave frozen parameters out")
+    parser.add_argument(
+        "--max-shard-size",
+        default="5GB",
+        metavar="SIZE",
+        help="what does not fit into one file of this size becomes several (default: 5GB)",
+    )
+
+
+def _run(options: Namespace) -> int:
+    try:
+        max_shard_bytes = size_of(options.max_shard_size)
+    except ValueError as error:
+        raise UsageError(f"--max-shard-size: {error}") from None
+    from zero_full.checkpoint import command
+
+    return command.export(options, max_shard_bytes)
+
+
+COMMAND = Command(
+    "export",
+    "a checkpoint's weights as safetensors, for everybody",
+    ("checkpoints weights", "checkpoints weights --dtype bf16", "checkpoints weights --max-shard-size 2GB"),
+    _run,
+    _add_arguments,
+    more="Parameters and buffers are written in one process and without the model.\n"
+    "Memory does not grow with the model.",
+)

@@ -1,0 +1,27 @@
+"""`python -m zero_full inspect`."""
+
+from argparse import ArgumentParser, Namespace
+
+from zero_full.commands.command import Command
+from zero_full.commands.export import add_checkpoint
+
+
+def _add_arguments(parser: ArgumentParser) -> None:
+    add_checkpoint(parser)
+    parser.add_argument("--verify", action="store_true", help="read everything and compare checksums")
+    parser.add_argument("--json", action="store_true", help="one line of JSON")
+
+
+def _run(options: Namespace) -> int:
+    from zero_full.checkpoint import command
+
+    return command.inspect(options)
+
+
+COMMAND = Command(
+    "inspect",
+    "what is in a checkpoint, and whether it is whole",
+    ("checkpoints", "checkpoints --verify", "checkpoints --tag global_step100 --json"),
+    _run,
+    _add_arguments,
+)
