@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # mkdocs may run f
 import animation
 import api_pages
 import calculator
+import checker
 import clock
 import directives
 import drawings
@@ -39,7 +40,7 @@ def on_files(files: Files, config: Any) -> Files:
         for name, folder in notebook_pages.folders().items():
             pages[f"notebooks/{name}.md"] = (folder / "page.md").read_text()
             pictures |= {f"notebooks/{picture.name}": picture for picture in folder.glob(f"{name}_*")}
-        scripts = {script.FILE: script.data() for script in (calculator, animation, clock)}
+        scripts = {script.FILE: script.data() for script in (calculator, animation, clock, checker)}
     except SiteError as error:
         raise PluginError(str(error)) from None
     made.update(pages)

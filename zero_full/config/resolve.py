@@ -31,8 +31,8 @@ ABSENT = object()  # null is a value that a user can give
 class Resolved:
     """A configuration that can be run, where each value came from, and what the user should know.
 
-    `origins` has a dotted key for every value: "zero_optimization.stage", "optimizer.params.lr". `assumed` has
-    a line for each default in which versions of DeepSpeed differ, where the user has not chosen.
+    `origins` has a dotted key for every value: "zero_optimization.stage", "optimizer.params.lr". `assumed`
+    has a line for each default in which versions of DeepSpeed differ, where the user has not chosen.
     """
 
     config: Config
@@ -127,14 +127,27 @@ def _offload_as_it_was(zero: dict[str, Any], spelled: dict[Route, Route]) -> lis
     return []
 
 
-def _without(raw: dict[Any, Any], path: Sequence[int | str]) -> None:
-    """Take the value at fault out, so that the rest can still be checked."""
-    holder, last, level = raw, path[0], raw
-    for name in path:
-        if not isinstance(level, dict) or name not in level:
-            break
-        holder, last, level = level, name, level[name]
-    holder.pop(last, None)
+def _as_given(raw: Mapping[str, Any], fault: ErrorDetails) -> ErrorDetails:
+    """The fault with the value as it was written, and not as it was compared (in lower case, say)."""
+    value: Any = raw
+    try:
+        for name in fault["loc"]:
+            value = value[name]
+    except (KeyError, TypeError):  # it is missing, or the key itself is no string
+        return fault
+    return {**fault, "input": value}
+
+
+def _without(raw: dict[Any, Any], fault: ErrorDetails) -> None:
+    """Take the value at fault out, so that the rest can still be checked; of a missing one, its section."""
+    path = fault["loc"][:-1] if fault["type"] == "missing" else fault["loc"]
+    level = raw
+    for name in path[:-1]:
+        if not isinstance(level.get(name), dict):  # the fault is inside a list
+            level.pop(name, None)
+            return
+        level = level[name]
+    level.pop(path[-1], None)
 
 
 def _validated(
@@ -148,9 +161,9 @@ def _validated(
             config = Config.model_validate(raw)
             break
         except ValidationError as error:
-            faults = faults or error.errors()
+            faults = faults or [_as_given(raw, fault) for fault in error.errors()]
             for fault in error.errors():
-                _without(raw, fault["loc"])
+                _without(raw, fault)
     bad = frozenset(report.dotted(fault["loc"]) for fault in faults)
     return config, [report.explain(fault, spelled) for fault in faults], bad
 

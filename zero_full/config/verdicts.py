@@ -17,7 +17,7 @@ from .together import MICRO, STEPS, TRAIN, unread_together
 # A value is honoured; is what happens without it, too; is read by nobody, and need not be; is without effect,
 # which is worth a warning; is not there, and its default may surprise; cannot be used; only torch knows.
 VerdictKind = Literal["ok", "default", "unread", "no effect", "assumed", "refused", "unknown"]
-IN_TORCH = "its name and arguments are those of the installed torch: ask `python -m zero_full check`"
+IN_TORCH = "only `python -m zero_full check` knows: it asks the installed torch"
 
 
 class Verdict(NamedTuple):

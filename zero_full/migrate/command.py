@@ -112,7 +112,7 @@ def _diff(path: Path, migrated: Migrated) -> Iterator[str]:
 
 
 def check(config: Mapping[str, Any], world: int | None) -> tuple[list[str], list[str]]:
-    """(errors, warnings) of a configuration in a script, where values that only the run knows are not there."""
+    """(errors, warnings) of a configuration in a script, without the values that only the run knows."""
     if not {"train_batch_size", "train_micro_batch_size_per_gpu"} & config.keys():
         config = {**config, "train_micro_batch_size_per_gpu": 1}
     try:
