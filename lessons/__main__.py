@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     add("solution", one(exercise.solution), "the answer to every task", lesson)
     each = add("bug", find_bug, "the answer with a mistake in it, to be found", lesson)
     each.add_argument("--number", type=int, dest="mistake", help="which of the lesson's mistakes")
-    each.add_argument("--answer", type=int, help="the line that you have found")
+    each.add_argument("--answer", metavar="[FILE:]LINE", help="the line that you have found")
     each = add(
         "notebook", notebook, "your copies of the notebooks, in work/notebooks", "the notebook's number"
     )
@@ -237,9 +237,11 @@ def clock(chosen: Chosen) -> int:
 
 def list_lessons(chosen: Chosen) -> int:
     """Every lesson with its page and the learner's progress."""
+    from lessons.notebook_copies import copy_or_original
+
     rows = [("", "lesson, its page and its notebook", "your work")]
     for x in IN_ORDER:
-        places = [shown(path) for path in (x.page, x.notebook) if path.exists()]
+        places = [shown(path) for path in (x.page, copy_or_original(x.notebook)) if path.exists()]
         rows.append((str(x.number), "\n".join([x.title, *places]), progress(x)))
     print_table(rows)
     if RELEASED is None and any(x.page.suffix == ".md" for x in IN_ORDER):

@@ -28,12 +28,13 @@ def start(lesson: Lesson, number: int | None) -> str:
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(texts[answer], encoding="utf-8")
     files = " and ".join(shown(place) for _, place in places(lesson))
+    line = "FILE:LINE" if len(lesson.files) > 1 else "LINE"
     return "\n".join(
         [
             f"one line of the answer, or a few, are wrong in {files}. This is what the tests see:\n",
             symptom(lesson),
             "\nWhich rank is wrong, which line makes it so, and why? Say the line:",
-            f"python -m lessons bug {lesson.number} --answer LINE",
+            f"python -m lessons bug {lesson.number} --answer {line}",
         ]
     )
 
@@ -48,12 +49,13 @@ def symptom(lesson: Lesson) -> str:
     return done.stdout.rstrip()
 
 
-def answer(lesson: Lesson, line: int) -> str:
-    """Whether this is a line of the mistake; if so, what the museum says about it."""
+def answer(lesson: Lesson, guess: str) -> str:
+    """Whether this is a line of the mistake, as LINE or FILE:LINE; if so, what the museum says about it."""
     seen, (right, place) = _seeded_one(lesson)
+    guessed, line = _guessed(lesson, guess)
     lines = changed_lines(unmarked(right.read_text(encoding="utf-8")), place.read_text(encoding="utf-8"))
-    if line not in lines:
-        return f"line {line} of {shown(place)} is as it should be. Look again, or ask with another line."
+    if guessed != place or line not in lines:
+        return f"line {line} of {shown(guessed)} is as it should be. Look again, or ask with another line."
     first = next(iter(lines))
     number = mistakes(lesson).index(seen) + 1
     said = [f"right: {shown(place)}, line {first}, task {seen.task}. {seen.says[0].upper()}{seen.says[1:]}."]
@@ -61,6 +63,17 @@ def answer(lesson: Lesson, line: int) -> str:
     paragraph = explains(lesson, seen.task, seen.found)
     said += [f"mistake {number} of {len(mistakes(lesson))} in the museum: {seen.name}", f"read: {paragraph}"]
     return "\n".join(said)
+
+
+def _guessed(lesson: Lesson, guess: str) -> tuple[Path, int]:
+    """The file and the line that a learner means; the file may be left out where there is one only."""
+    known = {place.name: place for _, place in places(lesson)}
+    name, _, line = guess.rpartition(":")
+    named = [known[Path(name).name]] if Path(name).name in known else [] if name else list(known.values())
+    if not line.isdecimal() or len(named) != 1:
+        examples = " or ".join(f"{each}:12" for each in known) if len(known) > 1 else "12"
+        raise LessonError(f"--answer {guess}: name one line, as in --answer {examples}")
+    return named[0], int(line)
 
 
 def _indented(code: str) -> list[str]:

@@ -47,6 +47,7 @@ SAID = {
     "unequal parts": "a collective needs parts of one size from all ranks, and they differ: is it padded?",
     "hook returns": "a hook has returned something, and must return None: no `return`, or a bare one",
     "refused": "the collective refused what it was given",
+    "misspelt": "there is no `{wrong}` here: is `{right}` meant?",
     "raises": "Python stopped in your line",
     "lookalike": "{cause}",
     "other": "the numbers differ, and not by any pattern that is known here",
@@ -92,8 +93,10 @@ def _empty(value: Any) -> bool:
     return value is None or (isinstance(value, list) and bool(value) and all(each is None for each in value))
 
 
-def of_error(name: str, message: str) -> Finding:
+def of_error(name: str, message: str, misspelt: tuple[str, str] | None = None) -> Finding:
     """What an exception says that came out of the learner's lines, or out of a collective below them."""
+    if misspelt is not None:
+        return finding("misspelt", wrong=misspelt[0], right=misspelt[1])
     if name == "NotImplementedError":
         return finding("blank")
     if "hook returned" in message:

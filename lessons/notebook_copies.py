@@ -37,6 +37,12 @@ def copy_all(number: str | None, force: bool) -> str:
     return "\n".join(lines)
 
 
+def copy_or_original(original: Path) -> Path:
+    """Where the learner reads and writes this notebook."""
+    copy = COPIES / original.name
+    return copy if copy.exists() else original
+
+
 def _original(number: str) -> Path:
     numbers = {_number(path): path for path in sorted(ORIGINALS.glob("*.ipynb"))}
     if number not in numbers:

@@ -1,8 +1,10 @@
 """A failing test as a learner reads it: what it found, what that means, where, and what to read."""
 
+import builtins
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 
 from lessons.diagnose import Finding, of_error, of_facts
@@ -21,6 +23,7 @@ class Failure:
     error: str  # the exception's class
     message: str
     facts: Facts | None = None
+    misspelt: tuple[str, str] | None = None  # a name that does not exist, and one like it that does
     places: tuple[tuple[Path, int], ...] = ()  # lines of a learner's file that were running, innermost last
 
 
@@ -33,7 +36,24 @@ def failure_of(test: str, error: BaseException, works: Sequence[Path]) -> Failur
     places = tuple(place for each in chain for place in _lines_of(each, works))
     root = chain[-1]
     message = str(facts) if facts else str(root) or type(root).__name__
-    return Failure(test, type(root).__name__, message, facts, places)
+    return Failure(test, type(root).__name__, message, facts, _misspelt(root, works), places)
+
+
+def _misspelt(error: BaseException, works: Sequence[Path]) -> tuple[str, str] | None:
+    """The name in a learner's line that Python does not know, and the nearest that it knows there."""
+    at = error.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    if not isinstance(error, NameError | AttributeError) or not error.name:
+        return None
+    if at is None or Path(at.tb_frame.f_code.co_filename) not in works:
+        return None
+    if isinstance(error, AttributeError):
+        known = dir(error.obj)
+    else:
+        known = [*at.tb_frame.f_locals, *at.tb_frame.f_globals, *dir(builtins)]
+    alike = get_close_matches(error.name, [name for name in known if name != error.name], 1)
+    return (error.name, alike[0]) if alike else None
 
 
 def _lines_of(error: BaseException, works: Sequence[Path]) -> Iterator[tuple[Path, int]]:
@@ -128,14 +148,16 @@ def verdict(lesson: Lesson, failure: Failure, blanks: Sequence[str] = ()) -> Ver
     elif failure.error in ("AssertionError", "Failed"):
         meant = None
     else:
-        meant = of_error(failure.error, failure.message)
-        for place in reversed(failure.places):  # the innermost, but rather one of the task that is tested
+        meant = of_error(failure.error, failure.message, failure.misspelt)
+        # What a hook has returned is seen later, by autograd: no line that runs then has done it.
+        places = () if meant.mistake == "hook returns" else failure.places
+        for place in reversed(places):  # the innermost, but rather one of the task that is tested
             at = tasks_at(lesson, *place)
             about = [task for task in at if task in by_name]
             if about:
                 break
         else:
-            place = failure.places[-1] if failure.places else None
+            place = places[-1] if places else None
             about = (tasks_at(lesson, *place) if place else []) or by_name
     about = about or list(blanks[:1]) or tasks(lesson)
     paragraph = explains(lesson, about[0], meant.mistake if meant else "") if len(about) == 1 else None

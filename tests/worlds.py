@@ -51,14 +51,19 @@ def _serve(pipe: Connection, port: int) -> None:
         except EOFError:
             return
         try:
-            # One connection for life: now and then a new one takes five seconds.
+            # One connection while all goes well: now and then a new one takes five seconds.
             client = client or dist.TCPStore("127.0.0.1", port, is_master=False)
             seconds = timedelta(seconds=limit)
             store = dist.PrefixStore(f"job{job}", client)
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=seconds)
+            # A rank that leaves at once would fail those that are still connecting.
+            if store.add("connected", 1) == world_size:
+                store.set("all connected", "")
+            store.wait(["all connected"])
             answer = (True, fn(DistComm(), *args))
         except BaseException as error:
             answer = (False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+            client = None  # what has failed may have left it unusable, and then all jobs after it would fail
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()

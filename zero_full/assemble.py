@@ -88,7 +88,7 @@ def shard(
         plain_divisor=lambda: settings.plain_divisor,
         refuse_unscaled=partial(_refuse_unscaled, made.scaler),
         scale=lambda: made.scaler.scale,
-        note_loss=made.report.note_loss,
+        note_loss=made.report.note_plain_loss,
     )
     if made.scaler.scales:
         made.hooks.append(ModelCalls(model, made, gates=True))

@@ -24,6 +24,7 @@ from zero_full.config import Resolved
 from zero_full.data import RankLoader
 from zero_full.deepspeed_queries import DeepSpeedQueries
 from zero_full.precision.dtypes import NAMES
+from zero_full.reporting import Reporting
 from zero_full.saving import Saving
 from zero_full.shard.offload_states import OffloadedStates
 from zero_full.shard.optimizer import ZeroOptimizer
@@ -35,7 +36,7 @@ from zero_full.trees import mapped
 log = logging.getLogger("zero_full")
 
 
-class Engine(DeepSpeedQueries, Saving, Stopping):
+class Engine(DeepSpeedQueries, Reporting, Saving, Stopping):
     """A model under care. What it does not know itself, it asks the module."""
 
     def __init__(
@@ -69,9 +70,10 @@ class Engine(DeepSpeedQueries, Saving, Stopping):
             self._plain_divisor,
             self._refuse_unscaled,
             self.loss_scale,
-            optimizer.report.note_loss,
+            optimizer.report.note_plain_loss,
         )
         self._calls = self._watch_calls()
+        self._watch_pace()
 
     def _watch_calls(self) -> ModelCalls:
         autocast, section = None, self.config.torch_autocast
@@ -90,6 +92,7 @@ class Engine(DeepSpeedQueries, Saving, Stopping):
         """Run the module's forward, and return what it returns."""
         self._refuse_parked("forward")
         self.optimizer.look_at_model()
+        self._count_tokens(inputs, named_inputs)
         with self.stopwatch.measure("forward"):
             outputs = self.module(*inputs, **named_inputs)
         if torch.is_grad_enabled() and not self._calls.gates:  # else these do it
@@ -108,7 +111,8 @@ class Engine(DeepSpeedQueries, Saving, Stopping):
             loss = loss / self._micro_batches
         scaled = loss if is_scaled else self.optimizer.scaler.times(loss)
         with self.stopwatch.measure("backward"):
-            self.optimizer.report.note_loss(loss)
+            if not is_scaled:
+                self.optimizer.report.note_loss(loss)
             self.optimizer.reducer.begin(divided=True, scaled=True)
             try:
                 scaled.backward(retain_graph=retain_graph)
@@ -123,7 +127,9 @@ class Engine(DeepSpeedQueries, Saving, Stopping):
 
         For a `backward` of your own: `engine.scale(loss).backward()`.
         """
-        scaled = self.optimizer.scale(loss / self._micro_batches, divided=True)
+        loss = loss / self._micro_batches
+        self.optimizer.report.note_loss(loss)
+        scaled = self.optimizer.scale(loss, divided=True)
         self._scaled_loss = weakref.ref(scaled)
         return scaled
 
@@ -194,8 +200,10 @@ class Engine(DeepSpeedQueries, Saving, Stopping):
             )
         self.optimizer.zero_grad()
         self.global_steps += 1
+        samples = self._samples_of_this_step()
+        self._pace.count(samples)
         if self.global_samples is not None:
-            self.global_samples += self._samples_of_this_step()
+            self.global_samples += samples
         if self.was_step_applied():
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step(**lr_kwargs)
@@ -203,27 +211,13 @@ class Engine(DeepSpeedQueries, Saving, Stopping):
             self.skipped_steps += 1
 
     def _samples_of_this_step(self) -> int:
+        if self.global_samples is None:
+            return 0
         passes = self.optimizer.reducer.backward.count
         since, self._passes = passes - self._passes, passes
         if self.config.managed_gradient_accumulation:
             return self.train_batch_size()
         return self.train_micro_batch_size_per_gpu() * self.world_size * since
-
-    def _report(self) -> None:
-        if self.global_rank != 0:
-            return
-        every = self.config.steps_per_print
-        if every and self.global_steps % every == 0:
-            log.info(
-                "step %d: %d skipped, lr %s, gradient norm %s, loss scale %g",
-                self.global_steps,
-                self.skipped_steps,
-                self.get_lr(),
-                self.get_global_grad_norm(),
-                self.loss_scale(),
-            )
-        if self.stopwatch.on:
-            log.info("step %d: %s", self.global_steps, self.stopwatch.lap())
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Let go of the gradients. `step` has done it already."""

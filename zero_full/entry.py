@@ -235,12 +235,23 @@ def _forgotten(engine: Engine) -> Iterator[str]:
         )
 
 
+def _unseen(engine: Engine) -> Iterator[str]:
+    """A line if lines of progress are asked for, and Python's logging does not show them."""
+    asked = [key for key in ("steps_per_print", "wall_clock_breakdown") if getattr(engine.config, key)]
+    if asked and not (log.isEnabledFor(logging.INFO) and log.hasHandlers()):
+        yield (
+            f"{' and '.join(asked)}: their lines go to Python's logging, which shows warnings only until "
+            "logging.basicConfig(level=logging.INFO) is called"
+        )
+
+
 def _announce(engine: Engine, unheard: Iterable[str]) -> None:
     if dist.is_initialized() and dist.get_rank() != 0:
         return
     resolved = engine.resolved
     assumed = () if isinstance(engine.optimizer.base, NoOptimizer) else resolved.assumed
-    for warning in (*resolved.warnings, *assumed, *_idle_leaves(engine), *_forgotten(engine), *unheard):
+    warnings = (*resolved.warnings, *assumed, *_unseen(engine))
+    for warning in (*warnings, *_idle_leaves(engine), *_forgotten(engine), *unheard):
         log.warning("%s", warning)
     model_dtype = next((p.dtype for p in engine.module.parameters()), torch.float32)
     dtypes = engine.optimizer.settings.dtypes.table(model_dtype)

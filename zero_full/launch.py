@@ -262,19 +262,20 @@ def _join(backend: str | None, where: str, timeout: timedelta | None, rank: int,
     from zero_full.comm.devices import ON_CPU
     from zero_full.comm.fresh_store import fresh_part
 
-    on_cpu = backend in ON_CPU or not torch.accelerator.is_available()
-    is_agents = where.startswith("env:") and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if on_cpu and not is_agents:
-        dist.init_process_group(backend, where, timeout, rank=rank, world_size=world_size)
-        return
     patience = {} if timeout is None else {"timeout": timeout}
     store, rank, world_size = next(rendezvous(where, rank, world_size, **patience))
-    if is_agents:
+    if where.startswith("env:") and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store = fresh_part(store, rank, world_size)
-    if not on_cpu:
+    if backend not in ON_CPU and torch.accelerator.is_available():
         backend = _backend_for_devices(store, rank, world_size, backend)
     store = keys_under("default_pg", store)
     dist.init_process_group(backend, timeout=timeout, rank=rank, world_size=world_size, store=store)
+    # Who leaves at once, by an error of its own, would fail those that are still connecting, and they could
+    # not tell the reason.
+    store = keys_under("zero_full/connected", store)
+    if store.add("ranks", 1) == world_size:
+        store.set("all", "")
+    store.wait(["all"])
 
 
 def _backend_for_devices(store: Any, rank: int, world_size: int, asked: str | None) -> str | None:

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
+from zero_full.wording import duration
+
 
 class Stopwatch:
     """Adds up seconds by name. Off, it costs nothing; on, it waits for the device at every reading."""
@@ -32,8 +34,8 @@ class Stopwatch:
         finally:
             self.seconds[name] += self._now() - start
 
-    def lap(self) -> str:
-        """The times measured since the last lap, as text; they start from zero again."""
-        text = ", ".join(f"{name} {1000 * seconds:.1f} ms" for name, seconds in self.seconds.items())
+    def lap(self, steps: int) -> str:
+        """The times of a step, the mean of so many, as text. They start from zero again."""
+        told = ", ".join(f"{name} {duration(seconds / steps)}" for name, seconds in self.seconds.items())
         self.seconds.clear()
-        return text
+        return told or "nothing to time: forward, backward and step were not the engine's"

@@ -49,6 +49,16 @@ def human(size: int | None) -> str:
     return f"{size} B"
 
 
+def duration(seconds: float) -> str:
+    """Three digits and a unit."""
+    return f"{rate(seconds)} s" if seconds >= 0.9995 else f"{rate(seconds * 1000)} ms"
+
+
+def rate(number: float) -> str:
+    """Three digits, or all those before the point."""
+    return f"{number:,.{next((d for d, least in enumerate((99.95, 9.995)) if number >= least), 2)}f}"
+
+
 def size_of(text: str) -> int:
     """How many bytes "5GB", "500 MB", "1.5GiB" or "4096" are. ValueError if it is no size above zero."""
     found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)\s*(?:([kmgt])(i?))?b?", text.strip().lower(), re.ASCII)

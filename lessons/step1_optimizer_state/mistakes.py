@@ -161,6 +161,15 @@ MISTAKES = (
         BROKEN,
     ),
     Mistake(
+        "a-name-misspelt",
+        "reduce",
+        "self.comm.reduce_scatter(parts)",
+        "self.comm.reduce_scater(parts)",
+        "the collective has another name",
+        "misspelt",
+        CHANGES,
+    ),
+    Mistake(
         "a-missing-gradient-is-skipped",
         "reduce",
         "[gradient_or_zeros(p) for p in f.params]",

@@ -13,6 +13,7 @@ plot: NAME               the same as a picture (record_plots.py)
 museum: all              mistakes, what `check` says about each, and where it is explained
 instructors: all         each lesson's time, tasks and points
 list: notebooks          links to the notebooks
+messages: all            messages that the guide explains, in the order of the alphabet
 """
 
 import re
@@ -24,6 +25,7 @@ import config_page
 import formulas
 import import_graph
 import instructors_page
+import messages
 import migrate_tables
 import museum_page
 import notebook_pages
@@ -68,9 +70,9 @@ def _bench(_: str, page: str) -> str:
     names = dict.fromkeys(re.findall(r"build/bench/(\w+\.md)", (ROOT / "Makefile").read_text()))
     files = [ROOT / "build" / "bench" / name for name in names]
     parts = [
-        f"## `{file.name}`\n\n{_printed(file)}" for file in files if file.exists() and file.stat().st_size
+        f"### `{file.name}`\n\n{_printed(file)}" for file in files if file.exists() and file.stat().st_size
     ]
-    return "\n".join(parts) or "`make bench` has not run here yet."
+    return "\n".join(parts) or "Nothing: run `make bench` here, and then `make site`."
 
 
 def _record(name: str, page: str) -> str:
@@ -106,6 +108,7 @@ KINDS: dict[str, Callable[[str, str], str]] = {
     "museum": museum_page.render,
     "instructors": instructors_page.render,
     "list": _list,
+    "messages": messages.index,
 }
 
 

@@ -55,10 +55,10 @@ def test_where_lines_are_missing_the_lines_around_the_gap_are_right() -> None:
     gap = (
         next(i for i, text in enumerate(place.read_text().splitlines()) if "nobody but the owner" in text) + 1
     )
-    assert bug.answer(lesson, gap).startswith("right: ")
-    assert bug.answer(lesson, gap + 1).startswith("right: ")
-    assert "as it should be" in bug.answer(lesson, gap - 1)
-    assert "    (nothing)" in bug.answer(lesson, gap)
+    assert bug.answer(lesson, str(gap)).startswith("right: ")
+    assert bug.answer(lesson, str(gap + 1)).startswith("right: ")
+    assert "as it should be" in bug.answer(lesson, str(gap - 1))
+    assert "    (nothing)" in bug.answer(lesson, str(gap))
 
 
 def test_a_lesson_of_two_files_has_its_bug_in_one_of_them() -> None:
@@ -67,7 +67,11 @@ def test_a_lesson_of_two_files_has_its_bug_in_one_of_them() -> None:
     (right, other) = bug.places(lesson)[1]
     changed = bug.changed_lines(exercise.unmarked(right.read_text()), other.read_text())
     assert other.name == "zero_one_adam.py" and place.name == "compression.py"
-    assert "zero_one_adam.py, line" in bug.answer(lesson, changed[0])
+    assert "zero_one_adam.py, line" in bug.answer(lesson, f"zero_one_adam.py:{changed[0]}")
+    assert "compression.py is as it should be" in bug.answer(lesson, f"{place}:{changed[0]}")
+    for guess in (str(changed[0]), "adam.py:3", "zero_one_adam.py:x"):
+        with pytest.raises(exercise.LessonError, match=r"--answer compression.py:12 or zero_one_adam.py:12"):
+            bug.answer(lesson, guess)
 
 
 @pytest.mark.parametrize(

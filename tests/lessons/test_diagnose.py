@@ -1,11 +1,14 @@
 """A failure is named by what it looks like, whatever the lesson."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lessons.diagnose import SAID, of_error, of_facts
 from lessons.evidence import Facts, WrongError, alike, same, shown
+from lessons.exercise import find_lesson
+from lessons.verdict import Failure, failure_of, verdict
 
 FOUND: list[tuple[str, Any, Any, dict[str, Any]]] = [
     ("sum", [[3.0, 3.0], [3.0, 0.0]], [[1.5, 1.5], [1.5, 0.0]], {"world": 2, "by_rank": True}),
@@ -83,8 +86,37 @@ def test_an_error_has_a_name(mistake: str, name: str, message: str) -> None:
     assert of_error(name, message).mistake == mistake
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("gradiant = 1\ngradient", "there is no `gradient` here: is `gradiant` meant?"),
+        ("lenn([])", "there is no `lenn` here: is `len` meant?"),
+        ("[].appendd(1)", "there is no `appendd` here: is `append` meant?"),
+        ("None.append(1)", "Python stopped in your line"),
+        ("xqz", "Python stopped in your line"),
+        ("1 / 0", "Python stopped in your line"),
+    ],
+)
+def test_a_misspelt_name_is_told_with_the_one_it_is_like(line: str, said: str, tmp_path: Path) -> None:
+    work = tmp_path / "stage1.py"
+    with pytest.raises((NameError, AttributeError, ZeroDivisionError)) as caught:
+        exec(compile(line, str(work), "exec"), {})
+    failure = failure_of("test_reduce_averages", caught.value, [work])
+    assert of_error(failure.error, failure.message, failure.misspelt).words == said
+    elsewhere = failure_of("test_reduce_averages", caught.value, [])
+    assert elsewhere.misspelt is None, "only a learner's own line may be misspelt"
+
+
+def test_what_a_hook_returned_is_in_no_line_that_was_running() -> None:
+    lesson = find_lesson("2")
+    work = lesson.files[0][1]
+    running = ((work, 1),)
+    seen = verdict(lesson, Failure("test_arrived_x", "TypeError", "hook returned 'Bucket'", places=running))
+    assert seen.place is None and seen.tasks == ["arrived"]
+
+
 def test_every_name_is_used_somewhere_here() -> None:
-    assert {row[0] for row in [*FOUND, *RAISED]} == set(SAID)
+    assert {row[0] for row in [*FOUND, *RAISED]} == set(SAID) - {"misspelt"}
 
 
 def test_the_first_cause_that_fits_is_said() -> None:

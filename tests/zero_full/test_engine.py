@@ -279,16 +279,6 @@ def test_the_configuration_is_logged_with_origins_and_dtypes(caplog: pytest.LogC
         assert any(f"dtype of {kind}" in line and dtype in line for line in text.splitlines())
 
 
-def test_steps_and_times_are_logged_when_asked_for(caplog: pytest.LogCaptureFixture) -> None:
-    engine = engine_of(steps_per_print=2, wall_clock_breakdown=True)
-    with caplog.at_level(logging.INFO, logger="zero_full"):
-        for step in range(2):
-            engine.backward(engine(data(step, 0, 0)))
-            engine.step()
-    assert "step 2: 0 skipped, lr [0.01]" in caplog.text
-    assert all(word in caplog.text for word in ("forward", "backward", "step 1: forward"))
-
-
 def test_loading_what_another_layout_saved_names_the_parameter() -> None:
     saved = engine_of().state_dict()
     tensors = saved["optimizer"]["tensors"]

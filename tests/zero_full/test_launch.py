@@ -5,6 +5,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -248,6 +249,32 @@ HOST = f"{SHARED}: slices go through the host's memory (gloo), because NCCL want
 )
 def test_ranks_that_have_one_device_do_not_use_nccl(case: str, found: Any, tmp_path: Path) -> None:
     assert POOL.run(joining, 2, case, free_port(), str(tmp_path / "store")) == found
+
+
+def connected(comm: Any, port: str) -> tuple[float, float]:
+    """When this rank was connected, which takes rank 1 longer, and when it went on."""
+    dist.destroy_process_group()
+    real, times = dist.init_process_group, []
+
+    def start(*given: Any, **named: Any) -> None:
+        real(*given, **named)
+        time.sleep(0.5 * comm.rank)
+        times.append(time.monotonic())
+
+    where = f"tcp://127.0.0.1:{port}"
+    with (
+        mock.patch.object(dist, "init_process_group", start),
+        mock.patch.object(launch.atexit, "register"),
+    ):
+        init_distributed("gloo", init_method=where, rank=comm.rank, world_size=2)
+    times.append(time.monotonic())
+    dist.barrier()
+    return times[0], times[1]
+
+
+def test_no_rank_goes_on_before_all_are_connected() -> None:
+    (_, went_on), (ready, _) = POOL.run(connected, 2, free_port())
+    assert went_on >= ready, "rank 0 could leave, and rank 1 would hear that a peer has closed the connection"
 
 
 def started_by_the_user(comm: Any, identities: list[str]) -> list[str]:

@@ -297,7 +297,6 @@ def test_the_table_has_every_number() -> None:
     for number in (each.parameters, each.gradients, each.moments, each.between_steps, each.peak, each.sent):
         assert f"{number:,}" in text
     assert "on the host" not in text and "+ activations" not in text + side_by_side([each])
-    assert len(side_by_side([each] * 4).splitlines()) > 10
 
 
 def test_a_peak_without_activations_says_so_wherever_it_is_shown() -> None:

@@ -188,7 +188,8 @@ class ZeroOptimizer(InItsPlace):
         except NotFiniteError as error:  # on all ranks, and nothing has changed
             finite = apply = False
             self.report.tell_average(error, self.scaler)
-        self.last, self.report.loss = StepReport(apply, norm, scale), None
+        self.last = StepReport(apply, norm, scale)
+        self.report.end_step()
         for bucket in self.buckets:
             bucket.local_finite = None
         self.report.learn(self.scaler, overflow=not finite)
@@ -265,6 +266,7 @@ class ZeroOptimizer(InItsPlace):
             self.gatherer.forget()
         self.steppers.early.drop()
         self.gradients.forget()
+        self.report.forget()
         for bucket in self.buckets:
             on_cpu = bucket.kind.device.type == "cpu"
             bucket.forget(free=set_to_none is not None or not on_cpu)

@@ -24,12 +24,35 @@ class NonFinite:
 
     def __init__(self) -> None:
         self.loss: Tensor | None = None  # the sum of a step's losses: one that is not finite spoils it
+        self.plain = 0  # of them nobody here has divided so many
+        self.last: tuple[Tensor, int] | None = None  # the same, of the last step
         self.finding = ""
 
     def note_loss(self, loss: Tensor) -> None:
-        """Remember a loss of this step."""
+        """Remember a loss of this step, divided by the number of its micro-batches."""
         loss = loss.detach().float()
         self.loss = loss if self.loss is None else self.loss + loss
+
+    def note_plain_loss(self, loss: Tensor) -> None:
+        """The same for one that autograd has reached: what it was divided by nobody knows."""
+        self.plain += 1
+        self.note_loss(loss)
+
+    def end_step(self) -> None:
+        """The next losses are another step's."""
+        self.last = None if self.loss is None else (self.loss, self.plain)
+        self.forget()
+
+    def forget(self) -> None:
+        """The losses so far are of no step: their gradients were let go of."""
+        self.loss, self.plain = None, 0
+
+    def step_loss(self) -> float | None:
+        """The last step's loss on this rank, the mean over its micro-batches; None if nobody knows it."""
+        if self.last is None:
+            return None
+        loss, plain = self.last
+        return float(loss) / max(1, plain)
 
     def tell(
         self, buckets: Sequence[Bucket], everyone: Sequence[Communicator], applied: bool, scaler: StaticScale
