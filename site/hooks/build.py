@@ -12,11 +12,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # mkdocs may run f
 import animation
 import api_pages
 import calculator
-<<<<<<< HEAD
-import checker
-=======
 import card
->>>>>>> main
+import checker
 import clock
 import directives
 import drawings
@@ -26,6 +23,7 @@ import lesson_pages
 import messages
 import notebook_pages
 import places
+import recordings
 import source_pages
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
@@ -51,12 +49,9 @@ def on_files(files: Files, config: Any) -> Files:
         for name, folder in notebook_pages.folders().items():
             pages[f"notebooks/{name}.md"] = (folder / "page.md").read_text()
             pictures |= {f"notebooks/{picture.name}": picture for picture in folder.glob(f"{name}_*")}
-<<<<<<< HEAD
-        scripts = {script.FILE: script.data() for script in (calculator, animation, clock, checker)}
-=======
-        scripts = {script.FILE: script.data() for script in (calculator, animation, four_stages, clock)}
+        written = (calculator, animation, four_stages, clock, recordings, checker)
+        scripts = {script.FILE: script.data() for script in written}
         picture_of_all = card.png(config.site_name, config.site_description)
->>>>>>> main
     except SiteError as error:
         raise PluginError(str(error)) from None
     made.update(pages)

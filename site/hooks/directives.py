@@ -9,6 +9,7 @@ migrate: names or instead  what DeepSpeed's names are here
 rooms: graph or table    who imports whom in zero_full
 bench: here              what `make bench` has printed on this machine, if it has
 record: NAME             what a benchmark has printed, as site/records/NAME.md keeps it
+replay: NAME             what `python -m zero_full replay` prints of the recording site/records/NAME.json
 plot: NAME               the same as a picture (record_plots.py)
 museum: all              mistakes, what `check` says about each, and where it is explained
 instructors: all         each lesson's time, tasks and points
@@ -30,6 +31,7 @@ import migrate_tables
 import museum_page
 import notebook_pages
 import record_plots
+import recordings
 import snippets
 from places import ROOT, SiteError, relative, relinked
 
@@ -104,6 +106,7 @@ KINDS: dict[str, Callable[[str, str], str]] = {
     "rooms": _rooms,
     "bench": _bench,
     "record": _record,
+    "replay": recordings.replayed,
     "plot": record_plots.render,
     "museum": museum_page.render,
     "instructors": instructors_page.render,

@@ -49,11 +49,13 @@ ROOMS = {  # and a room of zero_full only itself and these; what is not named ma
     "reporting": {"comm", "config", "shard", "stopwatch", "wording"},
     "saving": {"checkpoint", "config", "shard"},
     "stopping": {"checkpoint", "comm", "shard"},
+    "flight": {"_compat", "comm", "shard", "wording"},
     "engine": {
         "calls",
         "config",
         "data",
         "deepspeed_queries",
+        "flight",
         "trees",
         "precision",
         "reporting",

@@ -284,6 +284,8 @@ class DebugConfig(Strict):
 
     check_collectives: Flag = False
     timeout_s: Seconds = 10.0
+    record: str | None = None  # the path of a recording
+    record_steps: Count = 3  # that it keeps
 
 
 class Config(Strict):
