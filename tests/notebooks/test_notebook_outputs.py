@@ -2,6 +2,7 @@
 
 import html
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -97,16 +98,19 @@ def test_style_sheets_have_the_colours_of_the_table() -> None:
         *(ROOT / "site" / "docs" / "assets" / "css").glob("*.css"),
         ROOT / "lessons/watch_page/page.css",
     ]
-    wrong, seen = [], set()
+    table = {name: colour.lower() for name, colour in colours.MEANINGS.items()}
+    defined = Counter()
     for sheet in sheets:
-        light = {}  # the first is the light page's; a dark one may have a lighter blue
-        for name, colour in re.findall(r"--(\w+): (#[0-9a-f]{6})", sheet.read_text()):
-            light.setdefault(name, colour)
-        for name in light.keys() & colours.MEANINGS.keys():
-            seen.add(name)
-            if light[name] != colours.MEANINGS[name].lower():
-                wrong.append(f"{sheet.name}: {name} is {light[name]}")
-    assert not wrong and seen >= {"parameters", "gradients", "optimizer"}
+        rules = re.sub(r"/\*.*?\*/", "", sheet.read_text(), flags=re.DOTALL)
+        for name, colour in re.findall(r"--(\w+): ([^;]+);", rules):
+            if name in table:  # light or dark
+                defined[sheet.name, name] += 1
+                assert colour == table[name], f"{sheet.name}: {name} is {colour}"
+        bare = re.sub(r"--\w+: [^;]+;", "", rules)
+        assert not [colour for colour in table.values() if colour in bare], f"{sheet.name} names a colour"
+    kinds = ("parameters", "gradients", "optimizer", "activations")
+    assert {(sheet, name) for sheet in ("site.css", "page.css") for name in kinds} <= defined.keys()
+    assert {sheet for sheet, _ in defined} == {"site.css", "page.css"} and set(defined.values()) == {1}
 
 
 def test_no_colour_has_two_meanings() -> None:
