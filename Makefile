@@ -46,8 +46,9 @@ lab: .venv/ready  ## JupyterLab, opened at your copies of the notebooks in work/
 	@$(BIN)/python -m lessons notebook > /dev/null
 	$(BIN)/jupyter lab --notebook-dir . --LabApp.default_url=/lab/tree/work/notebooks
 
-weave: .venv/ready  ## refresh the code, numbers and drawings inside the lessons' texts
+weave: .venv/ready  ## refresh the code, numbers and drawings inside the lessons' texts, and the picture that moves
 	$(BIN)/python -m lessons.weave
+	$(BIN)/python site/hooks/four_stages_gif.py
 
 test-gpu: export ZERO_FULL_KERNELS = all
 test-gpu: .venv/ready  ## tests that need a GPU (and a torch built for it)

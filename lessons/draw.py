@@ -8,7 +8,7 @@ from lessons.colours import BROWN, MEANINGS, OLIVE, VIOLET
 
 RANKS = 4
 COLOURS = {kind: MEANINGS[kind] for kind in ("parameters", "gradients", "optimizer")}
-CELL, GAP, LEFT, TOP, ROW = 150, 24, 120, 46, 42
+CELL, GAP, LEFT, TOP, ROW = 60, 10, 86, 46, 42  # so that four columns fit on a phone
 
 STYLE = """<style>
 text { font: 14px system-ui, sans-serif; fill: #333 }
@@ -33,7 +33,7 @@ def _quarters(x: int, y: int, kind: str, rank: int, sharded: bool) -> list[str]:
 
 def _drawing(columns: Sequence[str], title: str, quarters: Callable[[int, str], tuple[int, bool]]) -> str:
     """A table of quarters; `quarters(column, kind)` says whose rank it is and whether the kind is cut."""
-    width, height = LEFT + len(columns) * (CELL + GAP), TOP + ROW * len(SHARDED_SINCE) + 6
+    width, height = LEFT + len(columns) * (CELL + GAP) - GAP, TOP + ROW * len(SHARDED_SINCE) + 6
     size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{title}">', STYLE]
     for column, name in enumerate(columns):
@@ -70,7 +70,7 @@ def ring() -> str:
             counts[rank][piece] = before[rank][piece] + left if scatters else left
             came.add((rank, piece))
         moments.append((f"round {round + 1}", counts, came))
-    width, height = LEFT + RANKS * (CELL + GAP), TOP + ROW * len(moments) + 6
+    width, height = LEFT + RANKS * (CELL + GAP) - GAP, TOP + ROW * len(moments) + 6
     size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
     title = "A piece goes round four ranks: added up on the first way, copied on the second"
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{title}">', STYLE]

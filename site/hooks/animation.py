@@ -77,6 +77,7 @@ class Look:
     local: list[tuple[float, float] | None]  # two numbers of this rank's whole gradient, if it is here
     own: list[str]  # the own slices' averaged gradient: "a", or "e" for room that waits for it, or ""
     held: dict[str, int]  # bytes by kind, as the trainer says
+    peak: int  # the most that was live so far in this step, between two looks, too
 
 
 Moment = tuple[Look, ...]  # of all ranks
@@ -97,7 +98,7 @@ class Diary(Ledger):
             self.looks.append(self.look(self.events[-1]))
 
 
-def _run(comm: Comm, number: int) -> tuple[Ranges, list[Look], int]:
+def run(comm: Comm, number: int) -> tuple[Ranges, list[Look], int]:
     """Train; returns all ranks' ranges, what this one has seen in the last step, and its peak."""
     comm.ledger = diary = Diary()
     generator = torch.Generator().manual_seed(comm.rank)
@@ -175,14 +176,16 @@ class Looker:
             None if p.grad is None else (float(p.grad[0, 0]), float(p.grad[-1, -1])) for p in self.params
         ]
         held_now = {kind: held(tensors) for kind, tensors in self.trainer.holdings().items()}
+        peak = self.trainer.comm.ledger.peak
         if self.number < 3:
             everywhere = ["x"] * len(NUMEL)
-            return Look(event, everywhere, self._values(everywhere), local, self._own_of_flat(), held_now)
+            values, own = self._values(everywhere), self._own_of_flat()
+            return Look(event, everywhere, values, local, own, held_now, peak)
         sliced = [self.trainer.sliced[p] for p in self.params]
         room = [s.flat.untyped_storage().nbytes() > 0 for s in sliced]
         whole = ["x" if s.is_whole else "e" * there for s, there in zip(sliced, room, strict=True)]
         own = ["" if s.grad is None else "a" for s in sliced]
-        return Look(event, whole, self._values(whole), local, own, held_now)
+        return Look(event, whole, self._values(whole), local, own, held_now, peak)
 
     def _values(self, whole: list[str]) -> list[list[float]]:
         found = []
@@ -218,7 +221,7 @@ def segments_of(ranges: Ranges) -> list[list[tuple[int, int, int]]]:
 
 
 def _stage(number: int) -> dict[str, Any]:
-    ranks = run_world(_run, RANKS, number)
+    ranks = run_world(run, RANKS, number)
     segments = segments_of(ranks[0][0])
     moments = list(zip(*(looks for _, looks, _ in ranks), strict=True))
     for moment in moments:

@@ -15,6 +15,7 @@ plot: NAME               another picture of what a record has (record_plots.py)
 museum: all              mistakes, what `check` says about each, and where it is explained
 instructors: all         each lesson's time, tasks and points
 list: notebooks          links to the notebooks
+messages: all            messages that the guide explains, in the order of the alphabet
 """
 
 import re
@@ -27,6 +28,7 @@ import config_page
 import formulas
 import import_graph
 import instructors_page
+import messages
 import migrate_tables
 import museum_page
 import notebook_pages
@@ -72,9 +74,9 @@ def _bench(_: str, page: str) -> str:
     names = dict.fromkeys(re.findall(r"build/bench/(\w+\.md)", (ROOT / "Makefile").read_text()))
     files = [ROOT / "build" / "bench" / name for name in names]
     parts = [
-        f"## `{file.name}`\n\n{_printed(file)}" for file in files if file.exists() and file.stat().st_size
+        f"### `{file.name}`\n\n{_printed(file)}" for file in files if file.exists() and file.stat().st_size
     ]
-    return "\n".join(parts) or "`make bench` has not run here yet."
+    return "\n".join(parts) or "Nothing: run `make bench` here, and then `make site`."
 
 
 def _record(name: str, page: str) -> str:
@@ -86,7 +88,7 @@ def _record(name: str, page: str) -> str:
 
 def _records(names: str, page: str) -> str:
     texts = "\n".join(_record(name, page) for name in names.split())
-    return f'<details markdown="1"><summary>{SUMMARY}</summary>\n\n{texts}\n</details>\n'
+    return f'<details class="records" markdown="1"><summary>{SUMMARY}</summary>\n\n{texts}\n</details>\n'
 
 
 def _printed(file: Path) -> str:
@@ -117,6 +119,7 @@ KINDS: dict[str, Callable[[str, str], str]] = {
     "museum": museum_page.render,
     "instructors": instructors_page.render,
     "list": _list,
+    "messages": messages.index,
 }
 
 

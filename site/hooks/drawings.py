@@ -25,6 +25,8 @@ def figure(svg: str, description: str) -> str:
     svg = STYLE.sub("", svg).strip()
     svg = re.sub(r'aria-label="[^"]*"', f'aria-label="{html.escape(description)}"', svg, count=1)
     svg = re.sub(
-        r'(<svg [^>]*?viewBox="0 0 (\d+) \d+") width="\d+" height="\d+"', r'\1 style="max-width:\2px"', svg
+        r'(<svg [^>]*?viewBox="0 0 (\d+) \d+") width="\d+" height="\d+"',
+        r'\1 style="max-width:\2px; min-width:min(0.85 * \2px, 33rem)"',
+        svg,
     )
     return f'<figure class="drawing" data-search-exclude>\n{svg}\n</figure>'

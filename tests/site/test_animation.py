@@ -80,7 +80,7 @@ def test_every_step_ends_with_new_parameters_and_no_gradients(recorded: dict[str
 def test_drawing_too_little_stops_the_build() -> None:
     held = {"parameters": 4, "gradients": 0, "optimizer": 0}
     event = animation.Event("start", 0, 0)
-    look = animation.Look(event, ["x"] * 4, [], [None] * 4, [""] * 4, held)
+    look = animation.Look(event, ["x"] * 4, [], [None] * 4, [""] * 4, held, 0)
     nothing = {kind: ["."] * 4 for kind in held}
     with pytest.raises(
         places.SiteError, match=r"rank 1 holds .*'parameters': 4.* drawn are .*'parameters': 0"

@@ -24,8 +24,8 @@ RECORDS = ROOT / "site" / "records" / "gpu"
 PAGE = ROOT / "site" / "docs" / "benchmarks" / "gpu.md"
 CHARTS = ROOT / "site" / "docs" / "assets" / "gpu"
 LINKS = {True: "charts", False: "../assets/gpu"}  # from the page to its charts; of a rehearsal, and otherwise
-NOT_YET = """Nothing has been measured on a GPU yet, and no test has run on one. What is ready for whoever has
-one, with a torch that is built for it:
+NOT_YET = """Nothing has been measured on a GPU yet, and no test has run on one. Here is what is ready for
+whoever has one, with a torch that is built for it, how a first run goes, and, from then on, what was found:
 """
 MEASURED = "Made from what `make gpu-day` has printed; nobody types a number here. To run it:\n"
 HOW = """
@@ -39,11 +39,12 @@ make gpu-page                  # takes the results into this page
 On a bare machine, without a network and without an environment of its own, `make gpu-day PYTHON=python3` does
 the same with what is installed there; `python -m tests.gpu.pack` packs what may be missing beforehand. A look
 at a single thing: `make test-gpu`, `make bench-gpu`. [In which order, and what is
-expected](../guide/first_gpu_run.md).
+expected](../guide/first_gpu_run.md#the-day).
 
 The [CUDA operators](../kernels.md#on-a-gpu) are used only with `ZERO_FULL_KERNELS=all`, which these commands
 set.
 """
+FIRST_RUN = "<!-- include: site/docs/guide/first_gpu_run.md -->\n"  # a part of this page on the site
 REHEARSAL = """# Rehearsal on a CPU
 
 !!! warning "Not results"
@@ -66,11 +67,12 @@ def page(results: dict[str, Result], rehearsal: bool, charts: Sequence[str] = ()
         raise SystemExit(f"these results are {told}, and this page is not: {', '.join(wrong)}")
     head = REHEARSAL if rehearsal else "# GPU\n\n" + (MEASURED if results else NOT_YET) + HOW
     missing = [part for part in parts.ALL if part.name not in results]
-    lines = [head, "## Parts\n", overview(results)]
+    lines = [head, *([] if results or rehearsal else [FIRST_RUN]), "## Parts\n", overview(results)]
     lines += [f"![{name.replace('_', ' ')}]({LINKS[rehearsal]}/{name}.svg)\n" for name in charts]
     lines += [section(part, results[part.name]) for part in parts.ALL if part.name in results]
     if missing and results:
         lines.append("## Not run\n\n" + "\n".join(f"* {part.title}" for part in missing) + "\n")
+    lines += [FIRST_RUN] if results and not rehearsal else []
     return "\n".join(lines).rstrip() + "\n"
 
 
