@@ -289,7 +289,10 @@ def test_a_chart_of_what_is_not_recorded_stops_the_build() -> None:
 
 def test_records_fold_behind_a_chart() -> None:
     text = directives.expanded("<!-- records: files hooks -->", "kernels.md")
-    assert text.startswith('<details class="records" markdown="1"><summary>The record') and text.count("Measured on") == 2
+    assert (
+        text.startswith('<details class="records" markdown="1"><summary>The record')
+        and text.count("Measured on") == 2
+    )
     for page in ("kernels.md", "benchmarks/cpu.md", "benchmarks/optimizers.md"):
         written = (places.ROOT / "site" / "docs" / page).read_text()
         assert re.match(r"# .*\n\n<!-- chart: ", written) and "<!-- record: " not in written
