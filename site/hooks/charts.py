@@ -93,9 +93,9 @@ COLLECTIVES = Chart(
     "as long as torch's own takes",
 )
 OPERATORS = Chart(
-    "In bf16 stages 1 and 2 add to forward and backward {bf16, added time; with} of what DDP adds, and "
-    "without the operators {bf16, added time; without}; rounds differ by as much.",
-    [Series("with", "step_time_with"), Series("without", "step_time_without")],
+    "In bf16 stages 1 and 2 add to forward and backward {bf16, added time; with the operators} of "
+    "what DDP adds, and without the operators {bf16, added time; without them}; rounds differ by as much.",
+    [Series("with the operators", "step_time_with"), Series("without them", "step_time_without")],
     [
         Group("fp32, the whole step", SLATE, _stages(lambda n: f"10M fp32: zero_full {n} / DDP", (1, 2))),
         Group(
