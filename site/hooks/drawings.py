@@ -30,4 +30,5 @@ def figure(svg: str, description: str) -> str:
         r'\1 style="max-width:\2px; min-width:min(0.85 * \2px, 33rem)"',
         svg,
     )
+    svg = re.sub(r'(<svg [^>]*?style=")([^>]*? width="([\d.]+)pt")', r"\1--wide:\3px; \2", svg, count=1)
     return f'<figure class="drawing" data-search-exclude>\n{svg}\n</figure>'

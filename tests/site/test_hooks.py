@@ -75,6 +75,8 @@ def test_a_drawing_takes_its_description_from_the_text_and_its_colours_from_the_
     assert (
         'aria-label="Four of them."' in made and "<style>" not in made and "prefers-color-scheme" not in made
     )
+    plot = drawings.inlined("![A plot.](../lessons/step6_zero_one_adam/plot.svg)", "here/page.md")
+    assert 'style="--wide:1036.8px; ' in plot  # what a small screen must not shrink
 
 
 def test_the_import_graph_is_that_of_the_structure_tests() -> None:
