@@ -86,12 +86,21 @@ def _with_torch(checked: Checked) -> list[Verdict]:
     found = [fault for fault in faults(checked.config, checked.world) if fault[0] not in refused]
     wrong = {path for path, _ in found}
     looked = [
-        each._replace(kind="ok", message="", text="") if each.kind == "unknown" else each
-        for each in checked.verdicts
-        if each.kind != "unknown" or each.path not in wrong
+        _known(each, wrong) for each in checked.verdicts if each.kind != "unknown" or each.path not in wrong
     ]
     looked += [_refused(path, message, checked.verdicts) for path, message in found]
     return sorted(looked, key=lambda each: (each.line, each.column))
+
+
+def _known(verdict: Verdict, wrong: set[Route]) -> Verdict:
+    """The verdict on what torch has nothing against, or what it was not asked about."""
+    if verdict.kind != "unknown":
+        return verdict
+    kind = (str(verdict.path[0]), "type")
+    if kind not in wrong:
+        return verdict._replace(kind="ok", message="", text="")
+    message = f"{dotted(kind)} is refused"
+    return verdict._replace(kind="unread", message=message, text=f"{dotted(verdict.path)}: {message}")
 
 
 def _refused(path: Route, message: str, verdicts: Sequence[Verdict]) -> Verdict:

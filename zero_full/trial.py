@@ -4,12 +4,12 @@ Their names and arguments are known to torch only, so `zero_full.config` cannot 
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from zero_full.comm.pretend import PretendedGroup
 from zero_full.comm.topology import Topology
@@ -23,34 +23,37 @@ from zero_full.translate import settings_of, shard_ranks_of
 def faults(config: Config, world: int) -> Iterator[tuple[Route, str]]:
     """(key, message) for each mistake in the sections "optimizer" and "scheduler"."""
     optimizer, schedule = config.optimizer, config.scheduler
-    base: Optimizer | None = torch.optim.SGD(_parameters(), lr=1e-3)
+    base: Any = None
     if optimizer is not None:
-        base, found = _built(optimizer.type, dict(optimizer.params))
+        make = partial(build_optimizer, optimizer.type, groups=_parameters())
+        base, found = _tried(make, "optimizer", optimizer.params)
         yield from found
-    if base is not None and optimizer is not None:
         try:
             served(base, settings_of(config), _topology(config, world))
         except ValueError as error:
             yield ("optimizer", "type"), str(error)
-    if schedule is not None and base is not None:
-        try:
-            build_scheduler(schedule.type, schedule.params, base)
-        except (TypeError, ValueError) as error:
-            yield _key_of(str(error), "scheduler", schedule.params), str(error)
+    if schedule is not None:
+        base = torch.optim.AdamW(_parameters()) if base is None else base  # the script's may be any
+        _, found = _tried(
+            partial(build_scheduler, schedule.type, optimizer=base), "scheduler", schedule.params
+        )
+        yield from found
 
 
 def _parameters() -> list[dict[str, Any]]:
     return [{"params": [nn.Parameter(torch.ones(2, 2))]}]
 
 
-def _built(type: str, params: dict[str, Any]) -> tuple[Optimizer | None, list[tuple[Route, str]]]:
-    """The optimizer without the arguments that it refuses, and what it says of these."""
-    found: list[tuple[Route, str]] = []
+def _tried(
+    make: Callable[..., Any], section: str, given: Mapping[str, Any]
+) -> tuple[Any, list[tuple[Route, str]]]:
+    """What is made without the arguments that are refused, if that can be; and what is said of these."""
+    params, found = dict(given), list[tuple[Route, str]]()
     while True:
         try:
-            return build_optimizer(type, params, _parameters()), found
+            return make(params=params), found
         except (TypeError, ValueError) as error:
-            key = _key_of(str(error), "optimizer", params)
+            key = _key_of(str(error), section, params)
             found.append((key, str(error)))
         if len(key) < 3:
             return None, found

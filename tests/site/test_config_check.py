@@ -1,7 +1,9 @@
 """The page that checks a configuration says what Python says; every key of the reference can be found."""
 
+import ast
 import json
 import random
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -15,7 +17,7 @@ from places import SiteError
 from tests.site.browser import Open
 from tests.zero_full.random_configs import texts
 from zero_full.check import look
-from zero_full.config import check
+from zero_full.config import check, together
 from zero_full.config.verdicts import VerdictKind
 
 pytest_plugins = ["tests.site.fixtures"]
@@ -43,6 +45,23 @@ def test_the_page_s_verdicts_are_python_s(open_page: Open) -> None:
         assert (verdicts, ranks) == (expected, checked.world), text
         kinds |= {each.kind for each in checked.verdicts}
     assert kinds == set(get_args(VerdictKind)) and len(asked) == 130
+
+
+def test_every_rule_speaks_in_these_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or an error in its translation would not be seen."""
+    heard, rule = set(), together.Rule
+
+    def noted(*parts: Any) -> together.Rule:
+        heard.add(sys._getframe(1).f_lineno)
+        return rule(*parts)
+
+    monkeypatch.setattr(together, "Rule", noted)
+    for text, world in cases():
+        check(text, world)
+    source = Path(together.__file__).read_text()
+    spoken = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Yield)]
+    silent = [node.lineno for node in spoken if heard.isdisjoint(range(node.lineno, node.end_lineno + 1))]
+    assert len(spoken) > 30 and not silent
 
 
 @pytest.mark.slow

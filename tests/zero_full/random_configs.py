@@ -52,14 +52,23 @@ LIKELY = {  # so that rules about several keys meet what they are about
     "train_micro_batch_size_per_gpu": [1, 2, 4],
     "gradient_accumulation_steps": [1, 2, 3],
     "fp16.enabled": [True, False],
+    "fp16.loss_scale": [0, 128],
+    "fp16.min_loss_scale": [2**20],
+    "prescale_gradients": [True],
+    "gradient_predivide_factor": [2],
     "bf16.enabled": [True, False],
+    "bf16.bf16_optimizer_states": [True],
+    "bf16.stochastic_rounding": [True],
+    "torch_autocast.enabled": [True],
     "torch_autocast.dtype": ["fp16", "bf16"],
     "optimizer.type": ["Muon", "AdamW"],
     "optimizer.params": [{"lr": 1e-3}, {"max_grad_norm": 1.0}, {"lr": "auto"}],
     "zero_optimization.stage": [0, 1, 2, 3],
     "zero_optimization.mics_shard_size": [2, 3, -1, 0],
+    "zero_optimization.zero_hpz_partition_size": [2, 3],
     "zero_optimization.offload_optimizer.device": ["cpu", "nvme", "none"],
     "zero_optimization.offload_optimizer.ratio": [0.5, 1],
+    "zero_optimization.offload_optimizer.super_offload": [True],
     "zero_optimization.offload_optimizer.delay_update_after": [3],
     "zero_optimization.offload_param.device": ["cpu", "nvme", "none"],
 }
@@ -74,7 +83,7 @@ def texts(seed: int, count: int) -> Iterator[str]:
     known = {e.key: e for e in entries(whole.model_copy(update={"zero_optimization": zero}))}
     for _ in range(count):
         made: dict[str, Any] = {}
-        likely = generator.sample(sorted(LIKELY), generator.randrange(8))
+        likely = generator.sample(sorted(LIKELY), generator.randrange(len(LIKELY)))
         for key in [*likely, *generator.choices([*known_keys(), *SECOND_NAMES], k=generator.randrange(9))]:
             _put(made, _misspelled(generator, key).split("."), _value(generator, key, known))
         yield _written(generator, made)

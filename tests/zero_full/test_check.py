@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zero_full.__main__ import main
+from zero_full.check import look
 from zero_full.config import ConfigError, check, resolve
 from zero_full.config.read import Parsed, parse
 
@@ -94,7 +95,7 @@ WARNED = """{ "gradient_clipping": 0.5,
 WRONG = """{
   "train_batch_size": 15,
   "optimizer": {"type": "adamw", "params": {"lr": 1e-3, "beta": 1, "eps": "auto", "betas": [0.9, 2]}},
-  "scheduler": {"type": "WarmupLR", "params": {"warmup_type": "cubic"}},
+  "scheduler": {"type": "WarmupLR", "params": {"warmup_type": "cubic", "warmup_min_lr": "x"}},
   "bf16": {"enabled": "true"}, "memory_breakdown": true
 }"""
 
@@ -117,9 +118,10 @@ def test_all_mistakes_are_told_at_once_also_those_that_torch_knows(
         'ds.json:3:68: mistake: optimizer.params.eps: "auto" is filled in by Hugging Face',
         "ds.json:3:83: mistake: optimizer.params.betas[1] must be a number from 0 up to",
         "ds.json:4:48: mistake: scheduler.params.warmup_type: warmup_type must be 'log' or 'linear'",
+        "ds.json:4:72: mistake: scheduler.params.warmup_min_lr: warmup_min_lr must be a number",
         'ds.json:5:12: mistake: bf16.enabled: got "true", expected true or false',
         "ds.json:5:32: warning: memory_breakdown = true has no effect",
-        "6 mistakes, 2 warnings",
+        "7 mistakes, 2 warnings",
     ]
     lines = printed.splitlines()
     assert code == 1 and len(lines) == len(starts)
@@ -149,6 +151,18 @@ def test_mistakes_that_stop_the_run_later_are_told_here(
 ) -> None:
     code, printed = checked(tmp_path, capsys, config, "--world", "4")
     assert code == 1 and f"ds.json:{mistake}" in printed and "1 mistake" in printed.splitlines()[-1]
+
+
+def test_what_torch_was_not_asked_about_is_not_ok(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(
+        '{"optimizer": {"type": "AdamV", "params": {"lr": 1}}, "scheduler": {"type": "WarmupLR"}}'
+    )
+    kinds = {".".join(map(str, v.path)): v.kind for v in look(path, 2).verdicts}
+    assert (kinds["optimizer.type"], kinds["optimizer.params.lr"]) == ("refused", "unread")
+    assert kinds["scheduler.type"] == "ok"
+    with pytest.raises(ConfigError, match="world_size: got 0"):
+        look(path, 0)
 
 
 def test_a_value_that_nobody_knows_is_no_reason_for_a_second_mistake() -> None:

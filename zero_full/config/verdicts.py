@@ -46,6 +46,8 @@ def check(text: str, world_size: int | None) -> Checked:
 
     None: for as many as it was written for, as far as it says that.
     """
+    if world_size is not None:
+        refuse_no_world(world_size)
     try:
         parsed = parse(text)
     except NotJsonError as error:
@@ -56,7 +58,6 @@ def check(text: str, world_size: int | None) -> Checked:
             NotJsonError("a configuration is an object", remedy, parsed.places[()]), world_size or 1
         )
     world = implied_world(parsed.value) if world_size is None else world_size
-    refuse_no_world(world)
     examined = examine(parsed.value, world)
     said = [
         Verdict(f.path, place.line, place.column, f.kind, f.message, f.remedy, f.line)
