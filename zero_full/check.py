@@ -79,17 +79,28 @@ def _with_torch(checked: Checked) -> list[Verdict]:
     if checked.config is None:
         return list(checked.verdicts)
     try:
-        from zero_full.trial import faults
+        from zero_full.trial import fault_of_run, faults
     except ImportError:
         return list(checked.verdicts)
     refused = {verdict.path for verdict in checked.verdicts if verdict.kind == "refused"}
-    found = [fault for fault in faults(checked.config, checked.world) if fault[0] not in refused]
+    found = [fault for fault in faults(checked.config) if fault[0] not in refused]
+    if not refused and not found and (message := fault_of_run(checked.config, checked.world)):
+        found = [(_key_in(message, checked.verdicts), message)]
     wrong = {path for path, _ in found}
+    calm = ("ok", "default", "unread", "unknown")
     looked = [
-        _known(each, wrong) for each in checked.verdicts if each.kind != "unknown" or each.path not in wrong
+        _known(each, wrong) for each in checked.verdicts if each.path not in wrong or each.kind not in calm
     ]
     looked += [_refused(path, message, checked.verdicts) for path, message in found]
     return sorted(looked, key=lambda each: (each.line, each.column))
+
+
+def _key_in(message: str, verdicts: Sequence[Verdict]) -> Route:
+    """The key that a message begins with; else the optimizer's, whose rule it is that meets a limit."""
+    named = next(
+        (each.path for each in verdicts if each.path and message.startswith(dotted(each.path))), None
+    )
+    return named or ("optimizer", "type")
 
 
 def _known(verdict: Verdict, wrong: set[Route]) -> Verdict:

@@ -1,26 +1,28 @@
-"""What `initialize` would say of a configuration's optimizer and schedule, tried on a stand-in for the model.
+"""What `initialize` would say of a configuration that only torch and a run can tell, tried on a tiny model.
 
-Their names and arguments are known to torch only, so `zero_full.config` cannot judge them.
+Names and arguments of optimizers and schedules are known to torch, and what can be done with which optimizer
+to the runtime, so `zero_full.config` cannot judge them. The run is a plan: on tensors without values.
 """
 
+import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from zero_full.comm.pretend import PretendedGroup
-from zero_full.comm.topology import Topology
 from zero_full.config import Config
 from zero_full.config.read import Route
 from zero_full.optim import build_optimizer, build_scheduler
-from zero_full.shard.served import served
-from zero_full.translate import settings_of, shard_ranks_of
+from zero_full.plan import plan
+
+log = logging.getLogger("zero_full")
 
 
-def faults(config: Config, world: int) -> Iterator[tuple[Route, str]]:
+def faults(config: Config) -> Iterator[tuple[Route, str]]:
     """(key, message) for each mistake in the sections "optimizer" and "scheduler"."""
     optimizer, schedule = config.optimizer, config.scheduler
     base: Any = None
@@ -28,16 +30,33 @@ def faults(config: Config, world: int) -> Iterator[tuple[Route, str]]:
         make = partial(build_optimizer, optimizer.type, groups=_parameters())
         base, found = _tried(make, "optimizer", optimizer.params)
         yield from found
-        try:
-            served(base, settings_of(config), _topology(config, world))
-        except ValueError as error:
-            yield ("optimizer", "type"), str(error)
     if schedule is not None:
         base = torch.optim.AdamW(_parameters()) if base is None else base  # the script's may be any
         _, found = _tried(
             partial(build_scheduler, schedule.type, optimizer=base), "scheduler", schedule.params
         )
         yield from found
+
+
+def fault_of_run(config: Config, world: int) -> str:
+    """Why a run with a configuration in which nothing else is wrong would not start; empty if it would."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
+    try:
+        with _silence():
+            plan(model, config, world)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """What the log says is about the tiny model."""
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def _parameters() -> list[dict[str, Any]]:
@@ -66,9 +85,3 @@ def _key_of(message: str, section: str, params: Mapping[str, Any]) -> Route:
     if found is not None and found[1] in params:
         return (section, "params", found[1])
     return (section, "params") if message.startswith(f"{section}.params") else (section, "type")
-
-
-def _topology(config: Config, world: int) -> Topology:
-    """As `initialize` would make it, of ranks that are not there."""
-    whole, shard_ranks = Topology(data=PretendedGroup(range(world), 0)), shard_ranks_of(config, world)
-    return whole if shard_ranks is None else whole.with_sub_groups(shard_ranks)

@@ -15,7 +15,7 @@ from rules_in_js import translated
 
 from zero_full.config import read, remarks, report, values
 from zero_full.config.schema import Config, Strict
-from zero_full.config.verdicts import IN_TORCH
+from zero_full.config.verdicts import IN_A_RUN, IN_TORCH
 from zero_full.wording import WIDE
 
 FILE = "assets/js/config_data.js"
@@ -35,6 +35,7 @@ def data() -> str:
         "kinds": report.KINDS,
         "dtypes": values.DTYPES,
         "inTorch": IN_TORCH,
+        "inARun": IN_A_RUN,
         "deepest": read.DEEPEST,
         "digits": read.DIGITS,
         "otherWords": read.OTHER_WORDS,

@@ -24,7 +24,7 @@ ROOMS = {  # and a room of zero_full only itself and these; what is not named ma
     "optim": {"_compat", "kernels", "precision", "wording"},
     "offload": {"_compat", "comm", "kernels", "precision", "wording"},
     "data": {"_compat"},
-    "trial": {"comm", "config", "optim", "shard", "translate"},
+    "trial": {"config", "optim", "plan"},
     "check": {"config", "trial", "wording"},
     "migrate": {"check", "config", "engine", "optim"},
     "launch": {"_compat", "comm"},

@@ -140,6 +140,15 @@ def test_all_mistakes_are_told_at_once_also_those_that_torch_knows(
             '{"optimizer": {"type": "ZeroOneAdam"}, "zero_optimization": {"stage": 1, "mics_shard_size": 2}}',
             "1:16: mistake: optimizer.type: ZeroOneAdam cannot step here: it averages over all ranks",
         ),
+        (
+            '{"optimizer": {"type": "LBFGS"}, "zero_optimization": {"stage": 1}}',
+            "1:16: mistake: optimizer.type: LBFGS cannot step on pieces of parameters",
+        ),
+        (
+            '{"optimizer": {"type": "SGD"}, "bf16": {"enabled": true, "bf16_master_weights_and_grads": true, '
+            '"stochastic_rounding": true}}',
+            "1:97: mistake: bf16.stochastic_rounding: only torch's Adam and AdamW",
+        ),
         ('{"scheduler": {"type": "Cosine"}}', "1:16: mistake: scheduler.type: no schedule is named 'Cosine'"),
         ("[]", "1:1: mistake: a configuration is an object; write its keys"),
         ('{"fp16": {"enabled": True}}', "1:22: mistake: this is not JSON: a value is expected; write true"),

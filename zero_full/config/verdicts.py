@@ -18,6 +18,9 @@ from .together import MICRO, STEPS, TRAIN, unread_together
 # which is worth a warning; is not there, and its default may surprise; cannot be used; only torch knows.
 VerdictKind = Literal["ok", "default", "unread", "no effect", "assumed", "refused", "unknown"]
 IN_TORCH = "only `python -m zero_full check` knows: it asks the installed torch"
+IN_A_RUN = (
+    "only `python -m zero_full check` knows whether there is one, and whether it can do what the file asks"
+)
 
 
 class Verdict(NamedTuple):
@@ -129,7 +132,7 @@ class _Lookup:
         """(kind, message) for a key by its first name."""
         entry = self.entries.get(path)
         if path in (("optimizer", "type"), ("scheduler", "type")) and entry:
-            return "unknown", IN_TORCH
+            return "unknown", IN_A_RUN
         if path in self.unread:
             return "unread", self.unread[path]
         if entry is not None:

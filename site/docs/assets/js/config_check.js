@@ -391,7 +391,7 @@ const zeroCheck = (() => {
     const unread = new Map(knownRules(zeroConfigRules.unread_together(config), bad).map(({ key, why }) => [key, why]))
     return (path) => {
       const entry = byKey.get(zeroRead.keyOf(path)), key = dotted(path)
-      if (["optimizer.type", "scheduler.type"].includes(key) && entry) return ["unknown", zeroConfig.inTorch]
+      if (["optimizer.type", "scheduler.type"].includes(key) && entry) return ["unknown", zeroConfig.inARun]
       if (unread.has(key)) return ["unread", unread.get(key)]
       if (entry) return [same(entry.value, entry.default) ? "default" : "ok", ""]
       const inside = path.map((_, length) => byKey.get(zeroRead.keyOf(path.slice(0, length)))).find(Boolean)
