@@ -24,6 +24,7 @@ import messages
 import notebook_pages
 import places
 import recordings
+import search_entries
 import source_pages
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
@@ -86,8 +87,9 @@ def on_page_content(content: str, page: Any, config: Any, files: Files) -> str:
 
 
 def on_page_context(context: Any, page: Any, config: Any, nav: Any) -> Any:
-    """The search knows a page by now, and learns the messages that it explains."""
-    config.plugins["material/search"].search_index.entries += messages.entries(page.file.src_uri)
+    """The search knows a page by now, and learns what else can be found on it."""
+    entries = search_entries.of(page.file.src_uri, page.content)
+    config.plugins["material/search"].search_index.entries += entries
     return context
 
 
