@@ -175,6 +175,9 @@ class Frames:
         self.by_rank, self.moments, self.kinds, self.ranks = by_rank, moments, kinds, ranks
         self.held = [[0] * len(kinds) for _ in range(ranks)]
         self.until = max((part.last for part in by_rank.values()), default=0)
+        self.calls = {
+            (rank, each.group, each.call): each for rank, part in by_rank.items() for each in part.happenings
+        }
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for moment in self.moments:
@@ -226,9 +229,8 @@ class Frames:
         """What a rank did that did not come: the call in whose place, or where it was last seen."""
         part = self.by_rank[rank]
         mine = next(iter(moment.by.values()))
-        for each in part.happenings:
-            if each.group == mine.group and each.call == mine.call:
-                return f"makes another call in its place, {called(each.what, each.name)}"
+        if (each := self.calls.get((rank, mine.group, mine.call))) is not None:
+            return f"makes another call in its place, {called(each.what, each.name)}"
         seen = part.happenings[-1]
         where = "in" if seen.end is None else "after"
         what = called(seen.what, seen.name)
