@@ -31,7 +31,7 @@ def compile_what_can_be() -> None:
 
 
 class BuildPy(build_py):
-    """See the module's docstring."""
+    """Copies the package, and compiles csrc/ or packs it."""
 
     def run(self) -> None:
         """After what is usual."""

@@ -234,6 +234,11 @@ def default_store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
+def is_own_excepthook(hook: Any) -> bool:
+    """Whether this is Python's `sys.excepthook`, or torch's, which puts the rank in front of each line."""
+    return hook is sys.__excepthook__ or getattr(hook, "__module__", "") == dist.distributed_c10d.__name__
+
+
 def open_group(ranks: list[int], name: str, backend: str, timeout: timedelta | None) -> Any:
     """A process group of this name. Only its members need to call.
 

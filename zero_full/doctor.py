@@ -14,13 +14,15 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from zero_full.wording import behind, terminal
+
 TORCH_AT_LEAST = (2, 11)
 PYDANTIC_AT_LEAST = (2, 0)
 Rows = list[tuple[str, str]]
 
 
 def report() -> str:
-    """All sections as aligned plain text."""
+    """All sections as plain text in two columns, as wide as the terminal."""
     sections = {
         "zero_full": package(),
         "machine": machine(),
@@ -30,10 +32,13 @@ def report() -> str:
         "optional packages": optional_packages(),
         "compiled ops": compiled_ops(),
     }
-    width = max(len(name) for rows in sections.values() for name, _ in rows)
+    column, width = 4 + max(len(name) for rows in sections.values() for name, _ in rows), terminal()
     lines: list[str] = []
     for title, rows in sections.items():
-        lines += [title, *(f"  {name:<{width}}  {value}".rstrip() for name, value in rows), ""]
+        lines.append(title)
+        for name, value in rows:
+            lines += behind(f"  {name}", value, column, width)
+        lines.append("")
     return "\n".join(lines)
 
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zero_full.assemble import OPERATORS, Prepared, assemble, prepared_with, take_model
 from zero_full.comm.topology import Topology
 from zero_full.config import Config, ConfigError, LeafModuleConfig, Resolved, resolve
-from zero_full.config.resolve import MICRO, TRAIN
+from zero_full.config.together import MICRO, TRAIN
 from zero_full.construct import outside_recording
 from zero_full.data import RankLoader
 from zero_full.engine import Engine
@@ -264,7 +264,7 @@ def _announce(engine: Engine, unheard: Iterable[str]) -> None:
     if dist.is_initialized() and dist.get_rank() != 0:
         return
     resolved = engine.resolved
-    assumed = () if isinstance(engine.optimizer.base, NoOptimizer) else resolved.assumed()
+    assumed = () if isinstance(engine.optimizer.base, NoOptimizer) else resolved.assumed
     warnings = (*resolved.warnings, *assumed, *_unseen(engine))
     for warning in (*warnings, *_idle_leaves(engine), *_forgotten(engine), *unheard):
         log.warning("%s", warning)

@@ -6,7 +6,7 @@ Later there would be no good moment: ranks that differ make other collectives, a
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from zero_full._compat import backend_of, default_store, keys_under
 from zero_full.comm import CommunicationError, DesyncError, DisagreementError
 from zero_full.comm.devices import SharedDeviceError, shared_among, told
+from zero_full.comm.told_once import told_once
 from zero_full.comm.topology import Topology, this_rank
 from zero_full.wording import ranks_listed
 
@@ -117,11 +118,19 @@ def attempt(act: Callable[[], Returned], topology: Topology) -> Returned:
     told = None if failure is None else f"{type(failure).__name__}: {failure}"
     failures = {rank: text for rank, text in everyones(told, topology).items() if text is not None}
     if failure is not None:
-        raise failure
+        raise told_once(failure, _first_with(told, failures, members_of(topology)))
     if failures:
         rank, text = next(iter(failures.items()))
-        raise RuntimeError(f"initialize failed on rank {rank}: {text}")
+        theirs = RuntimeError(f"initialize failed on rank {rank}: {text}")
+        raise told_once(theirs, _first_with(text, failures, members_of(topology)))
     return made  # type: ignore[return-value]
+
+
+def _first_with(text: str | None, failures: Mapping[int, str], ranks: Sequence[int]) -> list[int]:
+    """The ranks that have failed with this text and, if it is the first, those that have not failed."""
+    alike = [rank for rank in failures if failures[rank] == text]
+    is_first = text == next(iter(failures.values()))
+    return alike + [rank for rank in ranks if rank not in failures and is_first]
 
 
 def compare(sections: Mapping[str, Facts], topology: Topology, may_differ: str = "") -> None:
@@ -140,7 +149,8 @@ def compare(sections: Mapping[str, Facts], topology: Topology, may_differ: str =
             log.warning("%s", _disagreement(everyone, f"the ranks do not have the same {may_differ}:"))
         return
     mine = {key: value for name in differing for key, value in sections[name].items() if name != may_differ}
-    raise DisagreementError(_disagreement(everyones(mine, topology), "the ranks were not given the same:"))
+    error = DisagreementError(_disagreement(everyones(mine, topology), "the ranks were not given the same:"))
+    raise told_once(error, members_of(topology))
 
 
 def _digest(facts: Facts) -> str:

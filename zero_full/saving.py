@@ -2,9 +2,11 @@
 
 import logging
 from collections.abc import Callable, Mapping
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from zero_full.checkpoint import (
@@ -193,13 +195,40 @@ class Saving:
         """New parameters, and masters that follow them. Every rank must call this with the same values."""
         load_whole_state_dict(self.module, self.optimizer, state, strict)
 
-    def save_weights(self, directory: str | Path, **options: Any) -> None:
-        """Whole weights as safetensors, see `checkpoint.save_weights`. Every rank must call this."""
-        save_weights(self.module, self.optimizer, directory, **options)
+    def save_weights(
+        self,
+        directory: str | PathLike[str],
+        dtype: torch.dtype | None = None,
+        max_shard_bytes: int = 5 * 10**9,
+        names: Callable[[str], str | None] | None = None,
+        filename: str = "model.safetensors",
+    ) -> None:
+        """Write parameters and persistent buffers, whole, as safetensors. Every rank must call this.
 
-    def load_weights(self, path: str | Path, **options: Any) -> Unmatched:
-        """Weights from safetensors, of which this rank reads its slices. Every rank must call this."""
-        return load_weights(self.module, self.optimizer, path, **options)
+        dtype            None: as they are trained; else floating-point numbers are converted to it, from the
+                         fp32 masters where there are any
+        max_shard_bytes  what does not fit into one file becomes several and an index
+        names            a function from the module's names to the file's, the same on every rank; None as its
+                         answer leaves a tensor out
+        """
+        save_weights(self.module, self.optimizer, directory, dtype, max_shard_bytes, names, filename)
+
+    def load_weights(
+        self,
+        path: str | PathLike[str],
+        strict: bool = True,
+        names: Callable[[str], str | None] | None = None,
+    ) -> Unmatched:
+        """Read weights from safetensors; each rank reads its slices. Every rank must call this.
+
+        path     a .safetensors file, an index, or a folder with model.safetensors or its index
+        strict   False: what is missing keeps its values, what is unexpected is left alone; both are returned,
+                 as lists of names
+        names    a function from the module's names to the file's; None as its answer: not to be loaded
+
+        The optimizer's state stays as it is.
+        """
+        return load_weights(self.module, self.optimizer, path, strict, names)
 
     def save_16bit_model(
         self,

@@ -1,10 +1,14 @@
-"""Lists and values in messages, cut where nobody reads on; sizes as people write them."""
+"""Lists, tables and values in messages, cut where nobody reads on; sizes as people write them."""
 
 import re
+import shutil
+import textwrap
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 
 SHOWN = 8  # names of a list
 WIDE = 60  # characters of a value
+NARROW, INDENT = 40, 4  # characters: of a line at least, and before what has no room behind its name
 SCALES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
@@ -36,6 +40,20 @@ def natural(name: str) -> list[tuple[int, str]]:
 def printable(text: str) -> str:
     """The text without characters that command a terminal: names in a file can be anybody's."""
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
+def terminal() -> int:
+    """How many characters a line may have: the terminal's, or COLUMNS; 80 where there is neither."""
+    return max(NARROW, shutil.get_terminal_size().columns)
+
+
+def behind(name: str, value: str, column: int, width: int) -> list[str]:
+    """Lines of a table of two columns, whose second begins at `column`. Words stay whole."""
+    lines = textwrap.wrap(value, max(width - column, 1), break_long_words=False, break_on_hyphens=False)
+    if all(len(line) <= width - column for line in lines):
+        return [f"{left:<{column}}{line}".rstrip() for left, line in zip_longest([name], lines, fillvalue="")]
+    lines = textwrap.wrap(value, width - INDENT, break_long_words=False, break_on_hyphens=False)
+    return [name, *(" " * INDENT + line for line in lines)]  # a path, for example, as far left as possible
 
 
 def human(size: int | None) -> str:

@@ -156,7 +156,7 @@ class Stage2Disk(Stage2Offload):
             each.master.grad = None
 
     def holdings(self) -> dict[str, list[Tensor | None]]:
-        """As above; the optimizer's kind is on disk."""
+        """Live tensors by kind; the optimizer's are on disk."""
         holdings = super().holdings()
         holdings["disk optimizer"] = holdings.pop("host optimizer")
         return holdings

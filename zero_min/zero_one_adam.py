@@ -132,7 +132,7 @@ class ZeroOneAdam(OneBitAdam):
         return {**super().tensors(), "u": self.u, "anchor": self.anchor}
 
     def state_dict(self) -> dict[str, Any]:
-        """As 1-bit Adam's, and both intervals."""
+        """This rank's part: tensors, counters, and both intervals."""
         intervals = [(i.length, i.counted) for i in (self.variance, self.meeting)]
         return {**super().state_dict(), "intervals": intervals, "rounds": dict(self.rounds)}
 

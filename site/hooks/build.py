@@ -13,6 +13,7 @@ import animation
 import api_pages
 import calculator
 import card
+import checker
 import clock
 import directives
 import drawings
@@ -23,6 +24,7 @@ import messages
 import notebook_pages
 import places
 import recordings
+import search_entries
 import source_pages
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
@@ -48,8 +50,8 @@ def on_files(files: Files, config: Any) -> Files:
         for name, folder in notebook_pages.folders().items():
             pages[f"notebooks/{name}.md"] = (folder / "page.md").read_text()
             pictures |= {f"notebooks/{picture.name}": picture for picture in folder.glob(f"{name}_*")}
-        made_here = (calculator, animation, four_stages, clock, recordings)
-        scripts = {script.FILE: script.data() for script in made_here}
+        written = (calculator, animation, four_stages, clock, recordings, checker)
+        scripts = {script.FILE: script.data() for script in written}
         picture_of_all = card.png(config.site_name, config.site_description)
     except SiteError as error:
         raise PluginError(str(error)) from None
@@ -85,12 +87,23 @@ def on_page_content(content: str, page: Any, config: Any, files: Files) -> str:
 
 
 def on_page_context(context: Any, page: Any, config: Any, nav: Any) -> Any:
-    """The search knows a page by now, and learns the messages that it explains."""
-    config.plugins["material/search"].search_index.entries += messages.entries(page.file.src_uri)
+    """The search knows a page by now, and learns what else can be found on it."""
+    entries = search_entries.of(page.file.src_uri, page.content)
+    config.plugins["material/search"].search_index.entries += entries
     return context
 
 
 def on_post_page(output: str, page: Any, config: Any) -> str:
+    """See `_named`."""
+    return _named(output)
+
+
+def on_post_template(output_content: str, template_name: str, config: Any) -> str:
+    """See `_named`: the page for what is not found is none of the pages."""
+    return _named(output_content)
+
+
+def _named(output: str) -> str:
     """The theme's search is a dialog without a name; a screen reader needs one."""
     dialog = 'data-md-component="search" role="dialog"'
     return output.replace(dialog, f'{dialog} aria-label="Search"')

@@ -10,7 +10,9 @@ rooms: graph or table    who imports whom in zero_full
 bench: here              what `make bench` has printed on this machine, if it has
 record: NAME             what a benchmark has printed, as site/records/NAME.md keeps it
 replay: NAME             what `python -m zero_full replay` prints of the recording site/records/NAME.json
-plot: NAME               the same as a picture (record_plots.py)
+records: NAMES           some of them, folded: what stands behind a chart
+chart: NAME              a sentence and bars: how long something takes beside its peers (charts.py)
+plot: NAME               another picture of what a record has (record_plots.py)
 museum: all              mistakes, what `check` says about each, and where it is explained
 instructors: all         each lesson's time, tasks and points
 list: notebooks          links to the notebooks
@@ -22,6 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import api_pages
+import charts
 import config_page
 import formulas
 import import_graph
@@ -43,6 +46,7 @@ CONFIG = {
 }
 
 
+SUMMARY = "The record: how it was measured, and every number"
 MIGRATE = {"names": migrate_tables.same, "instead": migrate_tables.other}
 
 
@@ -84,10 +88,15 @@ def _record(name: str, page: str) -> str:
     return _printed(file)
 
 
+def _records(names: str, page: str) -> str:
+    texts = "\n".join(_record(name, page) for name in names.split())
+    return f'<details class="records" markdown="1"><summary>{SUMMARY}</summary>\n\n{texts}\n</details>\n'
+
+
 def _printed(file: Path) -> str:
-    """Without the line for programs, and with headings below those of the page."""
+    """Without the line for programs. Headings are no headings of the page."""
     lines = [line for line in file.read_text().splitlines() if not line.startswith("{")]
-    return re.sub(r"^#+ ", "### ", "\n".join(lines), flags=re.MULTILINE) + "\n"
+    return re.sub(r"^#+ (.*)$", r"**\1**", "\n".join(lines), flags=re.MULTILINE) + "\n"
 
 
 def _list(what: str, page: str) -> str:
@@ -107,6 +116,8 @@ KINDS: dict[str, Callable[[str, str], str]] = {
     "bench": _bench,
     "record": _record,
     "replay": recordings.replayed,
+    "records": _records,
+    "chart": charts.render,
     "plot": record_plots.render,
     "museum": museum_page.render,
     "instructors": instructors_page.render,

@@ -1,7 +1,7 @@
-"""Messages that the guide quotes: an anchor for each, an index of them, and what the search knows of each.
+"""Messages that the guide quotes: an anchor for each, and an index of them.
 
 A page quotes messages in blocks of kind `text`, one on a line, or in a table whose first column is "the
-message says"; … stands for what varies. A pasted message is found because it is the title of an entry.
+message says"; … stands for what varies.
 """
 
 import html
@@ -9,9 +9,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
-from places import DOCS, ROOT, SiteError, relative, url_of
+from places import DOCS, ROOT, SiteError, relative
 
 PAGES = ("guide/troubleshooting.md", "guide/refused.md")  # all of their blocks
 TABLES = ("guide/configuration.md",)
@@ -59,7 +58,7 @@ def anchored(text: str, page: str) -> str:
 
     def lines(block: "re.Match[str]") -> str:
         shown = [
-            f'<a class="message" id="{anchors[line]}" href="#{anchors[line]}">{html.escape(line)}</a>'
+            f'<span class="message" id="{anchors[line]}">{html.escape(line)}</span>'
             for line in block[1].splitlines()
         ]
         return '<div class="highlight"><pre><code>' + "\n".join(shown) + "\n</code></pre></div>"
@@ -79,18 +78,4 @@ def index(_: str, page: str) -> str:
         there = relative(message.page, page)
         text = message.text.replace("|", "\\|")
         lines.append(f"| `{text}` | [{message.section}]({there}#{message.anchor}) |")
-    return '<div class="stacked" markdown="1">\n\n' + "\n".join(lines) + "\n\n</div>\n"
-
-
-def entries(page: str) -> list[dict[str, Any]]:
-    """What the search shall know of a page's messages."""
-    mine, url = [message for message in quoted() if message.page == page], url_of(page)
-    return [
-        {
-            "location": f"{url}#{each.anchor}",
-            "title": each.text,
-            "text": f"<p>{each.section}</p>",
-            "boost": 2,  # below a page with a searched word in its title, above one with some of a message's
-        }
-        for each in mine
-    ]
+    return '<div class="stacked messages" markdown="1">\n\n' + "\n".join(lines) + "\n\n</div>\n"

@@ -294,7 +294,7 @@ def test_list_and_bill(capsys: Capture) -> None:
     assert all(lesson.folder[:20] in listed for lesson in LESSONS)
     assert run_cli("bill") == 0
     shown = capsys.readouterr().out
-    assert "agree as integers" in shown
+    assert "agree as integers" in shown and max(map(len, shown.splitlines()[:5])) <= 80
     assert all(row.name in shown for row in rows.ROWS)
 
 
@@ -304,4 +304,5 @@ def test_the_bill_says_so_when_measurement_and_formula_differ(
     wrong = dataclasses.replace(rows.ROWS[1], sent=lambda sizes, world, steps: 1)
     monkeypatch.setattr(rows, "ROWS", [wrong])
     assert run_cli("bill") == 1
-    assert "DISAGREE" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "DISAGREE" in shown and "(formula 0.00)" in shown

@@ -9,6 +9,9 @@ import pytest
 
 pytest.importorskip("material", reason="pip install -e '.[site]'")
 
+import animation
+import calculator
+import clock
 import hosting
 import lesson_pages
 import notebook_pages
@@ -19,6 +22,7 @@ from mkdocs.config import load_config
 
 from lessons import repository
 from tests.site.browser import Open, served
+from tests.site.test_browser import violations
 from tests.site.test_build import ROOT, dead, pages, read
 
 pytest_plugins = ["tests.site.fixtures"]
@@ -40,6 +44,8 @@ def hosted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setattr(repository, "REPOSITORY", SOMEWHERE)
         for module, name in ((lesson_pages, "pages"), (source_pages, "pages"), (notebook_pages, "folders")):
             patch.setattr(module, name, dict)
+        for script in (animation, calculator, clock):
+            patch.setattr(script, "data", str)
         given: dict[str, Any] = {"docs_dir": str(docs), "site_dir": str(out), "nav": ["index.md", LAUNCH]}
         build(load_config(str(ROOT / "site" / "mkdocs.yml"), exclude_docs="", not_in_nav="", **given))
     yield out
@@ -77,6 +83,7 @@ def test_a_server_has_a_page_for_what_it_does_not_find(hosted: Path, site: Path,
         page = open_page("something/404.html", base=address)
         assert page.locator("h1").inner_text() == "This page is not here"
         assert "Inter" in page.evaluate("getComputedStyle(document.body).fontFamily")
+        assert not violations(page)
 
 
 def template() -> str:

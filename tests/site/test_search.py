@@ -26,9 +26,9 @@ WANTED = {  # what is typed -> the page that must be among the first three
     "HF Trainer": "guide/hugging_face.html",
     "lora": "guide/hugging_face.html",
     "glossary": "glossary.html",
-    "hysteresis": "lessons/step4_precision/lesson.html",
+    "hysteresis": "configuration.html",
     "gradient_clipping": "configuration.html",
-    "zero_optimization.stage": "stage_3.html",
+    "zero_optimization.stage": "configuration.html",
     "GatheredParameters": "api/zero_full.html",
     "loss.backward()": "guide/refused.html",
     "torchrun": "guide/launch.html",
@@ -36,7 +36,7 @@ WANTED = {  # what is typed -> the page that must be among the first three
     "nvme": "guide/offload.html",
     "no_sync": "zero_full.html",
     "FSDP": "guide/migrate_fsdp.html",
-    "all-gather": "museum.html",
+    "all-gather": "api/zero_min.html",
     "0/1 Adam": "lessons/step6_zero_one_adam/lesson.html",
 }
 FIRST = """([page, n]) => [...document.querySelectorAll('.md-search-result__item')].slice(0, n)

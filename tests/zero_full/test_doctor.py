@@ -52,7 +52,18 @@ def test_a_healthy_machine_gets_0_and_all_sections(capsys: pytest.CaptureFixture
     assert "problem:" not in text
 
 
-def test_columns_are_aligned() -> None:
+@pytest.mark.parametrize("width", [60, 80])
+def test_it_is_as_wide_as_the_terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    wide = doctor.report()
+    monkeypatch.setenv("COLUMNS", str(width))
+    told = doctor.report()
+    assert told.split() == wide.split() and max(map(len, wide.splitlines())) > 80
+    assert not [line for line in told.splitlines() if len(line) > width and "/" not in line]
+
+
+def test_columns_are_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
     rows = [line for line in doctor.report().splitlines() if line.startswith("  ")]
     starts = {len(line) - len(line[2:].split("  ", 1)[1].lstrip()) for line in rows}
     assert len(starts) == 1

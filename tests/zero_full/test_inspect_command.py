@@ -60,7 +60,10 @@ def run(capsys: Capture, *arguments: object) -> tuple[int, str, str]:
     return code, out, err
 
 
-def test_a_table_says_what_there_is(root: Path, source: MemorySource, capsys: Capture) -> None:
+def test_a_table_says_what_there_is(
+    root: Path, source: MemorySource, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
     code, out, err = run(capsys, root)
     assert (code, err, source.closed) == (0, "", 1)
     lines = [" ".join(line.split()) for line in out.splitlines()]
@@ -86,6 +89,21 @@ def test_a_table_says_what_there_is(root: Path, source: MemorySource, capsys: Ca
         assert want in lines, (want, out)
     assert lines.count("tag step20") == 1
     assert "DAMAGED" not in out and "verified" not in out  # nobody has looked
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_a_table_is_as_wide_as_the_terminal(
+    width: int, root: Path, source: MemorySource, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(100, 112):
+        (root / f"step{number}").mkdir()
+    words = []
+    for columns in (1000, width):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        _, out, _ = run(capsys, root)
+        words.append(sorted(out.split()))
+    assert words[0] == words[1]
+    assert not [line for line in out.splitlines()[1:] if len(line) > width]
 
 
 def test_json_is_one_line_with_the_same(root: Path, source: MemorySource, capsys: Capture) -> None:

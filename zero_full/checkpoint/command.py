@@ -10,7 +10,7 @@ import torch
 
 from zero_full.checkpoint.consolidate import Wish, consolidate, size_to_read
 from zero_full.checkpoint.failure import CheckpointError
-from zero_full.checkpoint.inspection import Inspection, aligned, neighbours, verify
+from zero_full.checkpoint.inspection import Inspection, neighbours, pairs, verify
 from zero_full.checkpoint.progress import Progress
 from zero_full.checkpoint.reading import open_checkpoint
 from zero_full.wording import human, listed, printable
@@ -53,7 +53,7 @@ def _inspect(options: argparse.Namespace) -> int:
     try:
         source = open_checkpoint(folder, options.tag)
     except CheckpointError as error:
-        beside = aligned([(f"  {name}", value) for name, value in neighbours(folder, None).rows()])
+        beside = pairs(list(neighbours(folder, None).rows()))
         raise CheckpointError("\n".join([str(error), *beside])) from error
     with closing(source):
         wrong = None

@@ -26,7 +26,7 @@ from zero_full.checkpoint.files import (
     plain_name,
     show,
 )
-from zero_full.checkpoint.selection import Renaming, Selection, refuse_parts, select
+from zero_full.checkpoint.selection import Selection, refuse_parts, select
 from zero_full.shard.flat import FlatParameter, Member
 from zero_full.shard.gathered import copy_on_cpu
 from zero_full.shard.optimizer import ZeroOptimizer
@@ -57,7 +57,7 @@ def save_weights(
     directory: str | PathLike[str],
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 5 * 10**9,
-    names: Renaming | None = None,
+    names: Callable[[str], str | None] | None = None,
     filename: str = "model.safetensors",
 ) -> None:
     """Write parameters and persistent buffers as safetensors. Every rank must call this.

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from zero_full.comm.told_once import told_once
 from zero_full.comm.topology import this_rank
 from zero_full.shard.optimizer import ZeroOptimizer
 
@@ -40,7 +41,8 @@ class Attempt:
             raise CheckpointError(f"ranks make different calls, of which every rank must make each: {calls}")
         failed = {rank: text for rank, (_, text, _) in sorted(reports.items()) if text is not None}
         if failed:
-            raise CheckpointError(reasons(failed, len(reports))) from self.error
+            first = [*failed, *(rank for rank in sorted(reports) if rank not in failed)]
+            raise told_once(CheckpointError(reasons(failed, len(reports))), first) from self.error
         return {rank: each for rank, (_, _, each) in sorted(reports.items())}
 
     def divide(self, acts: Sequence[Callable[[], object]], ranks: Iterable[int]) -> None:

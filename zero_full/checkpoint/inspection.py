@@ -12,7 +12,7 @@ from zero_full.checkpoint.failure import CheckpointError
 from zero_full.checkpoint.folder import ASIDE
 from zero_full.checkpoint.source import Source, StoredTensor
 from zero_full.shard.contents import PARAMETERS, STATE
-from zero_full.wording import human, listed, natural, shown
+from zero_full.wording import INDENT, behind, human, listed, natural, shown, terminal
 
 LATEST = ("latest", "latest_universal")  # files with the name of the newest checkpoint
 MOST = 20  # lines about what is wrong
@@ -45,7 +45,8 @@ def neighbours(folder: Path, path: Path | None) -> Neighbours:
             return Neighbours()  # who knows what else is there
     if not root.is_dir():
         return Neighbours()
-    folders = sorted(each.name for each in root.iterdir() if each.is_dir() and each.name[0] != ".")
+    found = [each.name for each in root.iterdir() if each.is_dir() and each.name[0] != "."]
+    folders = sorted(found, key=natural)
     unfinished = [name for name in folders if ASIDE.fullmatch(name)]
     mine = None if path is None else path.resolve().name
     return Neighbours(_latest(root), [n for n in folders if n not in (mine, *unfinished)], unfinished)
@@ -164,7 +165,7 @@ class Inspection:
             rows.append(("left out", f"the frozen parameters {listed(excluded)}"))
         if besides := self._besides():
             rows.append(("also in it", ", ".join(besides)))
-        return [str(self.source.path), *aligned([(f"  {name}", value) for name, value in rows])]
+        return [str(self.source.path), *pairs(rows)]
 
     def _sums(self) -> list[str]:
         sums = {**self.totals(), "together": total(list(self.source.tensors.values()))}
@@ -181,11 +182,10 @@ class Inspection:
             notes.setdefault(aliases.get(name, name), []).append("frozen")
         for alias, name in aliases.items():
             notes.setdefault(name, []).append(f"also {alias}")
-        rows = [(kind, "shape", "type", "size", "")]
-        for name, stored in tensors.items():
-            told = ", ".join(dict.fromkeys(notes.get(name, [])))
-            rows.append((name, _shape(stored), _type(stored), human(stored.nbytes), told))
-        return aligned(rows)
+        rows = [("shape", "type", "size")]
+        rows += [(_shape(t), _type(t), human(t.nbytes)) for t in tensors.values()]
+        told = ["", *(", ".join(dict.fromkeys(notes.get(name, []))) for name in tensors)]
+        return _named([kind, *tensors], aligned(rows), told)
 
     def _verdict(self, wrong: list[str]) -> list[str]:
         size = sum(stored.nbytes for stored in self.source.tensors.values())
@@ -219,6 +219,26 @@ def _shape(stored: StoredTensor) -> str:
 
 def _type(stored: StoredTensor) -> str:
     return str(stored.dtype).removeprefix("torch.")
+
+
+def pairs(rows: Sequence[tuple[str, str]]) -> list[str]:
+    """Names, and values below each other, as wide as the terminal."""
+    column = 4 + max((len(name) for name, _ in rows), default=0)
+    return [line for name, value in rows for line in behind(f"  {name}", value, column, terminal())]
+
+
+def _named(names: Sequence[str], cells: Sequence[str], notes: Sequence[str]) -> list[str]:
+    """The cells behind their names and before their notes, as wide as the terminal."""
+    width, wide = terminal(), max(map(len, cells))
+    column = min(2 + max(map(len, names)), max(width - wide, 0))
+    lines = []
+    for name, cell, note in zip(names, cells, notes, strict=True):
+        first = [name] if len(name) + 2 > column else []
+        line = f"{'' if first else name:<{column}}{cell:<{wide}}  {note}".rstrip()
+        fits = len(line) <= width
+        lines += [*first, line if fits else line[: column + wide].rstrip()]
+        lines += [] if fits else behind("", note, INDENT, width)
+    return lines
 
 
 def aligned(rows: Sequence[tuple[str, ...]], right: bool = False) -> list[str]:

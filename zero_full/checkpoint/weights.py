@@ -11,7 +11,7 @@ pipe, on which a reader would wait for ever.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from os import PathLike
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from zero_full.checkpoint.failure import Attempt, CheckpointError
 from zero_full.checkpoint.files import CODES, is_plain
-from zero_full.checkpoint.selection import Renaming, refuse_parts, select
+from zero_full.checkpoint.selection import refuse_parts, select
 from zero_full.shard.flat import GatherState
 from zero_full.shard.optimizer import ZeroOptimizer
 from zero_full.wording import listed, shown
@@ -55,12 +55,13 @@ def load_weights(
     optimizer: ZeroOptimizer,
     path: str | PathLike[str],
     strict: bool = True,
-    names: Renaming | None = None,
+    names: Callable[[str], str | None] | None = None,
 ) -> Unmatched:
     """Read parameters, their masters and buffers from files. Every rank must call this.
 
     path     a .safetensors file, an index, or a folder with model.safetensors or its index
-    strict   False: what is missing keeps its values, what is unexpected is left alone; both are returned
+    strict   False: what is missing keeps its values, what is unexpected is left alone; both are returned,
+             as lists of names
     names    a function from the module's names to the file's; None as its answer: not to be loaded
 
     The optimizer's state stays as it is.

@@ -109,7 +109,7 @@ class Topology:
         return replace(self, shard=shard, replicate=replicate, opened=(shard, replicate))
 
     def sub_groups(self, size: int, key: str) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-        """Of the data group, this rank and its `size - 1` neighbours, and the ranks in its place elsewhere"""
+        """Cut the data group into rows of `size` neighbours. Returns this rank's row, and its column."""
         if self.shard is not None or self.expert is not None:
             raise ValueError(f"{key} needs a topology without `shard` and `expert` groups")
         data = self.data if self.data is not None else dist.group.WORLD

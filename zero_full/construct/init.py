@@ -38,12 +38,17 @@ IDLE = {
 
 
 class Init:
-    """See the module's docstring.
+    """A context in which a model is constructed that is larger than one rank's memory.
+
+    Nothing is allocated there: what constructors do is recorded, and so is what is done to the model
+    afterwards. `initialize` replays that, one parameter at a time, and every rank keeps its slices. The
+    values are the first rank's, as plainly constructed on its CPU.
 
     module    a model that is constructed already: then there is nothing to do here
     enabled   False: construct as usual
     dtype     the floating-point dtype to construct in; None: as usual
     weights   a safetensors file, index or directory to start from: each rank reads only its slices
+    others    DeepSpeed's other arguments, with a warning that says why they have no effect
 
     One inside another belongs to it. Several in turn are one construction, until a model is initialized.
     """

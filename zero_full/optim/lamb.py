@@ -46,7 +46,7 @@ class Coefficients(Optimizer):
         return {param: ratios[id(param)] for param in listed if id(param) in ratios}
 
     def get_lamb_coeffs(self) -> list[float]:
-        """The same as DeepSpeed's FusedLamb gives them: a list, in the order of the parameter groups."""
+        """`lamb_coeffs` as DeepSpeed's FusedLamb gives them: a list, in the order of the parameter groups."""
         return list(self.lamb_coeffs.values())
 
 

@@ -41,8 +41,9 @@ State = dict[str, Any]
 class Muon(Optimizer):
     """Moves a matrix by `lr` along its momentum, whose singular values have become about 1 first.
 
-    What is no matrix, and what is not to be one of Muon's, is stepped by AdamW with `betas` and `eps`. See
-    [Note: whose update is which] in `optim/muon.py` for who decides. There is a parameter group for each.
+    What is no matrix, and what is not to be one of Muon's, is stepped by AdamW with `betas` and `eps`. There
+    is a parameter group for each, and `use_muon` says which is Muon's: on a parameter (`param.use_muon =
+    True`), as a group's key, or as a function of name and parameter. `muon_groups` makes them by a rule.
 
     lr           of both; `muon_lr` and `adam_lr` win over it, and a group's own `lr` over all of them. None:
                  0.02 for Muon and 3e-4 for AdamW
@@ -275,8 +276,9 @@ def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
 def muon_groups(model: nn.Module, groups: Iterable[Mapping[str, Any]] | None = None) -> list[dict[str, Any]]:
     """Parameter groups for `Muon`: hidden matrices, and what AdamW steps.
 
-    What a parameter's `use_muon` or its group's says counts; else see [Note: whose update is which] in
-    `optim/muon.py`. Of `groups` each is cut in two; None: all that is trained is one.
+    Hidden is, where neither a parameter's `use_muon` nor its group's says it, what has two dimensions, is no
+    embedding's weight and has neither `embed` nor `lm_head` in its name. Of `groups` each is cut in two;
+    None: all that is trained is one.
     """
     named: dict[Parameter, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):

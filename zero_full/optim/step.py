@@ -115,14 +115,14 @@ class Average(Protocol):
 
 
 class Peers:
-    """The ranks that have the other pieces of the same parameters. Here there are none."""
+    """The ranks that have the other pieces of the same parameters. This class is for one rank alone."""
 
     def totals(self, pieces: Sequence[Piece], rows: Tensor) -> Totals:
         """Given one row of numbers about each piece: sums over all pieces of each parameter."""
         return Totals([piece.master for piece in pieces], rows, list(range(len(pieces))))
 
     def add_up(self, pieces: Sequence[Piece], rows: Tensor) -> Tensor:
-        """The same, of the parameters that these pieces are of."""
+        """Given one row of numbers about each piece: for each, the sum over all pieces of its parameter."""
         totals = self.totals(pieces, rows)
         return totals.rows[totals.places]
 
@@ -153,7 +153,13 @@ class Peers:
 
 
 class Stepper:
-    """See [Note: steppers]."""
+    """An update rule: it moves the pieces that this rank owns of parameters. A rule of yours derives from it.
+
+    A step of training is one `begin`, one `step` for each part of the pieces, and one `end`. A piece is a
+    range of a parameter's elements, in one dimension; where nothing is cut it is the whole parameter, in its
+    own shape. A rule that needs more than its pieces asks the `Peers` that `step` is given, on every rank
+    equally often. The optimizer has a method `zero_full_stepper` that returns its rule.
+    """
 
     # True: `step` multiplies gradients by its factor and takes them in any type. It minds copies: elements
     # that are not what their master rounds to were written by somebody, and count; all are written then.
@@ -171,9 +177,10 @@ class Stepper:
 
     @property
     def averages(self) -> bool:
-        """Whether the gradients of the step to come are averaged over the ranks: see [Note: own gradients].
+        """Whether the gradients of the step to come are averaged over the ranks.
 
-        All ranks must say the same, and the same from a step's first backward pass until `step`.
+        If not, they stay what this rank's backward passes have brought, which needs whole state on every
+        rank. All ranks must say the same, and the same from a step's first backward pass until `step`.
         """
         return True
 
@@ -212,7 +219,7 @@ class Stepper:
         return {}
 
     def with_these_options(self) -> "Stepper":
-        """The same with the groups' options of now, whatever becomes of them. Only if it `is_alone`."""
+        """A copy that keeps the groups' options of now, whatever becomes of them. Only if it `is_alone`."""
         raise NotImplementedError
 
     # What differs from rank to rank: see [Note: a rank's own state] ------------------------------
@@ -251,7 +258,7 @@ class Stepper:
         return iter(())
 
     def cut_tensors(self) -> dict[str, Tensor]:
-        """The same and what is made of it, for `load_own` on the same rank of as many."""
+        """The parts of `cut_state`, and what is made of them, for `load_own` on the same rank of as many."""
         return {}
 
     def own_tensors(self) -> dict[str, Tensor]:

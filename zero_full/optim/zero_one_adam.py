@@ -34,7 +34,11 @@ ROOTS = "roots"
 
 
 class ZeroOneAdam(OneBitOptimizer):
-    """Adam that communicates less and less. See [Note: three kinds of steps] in `optim/zero_one_adam.py`.
+    """Adam that communicates less and less.
+
+    Until `var_freeze_step` gradients are averaged: exactly when the variance is due, which is ever more
+    rarely, and at one bit a value in between. Afterwards the variance stays, each rank steps by its own
+    gradient, and at ever longer intervals they meet and average where they went, at one bit.
 
     var_freeze_step     steps in which the variance is learned and all ranks stay together
     var_update_scaler   so many exact averages until the interval between two of them doubles
@@ -46,8 +50,7 @@ class ZeroOneAdam(OneBitOptimizer):
     comm_backend_name   "nccl", "gloo", "mpi" or "hccl": over what ranks must talk; None: over what they do
     exp_avg_mask        as `OneBitAdam`'s
 
-    Stage 0; and stage 1, at which the variance is cut, see [Note: shared variance] in
-    `optim/shared_variance.py`.
+    Stage 0; and stage 1, at which the variance is cut.
 
     In the middle of an interval each rank has parameters of its own, of which `engine.optimizer.meet()` makes
     common ones: call it before you evaluate or export. A checkpoint needs no meeting.

@@ -45,7 +45,12 @@ class Phase:
 
 @dataclass(frozen=True)
 class Plan:
-    """Bytes on the rank that holds most, by kind. See [Note: what is exact] in `zero_full.plan`."""
+    """Bytes on the rank that holds most, by kind.
+
+    What is kept, and what is sent in a step, is what a rank's ledger shows, to the byte. What passes within a
+    step is, kind by kind, the most at one time on an accelerator; the peak adds these up, which is the worst
+    that can come together. Not in it: what an allocator leaves unused, and what a device's libraries take.
+    """
 
     stage: int
     world: int
