@@ -55,7 +55,7 @@ test-gpu: .venv/ready  ## tests that need a GPU (and a torch built for it)
 	@$(BIN)/python -c 'import torch; torch.cuda.is_available() or exit("test-gpu: no CUDA device, so nothing was tested")'
 	$(BIN)/python -m pytest -q -m gpu
 
-test-hf: .venv/ready  ## Hugging Face's models at every stage (installs transformers and peft; 4 minutes)
+test-hf: .venv/ready  ## Hugging Face's models and libraries at every stage (installs them; 5 minutes)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[hf]'
 	$(PYTEST) -m hf tests/hf
 

@@ -11,7 +11,7 @@ OPTIMIZER = "#009E73"  # and what carries its state: reads from disk, writes to 
 MASTER = "#56B4E9"  # the optimizer's fp32 copy of the parameters, where it is drawn by itself
 ACTIVATIONS = "#CC79A7"
 ALARM = "#D55E00"  # skipped, wrong, waiting
-AWAY = "#808080"  # what waits on the host
+AWAY, DISK = "#808080", "#B3A27D"  # what waits on the host, in files
 FORWARD, BACKWARD, STEP = "#CCCCCC", "#999999", "#EEEEEE"  # arithmetic
 MEANINGS = {
     "parameters": PARAMETERS,
@@ -21,6 +21,7 @@ MEANINGS = {
     "activations": ACTIVATIONS,
     "alarm": ALARM,
     "host": AWAY,
+    "disk": DISK,
     "forward": FORWARD,
     "backward": BACKWARD,
     "step": STEP,

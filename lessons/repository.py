@@ -1,7 +1,7 @@
 """Where this project lives in public, and what follows from that: links that open a notebook elsewhere.
 
 REPOSITORY is the only place that says it. Set it and run `make weave`: README, the notebooks and the site
-then have the links. While it is empty they have none.
+then have the links, and the site knows its own address, which GitHub gives it. While it is empty none do.
 """
 
 import json
@@ -45,12 +45,27 @@ def links(notebook: str, repository: str = REPOSITORY) -> dict[str, str]:
     """Where `notebooks/NAME.ipynb` opens without an installation: a name and an address each."""
     if not repository:
         return {}
-    owner_and_name = "/".join(repository.rstrip("/").removesuffix(".git").split("/")[-2:])
     place = f"notebooks/{notebook}.ipynb"
     return {
-        "Colab": f"https://colab.research.google.com/github/{owner_and_name}/blob/{BRANCH}/{place}",
-        "Binder": f"https://mybinder.org/v2/gh/{owner_and_name}/{BRANCH}?labpath={place}",
+        "Colab": f"https://colab.research.google.com/github/{name(repository)}/blob/{BRANCH}/{place}",
+        "Binder": f"https://mybinder.org/v2/gh/{name(repository)}/{BRANCH}?labpath={place}",
     }
+
+
+def name(repository: str = REPOSITORY) -> str:
+    """OWNER/NAME; empty without an address."""
+    return "/".join(repository.rstrip("/").removesuffix(".git").split("/")[-2:])
+
+
+def pages(repository: str = REPOSITORY) -> str:
+    """Where GitHub serves a repository's site; empty without an address."""
+    owner, _, project = name(repository).partition("/")
+    return f"https://{owner.lower()}.github.io/{project}/" if repository else ""
+
+
+def edit(path: str, repository: str = REPOSITORY) -> str:
+    """Where a reader can change a file of the repository, and offer the change; empty without an address."""
+    return f"https://github.com/{name(repository)}/edit/{BRANCH}/{path}" if repository else ""
 
 
 def clone(repository: str = REPOSITORY) -> str:

@@ -6,16 +6,18 @@ import sys
 from collections.abc import Sequence
 
 from zero_full import __version__
-from zero_full.commands import build, doctor, export, inspect, migrate, plan
+from zero_full.commands import build, check, doctor, export, inspect, migrate, plan, replay
 from zero_full.commands.command import PROGRAM, UsageError
 from zero_full.wording import printable
 
 COMMANDS = (
     doctor.COMMAND,
     plan.COMMAND,
+    check.COMMAND,
     migrate.COMMAND,
     inspect.COMMAND,
     export.COMMAND,
+    replay.COMMAND,
     build.COMMAND,
 )
 FAILED, MISUSED, INTERRUPTED = 1, 2, 130
@@ -53,7 +55,7 @@ def parser_of_all() -> argparse.ArgumentParser:
     """What reads the arguments of all commands."""
     parser = argparse.ArgumentParser(
         PROGRAM,
-        description="Look at a machine, a configuration or a checkpoint.",
+        description="Look at a machine, a configuration, a checkpoint or a run.",
         epilog=f"{PROGRAM} COMMAND -h says more, with examples.",
     )
     parser.add_argument("--version", action="version", version=f"zero_full {__version__}")

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from zero_full.calls import ModelCalls, watch_loss
 from zero_full.config import Resolved
 from zero_full.data import RankLoader
 from zero_full.deepspeed_queries import DeepSpeedQueries
+from zero_full.flight.recorder import STEPS, FlightRecorder
 from zero_full.precision.dtypes import NAMES
 from zero_full.reporting import Reporting
 from zero_full.saving import Saving
@@ -63,6 +65,7 @@ class Engine(DeepSpeedQueries, Reporting, Saving, Stopping):
         self._stepping = self._stepped = False
         self._passes = 0  # backward passes until the last step
         self.offloaded = OffloadedStates(optimizer)
+        self.recorder: FlightRecorder | None = None
         self.kept: dict[str, Any] = {}  # see `keep_in_checkpoint`
         self._save_at_stop: Callable[[], Any] | None = None  # see `on_signal`
         optimizer.reducer.backward.rules = Rules(
@@ -93,8 +96,12 @@ class Engine(DeepSpeedQueries, Reporting, Saving, Stopping):
         self._refuse_parked("forward")
         self.optimizer.look_at_model()
         self._count_tokens(inputs, named_inputs)
+        if self.recorder is not None:
+            self.recorder.begin("forward")
         with self.stopwatch.measure("forward"):
             outputs = self.module(*inputs, **named_inputs)
+        if self.recorder is not None:
+            self.recorder.end("forward")
         if torch.is_grad_enabled() and not self._calls.gates:  # else these do it
             mapped(partial(watch_loss, self.optimizer.reducer.backward), outputs)
         return outputs
@@ -219,6 +226,31 @@ class Engine(DeepSpeedQueries, Reporting, Saving, Stopping):
             return self.train_batch_size()
         return self.train_micro_batch_size_per_gpu() * self.world_size * since
 
+    def record(self, path: str | Path, steps: int = STEPS) -> FlightRecorder:
+        """Record what this rank does and holds, and keep the last `steps` steps. Call it on every rank.
+
+        path   the file in which all ranks' recordings are put together when they end: by `close` of what is
+               returned, at the end of a `with` block of it, by `destroy`, with the process, or when a
+               collective fails. It is for the player on the site's page "One step, animated", and for
+               `python -m zero_full replay PATH`. Until then each rank writes into PATH.parts
+
+        Ranks need not call it at the same moment, and may in the middle of a step. OSError if nothing can be
+        written there.
+        """
+        if steps < 1:
+            raise ValueError(f"record keeps at least 1 step, not {steps!r}")
+        if self.recorder is not None and not self.recorder.closed:
+            raise RuntimeError(
+                f"record: this engine is recorded in {self.recorder.path} already: close that first"
+            )
+        about = {
+            "stage": self.zero_optimization_stage(),
+            "micro_batches": self._micro_batches,
+            "step": self.global_steps + 1,
+        }
+        self.recorder = FlightRecorder(path, self.optimizer, about, steps)
+        return self.recorder
+
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Let go of the gradients. `step` has done it already."""
         self.optimizer.zero_grad(set_to_none)
@@ -303,6 +335,8 @@ class Engine(DeepSpeedQueries, Reporting, Saving, Stopping):
 
         At stage 3 they stay released. With `gather`, which every rank must ask for, they become whole again.
         """
+        if self.recorder is not None:
+            self.recorder.close()
         self.offloaded.reload()
         self._calls.remove()
         self.optimizer.close(gather)

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zero_full.assemble import OPERATORS, Prepared, assemble, prepared_with, take_model
 from zero_full.comm.topology import Topology
 from zero_full.config import Config, ConfigError, LeafModuleConfig, Resolved, resolve
-from zero_full.config.resolve import MICRO, TRAIN
+from zero_full.config.together import MICRO, TRAIN
 from zero_full.construct import outside_recording
 from zero_full.data import RankLoader
 from zero_full.engine import Engine
@@ -93,13 +93,28 @@ def initialize(
     if shard_ranks is not None:
         topology = topology.with_sub_groups(shard_ranks)
     wrapped = assemble(model, topology, prepared)
-    loader = None
-    if training_data is not None:
-        batch, drop = checked.train_micro_batch_size_per_gpu, checked.dataloader_drop_last
-        loader = RankLoader(training_data, batch, data_rank, data_ranks, collate_fn, drop)
+    loader = _loader(checked, training_data, collate_fn, (data_rank, data_ranks))
     engine = Engine(model, wrapped, resolved, prepared.deferred.device, schedule, loader, data_ranks)
+    _record(engine, topology)
     _announce(engine, _unheard(engine, optimizer, lr_scheduler))
     return engine, wrapped, loader, schedule
+
+
+def _loader(
+    config: Config, data: Any, collate_fn: Callable[..., Any] | None, place: tuple[int, int]
+) -> RankLoader | None:
+    """This rank's part of the data; `place`: which rank it is, of how many."""
+    if data is None:
+        return None
+    batch, drop = config.train_micro_batch_size_per_gpu, config.dataloader_drop_last
+    return RankLoader(data, batch, *place, collate_fn, drop)
+
+
+def _record(engine: Engine, topology: Topology) -> None:
+    """Record the run, if the file asks for that. All ranks can write, or none goes on."""
+    debug = engine.config.debug
+    if debug.record is not None:
+        attempt(partial(engine.record, debug.record, debug.record_steps), topology)
 
 
 def _prepare(
@@ -249,7 +264,7 @@ def _announce(engine: Engine, unheard: Iterable[str]) -> None:
     if dist.is_initialized() and dist.get_rank() != 0:
         return
     resolved = engine.resolved
-    assumed = () if isinstance(engine.optimizer.base, NoOptimizer) else resolved.assumed()
+    assumed = () if isinstance(engine.optimizer.base, NoOptimizer) else resolved.assumed
     warnings = (*resolved.warnings, *assumed, *_unseen(engine))
     for warning in (*warnings, *_idle_leaves(engine), *_forgotten(engine), *unheard):
         log.warning("%s", warning)

@@ -15,7 +15,7 @@ from zero_full.precision import Dtypes, DynamicScale, StaticScale
 from zero_full.precision.dtypes import NAMES
 from zero_full.shard import Gathering, Settings
 
-PRIVATE = ("steps_per_print", "wall_clock_breakdown")  # a rank may choose what it prints
+PRIVATE = ("steps_per_print", "wall_clock_breakdown", "debug.record")  # a rank may choose what it prints
 
 
 def settings_of(config: Config) -> Settings:

@@ -5,6 +5,7 @@ Types and bounds are what the models answer to a value that cannot be right, so 
 
 import ast
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -101,7 +102,7 @@ def _answer(key: Key, value: object) -> str | None:
     try:
         key.model.model_validate({**required, key.name: value})
     except ValidationError as error:
-        return explain(error.errors()[0], {}).partition(", expected ")[2]
+        return explain(error.errors()[0], {}).why.partition(", expected ")[2]
     return None
 
 
@@ -125,7 +126,16 @@ def _default(key: Key) -> str:
         "gradient_accumulation_steps",
     ):
         return "solved"
-    return f"`{json.dumps(value)}`"
+    return _number(value) if isinstance(value, int) and value >= 10**5 else f"`{json.dumps(value)}`"
+
+
+def _number(value: int) -> str:
+    """A large number as people write it."""
+    if value >= sys.maxsize:
+        return "unlimited"
+    digits = str(value).rstrip("0")
+    powers = f"`{digits}e{len(str(value)) - len(digits)}`"
+    return powers if len(digits) == 1 else f"`{value}`"
 
 
 def _meaning(key: Key) -> str:
@@ -140,38 +150,52 @@ def _meaning(key: Key) -> str:
         verdict += f", unless {_default(key)}" if remark.refuses else ""
     if remark.when is not None and not remark.switch:
         verdict += ", unless it asks for nothing"
-    return f"*{verdict[0].upper()}{verdict[1:]}:* {remark.text}"
+    told = "; ".join(filter(None, (remark.text, remark.remedy)))
+    told = told.replace("{", "&#123;").replace("}", "&#125;")  # at the end of a cell they would be attributes
+    return f"*{verdict[0].upper()}{verdict[1:]}:* {told}"
 
 
-def _table(keys: list[Key]) -> list[str]:
-    lines = ["| key | values | default | what it does |", "|---|---|---|---|"]
+def _table(section: str, keys: list[Key]) -> list[str]:
+    """A row has the key, which is a link to itself, and what a small screen shows below it."""
+    lines = [
+        '<div class="keys" markdown="1">',
+        "",
+        "| key | what it does | values | default |",
+        "|---|---|---|---|",
+    ]
     for key in keys:
-        cells = [f"`{key.name}`", expected(key), _default(key), _meaning(key)]
+        name = f"{section}.{key.name}".lstrip(".")
+        cells = [f"[`{key.name}`](#{name}){{ #{name} }}", _meaning(key), expected(key), _default(key)]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return [*lines, ""]
+    return [*lines, "", "</div>", ""]
 
 
-def _groups(keys: list[Key]) -> list[tuple[str, list[Key]]]:
-    honoured = [k for k in keys if k.remark in (None, STAGE3)]
-    refused = [k for k in keys if k.remark and k.remark.refuses]
-    idle = [k for k in keys if k not in honoured and k not in refused]
-    named = [("", honoured), ("Refused", refused), ("Accepted without effect", idle)]
-    return [(name, group) for name, group in named if group]
+def _folded(summary: str, table: list[str]) -> list[str]:
+    return [
+        '<details class="quote" markdown="1">',
+        f"<summary>{summary}</summary>",
+        "",
+        *table,
+        "</details>",
+        "",
+    ]
 
 
 def keys_by_section(_: str, page: str) -> str:
-    """Every key of every section."""
+    """Every key of every section; those that nobody can use, or need not, are folded away."""
     check_texts()
     lines: list[str] = []
     for name, model, keys in sections():
+        lines += ['<div class="key-section" markdown="1">', ""]
         lines += [f"\n## {f'`{name}`' if name else 'Top level'} {{ #{name or 'top-level'} }}\n"]
         lines += [(model.__doc__ or "").strip().replace("`resolve`", "`initialize`"), ""]
-        split = len(keys) > 12
-        for title, group in _groups(keys) if split else [("", keys)]:
-            lines += (
-                [f"### {title} {{ #{name or 'top-level'}-{title.split()[0].lower()} }}\n"] if title else []
-            )
-            lines += _table(group)
+        honoured = [key for key in keys if key.remark in (None, STAGE3)]
+        refused = [key for key in keys if key.remark and key.remark.refuses]
+        idle = [key for key in keys if key not in honoured and key not in refused]
+        lines += _table(name, honoured) if honoured else []
+        lines += _folded(f"Refused: {len(refused)}", _table(name, refused)) if refused else []
+        lines += _folded(f"Accepted without effect: {len(idle)}", _table(name, idle)) if idle else []
+        lines += ["</div>", ""]
     return "\n".join(lines)
 
 

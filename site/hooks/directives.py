@@ -9,10 +9,14 @@ migrate: names or instead  what DeepSpeed's names are here
 rooms: graph or table    who imports whom in zero_full
 bench: here              what `make bench` has printed on this machine, if it has
 record: NAME             what a benchmark has printed, as site/records/NAME.md keeps it
-plot: NAME               the same as a picture (record_plots.py)
+replay: NAME             what `python -m zero_full replay` prints of the recording site/records/NAME.json
+records: NAMES           some of them, folded: what stands behind a chart
+chart: NAME              a sentence and bars: how long something takes beside its peers (charts.py)
+plot: NAME               another picture of what a record has (record_plots.py)
 museum: all              mistakes, what `check` says about each, and where it is explained
 instructors: all         each lesson's time, tasks and points
 list: notebooks          links to the notebooks
+messages: all            messages that the guide explains, in the order of the alphabet
 """
 
 import re
@@ -20,14 +24,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import api_pages
+import charts
 import config_page
 import formulas
 import import_graph
 import instructors_page
+import messages
 import migrate_tables
 import museum_page
 import notebook_pages
 import record_plots
+import recordings
 import snippets
 from places import ROOT, SiteError, relative, relinked
 
@@ -39,6 +46,7 @@ CONFIG = {
 }
 
 
+SUMMARY = "The record: how it was measured, and every number"
 MIGRATE = {"names": migrate_tables.same, "instead": migrate_tables.other}
 
 
@@ -68,9 +76,9 @@ def _bench(_: str, page: str) -> str:
     names = dict.fromkeys(re.findall(r"build/bench/(\w+\.md)", (ROOT / "Makefile").read_text()))
     files = [ROOT / "build" / "bench" / name for name in names]
     parts = [
-        f"## `{file.name}`\n\n{_printed(file)}" for file in files if file.exists() and file.stat().st_size
+        f"### `{file.name}`\n\n{_printed(file)}" for file in files if file.exists() and file.stat().st_size
     ]
-    return "\n".join(parts) or "`make bench` has not run here yet."
+    return "\n".join(parts) or "Nothing: run `make bench` here, and then `make site`."
 
 
 def _record(name: str, page: str) -> str:
@@ -80,10 +88,15 @@ def _record(name: str, page: str) -> str:
     return _printed(file)
 
 
+def _records(names: str, page: str) -> str:
+    texts = "\n".join(_record(name, page) for name in names.split())
+    return f'<details class="records" markdown="1"><summary>{SUMMARY}</summary>\n\n{texts}\n</details>\n'
+
+
 def _printed(file: Path) -> str:
-    """Without the line for programs, and with headings below those of the page."""
+    """Without the line for programs. Headings are no headings of the page."""
     lines = [line for line in file.read_text().splitlines() if not line.startswith("{")]
-    return re.sub(r"^#+ ", "### ", "\n".join(lines), flags=re.MULTILINE) + "\n"
+    return re.sub(r"^#+ (.*)$", r"**\1**", "\n".join(lines), flags=re.MULTILINE) + "\n"
 
 
 def _list(what: str, page: str) -> str:
@@ -102,10 +115,14 @@ KINDS: dict[str, Callable[[str, str], str]] = {
     "rooms": _rooms,
     "bench": _bench,
     "record": _record,
+    "replay": recordings.replayed,
+    "records": _records,
+    "chart": charts.render,
     "plot": record_plots.render,
     "museum": museum_page.render,
     "instructors": instructors_page.render,
     "list": _list,
+    "messages": messages.index,
 }
 
 

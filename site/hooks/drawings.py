@@ -4,7 +4,7 @@ import html
 import posixpath
 import re
 
-from places import ROOT, outside_code
+from places import DOCS, ROOT, outside_code
 
 IMAGE = re.compile(r"^!\[([^\]]+)\]\(([^)\s]+\.svg)\)$", re.MULTILINE)
 STYLE = re.compile(r"<style>.*?</style>\s*", re.DOTALL)
@@ -15,7 +15,8 @@ def inlined(text: str, page: str) -> str:
 
     def drawing(image: "re.Match[str]") -> str:
         path = posixpath.normpath(posixpath.join(posixpath.dirname(page), image[2]))
-        return figure((ROOT / path).read_text(), image[1]) if (ROOT / path).exists() else image[0]
+        found = [file for file in (ROOT / path, ROOT / DOCS / path) if file.exists()]
+        return figure(found[0].read_text(), image[1]) if found else image[0]
 
     return outside_code(text, IMAGE, drawing)
 
@@ -29,4 +30,5 @@ def figure(svg: str, description: str) -> str:
         r'\1 style="max-width:\2px; min-width:min(0.85 * \2px, 33rem)"',
         svg,
     )
+    svg = re.sub(r'(<svg [^>]*?style=")([^>]*? width="([\d.]+)pt")', r"\1--wide:\3px; \2", svg, count=1)
     return f'<figure class="drawing" data-search-exclude>\n{svg}\n</figure>'

@@ -4,7 +4,7 @@ import re
 
 from places import ROOT, page_of, relative, relinked, shown, unfolded
 
-from lessons import repository
+from lessons import contents, repository
 from lessons.registry import LESSONS, Lesson
 from lessons.verdict import EXPLAINS, Paragraph, paragraphs
 
@@ -43,7 +43,7 @@ def _marks(explained: list[Paragraph]) -> str:
 def _facts(lesson: Lesson, page: str) -> str:
     """One line below the title: what belongs to this lesson."""
     code = ", ".join(f"[`{x}`]({relative(page_of(x) or '', page)})" for x in lesson.sources)
-    parts = [f"Code: {code}"]
+    parts = [f"{contents.minutes(lesson)} minutes to read", f"Code: {code}"]
     if lesson.notebook.exists():
         there = relative(page_of(shown(lesson.notebook)) or "", page)
         elsewhere = repository.links(lesson.notebook.stem).items()

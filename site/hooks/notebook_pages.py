@@ -8,9 +8,11 @@ comes from the cell's metadata: "alt", a string, or a list of them if the cell s
 import base64
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -24,6 +26,7 @@ from places import ROOT, SiteError, relinked, unfolded
 
 from lessons import repository
 
+log = logging.getLogger("mkdocs.notebooks")  # mkdocs prints what it is told
 NOTEBOOKS = ROOT / "notebooks"
 CACHE = ROOT / "build" / "notebook_pages"
 CALLED = ("zero_min", "zero_full", "lessons", "tests/lessons")  # a change may change what a notebook shows
@@ -54,7 +57,10 @@ def _folder(name: str) -> Path:
     path = NOTEBOOKS / f"{name}.ipynb"
     folder = CACHE / f"{name}-{_key(path)}"
     if not folder.exists():
+        place, began = f"notebook {name}, {names().index(name) + 1} of {len(names())}", time.perf_counter()
+        log.info("%s: running", place)
         notebook = _executed(path)
+        log.info("%s: done after %.0f s", place, time.perf_counter() - began)
         CACHE.mkdir(parents=True, exist_ok=True)
         fresh = Path(mkdtemp(dir=CACHE))
         try:

@@ -16,6 +16,8 @@ NAMED = {
     "README.md": "index.md",
     "lessons/README.md": "lessons/index.md",
     "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "site/docs/guide/first_gpu_run.md": "benchmarks/gpu.md",  # which includes it
 }
 FENCE = re.compile(r"^( *)(`{3,}|~{3,}).*?^\1\2[`~]* *$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"(?P<text>\[[^\]]*\])\((?P<target>[^)\s#]+)(?P<anchor>#[^)\s]*)?(?P<rest>[^)]*)\)")
@@ -39,6 +41,14 @@ def page_of(path: str) -> str | None:
     if first == "lessons" and path.endswith(("lesson.md", ".svg")) and rest:
         return path
     return None
+
+
+def file_of(page: str) -> str | None:
+    """The file of the repository in which a page is written; None for one that code writes."""
+    named = {there: path for path, there in NAMED.items()}
+    file = page.removesuffix(".md")
+    candidates = [DOCS + page, named.get(page, page), f"{file}.ipynb", file.removeprefix("source/")]
+    return next((path for path in candidates if (ROOT / path).is_file()), None)
 
 
 def url_of(page: str) -> str:
@@ -81,6 +91,12 @@ def relinked(text: str, home: str, page: str) -> str:
 def unfolded(text: str) -> str:
     """A text whose folded parts are Markdown, too: on the site that has to be said."""
     return text.replace("<details><summary>", '<details markdown="1"><summary>')
+
+
+def version() -> str:
+    """The version that these pages describe."""
+    project = (ROOT / "pyproject.toml").read_text()
+    return project.partition('\nversion = "')[2].partition('"')[0]
 
 
 def shown(path: Path) -> str:

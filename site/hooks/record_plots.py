@@ -1,7 +1,7 @@
 """Plots of what benchmarks have recorded, drawn when the site is built from a record's line for programs."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from statistics import mean
@@ -36,7 +36,6 @@ LINES = {  # a colour and a dash for each optimizer, the same in all plots
     "LAMB": (BROWN, "-."),
     "1-bit LAMB": (OLIVE, ":"),
 }
-OTHERS = {"forward+backward": BACKWARD, "DDP": SLATE, "0/1 Adam, a round in every step": OLIVE}
 
 
 def _style(name: str) -> dict[str, Any]:
@@ -50,12 +49,11 @@ def _named(plot: Axes, title: str, x: str, y: str) -> None:
     plot.legend(fontsize="small")
 
 
-def losses(record: Record) -> Picture:
-    """Every optimizer's mean over the seeds, in a band from the best to the worst one."""
+def losses(record: Record) -> Iterator[Picture]:
+    """Every optimizer's mean over the seeds, in a band from the best to the worst one, by size of batch."""
     curves: Mapping[str, Any] = record["curves"]
-    figure, plots = new_figure(2)
-    said = []
-    for plot, large in zip(plots, (False, True), strict=True):
+    for large in (False, True):
+        (figure, (plot,)), said = new_figure(1), []
         shown = {name: curve for name, curve in curves.items() if name.endswith("large batch") == large}
         for name, curve in shown.items():
             steps, columns = curve["steps"], list(zip(*curve["losses"], strict=True))
@@ -67,15 +65,14 @@ def losses(record: Record) -> Picture:
         ends = [x for curve in shown.values() for one in curve["losses"] for x in one[len(one) // 4 :]]
         plot.set_ylim(0.97 * min(ends, default=0), 1.03 * max(ends, default=1))
         _named(plot, "large batches" if large else "small batches", "step", "validation loss")
-    seeds = len(record["seeds"])
-    return picture(figure, f"Validation loss, mean and range of {seeds} seeds. {'; '.join(said)}.")
+        seeds = len(record["seeds"])
+        yield picture(figure, f"Validation loss, mean and range of {seeds} seeds. {'; '.join(said)}.")
 
 
-def sent(record: Record) -> Picture:
+def sent(record: Record) -> Iterator[Picture]:
     """Bytes per parameter since the first step, by each number of ranks: counted, and the closed form."""
-    figure, plots = new_figure(len(record["counted"]))
-    said = []
-    for plot, (ranks, rows) in zip(plots, record["counted"].items(), strict=True):
+    for ranks, rows in record["counted"].items():
+        (figure, (plot,)), said = new_figure(1), []
         for number, (name, row) in enumerate(rows.items()):
             steps = range(1, len(row["sent"]) + 1)
             counted, formula = (
@@ -86,40 +83,11 @@ def sent(record: Record) -> Picture:
             plot.plot(steps, formula, **dots)
             if name == "Adam":
                 plot.plot(steps, [x / 2 for x in counted], color=AWAY, label="Adam, all-reduce in fp16")
-            said.append(f"{name} on {ranks} ranks {counted[-1]:.1f}, closed form {formula[-1]:.1f}")
+            said.append(f"{name} {counted[-1]:.1f}, closed form {formula[-1]:.1f}")
         plot.set_yscale("log")
         _named(plot, f"{ranks} ranks", "step", "bytes per parameter that a rank has sent")
-    return picture(figure, f"Bytes per parameter after {record['steps']} steps: {'; '.join(said)}.")
-
-
-def links(record: Record) -> Picture:
-    """A step's time by rate, for each number of ranks."""
-    tables: Mapping[str, Any] = record["links"]
-    worlds = list(dict.fromkeys(where.partition(", ")[0] for where in tables))
-    figure, plots = new_figure(len(worlds))
-    said = []
-    for plot, world in zip(plots, worlds, strict=True):
-        rates = [where.partition(", ")[2] for where in tables if where.startswith(world)]
-        for place, rate in enumerate(rates):
-            medians: Mapping[str, float] = tables[f"{world}, {rate}"]["seconds"]
-            wide = 0.85 / len(medians)
-            for bar, (row, seconds) in enumerate(medians.items()):
-                label = row if place == 0 else None
-                plot.bar(
-                    place + wide * (bar - len(medians) / 2 + 0.5),
-                    1e3 * seconds,
-                    wide,
-                    color=OTHERS.get(row) or _style(row)["color"],
-                    label=label,
-                )
-            told = ", ".join(f"{row} {1e3 * seconds:.0f}" for row, seconds in medians.items())
-            said.append(f"{world}, {rate}: {told}")
-        plot.set_xticks(range(len(rates)), rates)
-        plot.set_yscale("log")
-        low, high = plot.get_ylim()
-        plot.set_ylim(low, 12 * high)  # the legend has several lines
-        _named(plot, world, "link", "a step, ms")
-    return picture(figure, f"Milliseconds a step. {'; '.join(said)}.")
+        steps_of = f"{record['steps']} steps on {ranks} ranks"
+        yield picture(figure, f"Bytes per parameter after {steps_of}: {'; '.join(said)}.")
 
 
 WORK = {  # what a rank and its device do in a step with offload: a lane and a colour
@@ -135,7 +103,7 @@ WORK = {  # what a rank and its device do in a step with offload: a lane and a c
 }
 
 
-def timeline(record: Record) -> Picture:
+def timeline(record: Record) -> Iterator[Picture]:
     """One lane below the other for all that works at the same time."""
     rows: Mapping[str, Sequence[Any]] = record["events"]
     figure = Figure(figsize=(9.6, 2.5 * len(rows)), layout="constrained")
@@ -158,22 +126,48 @@ def timeline(record: Record) -> Picture:
         spans = {w: [e for e in events if e[0] == w] for w in WORK if w in labelled}
         told = (f"{w} {each[0][1]:.0f} to {max(e[2] for e in each):.0f}" for w, each in spans.items())
         said.append(f"{name}: {', '.join(told)}")
-    return picture(figure, f"From the first millisecond to the last, by what is at work. {'; '.join(said)}.")
+    yield picture(figure, f"From the first millisecond to the last, by what is at work. {'; '.join(said)}.")
 
 
-PLOTS: dict[str, Callable[[Record], Picture]] = {
+def losses_say(record: Record) -> str:
+    """Where each ends beside Adam with the same batches, by the means over the seeds."""
+    curves = record["curves"]
+    ends = {name: mean(one[-1] for one in curve["losses"]) for name, curve in curves.items()}
+    told = []
+    for name, end in ends.items():
+        adam = "Adam, large batch" if name.endswith("large batch") else "Adam"
+        if name != adam:
+            more = end - ends[adam]
+            told.append(f"{name.partition(', large')[0]} {abs(more):.3f} {'higher' if more > 0 else 'lower'}")
+    return f"The mean loss of {len(record['seeds'])} seeds ends, beside Adam's: {'; '.join(told)}."
+
+
+def sent_says(record: Record) -> str:
+    """What each sends of Adam's bytes."""
+    told = []
+    for name in next(iter(record["counted"].values())):
+        shares = [sum(rows[name]["sent"]) / sum(rows["Adam"]["sent"]) for rows in record["counted"].values()]
+        ends = dict.fromkeys(f"{end:.2f}" for end in (min(shares), max(shares)))
+        told += [f"{name} {' to '.join(ends)}"] if name != "Adam" else []
+    return f"In parts of the bytes that Adam sends, each sends: {'; '.join(told)}."
+
+
+SENTENCES: dict[str, Callable[[Record], str]] = {"optimizers": losses_say, "compression_bytes": sent_says}
+PLOTS: dict[str, Callable[[Record], Iterator[Picture]]] = {
     "optimizers": losses,
     "compression_bytes": sent,
-    "compression_link": links,
     "offload_timeline": timeline,
 }
 
 
 def drawn(name: str, lines: Sequence[str]) -> str:
-    """The figure of what a benchmark has printed."""
-    found = [line for line in lines if line.startswith("{")]
-    svg = PLOTS[name](json.loads(found[-1])).svg.strip()
-    return f'<figure class="drawing" data-search-exclude>\n{svg}\n</figure>\n'
+    """The figure of what a benchmark has printed; what it says in short stands above."""
+    record = json.loads([line for line in lines if line.startswith("{")][-1])
+    drawings = [each.svg.strip() for each in PLOTS[name](record)]
+    said = f"{SENTENCES[name](record)}\n\n" if name in SENTENCES else ""
+    several = " several" if len(drawings) > 1 else ""
+    svg = "\n".join(drawings)
+    return f'{said}<figure class="drawing{several}" data-search-exclude>\n{svg}\n</figure>\n'
 
 
 def render(name: str, page: str) -> str:

@@ -148,6 +148,19 @@ def test_the_page_shows_what_was_found_and_names_what_was_not_run() -> None:
     assert "Nothing has been measured" not in text
 
 
+def test_the_page_begins_with_charts_of_what_was_found_and_of_its_range(tmp_path: Path) -> None:
+    told = {"value": 0.5, "low": 0.4, "high": 0.8, "target": 1.0, "met": True}
+    found = {name: result(name, rows=[{"ratios": {"x / y": told}}]) for name in ("steps", "kernels")}
+    steps, speeds = page.charts(found)
+    assert steps.bars == {"x / y": (0.5, 0.4, 0.8)} and speeds.bars == {"x / y": (2.0, 1.25, 2.5)}
+    text = page.page(found, rehearsal=False)
+    assert text.startswith("# GPU\n\n![Step time, as a ratio: x / y 0.50.](../assets/gpu/steps.svg)\n")
+    assert text.index("operators.svg") < text.index("make gpu-day")
+    page.draw(found, tmp_path, rehearsal=False)
+    drawn = (tmp_path / "steps.svg").read_text()
+    assert "x / y" in drawn and "prefers-color-scheme" in drawn and "#000000" not in drawn
+
+
 def test_the_page_says_what_is_not_complete() -> None:
     states = {"failed": "FAILED", "stopped": "the time was over", "running": "it was killed"}
     for state, words in states.items():
@@ -168,9 +181,8 @@ def test_a_rehearsal_is_never_shown_as_a_result(tmp_path: Path, monkeypatch: pyt
 
 def test_the_committed_page_is_made_of_the_committed_records() -> None:
     found = page.results_in(page.RECORDS)
-    charts = [name for name, _, values, _ in page.bars(found) if values]
-    assert page.PAGE.read_text() == page.page(found, rehearsal=False, charts=charts)
-    assert all((page.CHARTS / f"{name}.svg").exists() for name in charts)
+    assert page.PAGE.read_text() == page.page(found, rehearsal=False)
+    assert all((page.CHARTS / f"{chart.name}.svg").exists() for chart in page.charts(found))
 
 
 # On a bare machine -------------------------------------------------------------------------------

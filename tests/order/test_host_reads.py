@@ -15,6 +15,7 @@ from torch import Tensor
 
 import zero_full
 from tests.order.runs import Case, recorded
+from zero_full.flight.parts import folder_of
 from zero_full.shard.agreement import numbers_on
 
 PRECISIONS: dict[str, dict[str, Any]] = {
@@ -38,6 +39,14 @@ def test_a_step_waits_for_one_answer(stage: int, precision: str) -> None:
     keys = {**PRECISIONS[precision], "gradient_clipping": 0.1, "gradient_accumulation_steps": 2}
     for overlap in (True, False):
         assert list(reads(Case(stage, keys=keys), overlap).values()) == [1]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_recording_makes_the_host_wait_for_nothing_more(stage: int, tmp_path: Path) -> None:
+    file = tmp_path / "step.json"
+    keys = {"debug": {"record": str(file)}, "gradient_clipping": 0.1}
+    assert list(reads(Case(stage, keys=keys)).values()) == [1]
+    assert any(folder_of(file).iterdir())  # it was recorded
 
 
 def test_whoever_refuses_unused_parameters_waits_once_more() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.site.browser import Open, served, watch
+from tests.site.browser import Open, watch
 from tests.site.test_build import pages
 
 pytest_plugins = ["tests.site.fixtures"]
@@ -26,6 +26,7 @@ ONE_OF_EACH_KIND = [
     "animation.html",
     "clock.html",
     "configuration.html",
+    "check.html",
     "architecture.html",
     "api/zero_full.html",
     "benchmarks/cpu.html",
@@ -107,23 +108,7 @@ def test_all_other_pages_are_accessible_too(open_page: Open, site: Path) -> None
     assert not found
 
 
-def searched(page: Any) -> list[str]:
-    page.locator("[data-md-component=search-query]").first.click()
-    page.keyboard.type("hysteresis")
-    page.wait_for_selector(".md-search-result__link")
-    return [link.get_attribute("href") for link in page.query_selector_all(".md-search-result__link")]
-
-
-def test_the_search_finds_hysteresis_on_a_server_and_without_one(open_page: Open, site: Path) -> None:
-    with served(site) as address:
-        over_http = searched(open_page("index.html", base=address))
-    from_files = searched(open_page("index.html"))
-    for links in (over_http, from_files):
-        assert any("lessons/step4_precision/lesson.html" in link for link in links), links
-        assert any("configuration.html" in link for link in links), links
-
-
 def test_a_page_without_javascript_says_what_to_do_instead(open_page: Open) -> None:
-    for path in ("calculator.html", "animation.html", "clock.html"):
+    for path in ("calculator.html", "animation.html", "clock.html", "check.html"):
         page = open_page(path, java_script_enabled=False)
         assert "python -m" in page.inner_text("noscript")

@@ -18,7 +18,8 @@ ROOT = Path(__file__).parents[2]
 VENDOR = ROOT / "site" / "docs" / "assets" / "vendor"
 LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "embed": "src", "object": "data"}
 # URLs inside the theme's own program. It asks for the first if a page has a mermaid drawing and for the next
-# two if the site names a repository; `test_nothing_wakes_the_theme_s_requests` says that neither is the case.
+# two if it finds its own link to a repository; `test_nothing_wakes_the_theme_s_requests` says that neither is
+# the case.
 DORMANT = {"unpkg.com", "api.github.com", "gitlab.com"}
 IN_COMMENTS = {"clipboardjs.com", "lunrjs.com", "tartarus.org", "bit.ly"}
 
@@ -46,7 +47,7 @@ class Reader(HTMLParser):
         self.page.classes |= set(given.get("class", "").split())
         if tag == "a" and "href" in given:
             self.page.links.append(given["href"])
-        if tag == "link" and given.get("rel") not in ("prev", "next"):
+        if tag == "link" and given.get("rel") not in ("prev", "next", "canonical"):
             self.page.loads.append(given["href"])
         if tag in LOADED and LOADED[tag] in given:
             self.page.loads.append(given[LOADED[tag]])
@@ -61,7 +62,8 @@ def read(path: Path) -> Page:
 
 
 def pages(site: Path) -> Iterator[Path]:
-    return iter(sorted(site.rglob("*.html")))
+    """All but the one that a server shows at any address, whose links are absolute."""
+    return iter(sorted(page for page in site.rglob("*.html") if page != site / "404.html"))
 
 
 def dead(site: Path, page: Path, target: str) -> str:
@@ -114,8 +116,9 @@ def test_scripts_name_no_host(site: Path) -> None:
 
 def test_nothing_wakes_the_theme_s_requests(site: Path) -> None:
     for page in pages(site):
-        assert not read(page).classes & {"mermaid", "md-source"}, page
-        settings = page.read_text().partition('id="__config"')[2].partition("</script>")[0]
+        text = page.read_text()
+        assert "mermaid" not in read(page).classes and 'data-md-component="source"' not in text, page
+        settings = text.partition('id="__config"')[2].partition("</script>")[0]
         assert '"version": null' in settings, page
 
 
@@ -162,6 +165,17 @@ def test_every_key_and_every_public_name_is_documented(site: Path) -> None:
         ids = read(site / "api" / f"{package.__name__}.html").ids
         for name in package.__all__:
             assert f"{package.__name__}.{name}" in ids
+
+
+def test_every_message_that_the_guide_explains_has_an_anchor_and_is_in_the_index(site: Path) -> None:
+    import messages
+
+    listed = read(site / "guide" / "messages.html").links
+    for message in messages.quoted():
+        page = site / message.page.replace(".md", ".html")
+        assert message.anchor in read(page).ids
+        assert f"{page.name}#{message.anchor}" in listed
+    assert len(messages.quoted()) > 50
 
 
 def test_the_search_index_knows_hysteresis_and_is_there_for_both_ways_to_open_a_page(site: Path) -> None:

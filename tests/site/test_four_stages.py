@@ -112,6 +112,10 @@ def test_it_shows_every_moment_and_comes_round(open_page: Open, record: dict[str
         for stage, drawn in zip(record["stages"], drawn_by(page), strict=True):
             held = [nbytes for nbytes in stage[place]["bytes"].values() if nbytes]
             assert drawn == pytest.approx([nbytes / sum(held) for nbytes in held], abs=1e-3)
+        said = page.locator("#four-stages .strips text").all_text_contents()
+        for word in ("now", "most", "sent"):
+            numbers = [told(stage[place])[word] / record["numel"] for stage in record["stages"]]
+            assert [words for words in said if words.startswith(word)] == [f"{word} {n:.1f}" for n in numbers]
         page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowLeft")
     assert moment(page) == last - 1
@@ -120,6 +124,10 @@ def test_it_shows_every_moment_and_comes_round(open_page: Open, record: dict[str
     page.wait_for_function("document.querySelector('#four-stages .seek').value < 9")
     page.keyboard.press("Space")
     assert page.inner_text("#four-stages .play") == "Play"
+
+
+def told(stage: dict[str, Any]) -> dict[str, int]:
+    return {"now": sum(stage["bytes"].values()), "most": stage["most"], "sent": stage["sent"]}
 
 
 def drawn_by(page: Any) -> list[list[float]]:

@@ -5,7 +5,7 @@ import json
 import re
 import shlex
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "site" / "docs" / "guide"
 PAGES = sorted(GUIDE.glob("*.md"))
 BLOCK = re.compile(r"(?:^<!-- (?P<mark>\w+) -->\n)?^```(?P<kind>\w+)\n(?P<text>.*?)^```$", re.M | re.S)
-VARIES = re.compile(r"%\.?\d*[sdgf]")  # in a message of the log
+VARIES = re.compile(r"%\.?\d*[sdgf]|\{\}")  # in a message of the log, or for `format`
 GAP = "…"  # what varies, on the page
 
 
@@ -120,10 +120,15 @@ def source() -> list[str]:
     return list(texts())
 
 
+def fixed_parts(quote: str) -> Callable[[str], bool]:
+    """Whether a string has all fixed parts of the quote, in their order."""
+    wanted = re.compile(".*".join(re.escape(part) for part in quote.split(GAP) if part.strip()), re.S)
+    return lambda text: wanted.search(text) is not None
+
+
 def occurs(quote: str) -> bool:
-    """Whether one string of the package has all fixed parts of the quote, in their order."""
-    wanted = ".*".join(re.escape(part) for part in quote.split(GAP) if part.strip())
-    return any(re.search(wanted, text, re.S) for text in source())
+    """Whether the package can say what is quoted."""
+    return any(map(fixed_parts(quote), source()))
 
 
 QUOTES = [

@@ -14,6 +14,7 @@ from zero_full.migrate.names import INSTEAD, NAMES
 pytest.importorskip("material", reason="pip install -e '.[site]'")
 
 import api_pages
+import charts
 import config_page
 import directives
 import drawings
@@ -24,6 +25,7 @@ import migrate_tables
 import museum_page
 import notebook_pages
 import places
+import ratio_charts
 import record_plots
 import snippets
 
@@ -73,6 +75,8 @@ def test_a_drawing_takes_its_description_from_the_text_and_its_colours_from_the_
     assert (
         'aria-label="Four of them."' in made and "<style>" not in made and "prefers-color-scheme" not in made
     )
+    plot = drawings.inlined("![A plot.](../lessons/step6_zero_one_adam/plot.svg)", "here/page.md")
+    assert 'style="--wide:1036.8px; ' in plot  # what a small screen must not shrink
 
 
 def test_the_import_graph_is_that_of_the_structure_tests() -> None:
@@ -166,6 +170,18 @@ def test_a_notebook_that_fails_stops_the_build(tmp_path: Path) -> None:
         notebook_pages._executed(path)
 
 
+def test_a_notebook_that_runs_is_told_with_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(notebook_pages, "CACHE", tmp_path)
+    monkeypatch.setattr(notebook_pages, "_executed", lambda path: _notebook("1 + 1"))
+    with caplog.at_level("INFO", "mkdocs.notebooks"):
+        notebook_pages._folder("00b_ring")
+        notebook_pages._folder("00b_ring")  # is there already
+    place = f"notebook 00b_ring, 2 of {len(notebook_pages.names())}"
+    assert caplog.messages == [f"{place}: running", f"{place}: done after 0 s"]
+
+
 def test_a_picture_needs_a_description(tmp_path: Path) -> None:
     import nbformat.v4 as v4
 
@@ -206,23 +222,33 @@ RECORDS: dict[str, dict[str, Any]] = {
         "seeds": [0, 1],
         "curves": {
             "Adam": {"steps": [20, 40], "losses": [[3.0, 2.5], [3.1, 2.75]]},
+            "Adam, large batch": {"steps": [20, 40], "losses": [[3.0, 2.25], [3.0, 2.25]]},
             "LAMB, large batch": {"steps": [20, 40], "losses": [[3.0, 2.0], [3.0, 2.25]]},
         },
     },
     "compression_bytes": {
         "steps": 2,
-        "counted": {"2": {"Adam": {"sent": [400, 400], "formula": [400, 500], "numel": 100}}},
+        "counted": {
+            "2": {
+                "Adam": {"sent": [400, 400], "formula": [400, 500], "numel": 100},
+                "1-bit Adam": {"sent": [100, 100], "formula": [100, 100], "numel": 100},
+            }
+        },
     },
-    "compression_link": {"links": {"2 ranks, 100 Mbit": {"seconds": {"DDP": 0.5, "0/1 Adam": 0.02}}}},
     "offload_timeline": {
         "events": {"state in a file": [["backward", 1, 9], ["read", 4.2, 6], ["read", 6, 8]]}
     },
 }
 SEEN = {
-    "optimizers": "Adam ends at 2.625, its seeds from 2.500 to 2.750; LAMB, large batch ends at 2.125",
-    "compression_bytes": "Bytes per parameter after 2 steps: Adam on 2 ranks 8.0, closed form 9.0.",
-    "compression_link": "Milliseconds a step. 2 ranks, 100 Mbit: DDP 500, 0/1 Adam 20.",
+    "optimizers": "Adam ends at 2.625, its seeds from 2.500 to 2.750.",
+    "compression_bytes": "Bytes per parameter after 2 steps on 2 ranks: Adam 8.0, closed form 9.0; 1-bit",
     "offload_timeline": "by what is at work. state in a file: backward 1 to 9, read 4 to 8.",
+}
+
+
+SAID = {
+    "optimizers": "The mean loss of 2 seeds ends, beside Adam's: LAMB 0.125 lower.",
+    "compression_bytes": "In parts of the bytes that Adam sends, each sends: 1-bit Adam 0.25.",
 }
 
 
@@ -230,8 +256,70 @@ SEEN = {
 def test_a_plot_says_what_the_record_says(name: str) -> None:
     printed = ["# what people read", json.dumps(RECORDS[name])]
     figure = record_plots.drawn(name, printed)
-    assert SEEN[name] in figure and "\n\n" not in figure
+    said, _, figure = figure.rpartition("\n\n")
+    assert SEEN[name] in figure and said == SAID.get(name, "")
     assert "currentColor" in figure and "#000000" not in figure and "background" not in figure
+
+
+def recorded(name: str) -> dict[str, Any]:
+    """What a record's line for programs says, which the charts do not read."""
+    text = (places.ROOT / "site" / "records" / f"{name}.md").read_text()
+    ratios: dict[str, Any] = json.loads(text.splitlines()[-1])["ratios"]
+    return ratios
+
+
+@pytest.mark.parametrize("name", charts.CHARTS)
+def test_a_chart_draws_and_writes_the_record_s_medians_and_ranges(name: str) -> None:
+    chart = charts.CHARTS[name]
+    figure = directives.expanded(f"<!-- chart: {name} -->", "kernels.md")
+    told = [
+        recorded(row.record or series.record)[row.ratio.replace("*", series.word)]
+        for group in chart.groups
+        for row in group.rows
+        for series in chart.series
+    ]
+    one = float(re.findall(r'"one" x1="([\d.]+)%"', figure)[0])  # all places are in percent of the width
+    wide = re.findall(r'<rect y="\d+" width="([\d.]+)%"', figure)
+    ranges = re.findall(r'class="rounds" x1="([\d.]+)%" x2="([\d.]+)%"', figure)[::3]  # and its two ends
+    said = re.findall(r"<b>([\d.]+)</b> ([\d.]+) to ([\d.]+)", figure)
+    assert len(told) == len(wide) == len(ranges) == len(said) > 5
+    for ratio, bar, line, digits in zip(told, wide, ranges, said, strict=True):
+        numbers = [ratio[key] for key in ("value", "low", "high")]
+        assert [float(place) / one for place in (bar, *line)] == pytest.approx(numbers, abs=0.006)
+        assert [float(each) for each in digits] == pytest.approx(numbers, abs=0.00501)
+
+
+def test_a_chart_s_sentence_has_the_record_s_numbers() -> None:
+    steps = {**recorded("step_time"), **recorded("step_time_50M")}
+    text = directives.expanded("<!-- chart: step -->", "benchmarks/cpu.md").splitlines()[0]
+    for peer in ("DDP", "ZeroRedundancyOptimizer", "FSDP2", "DeepSpeed"):
+        ours = re.compile(rf"fp32: zero_full \d / {peer}( \d)?$")
+        values = [ratio["value"] for name, ratio in steps.items() if ours.search(name)]
+        assert re.search(rf"{min(values):.2f} to {max(values):.2f} of (the time of )?{peer}'s", text), peer
+
+
+def test_a_chart_of_what_is_not_recorded_stops_the_build() -> None:
+    with pytest.raises(places.SiteError, match=r"cpu\.md asks for a chart of nothing; there are step"):
+        charts.render("nothing", "cpu.md")
+    series, row = [ratio_charts.Series("", "hooks")], ratio_charts.Row("", "stage 3 alone / 25 us")
+    for says, rows, message in (
+        ("{fast}", [row], "asks for {fast}, and no bar has these names"),
+        ("fast", [row, ratio_charts.Row("", "we / they")], "'we / they', which is not in site/records/hooks"),
+    ):
+        chart = ratio_charts.Chart(says, series, [ratio_charts.Group("", "red", rows)], "")
+        with pytest.raises(places.SiteError, match=message):
+            ratio_charts.drawn(chart)
+
+
+def test_records_fold_behind_a_chart() -> None:
+    text = directives.expanded("<!-- records: files hooks -->", "kernels.md")
+    assert (
+        text.startswith('<details class="records" markdown="1"><summary>The record')
+        and text.count("Measured on") == 2
+    )
+    for page in ("kernels.md", "benchmarks/cpu.md", "benchmarks/optimizers.md"):
+        written = (places.ROOT / "site" / "docs" / page).read_text()
+        assert re.match(r"# .*\n\n<!-- chart: ", written) and "<!-- record: " not in written
 
 
 def test_a_plot_of_what_is_not_recorded_stops_the_build() -> None:

@@ -140,12 +140,12 @@ def test_batch_sizes_that_do_not_fit_show_the_arithmetic(
     ):
         if train % unit:
             error = error_of(config, world)
-            assert f"{TRAIN} {train}" in error and f"world size {world} = {unit}" in error
+            assert f"{TRAIN}: {train}" in error and f"world size {world} = {unit}" in error
         else:
             resolve(config, world)
     if train != micro * steps * world:
         error = error_of({TRAIN: train, MICRO: micro, STEPS: steps}, world)
-        assert f"{TRAIN} {train} is not" in error and f"= {micro * steps * world}" in error
+        assert f"{TRAIN}: {train} is not" in error and f"= {micro * steps * world}" in error
 
 
 @pytest.mark.parametrize("key", [TRAIN, MICRO, STEPS])
@@ -261,8 +261,8 @@ def test_all_errors_are_reported_together_and_what_is_bad_hides_nothing() -> Non
     }
     starts = [
         *("optimizer.type: got 1", "gradient_clipping: got -1", "colour: unknown key", "amp.enabled = true"),
-        *("zero_optimization.zenflow = {}", "fp16.enabled and bf16.enabled: only one"),
-        *("zero_optimization.mics_shard_size: 3 does not divide the world size 2", f"{TRAIN} 9 cannot be"),
+        *("zero_optimization.zenflow = {}", "fp16.enabled: bf16.enabled is true as well; only one"),
+        *("zero_optimization.mics_shard_size: 3 does not divide the world size 2", f"{TRAIN}: 9 cannot be"),
     ]
     errors = errors_of(config)
     assert len(errors) == len(starts)
@@ -280,7 +280,7 @@ def test_all_errors_are_reported_together_and_what_is_bad_hides_nothing() -> Non
         ),
         (
             {"bf16": {"enabled": True, "bf16_optimizer_states": True}},
-            "bf16.bf16_optimizer_states: needs bf16.bf16_master_weights_and_grads true as well",
+            "bf16.bf16_optimizer_states: needs bf16.bf16_master_weights_and_grads true as well; set it",
         ),
         (
             {

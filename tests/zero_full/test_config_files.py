@@ -8,7 +8,6 @@ import pytest
 
 from tests.zero_full.test_config import TRAIN, specification_example
 from zero_full.config import ConfigError, resolve
-from zero_full.config.read import plain
 
 
 @pytest.mark.parametrize("as_what", [str, Path])
@@ -34,27 +33,32 @@ def test_comments_and_commas_after_the_last_item_are_read_and_strings_stay_whole
     assert config.train_batch_size == 8 and config.optimizer is not None
     assert config.optimizer.params == {"lr": 0.1, "betas": [0.9, 0.99]}
     assert config.checkpoint.writer == {"url": "http://x/*y*/#z, ]", "quote": '\\" // , }'}
-    assert [len(line) for line in plain(COMMENTED).splitlines()] == [len(x) for x in COMMENTED.splitlines()]
 
 
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ('{\n  "a": True}', "ds.json, line 2, column 8: this is not JSON: Expecting value (JSON writes true"),
+        ('{\n  "a": True}', "ds.json, line 2, column 8: this is not JSON: a value is expected; write true"),
         ('{ // one\n /* two\n */ "a": 1 # three\n "b": 2}', "ds.json, line 4, column 2: this is not JSON"),
         ('{"a": [1,,]}', "ds.json, line 1, column 10: this is not JSON"),
         ('{"a": [,]}', "ds.json, line 1, column 8: this is not JSON"),
         ("{,}", "ds.json, line 1, column 2: this is not JSON"),
         ('{"a": 1 /* no end', "ds.json, line 1, column 9: this is not JSON"),
-        ('{"a": "no end // }\n}', "ds.json, line 1, column 19: this is not JSON: Invalid"),
+        ('{"a": "no end // }\n}', "ds.json, line 1, column 19: this is not JSON: a string goes"),
         ("", "ds.json, line 1, column 1: this is not JSON"),
         ("[1]", "ds.json must be an object of keys and values"),
-        ("[" * 10**5 + "]" * 10**5, "ds.json: objects and lists are nested deeper than in any configuration"),
-        ('{"fp16": ' + "[" * 50 + "]" * 50 + "}", "fp16.0.0.0: nested more than 32 levels deep"),
-        ('{"train_batch_size": ' + "1" * 5000 + "}", "ds.json: Exceeds the limit"),
+        ("[" * 10**5 + "]" * 10**5, "ds.json, line 1, column 34: nested more than 32 levels deep"),
+        (
+            '{"fp16": ' + "[" * 50 + "]" * 50 + "}",
+            "ds.json, line 1, column 42: nested more than 32 levels deep",
+        ),
+        (
+            '{"train_batch_size": ' + "1" * 5000 + "}",
+            "ds.json, line 1, column 22: this is not JSON: a number of more than 1000 digits",
+        ),
         (
             '{"fp16": {"enabled": true, "enabled": false}, "train_batch_size": 8}',
-            "enabled: written twice",
+            "line 1, column 28: fp16.enabled: written twice in one object; keep one",
         ),
     ],
     ids=lambda text: text[:20],

@@ -1,5 +1,6 @@
 """load_weights: each rank reads its rows; any world, stage and precision; what is wrong changes nothing."""
 
+import inspect
 import json
 import re
 from pathlib import Path
@@ -14,7 +15,7 @@ import zero_full
 from tests.worlds import run_in
 from tests.zero_full.exported import BF16, Other, Untied, Zoo, engine_of, failure_of_load, masters, save
 from tests.zero_full.runs import assert_same
-from zero_full.checkpoint import load_weights, weights
+from zero_full.checkpoint import load_weights, save_weights, weights
 from zero_full.checkpoint.weights import enclosing_box
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -83,6 +84,13 @@ def load_options(comm: Any, path: Path, kind: str) -> tuple[dict[str, Tensor], A
         unmatched = load_weights(engine.module, engine.optimizer, path, **options)
         shown = engine.module.words.weight.detach().clone()
     return engine.module_state_dict(), unmatched, shown
+
+
+def test_the_engine_takes_what_the_functions_take() -> None:
+    for name, function in {"save_weights": save_weights, "load_weights": load_weights}.items():
+        mine = inspect.signature(getattr(zero_full.Engine, name)).parameters
+        theirs = inspect.signature(function).parameters
+        assert [*mine.values()][1:] == [*theirs.values()][2:] and len(mine) >= 4, name
 
 
 def test_tied_weights_load_into_two_parameters(plain: Path) -> None:

@@ -5,6 +5,7 @@ It picks the transport, counts the bytes, compares the calls if asked to, and pu
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from zero_full._compat import backend_of
 from zero_full.comm.desync import CallCheck, DesyncError
 from zero_full.comm.device_queue import queue_for
-from zero_full.comm.ledger import Traffic
+from zero_full.comm.ledger import CollectiveCall, Traffic
 from zero_full.comm.pretend import Pretence, PretendedGroup
 from zero_full.comm.shared import HALF, share_memory
 from zero_full.comm.staged import HALF as STAGED_HALF
@@ -59,6 +60,7 @@ class Communicator:
         self.size = 1 if self.group is None else self.group.size()
         self.ranks = [0] if self.group is None else ranks_of(self.group)
         self.closed = False
+        self.calls = 0  # so far
         self.call_check: CallCheck | None = None
         self.transport: Transport | None = None
         if self.group is not None:
@@ -175,8 +177,12 @@ class Communicator:
         with self._named(kind, what):
             if self.call_check is not None:
                 size = f"{tensor.numel()} x {str(tensor.dtype).removeprefix('torch.')}"
-                self.call_check(f"{kind} of {what}: {size}")
-            collective()
+                collective = partial(_checked, self.call_check, f"{kind} of {what}: {size}", collective)
+            if (listener := self.traffic.listener) is None:
+                collective()
+            else:
+                listener.collective(CollectiveCall(self, self.calls, kind, what, sent), collective)
+        self.calls += 1
         self.traffic.add(f"{kind} {self.label}".rstrip(), sent)
 
     @contextmanager
@@ -193,6 +199,11 @@ class Communicator:
                 "Usually another rank has failed first (look for the earliest error) or makes other calls "
                 '(set "debug": {"check_collectives": true} in the config to see which).'
             ) from error
+
+
+def _checked(check: CallCheck, call: str, collective: Callable[[], Any]) -> None:
+    check(call)
+    collective()
 
 
 def _copy_over(source: Tensor, out: Tensor, divisor: float) -> None:

@@ -6,6 +6,27 @@ with the formulas.
 """
 
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class CollectiveCall:
+    """A collective that is about to be made."""
+
+    by: object  # the communicator
+    number: int  # how many calls it has made before
+    kind: str
+    name: str  # of what travels
+    sent: int  # bytes
+
+
+class Listener(Protocol):
+    """Who wants to hear of every collective: see `flight/recorder.py`."""
+
+    def collective(self, call: CollectiveCall, make: Callable[[], None]) -> None:
+        """Make the call, and note what there is to note."""
 
 
 class Traffic:
@@ -13,6 +34,7 @@ class Traffic:
 
     def __init__(self) -> None:
         self.sent: Counter[str] = Counter()
+        self.listener: Listener | None = None
 
     def add(self, kind: str, sent: int) -> None:
         """Count the bytes of one collective."""

@@ -5,5 +5,16 @@ Nothing here imports torch, so a configuration can be checked on any machine.
 
 from .resolve import Resolved, resolve
 from .schema import Config, ConfigError, LeafModuleConfig
+from .verdicts import Checked, Verdict, check, implied_world
 
-__all__ = ["Config", "ConfigError", "LeafModuleConfig", "Resolved", "resolve"]
+__all__ = [
+    "Checked",
+    "Config",
+    "ConfigError",
+    "LeafModuleConfig",
+    "Resolved",
+    "Verdict",
+    "check",
+    "implied_world",
+    "resolve",
+]

@@ -1,76 +1,194 @@
-"""From a file to objects: JSON, in which people also write comments and a comma after the last item.
+"""From a text to objects and their places: JSON, in which people also write comments and a last comma.
 
-DeepSpeed reads such files, too. What is not JSON is blanked out, not cut out, so that the parser's lines and
-columns stay those of the file.
+DeepSpeed reads such files, too. The parser is our own because json's tells the place of a syntax error only,
+and what is wrong with a configuration is mostly not its syntax. `site/docs/assets/js/config_read.js` is the
+same for the page that checks a configuration, and tests compare the two.
 """
 
 import json
 import re
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from .schema import ConfigError
 
 DEEPEST = 32  # levels; DeepSpeed's deepest key is on the seventh
-STRING = r'"(?:[^"\\\n]|\\[^\n])*"'
-COMMENT = re.compile(rf"{STRING}|//[^\n]*|#[^\n]*|/\*.*?\*/", re.DOTALL)
-COMMA = re.compile(rf"{STRING}|,(?=\s*[\]}}])")
-NOT_INK = re.compile(r"[^\n]")
+DIGITS = 1000  # of a whole number: Python turns no text of many thousands into one
+SPACE = re.compile(r"(?:[ \t\r\n]|//[^\n]*|#[^\n]*|/\*.*?\*/)*", re.DOTALL)
+STRING = re.compile(r'"(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*')  # up to its last quote
+NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
+WORD = re.compile(r"[A-Za-z_]+|-Infinity")
+WORDS = {
+    **{"true": True, "false": False, "null": None},
+    **{
+        "NaN": float("nan"),
+        "Infinity": float("inf"),
+        "-Infinity": -float("inf"),
+    },  # Python reads these
+}
+OTHER_WORDS = {"True": "true", "False": "false", "None": "null"}  # as Python writes them
+Route = tuple[str | int, ...]
 
 
-class _Object(dict[str, Any]):
-    """A JSON object that remembers which of its keys were written more than once."""
+@dataclass(frozen=True, order=True)
+class Position:
+    """Where something stands in a text; both count from 1."""
 
-    repeated: tuple[str, ...] = ()
+    line: int
+    column: int
 
-
-def _as_object(pairs: list[tuple[str, Any]]) -> _Object:
-    made = _Object(pairs)
-    made.repeated = tuple(key for key, times in Counter(key for key, _ in pairs).items() if times > 1)
-    return made
-
-
-def repeated(given: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """A line for each key that a file has twice in one object."""
-    if isinstance(given, _Object):
-        yield from (f"{prefix}{key}: written twice in one object; keep one" for key in given.repeated)
-    for key, value in given.items():
-        if isinstance(value, Mapping):
-            yield from repeated(value, f"{prefix}{key}.")
+    def __str__(self) -> str:
+        return f"line {self.line}, column {self.column}"
 
 
-def read(path: Path) -> Any:
-    """The file's content as objects; ConfigError with line and column if it is not JSON."""
+class NotJsonError(ValueError):
+    """The text is not JSON; says why, what would be, and where."""
+
+    def __init__(self, why: str, remedy: str, place: Position) -> None:
+        super().__init__(f"{why}; {remedy}" if remedy else why)
+        self.why, self.remedy, self.place = why, remedy, place
+
+
+@dataclass
+class Parsed:
+    """A text as objects. Places are those of keys, and of the items of lists; () is where it begins."""
+
+    value: Any = None
+    places: dict[Route, Position] = field(default_factory=dict)
+    repeated: list[tuple[Route, Position]] = field(default_factory=list)  # keys that an object has already
+
+    def place_of(self, path: Route) -> Position:
+        """Where this is, or the nearest thing around it that the text has."""
+        return self.places[self.nearest(path)]
+
+    def nearest(self, path: Route) -> Route:
+        """This path, or that of the nearest thing around it that the text has."""
+        while path not in self.places:
+            path = path[:-1]
+        return path
+
+
+def parse(text: str) -> Parsed:
+    """The text's objects with their places. NotJsonError if it is not JSON."""
+    parser = _Parser(text)
+    parser.found.value = parser.value(())
+    parser.space()
+    if parser.at < len(text):
+        raise parser.error("something stands behind the end")
+    return parser.found
+
+
+class _Parser:
+    """Goes through a text once, from the left."""
+
+    def __init__(self, text: str) -> None:
+        self.text, self.at, self.found = text, 0, Parsed()
+        self.space()
+        self.found.places[()] = self.place()
+
+    def place(self) -> Position:
+        start = self.text.rfind("\n", 0, self.at) + 1
+        return Position(self.text.count("\n", 0, self.at) + 1, self.at - start + 1)
+
+    def error(self, why: str, remedy: str = "") -> NotJsonError:
+        return NotJsonError(f"this is not JSON: {why}", remedy, self.place())
+
+    def space(self) -> None:
+        matched = SPACE.match(self.text, self.at)
+        self.at = matched.end() if matched else self.at
+
+    def takes(self, sign: str) -> bool:
+        """Whether this sign comes next; then it is passed, with the space behind it."""
+        if not self.text.startswith(sign, self.at):
+            return False
+        self.at += len(sign)
+        self.space()
+        return True
+
+    def value(self, path: Route) -> Any:
+        if len(path) > DEEPEST:
+            raise NotJsonError(f"nested more than {DEEPEST} levels deep, no key is", "", self.place())
+        if self.takes("{"):
+            return self.object(path)
+        if self.takes("["):
+            return self.list(path)
+        return self.string() if self.text.startswith('"', self.at) else self.scalar()
+
+    def object(self, path: Route) -> dict[str, Any]:
+        made: dict[str, Any] = {}
+        while not self.takes("}"):
+            here = self.place()
+            if not self.text.startswith('"', self.at):
+                raise self.error("a key in double quotes or a } is expected")
+            name = self.string()
+            key = (*path, name)
+            if name in made:
+                self.found.repeated.append((key, here))
+            self.found.places[key] = here
+            self.space()
+            if not self.takes(":"):
+                raise self.error("a : is expected between a key and its value")
+            made[name] = self.value(key)
+            self.between("}")
+        return made
+
+    def list(self, path: Route) -> list[Any]:
+        made: list[Any] = []
+        while not self.takes("]"):
+            item = (*path, len(made))
+            self.found.places[item] = self.place()
+            made.append(self.value(item))
+            self.between("]")
+        return made
+
+    def between(self, end: str) -> None:
+        self.space()
+        if not self.takes(",") and not self.text.startswith(end, self.at):
+            raise self.error(f"a comma or a {end} is expected")
+
+    def string(self) -> str:
+        start, matched = self.at, STRING.match(self.text, self.at)
+        assert matched is not None
+        self.at = matched.end()
+        if not self.text.startswith('"', self.at):
+            raise self.error("a string goes on to its second quote on the same line, and \\ is written \\\\")
+        self.at += 1
+        made: str = json.loads(self.text[start : self.at])
+        return made
+
+    def scalar(self) -> Any:
+        number, word = NUMBER.match(self.text, self.at), WORD.match(self.text, self.at)
+        if word is not None and word[0] in WORDS:
+            self.at = word.end()
+            return WORDS[word[0]]
+        if number is None:
+            meant = OTHER_WORDS.get(word[0], "") if word else ""
+            hint = f"write {meant}" if meant else "texts stand in double quotes"
+            raise self.error("a value is expected", hint)
+        if len(number[0]) > DIGITS:
+            raise self.error(f"a number of more than {DIGITS} digits")
+        self.at = number.end()
+        return float(number[0]) if number[1] or number[2] else int(number[0])
+
+
+def text_of(path: Path) -> str:
+    """What the file says; ConfigError if nobody can read it."""
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise ConfigError(f"there is no configuration file {path}; give a path, a dict or a Config") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"the configuration file {path} cannot be read as text: {error}") from None
+
+
+def read(path: Path) -> Parsed:
+    """The file's content as objects; ConfigError with line and column if it is not JSON."""
     try:
-        return json.loads(plain(text), object_pairs_hook=_as_object)
-    except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"{path}, line {error.lineno}, column {error.colno}: this is not JSON: {error.msg} "
-            "(JSON writes true, false and null, and names in double quotes)"
-        ) from None
-    except RecursionError:
-        raise ConfigError(f"{path}: objects and lists are nested deeper than in any configuration") from None
-    except ValueError as error:  # a number of thousands of digits
-        raise ConfigError(f"{path}: {error}") from None
-
-
-def plain(text: str) -> str:
-    """The same text with spaces in the place of comments and of commas after the last item."""
-    bare = COMMENT.sub(lambda found: found[0] if found[0][0] == '"' else NOT_INK.sub(" ", found[0]), text)
-
-    def without(found: re.Match[str]) -> str:
-        follows_an_item = bare[: found.start()].rstrip()[-1:] not in ("", "[", "{", ",", ":")
-        return " " if found[0] == "," and follows_an_item else found[0]
-
-    return COMMA.sub(without, bare)
+        return parse(text_of(path))
+    except NotJsonError as error:
+        raise ConfigError(f"{path}, {error.place}: {error}") from None
 
 
 def refuse_nests(given: Mapping[Any, Any]) -> None:

@@ -17,6 +17,7 @@ class Remark:
 
     text: str
     refuses: bool
+    remedy: str = ""  # what to do instead, if it refuses
     switch: str = ""
     when: Callable[[Any], bool] | None = None
     below_stage: int = 99  # a later stage has what this is about
@@ -35,15 +36,15 @@ def idle(text: str, switch: str = "", when: Callable[[Any], bool] | None = None)
     return Remark(text, refuses=False, switch=switch, when=when)
 
 
-def missing(text: str, switch: str = "", when: Callable[[Any], bool] | None = None) -> Remark:
+def missing(text: str, remedy: str, switch: str = "", when: Callable[[Any], bool] | None = None) -> Remark:
     """A remark for a feature that is not here and would be missed: an error."""
-    return Remark(text, refuses=True, switch=switch, when=when)
+    return Remark(text, refuses=True, remedy=remedy, switch=switch, when=when)
 
 
 def removed(version: str, instead: str, switch: str = "") -> Remark:
     """A remark for a feature that DeepSpeed had before this version: an error, unless it is switched off."""
-    text = f"DeepSpeed removed it in {version}; {instead}"
-    return Remark(text, refuses=True, switch=switch, when=None if switch else is_on)
+    text = f"DeepSpeed removed it in {version}"
+    return Remark(text, refuses=True, remedy=instead, switch=switch, when=None if switch else is_on)
 
 
 def is_on(value: Any) -> bool:
@@ -52,6 +53,16 @@ def is_on(value: Any) -> bool:
         return bool(value)
     switches = list(_switches(value))
     return any(switches) if switches else bool(value)
+
+
+def more_than_one(value: int) -> bool:
+    """Whether ranks are asked for."""
+    return value > 1
+
+
+def names_some(value: object) -> bool:
+    """Whether a list of names has any."""
+    return value not in ("auto", [])
 
 
 def _switches(section: Mapping[Any, Any]) -> list[bool]:

@@ -11,11 +11,12 @@ from pydantic_core import ErrorDetails
 
 from zero_full import wording
 
+from .read import Route
 from .remarks import Remark
 from .schema import Config, Strict
 
 Origin = Literal["user", "default", "derived"]
-Location = tuple[int | str, ...]
+Kind = Literal["refused", "no effect", "assumed"]  # the last: of a key that is not there
 
 WIDE = 80  # characters of a line
 KINDS = {  # pydantic's name for what is wrong -> what was expected
@@ -25,6 +26,33 @@ KINDS = {  # pydantic's name for what is wrong -> what was expected
     "list_type": "a list",
     "invalid_key": "a key that is a string",
 }
+
+
+@dataclass(frozen=True)
+class Notice:
+    """What is to be said about a key that is not simply honoured, under the name that the user gave it."""
+
+    path: Route
+    kind: Kind
+    why: str
+    remedy: str = ""
+    value: str = ""  # as JSON, where the value is fine by itself and the sentence names it
+
+    @property
+    def message(self) -> str:
+        """The sentence without its key."""
+        unsupported = "not supported: " if self.value and self.kind == "refused" else ""
+        return f"{unsupported}{self.why}" if self.why else unsupported.removesuffix(": ")
+
+    @property
+    def line(self) -> str:
+        """The whole sentence."""
+        start = dotted(self.path)
+        if self.kind == "assumed":
+            start = f"{start} is not in the configuration"
+        elif self.value:
+            start += f" = {self.value} {'is not supported' if self.kind == 'refused' else 'has no effect'}"
+        return f"{start}: {'; '.join(filter(None, (self.why, self.remedy)))}"
 
 
 @dataclass(frozen=True)
@@ -70,12 +98,12 @@ def shown(value: object) -> str:
     return wording.shown(value, partial(json.dumps, default=repr))
 
 
-def dotted(path: Location) -> str:
+def dotted(path: Route) -> str:
     """`("fp16", "enabled")` as "fp16.enabled"."""
     return ".".join(map(str, path))
 
 
-def _model_at(path: Location) -> type[Strict] | None:
+def _model_at(path: Route) -> type[Strict] | None:
     model: type[Strict] | None = Config
     for name in path:
         field = model.model_fields.get(str(name)) if model else None
@@ -83,7 +111,8 @@ def _model_at(path: Location) -> type[Strict] | None:
     return model
 
 
-def _unknown(path: Location) -> str:
+def _unknown(path: Route) -> tuple[str, str]:
+    """(what is wrong, what to do) about a key that the schema has not at this place."""
     name = str(path[-1])
     model = _model_at(path[:-1]) or Config
     here = list(model.model_fields)
@@ -91,13 +120,13 @@ def _unknown(path: Location) -> str:
     near = difflib.get_close_matches(name, here, n=1)
     if elsewhere:
         places = [key if "." in key else f"{key} at the top level" for key in elsewhere[:3]]
-        return f"unknown here; it belongs at {' or '.join(places)}"
+        return "unknown here", f"it belongs at {' or '.join(places)}"
     if near:
-        return f"unknown key; did you mean {dotted((*path[:-1], near[0]))}?"
+        return "unknown key", f"did you mean {dotted((*path[:-1], near[0]))}?"
     if "params" in here:
-        return f"unknown key; arguments of the {path[0]} belong in {dotted((*path[:-1], 'params'))}"
+        return "unknown key", f"arguments of the {path[0]} belong in {dotted((*path[:-1], 'params'))}"
     known = f"; the keys here are {', '.join(here)}" if len(here) <= 12 else ""
-    return f"unknown key, and none is spelled like it{known}; remove it"
+    return f"unknown key, and none is spelled like it{known}", "remove it"
 
 
 def _expectation(error: ErrorDetails) -> str:
@@ -109,12 +138,12 @@ def _expectation(error: ErrorDetails) -> str:
     return KINDS.get(error["type"], error["msg"])
 
 
-def as_written(key: str, spelled: Mapping[str, str]) -> str:
+def as_written(path: Route, spelled: Mapping[Route, Route]) -> Route:
     """The key as the user wrote it; `spelled` maps our names to theirs where they used a second name."""
     for ours, theirs in spelled.items():
-        if key == ours or key.startswith(f"{ours}."):
-            return theirs + key[len(ours) :]
-    return key
+        if path[: len(ours)] == ours:
+            return theirs + path[len(ours) :]
+    return path
 
 
 def is_auto(value: object) -> bool:
@@ -122,23 +151,22 @@ def is_auto(value: object) -> bool:
     return isinstance(value, str) and value == "auto"
 
 
-def explain(error: ErrorDetails, spelled: Mapping[str, str]) -> str:
-    """One line for one of pydantic's errors, under the name that the user gave the key."""
-    key = as_written(dotted(error["loc"]), spelled)
+def explain(error: ErrorDetails, spelled: Mapping[Route, Route]) -> Notice:
+    """What one of pydantic's errors means."""
+    path = as_written(error["loc"], spelled)
     if error["type"] == "extra_forbidden":
-        return f"{key}: {_unknown(error['loc'])}"
+        return Notice(path, "refused", *_unknown(error["loc"]))
     if error["type"] == "missing":
-        return f"{key}: missing; give its name, or remove {dotted(error['loc'][:-1])}"
+        return Notice(path, "refused", "missing", f"give its name, or remove {dotted(error['loc'][:-1])}")
     if is_auto(error["input"]):
-        return unfilled(key, _expectation(error))
-    return f"{key}: got {shown(error['input'])}, expected {_expectation(error)}"
+        return unfilled(path, _expectation(error))
+    return Notice(path, "refused", f"got {shown(error['input'])}, expected {_expectation(error)}")
 
 
-def unfilled(key: str, expectation: str) -> str:
-    """The text of the error for a value that is left to Hugging Face."""
-    return (
-        f'{key}: "auto" is filled in by Hugging Face\'s Trainer alone; a value is needed here: {expectation}'
-    )
+def unfilled(path: Route, expectation: str) -> Notice:
+    """About a value that is left to Hugging Face."""
+    why = '"auto" is filled in by Hugging Face\'s Trainer alone'
+    return Notice(path, "refused", why, f"a value is needed here: {expectation}")
 
 
 def _rows(config: Config, origins: Mapping[str, Origin]) -> Iterator[tuple[str, str, str]]:

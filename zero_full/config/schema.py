@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
-from .remarks import Remark, idle, missing, removed
+from .remarks import Remark, idle, is_on, missing, more_than_one, names_some, removed
 from .values import (
     Amount,
     BatchSize,
@@ -28,6 +28,7 @@ from .values import (
     SmallestScale,
     capital,
     lower,
+    names_or_auto,
     never_is_none,
     whole_number,
 )
@@ -41,17 +42,17 @@ STAGE3 = Remark("only stage 3 reads it", refuses=False, below_stage=3)
 UNITS = idle("units are chosen by size; name others in leaf_module")
 ONLY_CPU_OFFLOAD = idle('deprecated, and without "cpu_offload": true nothing reads it; see offload_optimizer')
 ZENFLOW = missing(
-    "most of its updates use gradients of earlier steps; remove it: offload_optimizer with device "
-    '"cpu" steps every element by the gradient of its own step'
+    "most of its updates use gradients of earlier steps",
+    'remove it: offload_optimizer with device "cpu" steps every element by the gradient of its own step',
 )
 ONE_NUMBER = idle(
     "a process has one number of threads, also for what is no step: set OMP_NUM_THREADS to this host's cores "
     "over its ranks, which `python -m zero_full doctor` shows"
 )
-OLD_OFFLOAD_PARAM = 'deprecated; write "offload_param": {"device": "cpu"}'
+OLD_OFFLOAD_PARAM = missing("deprecated", 'write "offload_param": {"device": "cpu"}', when=is_on)
 BLOCKS = idle("each thread moves one block at a time: see intra_op_parallelism and block_size")
 OVERLAPPED = idle("reading, stepping and writing go on at the same time, with two parts in memory")
-AUTO_TP = missing("tensor parallelism has not landed", "autotp_size", when=lambda ranks: ranks > 1)
+AUTO_TP = missing("tensor parallelism has not landed", "use 1", "autotp_size", when=more_than_one)
 NO_MONITOR = idle("no metrics are written; log what the engine returns with a logger of yours", "enabled")
 
 
@@ -80,13 +81,12 @@ class DataTypesConfig(Strict):
     """Precisions that differ from the model's."""
 
     grad_accum_dtype: Dtype | None = None
-    param_dtype: Annotated[Dtype | None, missing('parameters follow "bf16" and "fp16"; remove it')] = None
+    param_dtype: Annotated[Dtype | None, missing('parameters follow "bf16" and "fp16"', "remove it")] = None
     buffer_dtype: Dtype | None = None
     keep_in_fp32_modules: Annotated[
         list[str] | Literal["auto"],
-        missing(
-            'buffers have one type: use "buffer_dtype": "fp32"', when=lambda names: names not in ("auto", [])
-        ),
+        BeforeValidator(names_or_auto),
+        missing("buffers have one type", 'use "buffer_dtype": "fp32"', when=names_some),
     ] = "auto"
 
 
@@ -145,7 +145,7 @@ class CheckpointConfig(Strict):
         Flag, idle("every checkpoint loads at any stage and number of ranks, and DeepSpeed's are recognised")
     ] = False
     use_node_local_storage: Annotated[
-        Flag, missing("checkpoints need one folder that every node sees; remove it")
+        Flag, missing("checkpoints need one folder that every node sees", "remove it")
     ] = False
     parallel_write: ParallelWriteConfig = ParallelWriteConfig()
     writer: Annotated[Section, idle("checkpoints have one writer here")] = {}
@@ -251,7 +251,7 @@ class ZeroConfig(Strict):
     zero_hpz_partition_size: Annotated[Count, STAGE3] = 1
     zero_quantized_weights: Annotated[Flag, STAGE3] = False
     zero_quantized_nontrainable_weights: Annotated[
-        Flag, missing("frozen weights stay in their dtype between steps; use false")
+        Flag, missing("frozen weights stay in their dtype between steps", "use false")
     ] = False
     zero_quantized_gradients: Annotated[Flag, STAGE3] = False
     zeropp_loco_param: Annotated[
@@ -272,7 +272,7 @@ class ZeroConfig(Strict):
     leaf_module: LeafModuleConfig = LeafModuleConfig()
     # The old names. False asks for what happens anyway, and `resolve` reads a true cpu_offload.
     cpu_offload: Flag | None = None
-    cpu_offload_param: Annotated[Flag | None, missing(OLD_OFFLOAD_PARAM, when=bool)] = None
+    cpu_offload_param: Annotated[Flag | None, OLD_OFFLOAD_PARAM] = None
     cpu_offload_use_pin_memory: Annotated[Flag | None, ONLY_CPU_OFFLOAD] = None
     stage3_gather_fp16_weights_on_model_save: Annotated[
         Flag, idle("save_16bit_model always gathers the weights")
@@ -284,6 +284,8 @@ class DebugConfig(Strict):
 
     check_collectives: Flag = False
     timeout_s: Seconds = 10.0
+    record: str | None = None  # the path of a recording
+    record_steps: Count = 3  # that it keeps
 
 
 class Config(Strict):
@@ -318,7 +320,7 @@ class Config(Strict):
     zero_optimization: ZeroConfig = ZeroConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     compile: Annotated[
-        Section, missing("graph passes have not landed; call torch.compile on the model", "deepcompile")
+        Section, missing("graph passes have not landed", "call torch.compile on the model", "deepcompile")
     ] = {}
     graph_harvesting: Annotated[Flag, removed("0.19.8", "call torch.compile on the model; remove it")] = False
     wall_clock_breakdown: Flag = False
@@ -329,23 +331,25 @@ class Config(Strict):
     debug: DebugConfig = DebugConfig()
     # Parallelism of other kinds.
     sequence_parallel_size: Annotated[
-        Count, missing("sequence parallelism has not landed in zero_full yet; use 1")
+        Count, missing("sequence parallelism has not landed in zero_full yet", "use 1")
     ] = 1
     seq_parallel_communication_data_type: Annotated[Dtype, idle("only sequence parallelism reads it")] = (
         "fp32"
     )
     tensor_parallel: Annotated[Section, AUTO_TP] = {}
-    expert_parallel: Annotated[Section, missing("expert parallelism has not landed", "enabled")] = {}
+    expert_parallel: Annotated[
+        Section, missing("expert parallelism has not landed", "use false", "enabled")
+    ] = {}
     use_data_before_expert_parallelism: Annotated[Flag, idle("only expert parallelism reads it")] = False
     pipeline: Annotated[Section, idle("only pipeline parallelism reads it")] = {}
     hybrid_engine: Annotated[
-        Section, missing("call the engine, or generate inside unwrap_model_for_generation", "enabled")
+        Section, missing("", "call the engine, or generate inside unwrap_model_for_generation", "enabled")
     ] = {}
     # What changes the batches, the model or the optimizer while training runs.
     elasticity: Annotated[Given, removed("0.19.8", "give the batch sizes as numbers", "enabled")] = {}
-    autotuning: Annotated[Section, missing("tune before, and give the numbers found", "enabled")] = {}
+    autotuning: Annotated[Section, missing("", "tune before, and give the numbers found", "enabled")] = {}
     curriculum_learning: Annotated[Given, removed("0.19.8", "order the data in your sampler", "enabled")] = {}
-    data_efficiency: Annotated[Section, missing("choose the data in your sampler", "enabled")] = {}
+    data_efficiency: Annotated[Section, missing("", "choose the data in your sampler", "enabled")] = {}
     progressive_layer_drop: Annotated[Given, removed("0.19.8", "drop layers in your model", "enabled")] = {}
     eigenvalue: Annotated[Given, removed("0.19.8", "measure curvature in your script", "enabled")] = {}
     quantize_training: Annotated[Given, removed("0.19.7", "quantize in your model", "enabled")] = {}

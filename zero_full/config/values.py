@@ -2,6 +2,7 @@
 
 import math
 import sys
+from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Annotated, Any, Literal
 
@@ -11,6 +12,7 @@ from pydantic_core import PydanticCustomError
 # What fp32 holds without losing digits, because that is what numbers of a configuration become.
 FINEST, LARGEST = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 MOST = sys.maxsize
+DTYPES = {"half": "fp16", "float16": "fp16", "bfloat16": "bf16", "float": "fp32", "float32": "fp32"}
 
 
 def expected(what: str) -> PydanticCustomError:
@@ -18,37 +20,73 @@ def expected(what: str) -> PydanticCustomError:
     return PydanticCustomError("expected", "{what}", {"what": what})
 
 
-def whole_number(least: int, most: int = MOST) -> BeforeValidator:
-    """Whole numbers from `least` to `most`; 5e8 is one, true is not."""
+@dataclass(frozen=True)
+class WholeNumber:
+    """WholeNumber numbers from `least` to `most`; 5e8 is one, true is not."""
 
-    def check(value: object) -> int:
+    least: int
+    most: int = MOST
+
+    def __call__(self, value: object) -> int:
+        """The number as an int."""
         is_whole = isinstance(value, Integral) or (isinstance(value, float) and value.is_integer())
-        if isinstance(value, bool) or not is_whole or value < least:  # type: ignore[operator]
-            raise expected(f"a whole number of at least {least}")
-        if value > most:  # type: ignore[operator]
-            raise expected(f"a whole number of at most {most}")
+        if isinstance(value, bool) or not is_whole or value < self.least:  # type: ignore[operator]
+            raise expected(self.rough)
+        if value > self.most:  # type: ignore[operator]
+            raise expected(self.exact)
         return int(value)  # type: ignore[call-overload, no-any-return]
 
-    return BeforeValidator(check)
+    @property
+    def rough(self) -> str:
+        """What is expected instead of something that is no such number at all."""
+        return f"a whole number of at least {self.least}"
+
+    @property
+    def exact(self) -> str:
+        """What is expected instead of one that is too large."""
+        return f"a whole number of at most {self.most}"
+
+
+@dataclass(frozen=True)
+class Numeric:
+    """Numbers from `least` to `most`, and perhaps 0."""
+
+    least: float
+    most: float = LARGEST
+    or_zero: bool = False
+
+    def __call__(self, value: object) -> float:
+        """The number as a float."""
+        is_number = isinstance(value, Real) and value == value  # not NaN
+        if isinstance(value, bool) or not is_number or value < 0 or (value == 0 and not self.or_zero):  # type: ignore[operator]
+            raise expected(self.rough)
+        if value != 0 and not self.least <= value <= self.most:  # type: ignore[operator]
+            raise expected(self.exact)
+        return float(value)  # type: ignore[arg-type]
+
+    @property
+    def rough(self) -> str:
+        """What is expected instead of something that is no such number at all."""
+        return "a number of 0 or more" if self.or_zero else "a number above 0"
+
+    @property
+    def exact(self) -> str:
+        """What is expected instead of one beyond the bounds."""
+        return f"a number from {self.least:g} to {self.most:g}{', or 0' if self.or_zero else ''}"
+
+
+def whole_number(least: int, most: int = MOST) -> BeforeValidator:
+    """For annotations: `WholeNumber`."""
+    return BeforeValidator(WholeNumber(least, most))
 
 
 def number(least: float, most: float = LARGEST, or_zero: bool = False) -> BeforeValidator:
-    """Numbers from `least` to `most`, and perhaps 0."""
-    rough = "a number of 0 or more" if or_zero else "a number above 0"
-    exact = f"a number from {least:g} to {most:g}{', or 0' if or_zero else ''}"
-
-    def check(value: object) -> float:
-        is_number = isinstance(value, Real) and value == value  # not NaN
-        if isinstance(value, bool) or not is_number or value < 0 or (value == 0 and not or_zero):  # type: ignore[operator]
-            raise expected(rough)
-        if value != 0 and not least <= value <= most:  # type: ignore[operator]
-            raise expected(exact)
-        return float(value)  # type: ignore[arg-type]
-
-    return BeforeValidator(check)
+    """For annotations: `Numeric`."""
+    return BeforeValidator(Numeric(least, most, or_zero))
 
 
-def _zero_or_one(value: object) -> object:
+def zero_or_one(value: object) -> object:
+    """0 and 1 as booleans."""
     return bool(value) if type(value) is int and value in (0, 1) else value
 
 
@@ -67,19 +105,28 @@ def never_is_none(value: object) -> object:
     return None if isinstance(value, float) and value == math.inf else value
 
 
-def _nothing_is_empty(value: object) -> object:
+def nothing_is_empty(value: object) -> object:
+    """An empty section instead of null or false."""
     return {} if value is None or value is False else value
 
 
-def _short_dtype(value: object) -> object:
-    names = {"half": "fp16", "float16": "fp16", "bfloat16": "bf16", "float": "fp32", "float32": "fp32"}
+def names_or_auto(value: object) -> object:
+    """A list of names, or "auto"; as one kind of value, so that a mistake is told once."""
+    is_list = isinstance(value, list) and all(isinstance(name, str) for name in value)
+    if not is_list and not (isinstance(value, str) and value == "auto"):
+        raise expected('a list of names, or "auto"')
+    return value
+
+
+def short_dtype(value: object) -> object:
+    """A precision by its short name."""
     if not isinstance(value, str):
         return value
     bare = value.lower().removeprefix("torch.")
-    return names.get(bare, bare)
+    return DTYPES.get(bare, bare)
 
 
-Flag = Annotated[bool, BeforeValidator(_zero_or_one)]
+Flag = Annotated[bool, BeforeValidator(zero_or_one)]
 Count = Annotated[int, whole_number(1)]
 Size = Annotated[int, whole_number(0)]
 BatchSize = Annotated[int, whole_number(1, 2**31 - 1)]
@@ -87,9 +134,9 @@ Amount = Annotated[float, number(FINEST, or_zero=True)]
 Share = Annotated[float, number(FINEST, 1.0, or_zero=True)]
 Seconds = Annotated[float, number(1e-3, 1e6)]
 Divisor = Annotated[float, number(1e-6, 1e6)]
-Dtype = Annotated[Literal["fp16", "bf16", "fp32"], BeforeValidator(_short_dtype)]
+Dtype = Annotated[Literal["fp16", "bf16", "fp32"], BeforeValidator(short_dtype)]
 Section = dict[str, Any]  # read by nobody here, so only its switch is looked at, never the keys inside
-Given = Annotated[Section, BeforeValidator(_nothing_is_empty)]  # null and false give nothing
+Given = Annotated[Section, BeforeValidator(nothing_is_empty)]  # null and false give nothing
 
 # [Note: loss scales] A loss of about 1 times the scale, and 1 / scale, must both be numbers that fp32 holds.
 SCALE_POWERS = 126

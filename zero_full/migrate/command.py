@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zero_full.config import ConfigError, resolve
-from zero_full.config.read import read
+from zero_full.check import look
+from zero_full.config import ConfigError, implied_world, resolve
 from zero_full.migrate.calls import configurations, look_at_calls
 from zero_full.migrate.script import Leftover, Rewrite
 
@@ -51,7 +51,7 @@ def migrate(source: str, world: int | None = None) -> Migrated:
     rewrite = Rewrite(source)
     findings, remarks = set(look_at_calls(rewrite)), set[Leftover]()
     for line, config in configurations(rewrite):
-        errors, warnings = check(config, world, partly=True)
+        errors, warnings = check(config, world)
         findings |= {Leftover(line, text) for text in errors}
         remarks |= {Leftover(line, text) for text in warnings}
     findings |= rewrite.findings
@@ -111,17 +111,15 @@ def _diff(path: Path, migrated: Migrated) -> Iterator[str]:
 # Configurations --------------------------------------------------------------------------------------
 
 
-def check(config: Any, world: int | None, partly: bool = False) -> tuple[list[str], list[str]]:
-    """(errors, warnings) of a configuration. `partly`: values that only the run knows are not there."""
-    if partly and not {"train_batch_size", "train_micro_batch_size_per_gpu"} & config.keys():
+def check(config: Mapping[str, Any], world: int | None) -> tuple[list[str], list[str]]:
+    """(errors, warnings) of a configuration in a script, without the values that only the run knows."""
+    if not {"train_batch_size", "train_micro_batch_size_per_gpu"} & config.keys():
         config = {**config, "train_micro_batch_size_per_gpu": 1}
     try:
-        resolved = resolve(config, world or implied_world(config))
+        resolved = resolve(dict(config), world or implied_world(config))
     except ConfigError as error:
-        lines = [line.strip() for line in str(error).splitlines()]
-        return lines[1:] or lines, []
-    assumed = () if partly else resolved.assumed()
-    return list(_missing_optimizer(config)), [*resolved.warnings, *assumed]
+        return [line.strip() for line in str(error).splitlines()[1:]], []
+    return list(_missing_optimizer(config)), list(resolved.warnings)
 
 
 def _missing_optimizer(config: Mapping[str, Any]) -> Iterator[str]:
@@ -137,36 +135,15 @@ def _missing_optimizer(config: Mapping[str, Any]) -> Iterator[str]:
             yield str(error)
 
 
-def implied_world(config: Any) -> int:
-    """For how many ranks a configuration was written, as far as it says that."""
-    if not isinstance(config, Mapping):
-        return 1
-    train, micro = (_count(config, f"train_{key}") for key in ("batch_size", "micro_batch_size_per_gpu"))
-    unit = micro * (_count(config, "gradient_accumulation_steps") or 1)
-    if train and unit and train % unit == 0:
-        return train // unit
-    zero = config.get("zero_optimization")
-    groups = zero if isinstance(zero, Mapping) else {}
-    return max(1, _count(groups, "mics_shard_size"), _count(groups, "zero_hpz_partition_size"))
-
-
-def _count(config: Mapping[str, Any], key: str) -> int:
-    """The number under this key; 0 if there is none, or no sensible one."""
-    value = config.get(key)
-    return value if isinstance(value, int) and 0 < value < 10**6 else 0
-
-
 def _json(path: Path, world: int | None) -> int:
     try:
-        config = read(path)
+        looked = look(path, world)
     except ConfigError as error:
         raise MigrateError(str(error)) from None
-    errors, warnings = check(config, world)
-    ranks = world or implied_world(config)
-    for text in errors:
-        print(f"{path}: {text}")
-    for warning in warnings:
-        print(f"{path}: remark: {warning}")
-    if not errors:
-        print(f"{path}: can be used on {ranks} rank{'' if ranks == 1 else 's'} (--world asks for others)")
-    return len(errors)
+    for each in looked.told:
+        remark = "" if each.kind == "refused" else "remark: "
+        print(f"{path}:{each.line}: {remark}{each.text}")
+    if not looked.count("refused"):
+        ranks = f"{looked.world} rank{'' if looked.world == 1 else 's'}"
+        print(f"{path}: can be used on {ranks} (--world asks for others)")
+    return looked.count("refused")

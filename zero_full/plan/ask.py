@@ -1,6 +1,5 @@
 """From a model and a configuration to plans."""
 
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -11,7 +10,8 @@ from torch import Tensor, nn
 
 from zero_full.comm.topology import marked_as_expert
 from zero_full.config import Config, ConfigError, Resolved, resolve
-from zero_full.config.resolve import MICRO, TRAIN
+from zero_full.config.read import read
+from zero_full.config.together import MICRO, TRAIN
 from zero_full.given import check_model
 from zero_full.optim import served_stages
 from zero_full.plan.activations import activations
@@ -75,9 +75,9 @@ def _resolved(config: Any, world: int) -> Resolved:
     """The checked configuration; with micro-batches of 1 where it does not say."""
     given: Any = config.model_dump(exclude_unset=True) if isinstance(config, Config) else config
     if isinstance(given, str | Path):
-        with suppress(OSError, ValueError):  # `resolve` tells what is wrong
-            read = json.loads(Path(given).read_text(encoding="utf-8-sig"))
-            given = read if _lacks_batch(read) else given
+        with suppress(ConfigError):  # `resolve` tells what is wrong
+            content = read(Path(given)).value
+            given = content if _lacks_batch(content) else given
     return resolve({**given, MICRO: 1} if _lacks_batch(given) else given, world)
 
 

@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from zero_full._compat import identity_of
 from zero_full.checkpoint.save import Taken
 from zero_full.comm.communicator import Communicator
 from zero_full.comm.ledger import Traffic
@@ -42,6 +41,7 @@ from zero_full.plan.watch import Watch
 from zero_full.shard import Connection, Dealer, Settings, Sharded, ZeroOptimizer, connect, place_the_rest
 from zero_full.shard.flat import Member
 from zero_full.shard.groups import Pair
+from zero_full.shard.held_bytes import bytes_behind
 from zero_full.shard.host_memory import host_memory
 from zero_full.shard.served import served
 from zero_full.translate import scaler_of, settings_of, shard_ranks_of
@@ -69,12 +69,6 @@ class Cluster:
             topology = replace(topology, expert=neighbours, expert_data=twins)
         ranks = shard_ranks_of(config, self.world)
         return topology if ranks is None else topology.with_sub_groups(ranks)
-
-
-def held(tensors: Iterable[Tensor]) -> int:
-    """Bytes behind these tensors; what several of them share is counted once."""
-    storages = {identity_of(t.untyped_storage()): t.untyped_storage() for t in tensors}
-    return sum(storage.nbytes() for storage in storages.values())
 
 
 class Rehearsal:
@@ -221,7 +215,9 @@ class Rehearsal:
             with self.watch:
                 self.watch.begin(())
                 sent = self._step(self.config.gradient_accumulation_steps)
-            moments = held(_state_in(self.optimizer.base.state.values())) + held(stepper.held())
+            moments = bytes_behind(_state_in(self.optimizer.base.state.values())) + bytes_behind(
+                stepper.held()
+            )
             yield Phase(name, moments, self.watch.most("update"), sent, self._saved())
 
     # What it shows -------------------------------------------------------------------------------
@@ -230,14 +226,14 @@ class Rehearsal:
         """Bytes from step to step, by kind."""
         done = {member.param for flat in self.optimizer.flats() for member in flat.members}
         elsewhere = [p for p in self.shadow.parameters() if p not in done]
-        host, owned = (held(self.holdings.get(kind, [])) for kind in ("host", "optimizer"))
+        host, owned = (bytes_behind(self.holdings.get(kind, [])) for kind in ("host", "optimizer"))
         here = (each for each in self.optimizer.owned if each.is_separate and not each.tier.apart)
-        master = held(each.master for each in here)
+        master = bytes_behind(each.master for each in here)
         surplus_here, surplus_there = (self._more(self._states(apart)) for apart in (False, True))
         return {
-            "parameters": held([*self.holdings["parameters"], *elsewhere]),
-            "buffers": held(self.shadow.buffers()),
-            "gradients": held(self.holdings["gradients"]),
+            "parameters": bytes_behind([*self.holdings["parameters"], *elsewhere]),
+            "buffers": bytes_behind(self.shadow.buffers()),
+            "gradients": bytes_behind(self.holdings["gradients"]),
             "master": master,
             "moments": owned - master + surplus_here,
             "communication": self._windows(),
@@ -287,7 +283,9 @@ class Rehearsal:
                 kind = member.group, owned.master.dtype
                 piece = owned.pieces.get(member)
                 if piece is not None:
-                    bytes_of[kind] = held(_state_in([known.get(piece.master, {})])) // piece.master.numel()
+                    bytes_of[kind] = (
+                        bytes_behind(_state_in([known.get(piece.master, {})])) // piece.master.numel()
+                    )
                 elif kind not in bytes_of:
                     bytes_of[kind] = self._bytes_of(member, owned.master.dtype)
                 for rank, numel in owned.flat.layout.shares(member.index):
@@ -307,7 +305,7 @@ class Rehearsal:
             stepper.begin([piece])
             stepper.step([piece], 1.0, Peers())
             stepper.end()
-        return held(_state_in([piece.state])) // master.numel()
+        return bytes_behind(_state_in([piece.state])) // master.numel()
 
     def _more(self, by_ranks: Mapping[Communicator, Sequence[int]]) -> int:
         """Bytes that another rank has more than this one. See [Note: the rank that holds most]."""

@@ -391,9 +391,10 @@ class ZeroOptimizer(InItsPlace):
 
     # What this rank has --------------------------------------------------------------------------
 
-    def holdings(self) -> dict[str, list[Tensor]]:
-        """Every tensor that this rank keeps, by kind. Counters are the optimizer's step numbers."""
+    def holdings(self, flats: Sequence[FlatParameter] | None = None) -> dict[str, list[Tensor]]:
+        """Every tensor that this rank keeps, by kind; counters are step numbers. `flats`: None for all."""
         flow, stepper = self.parts.flow, self.contents.stepper
         away = [*self.steppers.early.held(), *self.delayed.aside.values(), *self.settings.tier.held()]
         away += flow.held() if flow else []
-        return owned_state.holdings(self.flats(), self.owned, self.base.state, stepper.held(), away)
+        flats = self.flats() if flats is None else flats
+        return owned_state.holdings(flats, self.owned, self.base.state, stepper.held(), away)

@@ -11,9 +11,14 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
+
+from lessons.colours import SLATE
+from lessons.plots import INKS, picture
 from tests.bench.interleave import RATIO_HEAD, Ratio, table
 from tests.gpu.day import parts
 from tests.gpu.day.parts import Part
@@ -24,8 +29,8 @@ RECORDS = ROOT / "site" / "records" / "gpu"
 PAGE = ROOT / "site" / "docs" / "benchmarks" / "gpu.md"
 CHARTS = ROOT / "site" / "docs" / "assets" / "gpu"
 LINKS = {True: "charts", False: "../assets/gpu"}  # from the page to its charts; of a rehearsal, and otherwise
-NOT_YET = """Nothing has been measured on a GPU yet, and no test has run on one. What is ready for whoever has
-one, with a torch that is built for it:
+NOT_YET = """Nothing has been measured on a GPU yet, and no test has run on one. Here is what is ready for
+whoever has one, with a torch that is built for it, how a first run goes, and, from then on, what was found:
 """
 MEASURED = "Made from what `make gpu-day` has printed; nobody types a number here. To run it:\n"
 HOW = """
@@ -39,11 +44,13 @@ make gpu-page                  # takes the results into this page
 On a bare machine, without a network and without an environment of its own, `make gpu-day PYTHON=python3` does
 the same with what is installed there; `python -m tests.gpu.pack` packs what may be missing beforehand. A look
 at a single thing: `make test-gpu`, `make bench-gpu`. [In which order, and what is
-expected](../guide/first_gpu_run.md).
+expected](../guide/first_gpu_run.md#the-day).
 
 The [CUDA operators](../kernels.md#on-a-gpu) are used only with `ZERO_FULL_KERNELS=all`, which these commands
 set.
 """
+FIRST_RUN = "<!-- include: site/docs/guide/first_gpu_run.md -->\n"  # a part of this page on the site
+FOLD = '<details class="records" markdown="1"><summary>{}</summary>\n'
 REHEARSAL = """# Rehearsal on a CPU
 
 !!! warning "Not results"
@@ -58,26 +65,28 @@ def results_in(folder: Path) -> dict[str, Result]:
     return {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
 
 
-def page(results: dict[str, Result], rehearsal: bool, charts: Sequence[str] = ()) -> str:
-    """The whole page. Results of the other kind are refused: they would be taken for what they are not."""
+def page(results: dict[str, Result], rehearsal: bool) -> str:
+    """Charts first, tables folded. Results of the other kind are refused: they would be taken for results."""
     wrong = [name for name, result in results.items() if result["rehearsal"] != rehearsal]
     if wrong:
         told = "of a GPU" if rehearsal else "of a rehearsal"
         raise SystemExit(f"these results are {told}, and this page is not: {', '.join(wrong)}")
-    head = REHEARSAL if rehearsal else "# GPU\n\n" + (MEASURED if results else NOT_YET) + HOW
+    drawn = [f"![{chart.said()}]({LINKS[rehearsal]}/{chart.name}.svg)\n" for chart in charts(results)]
+    head = [REHEARSAL, *drawn] if rehearsal else ["# GPU\n", *drawn, (MEASURED if results else NOT_YET) + HOW]
     missing = [part for part in parts.ALL if part.name not in results]
-    lines = [head, "## Parts\n", overview(results)]
-    lines += [f"![{name.replace('_', ' ')}]({LINKS[rehearsal]}/{name}.svg)\n" for name in charts]
+    lines = [*head, *([] if results or rehearsal else [FIRST_RUN]), "## Parts\n", overview(results)]
     lines += [section(part, results[part.name]) for part in parts.ALL if part.name in results]
     if missing and results:
         lines.append("## Not run\n\n" + "\n".join(f"* {part.title}" for part in missing) + "\n")
+    lines += [FIRST_RUN] if results and not rehearsal else []
     return "\n".join(lines).rstrip() + "\n"
 
 
 def overview(results: dict[str, Result]) -> str:
     """A line for each part: what is expected of it, and how it went."""
     rows = [[part.title, part.expected, verdict(results.get(part.name))] for part in parts.ALL]
-    return markdown(["part", "expected", "state"], rows)
+    table_of_all = markdown(["part", "expected", "state"], rows)
+    return f"{FOLD.format('What is expected of each, and how it went')}\n{table_of_all}\n</details>\n"
 
 
 def verdict(result: Result | None) -> str:
@@ -103,12 +112,14 @@ def section(part: Part, result: Result) -> str:
         f"## {part.title}\n",
         f"{when}, {card}: {verdict(result)}.\n",
         f"```\n{result['command']}\n```\n",
+        FOLD.format("What it printed"),
     ]
     if result["tables"]:  # a benchmark prints its own, with its ratios
         printed = re.sub(r"(?m)^## (.*)$", r"\n### \1\n", "\n".join(result["tables"]))
         lines.append(re.sub(r"(?m)(^\|.*\n)(?=\| ratio )", r"\1\n", printed).strip() + "\n")
     else:
         lines += tables(result["rows"])
+    lines.append("</details>\n")
     return "\n".join(lines)
 
 
@@ -151,18 +162,39 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 # Charts ------------------------------------------------------------------------------------------
 
 
-def bars(results: dict[str, Result]) -> Iterator[tuple[str, str, dict[str, float], float | None]]:
-    """(file, title, values by name, what is aimed at) of every chart that there are numbers for."""
+@dataclass(frozen=True)
+class Chart:
+    """A bar for each name. `one` says what 1 is, where that says something."""
+
+    name: str
+    title: str
+    bars: dict[str, tuple[float, float, float]]  # and the lowest and the highest of the rounds
+    one: str = ""
+
+    def said(self) -> str:
+        """In words, for who does not see it."""
+        return f"{self.title}: {', '.join(f'{name} {bar[0]:.2f}' for name, bar in self.bars.items())}."
+
+
+def charts(results: dict[str, Result]) -> list[Chart]:
+    """All that there are numbers for."""
 
     def rows_of(*parts: str) -> list[dict[str, Any]]:
         return [row for part in parts for row in results.get(part, {}).get("rows", [])]
 
-    def ratios(*parts: str) -> dict[str, float]:
+    def ratios(*parts: str) -> dict[str, tuple[float, float, float]]:
         rows = rows_of(*parts)
         found = {name: told for row in rows for name, told in row.get("ratios", {}).items()}
-        return {name: told["value"] for name, told in found.items() if told["value"] and told["target"]}
+        return {
+            name: (told["value"], told["low"] or told["value"], told["high"] or told["value"])
+            for name, told in found.items()
+            if told["value"] and told["target"]
+        }
 
-    speed = {name.partition(" / copy")[0]: 1 / value for name, value in ratios("kernels").items()}
+    speed = {
+        name.partition(" / copy")[0]: (1 / value, 1 / high, 1 / low)
+        for name, (value, low, high) in ratios("kernels").items()
+    }
     largest = {
         f"stage {row['stage']}" + (", state on the host" if row["state on the host"] else ""): row[
             "parameters, M"
@@ -170,35 +202,37 @@ def bars(results: dict[str, Result]) -> Iterator[tuple[str, str, dict[str, float
         for row in rows_of("largest", "largest-between")
     }
     hidden = {row["run"]: row["hidden"] for row in rows_of("traces") if row.get("hidden") is not None}
-    yield "operators", "Operators: share of a copy's speed", speed, 0.9
-    yield "steps", "Step time, as a ratio", ratios("steps", "large-steps"), 1.0
-    yield "largest", "Largest model that trains, millions of parameters", largest, None
-    yield "hidden", "Share of the communication that is hidden", hidden, None
+    alone = [{name: (value,) * 3 for name, value in values.items()} for values in (largest, hidden)]
+    found = [
+        Chart(
+            "steps", "Step time, as a ratio", ratios("steps", "large-steps"), "as long as the other's step"
+        ),
+        Chart("operators", "Operators: share of a copy's speed", speed, "as fast as a copy"),
+        Chart("largest", "Largest model that trains, millions of parameters", alone[0]),
+        Chart("hidden", "Share of the communication that is hidden", alone[1]),
+    ]
+    return [chart for chart in found if chart.bars]
 
 
-def draw(results: dict[str, Result], folder: Path, rehearsal: bool) -> list[str]:
-    """The charts as SVG files; their names."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
-    matplotlib.rcParams |= {"svg.hashsalt": "zero_full", "svg.fonttype": "none"}
-    drawn = []
-    for name, title, values, aim in bars(results):
-        if not values:
-            continue
-        figure, axes = pyplot.subplots(figsize=(8, 1 + 0.35 * len(values)), layout="constrained")
-        axes.barh(list(values)[::-1], list(values.values())[::-1], color="#4051b5")
-        if aim is not None:
-            axes.axvline(aim, color="#c2410c", linestyle="--")
-        shown = f"REHEARSAL ON A CPU, no result: {title}" if rehearsal else title
+def draw(results: dict[str, Result], folder: Path, rehearsal: bool) -> None:
+    """The charts as SVG files, which follow a dark page and a light one."""
+    for chart in charts(results):
+        figure = Figure(figsize=(7, 1 + 0.35 * len(chart.bars)), layout="constrained")
+        axes = figure.subplots()
+        for y, (value, low, high) in enumerate(chart.bars.values()):
+            axes.barh(y, value, color=SLATE)
+            axes.plot([low, high], [y, y], color="black", marker="|")
+        if chart.one:
+            axes.axvline(1, color="black", linestyle=":")
+            axes.set_xlabel(f"1: {chart.one}; lines: from the lowest round to the highest")
+        axes.set_yticks(range(len(chart.bars)), list(chart.bars))
+        axes.invert_yaxis()
+        axes.spines[["top", "right"]].set_visible(False)
+        shown = f"REHEARSAL ON A CPU, no result: {chart.title}" if rehearsal else chart.title
         figure.suptitle(shown, x=0.01, ha="left", fontsize="medium")
         folder.mkdir(parents=True, exist_ok=True)
-        figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
-        pyplot.close(figure)
-        drawn.append(name)
-    return drawn
+        svg = picture(figure, chart.said()).svg.replace(">", f">\n{INKS}", 1)
+        (folder / f"{chart.name}.svg").write_text(svg)
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -208,7 +242,7 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--rehearsal", action="store_true", help="the folder's own page, of a rehearsal")
     asked = parser.parse_args(given)
     if asked.rehearsal:
-        results, charts, target = (
+        results, drawings, target = (
             results_in(asked.folder),
             asked.folder / LINKS[True],
             asked.folder / "page.md",
@@ -216,9 +250,9 @@ def main(given: Sequence[str] | None = None) -> int:
     else:
         if asked.folder is not None:
             take(asked.folder)
-        results, charts, target = results_in(RECORDS), CHARTS, PAGE
-    text = page(results, asked.rehearsal, [name for name, _, values, _ in bars(results) if values])
-    draw(results, charts, asked.rehearsal)
+        results, drawings, target = results_in(RECORDS), CHARTS, PAGE
+    text = page(results, asked.rehearsal)
+    draw(results, drawings, asked.rehearsal)
     target.write_text(text)
     print(target)
     return 0

@@ -18,3 +18,4 @@ function markScrollable() {
 
 window.addEventListener("load", markScrollable)
 window.addEventListener("resize", markScrollable)
+document.addEventListener("toggle", markScrollable, true) // what was folded has a width from now on

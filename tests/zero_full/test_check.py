@@ -1,0 +1,210 @@
+"""`python -m zero_full check`: a verdict on every key of a file, and the engine's own words for it."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zero_full.__main__ import main
+from zero_full.check import look
+from zero_full.config import ConfigError, check, resolve
+from zero_full.config.read import Parsed, parse
+
+FILES = sorted((Path(__file__).parent / "deepspeed_configs").glob("*.json"))  # as public scripts have them
+
+
+def at(text: str, line: int, column: int) -> str:
+    """What stands there."""
+    return text.splitlines()[line - 1][column - 1 :]
+
+
+def test_there_are_thirty_of_them() -> None:
+    assert len(FILES) == 30
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_verdicts_are_the_engine_s_and_no_key_is_passed_over(path: Path) -> None:
+    text = path.read_text()
+    checked = check(text, None)
+    told: dict[str, list[str]] = {"refused": [], "no effect": [], "assumed": []}
+    for verdict in checked.verdicts:
+        told.setdefault(verdict.kind, []).append(verdict.text)
+    try:
+        resolved = resolve(path, checked.world)
+        assert sorted(resolved.warnings) == sorted(told["no effect"])
+        assert list(resolved.assumed) == told["assumed"]
+        assert told["refused"] == []
+    except ConfigError as error:
+        assert all(text in str(error) for text in told["refused"]) and told["refused"]
+        if checked.config is not None:
+            assert len(str(error).splitlines()) == len(told["refused"]) + 1
+    if checked.config is None:
+        return
+    seen = {verdict.path[:length] for verdict in checked.verdicts for length in range(len(verdict.path) + 1)}
+    keys = {key for key in parse(text).places if all(isinstance(name, str) for name in key)}
+    assert keys <= seen
+    for verdict in checked.verdicts:
+        if verdict.path in keys and verdict.path:
+            assert at(text, verdict.line, verdict.column).startswith(f'"{verdict.path[-1]}"')
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inside: st.lists(inside, max_size=3) | st.dictionaries(st.text(), inside, max_size=3),
+    max_leaves=9,
+)
+
+
+@given(value=values, indent=st.sampled_from([None, 0, 2]), in_ascii=st.booleans())
+def test_the_parser_reads_what_json_writes(value: Any, indent: int | None, in_ascii: bool) -> None:
+    text = json.dumps(value, indent=indent, ensure_ascii=in_ascii)
+    parsed = parse(text)
+    assert parsed.value == value and not parsed.repeated
+    keys_are_where_they_are_said_to_be(text, parsed)
+
+
+def keys_are_where_they_are_said_to_be(text: str, parsed: Parsed) -> None:
+    for path, place in parsed.places.items():
+        if path and isinstance(path[-1], str):
+            start = at_offset(text, place.line, place.column)
+            assert json.JSONDecoder().raw_decode(text, start)[0] == path[-1]
+
+
+def at_offset(text: str, line: int, column: int) -> int:
+    return sum(len(each) + 1 for each in text.split("\n")[: line - 1]) + column - 1
+
+
+def checked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], config: str, *options: str
+) -> tuple[int, str]:
+    path = tmp_path / "ds.json"
+    path.write_text(config)
+    code = main(["check", str(path), *options])
+    return code, capsys.readouterr().out.replace(str(path), "ds.json")
+
+
+WARNED = """{ "gradient_clipping": 0.5,
+  "train_batch_size": 16,
+  "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+  "memory_breakdown": true, "zero_optimization": {"stage": 2, "sub_group_size": 5}
+}"""
+WRONG = """{
+  "train_batch_size": 15,
+  "optimizer": {"type": "adamw", "params": {"lr": 1e-3, "beta": 1, "eps": "auto", "betas": [0.9, 2]}},
+  "scheduler": {"type": "WarmupLR", "params": {"warmup_type": "cubic", "warmup_min_lr": "x"}},
+  "bf16": {"enabled": "true"}, "memory_breakdown": true
+}"""
+
+
+def test_warnings_are_ok(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, printed = checked(tmp_path, capsys, WARNED, "--world", "8")
+    assert code == 0 and printed.splitlines()[-1] == "ok, 2 warnings"
+    assert "ds.json:4:3: warning: memory_breakdown = true has no effect: " in printed
+    assert "ds.json:4:63: warning: zero_optimization.sub_group_size = 5 has no effect: only" in printed
+
+
+def test_all_mistakes_are_told_at_once_also_those_that_torch_knows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, printed = checked(tmp_path, capsys, WRONG, "--world", "8")
+    starts = [
+        "ds.json:1:1: warning: gradient_clipping is not in the configuration: gradients are clipped to",
+        "ds.json:2:3: mistake: train_batch_size: 15 cannot be divided by gradient_accumulation_steps 1 * ",
+        "ds.json:3:57: mistake: optimizer.params.beta: AdamW has no such argument",
+        'ds.json:3:68: mistake: optimizer.params.eps: "auto" is filled in by Hugging Face',
+        "ds.json:3:83: mistake: optimizer.params.betas[1] must be a number from 0 up to",
+        "ds.json:4:48: mistake: scheduler.params.warmup_type: warmup_type must be 'log' or 'linear'",
+        "ds.json:4:72: mistake: scheduler.params.warmup_min_lr: warmup_min_lr must be a number",
+        'ds.json:5:12: mistake: bf16.enabled: got "true", expected true or false',
+        "ds.json:5:32: warning: memory_breakdown = true has no effect",
+        "7 mistakes, 2 warnings",
+    ]
+    lines = printed.splitlines()
+    assert code == 1 and len(lines) == len(starts)
+    assert all(line.startswith(start) for line, start in zip(lines, starts, strict=True)), printed
+
+
+@pytest.mark.parametrize(
+    ("config", "mistake"),
+    [
+        ('{"optimizer": {"type": "AdamV"}}', "1:16: mistake: optimizer.type: no optimizer is named 'AdamV'"),
+        (
+            '{"optimizer": {"type": "OneBitAdam"}, "zero_optimization": {"stage": 2}}',
+            "1:16: mistake: optimizer.type: OneBitAdam at stage 2: it needs",
+        ),
+        (
+            '{"optimizer": {"type": "ZeroOneAdam"}, "zero_optimization": {"stage": 1, "mics_shard_size": 2}}',
+            "1:16: mistake: optimizer.type: ZeroOneAdam cannot step here: it averages over all ranks",
+        ),
+        (
+            '{"optimizer": {"type": "LBFGS"}, "zero_optimization": {"stage": 1}}',
+            "1:16: mistake: optimizer.type: LBFGS cannot step on pieces of parameters",
+        ),
+        (
+            '{"optimizer": {"type": "SGD"}, "bf16": {"enabled": true, "bf16_master_weights_and_grads": true, '
+            '"stochastic_rounding": true}}',
+            "1:97: mistake: bf16.stochastic_rounding: only torch's Adam and AdamW",
+        ),
+        ('{"scheduler": {"type": "Cosine"}}', "1:16: mistake: scheduler.type: no schedule is named 'Cosine'"),
+        ("[]", "1:1: mistake: a configuration is an object; write its keys"),
+        ('{"fp16": {"enabled": True}}', "1:22: mistake: this is not JSON: a value is expected; write true"),
+    ],
+    ids=lambda text: text[:30],
+)
+def test_mistakes_that_stop_the_run_later_are_told_here(
+    config: str, mistake: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, printed = checked(tmp_path, capsys, config, "--world", "4")
+    assert code == 1 and f"ds.json:{mistake}" in printed and "1 mistake" in printed.splitlines()[-1]
+
+
+def test_what_torch_was_not_asked_about_is_not_ok(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(
+        '{"optimizer": {"type": "AdamV", "params": {"lr": 1}}, "scheduler": {"type": "WarmupLR"}}'
+    )
+    kinds = {".".join(map(str, v.path)): v.kind for v in look(path, 2).verdicts}
+    assert (kinds["optimizer.type"], kinds["optimizer.params.lr"]) == ("refused", "unread")
+    assert kinds["scheduler.type"] == "ok"
+    with pytest.raises(ConfigError, match="world_size: got 0"):
+        look(path, 0)
+
+
+def test_a_value_that_nobody_knows_is_no_reason_for_a_second_mistake() -> None:
+    """What depends on a key that cannot be used is not judged."""
+    config = {
+        "fp16": {"enabled": "auto", "loss_scale": 0, "hysteresis": 3},
+        "zero_optimization": {"stage": "2", "sub_group_size": 5, "offload_optimizer": {"device": "cpu"}},
+    }
+    verdicts = {v.path: v.kind for v in check(json.dumps(config), 2).verdicts}
+    wrong = {("fp16", "enabled"), ("zero_optimization", "stage")}
+    assert {path for path, kind in verdicts.items() if kind == "refused"} == wrong
+    assert verdicts["fp16", "hysteresis"] == verdicts["zero_optimization", "sub_group_size"] == "ok"
+
+
+def test_programs_get_every_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, printed = checked(tmp_path, capsys, WARNED, "--json")
+    answer = json.loads(printed)
+    assert code == 0 and answer["world"] == 1 and answer["tally"] == "ok, 2 warnings"
+    kinds = {".".join(each["path"]): each["kind"] for each in answer["verdicts"]}
+    assert kinds["optimizer.params.lr"] == kinds["optimizer.type"] == "ok"
+    assert kinds["memory_breakdown"] == "no effect" and len(kinds) == 7
+
+
+def test_without_torch_it_says_what_it_has_not_looked_at(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "zero_full.trial", None)
+    code, printed = checked(tmp_path, capsys, WARNED, "--world", "8")
+    assert code == 0 and printed.splitlines()[-1] == "ok, 2 warnings, 2 keys not looked at"
+    assert "ds.json:3:17: not looked at: optimizer.type: " in printed
+
+
+def test_a_file_that_is_not_there_is_a_wrong_argument(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["check", "nowhere.json"])
+    assert caught.value.code == 2 and "there is no configuration file nowhere.json" in capsys.readouterr().err

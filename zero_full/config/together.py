@@ -1,0 +1,258 @@
+"""What values of a configuration cannot be had together, and which of them another one makes void.
+
+These rules are the only ones about more than one key, and their functions are written in the small part of
+Python that `site/hooks/rules_in_js.py` translates: the page that checks a configuration runs the same rules.
+What is more than that (a call that it does not know, a comprehension) stops the build of the site.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from .schema import Config
+
+TRAIN = "train_batch_size"
+MICRO = "train_micro_batch_size_per_gpu"
+STEPS = "gradient_accumulation_steps"
+BF16_MASTERS = "bf16.bf16_master_weights_and_grads"
+STAGE = "zero_optimization.stage"
+STATE = "zero_optimization.offload_optimizer"
+PARAMETERS = "zero_optimization.offload_param"
+
+
+class Rule(NamedTuple):
+    """That a rule applies to a key. Whoever collects them leaves out those that `read` a mistaken value."""
+
+    key: str
+    why: str
+    remedy: str  # empty: the key has no effect, which is no mistake
+    read: tuple[str, ...]  # the other keys that it depends on
+
+
+def clashes(config: Config, world_size: int) -> Iterator[Rule]:
+    """Values that are fine by themselves and cannot be had beside another one."""
+    yield from precision_clashes(config)
+    zero, stage = config.zero_optimization, config.zero_optimization.stage
+    mics, hpz = zero.mics_shard_size, zero.zero_hpz_partition_size
+    if mics == 0 or (mics > 0 and world_size % mics != 0):
+        yield Rule(
+            "zero_optimization.mics_shard_size",
+            f"{mics} does not divide the world size {world_size}",
+            "give a divisor of it, or -1 to shard over all ranks",
+            (),
+        )
+    sharing = mics if mics > 0 else world_size
+    if stage == 3 and sharing % hpz != 0:
+        yield Rule(
+            "zero_optimization.zero_hpz_partition_size",
+            f"{hpz} does not divide the {sharing} ranks that share the parameters",
+            "give the number of ranks on a node, or 1 for no second partition",
+            (STAGE, "zero_optimization.mics_shard_size"),
+        )
+    yield from offload_clashes(config)
+    yield from delay_clashes(config)
+    yield from argument_clashes(config)
+    yield from batch_clashes(config, world_size)
+
+
+def precision_clashes(config: Config) -> Iterator[Rule]:
+    """About fp16 and bf16."""
+    fp16, bf16 = config.fp16, config.bf16
+    if fp16.enabled and bf16.enabled:
+        yield Rule(
+            "fp16.enabled", "bf16.enabled is true as well", "only one of them can be", ("bf16.enabled",)
+        )
+    if bf16.bf16_optimizer_states and not bf16.bf16_master_weights_and_grads:
+        yield Rule(
+            "bf16.bf16_optimizer_states", f"needs {BF16_MASTERS} true as well", "set it", (BF16_MASTERS,)
+        )
+    if bf16.stochastic_rounding and not bf16.bf16_master_weights_and_grads:
+        yield Rule(
+            "bf16.stochastic_rounding",
+            f"needs {BF16_MASTERS} true as well: masters in fp32 lose no small updates",
+            "set it, or leave this out",
+            (BF16_MASTERS,),
+        )
+    is_muon = config.optimizer is not None and config.optimizer.type.lower() == "muon"
+    if bf16.bf16_optimizer_states and is_muon:
+        yield Rule("bf16.bf16_optimizer_states", "Muon keeps what it remembers in fp32", "remove it", ())
+    first, least = 2**fp16.initial_scale_power, fp16.min_loss_scale
+    if fp16.enabled and fp16.loss_scale == 0 and least > first:
+        yield Rule(
+            "fp16.min_loss_scale",
+            f"{least} is above the first scale, {first}, which is 2 to the power of "
+            f"fp16.initial_scale_power {fp16.initial_scale_power}",
+            "change one of them",
+            ("fp16.loss_scale", "fp16.initial_scale_power"),
+        )
+
+
+def offload_clashes(config: Config) -> Iterator[Rule]:
+    """About where state and parameters wait."""
+    stage = config.zero_optimization.stage
+    state, parameters = config.zero_optimization.offload_optimizer, config.zero_optimization.offload_param
+    for key, section, what in ((STATE, state, "state is"), (PARAMETERS, parameters, "parameters are")):
+        if section is not None and section.device == "nvme" and not section.nvme_path:
+            yield Rule(
+                f"{key}.nvme_path",
+                "",
+                f'give the directory of a fast disk in which {what} to wait, or use the device "cpu"',
+                (),
+            )
+    if state is not None and state.super_offload and state.device == "nvme":
+        yield Rule(
+            f"{STATE}.super_offload",
+            "steps beside backward need state in memory twice",
+            'use the device "cpu", or leave it out',
+            (),
+        )
+    if state is not None and state.device == "nvme" and state.ratio != 1:
+        yield Rule(
+            f"{STATE}.ratio",
+            "in a file waits all of the optimizer's state",
+            'use 1, or the device "cpu"',
+            (),
+        )
+    if state is not None and state.device != "none" and stage == 0:
+        yield Rule(
+            f"{STATE}.device",
+            "stage 0 keeps the optimizer's state beside the parameters",
+            "use stage 1, 2 or 3, or no offloading",
+            (STAGE,),
+        )
+    if parameters is not None and parameters.device != "none" and stage < 3:
+        yield Rule(
+            f"{PARAMETERS}.device",
+            f"stage {stage} keeps whole parameters on the device",
+            'use stage 3, or the device "none"',
+            (STAGE,),
+        )
+
+
+def delay_clashes(config: Config) -> Iterator[Rule]:
+    """About updates that count one step late."""
+    state, parameters = config.zero_optimization.offload_optimizer, config.zero_optimization.offload_param
+    if state is not None and state.delay_update_after is not None:
+        key, device, other = f"{STATE}.delay_update_after", f"{STATE}.device", "leave one of them out"
+        instead = 'use the device "cpu", or leave it out'
+        if state.device == "none":
+            yield Rule(key, "without offloading there is nothing to delay", instead, (device,))
+        if state.device == "nvme":
+            yield Rule(key, "state in a file is in memory for a step only", instead, (device,))
+        if state.super_offload:
+            yield Rule(key, "super_offload steps beside backward, this one after it", other, ())
+        if parameters is not None and parameters.device != "none":
+            yield Rule(key, "offload_param brings parameters up to date within a step", other, ())
+        if state.ratio != 1:
+            yield Rule(
+                key,
+                "the part of the state that a ratio leaves on the device would be updated at another time "
+                "than the rest",
+                "use ratio 1",
+                (),
+            )
+
+
+def argument_clashes(config: Config) -> Iterator[Rule]:
+    """About an optimizer's arguments that are somebody else's."""
+    if config.optimizer is not None and "max_grad_norm" in config.optimizer.params:
+        yield Rule(
+            "optimizer.params.max_grad_norm",
+            "the engine clips",
+            "give the number as gradient_clipping instead",
+            (),
+        )
+
+
+def batch_clashes(config: Config, world_size: int) -> Iterator[Rule]:
+    """Batch sizes of which the third is no whole number, or that contradict each other."""
+    train, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
+    steps = config.gradient_accumulation_steps
+    product = micro * steps * world_size
+    known, name = (micro, MICRO) if micro else (steps or 1, STEPS)
+    unit = known * world_size
+    below = train // unit * unit
+    if train and micro and steps and train != product:
+        yield Rule(
+            TRAIN,
+            f"{train} is not {MICRO} {micro} * {STEPS} {steps} * world size {world_size} = {product}",
+            "change one of them or leave one out",
+            (MICRO, STEPS),
+        )
+    elif train and not (micro and steps) and train % unit != 0:
+        yield Rule(
+            TRAIN,
+            f"{train} cannot be divided by {name} {known} * world size {world_size} = {unit} "
+            f"({TRAIN} = {MICRO} * {STEPS} * world size)",
+            f"the nearest that can are {below} and {below + unit}"
+            if below
+            else f"the smallest that can is {unit}",
+            (MICRO, STEPS),
+        )
+
+
+def idle_together(config: Config) -> Iterator[Rule]:
+    """Keys without effect because of another one. One that has its default is not worth a word."""
+    if config.prescale_gradients:
+        why = "prescale_gradients divides by the world size before the reduction"
+        yield Rule("gradient_predivide_factor", why, "", ())
+    state, parameters = config.zero_optimization.offload_optimizer, config.zero_optimization.offload_param
+    if state is not None and state.device == "none":
+        for key in ("ratio", "super_offload"):
+            why = 'the device is "none", and nothing is offloaded'
+            yield Rule(f"{STATE}.{key}", why, "", (f"{STATE}.device",))
+    if not (state is not None and state.device == "nvme") and not (
+        parameters is not None and parameters.device == "nvme"
+    ):
+        for key in ("block_size", "intra_op_parallelism"):
+            why = 'nothing waits in a file (device "nvme")'
+            yield Rule(f"aio.{key}", why, "", (f"{STATE}.device", f"{PARAMETERS}.device"))
+    if state is not None and state.device != "nvme":
+        why = f'the device is "{state.device}"'
+        yield Rule(f"{STATE}.nvme_path", why, "", (f"{STATE}.device",))
+    if parameters is not None and parameters.device != "nvme":
+        for key in ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu"):
+            why = f'the device is "{parameters.device}"'
+            yield Rule(f"{PARAMETERS}.{key}", why, "", (f"{PARAMETERS}.device",))
+    if config.zero_optimization.stage == 0 and config.zero_optimization.mics_shard_size > 0:
+        yield Rule("zero_optimization.mics_shard_size", "nothing is sharded at stage 0", "", (STAGE,))
+
+
+def assumed(config: Config) -> Iterator[Rule]:
+    """Defaults in which versions of DeepSpeed differ. Nothing is said about a key that is written."""
+    yield Rule(
+        "gradient_clipping",
+        f"gradients are clipped to a norm of {config.gradient_clipping}, as by DeepSpeed since 0.19.3, which "
+        "did not clip before",
+        "write the number that you mean, or 0 for no clipping",
+        (),
+    )
+
+
+def unread_together(config: Config) -> Iterator[Rule]:
+    """Keys that nobody reads because of another one, as whoever writes them expects: not worth a warning."""
+    fp16, autocast, enabled = config.fp16, config.torch_autocast, ("fp16.enabled", "torch_autocast.enabled")
+    scales = fp16.enabled or (autocast.enabled and autocast.dtype == "fp16")
+    if not scales:
+        for key in ("loss_scale", "min_loss_scale"):
+            yield Rule(f"fp16.{key}", "there is no loss scale without fp16", "", enabled)
+    for key in ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis"):
+        if not scales:
+            yield Rule(f"fp16.{key}", "there is no loss scale without fp16", "", enabled)
+        elif fp16.loss_scale > 0:
+            yield Rule(f"fp16.{key}", "fp16.loss_scale is fixed", "", ("fp16.loss_scale",))
+    if scales and fp16.loss_scale > 0:
+        yield Rule("fp16.min_loss_scale", "fp16.loss_scale is fixed", "", ("fp16.loss_scale",))
+    if not config.bf16.enabled:
+        yield Rule("bf16.check_grad_overflow", "bf16.enabled is false", "", ("bf16.enabled",))
+    if not config.bf16.stochastic_rounding:
+        rounding = "bf16.stochastic_rounding"
+        yield Rule("bf16.stochastic_rounding_seed", f"{rounding} is false", "", (rounding,))
+    if not autocast.enabled:
+        yield Rule("torch_autocast.dtype", "torch_autocast.enabled is false", "", ("torch_autocast.enabled",))
+    if not config.debug.check_collectives:
+        collectives = "debug.check_collectives"
+        yield Rule("debug.timeout_s", f"{collectives} is false", "", (collectives,))
+    state, parameters = config.zero_optimization.offload_optimizer, config.zero_optimization.offload_param
+    for section, offload in ((STATE, state), (PARAMETERS, parameters)):
+        if offload is not None and offload.device == "none":
+            yield Rule(f"{section}.pin_memory", 'the device is "none"', "", (f"{section}.device",))

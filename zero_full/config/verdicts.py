@@ -1,0 +1,151 @@
+"""A verdict on every key of a JSON text: what the engine would say of it, with line and column.
+
+`resolve` and this have one source, `examine`. The page that checks a configuration has the same verdicts.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any, Literal, NamedTuple
+
+from . import report
+from .read import NotJsonError, Parsed, Route, parse
+from .resolve import Examined, examine, in_file, known_rules, refuse_no_world
+from .schema import Config
+from .together import MICRO, STEPS, TRAIN, unread_together
+
+# A value is honoured; is what happens without it, too; is read by nobody, and need not be; is without effect,
+# which is worth a warning; is not there, and its default may surprise; cannot be used; only torch knows.
+VerdictKind = Literal["ok", "default", "unread", "no effect", "assumed", "refused", "unknown"]
+IN_TORCH = "only `python -m zero_full check` knows: it asks the installed torch"
+IN_A_RUN = (
+    "only `python -m zero_full check` knows whether there is one, and whether it can do what the file asks"
+)
+
+
+class Verdict(NamedTuple):
+    """On one key of a text."""
+
+    path: Route  # () for the text as a whole
+    line: int
+    column: int
+    kind: VerdictKind
+    message: str = ""
+    remedy: str = ""
+    text: str = ""  # message and remedy as one sentence that names the key
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A text's verdicts in the order of the text; and the configuration, as far as there is one."""
+
+    verdicts: tuple[Verdict, ...]
+    world: int
+    config: Config | None = None
+
+
+def check(text: str, world_size: int | None) -> Checked:
+    """All that is to be said about a configuration for this many data-parallel ranks.
+
+    None: for as many as it was written for, as far as it says that.
+    """
+    if world_size is not None:
+        refuse_no_world(world_size)
+    try:
+        parsed = parse(text)
+    except NotJsonError as error:
+        return _unusable(error, world_size or 1)
+    if not isinstance(parsed.value, dict):
+        remedy = "write its keys and values between { and }"
+        return _unusable(
+            NotJsonError("a configuration is an object", remedy, parsed.places[()]), world_size or 1
+        )
+    world = implied_world(parsed.value) if world_size is None else world_size
+    examined = examine(parsed.value, world)
+    said = [
+        Verdict(f.path, place.line, place.column, f.kind, f.message, f.remedy, f.line)
+        for place, f in in_file(parsed, examined)
+    ]
+    verdicts = sorted([*said, *_calm(parsed, examined, said)], key=lambda each: (each.line, each.column))
+    return Checked(tuple(verdicts), world, examined.config)
+
+
+def _unusable(error: NotJsonError, world: int) -> Checked:
+    place, text = error.place, str(error)
+    return Checked((Verdict((), place.line, place.column, "refused", error.why, error.remedy, text),), world)
+
+
+def implied_world(config: Any) -> int:
+    """For how many ranks a configuration was written, as far as it says that."""
+    if not isinstance(config, Mapping):
+        return 1
+    train, micro, steps = (_count(config, key) for key in (TRAIN, MICRO, STEPS))
+    unit = micro * (steps or 1)
+    if train and unit and train % unit == 0:
+        return train // unit
+    zero = config.get("zero_optimization")
+    groups = zero if isinstance(zero, Mapping) else {}
+    return max(1, _count(groups, "mics_shard_size"), _count(groups, "zero_hpz_partition_size"))
+
+
+def _count(config: Mapping[str, Any], key: str) -> int:
+    """The number under this key; 0 if there is none, or no sensible one."""
+    value = config.get(key)
+    return value if isinstance(value, int) and 0 < value < 10**6 else 0
+
+
+def _calm(parsed: Parsed, examined: Examined, said: list[Verdict]) -> Iterator[Verdict]:
+    """About each key that nothing is said about and that holds no keys with verdicts of their own."""
+    loud = {_key_of(parsed.nearest(verdict.path)) for verdict in said}
+    refused = {verdict.path for verdict in said if verdict.kind == "refused"}
+    keys = [path for path in parsed.places if path and path == _key_of(path)]
+    around = {path[:length] for path in keys for length in range(len(path))}
+    first_names = {theirs: ours for ours, theirs in examined.spelled.items()}
+    lookup = _Lookup(examined)
+    for path in keys:
+        if path in loud or path in around:
+            continue
+        kind, message = lookup.verdict(report.as_written(path, first_names))
+        for length in range(1, len(path)):
+            if path[:length] in refused:
+                kind, message = "unread", f"{report.dotted(path[:length])} is refused"
+        place, text = parsed.places[path], f"{report.dotted(path)}: {message}" if message else ""
+        yield Verdict(path, place.line, place.column, kind, message, "", text)
+
+
+def _key_of(path: Route) -> Route:
+    """The key whose value this is, or is an item of."""
+    return tuple(takewhile(lambda name: isinstance(name, str), path))
+
+
+class _Lookup:
+    """What there is to know about a key that nothing is said about."""
+
+    def __init__(self, examined: Examined) -> None:
+        self.entries: dict[Route, report.Entry] = {
+            tuple(entry.key.split(".")): entry for entry in report.entries(examined.config)
+        }
+        rules = known_rules(unread_together(examined.config), examined.bad)
+        self.unread: dict[Route, str] = {tuple(rule.key.split(".")): rule.why for rule in rules}
+
+    def verdict(self, path: Route) -> tuple[VerdictKind, str]:
+        """(kind, message) for a key by its first name."""
+        entry = self.entries.get(path)
+        if path in (("optimizer", "type"), ("scheduler", "type")) and entry:
+            return "unknown", IN_A_RUN
+        if path in self.unread:
+            return "unread", self.unread[path]
+        if entry is not None:
+            return ("default", "") if entry.value == entry.default else ("ok", "")
+        inside = next(
+            (path[:length] for length in range(1, len(path)) if path[:length] in self.entries), None
+        )
+        if inside is None:  # a section without keys, or null for a batch size
+            return "default", ""
+        section = self.entries[inside]
+        if section.value is None:
+            return "unread", f"{section.key} cannot be used"
+        if inside[-1] == "params":
+            return "unknown", IN_TORCH
+        is_switch = section.remark is not None and section.remark.switch == path[-1]
+        return ("default", "") if is_switch else ("unread", "nothing here reads it")

@@ -1,0 +1,96 @@
+"""One rank's events on their way to disk: lines of JSON, in two files that take turns.
+
+[Note: black box] A line belongs to the system as soon as it is written: it is there afterwards, whether the
+process is killed, aborted by its backend, or hangs. Nothing is flushed to the disk itself, so it costs a copy
+in memory; what a power cut leaves is another matter.
+
+When a file has enough steps or events, the other one is emptied and goes on. So there are always the last
+`steps` steps, never more than twice as many, and each file says at its start how much was dropped before.
+"""
+
+import json
+import logging
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from zero_full.flight.parts import DONE, FORMAT, file_of, folder_of
+
+log = logging.getLogger("zero_full")
+EVENTS = 20_000  # in one file, whatever the number of steps
+FULL = "%s cannot be written any more (%s): nothing is recorded from here on"
+
+
+class BlackBox:
+    """Writes lines for one rank. Threads may share it."""
+
+    def __init__(self, path: Path, rank: int, about: Mapping[str, Any], steps: int) -> None:
+        """OSError if something cannot be written there."""
+        self.path, self.rank, self.about, self.steps = path, rank, dict(about), steps
+        self.lock = threading.Lock()
+        folder = folder_of(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError(f"{path} is a folder")
+        path.unlink(missing_ok=True)  # an earlier recording
+        folder.joinpath(DONE.format(rank)).unlink(missing_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        self.files = [os.open(file_of(folder, rank, number), flags, 0o644) for number in (0, 1)]
+        self.turns = 0
+        self.held_steps, self.held_events = [0, 0], [0, 0]  # by file
+        self.dropped_steps = self.dropped_events = 0
+        self.step = int(about["step"])
+        self._begin()
+
+    def _begin(self) -> None:
+        dropped = {"steps": self.dropped_steps, "events": self.dropped_events}
+        about = {**self.about, "turn": self.turns, "step": self.step, "dropped": dropped}
+        self._put(json.dumps({FORMAT: about}))
+
+    def _put(self, line: str) -> None:
+        os.write(self.files[self.turns % 2], f"{line}\n".encode())
+
+    def write(self, line: Mapping[str, Any], ends_step: bool = False) -> None:
+        """One line; nothing, once the disk has refused one."""
+        text = json.dumps(line, separators=(",", ":"))
+        with self.lock:
+            if self.files:
+                try:
+                    self._put(text)
+                    self._count("what" in line, ends_step)
+                except OSError as error:
+                    log.warning(FULL, self.path, error)
+                    self._close()
+
+    def _count(self, begins: bool, ends_step: bool) -> None:
+        now = self.turns % 2
+        self.held_events[now] += begins
+        self.held_steps[now] += ends_step
+        self.step += ends_step
+        if self.held_events[now] >= EVENTS or self.held_steps[now] >= self.steps:
+            self._turn()
+
+    def _turn(self) -> None:
+        self.turns += 1
+        now = self.turns % 2
+        self.dropped_steps += self.held_steps[now]
+        self.dropped_events += self.held_events[now]
+        self.held_steps[now] = self.held_events[now] = 0
+        os.ftruncate(self.files[now], 0)
+        os.lseek(self.files[now], 0, os.SEEK_SET)
+        self._begin()
+
+    def finish(self, how: str) -> None:
+        """The last line. Whoever looks sees that this rank has ended its recording."""
+        self.write({"ended": how})
+        with self.lock:
+            if self.files:
+                self._close()
+                folder_of(self.path).joinpath(DONE.format(self.rank)).touch()
+
+    def _close(self) -> None:
+        files, self.files = self.files, []
+        for file in files:
+            os.close(file)

@@ -1,0 +1,95 @@
+"""What a recording says at each moment, in words."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+TITLES = {
+    "all_gather": "All-gather",
+    "reduce_scatter": "Reduce-scatter",
+    "all_reduce": "All-reduce",
+    "all_to_all": "All-to-all",
+    "sum": "Sum",
+    "gather_objects": "Gather of objects",
+    "broadcast": "Broadcast",
+    "forward": "Forward",
+    "backward": "Backward",
+    "step": "Update",
+}
+BETWEEN = "between"  # two steps
+AT_ONCE_US = 100  # closer together than this, ranks have come at the same time
+NAMED = 3  # ranks in a sentence
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A frame, and what is known of the ranks that are missing in it."""
+
+    frame: Mapping[str, Any]
+    whereabouts: Mapping[int, str]
+
+
+def caption(told: Scene) -> tuple[str, str]:
+    """A title, and a sentence or two."""
+    frame = told.frame
+    if frame["what"] == BETWEEN:
+        return f"After step {frame['step']}", "This is what each rank keeps between steps."
+    title = TITLES.get(frame["what"], frame["what"])
+    title = f"{title}: {frame['name']}" if frame["name"] else f"{title} of step {frame['step']}"
+    return title, " ".join(_sentences(frame, told.whereabouts))
+
+
+def called(what: str, name: str) -> str:
+    """The same, in the middle of a sentence."""
+    title = TITLES.get(what, what).lower()
+    return f"{title} of {name}" if name else title
+
+
+def _sentences(frame: Mapping[str, Any], whereabouts: Mapping[int, str]) -> list[str]:
+    said = []
+    if whereabouts:
+        waiting = [rank for rank, start in enumerate(frame["start"]) if start is not None]
+        verb = "waits" if len(waiting) == 1 else "wait"
+        said.append(f"{ranks_told(waiting).capitalize()} {verb} for {ranks_told(list(whereabouts))}.")
+        shown = list(whereabouts.items())[:NAMED]
+        said += [f"Rank {rank} {text}." for rank, text in shown]
+    elif frame["last"] is not None:
+        said.append(_waits(frame))
+    elif frame["sent"] is None:
+        said.append(_lengths(frame))
+    if frame["failed"]:
+        said.append(f"It failed: {frame['failed']}.")
+    return said
+
+
+def _waits(frame: Mapping[str, Any]) -> str:
+    waits = {rank: us for rank, us in enumerate(frame["waited"]) if us > AT_ONCE_US}
+    if not waits:
+        return "All came at the same time."
+    longest = max(waits.values())
+    verb = "waited" if len(waits) == 1 else "waited up to"
+    return f"{ranks_told(list(waits)).capitalize()} {verb} {ms(longest)} for rank {frame['last']}, the last."
+
+
+def _lengths(frame: Mapping[str, Any]) -> str:
+    pairs = zip(frame["start"], frame["end"], strict=True)
+    lengths = [end - start for start, end in pairs if start is not None and end is not None]
+    if not lengths:
+        return "It has not ended."
+    low, high = ms(min(lengths)), ms(max(lengths))
+    return f"It took {low}." if low == high else f"It took {low} to {high}."
+
+
+def ms(us: int) -> str:
+    """Microseconds as milliseconds, in three digits."""
+    value = us / 1000
+    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} ms"
+
+
+def ranks_told(ranks: Sequence[int]) -> str:
+    """As in "ranks 0, 1 and 2": a long list is cut."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > NAMED + 1:
+        return f"ranks {', '.join(map(str, ranks[:NAMED]))} and {len(ranks) - NAMED} others"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

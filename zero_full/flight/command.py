@@ -1,0 +1,49 @@
+"""`python -m zero_full replay`: a recording as text."""
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from zero_full.flight.parts import FORMAT, VERSION, RecordingError, folder_of, read_parts
+from zero_full.flight.picture import picture
+from zero_full.flight.timeline import newest, put_together, recording_of
+
+
+def replay(path: Path, moments: bool = False) -> int:
+    """Print a recording. What ranks have left and nobody has put together is put together first."""
+    recording, made = opened(path)
+    if made:
+        print(f"{path} was put together of what the ranks have left in {folder_of(path)}")
+    for line in picture(recording, moments):
+        print(line)
+    return 0
+
+
+def opened(path: Path) -> tuple[dict[str, Any], bool]:
+    """A recording, and whether its file was made or renewed just now; RecordingError if there is none."""
+    folder = folder_of(path)
+    with suppress(FileNotFoundError):  # the ranks have put it together meanwhile
+        if folder.is_dir() and (not path.exists() or _has_news(path, folder)):
+            try:
+                return put_together(path), True
+            except PermissionError:
+                return recording_of(read_parts(folder)), False
+    try:
+        found = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise RecordingError(
+            f"there is no {path}, nor {folder}, where ranks write while they record"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise RecordingError(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, dict) or FORMAT not in found:
+        raise RecordingError(f"{path} is no recording: engine.record(path) makes them")
+    if found[FORMAT] != VERSION:
+        raise RecordingError(f"{path} is of version {found[FORMAT]}, and this reads {VERSION}")
+    return found, False
+
+
+def _has_news(path: Path, folder: Path) -> bool:
+    """Whether a rank has written since."""
+    return newest(folder) > path.stat().st_mtime_ns

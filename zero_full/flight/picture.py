@@ -1,0 +1,142 @@
+"""A recording as text, at most 80 columns wide: each rank's time as a row of letters, and what it means."""
+
+import textwrap
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime, timezone
+from typing import Any
+
+from zero_full.flight.captions import ms, ranks_told
+from zero_full.flight.parts import CLOSED, LEFT
+from zero_full.flight.timeline import PASSES
+from zero_full.wording import human, printable
+
+WIDE = 80
+LETTERS = {
+    "forward": "f",
+    "backward": "b",
+    "step": "u",
+    "reduce_scatter": "R",
+    "all_gather": "G",
+    "all_reduce": "A",
+    "all_to_all": "T",
+    "broadcast": "B",
+    "sum": "S",
+    "gather_objects": "O",
+}
+MEANING = "f forward  b backward  u update  R reduce-scatter  G all-gather  A all-reduce\n"
+MEANING += "T all-to-all  B broadcast  S sum  O objects  ~ waits for another rank  . other"
+WAITS, OTHER = "~", "."
+BESIDE = " beside "  # on another thread than the passes
+Frame = Mapping[str, Any]
+
+
+def picture(recording: Mapping[str, Any], moments: bool = False) -> Iterator[str]:
+    """The lines. `moments`: every moment, too, with its sentence."""
+    frames: Sequence[Frame] = recording["frames"]
+    yield from _about(recording)
+    if not frames:
+        yield "nothing was recorded"
+        return
+    for step in sorted({frame["step"] for frame in frames}):
+        yield ""
+        yield from _step(recording, [frame for frame in frames if frame["step"] == step], step)
+    yield from ("", *MEANING.splitlines(), "")
+    yield from _ranks(recording)
+    for rank in recording["present"]:
+        if (failed := recording["ended"][rank]) not in ("", CLOSED):
+            yield from _folded(f"rank {rank}: {failed}")
+    if stuck := [frame for frame in frames if frame["missing"] or frame["failed"]]:
+        yield ""
+        yield "What did not end well, in the order of time:"
+        for frame in stuck:
+            yield from _moment(frame)
+    if moments:
+        yield ""
+        for frame in frames:
+            yield from _moment(frame)
+
+
+def _about(recording: Mapping[str, Any]) -> Iterator[str]:
+    began = datetime.fromtimestamp(recording["started"], timezone.utc)
+    yield from _folded(
+        f"Stage {recording['stage']} on {recording['ranks']} ranks ({recording['device']}), "
+        f"recorded from {began:%Y-%m-%d %H:%M:%S} UTC on."
+    )
+    if absent := sorted(set(range(recording["ranks"])) - set(recording["present"])):
+        yield from _folded(f"Of {ranks_told(absent)} nothing is here.")
+    dropped = recording["dropped"]
+    if dropped["events"]:
+        steps, events = dropped["steps"], dropped["events"]
+        yield from _folded(f"What came before is dropped: {events} events of {_counted(steps, 'step')}.")
+    if recording["unaligned"]:
+        yield from _folded(f"The clock of {ranks_told(recording['unaligned'])} could not be compared.")
+    if recording["device"] != "cpu":
+        yield from _folded("Times are when the host has queued the work, not when the device did it.")
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _step(recording: Mapping[str, Any], frames: Sequence[Frame], step: int) -> Iterator[str]:
+    times = [t for frame in frames for key in ("start", "end") for t in frame[key] if t is not None]
+    first, last = min(times), max(times)
+    yield f"step {step}, {ms(last - first)}"
+    labels = [f"rank {rank} " for rank in range(recording["ranks"])]
+    wide = max(map(len, (*labels, BESIDE)))
+    for rank in recording["present"]:
+        for beside in (False, True):
+            here = [f for f in frames if f["start"][rank] is not None and f["beside"] is beside]
+            if here:
+                label = BESIDE if beside else labels[rank]
+                yield f"{label:{wide}}{_row(here, rank, first, last, WIDE - wide)}"
+
+
+def _row(frames: Sequence[Frame], rank: int, first: int, last: int, columns: int) -> str:
+    """One letter a column: what took most of its time."""
+    slot = max(1, last - first) / columns
+    took = [Counter[str]() for _ in range(columns)]
+    passes = [Counter[str]() for _ in range(columns)]
+    for frame in frames:
+        start = frame["start"][rank] - first
+        end = (last if frame["end"][rank] is None else frame["end"][rank]) - first
+        letter, counts = LETTERS.get(frame["what"], OTHER), passes if frame["what"] in PASSES else took
+        arrived = min(end, start + frame["waited"][rank])
+        for mark, low, high in ((WAITS, start, arrived), (letter, arrived, end)):
+            for column in range(int(low / slot), min(columns, int(high / slot) + 1)):
+                covered = min(high, (column + 1) * slot) - max(low, column * slot)
+                counts[column][mark] += max(0, round(1000 * covered))
+    return "".join(map(_letter, took, passes, [1000 * slot] * columns)).rstrip(OTHER)
+
+
+def _letter(calls: Counter[str], passes: Counter[str], whole: float) -> str:
+    busy = sum(calls.values())
+    if calls and busy >= whole / 2:
+        return calls.most_common(1)[0][0]
+    return passes.most_common(1)[0][0] if passes and sum(passes.values()) >= whole / 2 else OTHER
+
+
+def _ranks(recording: Mapping[str, Any]) -> Iterator[str]:
+    """What each rank waited, for whom, and held at most."""
+    yield f"{'':8}{'waited':>10}  {'most of it for':22}{'held at most':>14}  its recording was"
+    for rank in recording["present"]:
+        mine = recording["waits"][rank]
+        told = f"rank {mine[0][0]}, {ms(mine[0][1])}" if mine else ""
+        most = max(frame["live"][rank] for frame in recording["frames"])
+        known = recording["ended"][rank]
+        ended = {"": "not heard of again", CLOSED: CLOSED, LEFT: "left"}.get(known, "failed")
+        yield f"rank {rank:<3}{ms(sum(us for _, us in mine)):>10}  {told:22}{human(most):>14}  {ended}"
+
+
+def _moment(frame: Frame) -> Iterator[str]:
+    start = min(t for t in frame["start"] if t is not None)
+    at = f"{start / 1000:9.2f} ms"
+    for line in _folded(f"{frame['title']}. {frame['text']}", WIDE - len(at) - 2):
+        yield f"{at}  {line}"
+        at = " " * len(at)
+
+
+def _folded(text: str, wide: int = WIDE) -> Iterator[str]:
+    """The text in lines."""
+    yield from textwrap.wrap(printable(text), wide)

@@ -1,0 +1,237 @@
+"""From what each rank has left to one recording of all: a list of moments, in the animation's form.
+
+A moment is a collective with all ranks that have made it, or a pass of all ranks. `live` and `sent` have a
+number for each rank, as in the player's own steps; a recording says beside it when each rank came (`start`)
+and left (`end`), how long it has `waited` and for whom (`last`), and who has not come (`missing`).
+"""
+
+import json
+import os
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zero_full.flight.captions import BETWEEN, Scene, called, caption
+from zero_full.flight.clocks import ONE_SIDED, offsets
+from zero_full.flight.parts import (
+    CLOSED,
+    FORMAT,
+    VERSION,
+    Happening,
+    RankTrace,
+    folder_of,
+    read_parts,
+)
+
+MOST = 200_000  # numbers of all ranks together that a recording keeps: what is more could not be looked at
+TRIES = 3
+Key = tuple[Any, ...]
+PASSES = ("forward", "backward", "step", BETWEEN)
+
+
+@dataclass
+class Moment:
+    """One thing that several ranks have done."""
+
+    what: str
+    name: str
+    step: int
+    ranks: Sequence[int]  # who should do it
+    by: dict[int, Happening]
+
+
+def put_together(path: Path) -> dict[str, Any]:
+    """Make the file of what the ranks have left beside it; of all ranks, what they have left goes.
+
+    FileNotFoundError if another rank has done so meanwhile.
+    """
+    folder, aside = folder_of(path), path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        for _ in range(TRIES):  # another rank may write meanwhile, and put together more than this one
+            known = newest(folder)
+            parts = read_parts(folder)
+            made = recording_of(parts)
+            aside.write_text(json.dumps(made, separators=(",", ":")))
+            os.utime(aside, ns=(known, known))  # what is newer than that is not in it
+            if known == newest(folder):
+                break
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+    if made["present"] == list(range(made["ranks"])) and all(part.ended for part in parts):
+        # Away at once: another rank that is reading it must find all of it, or nothing.
+        with suppress(OSError):
+            shutil.rmtree(folder.rename(aside))
+    return made
+
+
+def newest(folder: Path) -> int:
+    """When the last of the ranks has written there."""
+    return max((each.stat().st_mtime_ns for each in folder.iterdir()), default=0)
+
+
+def recording_of(parts: Sequence[RankTrace]) -> dict[str, Any]:
+    """All ranks' parts as one recording."""
+    about, by_rank = parts[0].about, {part.rank: part for part in parts}
+    first = _first_step(parts)
+    for part in parts:
+        part.dropped_steps += sum(step < first for step in part.ends)
+        part.dropped_events += sum(each.step < first for each in part.happenings)
+        part.happenings = [each for each in part.happenings if each.step >= first]
+    moments = list(_moments(by_rank))
+    clock = offsets(sorted(by_rank), _meetings(moments))
+    for rank, part in by_rank.items():
+        by_wall = round(1e6 * (about["started"] - part.about["started"]))
+        _shift(part, -clock.get(rank, by_wall))
+    moments.sort(key=lambda moment: min(each.start for each in moment.by.values()))
+    most = max(1, MOST // max(1, len(parts)))
+    cut, moments = sum(len(moment.by) for moment in moments[:-most]), moments[-most:]
+    origin = min((each.start for moment in moments for each in moment.by.values()), default=0)
+    for part in parts:
+        _shift(part, -origin)
+    kinds = list(dict.fromkeys(kind for part in parts for each in part.happenings for kind in each.held))
+    frames = list(Frames(by_rank, moments, kinds, int(about["ranks"])))
+    return {
+        FORMAT: VERSION,
+        **{key: value for key, value in about.items() if key in KEPT},
+        "present": sorted(by_rank),
+        "kinds": kinds,
+        "dropped": {
+            "steps": max(part.dropped_steps for part in parts),
+            "events": sum(part.dropped_events for part in parts) + cut,
+        },
+        "unaligned": sorted(by_rank.keys() - clock.keys()),
+        "ended": [by_rank[r].ended if r in by_rank else None for r in range(int(about["ranks"]))],
+        "waits": waits(frames, int(about["ranks"])),
+        "frames": frames,
+    }
+
+
+def waits(frames: Sequence[Mapping[str, Any]], ranks: int) -> list[list[tuple[int, int]]]:
+    """Of each rank, for whom it has waited and how many microseconds, the longest first."""
+    found = [Counter[int]() for _ in range(ranks)]
+    for frame in frames:
+        whom = frame["missing"][0] if frame["missing"] else frame["last"]
+        for rank, us in enumerate(frame["waited"]):
+            if us and whom is not None:
+                found[rank][whom] += us
+    return [each.most_common() for each in found]
+
+
+KEPT = ("ranks", "stage", "precision", "device", "micro_batches", "started", "keeps", "elsewhere")
+
+
+def _first_step(parts: Sequence[RankTrace]) -> int:
+    """The first step that is kept: as many complete ones as were asked for, and what came after them."""
+    complete = sorted({step for part in parts for step in part.ends})
+    keeps = int(parts[0].about["keeps"])
+    return complete[-keeps] if len(complete) > keeps else 0
+
+
+def _shift(part: RankTrace, by: int) -> None:
+    for each in part.happenings:
+        each.start += by
+        each.end = None if each.end is None else each.end + by
+    part.ends = {step: at + by for step, at in part.ends.items()}
+    part.last += by
+
+
+def _moments(by_rank: Mapping[int, RankTrace]) -> Iterator[Moment]:
+    found: dict[Key, Moment] = {}
+    for rank, part in by_rank.items():
+        passes = Counter[tuple[str, int]]()
+        for each in part.happenings:
+            if each.group >= 0:
+                ranks = part.groups[each.group]
+                key: Key = (each.group, tuple(ranks), each.call, each.what, each.name)
+            else:
+                ranks = list(range(int(part.about["ranks"])))
+                passes[each.what, each.step] += 1
+                key = (each.what, each.step, passes[each.what, each.step])
+            moment = found.setdefault(key, Moment(each.what, each.name, each.step, ranks, {}))
+            moment.by[rank] = each
+    yield from found.values()
+
+
+def _meetings(moments: Sequence[Moment]) -> Iterator[dict[int, int]]:
+    """The ends of collectives that all their ranks have made."""
+    for moment in moments:
+        if moment.what not in (*PASSES, *ONE_SIDED) and len(moment.by) == len(moment.ranks):
+            ends = {r: each.end for r, each in moment.by.items() if each.end is not None and not each.failed}
+            if len(ends) == len(moment.ranks):
+                yield ends
+
+
+class Frames:
+    """The moments, told."""
+
+    def __init__(
+        self, by_rank: Mapping[int, RankTrace], moments: Sequence[Moment], kinds: Sequence[str], ranks: int
+    ) -> None:
+        self.by_rank, self.moments, self.kinds, self.ranks = by_rank, moments, kinds, ranks
+        self.held = [[0] * len(kinds) for _ in range(ranks)]
+        self.until = max((part.last for part in by_rank.values()), default=0)
+        self.calls = {
+            (rank, each.group, each.call): each for rank, part in by_rank.items() for each in part.happenings
+        }
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for moment in self.moments:
+            yield self._frame(moment)
+
+    def _frame(self, moment: Moment) -> dict[str, Any]:
+        for rank, each in moment.by.items():
+            self.held[rank] = [each.held.get(kind, 0) for kind in self.kinds]
+        is_pass = moment.what in PASSES
+        missing = [] if is_pass else [rank for rank in moment.ranks if rank not in moment.by]
+        missing = [rank for rank in missing if self._knows(rank, moment)]
+        starts = {rank: each.start for rank, each in moment.by.items()}
+        ends = {rank: each.end for rank, each in moment.by.items()}
+        last = None if is_pass or missing or len(starts) < 2 else max(starts, key=lambda rank: starts[rank])
+        until = {rank: self.until if end is None else end for rank, end in ends.items()}
+        if last is not None:  # who has failed before has waited no longer
+            until = {rank: min(end, starts[last]) for rank, end in until.items()}
+        waited = {rank: until[rank] - starts[rank] if last is not None or missing else 0 for rank in starts}
+        frame = {
+            "what": moment.what,
+            "name": moment.name,
+            "step": moment.step,
+            "start": self._of_each(starts),
+            "end": self._of_each(ends),
+            "live": [sum(held) for held in self.held],
+            "held": [list(held) for held in self.held],
+            "sent": None if is_pass else self._of_each({r: each.sent for r, each in moment.by.items()}, 0),
+            "waited": self._of_each({rank: max(0, us) for rank, us in waited.items()}, 0),
+            "last": last,
+            "missing": missing,
+            "beside": any(each.beside for each in moment.by.values()),
+            "failed": next((each.failed for each in moment.by.values() if each.failed), ""),
+        }
+        told = Scene(frame, {rank: self._whereabouts(rank, moment) for rank in missing})
+        frame["title"], frame["text"] = caption(told)
+        return frame
+
+    def _of_each(self, values: Mapping[int, Any], otherwise: Any = None) -> list[Any]:
+        return [values.get(rank, otherwise) for rank in range(self.ranks)]
+
+    def _knows(self, rank: int, moment: Moment) -> bool:
+        """Whether this rank would have told of it: it was recording when the others came."""
+        part, came = self.by_rank.get(rank), min(each.start for each in moment.by.values())
+        if part is None or not part.happenings:
+            return False
+        return part.happenings[0].start <= came and not (part.ended == CLOSED and part.last <= came)
+
+    def _whereabouts(self, rank: int, moment: Moment) -> str:
+        """What a rank did that did not come: the call in whose place, or where it was last seen."""
+        part = self.by_rank[rank]
+        mine = next(iter(moment.by.values()))
+        if (each := self.calls.get((rank, mine.group, mine.call))) is not None:
+            return f"makes another call in its place, {called(each.what, each.name)}"
+        seen = part.happenings[-1]
+        where = "in" if seen.end is None else "after"
+        what = called(seen.what, seen.name)
+        return f"has not come, and was last seen {where} {what} of step {seen.step}"
