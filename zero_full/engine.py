@@ -77,6 +77,7 @@ class Engine(DeepSpeedQueries, Reporting, Saving, Stopping):
         )
         self._calls = self._watch_calls()
         self._watch_pace()
+        optimizer.register_step_post_hook(self._count_plain_step)
 
     def _watch_calls(self) -> ModelCalls:
         autocast, section = None, self.config.torch_autocast
@@ -206,23 +207,33 @@ class Engine(DeepSpeedQueries, Reporting, Saving, Stopping):
                 "is trained, on any rank (is backward missing, or was zero_grad called after it?)"
             )
         self.optimizer.zero_grad()
+        self._count_step()
+        if self.was_step_applied() and self.lr_scheduler is not None:
+            self.lr_scheduler.step(**lr_kwargs)
+
+    def _count_step(self) -> None:
         self.global_steps += 1
         samples = self._samples_of_this_step()
         self._pace.count(samples)
         if self.global_samples is not None:
             self.global_samples += samples
-        if self.was_step_applied():
-            if self.lr_scheduler is not None:
-                self.lr_scheduler.step(**lr_kwargs)
-        else:
+        if not self.was_step_applied():
             self.skipped_steps += 1
+
+    def _count_plain_step(self, *step: Any) -> None:
+        """After a step of the optimizer: of a loop that calls it itself, and not `step`."""
+        if not self._stepping and self.optimizer.last is not None:
+            self._stepped = True
+            self.micro_steps += self._micro_batches - self.micro_steps % self._micro_batches
+            self._count_step()
+            self._report()
 
     def _samples_of_this_step(self) -> int:
         if self.global_samples is None:
             return 0
         passes = self.optimizer.reducer.backward.count
         since, self._passes = passes - self._passes, passes
-        if self.config.managed_gradient_accumulation:
+        if self.config.managed_gradient_accumulation and self._stepping:
             return self.train_batch_size()
         return self.train_micro_batch_size_per_gpu() * self.world_size * since
 

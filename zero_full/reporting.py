@@ -69,20 +69,18 @@ class Reporting:
     world_size: int
     global_steps: int
     skipped_steps: int
-    _stepping: bool
 
     def _watch_pace(self) -> None:
         """From now on."""
         self._pace = Pace()
         self._every = self.config.steps_per_print or int(self.config.wall_clock_breakdown)
         self._tells = self._every > 0 and this_rank() == 0
-        self._plain_steps = self._plain_passes = 0  # of a loop that does not call `engine.step`
         self._rates: list[float] = []  # what the last step was taken with: a schedule moves them after it
         self._first_input = ""
         with suppress(TypeError, ValueError):  # what is compiled may have no signature
             self._first_input = next(iter(inspect.signature(self.module.forward).parameters), "")
         if self._tells:
-            self.optimizer.register_step_post_hook(self._look_at_step)
+            self.optimizer.register_step_post_hook(self._note_rates)
 
     def _count_tokens(self, inputs: Sequence[Any], named_inputs: Mapping[str, Any]) -> None:
         """Of a forward: all ranks are taken to have as many as this one."""
@@ -93,20 +91,13 @@ class Reporting:
             if isinstance(found := given.get(name), Tensor) and not found.is_floating_point():
                 self._pace.tokens += found.numel() * self.world_size
 
-    def _look_at_step(self, *step: Any) -> None:
-        if self.optimizer.last is None:  # there was nothing to do
-            return
-        self._rates = [float(group["lr"]) for group in self.optimizer.param_groups]
-        if not self._stepping:
-            passes, each = self.optimizer.reducer.backward.count, self.config.train_micro_batch_size_per_gpu
-            since, self._plain_passes = passes - self._plain_passes, passes
-            self._pace.count(each * self.world_size * since)
-            self._plain_steps += 1
-            self._report()
+    def _note_rates(self, *step: Any) -> None:
+        if self.optimizer.last is not None:  # else there was nothing to do
+            self._rates = [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def _report(self) -> None:
         """After a step: the line, if one is due."""
-        number = self.global_steps + self._plain_steps
+        number = self.global_steps
         if not self._tells or number % self._every or not log.isEnabledFor(logging.INFO):
             return
         steps, told = self._pace.steps, ", ".join(self._told())

@@ -44,7 +44,7 @@ def test_accelerate_s_loop_trains_as_plain_torch_and_adapters_can_be_merged(told
 
 
 def test_what_the_page_warns_of_is_so(told: dict[str, Any]) -> None:
-    assert told["warned"] == {"ranks seen without cpu=True": 1, "steps counted": 0}
+    assert told["warned"] == {"ranks seen without cpu=True": 1, "steps not counted": 0}
 
 
 def test_what_cannot_work_is_refused_in_the_words_that_the_page_quotes(told: dict[str, Any]) -> None:

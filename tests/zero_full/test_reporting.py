@@ -4,6 +4,7 @@ import logging
 import math
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -97,6 +98,24 @@ def test_a_line_has_what_is_known(how: str, micro_batches: int, said: Any) -> No
     for line, step in zip(lines, (2, 4), strict=True):
         told = f"step {step}: loss {losses[step - 1]:.4f}, {TIMES}norm [\\d.]+, lr 0.01, peak [\\d.]+ [MG]B"
         assert re.fullmatch(told, line), line
+    passes = 5 * micro_batches
+    samples = passes * engine.train_micro_batch_size_per_gpu()
+    assert (engine.global_steps, engine.micro_steps, engine.global_samples) == (5, passes, samples)
+    engine.destroy()
+
+
+def test_steps_of_the_optimizer_itself_count_and_name_checkpoints(tmp_path: Path) -> None:
+    engine = engine_of(fp16={"enabled": True, "initial_scale_power": 12})
+    engine.optimizer.step()  # without gradients, which is no step
+    for spoil, applied in ((1.0, True), (math.nan, False)):
+        x = words(0, 0)
+        engine.backward(engine(x, labels=x) * spoil)
+        engine.optimizer.step()
+        assert engine.was_step_applied() is applied
+        engine.optimizer.zero_grad()
+    engine.save_checkpoint(tmp_path)
+    assert (engine.global_steps, engine.skipped_steps) == (2, 1)
+    assert (tmp_path / "latest").read_text() == "global_step2"
     engine.destroy()
 
 
