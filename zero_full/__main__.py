@@ -6,13 +6,14 @@ import sys
 from collections.abc import Sequence
 
 from zero_full import __version__
-from zero_full.commands import build, check, doctor, export, inspect, migrate, plan, replay
+from zero_full.commands import build, check, doctor, export, fit, inspect, migrate, plan, replay
 from zero_full.commands.command import PROGRAM, UsageError
 from zero_full.wording import printable
 
 COMMANDS = (
     doctor.COMMAND,
     plan.COMMAND,
+    fit.COMMAND,
     check.COMMAND,
     migrate.COMMAND,
     inspect.COMMAND,

@@ -17,6 +17,7 @@ import checker
 import clock
 import directives
 import drawings
+import fit_page
 import four_stages
 import hosting
 import lesson_pages
@@ -50,7 +51,7 @@ def on_files(files: Files, config: Any) -> Files:
         for name, folder in notebook_pages.folders().items():
             pages[f"notebooks/{name}.md"] = (folder / "page.md").read_text()
             pictures |= {f"notebooks/{picture.name}": picture for picture in folder.glob(f"{name}_*")}
-        written = (calculator, animation, four_stages, clock, recordings, checker)
+        written = (calculator, fit_page, animation, four_stages, clock, recordings, checker)
         scripts = {script.FILE: script.data() for script in written}
         picture_of_all = card.png(config.site_name, config.site_description)
     except SiteError as error:

@@ -20,6 +20,7 @@ from made_once import made_once
 from places import ROOT, SiteError
 from torch import nn
 
+from zero_full import fit
 from zero_full.config import resolve
 from zero_full.kernels.files import PAGE
 from zero_full.layout import FlatLayout
@@ -38,15 +39,9 @@ from zero_min.gpt import GPT, GPTConfig
 FILE = "assets/js/calculator_data.js"
 MADE_FROM = ("zero_full/**/*.py", "zero_min/gpt.py", "zero_min/formula.py", "site/hooks/calculator.py")
 
-BF16 = {"enabled": True}
-LOW = {**BF16, "bf16_master_weights_and_grads": True}
+LOW = {"enabled": True, "bf16_master_weights_and_grads": True}
 PRECISIONS: dict[str, tuple[str, dict[str, Any]]] = {  # name: (what the page says, the configuration's keys)
-    "fp32": ("32 bits", {}),
-    "mixed": ("16 bits; master and gradients in fp32", {"bf16": BF16}),
-    "mixed16": (
-        "16 bits, also the gradients; master in fp32",
-        {"bf16": BF16, "data_types": {"grad_accum_dtype": "bf16"}},
-    ),
+    **{name: (label, keys) for name, (label, _, keys) in fit.PRECISIONS.items()},
     "low": ("16 bits, no master; Adam's moments in fp32", {"bf16": LOW}),
     "lowest": ("16 bits, no master; Adam's moments in 16", {"bf16": {**LOW, "bf16_optimizer_states": True}}),
 }
@@ -64,6 +59,15 @@ PRESETS = {  # layers, width, heads, vocabulary, context: tables of the GPT-2 an
     "GPT-3 13B": (40, 5120, 40, 50257, 2048),
     "GPT-3 175B": (96, 12288, 96, 50257, 2048),
 }
+PAPER = {  # the row of the ZeRO paper's figure 1: all in 16 bits but Adam's state
+    "known": "count",
+    "count": "7.5B",
+    "ranks": 64,
+    "microBatches": 1,
+    "precision": "mixed16",
+    "optimizer": "adamw",
+}
+RUNS = {"ZeRO paper, 7.5B on 64": PAPER}
 SIZES = (24, 40, 80, 141)  # GB, of devices
 
 
@@ -80,6 +84,8 @@ def table() -> dict[str, Any]:
         "precisions": {name: {"label": label, "config": keys} for name, (label, keys) in PRECISIONS.items()},
         "optimizers": {name: {"label": label, "config": keys} for name, (label, keys) in OPTIMIZERS.items()},
         "presets": PRESETS,
+        "runs": RUNS,
+        "tight": fit.TIGHT,
         "sizes": SIZES,
         "scales": SCALES,
         "alignment": ALIGNMENT,
@@ -94,6 +100,7 @@ def table() -> dict[str, Any]:
         "page": PAGE,
         "apart": APART,
         "waiting": dict(_waiting()),
+        "checking": {p: _checking(p) for p in PRECISIONS},
         "tensors": {o: _tensors(o) for o in OPTIMIZERS},
         "offload": {**OFFLOADED, "each": asdict(formula.MIXED), "flag": formula.flag(2)},
     }
@@ -269,6 +276,14 @@ def _waiting() -> Iterator[tuple[str, dict[str, Any]]]:
                 "up": host[0].up // owned,
             },
         )
+
+
+def _checking(precision: str) -> dict[str, int]:
+    """Bytes for an element of a slice whose state is elsewhere, when it is read to see who wrote it."""
+    bucket, unit = (_away("cpu", 2, ONE, precision=precision, stage=stage) for stage in (2, 3))
+    large = _away("cpu", 2, (2**27,), precision=precision, stage=3)
+    owned = NUMEL // 2
+    return {"bucket": bucket.update // owned, "unit": unit.update // owned, "most": large.update}
 
 
 def _tensors(optimizer: str) -> int:

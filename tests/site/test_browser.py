@@ -23,6 +23,7 @@ ONE_OF_EACH_KIND = [
     "lessons/step3_parameters/lesson.html",
     "notebooks/03_parameters.html",
     "calculator.html",
+    "fit.html",
     "animation.html",
     "clock.html",
     "configuration.html",
@@ -109,6 +110,6 @@ def test_all_other_pages_are_accessible_too(open_page: Open, site: Path) -> None
 
 
 def test_a_page_without_javascript_says_what_to_do_instead(open_page: Open) -> None:
-    for path in ("calculator.html", "animation.html", "clock.html", "check.html"):
+    for path in ("calculator.html", "fit.html", "animation.html", "clock.html", "check.html"):
         page = open_page(path, java_script_enabled=False)
         assert "python -m" in page.inner_text("noscript")

@@ -38,6 +38,7 @@ CACHES = {  # of what depends on the arguments alone
     "construct.recorded._shown": "windows into that number, by dtype and shape",
     "shard.flat.nothing": "one number by dtype and device: a parameter that shows it is released",
     "shard.released._released": "by class",
+    "fit.grammar.families": "of a file of the package, which nobody writes",
     "kernels.toolchain._answer": "what a compiler of this machine says of itself",
     "kernels.file_threads._functions": "of a library that is loaded, by path",
     "kernels.files._libc": "of the C library",

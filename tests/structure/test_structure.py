@@ -64,6 +64,7 @@ ROOMS = {  # and a room of zero_full only itself and these; what is not named ma
         "stopping",
         "stopwatch",
     },
+    "fit": {"plan", "wording"},
     "plan": {
         "_compat",
         "checkpoint",

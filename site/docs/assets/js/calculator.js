@@ -20,8 +20,9 @@ const zeroCalculatorPage = (() => {
 
   // What the form says --------------------------------------------------------------------------
 
+  // Commas, _ and spaces are for groups of three digits: 7,5B is nobody's 75 billion.
   function parsedCount(text) {
-    const found = /^\s*(\d[\d,_ ]*(?:\.\d+)?(?:e\d+)?)\s*([kmbt]?)\s*$/i.exec(text)
+    const found = /^\s*(\d{1,3}(?:[,_ ]\d{3})+|\d+(?:\.\d+)?(?:e\d+)?)\s*([kmbt]?)\s*$/i.exec(text)
     const unit = { "": 1, k: 1e3, m: 1e6, b: 1e9, t: 1e12 }
     return found ? Math.round(Number(found[1].replace(/[,_ ]/g, "")) * unit[found[2].toLowerCase()]) : NaN
   }
@@ -49,7 +50,7 @@ const zeroCalculatorPage = (() => {
       return `width: ${shape.width} cannot be divided among ${shape.heads} heads.`
     }
     const isCount = shape || (count >= 1 && count <= 1e13)
-    return isCount ? "" : "parameters: give a number from 1 to 1e13, such as 7e9 or 7B."
+    return isCount ? "" : "parameters: give a number from 1 to 1e13, such as 7e9, 7B or 7.5B."
   }
 
   // One column for each stage, and one for offload: bytes by kind. null: not known.
@@ -181,13 +182,13 @@ const zeroCalculatorPage = (() => {
     const more = column.peak === null ? open : `${human(column.peak)} at a step's peak`
     find(".answer").textContent =
       `${numel.toLocaleString("en")} parameters, ${column.name}: each rank keeps ${human(column.kept)}${away}. ${more}.`
-    find(".answer").classList.remove("wrong")
     find(".fits").innerHTML = data.sizes.map((size) => fit(size, column)).join("")
   }
 
   function fit(size, column) {
     const left = size * 1e9 - known(column), open = column.peak === null
-    const word = left < 0 ? "no" : open ? "perhaps" : "yes"
+    const isTight = data.tight * left < size * 1e9
+    const word = left < 0 ? "no" : open ? "perhaps" : isTight ? "tight" : "yes"
     const detail = left < 0 ? `${human(-left)} too much` : `${human(left)} left${open ? " for the rest" : ""}`
     return `<li class="${word}"><b>${size} GB: ${word}</b>${detail}</li>`
   }
@@ -228,8 +229,8 @@ const zeroCalculatorPage = (() => {
 
   // What would wait elsewhere, with zero_full's offload_optimizer.
   function elsewhere({ shape, run, chosen }) {
-    const told = (inFile) => zeroPlan.waiting(shape, { ...run, stage: chosen, inFile })
-    const host = told(false), file = told(true)
+    const told = (state) => zeroPlan.waiting(shape, { ...run, stage: chosen, state })
+    const host = told("cpu"), file = told("nvme")
     const moved = `${human(host.down)} go down and ${human(host.up)} up in a step`
     const waits = `${human(file.disk)} wait in its file, read and written in every step`
     return ` With offload_optimizer "cpu", ${human(host.host)} of a rank wait on the host, and ${moved}. ` +
@@ -277,14 +278,16 @@ const zeroCalculatorPage = (() => {
   // The page --------------------------------------------------------------------------------------
 
   function update() {
-    if (form.elements.offload.checked) fixToOffload()
+    fixToOffload(form.elements.offload.checked)
     const known = form.elements.known.value, fixed = "[name=precision], [name=optimizer], [name=stage]"
     for (const part of form.querySelectorAll("[data-for]")) part.hidden = part.dataset.for !== known
     for (const field of form.querySelectorAll(fixed)) field.disabled = form.elements.offload.checked
     const state = read(), problem = problemOf(state)
+    result.classList.toggle("wrong", problem !== "") // nothing of an older answer stays beside a mistake
+    find(".answer").classList.toggle("wrong", problem !== "")
     if (problem) {
       find(".answer").textContent = problem
-      find(".answer").classList.add("wrong")
+      find(".fits").innerHTML = ""
       return
     }
     const columns = columnsOf(state), chosen = state.offload ? "offload" : state.chosen
@@ -302,7 +305,8 @@ const zeroCalculatorPage = (() => {
       const made = entries.map(([value, label]) => `<option value="${value}">${escaped(label)}</option>`)
       form.elements[name].innerHTML = made.join("")
     }
-    options("preset", [...Object.keys(data.presets).map((name) => [name, name]), ["", "my own"]])
+    const known = [...Object.keys(data.presets), ...Object.keys(data.runs)]
+    options("preset", [...known.map((name) => [name, name]), ["", "my own"]])
     options("precision", Object.entries(data.precisions).map(([name, { label }]) => [name, label]))
     options("optimizer", Object.entries(data.optimizers).map(([name, { label }]) => [name, label]))
     form.elements.preset.value = "GPT-3 6.7B"
@@ -313,19 +317,33 @@ const zeroCalculatorPage = (() => {
     usePreset()
   }
 
-  // What lesson 5 does, shown in the fields that cannot be changed meanwhile.
-  function fixToOffload() {
-    for (const name of ["precision", "optimizer", "stage"]) form.elements[name].value = data.offload[name]
+  // What lesson 5 does, shown in the fields that cannot be changed meanwhile; then what was there before.
+  let before = null
+  function fixToOffload(isFixed) {
+    const names = ["precision", "optimizer", "stage"]
+    const set = (from) => names.forEach((name) => (form.elements[name].value = from[name]))
+    if (isFixed) {
+      before = before || Object.fromEntries(names.map((name) => [name, form.elements[name].value]))
+      set(data.offload)
+    } else if (before) {
+      set(before)
+      before = null
+    }
   }
 
   function usePreset() {
-    const sizes = data.presets[form.elements.preset.value]
-    if (sizes) SHAPE.forEach((name, place) => (form.elements[name].value = sizes[place]))
+    const name = form.elements.preset.value, sizes = data.presets[name]
+    if (sizes) SHAPE.forEach((each, place) => (form.elements[each].value = sizes[place]))
+    if (sizes) form.elements.known.value = "shape"
+    if (!data.runs[name]) return
+    form.elements.offload.checked = false
+    fixToOffload(false)
+    for (const [each, value] of Object.entries(data.runs[name])) form.elements[each].value = value
   }
 
   function changed(event) {
     if (event.target.name === "preset") usePreset()
-    else if (SHAPE.includes(event.target.name)) form.elements.preset.value = ""
+    else if ([...SHAPE, "known", "count"].includes(event.target.name)) form.elements.preset.value = ""
     update()
   }
 

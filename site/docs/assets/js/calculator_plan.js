@@ -69,7 +69,7 @@ const zeroPlan = (() => {
     for (const each of [...parameters].reverse()) {
       if (buckets.length === 0 || each.numel > room) {
         buckets.push([])
-        room = Math.min(data.limits[run.stage].bucket, run.inFile ? data.part * run.ranks : Infinity)
+        room = Math.min(data.limits[run.stage].bucket, run.state === "nvme" ? data.part * run.ranks : Infinity)
       }
       buckets[buckets.length - 1].push(each)
       room -= each.numel
@@ -91,6 +91,7 @@ const zeroPlan = (() => {
         unit = { path: node.path, own: [], enteredAt: entered }
         units.push(unit)
       }
+      entered += node.enters || 0
       for (const each of node.own) {
         if (each.numel <= Math.min(limits.keep, room)) {
           stays.push(each)
@@ -98,7 +99,7 @@ const zeroPlan = (() => {
         } else {
           unit.own.push(each)
         }
-        entered += 1
+        if (!(each.tied && model.uses)) entered += 1 // else counted where it is used first
       }
       const isOne = node.called && node.path !== "" && node.numel <= limit
       for (const child of node.children) walk(child, unit, mayCut && !isOne)
@@ -174,12 +175,22 @@ const zeroPlan = (() => {
   function onTheirWay(laid, flats, terms, run) {
     const { inFlight } = data.limits[run.stage], pending = [], left = new Set(), filling = new Set(), bufferOfPlace = []
     flats.forEach((flat) => flat.parameters.forEach(({ place }) => (bufferOfPlace[place] = flat)))
+    const alone = run.ranks === 1 && run.state, goingDown = []
+    const alike = run.state ? termsOf({ ...run, microBatches: 1 }) : terms // nothing is added to on the device
+    const ofBuffer = { waiting: terms.parameter, arriving: terms.parameter, reducing: 0 }
+    const { waiting, arriving, reducing } = alone ? ofBuffer : alike
     let alive = 0, held = 0, highest = 0
     const parameters = flats.flatMap((flat) => flat.parameters).sort((a, b) => b.place - a.place)
     const note = (extra) => (highest = Math.max(highest, alive + held + extra))
     const reduce = (flat) => {
-      note(terms.reducing * flat.slice)
-      alive -= terms.waiting * flat.whole
+      if (run.state) { // at most two slices wait for their copies to the host
+        while (goingDown.length > 1) held -= goingDown.shift()
+        goingDown.push(alone ? waiting * flat.whole : termsAway(run).down * flat.slice)
+        held += goingDown[goingDown.length - 1]
+        if (alone) alive -= waiting * flat.whole // the buffer itself is copied
+      }
+      note(reducing * flat.slice)
+      if (!alone) alive -= waiting * flat.whole
     }
     const drain = (leave) => {
       while (pending.length > leave) reduce(pending.shift())
@@ -190,25 +201,32 @@ const zeroPlan = (() => {
       pending.push(flat)
       if (inFlight === 0) drain(0)
     }
-    parameters.forEach(({ tied, numel }) => (held += tied ? terms.parameter * numel : 0))
-    for (const { numel, tied, place } of parameters) {
-      const flat = bufferOfPlace[place]
-      if (tied) note((terms.arriving + terms.parameter) * numel)
-      if (tied) held -= terms.parameter * numel
-      if (run.stage > 1 && inFlight > 0 && !left.has(flat)) { // its buffer takes the place of one that has left
-        held += terms.arriving * numel
-        drain(inFlight - 1)
-        held -= terms.arriving * numel
+    const pass = () => {
+      left.clear()
+      filling.clear()
+      parameters.forEach(({ tied, numel }) => (held += tied ? terms.parameter * numel : 0))
+      for (const { numel, tied, place } of parameters) {
+        const flat = bufferOfPlace[place]
+        if (tied) note((arriving + terms.parameter) * numel)
+        if (tied) held -= terms.parameter * numel
+        if (run.stage > 1 && inFlight > 0 && !left.has(flat)) { // its buffer takes the place of one that has left
+          held += arriving * numel
+          drain(inFlight - 1)
+          held -= arriving * numel
+        }
+        if (!filling.has(flat)) alive += waiting * flat.whole
+        filling.add(flat)
+        note(arriving * numel)
+        if (run.stage < 3 && flat.parameters[flat.parameters.length - 1].place === place) launch(flat)
+        laid.units.filter((unit) => place > 0 && unit.enteredAt === place).reverse().forEach(launch)
       }
-      if (!filling.has(flat)) alive += terms.waiting * flat.whole
-      filling.add(flat)
-      note(terms.arriving * numel)
-      if (run.stage < 3 && flat.parameters[flat.parameters.length - 1].place === place) launch(flat)
-      laid.units.filter((unit) => place > 0 && unit.enteredAt === place).reverse().forEach(launch)
+      drain(0)
+      inOrder(flats).filter((flat) => !left.has(flat)).forEach(launch)
+      drain(0)
     }
-    drain(0)
-    inOrder(flats).filter((flat) => !left.has(flat)).forEach(launch)
-    drain(0)
+    // While the last slices of the passes before wait for their copies; from the third on all are alike.
+    const passes = run.state ? Math.min(run.microBatches, 3) : 1
+    for (let turn = 0; turn < passes; turn += 1) pass()
     return highest
   }
 
@@ -219,6 +237,12 @@ const zeroPlan = (() => {
   // What the optimizer's step makes: for every buffer something that stays until all are stepped, of which stage 3
   // steps a part at a time; and before that, for one that is always whole, something that is gone at once.
   function updating(laid, run) {
+    if (run.state) {
+      const { bucket, unit, most: atATime } = data.checking[run.precision]
+      const read = ({ slice }) => Math.min(unit * slice, atATime)
+      const written = ({ slice }) => (bucket > unit ? bucket * slice : 0)
+      return most([...laid.buckets, ...laid.units].map(read).concat(laid.buckets.map(written)))
+    }
     const { updating, following } = stateOf(run)
     let made = 0, highest = 0, room = 0
     for (const flat of inOrder([...laid.buckets, ...laid.units])) {
@@ -247,22 +271,26 @@ const zeroPlan = (() => {
   }
 
   // A model whose shape is known: everything.
-  function ofShape(shape, run) {
-    const terms = termsOf(run), laid = laidOut(modelOf(shape), run), flats = [...laid.buckets, ...laid.units]
+  const ofShape = (shape, run) => ofModel(modelOf(shape), activationsOf(shape, run), run)
+
+  // With `state`, "cpu" or "nvme", also what waits there.
+  function ofModel(model, activations, run) {
+    const terms = termsOf(run), laid = laidOut(model, run), flats = [...laid.buckets, ...laid.units]
     const owned = new Array(run.stage === 0 ? 1 : run.ranks).fill(0)
     flats.forEach((flat) => addOwned(flat, owned))
     const play = played(laid.units, run)
     const gathers = sum(laid.units.map((unit, place) => (play.kept[place] ? 1 : 2) * unit.piece))
     const pieces = sum(laid.buckets.map((bucket) => bucket.piece)) + run.microBatches * gathers
-    const gradientPieces = sum(flats.map((flat) => flat.piece))
+    const gradientPieces = sum(flats.map((flat) => flat.piece)), here = run.state ? 0 : 1
     return totals({
+      ...(run.state ? waitingOf(laid, flats, run) : { host: 0, disk: 0 }),
       parameters: terms.parameter * (sum(laid.buckets.map((b) => b.whole)) + sum(laid.units.map((u) => u.slice))),
-      gradients: sum(flats.map((flat) => bytes(terms.gradients, flat))),
-      master: sum(flats.map((flat) => bytes(terms.master, flat))),
-      moments: stateOf(run).kept * most(owned),
+      gradients: here * sum(flats.map((flat) => bytes(terms.gradients, flat))),
+      master: here * sum(flats.map((flat) => bytes(terms.master, flat))),
+      moments: here * stateOf(run).kept * most(owned),
       gathered: terms.parameter * play.highest,
       buckets: onTheirWay(laid, flats, terms, run),
-      activations: activationsOf(shape, run),
+      activations,
       update: updating(laid, run),
       sent: (run.ranks - 1) * (gradientsSent(terms, run) * gradientPieces + terms.sent.gathered * pieces),
     })
@@ -288,16 +316,25 @@ const zeroPlan = (() => {
 
   // With offload_optimizer: what waits in the host's memory or in a file, and what moves in a step.
   function waiting(shape, run) {
+    const laid = laidOut(modelOf(shape), run)
+    return waitingOf(laid, inOrder([...laid.buckets, ...laid.units]), run)
+  }
+
+  function termsAway(run) {
     const shared = run.ranks === 1 ? "alone" : "shared", again = run.microBatches === 1 ? "once" : "again"
-    const terms = data.waiting[`${run.precision} ${run.stage} ${shared} ${again}`], { kept } = stateOf(run)
-    const laid = laidOut(modelOf(shape), run), flats = inOrder([...laid.buckets, ...laid.units])
+    return data.waiting[`${run.precision} ${run.stage} ${shared} ${again}`]
+  }
+
+  function waitingOf(laid, unordered, run) {
+    const terms = termsAway(run), { kept } = stateOf(run), flats = inOrder(unordered)
     const owned = new Array(run.ranks).fill(0)
     flats.forEach((flat) => addOwned(flat, owned))
     const slices = sum(flats.map((flat) => flat.slice)), largest = most(flats.map((flat) => flat.slice))
     const more = kept * (most(owned) - owned[0])
     const down = terms.down * slices * (run.stage > 1 ? run.microBatches : 1), moved = { down, up: terms.up * slices }
     const passing = terms.largest * largest
-    if (!run.inFile) return { host: terms.slice * slices + passing + kept * most(owned), disk: 0, written: 0, ...moved }
+    const inMemory = terms.slice * slices + passing + kept * most(owned)
+    if (run.state === "cpu") return { host: inMemory, disk: 0, written: 0, ...moved }
     const sizes = flats.map((flat) => roundedUp(sum(tensorsOf(flat, terms.master, run)), data.page))
     const disk = sum(sizes) + more
     return { host: terms.beside * slices + passing + buffersOf(flats, sizes, run), disk, written: disk, ...moved }
@@ -352,5 +389,5 @@ const zeroPlan = (() => {
     return `${size} B`
   }
 
-  return { ofShape, ofCount, waiting, offloaded, activationsOf, countOf, human }
+  return { ofShape, ofModel, ofCount, waiting, offloaded, activationsOf, countOf, human }
 })()

@@ -1,0 +1,199 @@
+"""Models are read from a config.json, and the lowest stage that fits is found."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from zero_full.__main__ import main
+from zero_full.config import resolve
+from zero_full.fit import Batch, FitError, Machine, Run, activations, fit, read, shape_of, snippet, torchrun
+from zero_full.plan import plan
+
+CONFIGS = Path(__file__).with_name("hf_configs")
+PUBLISHED = {  # parameters, as they are published or counted in the published weights
+    "bert-base": 109_514_298,
+    "bloom": 176_247_271_424,
+    "bloom-560m": 559_214_592,
+    "deepseek-llm-7b": 6_910_365_696,
+    # 671,026,419,200 with the 256 numbers of 58 layers that balance experts, which are a buffer.
+    "deepseek-v3": 671_026_419_200 - 58 * 256,
+    "falcon-7b": 6_921_720_704,
+    "gemma-2-2b": 2_614_341_888,
+    "gemma-2b": 2_506_172_416,
+    "gemma-3-1b": 999_885_952,
+    "gpt-neox-20b": 20_554_567_680,
+    "gpt2": 124_439_808,
+    "gpt2-xl": 1_557_611_200,
+    "llama-2-70b": 68_976_648_192,
+    "llama-2-7b": 6_738_415_616,
+    "llama-3-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "llama-3.2-1b": 1_235_814_400,
+    "mistral-7b": 7_241_732_096,
+    "mixtral-8x7b": 46_702_792_704,
+    "olmo-1b": 1_176_764_416,
+    "olmo-2-7b": 7_298_617_344,
+    "opt-1.3b": 1_315_758_080,
+    "phi-2": 2_779_683_840,
+    "phi-3-mini": 3_821_079_552,
+    "pythia-1.4b": 1_414_647_808,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-8b": 8_190_735_360,
+    "smollm-135m": 134_515_008,
+    "stablelm-2-1.6b": 1_644_515_328,
+    "tinyllama-1.1b": 1_100_048_384,
+}
+GB = 10**9
+
+
+def given(name: str, **keys: Any) -> dict[str, Any]:
+    """A published config.json with other keys; None takes one out."""
+    config = {**json.loads((CONFIGS / f"{name}.json").read_text()), **keys}
+    return {key: value for key, value in config.items() if value is not None}
+
+
+def small() -> dict[str, Any]:
+    return given("llama-3.2-1b", num_hidden_layers=2, hidden_size=256, intermediate_size=512)
+
+
+def test_each_published_model_has_its_number_of_parameters() -> None:
+    assert sorted(PUBLISHED) == sorted(path.stem for path in CONFIGS.glob("*.json"))
+    for name, count in PUBLISHED.items():
+        model = read(CONFIGS / f"{name}.json").model()
+        assert sum(p.numel() for p in model.parameters()) == count, name
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        ([1], "an object of keys and values"),
+        ({}, "model_type: missing"),
+        (given("llama-3-8b", model_type="mamba"), "model_type: 'mamba' is not known here, only bert, bloom"),
+        ({"model_type": "gemma3", "text_config": given("gemma-3-1b")}, r"text_config is \(gemma3_text\)"),
+        (given("llama-3-8b", intermediate_size=None), "intermediate_size: missing, and llama has no size"),
+        (given("qwen3-8b", head_dim=None), "head_dim: missing, and qwen3 has no size without it"),
+        (given("llama-3-8b", hidden_size="4096"), "hidden_size: '4096' is no whole number from 1"),
+        (given("llama-3-8b", hidden_size=True), "hidden_size: True is no whole number from 1"),
+        (given("llama-3-8b", num_hidden_layers=10**8), "num_hidden_layers: 100,000,000 layers are more than"),
+        (
+            given("llama-3-8b", hidden_size=4097),
+            "hidden_size: 4,097 cannot be divided by num_attention_heads",
+        ),
+        (
+            given("llama-3-8b", tie_word_embeddings="no"),
+            "tie_word_embeddings: 'no' is neither true nor false",
+        ),
+        (given("opt-1.3b", word_embed_proj_dim=512), "word_embed_proj_dim: 512 is another shape; only 2048"),
+        (given("falcon-7b", bias=True), "bias: true is another shape; only none"),
+        (
+            given("deepseek-v3", first_k_dense_replace=62),
+            "first_k_dense_replace: more than num_hidden_layers",
+        ),
+        (given("deepseek-v3", q_lora_rank=None), "q_lora_rank: missing"),
+    ],
+    ids=str,
+)
+def test_what_is_not_known_is_named(config: Any, message: str) -> None:
+    with pytest.raises(FitError, match=message):
+        shape_of(config)
+
+
+def test_what_transformers_takes_for_a_missing_key_is_told() -> None:
+    shape = shape_of(given("gpt2", architectures=["GPT2ForSequenceClassification"]))
+    assert shape.notes == (
+        "architectures: 'GPT2ForSequenceClassification'; counted as GPT2LMHeadModel",
+        "n_inner: not given, so 3,072",
+        "tie_word_embeddings: not given, so true",
+    )
+
+
+def test_the_lowest_stage_that_leaves_room_is_taken_and_its_files_are_those_that_were_planned() -> None:
+    shape, run = shape_of(given("llama-3.2-1b", num_hidden_layers=4)), Run(Batch(1, 512))
+    every = fit(shape, Machine(1, 8, 10**13), run)
+    assert every.chosen is every.candidates[0]
+    peaks = [each.plan.peak for each in every.candidates]
+    assert peaks[0] > peaks[1] > peaks[2] and len(peaks) == 4
+    for place, peak in enumerate(peaks[:3]):
+        roomy = fit(shape, Machine(1, 8, peak * 10 // 9 + 1), run)
+        assert [each.verdict for each in roomy.candidates].index("yes") == place
+        assert roomy.chosen is roomy.candidates[place]
+    tight = fit(shape, Machine(1, 8, peaks[2]), run)
+    assert tight.chosen is tight.candidates[2] and tight.chosen.verdict == "tight"
+    config = roomy.chosen.config if roomy.chosen else {}
+    assert resolve(config, 8).warnings == ()
+    again = plan(shape.model(), config, 8)
+    assert again.between_steps == roomy.candidates[2].plan.between_steps
+    assert roomy.candidates[2].plan.activations == activations(shape, run.batch, 2)
+
+
+def test_state_waits_elsewhere_only_where_there_is_room_and_need() -> None:
+    shape, run = shape_of(small()), Run(Batch(1, 16))
+    least = fit(shape, Machine(1, 1, GB), run).candidates[0].plan
+    too_small = least.parameters * 2
+    assert fit(shape, Machine(1, 1, too_small), run).chosen is None
+    names = [each.name for each in fit(shape, Machine(1, 1, too_small, GB // 100, GB), run).candidates]
+    assert names[4:] == [
+        "stage 2, state on the host",
+        "stage 3, state on the host",
+        "stage 3, state in a file",
+    ]
+    found = fit(shape, Machine(1, 1, 10 * GB, 100 * GB), run)
+    assert len(found.candidates) == 4, "nothing waits where there is no need"
+
+
+def test_checkpointing_keeps_less_and_unknown_activations_are_no_yes() -> None:
+    shape = shape_of(given("llama-3-8b"))
+    kept = [activations(shape, Batch(2, 4096, checkpoints), 2) or 0 for checkpoints in (False, True)]
+    assert kept[1] < kept[0] / 4
+    unknown = fit(
+        shape_of(given("deepseek-v3", num_hidden_layers=4)), Machine(1, 64, 10**13), Run(Batch(1, 16))
+    )
+    assert unknown.candidates[0].verdict == "perhaps" and "not known" in unknown.candidates[0].reason
+
+
+def test_the_command_prints_and_writes_what_is_to_be_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, written = tmp_path / "config.json", tmp_path / "ds.json"
+    config.write_text(json.dumps(small()))
+    asked = ["fit", "--hf-config", str(config), "--world", "4", "--hosts", "2", "--memory", "80GB"]
+    assert main([*asked, "--context", "64", "--checkpointing", "--write", str(written)]) == 0
+    printed = capsys.readouterr().out
+    assert "> stage 0: yes" in printed and "gradient_checkpointing_enable" in printed
+    assert torchrun(Machine(2, 2, GB)) in printed
+    assert all(len(line) <= 90 for line in printed.splitlines() if not line.startswith("torchrun"))
+    assert resolve(str(written), 4).config.zero_optimization.stage == 0
+    assert main([*asked, "--json"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["chosen"] for line in lines] == [True, False, False, False]
+    assert main([*asked[:-1], "1MB"]) == 1
+    assert "nothing fits. Try --checkpointing, --host-memory, --disk or" in capsys.readouterr().out
+    for wrong, message in {
+        ("--world", "3"): "--world: 3 GPUs cannot be shared out to 2 hosts",
+        ("--memory", "much"): "--memory: 'much' is no size",
+        ("--context", "0"): "--context: 0 is less than 1",
+        ("--hf-config", str(tmp_path / "none")): "give a model's config.json",
+        ("--hf-config", str(Path(__file__))): "is no JSON",
+    }.items():
+        with pytest.raises(SystemExit):
+            main([*asked, *wrong])
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("stage, checkpoints", [(0, False), (3, True)])
+def test_the_snippet_is_python(stage: int, checkpoints: bool) -> None:
+    text = snippet(shape_of(given("bert-base")), stage, checkpoints)
+    compile(text, "train.py", "exec")
+    assert "AutoModelForMaskedLM" in text
+    assert ("zero_full.Init()" in text) is (stage == 3)
+
+
+def test_a_shape_allocates_nothing() -> None:
+    model = read(CONFIGS / "bloom.json").model()
+    assert {p.device for p in model.parameters()} == {torch.device("meta")}

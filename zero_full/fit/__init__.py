@@ -1,0 +1,37 @@
+"""Which stage does a Hugging Face model need on this machine? Its config.json is enough.
+
+    python -m zero_full fit --hf-config config.json --world 8 --memory 80GB
+
+`families.txt` describes the families that are known, `read.py` makes a model of that shape on the meta
+device, and `zero_full.plan` counts its bytes, stage by stage, until one fits. Only activations are estimated,
+see [Note: activations] in `saved.py`: to run the model itself, transformers would have to be there.
+"""
+
+from zero_full.fit.choice import LADDER, PRECISIONS, TIGHT, Candidate, Fit, Machine, Run, fit
+from zero_full.fit.command import main
+from zero_full.fit.failure import FitError
+from zero_full.fit.grammar import families
+from zero_full.fit.read import Shape, read, shape_of
+from zero_full.fit.saved import Batch, activations
+from zero_full.fit.words import snippet, torchrun
+
+__all__ = [
+    "LADDER",
+    "PRECISIONS",
+    "TIGHT",
+    "Batch",
+    "Candidate",
+    "Fit",
+    "FitError",
+    "Machine",
+    "Run",
+    "Shape",
+    "activations",
+    "families",
+    "fit",
+    "main",
+    "read",
+    "shape_of",
+    "snippet",
+    "torchrun",
+]

@@ -1,0 +1,228 @@
+"""How `families.txt` is read: of each family, what its config.json says in which key, and its modules.
+
+`[llama] LlamaForCausalLM` begins a family: the `model_type` of config.json, and transformers' class. Then
+lines give sizes names:
+
+    width = hidden_size               a key of config.json, which must be there
+    kv = num_key_value_heads or heads     what transformers takes where the key is missing or null
+    bias = attention_bias or no       a key that is true or false
+    sparse := layers-dense            computed
+    require head_norm is none         all else is not known; none is missing, null, false, 0 or empty
+    saved 16 layer: 16*width+8*inner  bytes a token of activations, at 16 bits: [Note: activations]
+
+`if bias` and `unless bias` at the end of a line make it count only then; of two lines with one name, the
+first that counts does. After an empty line come the modules, each inside the one above that is less indented:
+
+    lm_head: vocabulary width same if tied; vocabulary
+
+is a module with a matrix `weight`, which is the model's first parameter once more if `tied`, and a vector
+`bias`. `.name: ...` is a parameter that the module itself holds. `*layers` is as many modules in a list,
+which is never called itself. Sizes are sums of products, and `/` must leave no remainder.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import takewhile
+from pathlib import Path
+
+FILE = Path(__file__).with_name("families.txt")
+Sizes = Mapping[str, int]  # by name; what is true is 1, what is false 0
+Term = tuple[int, tuple[str | int, ...], tuple[str | int, ...]]  # 1 or -1, factors, divisors
+WHEN = re.compile(r"(.*?)(?: (if|unless) (\w+))?")
+
+
+class RemainderError(ValueError):
+    """A division that leaves one: factors and divisors, as they are written."""
+
+
+@dataclass(frozen=True)
+class Expression:
+    """A sum of products."""
+
+    terms: tuple[Term, ...]
+
+    def value(self, sizes: Sizes) -> int:
+        """With these sizes. Raises RemainderError."""
+        total = 0
+        for sign, factors, divisors in self.terms:
+            product, divisor = _product(factors, sizes), _product(divisors, sizes)
+            if product % divisor:
+                raise RemainderError(factors[0], divisors[0])
+            total += sign * product // divisor
+        return total
+
+
+def _product(names: Sequence[str | int], sizes: Sizes) -> int:
+    product = 1
+    for name in names:
+        product *= name if isinstance(name, int) else sizes[name]
+    return product
+
+
+@dataclass(frozen=True)
+class Size:
+    """A name, and where its value is from."""
+
+    name: str
+    key: str | None  # in config.json
+    default: Expression | bool | None  # None: the key must be there
+    least: int
+    when: str  # "bias", "!bias" or "", always
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """What a key must say; None: nothing."""
+
+    key: str
+    value: Expression | bool | None
+    when: str
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter of a module."""
+
+    name: str
+    shape: tuple[Expression, ...]
+    same: str | None  # when it is the model's first parameter; None: never
+    when: str
+
+
+@dataclass(frozen=True)
+class Node:
+    """A module, or as many as `count` says in the list around them."""
+
+    name: str
+    count: Expression | None
+    weights: tuple[Weight, ...]
+    inside: tuple["Node", ...]
+
+    @property
+    def is_list(self) -> bool:
+        """It is never called itself."""
+        return any(node.count is not None for node in self.inside)
+
+
+@dataclass(frozen=True)
+class Family:
+    """All models of one `model_type`."""
+
+    model_type: str
+    model: str  # the class in transformers
+    sizes: tuple[Size, ...]
+    requirements: tuple[Requirement, ...]
+    saved: Mapping[str, Expression]  # "16 layer", "16 outside", and the same for 32
+    modules: tuple[Node, ...]
+
+
+def holds(when: str, sizes: Sizes) -> bool:
+    """Whether a condition does."""
+    return not when or bool(sizes[when.lstrip("!")]) != when.startswith("!")
+
+
+@cache
+def families() -> dict[str, Family]:
+    """All that are known, by `model_type`."""
+    text = "\n".join(line for line in FILE.read_text().splitlines() if not line.startswith("#"))
+    made = [_family(part) for part in re.split(r"^\[", text, flags=re.MULTILINE)[1:]]
+    return {family.model_type: family for family in made}
+
+
+def _family(text: str) -> Family:
+    head, _, rest = text.partition("\n")
+    model_type, _, model = head.partition("] ")
+    keys, _, modules = rest.strip().partition("\n\n")
+    lines = keys.splitlines()
+
+    def of(first: str) -> list[str]:
+        return [line.removeprefix(first) for line in lines if line.startswith(first)]
+
+    saved = dict(line.split(": ") for line in of("saved "))
+    return Family(
+        model_type,
+        model,
+        tuple(_size(line) for line in lines if not line.startswith(("require ", "saved "))),
+        tuple(map(_requirement, of("require "))),
+        {name: _expression(text) for name, text in saved.items()},
+        tuple(_nodes([line for line in modules.splitlines() if line.strip()])),
+    )
+
+
+def _conditional(line: str) -> tuple[str, str]:
+    """The line without its condition, and that."""
+    found = WHEN.fullmatch(line)
+    assert found is not None
+    return found[1], {"if": "", "unless": "!", None: ""}[found[2]] + (found[3] or "")
+
+
+def _expression(text: str) -> Expression:
+    terms = []
+    for sign, term in re.findall(r"([+-]?)([^+-]+)", text):
+        factors, _, divisors = term.partition("/")
+        terms.append((-1 if sign == "-" else 1, _names(factors), _names(divisors)))
+    return Expression(tuple(terms))
+
+
+def _names(text: str) -> tuple[str | int, ...]:
+    return tuple(int(name) if name.isdigit() else name for name in filter(None, text.split("*")))
+
+
+def _value(text: str) -> Expression | bool | None:
+    fixed = {"yes": True, "no": False, "none": None}
+    return fixed[text] if text in fixed else _expression(text)
+
+
+def _size(line: str) -> Size:
+    line, when = _conditional(line)
+    name, computed, value = re.split(r" (:?)= ", line)
+    if computed:
+        return Size(name, None, _value(value), 0, when)
+    value, _, least = value.partition(" from ")
+    key, _, default = value.partition(" or ")
+    return Size(name, key, _value(default or "none"), int(least or 1), when)
+
+
+def _requirement(line: str) -> Requirement:
+    line, when = _conditional(line)
+    key, _, value = line.partition(" is ")
+    return Requirement(key, _value(value), when)
+
+
+def _indent(line: str) -> int:
+    return len(line) - len(line.lstrip())
+
+
+def _is_inside(head: str, line: str) -> bool:
+    return _indent(line) > _indent(head)
+
+
+def _nodes(lines: Sequence[str]) -> Iterator[Node]:
+    """Each that is indented as little as the first one, with what is inside."""
+    rest = list(lines)
+    while rest:
+        head = rest[0]
+        inside = list(takewhile(partial(_is_inside, head), rest[1:]))
+        rest = rest[1 + len(inside) :]
+        name, _, weights = head.strip().partition(":")
+        least = min(map(_indent, inside), default=0)
+        own = [place for place, line in enumerate(inside) if line[least:].startswith(".")]
+        nodes = tuple(_nodes([line for place, line in enumerate(inside) if place not in own]))
+        held = [_weight(*inside[place].strip()[1:].split(": ")) for place in own]
+        held += map(_weight, ("weight", "bias"), filter(None, weights.split(";")))
+        if name.startswith("*"):
+            yield Node("", _expression(name[1:]), tuple(held), nodes)
+        else:
+            yield Node(name, None, tuple(held), nodes)
+
+
+def _weight(name: str, text: str) -> Weight:
+    shape, when = _conditional(text.strip())
+    sizes = shape.split()
+    same = None
+    if sizes[-1] == "same":
+        same, when = when, ""
+        sizes.pop()
+    return Weight(name, tuple(map(_expression, sizes)), same, when)

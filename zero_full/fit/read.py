@@ -1,0 +1,180 @@
+"""From a model's config.json to its shape: the sizes of its family, and a model of that shape."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero_full.fit.failure import FitError
+from zero_full.fit.grammar import (
+    Expression,
+    Family,
+    Node,
+    RemainderError,
+    Requirement,
+    Size,
+    Sizes,
+    families,
+    holds,
+)
+from zero_full.wording import shown
+
+MOST = 10**9  # of any size
+MOST_LAYERS = 1000
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What decides about a model's bytes."""
+
+    family: Family
+    sizes: Sizes
+    notes: tuple[str, ...]  # what config.json does not say, and transformers takes
+
+    def model(self) -> nn.Module:
+        """Modules and parameters as transformers' class has them, on the meta device; nobody can call it."""
+        return Maker(self.sizes).of(Node("", None, (), self.family.modules))
+
+
+def read(path: str | Path) -> Shape:
+    """Of this config.json."""
+    try:
+        config = json.loads(Path(path).read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise FitError(f"{path}: {error.strerror}; give a model's config.json") from None
+    except ValueError as error:
+        raise FitError(f"{path} is no JSON: {error}") from None
+    return shape_of(config)
+
+
+def shape_of(config: Any) -> Shape:
+    """Of what a config.json says. A key that is missing is named, and never guessed."""
+    if not isinstance(config, Mapping):
+        raise FitError(f"a config.json is an object of keys and values, not {shown(config)}")
+    family = _family(config)
+    sizes: dict[str, int] = {}
+    notes = list(_architecture(config, family))
+    for size in family.sizes:
+        if size.name not in sizes and holds(size.when, sizes):
+            sizes[size.name], note = _value(size, config, family, sizes)
+            notes += note
+    for requirement in family.requirements:
+        if holds(requirement.when, sizes):
+            _check(requirement, config, family, sizes)
+    if sizes["layers"] > MOST_LAYERS:
+        raise FitError(f"{_key(family, 'layers')}: {sizes['layers']:,} layers are more than {MOST_LAYERS:,}")
+    return Shape(family, sizes, tuple(notes))
+
+
+def _family(config: Mapping[str, Any]) -> Family:
+    known, name = families(), config.get("model_type")
+    if name is None:
+        raise FitError("model_type: missing; it says which family this config.json is of")
+    if not isinstance(name, str) or name not in known:
+        inner = config.get("text_config")
+        more = ""
+        if isinstance(inner, Mapping) and inner.get("model_type") in known:
+            more = f"; what is in its text_config is ({inner['model_type']}), give that alone"
+        raise FitError(f"model_type: {shown(name)} is not known here, only {', '.join(sorted(known))}{more}")
+    return known[name]
+
+
+def _architecture(config: Mapping[str, Any], family: Family) -> Iterator[str]:
+    given = config.get("architectures")
+    if isinstance(given, list) and given and family.model not in given:
+        yield f"architectures: {shown(given[0])}; counted as {family.model}"
+
+
+def _value(size: Size, config: Mapping[str, Any], family: Family, sizes: Sizes) -> tuple[int, list[str]]:
+    """And what there is to say about it."""
+    given = None if size.key is None else config.get(size.key)
+    if given is not None:
+        return _given(size, given), []
+    if size.default is None:
+        raise FitError(f"{size.key}: missing, and {family.model_type} has no size without it")
+    value = size.default if isinstance(size.default, bool) else _computed(size.default, family, sizes)
+    taken = str(value).lower() if isinstance(value, bool) else f"{value:,}"
+    return int(value), [f"{size.key}: not given, so {taken}"] if size.key else []
+
+
+def _given(size: Size, given: object) -> int:
+    if isinstance(size.default, bool):
+        if not isinstance(given, bool):
+            raise FitError(f"{size.key}: {shown(given)} is neither true nor false")
+        return int(given)
+    if not isinstance(given, int) or isinstance(given, bool) or not size.least <= given <= MOST:
+        raise FitError(f"{size.key}: {shown(given)} is no whole number from {size.least} to {MOST:,}")
+    return given
+
+
+def _computed(expression: Expression, family: Family, sizes: Sizes) -> int:
+    try:
+        value = expression.value(sizes)
+    except RemainderError as remainder:
+        dividend, divisor = (_key(family, name) for name in remainder.args)
+        a, b = (sizes[name] for name in remainder.args)
+        raise FitError(f"{dividend}: {a:,} cannot be divided by {divisor} {b:,}") from None
+    if value < 0:
+        first, second = (_key(family, str(factors[0])) for _, factors, _ in expression.terms[:2])
+        raise FitError(f"{second}: more than {first}")
+    return value
+
+
+def _key(family: Family, name: str) -> str:
+    """What config.json calls a size."""
+    return next((size.key for size in family.sizes if size.name == name and size.key), name)
+
+
+def _check(requirement: Requirement, config: Mapping[str, Any], family: Family, sizes: Sizes) -> None:
+    given, value = config.get(requirement.key), requirement.value
+    if isinstance(value, Expression):
+        wanted: object = value.value(sizes)
+        fits = given is None or (given == wanted and not isinstance(given, bool))
+    elif value is None:
+        wanted, fits = "none", not given
+    else:
+        wanted, fits = str(value).lower(), given is None or given is value
+    if not fits:
+        said = f"only {wanted} is known here, for {family.model_type}"
+        raise FitError(f"{requirement.key}: {shown(given, json.dumps)} is another shape; {said}")
+
+
+class Maker:
+    """Makes modules of parameters without values."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        self.sizes = sizes
+        self.first: nn.Parameter | None = None
+
+    def of(self, node: Node) -> nn.Module:
+        """A module with all that is in it."""
+        made = nn.ModuleList() if node.is_list else Described()
+        for weight in node.weights:
+            if holds(weight.when, self.sizes):
+                made.register_parameter(weight.name, self.parameter(weight.same, weight.shape))
+        counts = [1 if child.count is None else child.count.value(self.sizes) for child in node.inside]
+        each = [child for child, count in zip(node.inside, counts, strict=True) for _ in range(count)]
+        for place, child in enumerate(each):
+            made.add_module(child.name or str(place), self.of(child))
+        return made
+
+    def parameter(self, same: str | None, shape: tuple[Expression, ...]) -> nn.Parameter:
+        """Its own, or the model's first one."""
+        if same is not None and holds(same, self.sizes):
+            assert self.first is not None
+            return self.first
+        sizes = [size.value(self.sizes) for size in shape]
+        made = nn.Parameter(torch.empty(sizes, device="meta"))
+        self.first = made if self.first is None else self.first
+        return made
+
+
+class Described(nn.Module):
+    """A module that is known by its parameters only."""
+
+    def forward(self) -> None:
+        """Nobody calls it."""
