@@ -65,6 +65,7 @@ class Run:
         return {
             "train_micro_batch_size_per_gpu": self.batch.sequences,
             "gradient_accumulation_steps": self.micro_batches,
+            "gradient_clipping": 1,
             "optimizer": OPTIMIZER,
             **PRECISIONS[self.precision][2],
             "zero_optimization": {"stage": stage, **away},

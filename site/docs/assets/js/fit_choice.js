@@ -16,6 +16,7 @@ const zeroFit = (() => {
     return {
       train_micro_batch_size_per_gpu: run.sequences,
       gradient_accumulation_steps: run.microBatches,
+      gradient_clipping: 1,
       optimizer: data.optimizer,
       ...data.precisions[run.precision].config,
       zero_optimization: { stage, ...away },
