@@ -177,6 +177,7 @@ def test_the_command_prints_and_writes_what_is_to_be_run(
     for wrong, message in {
         ("--world", "3"): "--world: 3 GPUs cannot be shared out to 2 hosts",
         ("--memory", "much"): "--memory: 'much' is no size",
+        ("--memory", "80"): "--memory 80: in what? Write it as in 80GB",
         ("--context", "0"): "--context: 0 is less than 1",
         ("--hf-config", str(tmp_path / "none")): "give a model's config.json",
         ("--hf-config", str(Path(__file__))): "is no JSON",

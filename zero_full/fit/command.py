@@ -40,10 +40,13 @@ def _machine(options: argparse.Namespace) -> Machine:
 
 
 def _size(name: str, text: str | None) -> int | None:
+    option = f"--{name.replace('_', '-')}"
+    if text is not None and text.strip()[-1:].isdigit():
+        raise FitError(f"{option} {text}: in what? Write it as in {text.strip()}GB")
     try:
         return None if text is None else size_of(text)
     except ValueError as error:
-        raise FitError(f"--{name.replace('_', '-')}: {error}") from None
+        raise FitError(f"{option}: {error}") from None
 
 
 def _run(options: argparse.Namespace) -> Run:
