@@ -208,3 +208,19 @@ def test_a_file_that_is_not_there_is_a_wrong_argument(capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit) as caught:
         main(["check", "nowhere.json"])
     assert caught.value.code == 2 and "there is no configuration file nowhere.json" in capsys.readouterr().err
+
+
+def test_a_value_that_is_refused_is_not_also_missed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    schedule = {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_num_steps": 3}}
+    optimizer = {"type": "AdamW", "params": {"lr": 0.1}}
+    config = {"train_batch_size": 2, "gradient_clipping": 1, "optimizer": optimizer, "scheduler": schedule}
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    assert main(["check", str(tmp_path / "ds.json"), "--world", "2"]) == 1
+    said = capsys.readouterr().out
+    assert said.endswith("\n1 mistake\n") and '"auto" is filled in by' in said
+    schedule["params"].pop("total_num_steps")  # type: ignore[attr-defined]
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    assert main(["check", str(tmp_path / "ds.json"), "--world", "2"]) == 1
+    assert "total_num_steps is missing" in capsys.readouterr().out
