@@ -6,9 +6,9 @@ from typing import Any
 
 from places import ROOT
 
-from zero_full.fit import LADDER, PRECISIONS, TIGHT, families
+from zero_full.fit import LADDER, LOSS, PRECISIONS, TIGHT, families
 from zero_full.fit.choice import OPTIMIZER
-from zero_full.fit.read import MOST, MOST_LAYERS
+from zero_full.fit.read import MOST, MOST_LAYERS, MOST_NUMEL
 
 FILE = "assets/js/fit_data.js"
 CONFIGS = ROOT / "tests" / "zero_full" / "hf_configs"  # as they are published
@@ -46,4 +46,6 @@ def table() -> dict[str, Any]:
         "tight": TIGHT,
         "most": MOST,
         "mostLayers": MOST_LAYERS,
+        "mostNumel": MOST_NUMEL,
+        "loss": LOSS,
     }

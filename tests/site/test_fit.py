@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from typing import Any
 
 import fit_page
@@ -9,7 +10,7 @@ import pytest
 
 from tests.site.browser import Open
 from tests.zero_full.test_fit import given
-from zero_full.fit import PRECISIONS, Batch, FitError, Machine, Run, fit, shape_of, snippet, torchrun
+from zero_full.fit import PRECISIONS, Batch, FitError, Machine, Run, Shape, fit, shape_of, snippet, torchrun
 
 pytest_plugins = ["tests.site.fixtures"]
 
@@ -42,6 +43,12 @@ def runs(generator: random.Random) -> Run:
     return Run(batch, generator.choice([1, 1, 2, 3]), generator.choice(list(PRECISIONS)))
 
 
+def within(shape: Shape, run: Run) -> Run:
+    """With no more tokens than the model has positions."""
+    context = min(run.batch.context, shape.sizes.get("positions", run.batch.context))
+    return replace(run, batch=replace(run.batch, context=context))
+
+
 def for_page(machine: Machine, run: Run) -> list[dict[str, Any]]:
     """The same as the page has them."""
     sizes = {"memory": machine.memory, "hostMemory": machine.host_memory, "disk": machine.disk}
@@ -57,7 +64,7 @@ def for_page(machine: Machine, run: Run) -> list[dict[str, Any]]:
 
 FIT = """([config, machine, run]) => {
   const shape = zeroFitShape.shapeOf(config), found = zeroFit.fit(shape, machine, run), { chosen } = found
-  const files = chosen && [zeroFit.torchrun(machine), zeroFit.snippet(shape, chosen.stage, run.checkpoints)]
+  const files = chosen && [zeroFit.torchrun(machine), zeroFit.snippet(shape, run)]
   return { ...found, chosen: found.tried.indexOf(chosen), files, notes: shape.notes }
 }"""
 
@@ -68,8 +75,8 @@ def test_the_page_says_what_python_says_in_random_runs(open_page: Open, count: i
     page, generator = open_page("fit.html"), random.Random(count)
     for place in range(count):
         config = shallow(NAMES[place % len(NAMES)], generator)
-        machine, run = machines(generator), runs(generator)
         shape = shape_of(config)
+        machine, run = machines(generator), within(shape, runs(generator))
         expected, shown = fit(shape, machine, run), page.evaluate(FIT, [config, *for_page(machine, run)])
         told = (config, machine, run)
         assert shown["numel"] == expected.candidates[0].plan.numel and shown["notes"] == list(shape.notes), (
@@ -85,8 +92,7 @@ def test_the_page_says_what_python_says_in_random_runs(open_page: Open, count: i
             assert shown["chosen"] == -1, told
             continue
         assert shown["chosen"] == expected.candidates.index(expected.chosen), told
-        stage = expected.chosen.config["zero_optimization"]["stage"]
-        assert shown["files"] == [torchrun(machine), snippet(shape, stage, run.batch.checkpoints)], told
+        assert shown["files"] == [torchrun(machine), snippet(shape, run)], told
 
 
 WRONG: list[Any] = [
@@ -95,6 +101,10 @@ WRONG: list[Any] = [
     *(given("llama-3-8b", num_hidden_layers=10**8), given("opt-1.3b", word_embed_proj_dim=512)),
     *(given("falcon-7b", bias=True), given("deepseek-v3", first_k_dense_replace=62)),
     {"model_type": "gemma3", "text_config": given("gemma-3-1b")},
+    {"model_type": "gemma3", "text_config": {"model_type": ["llama"]}},
+    *(given("gemma-2b", num_key_value_heads=None), given("llama-3-8b", num_key_value_heads=5)),
+    *(given("mixtral-8x7b", num_experts_per_tok=9), given("gpt2")),
+    given("llama-3-8b", vocab_size=10**9, hidden_size=10**9, num_attention_heads=8),
 ]
 
 
@@ -102,9 +112,9 @@ def test_the_page_names_the_key_that_python_names(open_page: Open) -> None:
     page = open_page("fit.html")
     for config in WRONG:
         with pytest.raises(FitError) as error:
-            shape_of(config)
+            fit(shape_of(config), Machine(1, 8, 80 * GB), Run(Batch(1, 2048)))
         page.fill("[name=config]", json.dumps(config))
-        said = page.inner_text("#fit-said")
+        said = page.inner_text("#fit-said").replace("tokens in each:", "--context:")
         assert said.replace('"', "'") == str(error.value).replace('"', "'")
         assert page.locator(".tried li").count() == 0 and not page.is_visible(".finished")
     page.fill("[name=config]", "{")

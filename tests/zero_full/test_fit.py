@@ -9,7 +9,20 @@ import torch
 
 from zero_full.__main__ import main
 from zero_full.config import resolve
-from zero_full.fit import Batch, FitError, Machine, Run, activations, fit, read, shape_of, snippet, torchrun
+from zero_full.fit import (
+    LOSS,
+    Batch,
+    FitError,
+    Machine,
+    Run,
+    activations,
+    fit,
+    read,
+    shape_of,
+    snippet,
+    torchrun,
+    with_loss,
+)
 from zero_full.plan import plan
 
 CONFIGS = Path(__file__).with_name("hf_configs")
@@ -96,12 +109,60 @@ def test_each_published_model_has_its_number_of_parameters() -> None:
             "first_k_dense_replace: more than num_hidden_layers",
         ),
         (given("deepseek-v3", q_lora_rank=None), "q_lora_rank: missing"),
+        *(
+            (given(name, num_key_value_heads=None), "num_key_value_heads: missing, and")
+            for name in ("mistral-7b", "mixtral-8x7b", "qwen2.5-7b", "qwen3-8b", "qwen3-30b-a3b")
+        ),
+        *(
+            (given(name, num_key_value_heads=None), "num_key_value_heads: missing, and")
+            for name in ("gemma-2b", "gemma-2-2b", "gemma-3-1b", "stablelm-2-1.6b")
+        ),
+        (
+            given("llama-3-8b", num_key_value_heads=5),
+            "num_attention_heads: 32 cannot be divided by num_key_value_heads 5",
+        ),
+        (given("mixtral-8x7b", num_experts_per_tok=9), "num_experts_per_tok: more than num_local_experts"),
+        (given("bert-base", add_cross_attention=True), "add_cross_attention: true is another shape"),
+        ({"model_type": "x", "text_config": {"model_type": ["llama"]}}, "model_type: 'x' is not known here"),
     ],
     ids=str,
 )
 def test_what_is_not_known_is_named(config: Any, message: str) -> None:
     with pytest.raises(FitError, match=message):
         shape_of(config)
+
+
+@pytest.mark.parametrize(
+    "config, context, message",
+    [
+        (given("gpt2"), 2048, "--context: 2,048 tokens are more than n_positions, 1,024"),
+        (given("bert-base"), 513, "--context: 513 tokens are more than max_position_embeddings, 512"),
+        (
+            given("llama-3-8b", vocab_size=10**9, hidden_size=10**9, num_attention_heads=8),
+            1024,
+            "vocab_size: a parameter of 1,000,000,000,000,000,000 numbers is more than",
+        ),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_named(config: Any, context: int, message: str) -> None:
+    with pytest.raises(FitError, match=message):
+        fit(shape_of(config), Machine(1, 8, 80 * GB), Run(Batch(1, context)))
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-0.5b", "phi-2", "olmo-1b"])
+def test_a_head_is_as_wide_as_it_says(name: str) -> None:
+    shape = shape_of(given(name, head_dim=48, num_hidden_layers=1))
+    weights = dict(shape.model().named_parameters())
+    assert weights["model.layers.0.self_attn.q_proj.weight"].shape[0] == 48 * shape.sizes["heads"]
+
+
+def test_the_loss_is_counted_where_the_vocabulary_is_large() -> None:
+    shape, run = shape_of(given("gemma-2b")), Run(Batch(1, 8192, checkpoints=True))
+    saved, most = activations(shape, run.batch, 2), with_loss(shape, run.batch, 2)
+    assert saved is not None and most == saved + LOSS[2] * 256_000 * 8192
+    found = fit(shape, Machine(1, 8, 32 * GB), run)
+    assert {each.verdict for each in found.candidates[:3]} == {"no"}
 
 
 def test_what_transformers_takes_for_a_missing_key_is_told() -> None:
@@ -129,7 +190,7 @@ def test_the_lowest_stage_that_leaves_room_is_taken_and_its_files_are_those_that
     assert resolve(config, 8).warnings == ()
     again = plan(shape.model(), config, 8)
     assert again.between_steps == roomy.candidates[2].plan.between_steps
-    assert roomy.candidates[2].plan.activations == activations(shape, run.batch, 2)
+    assert roomy.candidates[2].plan.activations == with_loss(shape, run.batch, 2)
 
 
 def test_state_waits_elsewhere_only_where_there_is_room_and_need() -> None:
@@ -179,6 +240,7 @@ def test_the_command_prints_and_writes_what_is_to_be_run(
         ("--memory", "much"): "--memory: 'much' is no size",
         ("--memory", "80"): "--memory 80: in what? Write it as in 80GB",
         ("--context", "0"): "--context: 0 is less than 1",
+        ("--write", str(tmp_path / "none" / "ds.json")): "none is no directory; make it first",
         ("--hf-config", str(tmp_path / "none")): "give a model's config.json",
         ("--hf-config", str(Path(__file__))): "is no JSON",
     }.items():
@@ -187,12 +249,15 @@ def test_the_command_prints_and_writes_what_is_to_be_run(
         assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("stage, checkpoints", [(0, False), (3, True)])
-def test_the_snippet_is_python(stage: int, checkpoints: bool) -> None:
-    text = snippet(shape_of(given("bert-base")), stage, checkpoints)
+@pytest.mark.parametrize(
+    "precision, dtype, checkpoints",
+    [("fp32", "float32", False), ("mixed", "bfloat16", True), ("mixed16", "bfloat16", False)],
+)
+def test_the_snippet_constructs_what_was_planned(precision: str, dtype: str, checkpoints: bool) -> None:
+    text = snippet(shape_of(given("bert-base")), Run(Batch(1, 16, checkpoints), precision=precision))
     compile(text, "train.py", "exec")
-    assert "AutoModelForMaskedLM" in text
-    assert ("zero_full.Init()" in text) is (stage == 3)
+    assert f"AutoModelForMaskedLM.from_config(config, dtype=torch.{dtype})" in text
+    assert ("gradient_checkpointing_enable" in text) is checkpoints
 
 
 def test_a_shape_allocates_nothing() -> None:

@@ -12,11 +12,12 @@ from zero_full.fit.command import main
 from zero_full.fit.failure import FitError
 from zero_full.fit.grammar import families
 from zero_full.fit.read import Shape, read, shape_of
-from zero_full.fit.saved import Batch, activations
+from zero_full.fit.saved import LOSS, Batch, activations, with_loss
 from zero_full.fit.words import snippet, torchrun
 
 __all__ = [
     "LADDER",
+    "LOSS",
     "PRECISIONS",
     "TIGHT",
     "Batch",
@@ -34,4 +35,5 @@ __all__ = [
     "shape_of",
     "snippet",
     "torchrun",
+    "with_loss",
 ]

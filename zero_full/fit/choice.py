@@ -4,8 +4,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from zero_full.fit.read import Shape
-from zero_full.fit.saved import Batch, activations
+from zero_full.fit.failure import FitError
+from zero_full.fit.read import Shape, key_of
+from zero_full.fit.saved import Batch, with_loss
 from zero_full.plan import Plan, human, plan
 
 HOST, FILE = "cpu", "nvme"
@@ -99,9 +100,10 @@ class Fit:
 
 def fit(shape: Shape, machine: Machine, run: Run) -> Fit:
     """Try one after the other; the stages in any case, the others until one fits with room to spare."""
+    _check_positions(shape, run.batch.context)
     model = shape.model()
     tried: list[Candidate] = []
-    left = activations(shape, run.batch, PRECISIONS[run.precision][1])
+    left = with_loss(shape, run.batch, PRECISIONS[run.precision][1])
     for stage, place in rungs(machine):
         if place and _best(tried) is not None:
             break
@@ -111,6 +113,13 @@ def fit(shape: Shape, machine: Machine, run: Run) -> Fit:
     best = _best(tried)
     tight = next((each for each in tried if each.verdict == "tight"), None)
     return Fit(tuple(tried), best or tight)
+
+
+def _check_positions(shape: Shape, context: int) -> None:
+    positions = shape.sizes.get("positions", context)
+    if context > positions:
+        key = key_of(shape.family, "positions")
+        raise FitError(f"--context: {context:,} tokens are more than {key}, {positions:,}")
 
 
 def rungs(machine: Machine) -> Iterator[tuple[int, str]]:

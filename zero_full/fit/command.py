@@ -17,6 +17,8 @@ from zero_full.wording import size_of
 
 def main(options: argparse.Namespace) -> int:
     """Print what was asked for. 1: nothing fits."""
+    if options.write and not Path(options.write).parent.is_dir():
+        raise FitError(f"--write: {Path(options.write).parent} is no directory; make it first")
     shape, machine, run = read(options.hf_config), _machine(options), _run(options)
     found = fit(shape, machine, run)
     if options.json:
@@ -96,9 +98,8 @@ def _answer(shape: Shape, machine: Machine, run: Run, found: Fit) -> Iterator[st
         return
     if found.chosen.verdict == "tight":
         yield "It is tight: what nobody counts here (see `plan`) may not fit. " + _what_next(machine, run)
-    stage = found.chosen.config["zero_optimization"]["stage"]
     yield from ("ds.json:", json.dumps(found.chosen.config, indent=2), "")
-    yield from ("train.py:", snippet(shape, stage, run.batch.checkpoints), "")
+    yield from ("train.py:", snippet(shape, run), "")
     yield from ("start:", torchrun(machine))
 
 

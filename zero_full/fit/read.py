@@ -1,6 +1,7 @@
 """From a model's config.json to its shape: the sizes of its family, and a model of that shape."""
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from zero_full.wording import shown
 
 MOST = 10**9  # of any size
 MOST_LAYERS = 1000
+MOST_NUMEL = 10**12  # of a parameter
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Shape:
 
     def model(self) -> nn.Module:
         """Modules and parameters as transformers' class has them, on the meta device; nobody can call it."""
-        return Maker(self.sizes).of(Node("", None, (), self.family.modules))
+        return Maker(self.family, self.sizes).of(Node("", None, (), self.family.modules))
 
 
 def read(path: str | Path) -> Shape:
@@ -66,7 +68,9 @@ def shape_of(config: Any) -> Shape:
         if holds(requirement.when, sizes):
             _check(requirement, config, family, sizes)
     if sizes["layers"] > MOST_LAYERS:
-        raise FitError(f"{_key(family, 'layers')}: {sizes['layers']:,} layers are more than {MOST_LAYERS:,}")
+        raise FitError(
+            f"{key_of(family, 'layers')}: {sizes['layers']:,} layers are more than {MOST_LAYERS:,}"
+        )
     return Shape(family, sizes, tuple(notes))
 
 
@@ -77,8 +81,9 @@ def _family(config: Mapping[str, Any]) -> Family:
     if not isinstance(name, str) or name not in known:
         inner = config.get("text_config")
         more = ""
-        if isinstance(inner, Mapping) and inner.get("model_type") in known:
-            more = f"; what is in its text_config is ({inner['model_type']}), give that alone"
+        inside = inner.get("model_type") if isinstance(inner, Mapping) else None
+        if isinstance(inside, str) and inside in known:
+            more = f"; what is in its text_config is ({inside}), give that alone"
         raise FitError(f"model_type: {shown(name)} is not known here, only {', '.join(sorted(known))}{more}")
     return known[name]
 
@@ -115,16 +120,16 @@ def _computed(expression: Expression, family: Family, sizes: Sizes) -> int:
     try:
         value = expression.value(sizes)
     except RemainderError as remainder:
-        dividend, divisor = (_key(family, name) for name in remainder.args)
+        dividend, divisor = (key_of(family, name) for name in remainder.args)
         a, b = (sizes[name] for name in remainder.args)
         raise FitError(f"{dividend}: {a:,} cannot be divided by {divisor} {b:,}") from None
     if value < 0:
-        first, second = (_key(family, str(factors[0])) for _, factors, _ in expression.terms[:2])
+        first, second = (key_of(family, str(factors[0])) for _, factors, _ in expression.terms[:2])
         raise FitError(f"{second}: more than {first}")
     return value
 
 
-def _key(family: Family, name: str) -> str:
+def key_of(family: Family, name: str) -> str:
     """What config.json calls a size."""
     return next((size.key for size in family.sizes if size.name == name and size.key), name)
 
@@ -146,8 +151,8 @@ def _check(requirement: Requirement, config: Mapping[str, Any], family: Family, 
 class Maker:
     """Makes modules of parameters without values."""
 
-    def __init__(self, sizes: Sizes) -> None:
-        self.sizes = sizes
+    def __init__(self, family: Family, sizes: Sizes) -> None:
+        self.family, self.sizes = family, sizes
         self.first: nn.Parameter | None = None
 
     def of(self, node: Node) -> nn.Module:
@@ -168,6 +173,10 @@ class Maker:
             assert self.first is not None
             return self.first
         sizes = [size.value(self.sizes) for size in shape]
+        if (numel := math.prod(sizes)) > MOST_NUMEL:
+            first = next(name for name in shape[0].terms[0][1] if isinstance(name, str))
+            said = f"a parameter of {numel:,} numbers is more than {MOST_NUMEL:,}"
+            raise FitError(f"{key_of(self.family, first)}: {said}")
         made = nn.Parameter(torch.empty(sizes, device="meta"))
         self.first = made if self.first is None else self.first
         return made

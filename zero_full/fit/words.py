@@ -1,6 +1,6 @@
 """An answer as what one types next."""
 
-from zero_full.fit.choice import Machine
+from zero_full.fit.choice import PRECISIONS, Machine, Run
 from zero_full.fit.read import Shape
 
 MASKED, CAUSAL = "AutoModelForMaskedLM", "AutoModelForCausalLM"
@@ -14,16 +14,22 @@ def torchrun(machine: Machine) -> str:
     return f"torchrun --nnodes {machine.hosts} --nproc-per-node {machine.gpus} {meeting} train.py"
 
 
-def snippet(shape: Shape, stage: int, checkpoints: bool) -> str:
-    """What stands in train.py before the loop."""
+def snippet(shape: Shape, run: Run) -> str:
+    """What stands in train.py before the loop: no rank constructs the whole model.
+
+    It says the dtype, for config.json's may be another one than the plan's.
+    """
     auto = MASKED if shape.family.model.endswith("ForMaskedLM") else CAUSAL
-    made = f'{auto}.from_config(AutoConfig.from_pretrained("config.json"))'
+    dtype = "torch.float32" if PRECISIONS[run.precision][1] == 4 else "torch.bfloat16"
     lines = [
+        "import torch",
         "import zero_full",
         f"from transformers import AutoConfig, {auto}",
         "",
-        *(["with zero_full.Init():", f"    model = {made}"] if stage == 3 else [f"model = {made}"]),
-        *(["model.gradient_checkpointing_enable()"] if checkpoints else []),
+        'config = AutoConfig.from_pretrained("config.json")',
+        "with zero_full.Init():",
+        f"    model = {auto}.from_config(config, dtype={dtype})",
+        *(["model.gradient_checkpointing_enable()"] if run.batch.checkpoints else []),
         "model.train()",
         'engine, optimizer, _, _ = zero_full.initialize(model=model, config="ds.json")',
     ]

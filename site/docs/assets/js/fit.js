@@ -100,7 +100,7 @@ const zeroFitPage = (() => {
     if (!chosen) return
     const code = (name, text) => (find(`[data-name=${name}]`).textContent = text)
     code("config", JSON.stringify(chosen.config, null, 2))
-    code("script", zeroFit.snippet(shape, chosen.stage, run.checkpoints))
+    code("script", zeroFit.snippet(shape, run))
     code("start", zeroFit.torchrun(machine))
   }
 

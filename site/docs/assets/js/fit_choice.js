@@ -6,6 +6,7 @@ const zeroFit = (() => {
   "use strict"
   const data = zeroFitData, human = zeroPlan.human
   const PATH = "/local_nvme"
+  const grouped = (number) => number.toLocaleString("en")
 
   const rungs = ({ hostMemory, disk }) => data.ladder.filter(([, place]) =>
     (!place || hostMemory !== null) && (place !== "nvme" || disk !== null))
@@ -43,7 +44,14 @@ const zeroFit = (() => {
 
   const best = (tried) => tried.find(({ verdict }) => verdict === "yes" || verdict === "perhaps")
 
+  function checkPositions({ family, sizes: { positions } }, context) {
+    if (positions === undefined || context <= positions) return
+    const key = zeroFitShape.keyOf(family, "positions"), [asked, most] = [context, positions].map(grouped)
+    throw Error(`tokens in each: ${asked} tokens are more than ${key}, ${most}`)
+  }
+
   function fit(shape, machine, run) {
+    checkPositions(shape, run.context)
     const model = zeroFitShape.modelOf(shape), tried = []
     const activations = zeroFitShape.activationsOf(shape, run, data.precisions[run.precision].bytes)
     for (const [stage, place] of rungs(machine)) {
@@ -67,14 +75,17 @@ const zeroFit = (() => {
     return `torchrun --nnodes ${hosts} --nproc-per-node ${each} ${meeting} train.py`
   }
 
-  function snippet(shape, stage, checkpoints) {
+  function snippet(shape, { precision, checkpoints }) {
     const auto = shape.family.model.endsWith("ForMaskedLM") ? "AutoModelForMaskedLM" : "AutoModelForCausalLM"
-    const made = `${auto}.from_config(AutoConfig.from_pretrained("config.json"))`
+    const dtype = data.precisions[precision].bytes === 4 ? "torch.float32" : "torch.bfloat16"
     return [
+      "import torch",
       "import zero_full",
       `from transformers import AutoConfig, ${auto}`,
       "",
-      ...(stage === 3 ? ["with zero_full.Init():", `    model = ${made}`] : [`model = ${made}`]),
+      'config = AutoConfig.from_pretrained("config.json")',
+      "with zero_full.Init():",
+      `    model = ${auto}.from_config(config, dtype=${dtype})`,
       ...(checkpoints ? ["model.gradient_checkpointing_enable()"] : []),
       "model.train()",
       'engine, optimizer, _, _ = zero_full.initialize(model=model, config="ds.json")',

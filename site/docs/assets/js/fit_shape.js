@@ -111,6 +111,12 @@ const zeroFitShape = (() => {
 
   // Modules ---------------------------------------------------------------------------------------
 
+  function tooLarge({ shape }, numel, family) {
+    const first = shape[0].terms[0][1].find((name) => typeof name === "string")
+    const said = `a parameter of ${grouped(numel)} numbers is more than ${grouped(data.mostNumel)}`
+    throw Error(`${keyOf(family, first)}: ${said}`)
+  }
+
   // As calculator_plan.js has them. A first parameter that is used again belongs to the whole model, which `holds`
   // it, and so does every module around one of its uses.
   function modelOf({ family, sizes }) {
@@ -127,6 +133,7 @@ const zeroFitShape = (() => {
           continue
         }
         const numel = weight.shape.reduce((n, each) => n * evaluated(each, sizes), 1)
+        if (numel > data.mostNumel) tooLarge(weight, numel, family)
         const made = { numel, tied: again && first === null, place: count++ }
         first = first || made
         if (made.tied) [tied, uses, enters] = [made, true, 1]
@@ -157,15 +164,15 @@ const zeroFitShape = (() => {
     return model
   }
 
-  // Bytes of activations at the most; null: nobody has measured them.
+  // Bytes of activations at the most, where backward begins; null: nobody has measured them.
   function activationsOf({ family, sizes }, { sequences, context, checkpoints }, parameterBytes) {
     const of = (part) => family.saved[`${8 * parameterBytes} ${part}`]
     if (!of("layer")) return null
     const [outside, layer] = ["outside", "layer"].map((part) => evaluated(of(part), { ...sizes, context }))
-    const { layers, width } = sizes, tokens = sequences * context
-    if (checkpoints) return tokens * (outside + layers * parameterBytes * width + layer)
-    return tokens * (outside + layers * layer)
+    const { layers, width, vocabulary } = sizes, loss = data.loss[parameterBytes] * vocabulary
+    const inLayers = checkpoints ? layers * parameterBytes * width + layer : layers * layer
+    return sequences * context * (outside + inLayers + loss)
   }
 
-  return { shapeOf, modelOf, activationsOf }
+  return { shapeOf, modelOf, activationsOf, keyOf }
 })()
