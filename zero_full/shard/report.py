@@ -25,6 +25,7 @@ class NonFinite:
     def __init__(self) -> None:
         self.loss: Tensor | None = None  # the sum of a step's losses: one that is not finite spoils it
         self.plain = 0  # of them nobody here has divided so many
+        self.keeps_last = False  # for whoever asks for `step_loss`: until the next step it is memory
         self.last: tuple[Tensor, int] | None = None  # the same, of the last step
         self.finding = ""
 
@@ -40,7 +41,7 @@ class NonFinite:
 
     def end_step(self) -> None:
         """The next losses are another step's."""
-        self.last = None if self.loss is None else (self.loss, self.plain)
+        self.last = (self.loss, self.plain) if self.keeps_last and self.loss is not None else None
         self.forget()
 
     def forget(self) -> None:
