@@ -24,14 +24,15 @@ log = logging.getLogger("zero_full")
 
 def faults(config: Config) -> Iterator[tuple[Route, str]]:
     """(key, message) for each mistake in the sections "optimizer" and "scheduler"."""
-    optimizer, schedule = config.optimizer, config.scheduler
+    optimizer, schedule, model = config.optimizer, config.scheduler, _model()
     base: Any = None
     if optimizer is not None:
-        make = partial(build_optimizer, optimizer.type, groups=_parameters())
+        groups = [{"params": list(model.parameters())}]
+        make = partial(build_optimizer, optimizer.type, groups=groups, model=model)
         base, found = _tried(make, "optimizer", optimizer.params)
         yield from found
     if schedule is not None:
-        base = torch.optim.AdamW(_parameters()) if base is None else base  # the script's may be any
+        base = torch.optim.AdamW(model.parameters()) if base is None else base  # the script's may be any
         _, found = _tried(
             partial(build_scheduler, schedule.type, optimizer=base), "scheduler", schedule.params
         )
@@ -40,12 +41,11 @@ def faults(config: Config) -> Iterator[tuple[Route, str]]:
 
 def fault_of_run(config: Config, world: int) -> str:
     """Why a run with a configuration in which nothing else is wrong would not start; empty if it would."""
-    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
     try:
         with _silence():
-            plan(model, config, world)
-    except ValueError as error:
-        return str(error)
+            plan(_model(), config, world)
+    except (ValueError, TypeError, RuntimeError, AssertionError) as error:  # torch's steps raise all of them
+        return str(error) or repr(error)
     return ""
 
 
@@ -59,8 +59,8 @@ def _silence() -> Iterator[None]:
         log.disabled = before
 
 
-def _parameters() -> list[dict[str, Any]]:
-    return [{"params": [nn.Parameter(torch.ones(2, 2))]}]
+def _model() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
 
 
 def _tried(
