@@ -16,8 +16,12 @@ from torch import nn
 
 from zero_full.config import Config
 from zero_full.config.read import Route
+from zero_full.config.together import TRAIN
 from zero_full.optim import build_optimizer, build_scheduler
 from zero_full.plan import plan
+
+MANY = 32  # ranks, more than which are not tried
+NODE = 8  # ranks of the groups in their place
 
 log = logging.getLogger("zero_full")
 
@@ -43,10 +47,32 @@ def fault_of_run(config: Config, world: int) -> str:
     """Why a run with a configuration in which nothing else is wrong would not start; empty if it would."""
     try:
         with _silence():
-            plan(_model(), config, world)
+            plan(_model(), *_with_few(config, world))
     except (ValueError, TypeError, RuntimeError, AssertionError) as error:  # torch's steps raise all of them
         return str(error) or repr(error)
     return ""
+
+
+def for_ranks(config: Config, world: int, ranks: int) -> Config:
+    """What does on each of `ranks` ranks as much as `config` does on each of `world`."""
+    train = config.train_batch_size // world * ranks
+    return config.model_copy(update={TRAIN: train} if train else {})
+
+
+def _with_few(config: Config, world: int) -> tuple[Config, int]:
+    """The same with few ranks, and as many kinds of groups: many take long and say nothing else."""
+    if world <= MANY:
+        return config, world
+    zero, sizes = config.zero_optimization, dict[str, int]()
+    shared = zero.mics_shard_size if zero.mics_shard_size > 0 else world
+    node = zero.zero_hpz_partition_size if zero.stage == 3 else 1
+    few = sizes["zero_hpz_partition_size"] = min(node, NODE)
+    few *= min(shared // node, 2)
+    if zero.mics_shard_size > 0:
+        sizes["mics_shard_size"] = few
+    few *= min(world // shared, 2)
+    update = {"zero_optimization": zero.model_copy(update=sizes)}
+    return for_ranks(config, world, few).model_copy(update=update), few
 
 
 @contextmanager
