@@ -1,13 +1,13 @@
 """`python -m zero_full check`: what the engine would say of a configuration, with lines and columns."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from operator import eq
 from pathlib import Path
 
-from zero_full.config import Checked, Verdict, check
+from zero_full.config import Checked, Config, Verdict, check
 from zero_full.config.read import Route, text_of
 from zero_full.config.report import dotted
 from zero_full.config.verdicts import VerdictKind
@@ -51,7 +51,7 @@ class Looked:
 def look(path: Path, world: int | None) -> Looked:
     """All verdicts on a file; ConfigError if nobody can read it. No `world`: as many ranks as it implies."""
     checked = check(text_of(path), world)
-    return Looked(tuple(_with_torch(checked)), checked.world)
+    return Looked(tuple(_with_torch(checked, world)), checked.world)
 
 
 def main(file: str, world: int | None, as_json: bool = False) -> int:
@@ -74,12 +74,12 @@ def _counted(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-def _with_torch(checked: Checked) -> list[Verdict]:
+def _with_torch(checked: Checked, world: int | None) -> list[Verdict]:
     """The verdicts, with what torch says in the place of those that need it, if torch is usable."""
     if checked.config is None:
         return list(checked.verdicts)
     try:
-        from zero_full.trial import fault_of_run, faults
+        from zero_full.trial import faults
     except ImportError:
         return list(checked.verdicts)
     refused = {verdict.path for verdict in checked.verdicts if verdict.kind == "refused"}
@@ -89,8 +89,8 @@ def _with_torch(checked: Checked) -> list[Verdict]:
         for path, message in faults(checked.config)
         if path not in refused and message.partition(" ")[0] not in told
     ]
-    if not refused and not found and (message := fault_of_run(checked.config, checked.world)):
-        found = [(_key_in(message, checked.verdicts), message)]
+    if not refused and not found:
+        found = list(_found_in_runs(checked.config, checked, world))
     wrong = {path for path, _ in found}
     calm = ("ok", "default", "unread", "unknown")
     looked = [
@@ -98,6 +98,19 @@ def _with_torch(checked: Checked) -> list[Verdict]:
     ]
     looked += [_refused(path, message, checked.verdicts) for path, message in found]
     return sorted(looked, key=lambda each: (each.line, each.column))
+
+
+def _found_in_runs(config: Config, checked: Checked, world: int | None) -> Iterator[tuple[Route, str]]:
+    """What a run would be refused for; on two ranks as well, where nobody has said that it is one."""
+    from zero_full.trial import fault_of_run, for_ranks
+
+    message, where = fault_of_run(config, checked.world), ""
+    says_ranks = config.train_batch_size and config.train_micro_batch_size_per_gpu
+    if not message and world is None and checked.world == 1 and not says_ranks:
+        message, where = fault_of_run(for_ranks(config, 1, 2), 2), "on several ranks: "
+    if message:
+        path = _key_in(message, checked.verdicts)
+        yield path, where + message.removeprefix(f"{dotted(path)}: ")
 
 
 def _key_in(message: str, verdicts: Sequence[Verdict]) -> Route:

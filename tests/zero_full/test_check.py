@@ -2,17 +2,20 @@
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from zero_full.__main__ import main
 from zero_full.check import look
 from zero_full.config import ConfigError, check, resolve
 from zero_full.config.read import Parsed, parse
+from zero_full.plan import plan
 
 FILES = sorted((Path(__file__).parent / "deepspeed_configs").glob("*.json"))  # as public scripts have them
 
@@ -149,6 +152,10 @@ def test_all_mistakes_are_told_at_once_also_those_that_torch_knows(
             '"stochastic_rounding": true}}',
             "1:97: mistake: bf16.stochastic_rounding: only torch's Adam and AdamW",
         ),
+        (
+            '{"optimizer": {"type": "SparseAdam"}}',
+            "1:16: mistake: optimizer.type: SparseAdam does not support dense gradients",
+        ),
         ('{"scheduler": {"type": "Cosine"}}', "1:16: mistake: scheduler.type: no schedule is named 'Cosine'"),
         ("[]", "1:1: mistake: a configuration is an object; write its keys"),
         ('{"fp16": {"enabled": True}}', "1:22: mistake: this is not JSON: a value is expected; write true"),
@@ -160,6 +167,53 @@ def test_mistakes_that_stop_the_run_later_are_told_here(
 ) -> None:
     code, printed = checked(tmp_path, capsys, config, "--world", "4")
     assert code == 1 and f"ds.json:{mistake}" in printed and "1 mistake" in printed.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "params"),
+    [
+        ("Muon", {}),
+        ("AdamW", {"fused": True}),
+        ("AdamW", {"capturable": True}),
+        ("NAdam", {"capturable": True}),
+    ],
+)
+def test_what_can_be_trained_is_ok_and_is_planned(kind: str, params: dict[str, Any], tmp_path: Path) -> None:
+    """Muon must know the model; on tensors without values torch steps neither fused nor for a graph."""
+    config = {"zero_optimization": {"stage": 2}, "gradient_clipping": 1}
+    optimizer = {"type": kind, "params": {"lr": 1e-4}}
+    expected = plan(nn.Linear(8, 8), {**config, "optimizer": optimizer}, 8)
+    optimizer["params"] = {"lr": 1e-4, **params}
+    (tmp_path / "ds.json").write_text(json.dumps({**config, "optimizer": optimizer}))
+    assert look(tmp_path / "ds.json", 8).tally == "ok"
+    planned = plan(nn.Linear(8, 8), {**config, "optimizer": optimizer}, 8)
+    assert planned.moments == expected.moments > 0
+
+
+def test_what_stops_a_run_on_several_ranks_is_told_unless_it_is_for_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {"zero_optimization": {"stage": 2}, "gradient_clipping": 1, "optimizer": {"type": "Adafactor"}}
+    code, printed = checked(tmp_path, capsys, json.dumps(config))
+    assert code == 1 and "1 mistake on 1 rank" in printed
+    assert "mistake: optimizer.type: on several ranks: Adafactor cannot step on pieces" in printed
+    assert checked(tmp_path, capsys, json.dumps(config), "--world", "1") == (0, "ok\n")
+    batch = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 4}
+    assert checked(tmp_path, capsys, json.dumps({**config, **batch}))[0] == 0
+
+
+@pytest.mark.parametrize("groups", [{}, {"mics_shard_size": 8}, {"mics_shard_size": 500_000}])
+def test_many_ranks_take_no_longer_than_few(groups: dict[str, int], tmp_path: Path) -> None:
+    zero = {"stage": 3, "zero_hpz_partition_size": 4, **groups}
+    batch = {"train_batch_size": 8e6, "train_micro_batch_size_per_gpu": 4.0, "gradient_accumulation_steps": 2}
+    config = {**batch, "zero_optimization": zero, "gradient_clipping": 1, "optimizer": {"type": "AdamW"}}
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(config))
+    begin = time.monotonic()
+    found = look(path, None)
+    assert (found.world, found.tally) == (1_000_000, "ok") and time.monotonic() - begin < 5
+    path.write_text(json.dumps({**config, "optimizer": {"type": "Adafactor"}}))
+    assert "optimizer.type: Adafactor cannot step on pieces" in look(path, None).told[-1].text
 
 
 def test_what_torch_was_not_asked_about_is_not_ok(tmp_path: Path) -> None:

@@ -140,6 +140,9 @@ def test_ranks_are_guessed_from_what_a_configuration_says() -> None:
     assert implied_world({"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2}) == 1
     assert implied_world({"train_batch_size": "auto", "zero_optimization": 3}) == 1
     assert implied_world([1]) == 1
+    batch = {"train_batch_size": 3.2e7, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}
+    assert implied_world(batch) == 8_000_000
+    assert implied_world({**batch, "train_batch_size": 32.5}) == 1
     assert check({"fp16": {"enabled": True}}, None) == ([], [])
 
 

@@ -122,6 +122,8 @@ class Rehearsal:
         parts = self._dealt(dealer, base, chosen)
         place_the_rest(self.shadow, parts, topology, groups, settings)
         made = ZeroOptimizer(base, self.shadow, parts, groups, settings, scaler_of(self.config))
+        for options in (base.defaults, *base.param_groups):
+            _as_on_meta(options)
         steppers, planned = made.steppers, torch.device(self.cluster.device)
         places = {CPU if owned.tier.apart else planned for owned in parts.owned}
         steppers.fused_adam.compiled_for = lambda device: all(map(compiled_for, places))
@@ -331,6 +333,14 @@ def _refuse(act: Callable[[], Returned]) -> Returned:
         return act()
     except (TypeError, ValueError) as error:
         raise ConfigError(str(error)) from error
+
+
+def _as_on_meta(options: dict[str, Any]) -> None:
+    """Without the options that torch refuses on meta. Who steps is the same, and the state."""
+    if options.get("capturable"):  # a fused sweep would not do
+        options.update(capturable=False, fused=False)
+    elif options.get("fused"):
+        options["fused"] = None
 
 
 def _state_in(states: Iterable[Mapping[str, Any]]) -> list[Tensor]:

@@ -350,8 +350,9 @@ const zeroCheck = (() => {
 
   function impliedWorld(given) {
     const count = (map, key) => {
-      const value = map instanceof Map && isInt(map.get(key)) ? BigInt(map.get(key)) : 0n
-      return value > 0n && value < 1000000n ? value : 0n
+      const given = map instanceof Map ? map.get(key) : 0n
+      const value = isInt(given) || Number.isInteger(given) ? BigInt(given) : 0n
+      return value > 0n && value < 2n ** 31n ? value : 0n
     }
     const [train, micro, steps] = [TRAIN, MICRO, STEPS].map((key) => count(given, key))
     const unit = micro * (steps || 1n)
