@@ -91,8 +91,9 @@ def implied_world(config: Any) -> int:
 def _count(config: Mapping[str, Any], key: str) -> int:
     """The number under this key; 0 if there is none, or no sensible one."""
     value = config.get(key)
-    is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
-    return int(value) if is_whole and 0 < value < 2**31 else 0
+    if not isinstance(value, int | float) or not 0 < value < 2**31 or value != int(value):
+        return 0
+    return int(value)
 
 
 def _calm(parsed: Parsed, examined: Examined, said: list[Verdict]) -> Iterator[Verdict]:
