@@ -6,6 +6,7 @@ casts     floating-point inputs get the parameters' type
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from zero_full.shard.hooks import Hook
 from zero_full.shard.optimizer import ZeroOptimizer
 from zero_full.shard.passes import BackwardPass
-from zero_full.trees import mapped
+from zero_full.trees import leaves, mapped
 
 
 class ModelCalls:
@@ -68,12 +69,26 @@ class ModelCalls:
         return gated
 
 
-def watch_loss(backward: BackwardPass, output: Any) -> Any:
-    """Register a hook that tells `backward` when autograd reaches this output, if it is a loss."""
-    if isinstance(output, Tensor) and output.requires_grad and output.dim() == 0:
-        loss = output.detach()
-        output.register_hook(lambda grad: backward.reach(loss))
+def watch_losses(backward: BackwardPass, outputs: Any) -> Any:
+    """The outputs; `backward` is told when autograd reaches one of them that is a loss.
+
+    Of several each becomes a view: gradients on their way from one to another, of which it is made, pass the
+    other's view by.
+    """
+    several = sum(map(_is_loss, leaves(outputs))) > 1
+    return mapped(partial(_watched, backward, several), outputs)
+
+
+def _watched(backward: BackwardPass, several: bool, output: Any) -> Any:
+    if not _is_loss(output):
+        return output
+    output, loss = output.view_as(output) if several else output, output.detach()
+    output.register_hook(lambda grad: backward.reach(loss))
     return output
+
+
+def _is_loss(output: Any) -> bool:
+    return isinstance(output, Tensor) and output.requires_grad and output.dim() == 0
 
 
 class _Gate(torch.autograd.Function):

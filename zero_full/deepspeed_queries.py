@@ -22,7 +22,7 @@ class DeepSpeedQueries:
     _micro_batches: int
 
     def was_step_applied(self) -> bool:
-        """Whether the last call of `step` moved the parameters."""
+        """Whether the last call of `step` moved the parameters; in the middle of a step it does not."""
         return self._stepped and self.optimizer.last is not None and self.optimizer.last.applied
 
     def get_global_grad_norm(self) -> float | None:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero_full.calls import ModelCalls, watch_loss
+from zero_full.calls import ModelCalls, watch_losses
 from zero_full.config import Resolved
 from zero_full.data import RankLoader
 from zero_full.deepspeed_queries import DeepSpeedQueries
@@ -33,7 +33,6 @@ from zero_full.shard.optimizer import ZeroOptimizer
 from zero_full.shard.passes import Rules
 from zero_full.stopping import Stopping
 from zero_full.stopwatch import Stopwatch
-from zero_full.trees import mapped
 
 log = logging.getLogger("zero_full")
 
@@ -63,6 +62,7 @@ class Engine(DeepSpeedQueries, Reporting, Saving, Stopping):
         self._boundary: bool | None = None  # what the user says, if anything
         self._scaled_loss: weakref.ref[Tensor] | None = None  # the last one
         self._stepping = self._stepped = False
+        self._forwards = 0  # training ones of this engine since the last step
         self._passes = 0  # backward passes until the last step
         self.offloaded = OffloadedStates(optimizer)
         self.recorder: FlightRecorder | None = None
@@ -99,13 +99,17 @@ class Engine(DeepSpeedQueries, Reporting, Saving, Stopping):
         self._count_tokens(inputs, named_inputs)
         if self.recorder is not None:
             self.recorder.begin("forward")
-        with self.stopwatch.measure("forward"):
-            outputs = self.module(*inputs, **named_inputs)
-        if self.recorder is not None:
-            self.recorder.end("forward")
-        if torch.is_grad_enabled() and not self._calls.gates:  # else these do it
-            mapped(partial(watch_loss, self.optimizer.reducer.backward), outputs)
-        return outputs
+        try:
+            with self.stopwatch.measure("forward"):
+                outputs = self.module(*inputs, **named_inputs)
+        finally:
+            if self.recorder is not None:
+                self.recorder.end("forward")
+        backward = self.optimizer.reducer.backward
+        if torch.is_grad_enabled() and self.module.training and not backward.inside_autograd():
+            self._forwards += 1
+        is_watched = torch.is_grad_enabled() and not self._calls.gates  # which do it themselves
+        return watch_losses(backward, outputs) if is_watched else outputs
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Backward of a scalar loss; returns it divided by the number of micro-batches."""
@@ -229,13 +233,18 @@ class Engine(DeepSpeedQueries, Reporting, Saving, Stopping):
             self._report()
 
     def _samples_of_this_step(self) -> int:
+        """Those of its forwards: one batch may have several backward passes, see [Note: recomputed parts].
+
+        Passes are counted where the module was called without the engine, or out of training mode.
+        """
+        passes = self.optimizer.reducer.backward.count
+        micro_batches = self._forwards or passes - self._passes
+        self._forwards, self._passes = 0, passes
         if self.global_samples is None:
             return 0
-        passes = self.optimizer.reducer.backward.count
-        since, self._passes = passes - self._passes, passes
         if self.config.managed_gradient_accumulation and self._stepping:
             return self.train_batch_size()
-        return self.train_micro_batch_size_per_gpu() * self.world_size * since
+        return self.train_micro_batch_size_per_gpu() * self.world_size * micro_batches
 
     def record(self, path: str | Path, steps: int = STEPS) -> FlightRecorder:
         """Record what this rank does and holds, and keep the last `steps` steps. Call it on every rank.

@@ -79,6 +79,7 @@ class Reporting:
         self._first_input = ""
         with suppress(TypeError, ValueError):  # what is compiled may have no signature
             self._first_input = next(iter(inspect.signature(self.module.forward).parameters), "")
+        self.optimizer.report.keeps_last = self._tells
         if self._tells:
             self.optimizer.register_step_post_hook(self._note_rates)
 

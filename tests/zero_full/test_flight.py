@@ -137,6 +137,18 @@ def test_a_recording_may_begin_and_end_in_the_middle_of_a_step(tmp_path: Path) -
     engine.destroy()
 
 
+def test_a_forward_that_fails_ends_there(tmp_path: Path) -> None:
+    path, engine = tmp_path / "a.json", engine_of()
+    with engine.record(path):
+        with pytest.raises(RuntimeError):
+            engine(data(0, 0, 0)[:, 1:])
+        time.sleep(0.1)
+        train(engine)
+    frames = [f for f in json.loads(path.read_text())["frames"] if f["what"] == "forward"]
+    assert len(frames) == 2 and frames[0]["end"][0] - frames[0]["start"][0] < 50_000  # microseconds
+    engine.destroy()
+
+
 def test_one_recording_at_a_time_and_a_new_one_takes_the_place_of_an_old(tmp_path: Path) -> None:
     path, engine = tmp_path / "a.json", engine_of()
     recorder = engine.record(path)

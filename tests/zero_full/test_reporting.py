@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import zero_full
 from tests.worlds import run_each
@@ -101,6 +102,81 @@ def test_a_line_has_what_is_known(how: str, micro_batches: int, said: Any) -> No
     passes = 5 * micro_batches
     samples = passes * engine.train_micro_batch_size_per_gpu()
     assert (engine.global_steps, engine.micro_steps, engine.global_samples) == (5, passes, samples)
+    engine.destroy()
+
+
+class Recomputed(nn.Module):
+    """Five layers, of which four are recomputed, each by a backward pass of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        for layer in self.layers[1:]:
+            x = checkpoint(layer, x, use_reentrant=True)
+        return x.square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("calls", ["optimizer", "engine", "engine, eval", "module", "backward twice"])
+def test_samples_are_those_of_forwards_however_many_passes_they_have(calls: str, said: Any) -> None:
+    keys = {"managed_gradient_accumulation": False} if calls.startswith("engine") else {}
+    model = nn.Linear(4, 1) if calls == "module" else Recomputed()
+    engine = zero_full.initialize(model=model, config=config(1, steps_per_print=1, **keys))[0]
+    engine.train("eval" not in calls)
+    losses = []
+    for _ in range(3):
+        x = torch.randn(BATCH, 4)
+        with torch.no_grad():
+            engine(x)
+        loss = engine.module(x).mean() if calls == "module" else engine(x)
+        if calls == "backward twice":
+            loss.backward(retain_graph=True)
+        loss.backward()
+        (engine if calls.startswith("engine") else engine.optimizer).step()
+        engine.optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    assert engine.global_samples == 3 * BATCH * (5 if "eval" in calls else 1)
+    told = [re.match(r"step \d: loss ([\d.]+),", line) for line in said()]
+    if calls != "module":
+        assert [each and each[1] for each in told] == [f"{loss:.4f}" for loss in losses]
+    engine.destroy()
+
+
+class TwoLosses(nn.Module):
+    """A loss, one of an earlier layer, and their sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.early, self.late = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        x = self.early(x)
+        early, late = x.square().mean(), self.late(x).square().mean()
+        return {"late": late, "early": early, "sum": early + late}
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["fp32", "fp16"])
+def test_a_loss_made_of_several_outputs_is_told_by_the_user_or_not_at_all(half: bool, said: Any) -> None:
+    keys = {"fp16": {"enabled": True, "initial_scale_power": 4}} if half else {}
+    engine = zero_full.initialize(model=TwoLosses(), config=config(1, steps_per_print=1, **keys))[0]
+    torch.manual_seed(1)
+    for how, is_known in (
+        ("sum", True),
+        ("plain", False),
+        ("plain", False),
+        ("early", True),
+        ("engine", True),
+    ):
+        losses = engine(torch.randn(BATCH, 4).to(next(engine.parameters()).dtype))
+        made = losses["late"] + 0.1 * losses["early"] if how in ("plain", "engine") else losses[how]
+        engine.backward(made) if how == "engine" else made.backward()
+        engine.step()
+        [line] = said()
+        assert (f"loss {float(made.detach()):.4f}," in line) is is_known, (how, line)
+        assert is_known or not re.search(r"loss \d", line), (how, line)
     engine.destroy()
 
 

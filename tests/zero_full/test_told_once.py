@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
+import zero_full
+from tests.zero_full.runs import config
 from zero_full.checkpoint import CheckpointError
 from zero_full.comm import told_once
 from zero_full.comm.told_once import MARK, OneTells, Shared
@@ -30,6 +33,19 @@ def misused() -> None:
 
 def broken() -> None:
     raise ZeroDivisionError("a function of the user's")
+
+
+def made_of_a_missing_file() -> None:
+    def make(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, float(Path("missing", "rate.txt").read_text()))
+
+    zero_full.initialize(model=torch.nn.Linear(2, 2), optimizer=make, config=config(1))
+
+
+def no_folder_to_record_in() -> None:
+    zero_full.initialize(
+        model=torch.nn.Linear(2, 2), config=config(1, debug={"record": f"{__file__}/a.json"})
+    )
 
 
 def not_saved() -> None:
@@ -96,7 +112,15 @@ def test_who_waits_in_vain_prints_it_too(ended: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fail", "is_short"), [(refused, True), (misused, True), (broken, False), (not_saved, False)]
+    ("fail", "is_short"),
+    [
+        (refused, True),
+        (misused, True),
+        (no_folder_to_record_in, True),
+        (broken, False),
+        (not_saved, False),
+        (made_of_a_missing_file, False),
+    ],
 )
 def test_what_is_no_message_of_ours_keeps_its_traceback(
     fail: Callable[[], None], is_short: bool, ended: Any
@@ -104,6 +128,7 @@ def test_what_is_no_message_of_ours_keeps_its_traceback(
     printed, reports = ended(fail, [0, 1, 2])
     assert list(printed) == [0] and ("full: " not in printed[0]) is is_short
     assert ("Traceback" not in reports[0]) is is_short and "printed by rank 0" in reports[1]
+    assert is_short or "in broken" in reports[0] or "in make" in reports[0]
 
 
 def test_other_errors_and_other_hooks_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

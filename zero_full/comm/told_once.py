@@ -9,19 +9,24 @@ the reason, too. A `sys.excepthook` that somebody else has set stays, and prints
 import json
 import os
 import sys
+import sysconfig
 import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import dropwhile, takewhile
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
+
+import torch
 
 from zero_full._compat import default_store, is_own_excepthook, keys_under
 from zero_full.comm.topology import this_rank
 from zero_full.wording import printable
 
 PACKAGE = Path(__file__).resolve().parents[1]
+TORCH, PYTHON = Path(torch.__file__).resolve().parent, Path(sysconfig.get_path("stdlib")).resolve()
 PATIENCE_S = 5.0  # with the rank that is to print
 HEARD_S = 1.0  # with those that wait for it: the store may end with this process
 LOOK_S = 0.02
@@ -77,7 +82,12 @@ class OneTells:
 
 
 def _says_all(error: BaseException) -> bool:
-    """Whether it was raised for the user, with a text that needs no traceback; so was what has led to it."""
+    """Whether it was raised for the user, with a text that needs no traceback; so was what has led to it.
+
+    What comes out of a function of the user's that was called on the way needs one.
+    """
+    if _calls_back(error.__traceback__):
+        return False
     last = traceback.extract_tb(error.__traceback__)[-1:]
     is_ours = any(
         PACKAGE in Path(at.filename).parents and (at.line or "").startswith("raise ") for at in last
@@ -88,14 +98,26 @@ def _says_all(error: BaseException) -> bool:
 
 def _users(trace: TracebackType | None) -> list[traceback.FrameSummary]:
     """The lines that have led to the call of this package."""
-    theirs = []
-    for frame in traceback.extract_tb(trace):
-        place = Path(frame.filename)
-        if PACKAGE in place.parents and PACKAGE / "examples" not in place.parents:
-            break
-        if place.exists():  # not what Python itself does to start a module
-            theirs.append(frame)
-    return theirs
+    theirs = takewhile(lambda frame: not _is_ours(frame), traceback.extract_tb(trace))
+    return [frame for frame in theirs if Path(frame.filename).exists()]  # not how Python starts a module
+
+
+def _calls_back(trace: TracebackType | None) -> bool:
+    """Whether a function of the user's has run within the call of this package."""
+    frames = dropwhile(lambda frame: not _is_ours(frame), traceback.extract_tb(trace))
+    return any(not (_is_ours(frame) or _is_library(frame)) for frame in frames)
+
+
+def _is_ours(frame: traceback.FrameSummary) -> bool:
+    place = Path(frame.filename).resolve()
+    return PACKAGE in place.parents and PACKAGE / "examples" not in place.parents
+
+
+def _is_library(frame: traceback.FrameSummary) -> bool:
+    """Whether it is torch's or Python's own, which this package uses."""
+    place = Path(frame.filename).resolve()
+    is_pythons = PYTHON in place.parents and "site-packages" not in place.parts
+    return is_pythons or TORCH in place.parents or not place.exists()  # of <frozen ...> there is no file
 
 
 def _is_told(shared: Shared) -> bool:

@@ -91,9 +91,9 @@ def implied_world(config: Any) -> int:
 def _count(config: Mapping[str, Any], key: str) -> int:
     """The number under this key; 0 if there is none, or no sensible one."""
     value = config.get(key)
-    if not isinstance(value, int | float) or not 0 < value < 2**31 or value != int(value):
-        return 0
-    return int(value)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return value if isinstance(value, int) and 0 < value < 2**31 else 0
 
 
 def _calm(parsed: Parsed, examined: Examined, said: list[Verdict]) -> Iterator[Verdict]:

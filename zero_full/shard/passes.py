@@ -31,7 +31,8 @@ class Rules:
     plain_divisor: Callable[[], float] = lambda: 1.0  # of gradients whose loss nobody here has divided
     refuse_unscaled: Callable[[], None] = lambda: None  # raises if gradients need a loss scale
     scale: Callable[[], float] = lambda: 1.0  # by which losses are multiplied
-    note_loss: Callable[[Tensor], None] = lambda loss: None  # of which a pass has brought gradients
+    # Of which a pass has brought gradients; None: it had several.
+    note_loss: Callable[[Tensor | None], None] = lambda loss: None
 
 
 class BackwardPass:
@@ -53,7 +54,8 @@ class BackwardPass:
         self.gated = False  # or gradients were scaled where they have reached the model's outputs
         self.divisor: float | None = None  # what gradients are still divided by; None: none has come yet
         self._number: int | None = None  # autograd's; None: it has not begun yet
-        self._reached: tuple[int, Tensor] | None = None  # by which pass of autograd's, which output
+        # By which pass of autograd's, which output, or None: several.
+        self._reached: tuple[int, Tensor | None] | None = None
 
     def begin(self, divided: bool, scaled: bool) -> None:
         """It starts: by a call of the engine, a hook on the model's output, or with its first gradient."""
@@ -68,7 +70,9 @@ class BackwardPass:
 
     def end(self) -> None:
         """It is over."""
-        self.running, self._number, self._reached = False, None, None
+        if not self.inside_autograd() or (self._reached and self._reached[0] == self._number):
+            self._reached = None  # else it was a recomputed part
+        self.running, self._number = False, None
         for act in self.at_end:
             act()
 
@@ -95,8 +99,13 @@ class BackwardPass:
 
     def reach(self, loss: Tensor) -> None:
         """Autograd has reached an output that is a loss, perhaps on its way to parameters."""
-        if self._reached is None or self._reached[0] != current_backward():
-            self._reached = current_backward(), loss
+        now = current_backward()
+        if self._reached is None or self._reached[0] != now:
+            self._reached = now, loss
+        elif self._reached[1] is not loss:
+            self._reached = now, None
+            if self.running and self._number == now and self.divisor is not None:  # the first is noted
+                self._note_reached()
 
     def bring(self) -> float:
         """A gradient has come. Returns what it is to be divided by; raises if it lacks the loss scale."""
@@ -107,6 +116,9 @@ class BackwardPass:
         if self.divisor is None:
             self.divisor = 1.0 if self.divided else self.rules.plain_divisor()
             self.count += 1
-            if self._reached is not None and self._reached[0] == self._number and not self.divided:
-                self.rules.note_loss(self._reached[1])
+            self._note_reached()
         return self.divisor
+
+    def _note_reached(self) -> None:
+        if self._reached is not None and self._reached[0] == self._number and not self.divided:
+            self.rules.note_loss(self._reached[1])

@@ -25,6 +25,8 @@ class NonFinite:
     def __init__(self) -> None:
         self.loss: Tensor | None = None  # the sum of a step's losses: one that is not finite spoils it
         self.plain = 0  # of them nobody here has divided so many
+        self.partial = False  # the step has losses that nobody knows
+        self.keeps_last = False  # for whoever asks for `step_loss`: until the next step it is memory
         self.last: tuple[Tensor, int] | None = None  # the same, of the last step
         self.finding = ""
 
@@ -33,19 +35,26 @@ class NonFinite:
         loss = loss.detach().float()
         self.loss = loss if self.loss is None else self.loss + loss
 
-    def note_plain_loss(self, loss: Tensor) -> None:
-        """The same for one that autograd has reached: what it was divided by nobody knows."""
-        self.plain += 1
-        self.note_loss(loss)
+    def note_plain_loss(self, loss: Tensor | None) -> None:
+        """The same for one that autograd has reached: what it was divided by nobody knows.
+
+        None: it was made of several outputs, nobody knows how.
+        """
+        if loss is None:
+            self.partial = True
+        else:
+            self.plain += 1
+            self.note_loss(loss)
 
     def end_step(self) -> None:
         """The next losses are another step's."""
-        self.last = None if self.loss is None else (self.loss, self.plain)
+        is_kept = self.keeps_last and not self.partial
+        self.last = (self.loss, self.plain) if is_kept and self.loss is not None else None
         self.forget()
 
     def forget(self) -> None:
         """The losses so far are of no step: their gradients were let go of."""
-        self.loss, self.plain = None, 0
+        self.loss, self.plain, self.partial = None, 0, False
 
     def step_loss(self) -> float | None:
         """The last step's loss on this rank, the mean over its micro-batches; None if nobody knows it."""
