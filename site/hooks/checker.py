@@ -78,7 +78,8 @@ def _remark(remark: remarks.Remark) -> dict[str, Any]:
     if remark.when is not None and remark.when not in WHENS:
         raise SiteError(f"checker.py: config_check.js does not know {remark.when} of a remark in the schema")
     return {
-        **{"text": remark.text, "remedy": remark.remedy, "refuses": remark.refuses, "switch": remark.switch},
+        **{"text": remark.text, "remedy": remark.remedy, "refuses": remark.refuses},
+        **{"switches": [switch.split(".") for switch in remark.switches]},
         **{"when": remark.when and remark.when.__name__, "belowStage": remark.below_stage},
     }
 

@@ -144,11 +144,13 @@ def _meaning(key: Key) -> str:
         return key.text
     if remark is STAGE3:
         return f"**Stage 3.** {key.text}"
-    inside = f"`{remark.switch}: true` in it is " if remark.switch else ""
+    asked = "true" if remark.when is None else "2"
+    switches = " or ".join(f"`{switch}: {asked}`" for switch in remark.switches)
+    inside = f"{switches} in it is " if switches else ""
     verdict = f"{inside}refused" if remark.refuses else f"{inside}without effect"
-    if not remark.switch and not remark.when and not key.field.is_required():
+    if not remark.switches and not remark.when and not key.field.is_required():
         verdict += f", unless {_default(key)}" if remark.refuses else ""
-    if remark.when is not None and not remark.switch:
+    if remark.when is not None and not remark.switches:
         verdict += ", unless it asks for nothing"
     told = "; ".join(filter(None, (remark.text, remark.remedy)))
     told = told.replace("{", "&#123;").replace("}", "&#125;")  # at the end of a cell they would be attributes

@@ -30,10 +30,12 @@ ASK = """cases => cases.map(([text, world]) => {
 
 
 def cases() -> Iterator[tuple[str, int | None]]:
-    """(text, ranks): 30 configurations as they are in public, 100 by chance, and ranks of odd batch sizes."""
+    """(text, ranks): 30 configurations as they are in public, 100 by chance, and what these lack."""
     generator = random.Random(0)
     for size in (32.0, 8e6, 32.5, 2**31, True):
         yield json.dumps({"train_batch_size": size, "train_micro_batch_size_per_gpu": 1}), None
+    for inside in ({"tp_size": 4}, {"tp": {"tp_size": 2}}, {"tp": {"tp_size": "4"}, "tp_size": 1}, {"tp": 4}):
+        yield json.dumps({"tensor_parallel": inside}), 2
     for text in (*(path.read_text() for path in FILES), *texts(0, 100)):
         yield text, generator.choice([None, 1, 2, 3, 8])
 
@@ -46,7 +48,7 @@ def test_the_page_s_verdicts_are_python_s(open_page: Open) -> None:
         expected = [{**each._asdict(), "path": list(each.path)} for each in checked.verdicts]
         assert (verdicts, ranks) == (expected, checked.world), text
         kinds |= {each.kind for each in checked.verdicts}
-    assert kinds == set(get_args(VerdictKind)) and len(asked) == 135
+    assert kinds == set(get_args(VerdictKind)) and len(asked) == 139
 
 
 def test_every_rule_speaks_in_these_cases(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ ODD = [
         {},
         {"enabled": True},
         {"enabled": "no", "a": [1, {"b": None}]},
-        {"autotp_size": 2},
+        {"autotp_size": 2, "tp": {"tp_size": 4}},
     ),
     *(float("inf"), float("nan")),
 ]

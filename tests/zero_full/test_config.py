@@ -211,6 +211,7 @@ def test_an_unknown_key_is_named_with_where_it_may_belong(config: dict[str, Any]
         ("fp16.enabled", 2, "true or false"),
         ("nebula.enabled", "false", "true or false"),
         ("tensor_parallel.autotp_size", "2", "a whole number"),
+        ("tensor_parallel.tp.tp_size", "2", "a whole number"),
         ("fp16.loss_scale", -1, "a number of 0 or more"),
         ("gradient_clipping", "1.0", "a number of 0 or more"),
         ("gradient_clipping", True, "a number of 0 or more"),

@@ -139,7 +139,8 @@ MISSING: dict[str, Any] = in_full(  # set to this, a key is an error
   "sequence_parallel_size": 2,
   "data_types.param_dtype": "bf16",
   "compile.deepcompile": true, "checkpoint.use_node_local_storage": true,
-  "tensor_parallel.autotp_size": 2, "expert_parallel.enabled": true, "hybrid_engine.enabled": true,
+  "tensor_parallel.autotp_size": 2, "tensor_parallel.tp_size": 2, "tensor_parallel.tp.tp_size": 2,
+  "expert_parallel.enabled": true, "hybrid_engine.enabled": true,
   "autotuning.enabled": true, "data_efficiency.enabled": true,
   "data_types.keep_in_fp32_modules": ["norm"]
 }""",
@@ -225,8 +226,8 @@ def test_the_two_tables_above_have_every_remark_of_the_schema() -> None:
     remarked: dict[bool, set[str]] = {True: set(), False: set()}
     for entry in entries(resolve(with_batch(with_all), 1).config):
         if entry.remark:
-            switch = f".{entry.remark.switch}" if entry.remark.switch else ""
-            remarked[entry.remark.refuses].add(entry.key + switch)
+            switches = [f".{switch}" for switch in entry.remark.switches]
+            remarked[entry.remark.refuses] |= {entry.key + switch for switch in switches or [""]}
     assert {key.removesuffix(".enabled") for key in remarked[True] - set(MISSING)} == set(REMOVED)
     assert remarked[True] >= set(MISSING)
     assert remarked[False] == set(IDLE) | {"optimizer.legacy_fusion"}

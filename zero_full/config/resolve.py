@@ -185,11 +185,10 @@ def _solved(config: Config, world_size: int) -> dict[str, int]:
 def _switches(config: Config) -> Iterator[Notice]:
     """About each switch of a section that is neither true nor false."""
     for entry in report.entries(config):
-        if entry.remark and entry.remark.switch:
-            value = entry.value.get(entry.remark.switch, False)
+        for route, value in entry.remark.switched(entry.value) if entry.remark else ():
             if not isinstance(value, int):
-                kind = "a whole number" if entry.remark.when else "true or false"
-                path = (*entry.key.split("."), entry.remark.switch)
+                kind = "a whole number" if entry.remark and entry.remark.when else "true or false"
+                path = (*entry.key.split("."), *route)
                 yield Notice(path, "refused", f"got {report.shown(value)}, expected {kind}")
 
 
@@ -198,15 +197,14 @@ def _remarks(config: Config, spelled: Mapping[Route, Route], bad: frozenset[str]
     stage = config.zero_optimization.stage
     for entry in report.entries(config):
         remark = entry.remark
-        if remark is None or not remark.applies(entry.value, entry.default):
+        if remark is None:
             continue
         if remark.below_stage < 99 and (stage >= remark.below_stage or not _is_known(STAGE, bad)):
             continue
-        path, value = report.as_written(tuple(entry.key.split(".")), spelled), entry.value
-        if remark.switch:
-            path, value = (*path, remark.switch), value[remark.switch]
+        path = report.as_written(tuple(entry.key.split(".")), spelled)
         kind: report.Kind = "refused" if remark.refuses else "no effect"
-        yield Notice(path, kind, remark.text, remark.remedy, report.shown(value))
+        for route, value in remark.asking(entry.value, entry.default):
+            yield Notice((*path, *route), kind, remark.text, remark.remedy, report.shown(value))
 
 
 def _together(

@@ -52,7 +52,8 @@ ONE_NUMBER = idle(
 OLD_OFFLOAD_PARAM = missing("deprecated", 'write "offload_param": {"device": "cpu"}', when=is_on)
 BLOCKS = idle("each thread moves one block at a time: see intra_op_parallelism and block_size")
 OVERLAPPED = idle("reading, stepping and writing go on at the same time, with two parts in memory")
-AUTO_TP = missing("tensor parallelism has not landed", "use 1", "autotp_size", when=more_than_one)
+TP_SIZES = ("autotp_size", "tp_size", "tp.tp_size")
+AUTO_TP = missing("tensor parallelism has not landed", "use 1", *TP_SIZES, when=more_than_one)
 NO_MONITOR = idle("no metrics are written; log what the engine returns with a logger of yours", "enabled")
 
 

@@ -149,5 +149,6 @@ class _Lookup:
             return "unread", f"{section.key} cannot be used"
         if inside[-1] == "params":
             return "unknown", IN_TORCH
-        is_switch = section.remark is not None and section.remark.switch == path[-1]
+        switches = section.remark.switches if section.remark is not None else ()
+        is_switch = ".".join(map(str, path[len(inside) :])) in switches
         return ("default", "") if is_switch else ("unread", "nothing here reads it")

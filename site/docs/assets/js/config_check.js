@@ -243,20 +243,25 @@ const zeroCheck = (() => {
     names_some: (value) => value !== "auto" && !same(value, []),
   }
 
-  function applies(remark, value, usual) {
-    if (remark.switch) {
-      value = value.has(remark.switch) ? value.get(remark.switch) : 0n
-      usual = 0n
-      if (!isInt(value)) return false // no switch at all, and refused as that
-    }
-    return remark.when ? WHEN[remark.when](value) : !same(value, usual)
+  // [[route, value]]: where in a key's value what a remark is about is asked for.
+  function asking(remark, value, usual) {
+    const asks = (found, usually) => (remark.when ? WHEN[remark.when](found) : !same(found, usually))
+    if (!remark.switches.length) return asks(value, usual) ? [[[], value]] : []
+    return switched(remark, value).filter(([, found]) => isInt(found) && asks(found, 0n)) // others are refused
+  }
+
+  function switched(remark, section) {
+    const at = (level, name) => (level instanceof Map ? level.get(name) : undefined)
+    const found = remark.switches.map((route) => [route, route.reduce(at, section)])
+    return found.filter(([, value]) => value !== undefined)
   }
 
   function* wrongSwitches(entries) {
     for (const { path, value, remark } of entries) {
-      if (!remark || !remark.switch || !value.has(remark.switch) || isInt(value.get(remark.switch))) continue
-      const kind = remark.when ? "a whole number" : "true or false"
-      yield notice([...path, remark.switch], "refused", `got ${shown(value.get(remark.switch))}, expected ${kind}`)
+      const kind = remark && remark.when ? "a whole number" : "true or false"
+      for (const [route, found] of remark ? switched(remark, value) : []) {
+        if (!isInt(found)) yield notice([...path, ...route], "refused", `got ${shown(found)}, expected ${kind}`)
+      }
     }
   }
 
@@ -266,11 +271,12 @@ const zeroCheck = (() => {
   function* remarked(entries, config, spelled, bad) {
     const { stage } = config[ZERO]
     for (const { path, value, default: usual, remark } of entries) {
-      if (!remark || !applies(remark, value, usual)) continue
+      if (!remark) continue
       if (remark.belowStage < 99 && (stage >= remark.belowStage || !isKnown(`${ZERO}.stage`, bad))) continue
       const written = asWritten(path, spelled), kind = remark.refuses ? "refused" : "no effect"
-      const of = remark.switch ? [[...written, remark.switch], value.get(remark.switch)] : [written, value]
-      yield notice(of[0], kind, remark.text, remark.remedy, shown(of[1]))
+      for (const [route, found] of asking(remark, value, usual)) {
+        yield notice([...written, ...route], kind, remark.text, remark.remedy, shown(found))
+      }
     }
   }
 
@@ -399,7 +405,8 @@ const zeroCheck = (() => {
       if (!inside) return ["default", ""] // a section without keys, or null for a batch size
       if (inside.value === null) return ["unread", `${dotted(inside.path)} cannot be used`]
       if (inside.path[inside.path.length - 1] === "params") return ["unknown", zeroConfig.inTorch]
-      const isSwitch = inside.remark && inside.remark.switch === path[path.length - 1]
+      const route = path.slice(inside.path.length)
+      const isSwitch = inside.remark && inside.remark.switches.some((each) => same(each, route))
       return isSwitch ? ["default", ""] : ["unread", "nothing here reads it"]
     }
   }
