@@ -11,7 +11,7 @@ from zero_full.config import Checked, Config, Verdict, check
 from zero_full.config.read import Route, text_of
 from zero_full.config.report import dotted
 from zero_full.config.verdicts import VerdictKind
-from zero_full.wording import printable
+from zero_full.wording import counted, printable
 
 LABELS: dict[VerdictKind, str] = {
     "refused": "mistake",
@@ -38,13 +38,18 @@ class Looked:
         return sum(verdict.kind == kind for verdict in self.verdicts)
 
     @property
+    def ranks(self) -> str:
+        """How many there are, in words."""
+        return counted(self.world, "rank")
+
+    @property
     def tally(self) -> str:
         """As in `ok, 2 warnings` or `3 mistakes, 1 warning`."""
         mistakes, unknown = self.count("refused"), self.count("unknown")
         warnings = self.count("no effect") + self.count("assumed")
-        parts = [_counted(mistakes, "mistake") if mistakes else "ok"]
-        parts += [_counted(warnings, "warning")] if warnings else []
-        parts += [f"{_counted(unknown, 'key')} not looked at"] if unknown else []
+        parts = [counted(mistakes, "mistake") if mistakes else "ok"]
+        parts += [counted(warnings, "warning")] if warnings else []
+        parts += [f"{counted(unknown, 'key')} not looked at"] if unknown else []
         return ", ".join(parts)
 
 
@@ -65,13 +70,9 @@ def main(file: str, world: int | None, as_json: bool = False) -> int:
     for each in looked.told:
         place = f"{file}:{each.line}:{each.column}"
         print(printable(f"{place}: {LABELS[each.kind]}: {each.text}"))
-    ranks = "" if world else f" on {_counted(looked.world, 'rank')} (--world asks for others)"
+    ranks = "" if world else f" on {looked.ranks} (--world asks for others)"
     print(f"{looked.tally}{ranks}")
     return 1 if mistakes else 0
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _with_torch(checked: Checked, world: int | None) -> list[Verdict]:

@@ -31,6 +31,11 @@ def shown(value: object, write: Callable[[object], str] = repr) -> str:
     return text if len(text) <= WIDE else f"{text[: WIDE - 3]}..."
 
 
+def counted(number: int, what: str) -> str:
+    """As in "1 rank" or "2 ranks"."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
 def natural(name: str) -> list[tuple[int, str]]:
     """A key that sorts layers.2 before layers.10."""
     parts = re.split("([0-9]+)", name)

@@ -9,7 +9,7 @@ from typing import Any
 from zero_full.flight.captions import ms, ranks_told
 from zero_full.flight.parts import CLOSED, LEFT
 from zero_full.flight.timeline import PASSES
-from zero_full.wording import human, printable
+from zero_full.wording import counted, human, printable
 
 WIDE = 80
 LETTERS = {
@@ -68,15 +68,11 @@ def _about(recording: Mapping[str, Any]) -> Iterator[str]:
     dropped = recording["dropped"]
     if dropped["events"]:
         steps, events = dropped["steps"], dropped["events"]
-        yield from _folded(f"What came before is dropped: {events} events of {_counted(steps, 'step')}.")
+        yield from _folded(f"What came before is dropped: {events} events of {counted(steps, 'step')}.")
     if recording["unaligned"]:
         yield from _folded(f"The clock of {ranks_told(recording['unaligned'])} could not be compared.")
     if recording["device"] != "cpu":
         yield from _folded("Times are when the host has queued the work, not when the device did it.")
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _step(recording: Mapping[str, Any], frames: Sequence[Frame], step: int) -> Iterator[str]:

@@ -144,6 +144,5 @@ def _json(path: Path, world: int | None) -> int:
         remark = "" if each.kind == "refused" else "remark: "
         print(f"{path}:{each.line}: {remark}{each.text}")
     if not looked.count("refused"):
-        ranks = f"{looked.world} rank{'' if looked.world == 1 else 's'}"
-        print(f"{path}: can be used on {ranks} (--world asks for others)")
+        print(f"{path}: can be used on {looked.ranks} (--world asks for others)")
     return looked.count("refused")
