@@ -96,7 +96,6 @@ class Engine(DeepSpeedQueries, Reporting, Saving, Stopping):
         """Run the module's forward, and return what it returns."""
         self._refuse_parked("forward")
         self.optimizer.look_at_model()
-        self._count_tokens(inputs, named_inputs)
         if self.recorder is not None:
             self.recorder.begin("forward")
         try:
@@ -108,6 +107,7 @@ class Engine(DeepSpeedQueries, Reporting, Saving, Stopping):
         backward = self.optimizer.reducer.backward
         if torch.is_grad_enabled() and self.module.training and not backward.inside_autograd():
             self._forwards += 1
+            self._count_tokens(inputs, named_inputs)
         is_watched = torch.is_grad_enabled() and not self._calls.gates  # which do it themselves
         return watch_losses(backward, outputs) if is_watched else outputs
 

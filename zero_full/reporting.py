@@ -84,8 +84,8 @@ class Reporting:
             self.optimizer.register_step_post_hook(self._note_rates)
 
     def _count_tokens(self, inputs: Sequence[Any], named_inputs: Mapping[str, Any]) -> None:
-        """Of a forward: all ranks are taken to have as many as this one."""
-        if not (self._tells and torch.is_grad_enabled() and self.module.training):
+        """Of a forward in training: all ranks are taken to have as many as this one."""
+        if not self._tells:
             return
         given = {self._first_input: inputs[0], **named_inputs} if inputs else named_inputs
         for name in TOKENS:
@@ -98,14 +98,13 @@ class Reporting:
 
     def _report(self) -> None:
         """After a step: the line, if one is due."""
-        number = self.global_steps
-        if not self._tells or number % self._every or not log.isEnabledFor(logging.INFO):
+        if not self._tells or self.global_steps % self._every or not log.isEnabledFor(logging.INFO):
             return
         steps, told = self._pace.steps, ", ".join(self._told())
         if self.config.steps_per_print:
-            log.info("step %d: %s", number, told)
+            log.info("step %d: %s", self.global_steps, told)
         if self.stopwatch.on:
-            log.info("step %d: %s", number, self.stopwatch.lap(steps))
+            log.info("step %d: %s", self.global_steps, self.stopwatch.lap(steps))
 
     def _told(self) -> Iterator[str]:
         optimizer = self.optimizer
