@@ -26,8 +26,15 @@ def main(options: argparse.Namespace) -> int:
     else:
         print("\n".join(_lines(shape, machine, run, found)))
     if options.write and found.chosen is not None:
-        Path(options.write).write_text(json.dumps(found.chosen.config, indent=2) + "\n")
+        _write(Path(options.write), found.chosen)
     return 0 if found.chosen is not None else 1
+
+
+def _write(path: Path, chosen: Candidate) -> None:
+    try:
+        path.write_text(json.dumps(chosen.config, indent=2) + "\n")
+    except OSError as error:
+        raise FitError(f"--write: {path} cannot be written: {error.strerror}") from error
 
 
 def _machine(options: argparse.Namespace) -> Machine:
