@@ -35,6 +35,10 @@ from zero_full.stopping import Stopping
 from zero_full.stopwatch import Stopwatch
 
 log = logging.getLogger("zero_full")
+STANDS_STILL = (
+    "the schedule of the configuration (%s) stands still: two steps were taken by optimizer.step(), which does "
+    "not move it. Call engine.step() instead, or step() of the schedule, too, which initialize returns last"
+)
 
 
 class Engine(DeepSpeedQueries, Reporting, Saving, Stopping):
@@ -64,6 +68,8 @@ class Engine(DeepSpeedQueries, Reporting, Saving, Stopping):
         self._stepping = self._stepped = False
         self._forwards = 0  # training ones of this engine since the last step
         self._passes = 0  # backward passes until the last step
+        self._schedule_at: dict[str, Any] | None = None  # after the last plain step
+        self._has_told = False  # that it stands still
         self.offloaded = OffloadedStates(optimizer)
         self.recorder: FlightRecorder | None = None
         self.kept: dict[str, Any] = {}  # see `keep_in_checkpoint`
@@ -231,6 +237,17 @@ class Engine(DeepSpeedQueries, Reporting, Saving, Stopping):
             self.micro_steps += self._micro_batches - self.micro_steps % self._micro_batches
             self._count_step()
             self._report()
+            self._look_at_schedule()
+
+    def _look_at_schedule(self) -> None:
+        """After a plain step: the file's schedule moves in `step`, or the loop moves it, or nobody does."""
+        if self.config.scheduler is None or self.lr_scheduler is None:
+            return
+        at = self.lr_scheduler.state_dict()
+        if at == self._schedule_at and not self._has_told:
+            self._has_told = True
+            log.warning(STANDS_STILL, self.config.scheduler.type)
+        self._schedule_at = at
 
     def _samples_of_this_step(self) -> int:
         """Those of its forwards: one batch may have several backward passes, see [Note: recomputed parts].

@@ -219,6 +219,23 @@ def test_the_rate_is_that_of_the_step_and_not_of_the_next_one(said: Any) -> None
     engine.destroy()
 
 
+@pytest.mark.parametrize("name", ["WarmupLR", "StepLR"])
+@pytest.mark.parametrize("by", ["engine", "loop", "nobody"])
+def test_a_schedule_that_nobody_moves_is_told_once(
+    name: str, by: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    params = {"WarmupLR": {"warmup_num_steps": 9}, "StepLR": {"step_size": 9}}[name]
+    engine = engine_of(scheduler={"type": name, "params": params})
+    for step in range(4):
+        engine.backward(engine(x := words(step), labels=x))
+        (engine.step if by == "engine" else engine.optimizer.step)()
+        if by == "loop":
+            engine.lr_scheduler.step()
+    told = [line for line in caplog.messages if "stands still" in line]
+    assert len(told) == (by == "nobody") and all(f"({name})" in line for line in told)
+    engine.destroy()
+
+
 def test_a_loss_scale_and_skipped_steps_are_told_where_there_are_any(said: Any) -> None:
     engine = engine_of(steps_per_print=1, fp16={"enabled": True, "initial_scale_power": 12})
     train(engine, 1)
