@@ -1,8 +1,8 @@
 """A device that is not there: threads play its streams, late and in any order that a device may have.
 
-`SimulatedQueue` is what `zero_full/comm/staged.py` asks of a device. Its "device memory" is ordinary memory,
-and what is queued runs later, after pauses that a seed decides; whoever reads too early reads what was there
-before. Host memory is filled with ones, which are NaN, when it is new and when a copy has left it.
+`SimulatedQueue` is what `zero_full/comm/host_staging.py` asks of a device. Its "device memory" is ordinary
+memory, and what is queued runs later, after pauses that a seed decides; whoever reads too early reads what
+was there before. Host memory is filled with ones, which are NaN, when it is new and when a copy has left it.
 """
 
 import itertools
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from zero_full.comm import communicator
 from zero_full.comm.device_queue import LINE, Flag, wait_until
-from zero_full.comm.staged import Staged
+from zero_full.comm.host_staging import Staged
 
 PAUSES_S = [0.0] * 12 + [0.0005, 0.002]
 PATIENCE_S = 30.0

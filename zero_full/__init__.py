@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zero_full.checkpoint import (
-        CheckpointError,
         Extras,
         LoadOptions,
         SaveOptions,
@@ -24,13 +23,21 @@ if TYPE_CHECKING:
         save_weights,
         wait_for_checkpoint,
     )
-    from zero_full.comm import CommunicationError, DesyncError, DisagreementError, Topology
-    from zero_full.config import Config, ConfigError
+    from zero_full.comm import Topology
+    from zero_full.config import Config
     from zero_full.construct import Init
-    from zero_full.data import RepeatingLoader, leave_signals, synced
-    from zero_full.engine import Engine
-    from zero_full.entry import initialize
-    from zero_full.launch import add_config_arguments, init_distributed
+    from zero_full.engine.engine import Engine
+    from zero_full.engine.loader import RepeatingLoader, leave_signals, synced
+    from zero_full.errors import (
+        CheckpointError,
+        CommunicationError,
+        ConfigError,
+        DesyncError,
+        DisagreementError,
+        PlanError,
+        ScaleExhaustedError,
+    )
+    from zero_full.initialization import initialize
     from zero_full.offload import BlockTier, DeviceTier, HostTier
     from zero_full.optim import (
         Average,
@@ -47,10 +54,15 @@ if TYPE_CHECKING:
         ZeroOneAdam,
         muon_groups,
     )
-    from zero_full.plan import Plan, PlanError, plan_stages
-    from zero_full.precision import Dtypes, DynamicScale, ScaleExhaustedError, StaticScale
-    from zero_full.shard import Gathering, Settings, StepReport, ZeroOptimizer
-    from zero_full.shard.access import (
+    from zero_full.plan import Plan, plan_stages
+    from zero_full.precision import Dtypes, DynamicScale, StaticScale
+    from zero_full.settings import Gathering, Settings
+    from zero_full.shard.access.gathered_parameters import (
+        GatheredParameters,
+        register_external_parameter,
+        unwrap_model_for_generation,
+    )
+    from zero_full.shard.access.tensors import (
         safe_get_full_fp32_param,
         safe_get_full_grad,
         safe_get_full_optimizer_state,
@@ -65,12 +77,7 @@ if TYPE_CHECKING:
         safe_set_local_optimizer_state,
         safe_update_full_grad_vectorized,
     )
-    from zero_full.shard.gathered import (
-        GatheredParameters,
-        register_external_parameter,
-        unwrap_model_for_generation,
-    )
-    from zero_full.shard.leaves import (
+    from zero_full.shard.deal.leaf_modules import (
         get_z3_leaf_modules,
         set_z3_leaf_module,
         set_z3_leaf_modules,
@@ -79,36 +86,45 @@ if TYPE_CHECKING:
         unset_z3_leaf_modules,
         z3_leaf_module,
     )
+    from zero_full.shard.step.optimizer import ZeroOptimizer
+    from zero_full.shard.step.report import StepReport
+    from zero_full.start.launch import add_config_arguments, init_distributed
 
 __version__ = "0.1.0"
 _WHERE = {
     "zero_full.checkpoint": (
-        *("CheckpointError", "Extras", "LoadOptions", "SaveOptions", "load_checkpoint", "load_weights"),
+        *("Extras", "LoadOptions", "SaveOptions", "load_checkpoint", "load_weights"),
         *("save_checkpoint", "save_weights", "wait_for_checkpoint"),
     ),
-    "zero_full.comm": ("CommunicationError", "DesyncError", "DisagreementError", "Topology"),
-    "zero_full.config": ("Config", "ConfigError"),
+    "zero_full.comm": ("Topology",),
+    "zero_full.config": ("Config",),
     "zero_full.construct": ("Init",),
-    "zero_full.data": ("RepeatingLoader", "leave_signals", "synced"),
-    "zero_full.engine": ("Engine",),
-    "zero_full.entry": ("initialize",),
-    "zero_full.launch": ("add_config_arguments", "init_distributed"),
+    "zero_full.errors": (
+        *("CheckpointError", "CommunicationError", "ConfigError", "DesyncError", "DisagreementError"),
+        *("PlanError", "ScaleExhaustedError"),
+    ),
+    "zero_full.engine.loader": ("RepeatingLoader", "leave_signals", "synced"),
+    "zero_full.engine.engine": ("Engine",),
+    "zero_full.initialization": ("initialize",),
+    "zero_full.start.launch": ("add_config_arguments", "init_distributed"),
     "zero_full.offload": ("BlockTier", "DeviceTier", "HostTier"),
     "zero_full.optim": (
         *("Average", "Lamb", "Lion", "Muon", "OneBitAdam", "OneBitLamb", "Peers", "Piece", "Stepper"),
         *("Whole", "WholeRule", "ZeroOneAdam", "muon_groups"),
     ),
-    "zero_full.plan": ("Plan", "PlanError", "plan_stages"),
-    "zero_full.precision": ("Dtypes", "DynamicScale", "ScaleExhaustedError", "StaticScale"),
-    "zero_full.shard": ("Gathering", "Settings", "StepReport", "ZeroOptimizer"),
-    "zero_full.shard.leaves": (
+    "zero_full.plan": ("Plan", "plan_stages"),
+    "zero_full.precision": ("Dtypes", "DynamicScale", "StaticScale"),
+    "zero_full.settings": ("Gathering", "Settings"),
+    "zero_full.shard.step.optimizer": ("ZeroOptimizer",),
+    "zero_full.shard.step.report": ("StepReport",),
+    "zero_full.shard.deal.leaf_modules": (
         *("get_z3_leaf_modules", "set_z3_leaf_module", "set_z3_leaf_modules", "set_z3_leaf_modules_by_name"),
         *("set_z3_leaf_modules_by_suffix", "unset_z3_leaf_modules", "z3_leaf_module"),
     ),
-    "zero_full.shard.gathered": (
+    "zero_full.shard.access.gathered_parameters": (
         *("GatheredParameters", "register_external_parameter", "unwrap_model_for_generation"),
     ),
-    "zero_full.shard.access": (
+    "zero_full.shard.access.tensors": (
         "safe_update_full_grad_vectorized",
         *(
             f"safe_{verb}_{extent}_{what}"

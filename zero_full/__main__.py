@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 from zero_full import __version__
 from zero_full.commands import build, check, doctor, export, fit, inspect, migrate, plan, replay
-from zero_full.commands.command import PROGRAM, UsageError
-from zero_full.wording import printable
+from zero_full.commands.command import PROGRAM
+from zero_full.errors import UsageError
+from zero_full.formatting import printable
 
 COMMANDS = (
     doctor.COMMAND,

@@ -22,27 +22,29 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero_full.calls import ModelCalls
 from zero_full.checkpoint import load_weights
 from zero_full.comm.devices import ON_CPU, own_accelerator
 from zero_full.comm.ledger import Traffic
 from zero_full.comm.topology import Topology, this_rank
 from zero_full.construct import Deferred, has_values, outside_recording
-from zero_full.given import check_arguments, check_model, check_optimizer
+from zero_full.engine.forward_hooks import ModelCalls
+from zero_full.formatting import listed
 from zero_full.kernels.load import load
 from zero_full.offload import Need, Shelf, Tier, limits_here, refusal
 from zero_full.optim import check_elementwise
 from zero_full.precision import DynamicScale, StaticScale
-from zero_full.ranks import attempt, compare, everyones, facts_of, refuse_shared_devices
-from zero_full.shard import Connection, Dealer, Settings, ZeroOptimizer, connect, place_the_rest
-from zero_full.shard.base import NoOptimizer
-from zero_full.shard.build import Drafts
-from zero_full.shard.gathered import guard
-from zero_full.shard.host_memory import host_memory
-from zero_full.shard.passes import Rules
-from zero_full.shard.served import refuse_other_backend, served
-from zero_full.shard.what_stays import tell_of_parameters, tell_of_share
-from zero_full.wording import listed
+from zero_full.settings import Settings
+from zero_full.shard.access.gathered_parameters import guard
+from zero_full.shard.deal.dealer import Dealer, Drafts, place_the_rest
+from zero_full.shard.deal.host_memory import host_memory
+from zero_full.shard.deal.offload_warnings import tell_of_parameters, tell_of_share
+from zero_full.shard.deal.one_bit_support import refuse_other_backend, served
+from zero_full.shard.group.process_groups import Connection, connect
+from zero_full.shard.passes.backward import Rules
+from zero_full.shard.step.optimizer import ZeroOptimizer
+from zero_full.shard.step.wrapped_optimizer import NoOptimizer
+from zero_full.start.argument_checks import check_arguments, check_model, check_optimizer
+from zero_full.start.startup_checks import attempt, compare, everyones, facts_of, refuse_shared_devices
 
 log = logging.getLogger("zero_full")
 OPERATORS = "operators"

@@ -25,14 +25,14 @@ from zero_full.config import resolve
 from zero_full.kernels.files import PAGE
 from zero_full.layout import FlatLayout
 from zero_full.offload import BlockTier
-from zero_full.offload.blocks import APART
+from zero_full.offload.nvme_state import APART
 from zero_full.plan import SCALES, STAGES, Plan, activations, plan
 from zero_full.precision.dtypes import Dtypes
-from zero_full.shard import Settings
-from zero_full.shard.flat import ALIGNMENT
-from zero_full.shard.reducer import IN_FLIGHT
-from zero_full.shard.units import LIVE_PARTS, PARTS
-from zero_full.translate import settings_of
+from zero_full.settings import Settings
+from zero_full.shard.deal.units import LIVE_PARTS, PARTS
+from zero_full.shard.group.parameters import ALIGNMENT
+from zero_full.shard.passes.reduce import IN_FLIGHT
+from zero_full.start.from_config import settings_of
 from zero_min import formula
 from zero_min.gpt import GPT, GPTConfig
 

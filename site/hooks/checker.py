@@ -16,7 +16,7 @@ from rules_in_js import translated
 from zero_full.config import read, remarks, report, values
 from zero_full.config.schema import Config, Strict
 from zero_full.config.verdicts import IN_A_RUN, IN_TORCH
-from zero_full.wording import WIDE
+from zero_full.formatting import WIDE
 
 FILE = "assets/js/config_data.js"
 CHANGES = {  # what config_check.js does to a value before it is judged, by the same names

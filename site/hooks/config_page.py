@@ -18,10 +18,11 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from snippets import Defined, find, tree_of
 
-from zero_full.config import ConfigError, resolve
+from zero_full.config import resolve
 from zero_full.config.remarks import Remark
 from zero_full.config.report import explain, inner_model
 from zero_full.config.schema import STAGE3, Config, Strict
+from zero_full.errors import ConfigError
 
 TEXTS = Path(__file__).with_name("keys.yml")
 SCHEDULES = "zero_full/optim/schedules.py"

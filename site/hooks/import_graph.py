@@ -1,7 +1,8 @@
 """The import graph of zero_full's rooms, read from the code and drawn as SVG.
 
-A room is a folder of zero_full, or a file beside the folders. An arrow says "imports". Arrows that follow
-from others (a imports b, b imports c, so a may import c) are left out of the drawing, not out of the table.
+A room is a folder of zero_full, one of the folders in `shard`, or a file beside the folders. An arrow says
+"imports". Arrows that follow from others (a imports b, b imports c, so a may import c) are left out of the
+drawing, not out of the table.
 """
 
 import ast
@@ -20,8 +21,9 @@ Graph = dict[str, set[str]]
 
 
 def room_of(module: str) -> str:
-    """`zero_full.shard.bucket` is in the room `shard`."""
-    return module.split(".")[1] if "." in module else ""
+    """`zero_full.comm.lane` is in the room `comm`, `zero_full.shard.group.master` in `shard/group`."""
+    parts = module.split(".")[1:]
+    return "/".join(parts[:2]) if parts[:1] == ["shard"] and len(parts) > 1 else "".join(parts[:1])
 
 
 def _imports(path: str) -> Iterator[str]:
@@ -45,10 +47,11 @@ def rooms() -> Graph:
     for file in sorted((ROOT / PACKAGE).rglob("*.py")):
         path = shown(file)
         parts = path.removesuffix(".py").split("/")
-        if len(parts) == 2 and parts[1].startswith("__"):
-            continue  # the public names and the command line import whatever they need
-        mine = graph.setdefault(parts[1], set())
-        mine |= {room_of(m) for m in _imports(path) if m.split(".")[0] == PACKAGE} - {parts[1], ""}
+        if (len(parts) == 2 and parts[1].startswith("__")) or parts[1:] == ["shard", "__init__"]:
+            continue  # the public names and the command line import whatever they need; a list of rooms
+        room = room_of(".".join(part for part in parts if part != "__init__"))
+        mine = graph.setdefault(room, set())
+        mine |= {room_of(m) for m in _imports(path) if m.split(".")[0] == PACKAGE} - {room, ""}
     return graph
 
 

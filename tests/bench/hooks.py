@@ -15,8 +15,8 @@ import zero_full
 from tests.bench import interleave
 from tests.bench.interleave import Series
 from zero_full.comm.lane import Inline
-from zero_full.shard.gatherer import ParameterGatherer, Site
-from zero_full.shard.settings import Gathering
+from zero_full.settings import Gathering
+from zero_full.shard.passes.gather import ParameterGatherer, Site
 
 LAYERS, WIDTH, ROUNDS, PASSES = 200, 8, 15, 5
 TARGET_US = 25.0

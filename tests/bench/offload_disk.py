@@ -16,7 +16,7 @@ from tests.bench.interleave import Series
 from tests.bench.offload_rows import DISK, of_disk
 from tests.bench.step_time import Found, Plan, Rank, leave_with_parent
 from zero_full.kernels.files import BlockIO, Transfer, aligned_empty
-from zero_full.offload.scratch import ScratchFile
+from zero_full.offload.spill_file import ScratchFile
 
 BANDWIDTH = "bandwidth"  # what is visited as if it were a row
 PIECE = 2**26  # bytes that are one transfer, if there are so many

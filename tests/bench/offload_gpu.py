@@ -19,7 +19,7 @@ from tests.bench.peers import Row
 from tests.bench.step_time import Plan, Rank, leave_with_parent
 from tests.gpu.day.overlap import ON_DEVICE, hidden, length, union
 from tests.gpu.day.rows import finish
-from zero_full.bandwidth import memory_rows
+from zero_full.doctor.bandwidth import memory_rows
 
 COPIES = re.compile("Memcpy (DtoH|HtoD)", re.IGNORECASE)
 WAYS = {"down": re.compile("Memcpy DtoH", re.IGNORECASE), "up": re.compile("Memcpy HtoD", re.IGNORECASE)}

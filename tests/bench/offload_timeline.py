@@ -22,12 +22,12 @@ from torch import Tensor, nn
 import zero_full
 from tests.slow_copies import slow_copies
 from zero_full.offload import BlockTier, HostTier, Tier
-from zero_full.offload.blocks import Block, OpenBlocks
-from zero_full.offload.flow import HostSlice
+from zero_full.offload.host_device_copies import HostSlice
+from zero_full.offload.nvme_state import Block, OpenBlocks
 from zero_full.precision import Dtypes
-from zero_full.shard import Settings
-from zero_full.shard.early import EarlySteps
-from zero_full.shard.stepping import Steppers
+from zero_full.settings import Settings
+from zero_full.shard.step.speculative import EarlySteps
+from zero_full.shard.step.update import Steppers
 
 LAYERS, WIDTH = 6, 1024
 LAYER_S = 0.02  # that a layer takes on the device, in forward and in backward

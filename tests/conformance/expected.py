@@ -13,7 +13,7 @@ def rounded(number: int, multiple: int) -> int:
 
 def units(case: Case, trained: bool) -> list[list[int]]:
     """zero_full's units at stage 3: those of their parameters that are trained, or those that are frozen."""
-    from zero_full.shard.units import (
+    from zero_full.shard.deal.units import (
         choose_units,
         size_limit,
     )  # a learner's `check` waits for no import of it

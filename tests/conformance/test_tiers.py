@@ -48,7 +48,7 @@ def end(comm: Any, stage: int, case: Case, tier: str, path: str) -> tuple[dict[s
         keys["zero_optimization"]["offload_param"] = {"device": "nvme", "nvme_path": path, "max_in_cpu": 0}
     model, small_parts = case.model(), partial(BlockTier, part_numel=10)
     with (
-        mock.patch("zero_full.translate.BlockTier", small_parts),
+        mock.patch("zero_full.start.from_config.BlockTier", small_parts),
         slow_copies(1e7) if "copies" in tier else nullcontext(),
     ):
         trainer = FullTrainer(model, case.groups(model), keys)

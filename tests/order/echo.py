@@ -17,11 +17,11 @@ from torch import Tensor
 
 from tests.order.trace import Recorder
 from zero_full.comm.communicator import Communicator
+from zero_full.comm.fake_ranks import PretendedGroup
 from zero_full.comm.lane import Inline, Lane, Stream
-from zero_full.comm.pretend import PretendedGroup
 from zero_full.comm.transport import Native
 from zero_full.offload import HostTier
-from zero_full.shard.optimizer import ZeroOptimizer
+from zero_full.shard.step.optimizer import ZeroOptimizer
 
 
 class Echo:
@@ -111,9 +111,9 @@ def on_an_accelerator(recorder: Recorder, lane: Callable[[Any], Lane] = lambda m
             mock.patch(f"{transport}.reduce_scatter_single", echo.reduce_scatter),
             mock.patch(f"{transport}.all_gather_single", echo.all_gather),
             mock.patch(f"{transport}.dist", backend),
-            mock.patch("zero_full.ranks.groups_of", lambda topology: []),
-            mock.patch("zero_full.shard.optimizer.lane_for", lane_for),
-            mock.patch("zero_full.shard.peers.Inline", ()),  # as many rounds there: the same echoes
+            mock.patch("zero_full.start.startup_checks.groups_of", lambda topology: []),
+            mock.patch("zero_full.shard.step.optimizer.lane_for", lane_for),
+            mock.patch("zero_full.shard.step.peers.Inline", ()),  # as many rounds there: the same echoes
             mock.patch.object(HostTier, "fetch", fetch),
             mock.patch.object(Communicator, "_call", called),
             mock.patch.object(

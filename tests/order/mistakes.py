@@ -15,12 +15,12 @@ from tests.order.runs import Case, one_step
 from tests.order.trace import SimStream
 from zero_full.comm import lane
 from zero_full.comm.lane import Job, Pending, Stream
-from zero_full.shard.bucket import Bucket
-from zero_full.shard.flat import FlatParameter, GatherState
-from zero_full.shard.gatherer import ParameterGatherer
-from zero_full.shard.optimizer import ZeroOptimizer
-from zero_full.shard.peers import Trip
-from zero_full.shard.reducer import GradientReducer
+from zero_full.shard.group.gradients import Bucket
+from zero_full.shard.group.parameters import FlatParameter, GatherState
+from zero_full.shard.passes.gather import ParameterGatherer
+from zero_full.shard.passes.reduce import GradientReducer
+from zero_full.shard.step.optimizer import ZeroOptimizer
+from zero_full.shard.step.peers import Trip
 
 BF16 = {"bf16": {"enabled": True}}
 MUON = {"optimizer": {"type": "Muon", "params": {"lr": 0.1}}}

@@ -11,7 +11,7 @@ from tests.order.echo import NoSpares, on_an_accelerator
 from tests.order.models import DEPTH, WIDTH, Model, data
 from tests.order.trace import Recorder
 from tests.zero_full.runs import config
-from zero_full.comm.pretend import PretendedGroup
+from zero_full.comm.fake_ranks import PretendedGroup
 from zero_full.comm.topology import Topology
 
 Drive = Callable[[zero_full.Engine, int], None]

@@ -6,7 +6,7 @@ import pytest
 
 from tests.order.runs import Case, recorded
 from tests.order.trace import Recorder
-from zero_full.shard.reducer import GradientReducer
+from zero_full.shard.passes.reduce import GradientReducer
 
 DRAIN = GradientReducer._drain
 WAYS: dict[str, dict[str, object]] = {

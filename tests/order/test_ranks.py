@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 
 from tests.order.runs import Case, recorded
-from zero_full.shard.reducer import GradientReducer
+from zero_full.shard.passes.reduce import GradientReducer
 
 CASES = [
     *(Case(stage, "uneven", {"gradient_accumulation_steps": 2}) for stage in range(3)),

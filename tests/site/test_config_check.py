@@ -16,7 +16,7 @@ from places import SiteError
 
 from tests.site.browser import Open
 from tests.zero_full.random_configs import texts
-from zero_full.check import look
+from zero_full.check.verdict import look
 from zero_full.config import check, together
 from zero_full.config.verdicts import VerdictKind
 

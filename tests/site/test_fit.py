@@ -10,7 +10,8 @@ import pytest
 
 from tests.site.browser import Open
 from tests.zero_full.test_fit import given
-from zero_full.fit import PRECISIONS, Batch, FitError, Machine, Run, Shape, fit, shape_of, snippet, torchrun
+from zero_full.errors import FitError
+from zero_full.fit import PRECISIONS, Batch, Machine, Run, Shape, fit, shape_of, snippet, torchrun
 
 pytest_plugins = ["tests.site.fixtures"]
 

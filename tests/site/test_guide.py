@@ -14,8 +14,9 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from zero_full.__main__ import parser_of_all
-from zero_full.config import Config, ConfigError, resolve
+from zero_full.config import Config, resolve
 from zero_full.config.report import entries
+from zero_full.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "site" / "docs" / "guide"

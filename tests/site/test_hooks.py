@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lessons import museum
-from tests.structure.test_structure import graph
+from tests.structure.test_structure import graph, room_of
 from zero_full.migrate.names import INSTEAD, NAMES
 
 pytest.importorskip("material", reason="pip install -e '.[site]'")
@@ -82,10 +82,11 @@ def test_a_drawing_takes_its_description_from_the_text_and_its_colours_from_the_
 def test_the_import_graph_is_that_of_the_structure_tests() -> None:
     rooms: dict[str, set[str]] = {}
     for module, below in graph().items():
-        if module.startswith("zero_full.") and not module.startswith("zero_full.__"):
-            mine = rooms.setdefault(module.split(".")[1], set())
-            mine |= {m.split(".")[1] for m in below if m.startswith("zero_full.")} - {module.split(".")[1]}
-    assert import_graph.rooms() == rooms
+        room = room_of(module) if module.startswith("zero_full.") else ""
+        if room and not room.startswith("__"):
+            rooms.setdefault(room, set()).update({room_of(m) for m in below} - {room, ""})
+    slashes = {room.replace(".", "/"): {r.replace(".", "/") for r in ones} for room, ones in rooms.items()}
+    assert import_graph.rooms() == slashes
 
 
 def test_arrows_that_are_left_out_follow_from_those_that_are_drawn() -> None:

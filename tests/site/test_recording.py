@@ -12,7 +12,7 @@ from tests.site.browser import Open
 from zero_full.flight.captions import ms
 from zero_full.flight.parts import FORMAT
 from zero_full.flight.timeline import recording_of
-from zero_full.wording import human
+from zero_full.formatting import human
 
 pytest_plugins = ["tests.site.fixtures"]
 DROP = """([text, name]) => {

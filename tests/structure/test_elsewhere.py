@@ -46,9 +46,9 @@ assert lessons.__main__.main(["bill"]) == 0
 assert lessons.__main__.main(["list"]) == 0
 """
 TRAIN = """
-from zero_full import bandwidth
+from zero_full.doctor import bandwidth
 from zero_full.kernels import build, load, places
-from zero_full.shard.signals import StopSignals
+from zero_full.shard.step.stop_signals import StopSignals
 
 torch.manual_seed(0)
 model, config = torch.nn.Linear(8, 8), {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW"}}

@@ -21,9 +21,9 @@ import torch
 PACKAGE = Path(__file__).parents[2] / "zero_full"
 FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.parent.name != "examples"]
 STATE = {
-    "shard.owners._owners": "by parameter, of which each belongs to one rank; keeps nobody alive",
-    "shard.recorded.opened": "by tensor, of which each belongs to one rank; keeps nobody alive",
-    "shard.gathered._is_guarded": "each thread has its own",
+    "shard.group.registry._owners": "by parameter, of which each belongs to one rank; keeps nobody alive",
+    "shard.group.recorded.opened": "by tensor, of which each belongs to one rank; keeps nobody alive",
+    "shard.access.gathered_parameters._is_guarded": "each thread has its own",
     "construct.recorder.here": "each thread has its own",
     "construct.generators._torchs_generator": "a lock for torch's generator, of which a process has one",
     "construct.generators._stamps": "counts, so that no two stamps in a process are alike",
@@ -36,8 +36,8 @@ CACHES = {  # of what depends on the arguments alone
     "construct.recorded._recorded_kind": "by class",
     "construct.recorded._nothing": "one number by dtype, which nobody writes",
     "construct.recorded._shown": "windows into that number, by dtype and shape",
-    "shard.flat.nothing": "one number by dtype and device: a parameter that shows it is released",
-    "shard.released._released": "by class",
+    "shard.group.parameters.nothing": "one number by dtype and device: a parameter that shows it is released",
+    "shard.group.released._released": "by class",
     "fit.grammar.families": "of a file of the package, which nobody writes",
     "kernels.toolchain._answer": "what a compiler of this machine says of itself",
     "kernels.file_threads._functions": "of a library that is loaded, by path",

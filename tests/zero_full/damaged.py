@@ -14,8 +14,9 @@ from torch import Tensor
 
 import zero_full
 from tests.zero_full.dying import CALLS, Killer
-from zero_full.checkpoint import CheckpointError, randomness
+from zero_full.checkpoint import randomness
 from zero_full.checkpoint.folder import _canonical
+from zero_full.errors import CheckpointError
 
 DATA = "rank_00000.safetensors", "rank_00001.safetensors"
 JSON = "rank_00000.json", "rank_00001.json"

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 import zero_full
 from tests.zero_full.runs import config
-from zero_full.checkpoint import CheckpointError, load_weights, save_weights
+from zero_full.checkpoint import load_weights, save_weights
+from zero_full.errors import CheckpointError
 
 BF16 = {"bf16": {"enabled": True}}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_full.checkpoint import CheckpointError
 from zero_full.checkpoint.source import Source, StoredTensor
+from zero_full.errors import CheckpointError
 
 
 def cut(numel: int, pieces: int) -> tuple[tuple[int, int], ...]:

@@ -16,8 +16,8 @@ from tests.worlds import POOL
 from tests.zero_full.runs import WIDTH, config
 from tests.zero_full.test_experts import topology_of
 from zero_full.comm.shared import SharedMemory
-from zero_full.offload.block_shelf import BlockShelf, Buffer
-from zero_full.offload.blocks import OpenBlocks
+from zero_full.offload.nvme_params import BlockShelf, Buffer
+from zero_full.offload.nvme_state import OpenBlocks
 from zero_min.ledger import held
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import zero_full
 from tests.worlds import POOL
 from tests.zero_full.runs import assert_close, config, data
-from zero_full.shard.flat import GatherState
+from zero_full.shard.group.parameters import GatherState
 
 WIDTH = 16
 RELEASED = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0, "overlap_comm": False}

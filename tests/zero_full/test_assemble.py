@@ -15,7 +15,7 @@ from tests.zero_full.runs import Net, assert_close, assert_same, config, data, r
 from zero_full.assemble import SWITCH, shard
 from zero_full.offload import HostTier
 from zero_full.precision import Dtypes, StaticScale
-from zero_full.shard import Gathering, Settings
+from zero_full.settings import Gathering, Settings
 
 STAGES = [0, 1, 2, 3]
 TYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}

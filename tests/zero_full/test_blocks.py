@@ -17,8 +17,9 @@ from torch import Tensor, nn
 import zero_full
 from tests.worlds import POOL
 from tests.zero_full.runs import Net, config, data
-from zero_full.offload import BlockTier, scratch
-from zero_full.offload.blocks import OpenBlocks
+from zero_full.offload import BlockTier
+from zero_full.offload import spill_file as scratch
+from zero_full.offload.nvme_state import OpenBlocks
 
 PART = 100  # elements
 

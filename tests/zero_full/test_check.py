@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from zero_full.__main__ import main
-from zero_full.check import look
-from zero_full.config import ConfigError, check, resolve
+from zero_full.check.verdict import look
+from zero_full.config import check, resolve
 from zero_full.config.read import Parsed, parse
+from zero_full.errors import ConfigError
 from zero_full.plan import plan
 
 FILES = sorted((Path(__file__).parent / "deepspeed_configs").glob("*.json"))  # as public scripts have them
@@ -252,7 +253,7 @@ def test_programs_get_every_verdict(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_without_torch_it_says_what_it_has_not_looked_at(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "zero_full.trial", None)
+    monkeypatch.setitem(sys.modules, "zero_full.check.dry_run", None)
     code, printed = checked(tmp_path, capsys, WARNED, "--world", "8")
     assert code == 0 and printed.splitlines()[-1] == "ok, 2 warnings, 2 keys not looked at"
     assert "ds.json:3:17: not looked at: optimizer.type: " in printed

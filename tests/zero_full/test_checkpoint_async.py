@@ -24,9 +24,10 @@ from tests.zero_full.checkpoint_runs import (
     everything,
     go,
 )
-from zero_full.checkpoint import CheckpointError, complete, latest_tag
+from zero_full.checkpoint import complete, latest_tag
 from zero_full.checkpoint.background import CopyRoom, Writing
 from zero_full.checkpoint.disk import NewFile
+from zero_full.errors import CheckpointError
 
 LAYOUTS = [
     *(Layout(world, stage) for world in (1, 2) for stage in (0, 1, 2, 3)),

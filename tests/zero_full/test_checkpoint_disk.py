@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import zero_full
-from zero_full.checkpoint import CheckpointError, disk, open_checkpoint
+from zero_full.checkpoint import disk, open_checkpoint
 from zero_full.checkpoint.disk import BLOCK, NewFile, OldFile
+from zero_full.errors import CheckpointError
 
 SIZE = 10 * BLOCK + 12345
 

@@ -14,8 +14,9 @@ import pytest
 from tests.worlds import POOL, RankError, free_port
 from tests.zero_full.checkpoint_runs import Layout, engine_of, go
 from tests.zero_full.test_checkpoint_async import disk_full, slowly, writer
-from zero_full.checkpoint import CheckpointError, complete, latest_tag
+from zero_full.checkpoint import complete, latest_tag
 from zero_full.checkpoint.disk import NewFile
+from zero_full.errors import CheckpointError
 
 
 def stopped(comm: Any, folder: Path) -> None:
@@ -70,7 +71,7 @@ SCRIPT = """
 import atexit, os, sys, threading, time
 import torch, zero_full
 from zero_full.checkpoint.disk import NewFile
-from zero_full.comm import notes
+from zero_full.comm import store_messages as notes
 
 if os.environ["RANK"] == "1":  # it reads what the first one has to say when that one could be gone
     notes.FIRST_LOOK_S = notes.LAST_LOOK_S = 1.5

@@ -14,7 +14,7 @@ from tests.zero_full.checkpoint_runs import Layout, saved_by
 from zero_full.checkpoint import open_checkpoint
 from zero_full.checkpoint.disk import BLOCK
 from zero_full.checkpoint.folder import ASIDE, FORMAT, VERSION
-from zero_full.checkpoint.plain_data import MAPPINGS, RARE, SEQUENCES
+from zero_full.checkpoint.json_values import MAPPINGS, RARE, SEQUENCES
 
 PAGE = (Path(__file__).parents[2] / "site" / "docs" / "guide" / "checkpoint_format.md").read_text()
 

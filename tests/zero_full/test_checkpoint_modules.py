@@ -357,7 +357,7 @@ def test_an_empty_folder_with_the_name_of_a_tag_is_taken(tmp_path: Path) -> None
 
 
 def test_equal_sets_are_the_same_state() -> None:
-    from zero_full.checkpoint.plain_data import fingerprint
+    from zero_full.checkpoint.json_values import fingerprint
 
     one, other = {"a", "b", 8, 0, 16}, {16, 8, 0, "b", "a"}
     assert fingerprint(one) == fingerprint(other) != fingerprint({"a", "b"})

@@ -17,7 +17,7 @@ from tests.zero_full.runs import said_by
 from zero_full.assemble import shard
 from zero_full.checkpoint import disk, open_checkpoint
 from zero_full.comm.topology import Topology
-from zero_full.shard import Settings
+from zero_full.settings import Settings
 
 ALONE = Layout(1, 1)
 

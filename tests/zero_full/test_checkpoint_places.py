@@ -12,8 +12,9 @@ import torch
 
 from tests.worlds import POOL
 from tests.zero_full.exported import Other, engine_of
-from zero_full.checkpoint import CheckpointError, load_weights, save_16bit_model, save_weights
+from zero_full.checkpoint import load_weights, save_16bit_model, save_weights
 from zero_full.checkpoint.files import WeightFiles
+from zero_full.errors import CheckpointError
 
 Write = Callable[..., Any]
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

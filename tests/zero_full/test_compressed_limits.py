@@ -11,10 +11,10 @@ from torch import Tensor
 
 from tests.worlds import POOL
 from tests.zero_full.compressed_cases import CASES, GAPS, MASKS, Case, given, reduce_of, tensors_of
-from zero_full.comm import Communicator, DisagreementError
-from zero_full.comm.communicator import CommunicationError
-from zero_full.comm.compressed import CompressedReduce, Errors, NotFiniteError
-from zero_full.comm.pretend import PretendedGroup
+from zero_full.comm import Communicator
+from zero_full.comm.compressed import CompressedReduce, Errors
+from zero_full.comm.fake_ranks import PretendedGroup
+from zero_full.errors import CommunicationError, DisagreementError, NotFiniteError
 
 CPU = torch.device("cpu")
 NAN, INF = float("nan"), float("inf")

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zero_full.config
-from zero_full.config import Config, ConfigError, resolve
+from zero_full.config import Config, resolve
 from zero_full.config.report import entries
+from zero_full.errors import ConfigError
 
 TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 

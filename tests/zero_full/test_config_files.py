@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from tests.zero_full.test_config import TRAIN, specification_example
-from zero_full.config import ConfigError, resolve
+from zero_full.config import resolve
+from zero_full.errors import ConfigError
 
 
 @pytest.mark.parametrize("as_what", [str, Path])

@@ -14,7 +14,7 @@ from zero_full.config import resolve
 from zero_full.config.report import known_keys
 from zero_full.optim import build_optimizer, build_scheduler
 from zero_full.optim.schedules import OURS
-from zero_full.translate import scaler_of, settings_of
+from zero_full.start.from_config import scaler_of, settings_of
 
 
 def deep(level: int = 10**4) -> Any:

@@ -14,11 +14,11 @@ import zero_full
 from tests.worlds import POOL
 from tests.zero_full.runs import Net, config, data
 from zero_full import Settings, Topology, _compat, assemble
-from zero_full.comm.communicator import CommunicationError
 from zero_full.comm.ledger import Traffic
 from zero_full.comm.topology import new_group, ranks_of
+from zero_full.errors import CommunicationError
 from zero_full.precision import StaticScale
-from zero_full.shard import Connection, connect
+from zero_full.shard.group.process_groups import Connection, connect
 
 
 class ConnectedError(Exception):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
 
 import zero_full
-from zero_full.data import RankLoader
+from zero_full.engine.loader import RankLoader
 
 Batches = list[list[int]]
 

@@ -12,11 +12,11 @@ import torch
 
 from tests.zero_full.deepspeed_cases import opened, rewritten, truth_of, unpacked
 from tests.zero_full.deepspeed_files import CASES, CLIENT_STATE, Odd, groups_of
-from zero_full.checkpoint import CheckpointError
 from zero_full.checkpoint.deepspeed import open_deepspeed
 from zero_full.checkpoint.inspection import verify
 from zero_full.checkpoint.torch_file import SavedTensor, TorchArchive
 from zero_full.checkpoint.unpickle import load_saved
+from zero_full.errors import CheckpointError
 from zero_full.precision.scaler import DynamicScale, StaticScale
 
 READABLE = [name for name, case in CASES.items() if case.universal and name != "stage2_round_robin"]

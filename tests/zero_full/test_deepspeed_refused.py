@@ -10,9 +10,9 @@ import torch
 
 from tests.zero_full.deepspeed_cases import opened, rewritten, truth_of, unpacked
 from tests.zero_full.deepspeed_files import CASES
-from zero_full.checkpoint import CheckpointError
 from zero_full.checkpoint.deepspeed import open_deepspeed
 from zero_full.checkpoint.unpickle import load_saved
+from zero_full.errors import CheckpointError
 
 # What is found ---------------------------------------------------------------------------------------
 

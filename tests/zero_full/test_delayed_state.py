@@ -18,7 +18,8 @@ from tests.slow_copies import slow_copies
 from tests.worlds import POOL, run_each
 from tests.zero_full.delaying import KEYS, engine_of, of_engine, one_step, waiting
 from tests.zero_full.runs import Net, config, data
-from zero_full.config import ConfigError, resolve
+from zero_full.config import resolve
+from zero_full.errors import ConfigError
 from zero_full.offload import BlockTier, HostTier
 from zero_full.optim.fused_adam import FusedAdam
 

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 import zero_full
 from tests.worlds import POOL, RankError
 from tests.zero_full.runs import Net, assert_same, config, data, run, train
-from zero_full.comm.communicator import CommunicationError, Communicator
-from zero_full.comm.desync import CallCheck, DesyncError
+from zero_full.comm.communicator import Communicator
+from zero_full.comm.desync import CallCheck
+from zero_full.errors import CommunicationError, DesyncError
 
 CPU = torch.device("cpu")
 CHECK = {"check_collectives": True, "timeout_s": 10}

@@ -14,9 +14,10 @@ from unittest import mock
 import pytest
 import torch
 
-from zero_full import bandwidth, doctor
 from zero_full.__main__ import main
-from zero_full.launch import OTHERS, init_distributed
+from zero_full.doctor import bandwidth
+from zero_full.doctor import machine as doctor
+from zero_full.start.launch import OTHERS, init_distributed
 
 LAUNCHER = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"]
 LAUNCHER += [name for other in OTHERS for name in other.sizes]
@@ -250,7 +251,7 @@ def test_a_disk_that_cannot_be_measured_is_a_problem(
 ) -> None:
     with ExitStack() as stack:
         if where:
-            stack.enter_context(mock.patch(f"zero_full.bandwidth.{where}", call))
+            stack.enter_context(mock.patch(f"zero_full.doctor.bandwidth.{where}", call))
         place = tmp_path if where else tmp_path / "absent"
         assert main(["doctor", "--measure", str(place)]) == 1
     text = capsys.readouterr().out
@@ -261,15 +262,15 @@ def test_a_disk_that_cannot_be_measured_is_a_problem(
 def test_without_torch_nothing_is_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    hide(monkeypatch, "torch", "zero_full.bandwidth")
+    hide(monkeypatch, "torch", "zero_full.doctor.bandwidth")
     assert doctor.main("") == 1
     assert "problem: nothing can be measured" in capsys.readouterr().out
 
 
 def test_looking_imports_neither_the_configuration_nor_an_engine() -> None:
     code = (
-        "import sys; from zero_full import doctor; doctor.report(); before = set(sys.modules); "
-        "print([m for m in before if m.startswith(('zero_full.config', 'zero_full.engine'))])"
+        "import sys; from zero_full.doctor import machine; machine.report(); before = set(sys.modules); "
+        "print([m for m in before if m.startswith(('zero_full.config', 'zero_full.engine.engine'))])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

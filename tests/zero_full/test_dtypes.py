@@ -209,7 +209,7 @@ def test_only_what_could_overflow_is_divided_before_the_sum() -> None:
 
 def without_fp64(comm: Any) -> tuple[list[float | None], dict[str, Tensor]]:
     """Norms and parameters of a run on a device that has no 64-bit floats."""
-    rooms = ("precision.norms", "shard.agreement", "shard.groups")
+    rooms = ("precision.norms", "shard.step.agreement", "shard.group.process_groups")
     with ExitStack() as patches:
         for room in rooms:
             patches.enter_context(mock.patch(f"zero_full.{room}.has_fp64", return_value=False))

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from tests.worlds import RankError, run_in
 from tests.zero_full.exported import BF16, DTYPES, PLACES, Other, Zoo, engine_of, masters, save
 from tests.zero_full.runs import assert_same
-from zero_full.checkpoint import CheckpointError, export, load_weights, save_16bit_model, save_weights
+from zero_full.checkpoint import export, load_weights, save_16bit_model, save_weights
 from zero_full.checkpoint.files import TensorEntry, WeightFiles, deal_out, header_of
+from zero_full.errors import CheckpointError
 
 
 def keys_of(dtype: str) -> dict[str, Any]:

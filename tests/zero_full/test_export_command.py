@@ -16,8 +16,9 @@ from torch import Tensor
 
 from tests.zero_full.memory_source import MemorySource, values_of_all_kinds
 from zero_full.__main__ import main
-from zero_full.checkpoint import CheckpointError, command, consolidate, export_checkpoint, files
-from zero_full.wording import size_of
+from zero_full.checkpoint import command, consolidate, export_checkpoint, files
+from zero_full.errors import CheckpointError
+from zero_full.formatting import size_of
 
 DTYPES = {None: torch.float32, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Capture = pytest.CaptureFixture[str]

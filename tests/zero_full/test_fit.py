@@ -9,10 +9,10 @@ import torch
 
 from zero_full.__main__ import main
 from zero_full.config import resolve
+from zero_full.errors import FitError
 from zero_full.fit import (
     LOSS,
     Batch,
-    FitError,
     Machine,
     Run,
     activations,

@@ -16,12 +16,13 @@ from tests.recordings import events, hang, part, steps_of
 from tests.worlds import POOL, run_each
 from tests.zero_full.runs import Net, config, data
 from zero_full.__main__ import main
+from zero_full.errors import RecordingError
 from zero_full.flight.black_box import BlackBox
 from zero_full.flight.clocks import offsets
-from zero_full.flight.parts import FORMAT, RecordingError, folder_of, read_parts
+from zero_full.flight.parts import FORMAT, folder_of, read_parts
 from zero_full.flight.picture import picture
 from zero_full.flight.timeline import put_together, recording_of
-from zero_full.shard.held_bytes import bytes_behind
+from zero_full.shard.access.held_bytes import bytes_behind
 
 Recording = dict[str, Any]
 ON_HOST = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}

@@ -17,9 +17,9 @@ from tests.zero_full.test_host_memory import HOST, PAGE
 from tests.zero_full.test_offload_param import host_apart
 from zero_full import assemble
 from zero_full.offload import Need, limits_here, refusal
-from zero_full.offload.block_shelf import BlockShelf
 from zero_full.offload.limits import Limit
-from zero_full.offload.scratch import ScratchFile, whole_pages
+from zero_full.offload.nvme_params import BlockShelf
+from zero_full.offload.spill_file import ScratchFile, whole_pages
 from zero_min.ledger import held
 
 GIB = 2**30

@@ -20,9 +20,9 @@ from zero_full import assemble
 from zero_full.offload import HostTier
 from zero_full.offload.arena import LINE, Arena, Places
 from zero_full.optim import build_optimizer
-from zero_full.optim.kept import bytes_kept
+from zero_full.optim.state_size import bytes_kept
 from zero_full.precision import Dtypes
-from zero_full.shard.host_memory import host_memory
+from zero_full.shard.deal.host_memory import host_memory
 
 PAGE, CUDA = mmap.PAGESIZE, torch.device("cuda")
 SIZES = [100, 64, 5000, 100, 1, 3 * PAGE, 7]

@@ -16,7 +16,7 @@ from tests.zero_full.test_host_memory import CUDA, HOST, PAGE, Cuda
 from zero_full import assemble
 from zero_full.offload import HostTier
 from zero_full.plan import plan
-from zero_full.shard.host_memory import host_memory
+from zero_full.shard.deal.host_memory import host_memory
 
 
 def copied(comm: Any, keys: dict[str, Any]) -> dict[str, int]:

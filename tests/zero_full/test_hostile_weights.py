@@ -15,8 +15,9 @@ from torch import nn
 import zero_full
 from tests.worlds import run_in
 from tests.zero_full.runs import config
-from zero_full.checkpoint import CheckpointError, load_weights, weights
+from zero_full.checkpoint import load_weights, weights
 from zero_full.checkpoint.files import CODES
+from zero_full.errors import CheckpointError
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 VALUES = bytes(range(16))

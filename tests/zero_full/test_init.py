@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import zero_full
 from tests.worlds import POOL, RankError
-from zero_full.data import synced
+from zero_full.engine.loader import synced
 
 
 class Model(nn.Module):

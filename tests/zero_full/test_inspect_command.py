@@ -12,8 +12,9 @@ import torch
 
 from tests.zero_full.memory_source import MemorySource, values_of_all_kinds
 from zero_full.__main__ import main
-from zero_full.checkpoint import CheckpointError, command
+from zero_full.checkpoint import command
 from zero_full.checkpoint.inspection import MOST, Neighbours, neighbours
+from zero_full.errors import CheckpointError
 
 Capture = pytest.CaptureFixture[str]
 

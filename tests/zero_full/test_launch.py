@@ -21,9 +21,12 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.worlds import POOL, free_port
-from zero_full import Topology, assemble, launch, ranks
+from zero_full import Topology, assemble
 from zero_full.comm import devices
-from zero_full.launch import LAUNCHER, OTHERS, LaunchError, find_place, init_distributed
+from zero_full.errors import LaunchError
+from zero_full.start import launch
+from zero_full.start import startup_checks as ranks
+from zero_full.start.launch import LAUNCHER, OTHERS, find_place, init_distributed
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
 OMPI = {
@@ -375,7 +378,7 @@ import torch.distributed as dist, zero_full
 
 zero_full.init_distributed("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
 dist.destroy_process_group = lambda: time.sleep(1000)  # as NCCL's may, while a collective waits for others
-zero_full.launch.PATIENCE_S = 0.1
+zero_full.start.launch.PATIENCE_S = 0.1
 raise RuntimeError("the reason")
 """
 

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import zero_full
 from tests.worlds import POOL
 from tests.zero_full.stage3_runs import WIDTH, Block, Tower, one_step, seeded, stage3
-from zero_full.data import RankLoader
-from zero_full.shard.units import choose_units
+from zero_full.engine.loader import RankLoader
+from zero_full.shard.deal.units import choose_units
 
 
 class Experts(nn.Module):

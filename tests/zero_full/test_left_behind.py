@@ -14,7 +14,7 @@ from tests.zero_full.runs import Net, config, data, said_by
 from zero_full.assemble import shard
 from zero_full.comm.topology import Topology
 from zero_full.precision import Dtypes, DynamicScale
-from zero_full.shard import Settings
+from zero_full.settings import Settings
 
 
 def partly_frozen(kept: int) -> zero_full.Engine:

@@ -291,7 +291,7 @@ def fail_to_read(comm: Any, path: Path) -> str:
     if comm.rank == 1:
         weights._Reader.read = failing  # type: ignore[method-assign]
     try:
-        with pytest.raises(zero_full.checkpoint.CheckpointError) as caught:
+        with pytest.raises(zero_full.CheckpointError) as caught:
             load_weights(engine.module, engine.optimizer, path)
     finally:
         weights._Reader.read = read  # type: ignore[method-assign]

@@ -12,7 +12,7 @@ import zero_full
 from tests.worlds import run_each, run_in
 from tests.zero_full.runs import Net, assert_close, assert_same, config, data, reference, run
 from zero_full.comm.lane import Late
-from zero_full.shard import optimizer as shard_optimizer
+from zero_full.shard.step import optimizer as shard_optimizer
 
 
 def pytorch_loop(comm: Any, stage: int, overlap: bool) -> dict[str, Tensor]:

@@ -21,9 +21,9 @@ from tests.slow_copies import slow_copies
 from tests.worlds import run_each
 from tests.zero_full.runs import Net, config, data
 from zero_full import assemble
+from zero_full.formatting import human
 from zero_full.offload import BlockTier
-from zero_full.offload.blocks import OpenBlocks
-from zero_full.wording import human
+from zero_full.offload.nvme_state import OpenBlocks
 
 PLACES: dict[str, dict[str, Any]] = {
     "host": {"device": "cpu"},
@@ -153,7 +153,7 @@ def go(engine: Any, *steps: int) -> None:
 
 def after_loading(path: str, where: str, error: type[BaseException]) -> list[Tensor]:
     """A step that somebody ends when its second part is about to be moved; then a load, and further steps."""
-    with mock.patch("zero_full.translate.BlockTier", partial(BlockTier, part_numel=60)):
+    with mock.patch("zero_full.start.from_config.BlockTier", partial(BlockTier, part_numel=60)):
         engine = engine_of(1, "disk", path)
     go(engine, 0, 1)
     saved, moved, calls = deepcopy(engine.optimizer.state_dict()), getattr(OpenBlocks, where, None), []
@@ -215,7 +215,7 @@ def refusal_of(comm: Any, folders: list[str], free: int) -> str:
     before = Path.cwd()
     os.chdir(folders[comm.rank])  # the key must be the same on all ranks
     try:
-        with mock.patch("zero_full.offload.scratch.free_bytes", lambda directory: free):
+        with mock.patch("zero_full.offload.spill_file.free_bytes", lambda directory: free):
             engine_of(1, "disk", "state").destroy()
     except Exception as error:
         return str(error)
@@ -247,7 +247,7 @@ def both_in_files(state: str, parameters: str, free: int) -> str:
     }
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0, **places}
     try:
-        with mock.patch("zero_full.offload.scratch.free_bytes", lambda directory: free):
+        with mock.patch("zero_full.offload.spill_file.free_bytes", lambda directory: free):
             zero_full.initialize(model=Net(), config=config(3, zero_optimization=zero))[0].destroy()
     except OSError as error:
         return str(error)

@@ -23,11 +23,11 @@ from tests.slow_copies import Copied, Copies, SlowCopier, slow_copies
 from tests.worlds import POOL
 from tests.zero_full.runs import Net, data
 from tests.zero_full.test_offload_optimizer import KEYS, SLOW, waiting
-from zero_full.comm.desync import DisagreementError
-from zero_full.offload import CopyError, Flow, HostTier
-from zero_full.offload.flow import UNDER_WAY, HostSlice
+from zero_full.errors import CopyError, DisagreementError
+from zero_full.offload import Flow, HostTier
+from zero_full.offload.host_device_copies import UNDER_WAY, HostSlice
 from zero_full.optim.fused_adam import FusedAdam
-from zero_full.shard.checksum import fingerprint
+from zero_full.shard.group.checksum import fingerprint
 
 WORLDS = [(1, 1), (1, 2), (2, 1), (2, 2), (2, 3)]  # ranks, stage
 
@@ -384,5 +384,5 @@ def test_a_fingerprint_tells_of_every_change(dtype: torch.dtype) -> None:
 def test_a_fingerprint_does_not_depend_on_how_it_is_cut(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     values = torch.arange(50.0)
     known = fingerprint(values)
-    monkeypatch.setattr("zero_full.shard.checksum.CHUNK", length)
+    monkeypatch.setattr("zero_full.shard.group.checksum.CHUNK", length)
     assert torch.equal(fingerprint(values), known)

@@ -12,7 +12,8 @@ import zero_full
 from tests.slow_copies import slow_copies
 from tests.worlds import POOL
 from tests.zero_full.runs import Net, assert_same, config, data
-from zero_full.config import ConfigError, resolve
+from zero_full.config import resolve
+from zero_full.errors import ConfigError
 from zero_full.optim import build_optimizer
 
 KEYS: dict[str, dict[str, Any]] = {

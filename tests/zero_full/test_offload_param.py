@@ -15,14 +15,15 @@ import zero_full
 from tests.worlds import POOL
 from tests.zero_full.runs import config, data
 from tests.zero_full.stage3_runs import Block, Tower, seeded
-from zero_full.config import ConfigError, resolve
+from zero_full.config import resolve
+from zero_full.errors import ConfigError
 from zero_full.kernels.files import PAGE
 from zero_full.offload import BlockTier, HostTier
-from zero_full.offload.shelf import HostShelf
+from zero_full.offload.param_store import HostShelf
 from zero_full.plan import plan
-from zero_full.shard import Settings
-from zero_full.shard.flat import GatherState
-from zero_full.translate import settings_of
+from zero_full.settings import Settings
+from zero_full.shard.group.parameters import GatherState
+from zero_full.start.from_config import settings_of
 
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {"gradient_accumulation_steps": 2, "gradient_clipping": 0.5},

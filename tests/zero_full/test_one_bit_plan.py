@@ -10,7 +10,7 @@ from tests.worlds import POOL
 from tests.zero_full.runs import Net, config, data
 from zero_full.checkpoint.save import Taken
 from zero_full.comm.chunks import Chunks
-from zero_full.config import ConfigError
+from zero_full.errors import ConfigError
 from zero_full.plan import plan, plan_stages
 from zero_min.ledger import held
 

@@ -147,7 +147,7 @@ def test_huge_finite_gradients_are_no_overflow(world_size: int, precision: str, 
 
 def as_on_an_accelerator(comm: Any, *given: Any) -> list[Any]:
     """`steps_of`, where squares are summed by torch and nobody but the reader of the norm looks at sums."""
-    norms, agreement = "zero_full.precision.norms", "zero_full.shard.agreement"
+    norms, agreement = "zero_full.precision.norms", "zero_full.shard.step.agreement"
     with (
         mock.patch(f"{norms}.compiled_for", return_value=False),
         mock.patch(f"{norms}.leaves_overflow", return_value=True),

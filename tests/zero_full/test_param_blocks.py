@@ -15,8 +15,8 @@ from tests.worlds import POOL
 from tests.zero_full.runs import config, data
 from tests.zero_full.stage3_runs import Tower, seeded
 from tests.zero_full.test_blocks import count, open_files
-from zero_full.offload.block_shelf import BlockShelf, FileSlice
-from zero_full.shard.flat import GatherState
+from zero_full.offload.nvme_params import BlockShelf, FileSlice
+from zero_full.shard.group.parameters import GatherState
 
 
 def engine_of(path: Path | str, state: str = "none", **keys: Any) -> Any:

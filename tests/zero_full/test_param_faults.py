@@ -13,7 +13,7 @@ from tests.worlds import POOL
 from tests.zero_full.runs import data
 from tests.zero_full.test_blocks import files_no_longer_than, refused, states
 from tests.zero_full.test_param_blocks import engine_of, go, settle, shelf_of
-from zero_full.shard.flat import GatherState
+from zero_full.shard.group.parameters import GatherState
 
 
 def disk_full(comm: Any, path: str, keys: dict[str, Any]) -> tuple[str, bool, bool]:

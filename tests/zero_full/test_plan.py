@@ -20,8 +20,8 @@ from tests.worlds import run_in
 from tests.zero_full.planned import BF16, SMALL, STAGES, Case, Odd, WithExperts, by_real_ranks, matrix
 from tests.zero_full.runs import WIDTH, config
 from zero_full.__main__ import main
-from zero_full.config import ConfigError
-from zero_full.plan import Plan, PlanError, human, input_of, plan, plan_stages, side_by_side
+from zero_full.errors import ConfigError, PlanError
+from zero_full.plan import Plan, human, input_of, plan, plan_stages, side_by_side
 from zero_full.plan.shadow import PretendedForward
 from zero_full.plan.watch import Watch
 from zero_min.ledger import Ledger

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from tests.zero_full.planned import BF16, Odd
 from tests.zero_full.runs import config
 from zero_full.comm.communicator import Communicator
+from zero_full.comm.fake_ranks import PretendedGroup
 from zero_full.comm.lane import Late, lane_for
 from zero_full.comm.ledger import Traffic
-from zero_full.comm.pretend import PretendedGroup
 from zero_full.comm.topology import Topology, ranks_of
 from zero_full.plan import human, plan, plan_stages, side_by_side
 from zero_full.plan.shadow import new_pass, shadow_of

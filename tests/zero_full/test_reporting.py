@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 import zero_full
 from tests.worlds import run_each
 from tests.zero_full.runs import config
-from zero_full.reporting import Pace, most_memory
-from zero_full.wording import duration, rate
+from zero_full.engine.reporting import Pace, most_memory
+from zero_full.formatting import duration, rate
 
 BATCH, LENGTH, WORDS = 5, 7, 11
 

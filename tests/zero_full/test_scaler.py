@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero_full.precision import DynamicScale, ScaleExhaustedError, StaticScale
+from zero_full.errors import ScaleExhaustedError
+from zero_full.precision import DynamicScale, StaticScale
 
 
 @dataclass

@@ -12,9 +12,10 @@ import zero_full
 from tests.zero_full.runs import Net, config
 from tests.zero_full.test_blocks import count
 from zero_full.kernels.files import PAGE, BlockIO, aligned_empty
-from zero_full.offload import BlockTier, scratch
+from zero_full.offload import BlockTier
+from zero_full.offload import spill_file as scratch
 from zero_full.offload.limits import Limit
-from zero_full.offload.scratch import ScratchFile, whole_pages
+from zero_full.offload.spill_file import ScratchFile, whole_pages
 
 
 def mapped(file: ScratchFile) -> list[int]:

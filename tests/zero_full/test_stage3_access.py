@@ -16,8 +16,8 @@ from tests.worlds import POOL
 from tests.zero_full.runs import assert_same
 from tests.zero_full.stage3_runs import Block, Tower, assert_stage_3_is_stage_2, one_step, seeded, stage3
 from tests.zero_full.test_stage3_modules import LoRA
-from zero_full.shard.flat import is_released, nothing
-from zero_full.shard.gathered import guard, names_and_values
+from zero_full.shard.access.gathered_parameters import guard, names_and_values
+from zero_full.shard.group.parameters import is_released, nothing
 
 
 def engine_of(make: Callable[[], nn.Module] = Tower) -> zero_full.Engine:

@@ -24,7 +24,7 @@ from tests.zero_full.stage3_runs import (
 )
 from tests.zero_full.test_stage3_calls import GPT, Normalized
 from tests.zero_full.test_stage3_modules import LoRA
-from zero_full.shard.flat import GatherState
+from zero_full.shard.group.parameters import GatherState
 
 
 def engine_of(make: Callable[[], nn.Module], keys: dict[str, Any]) -> zero_full.Engine:

@@ -19,11 +19,12 @@ from tests.simulated import SimulatedQueue
 from tests.worlds import POOL, RankError
 from tests.zero_full.test_transport import CASES, Case, every_call, everyone, numbers
 from zero_full.comm import communicator, device_queue
-from zero_full.comm.communicator import CommunicationError, Communicator
+from zero_full.comm.communicator import Communicator
+from zero_full.comm.host_staging import Staged
 from zero_full.comm.shared import share_memory
-from zero_full.comm.staged import Staged
 from zero_full.comm.topology import new_group, ranks_of
 from zero_full.comm.transport import Exchange, Splits, Transport
+from zero_full.errors import CommunicationError
 
 WORLDS = [2, 3, 4]
 CPU = torch.device("cpu")

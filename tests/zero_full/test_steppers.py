@@ -170,7 +170,7 @@ def test_however_many_sub_groups_a_step_is_counted_once(hooked: bool) -> None:
 
 def note_sums(comm: Any, check: bool) -> int:
     """How often `all_finite` has read a bucket's own gradients in two steps."""
-    from zero_full.shard import bucket
+    from zero_full.shard.group import gradients as bucket
 
     calls, real = list[int](), bucket.all_finite
     bucket.all_finite = lambda *given: (calls.append(1), real(*given))[1]  # type: ignore[assignment]

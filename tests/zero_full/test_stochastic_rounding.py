@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import zero_full
 from tests.worlds import POOL, run_each
 from tests.zero_full.runs import Net, config, data
-from zero_full.config import ConfigError
+from zero_full.errors import ConfigError
 from zero_full.kernels import reference
 from zero_full.optim.fused_adam import Chances
 from zero_full.plan import plan

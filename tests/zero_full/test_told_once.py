@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 import zero_full
 from tests.zero_full.runs import config
-from zero_full.checkpoint import CheckpointError
-from zero_full.comm import told_once
-from zero_full.comm.told_once import MARK, OneTells, Shared
+from zero_full.comm import error_dedup as told_once
+from zero_full.comm.error_dedup import MARK, OneTells, Shared
 from zero_full.config import resolve
+from zero_full.errors import CheckpointError
 
 ROOT = Path(__file__).parents[2]
 Printed = Callable[[int], str]

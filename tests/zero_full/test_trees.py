@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zero_full.trees import Leaf, leaves, mapped, tensors_in
+from zero_full.nested import Leaf, leaves, mapped, tensors_in
 
 ONE, TWO = torch.tensor(1.0), torch.tensor(2.0)
 Pair = namedtuple("Pair", ["x", "index"])

@@ -12,10 +12,10 @@ from tests.simulated import SimulatedQueue
 from tests.worlds import POOL, RankError
 from tests.zero_full.test_transport import CPU, HALF, everyone
 from zero_full.comm.communicator import Communicator
+from zero_full.comm.fake_ranks import PretendedGroup
+from zero_full.comm.host_staging import Staged
 from zero_full.comm.ledger import Traffic
-from zero_full.comm.pretend import PretendedGroup
 from zero_full.comm.shared import share_memory
-from zero_full.comm.staged import Staged
 from zero_full.comm.topology import new_group, ranks_of
 from zero_full.comm.transport import Exchange, Native, Splits
 

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from zero_full.checkpoint import CheckpointError
 from zero_full.checkpoint.deepspeed.ranges import with_values
 from zero_full.checkpoint.torch_file import SavedTensor, TorchArchive
 from zero_full.checkpoint.unpickle import ADMITTED, SavedObject, load_saved
+from zero_full.errors import CheckpointError
 
 SCALER = b"cdeepspeed.runtime.fp16.loss_scaler\nDynamicLossScaler\n)\x81"
 

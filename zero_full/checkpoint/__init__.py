@@ -15,7 +15,6 @@ which is `python -m zero_full export`, too.
 from zero_full.checkpoint.background import wait_for_checkpoint
 from zero_full.checkpoint.consolidate import export_checkpoint
 from zero_full.checkpoint.export import save_16bit_model, save_weights
-from zero_full.checkpoint.failure import CheckpointError
 from zero_full.checkpoint.folder import complete, latest_tag, unfinished
 from zero_full.checkpoint.load import LoadOptions, Resumed, load_checkpoint
 from zero_full.checkpoint.one_save import SaveOptions
@@ -24,7 +23,6 @@ from zero_full.checkpoint.save import Extras, save_checkpoint
 from zero_full.checkpoint.weights import Unmatched, load_weights
 
 __all__ = [
-    "CheckpointError",
     "Extras",
     "LoadOptions",
     "Resumed",

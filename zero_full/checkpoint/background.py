@@ -1,9 +1,9 @@
 """Saves that are written while the training goes on.
 
 [Note: beside the training] The caller waits for a copy of what this rank saves, in memory on the host that is
-kept for the next save; a thread writes it. Ranks tell each other through the store (`comm/notes.py`): each
-that its files are on the disk, then the first one that the checkpoint is published, or why not. Who has heard
-of a failure says so in the next step, and all ranks raise it there.
+kept for the next save; a thread writes it. Ranks tell each other through the store
+(`comm/store_messages.py`): each that its files are on the disk, then the first one that the checkpoint is
+published, or why not. Who has heard of a failure says so in the next step, and all ranks raise it there.
 
 The thread is no daemon, so that a script which ends waits for it; if the save fails then, the exit code says
 so. If the script ends with an error there is no waiting: the save ends unfinished, as in a crash, and the
@@ -24,11 +24,12 @@ from typing import Any
 import torch
 
 from zero_full._compat import run_exit_functions
-from zero_full.checkpoint.failure import CheckpointError, reasons, said
+from zero_full.checkpoint.failure import reasons, said
 from zero_full.checkpoint.one_save import CheckpointSave
 from zero_full.checkpoint.rank_file import Payload
-from zero_full.comm.notes import Notes
-from zero_full.shard.optimizer import ZeroOptimizer
+from zero_full.comm.store_messages import Notes
+from zero_full.errors import CheckpointError
+from zero_full.shard.step.optimizer import ZeroOptimizer
 
 log = logging.getLogger("zero_full")
 OUTCOME = "the outcome"

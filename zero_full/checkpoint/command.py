@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 
 from zero_full.checkpoint.consolidate import Wish, consolidate, size_to_read
-from zero_full.checkpoint.failure import CheckpointError
 from zero_full.checkpoint.inspection import Inspection, neighbours, pairs, verify
 from zero_full.checkpoint.progress import Progress
 from zero_full.checkpoint.reading import open_checkpoint
-from zero_full.wording import human, listed, printable
+from zero_full.errors import CheckpointError
+from zero_full.formatting import human, listed, printable
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FAILED = 1

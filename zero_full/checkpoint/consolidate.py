@@ -14,13 +14,13 @@ from shutil import disk_usage
 import torch
 from torch import Tensor
 
-from zero_full.checkpoint.failure import CheckpointError
 from zero_full.checkpoint.files import CODES, TensorEntry, WeightFiles
 from zero_full.checkpoint.reading import open_checkpoint
 from zero_full.checkpoint.source import Source
 from zero_full.checkpoint.weights import SINGLE
-from zero_full.shard.contents import BUFFERS, PARAMETERS
-from zero_full.wording import human, listed, natural
+from zero_full.errors import CheckpointError
+from zero_full.formatting import human, listed, natural
+from zero_full.shard.contents.state import BUFFERS, PARAMETERS
 
 CHUNK = 4 * 2**20  # bytes of a tensor that are read at a time: memory grows by several of them
 OTHER_FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")  # how files end that are given for a folder

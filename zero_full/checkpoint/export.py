@@ -27,9 +27,9 @@ from zero_full.checkpoint.files import (
     show,
 )
 from zero_full.checkpoint.selection import Selection, refuse_parts, select
-from zero_full.shard.flat import FlatParameter, Member
-from zero_full.shard.gathered import copy_on_cpu
-from zero_full.shard.optimizer import ZeroOptimizer
+from zero_full.shard.access.gathered_parameters import copy_on_cpu
+from zero_full.shard.group.parameters import FlatParameter, Member
+from zero_full.shard.step.optimizer import ZeroOptimizer
 
 Deliver = Callable[[str, Tensor], None]  # the tensor may be let go afterwards
 

@@ -3,13 +3,10 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from zero_full.comm.told_once import told_once
+from zero_full.comm.error_dedup import told_once
 from zero_full.comm.topology import this_rank
-from zero_full.shard.optimizer import ZeroOptimizer
-
-
-class CheckpointError(RuntimeError):
-    """Something could not be saved or loaded."""
+from zero_full.errors import CheckpointError
+from zero_full.shard.step.optimizer import ZeroOptimizer
 
 
 class Attempt:

@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import Any
 
 from zero_full.checkpoint import disk
-from zero_full.checkpoint.failure import CheckpointError
 from zero_full.checkpoint.files import is_plain
-from zero_full.wording import listed
+from zero_full.errors import CheckpointError
+from zero_full.formatting import listed
 
 LATEST, MANIFEST = "latest", "manifest.json"
 PARTIAL, REPLACED, REMOVED = "partial", "replaced", "removed"

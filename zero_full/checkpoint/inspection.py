@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from zero_full.checkpoint.consolidate import Advance
-from zero_full.checkpoint.failure import CheckpointError
 from zero_full.checkpoint.folder import ASIDE
 from zero_full.checkpoint.source import Source, StoredTensor
-from zero_full.shard.contents import PARAMETERS, STATE
-from zero_full.wording import INDENT, behind, human, listed, natural, shown, terminal
+from zero_full.errors import CheckpointError
+from zero_full.formatting import INDENT, behind, human, listed, natural, shown, terminal
+from zero_full.shard.contents.state import PARAMETERS, STATE
 
 LATEST = ("latest", "latest_universal")  # files with the name of the newest checkpoint
 MOST = 20  # lines about what is wrong

@@ -2,8 +2,8 @@
 
 [Note: a load] First everything is compared and every byte that this rank needs is verified; only when all
 ranks are content, anything is changed. First of all the schedule and other objects take their states, which
-they may refuse (`takers.py`): they get their own back, and nothing has happened. Each rank reads its own
-ranges.
+they may refuse (`object_state.py`): they get their own back, and nothing has happened. Each rank reads its
+own ranges.
 """
 
 import logging
@@ -19,23 +19,24 @@ from torch import Tensor, nn
 from zero_full._compat import plain
 from zero_full.checkpoint import randomness
 from zero_full.checkpoint.background import background_of
-from zero_full.checkpoint.failure import Attempt, CheckpointError
+from zero_full.checkpoint.failure import Attempt
+from zero_full.checkpoint.object_state import Takers, made_in, set_rates
 from zero_full.checkpoint.own_state import OwnState
 from zero_full.checkpoint.reading import holds_latest, open_checkpoint
 from zero_full.checkpoint.save import Extras, group_members
 from zero_full.checkpoint.source import Source
 from zero_full.checkpoint.source_values import SourceValues, differences, is_of
-from zero_full.checkpoint.takers import Takers, made_in, set_rates
 from zero_full.comm.topology import this_rank
+from zero_full.errors import CheckpointError
+from zero_full.formatting import listed
 from zero_full.precision.scaler import DynamicScale
-from zero_full.shard.apart import refuse_apart
-from zero_full.shard.base import NoOptimizer
-from zero_full.shard.contents import BUFFERS, PARAMETERS, Chunk, NewState, put_back
-from zero_full.shard.flat import GatherState
-from zero_full.shard.gathered import load_others, own_and_made
-from zero_full.shard.optimizer import ZeroOptimizer
-from zero_full.shard.own_part import OF_THIS_RUN, refuse_other_facts, take_facts, wake_all_but
-from zero_full.wording import listed
+from zero_full.shard.access.gathered_parameters import load_others, own_and_made
+from zero_full.shard.contents.rank_state import OF_THIS_RUN, refuse_other_facts, take_facts, wake_all_but
+from zero_full.shard.contents.state import BUFFERS, PARAMETERS, Chunk, NewState, put_back
+from zero_full.shard.group.parameters import GatherState
+from zero_full.shard.guards.local_steps import refuse_apart
+from zero_full.shard.step.optimizer import ZeroOptimizer
+from zero_full.shard.step.wrapped_optimizer import NoOptimizer
 
 log = logging.getLogger("zero_full")
 BY_SCHEDULE = ("lr", "initial_lr", "betas", "momentum")  # options of groups that schedules change

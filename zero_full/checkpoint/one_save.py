@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zero_full.checkpoint.failure import CheckpointError
 from zero_full.checkpoint.folder import (
     FORMAT,
     VERSION,
@@ -17,6 +16,7 @@ from zero_full.checkpoint.folder import (
     write_manifest,
 )
 from zero_full.checkpoint.rank_file import Payload, write
+from zero_full.errors import CheckpointError
 
 Rows = Mapping[str, Mapping[str, int]]  # what a manifest says of files
 

@@ -2,11 +2,11 @@
 
 import torch
 
-from zero_full.checkpoint.failure import CheckpointError
 from zero_full.checkpoint.source import Source
 from zero_full.comm.topology import this_rank
-from zero_full.shard.contents import OWN, Chunk
-from zero_full.shard.optimizer import ZeroOptimizer
+from zero_full.errors import CheckpointError
+from zero_full.shard.contents.state import OWN, Chunk
+from zero_full.shard.step.optimizer import ZeroOptimizer
 
 
 class OwnState:

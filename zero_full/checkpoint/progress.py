@@ -5,7 +5,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TextIO
 
-from zero_full.wording import human
+from zero_full.formatting import human
 
 WIDTH = 24  # of the bar, in characters
 ON_TERMINAL, ELSEWHERE = 0.1, 10.0  # seconds from one line to the next

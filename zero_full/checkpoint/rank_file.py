@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from zero_full.checkpoint import disk
-from zero_full.checkpoint.failure import CheckpointError
 from zero_full.checkpoint.files import CODES, TensorEntry, bytes_of, header_of
 from zero_full.checkpoint.folder import read_whole
-from zero_full.checkpoint.plain_data import Encoder, decode
-from zero_full.shard.contents import Chunk
+from zero_full.checkpoint.json_values import Encoder, decode
+from zero_full.errors import CheckpointError
+from zero_full.shard.contents.state import Chunk
 
 AT_ONCE = 1 << 24  # bytes that are copied from an accelerator at a time
 DTYPES = {code: dtype for dtype, code in CODES.items()}

@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from zero_full.checkpoint.deepspeed import is_deepspeeds, open_deepspeed
-from zero_full.checkpoint.failure import CheckpointError
 from zero_full.checkpoint.folder import MANIFEST, digest_of, folder_of, latest_tag, read_manifest
 from zero_full.checkpoint.rank_file import Range, RankFile
 from zero_full.checkpoint.source import Source, StoredTensor
-from zero_full.wording import listed
+from zero_full.errors import CheckpointError
+from zero_full.formatting import listed
 
 KINDS: dict[str, type] = {  # of plain data that is there by these names
     **dict.fromkeys(("aliases", "client_state", "counters", "others", "scaler", "stepper"), dict),

@@ -25,9 +25,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from zero_full.checkpoint.failure import CheckpointError
 from zero_full.checkpoint.source import Source
-from zero_full.shard.contents import Chunk
+from zero_full.errors import CheckpointError
+from zero_full.shard.contents.state import Chunk
 
 
 class SourceReader(StorageReader):

@@ -21,18 +21,19 @@ from torch import Tensor, nn
 from zero_full._compat import plain
 from zero_full.checkpoint import disk, randomness
 from zero_full.checkpoint.background import background_of
-from zero_full.checkpoint.failure import Attempt, CheckpointError
+from zero_full.checkpoint.failure import Attempt
 from zero_full.checkpoint.folder import check_tag, refuse_strange
 from zero_full.checkpoint.one_save import CheckpointSave, SaveOptions
 from zero_full.checkpoint.rank_file import payload_of
-from zero_full.comm.notes import patience_of
+from zero_full.comm.store_messages import patience_of
 from zero_full.comm.topology import this_rank
-from zero_full.shard.checksum import digest
-from zero_full.shard.contents import BUFFERS, PARAMETERS, Chunk
-from zero_full.shard.gathered import names_and_values
-from zero_full.shard.optimizer import ZeroOptimizer
-from zero_full.shard.own_part import facts_of
-from zero_full.wording import ranks_listed
+from zero_full.errors import CheckpointError
+from zero_full.formatting import ranks_listed
+from zero_full.shard.access.gathered_parameters import names_and_values
+from zero_full.shard.contents.rank_state import facts_of
+from zero_full.shard.contents.state import BUFFERS, PARAMETERS, Chunk
+from zero_full.shard.group.checksum import digest
+from zero_full.shard.step.optimizer import ZeroOptimizer
 
 CALL = "save_checkpoint"
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from zero_full.shard.apart import refuse_apart
-from zero_full.shard.gathered import names_and_values
-from zero_full.shard.optimizer import ZeroOptimizer
+from zero_full.shard.access.gathered_parameters import names_and_values
+from zero_full.shard.guards.local_steps import refuse_apart
+from zero_full.shard.step.optimizer import ZeroOptimizer
 
 Renaming = Callable[[str], str | None]  # the name in the file; None: not in the file
 

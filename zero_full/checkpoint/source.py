@@ -1,6 +1,6 @@
 """Where a load gets its values from: named tensors, flattened, in pieces that lie in files.
 
-A tensor's key says what it is: see `shard/contents.py`.
+A tensor's key says what it is: see `shard/contents/state.py`.
 
 Whoever writes files of another kind makes a `Source` of them: what is loaded, exported and inspected is the
 same for all.

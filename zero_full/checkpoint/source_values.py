@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zero_full.checkpoint.resharding import fill
 from zero_full.checkpoint.source import Source, StoredTensor
-from zero_full.shard.contents import BUFFERS, PARAMETERS, Chunk, entry_of, state_key
+from zero_full.shard.contents.state import BUFFERS, PARAMETERS, Chunk, entry_of, state_key
 
 
 class SourceValues:

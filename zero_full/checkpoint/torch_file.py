@@ -15,8 +15,8 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from zero_full.checkpoint.failure import CheckpointError
-from zero_full.trees import Leaf
+from zero_full.errors import CheckpointError
+from zero_full.nested import Leaf
 
 REMEDY = "copy it again from where it was written, or load another tag"
 CHUNK = 1 << 24  # bytes that are checked at a time

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 import torch
 
 from zero_full._compat import REBUILD_PARAMETER, REBUILD_TENSOR, REBUILD_WITH_ATTRIBUTES
-from zero_full.checkpoint.failure import CheckpointError
 from zero_full.checkpoint.torch_file import REMEDY, SavedTensor, TorchArchive
-from zero_full.wording import shown
+from zero_full.errors import CheckpointError
+from zero_full.formatting import shown
 
 
 class Inert:

@@ -22,12 +22,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from zero_full.checkpoint.failure import Attempt, CheckpointError
+from zero_full.checkpoint.failure import Attempt
 from zero_full.checkpoint.files import CODES, is_plain
 from zero_full.checkpoint.selection import refuse_parts, select
-from zero_full.shard.flat import GatherState
-from zero_full.shard.optimizer import ZeroOptimizer
-from zero_full.wording import listed, shown
+from zero_full.errors import CheckpointError
+from zero_full.formatting import listed, shown
+from zero_full.shard.group.parameters import GatherState
+from zero_full.shard.step.optimizer import ZeroOptimizer
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LONGEST = 100_000_000  # bytes of an index: as safetensors has it for headers

@@ -13,23 +13,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_full._compat import backend_of
-from zero_full.comm.desync import CallCheck, DesyncError
+from zero_full.comm.desync import CallCheck
 from zero_full.comm.device_queue import queue_for
+from zero_full.comm.fake_ranks import Pretence, PretendedGroup
+from zero_full.comm.host_staging import HALF as STAGED_HALF
+from zero_full.comm.host_staging import Staged
 from zero_full.comm.ledger import CollectiveCall, Traffic
-from zero_full.comm.pretend import Pretence, PretendedGroup
 from zero_full.comm.shared import HALF, share_memory
-from zero_full.comm.staged import HALF as STAGED_HALF
-from zero_full.comm.staged import Staged
 from zero_full.comm.topology import ranks_of
 from zero_full.comm.transport import Exchange, Native, Splits, Transport, own_slice
-
-
-class CommunicationError(RuntimeError):
-    """A collective failed, which usually means that another rank has failed first."""
+from zero_full.errors import CommunicationError, DesyncError
 
 
 def choose_transport(group: dist.ProcessGroup, device: torch.device, shared_memory: bool = True) -> Transport:
-    """The fastest transport that works for this group; see `transport.py` and `staged.py`."""
+    """The fastest transport that works for this group; see `transport.py` and `host_staging.py`."""
     if isinstance(group, PretendedGroup):
         return Pretence(group)
     if backend_of(group, device) != "gloo":

@@ -39,25 +39,11 @@ from torch import Tensor
 
 from zero_full.comm.chunks import Chunks
 from zero_full.comm.communicator import Communicator
-from zero_full.comm.desync import DisagreementError
+from zero_full.errors import DisagreementError, NotFiniteError
 from zero_full.kernels.load import operators
 
 KINDS = (torch.float32, torch.bfloat16, torch.float16)  # of what can be averaged
 Range = tuple[int, int]
-
-
-class NotFiniteError(ArithmeticError):
-    """Some rank has inf or NaN, or the average has. All ranks raise it, and nothing has changed on any.
-
-    `tensors`: the numbers of those where it is; none if it is only in what does not travel.
-    """
-
-    def __init__(self, what: str, tensors: Sequence[int]) -> None:
-        where = f"in tensor {', '.join(map(str, tensors))}" if tensors else "outside of what travels"
-        super().__init__(
-            f"compressed average of {what}: inf or NaN on some rank, {where}; nothing has changed"
-        )
-        self.tensors = list(tensors)
 
 
 class MadeFor(NamedTuple):

@@ -13,17 +13,10 @@ from collections.abc import Sequence
 from zlib import crc32
 
 from zero_full._compat import default_store, keys_under
+from zero_full.errors import DesyncError
 
 KEEP = 2  # calls that stay in the store: someone may still be reading the one before
 GO = "go"
-
-
-class DesyncError(RuntimeError):
-    """The ranks of a group are about to make different calls, or one of them makes none."""
-
-
-class DisagreementError(ValueError):
-    """The ranks were given different things, or are about to step with different numbers."""
 
 
 class CallCheck:

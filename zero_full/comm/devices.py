@@ -18,10 +18,6 @@ ON_CPU = ("gloo", "cpu:gloo", "mpi", "ucc")  # who asks for one of these backend
 LISTED = 8  # ranks in a message
 
 
-class SharedDeviceError(RuntimeError):
-    """Several ranks have the same device, and the backend wants one for each."""
-
-
 def own_accelerator() -> torch.device:
     """The accelerator of this process: the current one; if that is the first, LOCAL_RANK may name another.
 

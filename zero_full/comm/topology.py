@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 
 from zero_full._compat import default_store, open_group, timeout_of
-from zero_full.comm.pretend import PretendedGroup
+from zero_full.comm.fake_ranks import PretendedGroup
 
 Predicate = Callable[[str, Parameter], bool]
 MESH_NAMES = {

@@ -3,8 +3,8 @@
 from argparse import ArgumentParser, Namespace
 from functools import partial
 
-from zero_full import doctor
 from zero_full.commands.command import Command
+from zero_full.doctor import machine as doctor
 
 NO_CUDA = "not built, because this torch has no CUDA: `python -m zero_full build cuda` does it all the same"
 

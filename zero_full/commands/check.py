@@ -2,7 +2,8 @@
 
 from argparse import ArgumentParser, Namespace
 
-from zero_full.commands.command import Command, UsageError
+from zero_full.commands.command import Command
+from zero_full.errors import UsageError
 
 
 def _add_arguments(parser: ArgumentParser) -> None:
@@ -12,8 +13,8 @@ def _add_arguments(parser: ArgumentParser) -> None:
 
 
 def _run(options: Namespace) -> int:
-    from zero_full import check
-    from zero_full.config import ConfigError
+    from zero_full.check import verdict as check
+    from zero_full.errors import ConfigError
 
     try:
         return check.main(options.file, options.world, options.json)

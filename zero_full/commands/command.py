@@ -7,10 +7,6 @@ from dataclasses import dataclass
 PROGRAM = "python -m zero_full"
 
 
-class UsageError(Exception):
-    """What was asked for cannot be done; the text says why, and what to do."""
-
-
 @dataclass(frozen=True)
 class Command:
     """A command: how it is described, what it takes and what it does."""

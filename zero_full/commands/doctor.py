@@ -2,8 +2,8 @@
 
 from argparse import ArgumentParser
 
-from zero_full import doctor
 from zero_full.commands.command import Command
+from zero_full.doctor import machine as doctor
 
 
 def _add_arguments(parser: ArgumentParser) -> None:

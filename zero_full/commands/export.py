@@ -2,8 +2,9 @@
 
 from argparse import ArgumentParser, Namespace
 
-from zero_full.commands.command import Command, UsageError
-from zero_full.wording import size_of
+from zero_full.commands.command import Command
+from zero_full.errors import UsageError
+from zero_full.formatting import size_of
 
 
 def add_checkpoint(parser: ArgumentParser) -> None:

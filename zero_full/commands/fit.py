@@ -2,7 +2,8 @@
 
 from argparse import ArgumentParser, Namespace
 
-from zero_full.commands.command import Command, UsageError
+from zero_full.commands.command import Command
+from zero_full.errors import UsageError
 
 
 def _add_arguments(parser: ArgumentParser) -> None:
@@ -32,7 +33,7 @@ def _add_arguments(parser: ArgumentParser) -> None:
 
 def _run(options: Namespace) -> int:
     from zero_full import fit
-    from zero_full.plan import PlanError
+    from zero_full.errors import PlanError
 
     try:
         return fit.main(options)

@@ -2,7 +2,8 @@
 
 from argparse import ArgumentParser, Namespace
 
-from zero_full.commands.command import Command, UsageError
+from zero_full.commands.command import Command
+from zero_full.errors import UsageError
 
 
 def _add_arguments(parser: ArgumentParser) -> None:

@@ -2,7 +2,8 @@
 
 from argparse import ArgumentParser, Namespace
 
-from zero_full.commands.command import Command, UsageError
+from zero_full.commands.command import Command
+from zero_full.errors import UsageError
 
 
 def _add_arguments(parser: ArgumentParser) -> None:
@@ -31,11 +32,11 @@ def _add_arguments(parser: ArgumentParser) -> None:
 
 def _run(options: Namespace) -> int:
     from zero_full import plan
-    from zero_full.config import ConfigError
+    from zero_full.errors import ConfigError, PlanError
 
     try:
         return plan.main(options)
-    except (ConfigError, plan.PlanError) as error:
+    except (ConfigError, PlanError) as error:
         raise UsageError(str(error)) from None
 
 

@@ -3,7 +3,8 @@
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from zero_full.commands.command import Command, UsageError
+from zero_full.commands.command import Command
+from zero_full.errors import UsageError
 
 
 def _add_arguments(parser: ArgumentParser) -> None:
@@ -12,8 +13,8 @@ def _add_arguments(parser: ArgumentParser) -> None:
 
 
 def _run(options: Namespace) -> int:
+    from zero_full.errors import RecordingError
     from zero_full.flight.command import replay
-    from zero_full.flight.parts import RecordingError
 
     try:
         return replay(options.recording, options.moments)

@@ -3,14 +3,13 @@
 Nothing here imports torch, so a configuration can be checked on any machine.
 """
 
-from .resolve import Resolved, resolve
-from .schema import Config, ConfigError, LeafModuleConfig
-from .verdicts import Checked, Verdict, check, implied_world
+from zero_full.config.resolve import Resolved, resolve
+from zero_full.config.schema import Config, LeafModuleConfig
+from zero_full.config.verdicts import Checked, Verdict, check, implied_world
 
 __all__ = [
     "Checked",
     "Config",
-    "ConfigError",
     "LeafModuleConfig",
     "Resolved",
     "Verdict",

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .schema import ConfigError
+from zero_full.errors import ConfigError
 
 DEEPEST = 32  # levels; DeepSpeed's deepest key is on the seventh
 DIGITS = 1000  # of a whole number: Python turns no text of many thousands into one

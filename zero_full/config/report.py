@@ -9,11 +9,10 @@ from typing import Any, Literal, get_args
 
 from pydantic_core import ErrorDetails
 
-from zero_full import wording
-
-from .read import Route
-from .remarks import Remark
-from .schema import Config, Strict
+from zero_full import formatting as wording
+from zero_full.config.read import Route
+from zero_full.config.remarks import Remark
+from zero_full.config.schema import Config, Strict
 
 Origin = Literal["user", "default", "derived"]
 Kind = Literal["refused", "no effect", "assumed"]  # the last: of a key that is not there

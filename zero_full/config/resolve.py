@@ -11,11 +11,12 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from . import report
-from .read import Parsed, Position, Route, read, refuse_nests
-from .report import Notice, Origin
-from .schema import Config, ConfigError, ZeroConfig
-from .together import MICRO, STAGE, STEPS, TRAIN, Rule, assumed, clashes, idle_together
+from zero_full.config import report
+from zero_full.config.read import Parsed, Position, Route, read, refuse_nests
+from zero_full.config.report import Notice, Origin
+from zero_full.config.schema import Config, ZeroConfig
+from zero_full.config.together import MICRO, STAGE, STEPS, TRAIN, Rule, assumed, clashes, idle_together
+from zero_full.errors import ConfigError
 
 BATCH = (TRAIN, MICRO, STEPS)
 ZERO, OFFLOAD, OLD_OFFLOAD, OLD_PIN = (

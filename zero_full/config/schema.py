@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
-from .remarks import Remark, idle, is_on, missing, more_than_one, names_some, removed
-from .values import (
+from zero_full.config.remarks import Remark, idle, is_on, missing, more_than_one, names_some, removed
+from zero_full.config.values import (
     Amount,
     BatchSize,
     Count,
@@ -32,11 +32,6 @@ from .values import (
     never_is_none,
     whole_number,
 )
-
-
-class ConfigError(ValueError):
-    """The configuration cannot be used; the text names every key at fault and the remedy."""
-
 
 STAGE3 = Remark("only stage 3 reads it", refuses=False, below_stage=3)
 UNITS = idle("units are chosen by size; name others in leaf_module")

@@ -8,7 +8,7 @@ What is more than that (a call that it does not know, a comprehension) stops the
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from .schema import Config
+from zero_full.config.schema import Config
 
 TRAIN = "train_batch_size"
 MICRO = "train_micro_batch_size_per_gpu"

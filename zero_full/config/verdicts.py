@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, Literal, NamedTuple
 
-from . import report
-from .read import NotJsonError, Parsed, Route, parse
-from .resolve import Examined, examine, in_file, known_rules, refuse_no_world
-from .schema import Config
-from .together import MICRO, STEPS, TRAIN, unread_together
+from zero_full.config import report
+from zero_full.config.read import NotJsonError, Parsed, Route, parse
+from zero_full.config.resolve import Examined, examine, in_file, known_rules, refuse_no_world
+from zero_full.config.schema import Config
+from zero_full.config.together import MICRO, STEPS, TRAIN, unread_together
 
 # A value is honoured; is what happens without it, too; is read by nobody, and need not be; is without effect,
 # which is worth a warning; is not there, and its default may surprise; cannot be used; only torch knows.

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from zero_full.comm.topology import this_rank
 from zero_full.construct.deferred import Elsewhere
-from zero_full.shard.groups import Pair
+from zero_full.shard.group.process_groups import Pair
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from zero_full.construct.generators import CPU, RandomStreams
 from zero_full.construct.names import Names
 from zero_full.construct.recorded import twin_of
 from zero_full.construct.replay import Held, Op, Player, Ref, Value, needed, schedule
-from zero_full.trees import leaves, mapped, tensors_in
+from zero_full.nested import leaves, mapped, tensors_in
 
 META = torch.device("meta")
 

@@ -17,8 +17,8 @@ from zero_full._compat import device_of, version_of
 from zero_full.comm.topology import this_rank
 from zero_full.construct.deferred import Elsewhere
 from zero_full.construct.recorded import Keeper, Record, Recorded, conceal, reveal
-from zero_full.shard.checksum import checksum
-from zero_full.shard.recorded import opened, record_of
+from zero_full.shard.group.checksum import checksum
+from zero_full.shard.group.recorded import opened, record_of
 
 
 @contextmanager

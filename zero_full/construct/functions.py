@@ -22,7 +22,7 @@ from zero_full.construct.recorded import (
     shell_of,
     show_twin,
 )
-from zero_full.trees import mapped, tensors_in
+from zero_full.nested import mapped, tensors_in
 
 # Functions of nn.init that draw again, depending on values, or where nobody sees it.
 WHOLE: dict[str, Any] = {"trunc_normal": nn.init.trunc_normal_, "sparse_": nn.init.sparse_}

@@ -25,7 +25,7 @@ import torch
 from torch import Generator, Tensor
 
 from zero_full._compat import with_initial_seed
-from zero_full.shard.checksum import digest
+from zero_full.shard.group.checksum import digest
 
 PATIENCE = 300  # seconds to wait while another thread uses torch's generator
 STAMP = int.from_bytes(b"zero", "little") << 32  # what stamps begin with; more than 62 bits, as no mark has

@@ -18,12 +18,12 @@ from zero_full.construct.agreement import Everyone, Told
 from zero_full.construct.deferred import saved_in
 from zero_full.construct.recorded import NOT_TOLD, Record, Recorded, conceal, is_empty_shell, reveal, twin_of
 from zero_full.construct.recorder import Recorder, here, latest
-from zero_full.shard.checksum import digest
-from zero_full.shard.extents import Extent, refuse_overlaps
-from zero_full.shard.flat import is_released, nothing
-from zero_full.shard.groups import Pair
-from zero_full.shard.recorded import opened
-from zero_full.trees import tensors_in
+from zero_full.nested import tensors_in
+from zero_full.shard.deal.memory_overlap import Extent, refuse_overlaps
+from zero_full.shard.group.checksum import digest
+from zero_full.shard.group.parameters import is_released, nothing
+from zero_full.shard.group.process_groups import Pair
+from zero_full.shard.group.recorded import opened
 
 Put = Callable[[Parameter, Tensor], None]  # gives a parameter its values
 Deliver = Callable[[str, Tensor], None]  # gets a name and its values

@@ -10,8 +10,9 @@ from zero_full._compat import TorchDispatchMode, without_functions
 from zero_full.construct.deferred import META, Recording, draws_numbers, generator_in, is_recorded, written
 from zero_full.construct.functions import Shells, bare, dressed
 from zero_full.construct.generators import CPU
-from zero_full.construct.recorded import Keeper, NoValuesError
-from zero_full.trees import mapped, tensors_in
+from zero_full.construct.recorded import Keeper
+from zero_full.errors import NoValuesError
+from zero_full.nested import mapped, tensors_in
 
 
 class Operations(TorchDispatchMode):

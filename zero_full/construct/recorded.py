@@ -34,9 +34,10 @@ from zero_full._compat import (
     without_overrides,
 )
 from zero_full.construct.generators import CPU
-from zero_full.shard.flat import nothing
-from zero_full.shard.recorded import record_of
-from zero_full.trees import tensors_in
+from zero_full.errors import NoValuesError
+from zero_full.nested import tensors_in
+from zero_full.shard.group.parameters import nothing
+from zero_full.shard.group.recorded import record_of
 
 
 def _slot(name: str) -> Any:
@@ -72,10 +73,6 @@ NOT_TOLD = (
     "parameter.data = recorded, or a tensor subclass): make an nn.Parameter(recorded) of them, or do it "
     "outside zero_full.Init"
 )
-
-
-class NoValuesError(RuntimeError):
-    """What was asked for depends on values that are only recorded."""
 
 
 class Keeper(Protocol):

@@ -21,7 +21,8 @@ from zero_full.construct.edits import gathered
 from zero_full.construct.functions import FunctionCall, Shells, bare
 from zero_full.construct.generators import alone_with_torchs_generator
 from zero_full.construct.operations import Operations, no_values
-from zero_full.construct.recorded import ABOUT_VALUES, DEVICE, OF_THE_SHELL, NoValuesError, Recorded
+from zero_full.construct.recorded import ABOUT_VALUES, DEVICE, OF_THE_SHELL, Recorded
+from zero_full.errors import NoValuesError
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")

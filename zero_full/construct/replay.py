@@ -10,8 +10,8 @@ import torch
 from torch import Generator, Tensor
 
 from zero_full.construct.generators import CPU, Draw, RandomStream, as_torchs_generator
-from zero_full.shard.checksum import checksum
-from zero_full.trees import Leaf, leaves, mapped
+from zero_full.nested import Leaf, leaves, mapped
+from zero_full.shard.group.checksum import checksum
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,9 +7,9 @@ device, and `zero_full.plan` counts its bytes, stage by stage, until one fits. O
 see [Note: activations] in `saved.py`: to run the model itself, transformers would have to be there.
 """
 
+from zero_full.errors import FitError
 from zero_full.fit.choice import LADDER, PRECISIONS, TIGHT, Candidate, Fit, Machine, Run, fit
 from zero_full.fit.command import main
-from zero_full.fit.failure import FitError
 from zero_full.fit.grammar import families
 from zero_full.fit.read import Shape, read, shape_of
 from zero_full.fit.saved import LOSS, Batch, activations, with_loss

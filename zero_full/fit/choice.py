@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from zero_full.fit.failure import FitError
+from zero_full.errors import FitError
 from zero_full.fit.read import Shape, key_of
 from zero_full.fit.saved import Batch, with_loss
 from zero_full.plan import Plan, human, plan

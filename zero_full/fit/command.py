@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
+from zero_full.errors import FitError
 from zero_full.fit.choice import PRECISIONS, Candidate, Fit, Machine, Run, fit
-from zero_full.fit.failure import FitError
 from zero_full.fit.read import Shape, read
 from zero_full.fit.saved import Batch
 from zero_full.fit.words import snippet, torchrun
+from zero_full.formatting import size_of
 from zero_full.plan import human
-from zero_full.wording import size_of
 
 
 def main(options: argparse.Namespace) -> int:

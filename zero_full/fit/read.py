@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero_full.fit.failure import FitError
+from zero_full.errors import FitError
 from zero_full.fit.grammar import (
     Expression,
     Family,
@@ -22,7 +22,7 @@ from zero_full.fit.grammar import (
     families,
     holds,
 )
-from zero_full.wording import shown
+from zero_full.formatting import shown
 
 MOST = 10**9  # of any size
 MOST_LAYERS = 1000

@@ -5,7 +5,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from zero_full.flight.parts import FORMAT, VERSION, RecordingError, folder_of, read_parts
+from zero_full.errors import RecordingError
+from zero_full.flight.parts import FORMAT, VERSION, folder_of, read_parts
 from zero_full.flight.picture import picture
 from zero_full.flight.timeline import newest, put_together, recording_of
 

@@ -7,14 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from zero_full.errors import RecordingError
+
 FORMAT, VERSION = "zero_full recording", 1
 DONE = "rank{}.done"  # an empty file: this rank has ended its recording
 CLOSED, LEFT = "closed", "its process or its engine ended"  # how a rank's recording can end without failing
 NAME = re.compile(r"rank(\d+)\.([01])\.jsonl")
-
-
-class RecordingError(ValueError):
-    """There is no recording there, or none that this version can read."""
 
 
 @dataclass

@@ -9,7 +9,7 @@ from typing import Any
 from zero_full.flight.captions import ms, ranks_told
 from zero_full.flight.parts import CLOSED, LEFT
 from zero_full.flight.timeline import PASSES
-from zero_full.wording import counted, human, printable
+from zero_full.formatting import counted, human, printable
 
 WIDE = 80
 LETTERS = {

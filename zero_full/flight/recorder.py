@@ -23,11 +23,12 @@ import torch.distributed as dist
 from zero_full._compat import default_store, keys_under
 from zero_full.comm.ledger import CollectiveCall
 from zero_full.comm.topology import this_rank
+from zero_full.errors import RecordingError
 from zero_full.flight.black_box import BlackBox
-from zero_full.flight.parts import CLOSED, LEFT, VERSION, RecordingError, all_done, folder_of, ranks_in
+from zero_full.flight.parts import CLOSED, LEFT, VERSION, all_done, folder_of, ranks_in
 from zero_full.flight.timeline import put_together
-from zero_full.shard.held_bytes import HeldBytes
-from zero_full.shard.optimizer import ZeroOptimizer
+from zero_full.shard.access.held_bytes import HeldBytes
+from zero_full.shard.step.optimizer import ZeroOptimizer
 
 log = logging.getLogger("zero_full")
 STEPS = 3

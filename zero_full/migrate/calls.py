@@ -97,10 +97,10 @@ def _engines(rewrite: Rewrite) -> Iterator[str]:
 def missing_of_engines() -> dict[str, str]:
     """DeepSpeed's methods that ours has not, and what to do instead."""
     try:
-        from zero_full import engine
+        from zero_full.engine.engine import Engine
     except ImportError:  # without torch a script can be looked at, too
         return ENGINE
-    return {name: text for name, text in ENGINE.items() if not hasattr(engine.Engine, name)}
+    return {name: text for name, text in ENGINE.items() if not hasattr(Engine, name)}
 
 
 def _arguments(call: ast.Call) -> Iterator[Leftover]:

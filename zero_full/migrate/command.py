@@ -12,14 +12,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zero_full.check import look
-from zero_full.config import ConfigError, implied_world, resolve
+from zero_full.check.verdict import look
+from zero_full.config import implied_world, resolve
+from zero_full.errors import ConfigError, MigrateError
 from zero_full.migrate.calls import configurations, look_at_calls
 from zero_full.migrate.script import Leftover, Rewrite
-
-
-class MigrateError(Exception):
-    """A file that cannot be looked at."""
 
 
 class Migrated(NamedTuple):

@@ -2,7 +2,7 @@
 
 [Note: tiers] Owned state is made in a tier's `room`, and the optimizer steps it there. Before a step
 `fetch` brings an averaged gradient to where the state is; afterwards the new values go to the parameters'
-slice, wherever that waits (`shelf.py`). With state on the host (ZeRO-Offload) the device holds neither
+slice, wherever that waits (`param_store.py`). With state on the host (ZeRO-Offload) the device holds neither
 masters nor moments, and what travels are gradients one way and parameters the other. Where the host's memory
 is not the device's they travel beside the work: `flow`. State that waits farther away comes nearer for its
 own part of a step only: `in_turn`.
@@ -24,8 +24,8 @@ from torch import Tensor
 
 from zero_full.offload.arena import Arena
 from zero_full.offload.copies import Copier, StreamCopier
-from zero_full.offload.flow import Flow
-from zero_full.offload.shelf import HostShelf, Shelf
+from zero_full.offload.host_device_copies import Flow
+from zero_full.offload.param_store import HostShelf, Shelf
 
 Owned = TypeVar("Owned")  # what is stepped: a slice of parameters
 CPU = torch.device("cpu")
@@ -39,9 +39,9 @@ class Tier(ABC):
     kind = "optimizer"  # under which name its bytes are told
     ratio: float = 1.0  # see [Note: part of the state]
     part_numel: int | None = None  # elements that are stepped at a time; None: as many as there are
-    step_early = False  # whether slices are stepped beside backward, on a guess; see `shard/early.py`
+    step_early = False  # whether slices are stepped beside backward, on a guess: [Note: early steps]
     early_bytes: int | None = None  # that this may cost; None: twice what slices have there
-    delay_after: int | None = None  # so many updates end with their step: `shard/delayed.py`; None: all do
+    delay_after: int | None = None  # updates that end with their step, None: all: [Note: delayed updates]
     moves = False  # whether state lies elsewhere between steps than in them, and may get `lost` on the way
     copied_numel = 2**24  # elements of parameters that wait there, of which a step has copies at a time
     place = ""  # which disk of this host it is on, while it is open

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_full.wording import shown
+from zero_full.formatting import shown
 
 LARGEST = torch.finfo(torch.float32).max
 MOST_STEPS = 10**12

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zero_full.formatting import shown
 from zero_full.optim.adam import adam_class, adam_options, fused_if_possible
 from zero_full.optim.arguments import as_call, check_signature, checked_options, flag, nearest
 from zero_full.optim.lamb import Lamb
@@ -16,7 +17,6 @@ from zero_full.optim.muon import Muon, muon_groups
 from zero_full.optim.one_bit_adam import OneBitAdam
 from zero_full.optim.one_bit_lamb import OneBitLamb
 from zero_full.optim.zero_one_adam import ZeroOneAdam
-from zero_full.wording import shown
 
 NOT_LANDED = {
     "muadam": "Adam",

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from zero_full.formatting import shown
 from zero_full.optim.arguments import BELOW_1, at_least, checked_options, finite_number
 from zero_full.optim.fused_adam import sweep
 from zero_full.optim.step import Peers, Piece, Stepper, Whole, alike, operators_for, step_alone, take_copy
-from zero_full.wording import shown
 
 log = logging.getLogger("zero_full")
 NOT_HIDDEN = ("embed", "lm_head")

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zero_full.formatting import listed, shown
 from zero_full.optim.arguments import at_least, checked_options, flag
 from zero_full.optim.step import Average, Peers, Piece, Stepper
-from zero_full.wording import listed, shown
 
 log = logging.getLogger("zero_full")
 

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zero_full.formatting import shown
 from zero_full.optim.arguments import (
     BELOW_1,
     LARGEST,
@@ -24,7 +25,6 @@ from zero_full.optim.arguments import (
     nearest,
 )
 from zero_full.optim.torch_schedules import checked_schedule, schedules_of_torch, try_out
-from zero_full.wording import shown
 
 Rates = float | list[float] | tuple[float, ...]  # one for all parameter groups, or one for each
 BETA2_OF_ONE_CYCLE = 0.99

@@ -24,10 +24,10 @@ from typing import Any
 from torch import Tensor
 
 from zero_full.optim.adam_pieces import averages_of, correction, learn, move, put, rate, spread
+from zero_full.optim.local_steps import Interval, Walk
 from zero_full.optim.one_bit import NEW_RUN, OneBitOptimizer, OneBitStep
 from zero_full.optim.shared_variance import SharedVariance
 from zero_full.optim.step import Peers, Piece, Stepper, take_copy
-from zero_full.optim.walks import Interval, Walk
 
 WALK, PARAMETERS, MOMENTUM, VARIANCE = "walk", "parameters", "exp_avg", "exp_avg_sq"
 ROOTS = "roots"

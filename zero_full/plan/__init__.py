@@ -21,18 +21,16 @@ Not predicted at all: the allocator's fragmentation, what an accelerator's conte
 buffers, temporaries of an optimizer's own step, and its step counters.
 """
 
+from zero_full.formatting import SCALES, human
 from zero_full.plan.activations import activations
 from zero_full.plan.answer import Plan, side_by_side
 from zero_full.plan.ask import STAGES, plan, plan_stages
 from zero_full.plan.command import input_of, main, model_of
-from zero_full.plan.failure import PlanError
-from zero_full.wording import SCALES, human
 
 __all__ = [
     "SCALES",
     "STAGES",
     "Plan",
-    "PlanError",
     "activations",
     "human",
     "input_of",

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from zero_full._compat import FakeTensorMode, identity_of
-from zero_full.plan.failure import PlanError
+from zero_full.errors import PlanError
+from zero_full.nested import mapped
 from zero_full.precision.dtypes import Dtypes
-from zero_full.trees import mapped
 
 
 def activations(model: nn.Module, inputs: Sequence[Tensor], dtypes: Dtypes) -> int:

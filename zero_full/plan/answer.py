@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from zero_full.wording import human
+from zero_full.formatting import human
 
 KEPT = {
     "parameters": "parameters",

@@ -9,16 +9,16 @@ from typing import Any
 from torch import Tensor, nn
 
 from zero_full.comm.topology import marked_as_expert
-from zero_full.config import Config, ConfigError, Resolved, resolve
+from zero_full.config import Config, Resolved, resolve
 from zero_full.config.read import read
 from zero_full.config.together import MICRO, TRAIN
-from zero_full.given import check_model
+from zero_full.errors import ConfigError, PlanError
 from zero_full.optim import served_stages
 from zero_full.plan.activations import activations
 from zero_full.plan.answer import Plan
-from zero_full.plan.failure import PlanError
 from zero_full.plan.rehearsal import Cluster, Rehearsal
-from zero_full.translate import settings_of
+from zero_full.start.argument_checks import check_model
+from zero_full.start.from_config import settings_of
 
 STAGES = (0, 1, 2, 3)
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zero_full.errors import PlanError
 from zero_full.plan.answer import side_by_side
 from zero_full.plan.ask import plan, plan_stages
-from zero_full.plan.failure import PlanError
 from zero_full.precision.dtypes import NAMES
 
 

@@ -11,7 +11,7 @@ from zero_full._compat import identity_of
 from zero_full.comm.lane import Inline
 from zero_full.kernels.files import PAGE
 from zero_full.offload import BlockTier, Flow, HostTier
-from zero_full.offload.blocks import bytes_of_block
+from zero_full.offload.nvme_state import bytes_of_block
 from zero_full.plan.watch import Watch
 
 META = torch.device("meta")

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from zero_full.comm.communicator import Communicator
+from zero_full.comm.fake_ranks import PretendedGroup
 from zero_full.comm.lane import Lane
-from zero_full.comm.pretend import PretendedGroup
 from zero_full.optim.step import Piece, Whole, WholeRule
 from zero_full.plan.watch import Watch
-from zero_full.shard.flat import Member
-from zero_full.shard.owned import Owned
-from zero_full.shard.peers import PartPeers, Round
+from zero_full.shard.group.master import Owned
+from zero_full.shard.group.parameters import Member
+from zero_full.shard.step.peers import PartPeers, Round
 
 AT_WORK = 3  # how often what is worked on is in memory: as it came, as it is now, and as it will be next
 

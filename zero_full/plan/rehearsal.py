@@ -1,8 +1,8 @@
 """The runtime on the meta device: a step of one rank of many, without values and without the others.
 
 Dealing, hooks, buckets, collectives and the optimizer are those of a run. Three things stand in for what is
-not there: the model's shadow (`shadow.py`), groups whose collectives move nothing (`comm/pretend.py`), and a
-lane on which reductions and gathers come as late as they can (`Late` in `comm/lane.py`).
+not there: the model's shadow (`shadow.py`), groups whose collectives move nothing (`comm/fake_ranks.py`), and
+a lane on which reductions and gathers come as late as they can (`Late` in `comm/lane.py`).
 
 [Note: the rank that holds most] The first one is rehearsed. All ranks hold slices of the same size. They
 differ in how much of a slice is padding, of which an optimizer keeps no state; in what it keeps of which
@@ -19,14 +19,14 @@ from torch import Tensor, nn
 
 from zero_full.checkpoint.save import Taken
 from zero_full.comm.communicator import Communicator
+from zero_full.comm.fake_ranks import PretendedGroup
 from zero_full.comm.ledger import Traffic
-from zero_full.comm.pretend import PretendedGroup
 from zero_full.comm.shared import HALF, window_of
 from zero_full.comm.topology import Topology
-from zero_full.config import Config, ConfigError, Resolved
+from zero_full.config import Config, Resolved
 from zero_full.config.schema import OptimizerConfig
-from zero_full.engine import Engine
-from zero_full.given import check_optimizer
+from zero_full.engine.engine import Engine
+from zero_full.errors import ConfigError
 from zero_full.kernels.load import compiled_for
 from zero_full.offload import BlockTier, HostTier
 from zero_full.offload.arena import Places
@@ -38,13 +38,16 @@ from zero_full.plan.saved import saved_bytes
 from zero_full.plan.shadow import new_pass, shadow_of
 from zero_full.plan.shelves import PretendedFileShelf, page_locked, pretended_shelf
 from zero_full.plan.watch import Watch
-from zero_full.shard import Connection, Dealer, Settings, Sharded, ZeroOptimizer, connect, place_the_rest
-from zero_full.shard.flat import Member
-from zero_full.shard.groups import Pair
-from zero_full.shard.held_bytes import bytes_behind
-from zero_full.shard.host_memory import host_memory
-from zero_full.shard.served import served
-from zero_full.translate import scaler_of, settings_of, shard_ranks_of
+from zero_full.settings import Settings
+from zero_full.shard.access.held_bytes import bytes_behind
+from zero_full.shard.deal.dealer import Dealer, Sharded, place_the_rest
+from zero_full.shard.deal.host_memory import host_memory
+from zero_full.shard.deal.one_bit_support import served
+from zero_full.shard.group.parameters import Member
+from zero_full.shard.group.process_groups import Connection, Pair, connect
+from zero_full.shard.step.optimizer import ZeroOptimizer
+from zero_full.start.argument_checks import check_optimizer
+from zero_full.start.from_config import scaler_of, settings_of, shard_ranks_of
 
 NO_OPTIMIZER = OptimizerConfig(type="AdamW")  # where the config leaves it to the script
 Returned = TypeVar("Returned")

@@ -10,9 +10,9 @@ from dataclasses import replace
 
 from zero_full._compat import plain
 from zero_full.checkpoint.save import Taken, share_of
-from zero_full.shard import ZeroOptimizer
-from zero_full.shard.contents import entry_of
-from zero_full.shard.flat import FlatParameter
+from zero_full.shard.contents.state import entry_of
+from zero_full.shard.group.parameters import FlatParameter
+from zero_full.shard.step.optimizer import ZeroOptimizer
 
 
 def saved_bytes(taken: Taken, optimizer: ZeroOptimizer, neighbours: int) -> int:

@@ -1,4 +1,4 @@
-"""What stands in, in a plan, for where slices of parameters wait. See `offload/shelf.py`."""
+"""What stands in, in a plan, for where slices of parameters wait. See `offload/param_store.py`."""
 
 import torch
 from torch import Tensor
@@ -6,8 +6,8 @@ from torch import Tensor
 from zero_full.kernels.files import PAGE
 from zero_full.offload import BlockTier, HostTier, Shelf, Slice, Tier
 from zero_full.offload.arena import Places
-from zero_full.offload.scratch import whole_pages
-from zero_full.offload.shelf import ShelfBehindMemory
+from zero_full.offload.param_store import ShelfBehindMemory
+from zero_full.offload.spill_file import whole_pages
 from zero_full.plan.watch import Watch
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zero_full._compat import TorchDispatchMode, identity_of, reads_value, returns_new
-from zero_full.trees import tensors_in
+from zero_full.nested import tensors_in
 
 Returned = TypeVar("Returned")
 WHOLE = 0  # stands in the log for all buffers that grow and shrink

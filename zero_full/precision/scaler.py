@@ -9,9 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-
-class ScaleExhaustedError(RuntimeError):
-    """Gradients overflow although the loss scale is as small as it may be."""
+from zero_full.errors import ScaleExhaustedError
 
 
 class StaticScale:

@@ -1,20 +1,10 @@
-"""The ZeRO runtime: buckets of parameters, when their gradients are averaged, and the sharded step."""
+"""The ZeRO runtime: what is sharded, when it moves, and the sharded step. Each room imports those below it.
 
-from zero_full.shard.build import Dealer, Sharded, place_the_rest
-from zero_full.shard.groups import Connection, Groups, connect
-from zero_full.shard.optimizer import ZeroOptimizer
-from zero_full.shard.report import StepReport
-from zero_full.shard.settings import Gathering, Settings
-
-__all__ = [
-    "Connection",
-    "Dealer",
-    "Gathering",
-    "Groups",
-    "Settings",
-    "Sharded",
-    "StepReport",
-    "ZeroOptimizer",
-    "connect",
-    "place_the_rest",
-]
+access     what users read and write of a sharded model: whole parameters, state, gradients, bytes held
+step       the optimizer's step: agree on the gradients, decide, update what this rank owns, publish
+contents   what state dicts and checkpoints hold of it
+guards     what watches for changes by user code that a step would ignore
+deal       from a model to what is sharded: which parameters lie together, and where they wait
+passes     forward and backward: when parameters are gathered and released, and gradients reduced
+group      what is sharded: flat parameters, their gradients and their master weights
+"""

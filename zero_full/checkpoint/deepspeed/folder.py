@@ -8,10 +8,10 @@ from zero_full.checkpoint.deepspeed.model import ModelStates, model_states
 from zero_full.checkpoint.deepspeed.plain import PlainSource
 from zero_full.checkpoint.deepspeed.universal import UniversalSource
 from zero_full.checkpoint.deepspeed.zero import ZeroSource, rank_states
-from zero_full.checkpoint.failure import CheckpointError
 from zero_full.checkpoint.files import is_plain
 from zero_full.checkpoint.source import Source
-from zero_full.wording import listed, ranks_listed, shown
+from zero_full.errors import CheckpointError
+from zero_full.formatting import listed, ranks_listed, shown
 
 MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 MODEL_PART = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from zero_full.checkpoint.deepspeed.ranges import Cuts, SavedSource, with_values
-from zero_full.checkpoint.failure import CheckpointError
 from zero_full.checkpoint.torch_file import SavedTensor
 from zero_full.checkpoint.unpickle import (
     SavedDynamicScaler,
@@ -16,7 +15,8 @@ from zero_full.checkpoint.unpickle import (
     SavedStaticScaler,
     load_saved,
 )
-from zero_full.shard.contents import BUFFERS, PARAMETERS
+from zero_full.errors import CheckpointError
+from zero_full.shard.contents.state import BUFFERS, PARAMETERS
 
 Shapes = Mapping[str, tuple[int, ...]]  # of parameters by name, in the order in which they lie in a buffer
 

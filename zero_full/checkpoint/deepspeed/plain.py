@@ -15,9 +15,9 @@ import torch
 
 from zero_full.checkpoint.deepspeed.model import ModelStates, add_untrained, dynamic_scale
 from zero_full.checkpoint.deepspeed.ranges import Cuts, SavedSource, numbers_of, options_of, states_of
-from zero_full.checkpoint.failure import CheckpointError
 from zero_full.checkpoint.torch_file import SavedTensor
-from zero_full.shard.contents import PARAMETERS, STATE
+from zero_full.errors import CheckpointError
+from zero_full.shard.contents.state import PARAMETERS, STATE
 
 COMPARED = 1024  # elements of a parameter that are compared with its master
 

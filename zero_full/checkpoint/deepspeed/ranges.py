@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from zero_full._compat import plain
-from zero_full.checkpoint.failure import CheckpointError
 from zero_full.checkpoint.source import Source, StoredTensor
 from zero_full.checkpoint.torch_file import SavedTensor
-from zero_full.shard.contents import STEP
-from zero_full.trees import mapped
+from zero_full.errors import CheckpointError
+from zero_full.nested import mapped
+from zero_full.shard.contents.state import STEP
 
 
 @dataclass(frozen=True)

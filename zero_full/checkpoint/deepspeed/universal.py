@@ -16,11 +16,11 @@ from typing import Any
 
 from zero_full.checkpoint.deepspeed.model import ModelStates, add_untrained, scaler_state
 from zero_full.checkpoint.deepspeed.ranges import Cuts, SavedSource, members_of, numbers_of, options_of
-from zero_full.checkpoint.failure import CheckpointError
 from zero_full.checkpoint.files import is_plain
 from zero_full.checkpoint.torch_file import SavedTensor
 from zero_full.checkpoint.unpickle import load_saved
-from zero_full.shard.contents import PARAMETERS, STATE, STEP
+from zero_full.errors import CheckpointError
+from zero_full.shard.contents.state import PARAMETERS, STATE, STEP
 
 
 class UniversalSource(SavedSource):

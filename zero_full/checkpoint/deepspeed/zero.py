@@ -29,10 +29,10 @@ from zero_full.checkpoint.deepspeed.ranges import (
     states_of,
     told,
 )
-from zero_full.checkpoint.failure import CheckpointError
 from zero_full.checkpoint.torch_file import SavedTensor
 from zero_full.checkpoint.unpickle import load_saved
-from zero_full.shard.contents import PARAMETERS, STATE, STEP
+from zero_full.errors import CheckpointError
+from zero_full.shard.contents.state import PARAMETERS, STATE, STEP
 
 
 @dataclass(frozen=True)

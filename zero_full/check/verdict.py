@@ -1,0 +1,141 @@
+"""`python -m zero_full check`: what the engine would say of a configuration, with lines and columns."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from operator import eq
+from pathlib import Path
+
+from zero_full.config import Checked, Config, Verdict, check
+from zero_full.config.read import Route, text_of
+from zero_full.config.report import dotted
+from zero_full.config.verdicts import VerdictKind
+from zero_full.formatting import counted, printable
+
+LABELS: dict[VerdictKind, str] = {
+    "refused": "mistake",
+    "no effect": "warning",
+    "assumed": "warning",
+    "unknown": "not looked at",
+}
+
+
+@dataclass(frozen=True)
+class Looked:
+    """A file's verdicts, for so many ranks."""
+
+    verdicts: tuple[Verdict, ...]
+    world: int
+
+    @property
+    def told(self) -> list[Verdict]:
+        """Those that are worth a line."""
+        return [verdict for verdict in self.verdicts if verdict.kind in LABELS]
+
+    def count(self, kind: VerdictKind) -> int:
+        """How many verdicts are of this kind."""
+        return sum(verdict.kind == kind for verdict in self.verdicts)
+
+    @property
+    def ranks(self) -> str:
+        """How many there are, in words."""
+        return counted(self.world, "rank")
+
+    @property
+    def tally(self) -> str:
+        """As in `ok, 2 warnings` or `3 mistakes, 1 warning`."""
+        mistakes, unknown = self.count("refused"), self.count("unknown")
+        warnings = self.count("no effect") + self.count("assumed")
+        parts = [counted(mistakes, "mistake") if mistakes else "ok"]
+        parts += [counted(warnings, "warning")] if warnings else []
+        parts += [f"{counted(unknown, 'key')} not looked at"] if unknown else []
+        return ", ".join(parts)
+
+
+def look(path: Path, world: int | None) -> Looked:
+    """All verdicts on a file; ConfigError if nobody can read it. No `world`: as many ranks as it implies."""
+    checked = check(text_of(path), world)
+    return Looked(tuple(_with_torch(checked, world)), checked.world)
+
+
+def main(file: str, world: int | None, as_json: bool = False) -> int:
+    """Print what is to be said of a file; 1 if it cannot be used, else 0."""
+    looked = look(Path(file), world)
+    mistakes = looked.count("refused")
+    if as_json:
+        rows = [each._asdict() for each in looked.verdicts]
+        print(json.dumps({"file": file, "world": looked.world, "tally": looked.tally, "verdicts": rows}))
+        return 1 if mistakes else 0
+    for each in looked.told:
+        place = f"{file}:{each.line}:{each.column}"
+        print(printable(f"{place}: {LABELS[each.kind]}: {each.text}"))
+    ranks = "" if world else f" on {looked.ranks} (--world asks for others)"
+    print(f"{looked.tally}{ranks}")
+    return 1 if mistakes else 0
+
+
+def _with_torch(checked: Checked, world: int | None) -> list[Verdict]:
+    """The verdicts, with what torch says in the place of those that need it, if torch is usable."""
+    if checked.config is None:
+        return list(checked.verdicts)
+    try:
+        from zero_full.check.dry_run import faults
+    except ImportError:
+        return list(checked.verdicts)
+    refused = {verdict.path for verdict in checked.verdicts if verdict.kind == "refused"}
+    told = {*map(dotted, refused)}  # torch misses a value that is refused
+    found = [
+        (path, message)
+        for path, message in faults(checked.config)
+        if path not in refused and message.partition(" ")[0] not in told
+    ]
+    if not refused and not found:
+        found = list(_found_in_runs(checked.config, checked, world))
+    wrong = {path for path, _ in found}
+    calm = ("ok", "default", "unread", "unknown")
+    looked = [
+        _known(each, wrong) for each in checked.verdicts if each.path not in wrong or each.kind not in calm
+    ]
+    looked += [_refused(path, message, checked.verdicts) for path, message in found]
+    return sorted(looked, key=lambda each: (each.line, each.column))
+
+
+def _found_in_runs(config: Config, checked: Checked, world: int | None) -> Iterator[tuple[Route, str]]:
+    """What a run would be refused for; on two ranks as well, where nobody has said that it is one."""
+    from zero_full.check.dry_run import fault_of_run, for_ranks
+
+    message, where = fault_of_run(config, checked.world), ""
+    says_ranks = config.train_batch_size and config.train_micro_batch_size_per_gpu
+    if not message and world is None and checked.world == 1 and not says_ranks:
+        message, where = fault_of_run(for_ranks(config, 1, 2), 2), "on several ranks: "
+    if message:
+        path = _key_in(message, checked.verdicts)
+        yield path, where + message.removeprefix(f"{dotted(path)}: ")
+
+
+def _key_in(message: str, verdicts: Sequence[Verdict]) -> Route:
+    """The key that a message begins with; else the optimizer's, whose rule it is that meets a limit."""
+    named = next(
+        (each.path for each in verdicts if each.path and message.startswith(dotted(each.path))), None
+    )
+    return named or ("optimizer", "type")
+
+
+def _known(verdict: Verdict, wrong: set[Route]) -> Verdict:
+    """The verdict on what torch has nothing against, or what it was not asked about."""
+    if verdict.kind != "unknown":
+        return verdict
+    kind = (str(verdict.path[0]), "type")
+    if kind not in wrong:
+        return verdict._replace(kind="ok", message="", text="")
+    message = f"{dotted(kind)} is refused"
+    return verdict._replace(kind="unread", message=message, text=f"{dotted(verdict.path)}: {message}")
+
+
+def _refused(path: Route, message: str, verdicts: Sequence[Verdict]) -> Verdict:
+    """At the nearest key that has a verdict."""
+    near = max(verdicts, key=lambda each: sum(1 for _ in takewhile(bool, map(eq, each.path, path))))
+    key = dotted(path)
+    text = message if message.startswith(key) else f"{key}: {message}"
+    return Verdict(path, near.line, near.column, "refused", message.removeprefix(f"{key}: "), "", text)

@@ -1,0 +1,180 @@
+"""Plain data as JSON and back, exactly: what is saved beside parameters, without pickle.
+
+Numbers, texts, bytes, None, lists, tuples, sets, deques, dicts, tensors and arrays of numpy are plain data
+(a parameter comes back as a tensor). Anything else is an error that says where it is; a class is not, because
+loading it would mean running it.
+"""
+
+import base64
+import json
+import math
+import sys
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from zero_full.checkpoint.files import CODES
+from zero_full.errors import CheckpointError
+from zero_full.shard.group.checksum import digest
+from zero_full.shard.group.released import Absent
+
+KIND, VALUE = "~", "is"  # of what JSON does not know: {"~": "tuple", "is": [...]}
+SEQUENCES: dict[type, str] = {tuple: "tuple", torch.Size: "size", set: "set", frozenset: "frozenset"}
+MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
+SCALARS = (torch.float32, torch.float64, torch.int64, torch.int32)  # in a text, exactly
+DEEPEST = 100  # levels of lists and dicts; what holds itself, or means harm, has more
+LONGEST = 10_000  # bits of a number: Python itself refuses to read much longer ones
+
+
+class Encoder:
+    """Plain data on their way into a file. Tensors are put aside."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+
+    def encode(self, value: Any, where: str, depth: int = 0) -> Any:
+        """What `json.dumps` takes; CheckpointError if `value`, which `where` names, is not plain data."""
+        kind = type(value)
+        if depth > DEEPEST:
+            raise CheckpointError(
+                f"{where[:100]}... is nested in more than {DEEPEST} lists and dicts (or holds itself), which "
+                "a checkpoint does not take: make it flatter"
+            )
+        if kind is int and value.bit_length() > LONGEST:
+            raise CheckpointError(f"{where} is a number of {value.bit_length()} bits: save it as bytes")
+        if value is None or kind in (bool, int, str):
+            return value
+        if kind is float:
+            return value if math.isfinite(value) else {KIND: "float", VALUE: str(value)}
+        if kind is list:
+            return [self.encode(each, f"{where}[{i}]", depth + 1) for i, each in enumerate(value)]
+        if kind in SEQUENCES:
+            return {KIND: SEQUENCES[kind], VALUE: self._members(value, where, depth)}
+        if kind is deque:
+            return {KIND: "deque", VALUE: [value.maxlen, self._members(value, where, depth)]}
+        if kind in MAPPINGS:
+            return self._mapping(value, MAPPINGS[kind], where, depth)
+        return self._rare(value, where)
+
+    def _members(self, value: Iterable[Any], where: str, depth: int) -> list[Any]:
+        encoded = [self.encode(each, f"{where}[...]", depth + 1) for each in value]
+        return sorted(encoded, key=json.dumps) if isinstance(value, (set, frozenset)) else encoded
+
+    def _mapping(self, value: Mapping[Any, Any], kind: str, where: str, depth: int) -> Any:
+        deeper = depth + 1
+        if kind == "dict" and KIND not in value and all(type(key) is str for key in value):
+            return {key: self.encode(each, f"{where}[{key!r}]", deeper) for key, each in value.items()}
+        pairs = [
+            [self.encode(k, f"a key of {where}", deeper), self.encode(v, f"{where}[{k!r}]", deeper)]
+            for k, v in value.items()
+        ]
+        return {KIND: kind, VALUE: pairs}
+
+    def _rare(self, value: Any, where: str) -> Any:
+        if type(value) in (Tensor, Parameter):
+            return self._tensor(value.detach(), where)
+        if isinstance(value, Absent):
+            raise CheckpointError(
+                f"{where} is a parameter that is sharded, so it has no values here: copy it inside "
+                "zero_full.GatheredParameters, on every rank"
+            )
+        if type(value) is bytes:
+            return {KIND: "bytes", VALUE: base64.b64encode(value).decode()}
+        if type(value) is complex:
+            return {KIND: "complex", VALUE: [str(value.real), str(value.imag)]}
+        if isinstance(value, (torch.dtype, torch.device)):
+            return {KIND: type(value).__name__, VALUE: str(value).removeprefix("torch.")}
+        numpy: Any = sys.modules.get("numpy")
+        is_array = numpy is not None and type(value) is numpy.ndarray
+        is_scalar = numpy is not None and isinstance(value, numpy.generic)
+        if (is_array or is_scalar) and value.dtype.kind in "biufc":
+            told = [value.dtype.str, list(value.shape), base64.b64encode(value.tobytes()).decode()]
+            return {KIND: "array" if is_array else "scalar", VALUE: told}
+        raise _refusal(where, f"{type(value).__module__}.{type(value).__qualname__}")
+
+    def _tensor(self, value: Tensor, where: str) -> Any:
+        if value.layout != torch.strided or value.is_quantized or value.is_meta or value.dtype not in CODES:
+            raise _refusal(where, f"tensor of {value.dtype}, {value.layout}, on {value.device}")
+        if not value.dim() and value.dtype in SCALARS:
+            return {KIND: "number", VALUE: [str(value.dtype).removeprefix("torch."), str(value.item())]}
+        self.tensors.append(value)
+        return {KIND: "tensor", VALUE: len(self.tensors) - 1}
+
+
+def _refusal(where: str, kind: str) -> CheckpointError:
+    return CheckpointError(
+        f"{where} is a {kind}, which a checkpoint does not hold: it holds numbers, texts, lists, dicts, "
+        "tensors of such numbers and the like, and no objects of classes. Make such of it, or leave it out"
+    )
+
+
+def fingerprint(value: Any) -> str:
+    """A text that differs if plain data do, to the last bit."""
+    encoder = Encoder()
+    told = json.dumps(encoder.encode(value, "a state"))
+    return told + "".join(digest(tensor).hex() for tensor in encoder.tensors)
+
+
+def decode(told: Any, tensor: Callable[[int], Tensor], depth: int = 0) -> Any:
+    """The plain data of what `Encoder.encode` has returned; ValueError and the like if that was damaged.
+
+    `tensor` gives the tensors that were put aside.
+    """
+    if depth > DEEPEST + 2:  # which a file adds
+        raise ValueError("nested too deeply")
+    if isinstance(told, list):
+        return [decode(each, tensor, depth + 1) for each in told]
+    if not isinstance(told, dict):
+        return told
+    if KIND not in told:
+        return {key: decode(each, tensor, depth + 1) for key, each in told.items()}
+    kind, value = told[KIND], told[VALUE]
+    if kind in SEQUENCES.values():
+        made = (decode(each, tensor, depth + 1) for each in value)
+        return next(cls for cls, name in SEQUENCES.items() if name == kind)(made)
+    if kind in MAPPINGS.values():
+        pairs = [(decode(k, tensor, depth + 1), decode(v, tensor, depth + 1)) for k, v in value]
+        return next(cls for cls, name in MAPPINGS.items() if name == kind)(dict(pairs))
+    if kind == "deque":
+        return deque((decode(each, tensor, depth + 1) for each in value[1]), value[0])
+    return RARE[kind](value) if kind != "tensor" else tensor(value)
+
+
+def _array(value: Any) -> Any:
+    import numpy  # only where arrays were saved
+
+    dtype, shape, numbers = value
+    made = numpy.dtype(str(dtype))
+    if made.kind not in "biufc":
+        raise ValueError(f"no numbers: {dtype}")
+    return numpy.frombuffer(base64.b64decode(numbers), made).reshape(shape).copy()
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = vars(torch).get(name)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"no type of numbers: {name}")
+    return found
+
+
+def _number(value: Any) -> Tensor:
+    dtype = _dtype(value[0])
+    if dtype not in SCALARS:
+        raise ValueError(f"no number: {dtype}")
+    return torch.tensor(float(value[1]) if dtype.is_floating_point else int(value[1]), dtype=dtype)
+
+
+RARE: dict[str, Callable[[Any], Any]] = {
+    "float": float,
+    "number": _number,
+    "bytes": base64.b64decode,
+    "complex": lambda value: complex(float(value[0]), float(value[1])),
+    "dtype": _dtype,
+    "device": torch.device,
+    "array": _array,
+    "scalar": lambda value: _array(value)[()],
+}

@@ -1,0 +1,167 @@
+"""What takes a state of its own in a load: the schedule, what modules make themselves, and kept objects.
+
+Nobody knows what they accept but they. So they take their states before anything else changes, and get their
+own back if one of them, on any rank, refuses.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from zero_full._compat import plain
+from zero_full.checkpoint.json_values import fingerprint
+from zero_full.checkpoint.save import Extras
+from zero_full.checkpoint.source import Source
+from zero_full.comm.topology import this_rank
+from zero_full.errors import CheckpointError
+from zero_full.formatting import listed
+from zero_full.shard.access.gathered_parameters import copied, load_others, own_and_made
+
+log = logging.getLogger("zero_full")
+
+
+@dataclass(frozen=True)
+class Taker:
+    """An object, and the state that it is to take."""
+
+    name: str
+    taker: Any
+    state: Any
+
+
+class MadeByModule:
+    """What a module makes for its state dict and takes back: extra states, and tensors that hooks return."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it, as it is now."""
+        _, made = own_and_made(self.module)
+        return {name: copied(value) for name, value in made.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Give it back, as far as it is there."""
+        load_others(self.module, state)
+
+
+class Takers:
+    """The objects that take part in a load, in order."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.those: list[Taker] = []
+        self.before: list[Taker] = []
+        self.takes_schedule = False
+
+    def add_schedule(self, schedule: Any, with_state: bool) -> None:
+        """The schedule of this run, or None; CheckpointError if the saved one is another.
+
+        `with_state`: the options of the optimizer's groups, among them the learning rate, are loaded, too.
+        """
+        state, kind = self.source.shared.get("lr_scheduler"), type(schedule).__name__
+        if schedule is None:
+            if state is not None and this_rank() == 0:
+                stays = "as it was saved" if with_state else "as it is"
+                log.warning(
+                    "%s has the state of a schedule, which nobody takes: the learning rate stays %s. Give "
+                    "initialize the schedule before loading",
+                    self.source.path,
+                    stays,
+                )
+            return
+        saved = self.source.shared.get("schedule", kind)
+        if state is None or saved != kind:
+            told = "no state of a schedule" if state is None else f"the state of a {saved}, not of a {kind}"
+            raise CheckpointError(
+                f"{self.source.path} has {told}: load without it (load_lr_scheduler_states=False). "
+                "Nothing was loaded"
+            )
+        if not with_state and not hasattr(schedule, "get_last_lr"):
+            raise CheckpointError(
+                f"{kind} has no get_last_lr, so nobody can tell which learning rate it has reached: load it "
+                "with the optimizer's state, or neither (load_lr_scheduler_states=False). Nothing was loaded"
+            )
+        self.those.append(Taker("the schedule", schedule, state))
+        self.takes_schedule = True
+
+    def add_made(self, module: nn.Module, state: Mapping[str, Any]) -> None:
+        """What the module is to take back."""
+        if state:
+            self.those.append(Taker(f"the module's own {listed(sorted(state))}", MadeByModule(module), state))
+
+    def add_kept(self, extras: Extras, same_ranks: bool, ranks: int) -> None:
+        """Objects that are to go on: with this rank's states, or what all ranks had alike."""
+        if not self.source.savers:  # written by somebody else
+            if extras.kept and this_rank() == 0:
+                log.warning("%s has no states of %s", self.source.path, listed(sorted(extras.kept)))
+            return
+        everyones = {rank: self.source.private(rank).get("kept", {}) for rank in self.source.savers}
+        unclaimed = sorted({name for each in everyones.values() for name in each} - extras.kept.keys())
+        if unclaimed and this_rank() == 0:
+            log.warning(
+                "%s has states of %s, which nobody takes: name them in keep_in_checkpoint (or Extras.kept) "
+                "before loading",
+                self.source.path,
+                listed(unclaimed),
+            )
+        for name, each in extras.kept.items():
+            states = {rank: told[name] for rank, told in everyones.items() if name in told}
+            if len(states) < len(everyones):
+                raise CheckpointError(
+                    f"{self.source.path} has no state of {name}: load first, and name it in "
+                    "keep_in_checkpoint (or Extras.kept) after that; for training_dataloader, which "
+                    "initialize has made, set engine.training_dataloader = None before. Nothing was loaded"
+                )
+            if not same_ranks and len({fingerprint(state) for state in states.values()}) > 1:
+                raise CheckpointError(
+                    f"{name} was saved by {len(states)} ranks, each its own state, and here are {ranks}: "
+                    "nobody can say which is whose. Let its state_dict be the same on all ranks. Nothing was "
+                    "loaded"
+                )
+            self.those.append(Taker(name, each, states[this_rank() if same_ranks else min(states)]))
+
+    def hand_out(self) -> None:
+        """Give all their states, and note what they had."""
+        for each in self.those:
+            self.before.append(Taker(each.name, each.taker, copied(each.taker.state_dict())))
+            try:
+                each.taker.load_state_dict(each.state)
+            except Exception as error:
+                raise CheckpointError(
+                    f"{each.name} cannot take the state in {self.source.path}: {error!r}. Nothing was loaded"
+                ) from error
+
+    def take_back(self) -> None:
+        """Give all what they had."""
+        for each in self.before:
+            with suppress(Exception):  # of one that takes no state at all, which has been told
+                each.taker.load_state_dict(each.state)
+
+
+def made_in(source: Source, made: Mapping[str, Any], place: Mapping[str, str]) -> dict[str, Any]:
+    """What the source has of what a module makes, by its names. `place`: keys of tensors, by name."""
+    others, found = source.shared.get("others", {}), dict[str, Any]()
+    for name, value in made.items():
+        if isinstance(value, Tensor):
+            if name in place:
+                stored = source.tensors[place[name]]
+                for start, stop in source.parts(place[name], 0, stored.numel):
+                    source.verify(place[name], start, stop)
+                found[name] = source.read_across(place[name], 0, stored.numel).view(stored.shape)
+        elif plain(name) in others:
+            found[name] = others[plain(name)]
+    return found
+
+
+def set_rates(groups: Sequence[dict[str, Any]], schedule: Any) -> None:
+    """The learning rates of groups whose own were not loaded become those that the schedule has reached."""
+    for group, rate in zip(groups, schedule.get_last_lr(), strict=True):
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = float(rate)

@@ -1,0 +1,306 @@
+"""What `python -m zero_full doctor` prints: what is here, what is used, and what is wrong with it.
+
+It looks, and starts nothing: no process group, no device memory, unless it is asked to measure. It has to
+work where the rest of the package cannot, so every import may fail, that of anything else of ours, too.
+"""
+
+import importlib
+import os
+import platform
+import re
+import sys
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from zero_full.formatting import behind, terminal
+
+TORCH_AT_LEAST = (2, 11)
+PYDANTIC_AT_LEAST = (2, 0)
+Rows = list[tuple[str, str]]
+
+
+def report() -> str:
+    """All sections as plain text in two columns, as wide as the terminal."""
+    sections = {
+        "zero_full": package(),
+        "machine": machine(),
+        "accelerators": accelerators(),
+        "torch.distributed": distributed(),
+        "launcher": launcher(),
+        "optional packages": optional_packages(),
+        "compiled ops": compiled_ops(),
+    }
+    column, width = 4 + max(len(name) for rows in sections.values() for name, _ in rows), terminal()
+    lines: list[str] = []
+    for title, rows in sections.items():
+        lines.append(title)
+        for name, value in rows:
+            lines += behind(f"  {name}", value, column, width)
+        lines.append("")
+    return "\n".join(lines)
+
+
+def problems() -> list[str]:
+    """What keeps the package from running, each with its remedy."""
+    least = ".".join(map(str, TORCH_AT_LEAST))
+    found = []
+    torch, reason = imported("torch")
+    if torch is None:
+        found.append(f"torch cannot be imported ({reason}), remedy: pip install 'torch>={least}'")
+    else:
+        if release_of(torch.__version__) < TORCH_AT_LEAST:
+            found.append(f"torch {torch.__version__} is too old, remedy: pip install 'torch>={least}'")
+        if not distributed_available(torch):
+            found.append("this torch has no torch.distributed, remedy: install a build from pytorch.org")
+    return found + pydantic_problems() + safetensors_problems() + launcher_problems()
+
+
+def main(measure: str | None = None) -> int:
+    """Print the report; 0 if all is well, else 1 and a line for each problem.
+
+    `measure`: bandwidths are measured, too: within memory, and of this directory's disk unless it is "".
+    """
+    print(report())
+    found = problems()
+    if measure is not None:
+        found += measured(measure)
+    for problem in found:
+        print(f"problem: {problem}")
+    if not found:
+        print("no problem found")
+    return 1 if found else 0
+
+
+def measured(place: str) -> list[str]:
+    """Print bandwidths line by line, for they take their time; returns what could not be measured."""
+    bandwidth, reason = imported("zero_full.doctor.bandwidth")
+    if bandwidth is None:
+        return [f"nothing can be measured: {reason}"]
+    print("measured, by one process")
+    try:
+        for rows in (bandwidth.memory_rows, *([partial(bandwidth.disk_rows, place)] if place else [])):
+            for name, value in rows():
+                print(f"  {name}  {value}", flush=True)
+    except bandwidth.MeasureError as error:
+        return [str(error)]
+    finally:
+        print()
+    return []
+
+
+def package() -> Rows:
+    """Versions of ourselves and of what we stand on."""
+    torch, reason = imported("torch")
+    least = ".".join(map(str, TORCH_AT_LEAST))
+    if torch is None:
+        answer = f"not usable: {reason}"
+    else:
+        good = release_of(torch.__version__) >= TORCH_AT_LEAST
+        answer = f"{torch.__version__} ({'at least' if good else 'OLDER than'} {least})"
+    return [
+        ("version", installed("zero-full") or "not installed, run from its source"),
+        ("Python", f"{platform.python_version()} ({sys.executable})"),
+        ("torch", answer),
+        ("pydantic", installed("pydantic") or "missing"),
+        ("safetensors", installed("safetensors") or "missing"),
+    ]
+
+
+def machine() -> Rows:
+    """Processors, threads and memory."""
+    torch, _ = imported("torch")
+    threads = os.environ.get("OMP_NUM_THREADS")
+    rows = [
+        ("platform", platform.platform()),
+        ("CPUs", f"{usable_cpus()} usable of {os.cpu_count()}"),
+        ("OMP_NUM_THREADS", threads or "not set (torchrun sets it to 1 for more than one process)"),
+    ]
+    if torch is not None:
+        rows.append(("torch threads", str(torch.get_num_threads())))
+    return [*rows, ("memory", memory())]
+
+
+def usable_cpus() -> int:
+    """How many CPUs this process may use, which an affinity mask may limit."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def memory() -> str:
+    """The memory of the machine, and the limit of the container if there is one."""
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return "unknown"
+    answer = in_gib(total)
+    free = re.search(r"MemAvailable:\s+(\d+) kB", text_of("/proc/meminfo"))
+    if free:
+        answer += f", {in_gib(int(free[1]) * 1024)} available"
+    limit = text_of("/sys/fs/cgroup/memory.max").strip()
+    if limit.isdigit() and int(limit) < total:
+        answer += f", this container may use {in_gib(int(limit))}"
+    return answer
+
+
+def accelerators() -> Rows:
+    """Devices that torch sees, or why there are none."""
+    torch, _ = imported("torch")
+    if torch is None:
+        return [("none", "torch is not usable")]
+    if torch.cuda.is_available():
+        return [(f"cuda:{i}", cuda_device(torch, i)) for i in range(torch.cuda.device_count())]
+    other = torch.accelerator.current_accelerator() if hasattr(torch, "accelerator") else None
+    if other is not None and torch.accelerator.is_available():
+        return [(str(other), f"{torch.accelerator.device_count()} device(s)")]
+    return [("none", why_no_cuda(torch))]
+
+
+def cuda_device(torch: Any, index: int) -> str:
+    """Name, memory and compute capability; asks for nothing that starts work on the device."""
+    known = torch.cuda.get_device_properties(index)
+    return f"{known.name}, {in_gib(known.total_memory)}, compute capability {known.major}.{known.minor}"
+
+
+def why_no_cuda(torch: Any) -> str:
+    """Why torch sees no CUDA device: the build, the environment or the driver."""
+    built_for = torch.version.cuda or torch.version.hip
+    if built_for is None:
+        return "this torch is built for CPU only; pytorch.org has builds for GPUs"
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if hidden is not None and hidden.strip() in ("", "-1"):
+        return f"CUDA_VISIBLE_DEVICES={hidden!r} hides every device; unset it"
+    kind = "CUDA" if torch.version.cuda else "ROCm"
+    return f"torch is built for {kind} {built_for} but finds no device; see whether the driver is loaded"
+
+
+def distributed() -> Rows:
+    """Backends and what the collectives run on."""
+    torch, _ = imported("torch")
+    if torch is None or not distributed_available(torch):
+        return [("available", "no")]
+    rows = collective_strategies()
+    return [("backends", ", ".join(name for name, _ in rows) or "none"), *rows]
+
+
+def collective_strategies() -> list[tuple[str, str]]:
+    """Each available backend and how reduce-scatter and all-gather travel over it."""
+    torch, _ = imported("torch")
+    if torch is None or not distributed_available(torch):
+        return []
+    answers = {
+        "gloo": "shared memory on one Linux host, else slices sent directly and summed locally; "
+        "on a device, the same through the host's memory",
+        "nccl": "the backend's own collectives",
+        "mpi": "the backend's own collectives",
+        "ucc": "the backend's own collectives",
+        "xccl": "the backend's own collectives",
+    }
+    asks = {name: getattr(torch.distributed, f"is_{name}_available", lambda: False) for name in answers}
+    return [(name, answer) for name, answer in answers.items() if asks[name]()]
+
+
+def launcher() -> Rows:
+    """The variables that a launcher sets, and what to do without one."""
+    launch, reason = imported("zero_full.start.launch")
+    if launch is None:
+        return [("unknown", reason)]
+    names = (*launch.LAUNCHER[:2], "LOCAL_RANK", *launch.LAUNCHER[2:])
+    rows = [(name, os.environ.get(name) or "not set") for name in names]
+    try:
+        place = launch.find_place(os.environ)
+    except launch.LaunchError:
+        return [*rows, ("so this is", "not clear")]
+    alone = "one process; for more: torchrun --nproc-per-node=2 train.py"
+    told = f"rank {place.rank} of {place.world_size}, says {place.by}" if place else alone
+    return [*rows, ("so this is", told)]
+
+
+def launcher_problems() -> list[str]:
+    """The errors that `init_distributed` would raise here."""
+    launch, _ = imported("zero_full.start.launch")
+    if launch is None:
+        return []
+    try:
+        place = launch.find_place(os.environ)
+    except launch.LaunchError as error:
+        return [str(error)]
+    torch, _ = imported("torch")
+    if place is None or not hasattr(torch, "accelerator") or not torch.accelerator.is_available():
+        return []
+    problem = launch.device_problem(place.variables.get("LOCAL_RANK"))
+    return [] if problem is None else [problem]
+
+
+def pydantic_problems() -> list[str]:
+    """A line if pydantic, which reads the configuration, is missing or too old."""
+    least = ".".join(map(str, PYDANTIC_AT_LEAST))
+    remedy = f"remedy: pip install 'pydantic>={least}'"
+    pydantic, reason = imported("pydantic")
+    if pydantic is None:
+        return [f"pydantic cannot be imported ({reason}), {remedy}"]
+    version = str(getattr(pydantic, "VERSION", "0"))
+    return [f"pydantic {version} is too old, {remedy}"] if release_of(version) < PYDANTIC_AT_LEAST else []
+
+
+def safetensors_problems() -> list[str]:
+    """A line if safetensors, which reads and writes weights, is missing."""
+    safetensors, reason = imported("safetensors")
+    missing = f"safetensors cannot be imported ({reason}), remedy: pip install safetensors"
+    return [missing] if safetensors is None else []
+
+
+def optional_packages() -> Rows:
+    """Packages that are never needed, and their versions."""
+    return [
+        ("numpy", installed("numpy") or "not installed"),
+        ("deepspeed", f"{installed('deepspeed') or 'not installed'} (not needed)"),
+    ]
+
+
+def compiled_ops() -> Rows:
+    """What each operator runs on, and the reason if it is not a compiled one."""
+    load, reason = imported("zero_full.kernels.load")
+    return [("none", f"torch is not usable: {reason}")] if load is None else list(load.rows())
+
+
+def distributed_available(torch: Any) -> bool:
+    """Whether this build of torch has torch.distributed."""
+    return hasattr(torch, "distributed") and bool(torch.distributed.is_available())
+
+
+def imported(name: str) -> tuple[Any, str]:
+    """The module, or None and the reason. A broken installation raises more than ImportError."""
+    try:
+        return importlib.import_module(name), ""
+    except Exception as error:
+        return None, str(error).partition("\n")[0] or type(error).__name__
+
+
+def installed(distribution: str) -> str | None:
+    """The version of an installed distribution, which is not imported; else None."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def release_of(text: str) -> tuple[int, ...]:
+    """Major and minor release of a version: (2, 11) of "2.11.0+cpu"."""
+    found = re.match(r"(\d+)\.(\d+)", text)
+    return tuple(map(int, found.groups())) if found else (0,)
+
+
+def in_gib(size: int) -> str:
+    """A number of bytes in GiB, as text."""
+    return f"{size / 2**30:.1f} GiB"
+
+
+def text_of(path: str) -> str:
+    """The file's text; empty if this system has no such file."""
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""

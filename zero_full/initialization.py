@@ -1,0 +1,284 @@
+"""`initialize`: a model, a config, and what to make of them."""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from zero_full.assemble import OPERATORS, Prepared, assemble, prepared_with, take_model
+from zero_full.comm.topology import Topology
+from zero_full.config import Config, LeafModuleConfig, Resolved, resolve
+from zero_full.config.together import MICRO, TRAIN
+from zero_full.construct import outside_recording
+from zero_full.engine.engine import Engine
+from zero_full.engine.loader import RankLoader
+from zero_full.errors import ConfigError
+from zero_full.formatting import listed
+from zero_full.optim import build_optimizer, build_scheduler, parameter_groups
+from zero_full.shard.deal.units import Wrap
+from zero_full.shard.step.optimizer import ZeroOptimizer
+from zero_full.shard.step.wrapped_optimizer import NoOptimizer
+from zero_full.start.argument_checks import (
+    check_arguments,
+    check_model,
+    check_optimizer,
+    check_scale,
+    check_schedule,
+    check_training_data,
+    untrained,
+)
+from zero_full.start.from_config import (
+    facts_of_config,
+    is_leaf,
+    scaler_of,
+    scales,
+    settings_of,
+    shard_ranks_of,
+)
+from zero_full.start.launch import init_distributed
+from zero_full.start.startup_checks import RollCall, attempt, compare, facts_of
+
+log = logging.getLogger("zero_full")
+
+
+@outside_recording
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: Any = None,
+    config_params: Any = None,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
+    topology: Topology | None = None,
+    wrap: Wrap | None = None,
+) -> tuple[Engine, ZeroOptimizer, Any, Any]:
+    """Put `model` under an engine's care. Returns (engine, optimizer, data loader, schedule).
+
+    model             moved to this rank's device; every rank gets the first rank's values
+    optimizer         an instance, a class or a function of the parameters; None: the config's. Where there
+                      is none either, the engine runs forward only; but at stage 0 it averages gradients, for
+                      an optimizer of your own
+    model_parameters  what to train: parameters, or groups of them; None: all that require gradients
+    training_data     a dataset; each rank's loader has its own part
+    lr_scheduler      an instance, or a function of the optimizer; None: the config's
+    config            a dict, or the path of a JSON file, with DeepSpeed's keys (also: args.deepspeed_config)
+    process_group     the ranks that share the state; or a named `mesh`, Megatron's `mpu`, a `topology`
+    wrap              stage 3: (name, module) -> whether it is gathered as a whole; None: the config's way
+    """
+    if isinstance(model, Engine):
+        raise TypeError("the model is an engine already: initialize gets the module itself, engine.module")
+    given = {"process_group": process_group, "mesh": mesh, "mpu": mpu, "topology": topology}
+    check_arguments(model, optimizer, lr_scheduler, wrap, given)
+    check_training_data(training_data)
+    assert model is not None
+    if dist_init_required is not False:
+        init_distributed()
+    topology = _topology(**given)
+    data_rank, data_ranks = _place_among_data(topology)
+
+    configs, trained = (args, config, config_params), (optimizer, model_parameters, lr_scheduler)
+    prepare = partial(_prepare, model, configs, data_ranks, trained, wrap, topology, RollCall(topology))
+    resolved, schedule, prepared = attempt(prepare, topology)
+    checked = resolved.config
+    attempt(partial(_check_batches, checked, training_data), topology)
+    agreed = {"configuration": facts_of_config(checked), **facts_of(model, prepared.base)}
+    compare({**agreed, OPERATORS: prepared.operators}, topology, may_differ=OPERATORS)
+    shard_ranks = shard_ranks_of(checked, data_ranks)
+    if shard_ranks is not None:
+        topology = topology.with_sub_groups(shard_ranks)
+    wrapped = assemble(model, topology, prepared)
+    loader = _loader(checked, training_data, collate_fn, (data_rank, data_ranks))
+    engine = Engine(model, wrapped, resolved, prepared.deferred.device, schedule, loader, data_ranks)
+    _record(engine, topology)
+    _announce(engine, _unheard(engine, optimizer, lr_scheduler))
+    return engine, wrapped, loader, schedule
+
+
+def _loader(
+    config: Config, data: Any, collate_fn: Callable[..., Any] | None, place: tuple[int, int]
+) -> RankLoader | None:
+    """This rank's part of the data; `place`: which rank it is, of how many."""
+    if data is None:
+        return None
+    batch, drop = config.train_micro_batch_size_per_gpu, config.dataloader_drop_last
+    return RankLoader(data, batch, *place, collate_fn, drop)
+
+
+def _record(engine: Engine, topology: Topology) -> None:
+    """Record the run, if the file asks for that. All ranks can write, or none goes on."""
+    debug = engine.config.debug
+    if debug.record is not None:
+        attempt(partial(engine.record, debug.record, debug.record_steps), topology)
+
+
+def _prepare(
+    model: nn.Module,
+    configs: tuple[Any, Any, Any],
+    data_ranks: int,
+    trained: tuple[Any, Any, Any],
+    wrap: Wrap | None,
+    topology: Topology,
+    roll_call: RollCall,
+) -> tuple[Resolved, Any, Prepared]:
+    """What a rank can make on its own: the configuration, the schedule, and what is to be assembled."""
+    resolved = resolve(_config(*configs), data_ranks)
+    settings = settings_of(resolved.config)
+    if settings.check_timeout_s is not None:
+        roll_call.wait(settings.check_timeout_s)
+    if wrap is not None:
+        settings = replace(settings, gathering=replace(settings.gathering, wrap=wrap))
+    check_model(model)
+    deferred = take_model(model, topology)
+    optimizer, parameters, schedule = trained
+    base = _optimizer(resolved, model, optimizer, parameters)
+    check_optimizer(base, model)
+    if not scales(resolved.config):
+        check_scale(base, model, settings.dtypes.of)
+    prepared = prepared_with(deferred, base, settings, scaler_of(resolved.config))
+    return resolved, _schedule(resolved, base, schedule), prepared
+
+
+def _check_batches(config: Config, training_data: Any) -> None:
+    if training_data is not None and not config.train_micro_batch_size_per_gpu:
+        raise ConfigError(f"training_data needs a batch size: set {MICRO} or {TRAIN} in the configuration")
+
+
+def _config(args: Any, config: Any, config_params: Any) -> Any:
+    candidates = [config, config_params, getattr(args, "deepspeed_config", None)]
+    found = [candidate for candidate in candidates if candidate is not None]
+    if len(found) != 1:
+        raise ValueError(
+            f"initialize needs one config and got {len(found)}: pass config=<dict or path>, or an argument "
+            "--deepspeed_config, not both"
+        )
+    return found[0]
+
+
+def _topology(
+    process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None, mpu: Any, topology: Topology | None
+) -> Topology:
+    if mesh is not None:
+        return Topology.from_mesh(mesh)
+    if mpu is not None:
+        return Topology.from_mpu(mpu)
+    return topology if topology is not None else Topology(data=process_group)
+
+
+def _world() -> dist.ProcessGroup | None:
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
+def _place_among_data(topology: Topology) -> tuple[int, int]:
+    """(this rank, how many) among the ranks that train on different data."""
+    shard, copies = topology.shard, topology.replicate
+    if shard is not None and copies is not None:
+        return copies.rank() * shard.size() + shard.rank(), copies.size() * shard.size()
+    group = topology.data if topology.data is not None else _world()
+    return (group.rank(), group.size()) if group is not None else (0, 1)
+
+
+def _optimizer(
+    resolved: Resolved, model: nn.Module, given: Any, parameters: Iterable[Any] | None
+) -> torch.optim.Optimizer:
+    section, stage = resolved.config.optimizer, resolved.config.zero_optimization.stage
+    if given is None and section is None:
+        return NoOptimizer([p for p in model.parameters() if p.requires_grad] if stage == 0 else [])
+    if isinstance(given, torch.optim.Optimizer):
+        groups = given.param_groups
+    else:
+        if parameters is None:
+            parameters = [p for p in model.parameters() if p.requires_grad]
+        groups = parameter_groups(parameters)  # what is frozen and listed may be trained later
+    if not any(p.requires_grad for group in groups for p in group["params"]):
+        raise ValueError("there is nothing to train: no parameter requires gradients")
+    if isinstance(given, torch.optim.Optimizer):
+        return given
+    if given is None:
+        assert section is not None
+        return build_optimizer(section.type, section.params, groups, model)
+    made: torch.optim.Optimizer = given(groups)
+    return made
+
+
+def _unheard(engine: Engine, optimizer: Any, schedule: Any) -> Iterator[str]:
+    """A line for each section of the file that something else has taken the place of."""
+    config, used = engine.config, "that was passed to initialize is used, and not the file's"
+    if optimizer is not None and config.optimizer is not None:
+        yield f'the optimizer {used} "optimizer" ({config.optimizer.type})'
+    if schedule is not None and config.scheduler is not None:
+        yield f'the schedule {used} "scheduler" ({config.scheduler.type})'
+    elif config.scheduler is not None and isinstance(engine.optimizer.base, NoOptimizer):
+        yield f'the file\'s "scheduler" ({config.scheduler.type}) has nothing to do: there is no optimizer'
+
+
+def _schedule(resolved: Resolved, base: torch.optim.Optimizer, given: Any) -> Any:
+    section = resolved.config.scheduler
+    if given is not None:
+        made = given(base) if callable(given) and not hasattr(given, "step") else given
+        check_schedule(made, base)
+        return made
+    if section is None or isinstance(base, NoOptimizer):
+        return None
+    return build_scheduler(section.type, section.params, base)
+
+
+def _idle_leaves(engine: Engine) -> Iterator[str]:
+    """A line for each item of leaf_module that fits no module that is called, at stage 3."""
+    zero = engine.config.zero_optimization
+    called = [(n, m) for n, m in engine.module.named_modules() if type(m).forward is not nn.Module.forward]
+    for key in zero.leaf_module.model_fields_set if zero.stage == 3 else ():
+        for item in getattr(zero.leaf_module, key):
+            alone = LeafModuleConfig(**{"classes": [], key: [item]})
+            if not any(is_leaf(alone, name, module) for name, module in called):
+                yield f"zero_optimization.leaf_module.{key}: no module that is called fits {item!r}"
+
+
+def _forgotten(engine: Engine) -> Iterator[str]:
+    """A line about the parameters that require gradients and are in no group of the optimizer."""
+    if isinstance(engine.optimizer.base, NoOptimizer):
+        return
+    if names := untrained(engine.optimizer, engine.module):
+        yield (
+            f"{len(names)} parameters require gradients and are in no group of the optimizer, so they are "
+            f"not trained: {listed(names)}"
+        )
+
+
+def _unseen(engine: Engine) -> Iterator[str]:
+    """A line if lines of progress are asked for, and Python's logging does not show them."""
+    asked = [key for key in ("steps_per_print", "wall_clock_breakdown") if getattr(engine.config, key)]
+    if asked and not (log.isEnabledFor(logging.INFO) and log.hasHandlers()):
+        yield (
+            f"{' and '.join(asked)}: their lines go to Python's logging, which shows warnings only until "
+            "logging.basicConfig(level=logging.INFO) is called"
+        )
+
+
+def _announce(engine: Engine, unheard: Iterable[str]) -> None:
+    if dist.is_initialized() and dist.get_rank() != 0:
+        return
+    resolved = engine.resolved
+    assumed = () if isinstance(engine.optimizer.base, NoOptimizer) else resolved.assumed
+    warnings = (*resolved.warnings, *assumed, *_unseen(engine))
+    for warning in (*warnings, *_idle_leaves(engine), *_forgotten(engine), *unheard):
+        log.warning("%s", warning)
+    model_dtype = next((p.dtype for p in engine.module.parameters()), torch.float32)
+    dtypes = engine.optimizer.settings.dtypes.table(model_dtype)
+    rows = [(f"dtype of {kind}", dtype, "derived") for kind, dtype in dtypes.items()]
+    log.info("zero_full configuration\n%s", resolved.table(rows))
+    if rule := engine.division_rule():
+        log.info("%s", rule)

@@ -1,0 +1,378 @@
+"""State that waits in a file, and comes into memory for its own part of a step (ZeRO-Infinity).
+
+[Note: two buffers] A step goes over the parts in order. While one is stepped in one buffer, a lane beside it
+writes the part before from the other buffer and then reads the part behind into it:
+
+    stepped      0            1            2            3
+    lane      read 1     write 0 read 2   write 1 read 3   write 2      write 3
+
+So memory holds two parts, and a step takes as long as the longer of computing and moving. Parts move past the
+page cache where the file system allows it.
+
+[Note: at rest] Between steps the tensors of a part are windows into the file, seen as memory. Whoever reads
+or writes them (a checkpoint, `safe_get_full_fp32_param`, a load) needs to know nothing of all this, and the
+system takes and drops pages as memory allows. All tensors of a part lie side by side there, as in the buffer.
+What a first step or a load has made lies in ordinary memory until it is put away for the first time.
+
+[Note: what can go wrong] What is written has checksums, which are compared when it is read again. A part that
+cannot be written stays in memory, and so do all after it: the step is finished, everything can be saved, and
+the next step is refused on all ranks. A part that cannot be read is lost: its tensors become NaN, and the
+step fails on all ranks.
+"""
+
+import ctypes
+import logging
+import weakref
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_full._compat import version_of
+from zero_full.comm.lane import Pending, Thread
+from zero_full.kernels.files import BlockIO, aligned_empty
+from zero_full.offload.host_device_copies import Flow
+from zero_full.offload.nvme_params import BlockShelf, Buffers
+from zero_full.offload.param_store import Shelf
+from zero_full.offload.spill_file import (
+    DAMAGED,
+    LOST,
+    ScratchFile,
+    directory_of,
+    page_sums,
+    refuse_more_than_free,
+    whole_pages,
+)
+from zero_full.offload.tiers import GONE, HostTier, Owned, Tier
+
+log = logging.getLogger("zero_full")
+APART = 64  # bytes: every tensor begins at a multiple of them
+UNREADABLE = "the optimizer's state in {} cannot be read: {}. Go on from a checkpoint, in a new run"
+TensorsOf = Callable[[Any], list[Tensor]]
+
+
+@dataclass(frozen=True)
+class BlockTier(HostTier):
+    """State waits in a file without a name in `path`, one for each rank, and is stepped on the host.
+
+    Or this rank's slices of parameters wait there, and are read ahead of their use.
+    """
+
+    path: str | Path = ""
+    part_numel: int = 2**24  # elements stepped at a time, or one slice of parameters if that has more
+    buffer_numel: int = 2**27  # of parameters, in buffers at a time; more if one unit needs more
+    memory_numel: int = 0  # of parameters, that stay in memory
+    threads: int = 4
+    block_bytes: int = 2**20  # read or written by a thread at a time
+    direct: bool = True  # past the page cache, where the file system can do that
+    kind = "disk"
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for what cannot be meant."""
+        if self.ratio != 1:
+            raise ValueError(f"ratio must be 1 where all of the state waits in a file, not {self.ratio!r}")
+        if not str(self.path):
+            raise ValueError("BlockTier needs the path of a directory on a fast disk (nvme_path)")
+        if self.step_early:
+            raise ValueError("BlockTier cannot step early: what waits on a disk is not in memory twice")
+        if self.delay_after is not None:
+            raise ValueError("BlockTier cannot delay updates: state on a disk is in memory for a step only")
+        if self.part_numel < 1:
+            raise ValueError(f"part_numel must be at least 1, not {self.part_numel}")
+
+    @property
+    def copied_numel(self) -> int:  # type: ignore[override]
+        """No more than buffers can take."""
+        return min(Tier.copied_numel, self.buffer_numel)
+
+    def open(self, rooms: Sequence[int], device: torch.device) -> Tier:
+        """With file, buffers and threads."""
+        return OpenBlocks(self, self._file())
+
+    def shelf(self, device: torch.device) -> Shelf:
+        """With a file and threads of its own."""
+        buffers = Buffers(self.buffer_numel, self.pin_memory and device.type != "cpu")
+        return BlockShelf(self._file(), buffers, self.memory_numel, HostTier(self.pin_memory).shelf(device))
+
+    def _file(self) -> ScratchFile:
+        io = BlockIO(self.threads, self.block_bytes, direct=self.direct)
+        return ScratchFile(directory_of(self.path), io)
+
+
+class Block:
+    """The tensors of one slice, side by side: in a buffer while they are stepped, in the file at rest."""
+
+    def __init__(self, tensors: Sequence[Tensor], before: tuple[int, int] | None) -> None:
+        """Lay them out: the first one is the master, of which others may be windows.
+
+        `before`: where in the file they were until now, and how many bytes that are.
+        """
+        self.before = before
+        master, self.size, self.places = tensors[0], 0, list[int]()
+        self.inside = [tensor is not master and _is_window(tensor, master) for tensor in tensors]
+        for tensor, inside in zip(tensors, self.inside, strict=True):
+            self.places.append(tensor.data_ptr() - master.data_ptr() if inside else self.size)
+            if not inside:
+                self.size += _apart(tensor.nbytes)
+        self.begin: int | None = None  # in the file, if it is there
+        self.sums: Tensor | None = None  # checksums of what is there
+        self.at: list[int] = []  # addresses of the tensors, where they were put last
+        self.versions: list[int] = []  # of the tensors, at rest
+        self.rests = False  # the tensors are windows into the file
+        self.kept: Tensor | None = None  # all bytes, if they could not be written
+
+    @property
+    def room(self) -> int:
+        """Bytes in a buffer and in the file."""
+        return bytes_of_block([self.size])
+
+    @property
+    def space(self) -> tuple[int, int] | None:
+        """What it, or what was before it, has of the file."""
+        return self.before if self.begin is None else (self.begin, self.room)
+
+    def is_of(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether these are its tensors, and where it has put them."""
+        return [tensor.data_ptr() for tensor in tensors] == self.at
+
+    def windows(self, tensors: Sequence[Tensor], memory: Tensor, copy: bool) -> list[Tensor]:
+        """Where they would lie in this memory; `copy`: with the values that they have."""
+        found = []
+        for tensor, place, inside in zip(tensors, self.places, self.inside, strict=True):
+            found.append(memory[place : place + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+            if copy and not inside:
+                found[-1].copy_(tensor)
+        return found
+
+    def put(self, tensors: Sequence[Tensor], memory: Tensor, copy: bool = False) -> None:
+        """The tensors lie in this memory from now on; `copy`: with the values that they have."""
+        windows = self.windows(tensors, memory, copy)
+        for tensor, window in zip(tensors, windows, strict=True):
+            tensor.data = window
+        self.at, self.rests = [tensor.data_ptr() for tensor in tensors], False
+        self.versions = [version_of(tensor) for tensor in tensors]
+
+    def was_written(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether somebody has written to the tensors at rest."""
+        return [version_of(tensor) for tensor in tensors] != self.versions
+
+
+def bytes_of_block(sizes: Iterable[int]) -> int:
+    """What a block of tensors of so many bytes has in a buffer and in the file."""
+    return whole_pages(sum(map(_apart, sizes)))
+
+
+def _apart(size: int) -> int:
+    return -(-size // APART) * APART
+
+
+@dataclass
+class Turn:
+    """A part on its way through a step: each slice's block and window into the buffer."""
+
+    part: Sequence[Any]
+    blocks: list[Block]
+    windows: list[Tensor]
+    reading: Pending
+
+
+class OpenBlocks(Tier):
+    """A `BlockTier` in a run. See the notes above."""
+
+    apart, kind, moves = True, BlockTier.kind, True
+
+    def __init__(self, choice: BlockTier, file: ScratchFile) -> None:
+        self.part_numel, self.host = choice.part_numel, HostTier(choice.pin_memory)
+        self.file, self.directory, self.place = file, file.directory, file.place
+        self.advice = file.advice
+        self.lane = Thread("zero_full-blocks")
+        self.buffers = [torch.empty(0, dtype=torch.uint8)] * 2
+        self.blocks: weakref.WeakKeyDictionary[Any, Block] = weakref.WeakKeyDictionary()
+        self.rooms: dict[int, tuple[int, int]] = {}  # by address: where in the file, how many bytes
+        self.read_bytes = self.written_bytes = 0
+        self.failure = self.lost = ""
+
+    def close(self) -> None:
+        """End threads and file. Tensors at rest stay what they are as long as somebody has them."""
+        self.lane.close()
+        self.file.end()
+        self.buffers.clear()
+        self.blocks.clear()
+        self.lost = self.lost or GONE
+
+    def held(self) -> Sequence[Tensor]:
+        """The buffers."""
+        return [buffer for buffer in self.buffers if buffer.numel()]
+
+    def moved(self) -> dict[str, int]:
+        """Whole blocks. What a checkpoint or a load reads and writes at rest is not counted."""
+        return {"read from disk": self.read_bytes, "written to disk": self.written_bytes}
+
+    def refuse_too_little(self, need: int) -> None:
+        """OSError if the disk has not so much space."""
+        refuse_more_than_free(self.directory, need)
+
+    def room(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A window into the file."""
+        size = numel * dtype.itemsize
+        begin = self.file.take(size)
+        window = self.file.window(begin, size)
+        self.rooms[window.data_ptr()] = begin, size
+        return window.view(dtype)
+
+    def fetch(self, tensor: Tensor) -> Tensor:
+        """A copy on the host; on a CPU the tensor itself."""
+        return self.host.fetch(tensor)
+
+    def flow(self, device: torch.device, sums: bool) -> Flow | None:
+        """The host's: what travels does not go through the file."""
+        return self.host.flow(device, sums)
+
+    # A step --------------------------------------------------------------------------------------
+
+    def in_turn(
+        self, parts: Sequence[Sequence[Owned]], tensors_of: Callable[[Owned], list[Tensor]]
+    ) -> Generator[Sequence[Owned]]:
+        """See [Note: two buffers]."""
+        try:
+            turn = self._begin(parts[0], tensors_of, 0) if parts else None
+            for number, part in enumerate(parts):
+                assert turn is not None
+                now, later = turn, parts[number + 1 :]
+                self._arrive(now, tensors_of)
+                try:
+                    turn = self._begin(later[0], tensors_of, number + 1) if later else None
+                    yield part
+                finally:
+                    self._leave(now, tensors_of)
+        finally:
+            self._settle(parts, tensors_of)
+
+    def _begin(self, part: Sequence[Any], tensors_of: TensorsOf, number: int) -> Turn:
+        """Begin to read a part, behind what the lane has to do already."""
+        blocks = [self._block_of(owned, tensors_of(owned)) for owned in part]
+        windows, there = self._windows(number % 2, blocks), list[tuple[Block, Tensor, Tensor | None]]()
+        for owned, block, window in zip(part, blocks, windows, strict=True):
+            if block.begin is not None and block.kept is None:
+                there.append((block, window, None if block.was_written(tensors_of(owned)) else block.sums))
+        return Turn(part, blocks, windows, self.lane.submit(partial(self._read, there), [], []))
+
+    def _block_of(self, owned: Any, tensors: list[Tensor]) -> Block:
+        """What was put away last; a new one, in which nothing is yet, if there are other tensors now."""
+        block = self.blocks.get(owned)
+        if block is None or not block.is_of(tensors):
+            before = self.rooms.pop(tensors[0].data_ptr(), None) if block is None else block.space
+            block = self.blocks[owned] = Block(tensors, before)
+        return block
+
+    def _windows(self, which: int, blocks: Sequence[Block]) -> list[Tensor]:
+        """Room for each block in one of the two buffers, which grows until it has held the largest part."""
+        size = sum(block.room for block in blocks)
+        if self.buffers[which].numel() < size:
+            self.lane.drain()  # nothing is under way from the old one
+            self.buffers[which] = aligned_empty(size, torch.uint8)
+        return list(self.buffers[which][:size].split([block.room for block in blocks]))
+
+    def _read(self, there: Sequence[tuple[Block, Tensor, Tensor | None]]) -> None:
+        """On the lane: fill windows with what is in the file, and compare checksums where they are known."""
+        for block, window, sums in there:
+            assert block.begin is not None
+            try:
+                self.file.read(window, block.begin).wait()
+                self.read_bytes += window.numel()
+                wrong = "" if sums is None or torch.equal(page_sums(window), sums) else DAMAGED
+            except OSError as error:
+                wrong = str(error)
+            if wrong:
+                window.fill_(LOST)
+                self.lost = self.lost or UNREADABLE.format(self.directory, wrong)
+
+    def _arrive(self, turn: Turn, tensors_of: TensorsOf) -> None:
+        """The tensors of a part are in its buffer."""
+        turn.reading.wait()
+        for owned, block, window in zip(turn.part, turn.blocks, turn.windows, strict=True):
+            if block.kept is None:
+                block.put(tensors_of(owned), window, copy=block.begin is None)
+
+    def _leave(self, turn: Turn, tensors_of: TensorsOf) -> None:
+        """Begin to write a part. Its tensors are at rest, as soon as that is done."""
+        for owned, block, window in zip(turn.part, turn.blocks, turn.windows, strict=True):
+            tensors = tensors_of(owned)
+            if not block.is_of(tensors):  # the step has made some of them
+                block = self.blocks[owned] = Block(tensors, block.space)
+                window = aligned_empty(block.room, torch.uint8)
+                block.put(tensors, window, copy=True)
+                _trim()  # what the step has made was memory in many pieces
+            if block.kept is None:
+                self._put_away(block, tensors, window)
+
+    def _put_away(self, block: Block, tensors: Sequence[Tensor], window: Tensor) -> None:
+        try:
+            if self.failure:
+                block.kept = window.clone()
+                return
+            if block.begin is None:
+                block.begin = self.file.take(block.room)
+                if block.before is not None:
+                    self.file.give_back(*block.before)
+        except OSError as error:
+            block.kept = window.clone()
+            self._fail(error)
+            return
+        block.put(tensors, self.file.window(block.begin, block.room))
+        block.rests = True
+        self.lane.submit(partial(self._write, block, window), [], [])
+
+    def _write(self, block: Block, window: Tensor) -> None:
+        """On the lane: put a block into the file; or keep it, if that fails or has failed."""
+        assert block.begin is not None
+        try:
+            if not self.failure:
+                block.sums = page_sums(window)
+                self.file.write(window, block.begin).wait()
+                self.written_bytes += window.numel()
+        except OSError as error:
+            self._fail(error)
+        if self.failure:
+            block.kept = window.clone()
+
+    def _fail(self, error: OSError) -> None:
+        self.failure = (
+            f"the optimizer's state cannot be written to {self.directory}: {error}. It stays in memory, and "
+            "the step was finished: save a checkpoint now, after zero_grad, and go on from it with a disk "
+            "that can be written"
+        )
+        log.error("%s", self.failure)
+
+    def _settle(self, parts: Sequence[Sequence[Any]], tensors_of: TensorsOf) -> None:
+        """Everything is at rest, or kept."""
+        self.lane.drain()
+        for owned in (owned for part in parts for owned in part):
+            block, tensors = self.blocks.get(owned), tensors_of(owned)
+            if block is None:
+                continue
+            if block.kept is not None:
+                block.put(tensors, block.kept)
+            elif not block.rests and block.is_of(tensors):  # somebody has ended the step between two places
+                self._take_out(owned, tensors, block)
+
+    def _take_out(self, owned: Any, tensors: Sequence[Tensor], block: Block) -> None:
+        """From a buffer, which others will use. What the file has of them is not wanted any more."""
+        block = self.blocks[owned] = Block(tensors, block.space)
+        block.put(tensors, aligned_empty(block.room, torch.uint8), copy=True)
+
+
+def _trim() -> None:
+    """Give the system back what was freed: glibc would keep it, as much as all state together."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def _is_window(tensor: Tensor, master: Tensor) -> bool:
+    begin = tensor.data_ptr() - master.data_ptr()
+    return bool(tensor.numel()) and begin >= 0 and begin + tensor.nbytes <= master.nbytes

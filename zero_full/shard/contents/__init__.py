@@ -1,0 +1,1 @@
+"""What state dicts and checkpoints hold of a sharded model and its optimizer."""

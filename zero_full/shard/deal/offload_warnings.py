@@ -1,0 +1,43 @@
+"""What stays where it was, though somebody has asked for it to wait elsewhere: told when it is dealt."""
+
+import logging
+
+from zero_full.offload import BlockTier
+from zero_full.settings import Settings
+from zero_full.shard.deal.dealer import Drafts, Sharded
+
+log = logging.getLogger("zero_full")
+NEAR = 0.1  # of the state: so much more or less than the ratio nobody is told of
+
+
+def tell_of_share(drafts: Drafts, settings: Settings) -> None:
+    """How much of the optimizer's state waits elsewhere, where that is far from what was asked for."""
+    asked, everything = settings.tier.ratio, sum(draft.numel for draft in drafts.leaving)
+    if not (settings.tier.apart and everything):
+        return
+    away = sum(draft.numel for draft in drafts.away) / everything
+    if abs(away - asked) > NEAR:
+        cut = "buckets and units" if settings.releases_parameters else "buckets"
+        largest = max(draft.numel for draft in drafts.leaving) / everything
+        log.warning(
+            f"offload_optimizer.ratio is {asked:g}, and {away:.2f} of the optimizer's state waits on the "
+            f"host: only whole {cut} do, of which there are {len(drafts.leaving)}, the largest with "
+            f"{largest:.2f} of all elements. A smaller reduce_bucket_size makes smaller buckets, but not "
+            "smaller units"
+        )
+
+
+def tell_of_parameters(parts: Sharded, settings: Settings) -> None:
+    """Whether no parameter at all waits where `param_tier` says."""
+    tier, flats = settings.param_tier, parts.flats
+    if not (tier.apart and parts.shelf.apart) or any(flat.slice.kind == tier.kind for flat in flats):
+        return
+    if isinstance(tier, BlockTier) and any(flat.kind.released_at_rest for flat in flats):
+        why = (
+            f"max_in_cpu is {tier.memory_numel:,}, and so many elements of this rank's slices stay in "
+            "memory, which are all: give a smaller number, or 0"
+        )
+    else:
+        why = "no module's parameters are released: see stage3_param_persistence_threshold"
+    where = "in nvme_path" if isinstance(tier, BlockTier) else "on the host"
+    log.warning(f"offload_param has no effect, no parameter waits {where}: {why}")

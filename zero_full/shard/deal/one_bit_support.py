@@ -1,0 +1,77 @@
+"""Which runs an optimizer that averages by itself can serve: said before anything is laid out."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+
+import torch
+from torch.optim import Optimizer
+
+from zero_full._compat import backend_of
+from zero_full.comm.backend_names import missing_for
+from zero_full.comm.topology import Topology
+from zero_full.optim.one_bit import OneBitOptimizer
+from zero_full.settings import Settings
+from zero_full.shard.group.process_groups import Groups
+
+SUMS = "its average is a mean: gradients cannot be summed (gradient_allreduce_op, Settings(average=False))"
+EXPERTS = "experts have gradients of their own ranks, and it averages the whole model's over all"
+LOW_STATE = "it keeps its state in fp32: remove bf16_optimizer_states, or Settings(dtypes=...) with low_state"
+OFFLOAD = "its state does not wait on the host: remove offload_optimizer, or Settings(tier=...)"
+PARTS = "it averages over all ranks: remove mics_shard_size, or `shard` and `replicate` of the topology"
+WIDE = "it keeps its state and averages in fp32: convert the model by model.float()"
+
+
+@dataclass(frozen=True)
+class WholeState(Settings):
+    """Of an optimizer that has whole state on every rank, also at stage 1, and cuts by itself what it can."""
+
+    @property
+    def cuts_state(self) -> bool:
+        """No: it is laid out as stage 0 lays out."""
+        return False
+
+
+def served(base: Optimizer, settings: Settings, topology: Topology) -> Settings:
+    """The settings by which this optimizer's run is laid out; ValueError if there can be none."""
+    if not isinstance(base, OneBitOptimizer):
+        return settings
+    name, stages = type(base).__name__, base.zero_full_stages
+    if settings.stage not in stages:
+        one_of = " or ".join(map(str, stages))
+        raise ValueError(
+            f"{name} at stage {settings.stage}: it needs this rank's own gradients, whole, and a momentum of "
+            f"the whole model on every rank. Use stage {one_of}, or another optimizer"
+        )
+    wide = settings.dtypes.parameter is None and any(p.dtype == torch.float64 for p in _trained(base))
+    for applies, reason in (
+        (topology.expert_data is not None, EXPERTS),
+        (not settings.average, SUMS),
+        (settings.dtypes.low_state, LOW_STATE),
+        (settings.tier.apart, OFFLOAD),
+        (topology.shard is not None, PARTS),
+        (wide, WIDE),
+    ):
+        if applies:
+            raise ValueError(f"{name} cannot step here: {reason}")
+    base.shares_variance = settings.stage == 1
+    return WholeState(**{each.name: getattr(settings, each.name) for each in fields(settings)})
+
+
+def refuse_other_backend(base: Optimizer, groups: Groups, device: torch.device) -> None:
+    """ValueError if ranks do not talk over what `comm_backend_name` names."""
+    if not isinstance(base, OneBitOptimizer) or base.backend is None:
+        return
+    missing = missing_for(base.backend)
+    group = groups.dense.across.group
+    actual = None if group is None else backend_of(group, device)
+    if not missing and actual not in (None, base.backend):
+        missing = f"{base.backend}: the ranks' process group on {device.type} is one of {actual}"
+    if missing:
+        raise ValueError(
+            f"comm_backend_name of {type(base).__name__}: {missing}. Remove comm_backend_name: the ranks "
+            "average over whatever process group there is"
+        )
+
+
+def _trained(base: Optimizer) -> Iterable[torch.Tensor]:
+    return (p for group in base.param_groups for p in group["params"])

@@ -1,0 +1,122 @@
+"""Which parameters stage 3 gathers together: a unit is what one module and everything in it needs.
+
+[Note: choosing units] From the top down: a module becomes a unit, with all that is inside, if it does not
+hold more than `limit` elements; otherwise what it holds itself becomes a unit, and its children are looked
+at. A module that is never called (`nn.ModuleList`) or that reads its children's parameters without calling
+them (`nn.MultiheadAttention`) cannot be halved like that. Modules that the user names or marks
+(`leaf_modules.py`) are units whatever their size.
+
+A parameter that several modules hold (tied weights) belongs to the innermost module that has all of them
+inside: gathered once, before the first use, and let go after the last.
+"""
+
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+from torch import nn
+from torch.nn import Parameter
+
+from zero_full.settings import Gathering
+from zero_full.shard.deal.leaf_modules import z3_leaf_module
+
+INDIVISIBLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+PARTS = 8  # no unit needs to be larger than this part of the model ...
+LIVE_PARTS = 4  # ... or this part of what may be live at a time
+Wrap = Callable[[str, nn.Module], bool]
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """Parameters that are gathered together, before this module's forward."""
+
+    name: str  # the module's, "" for the model
+    module: nn.Module
+    parameters: tuple[tuple[str, Parameter], ...]
+
+
+def size_limit(model: nn.Module, max_live: int) -> int:
+    """How many elements a unit may have where the user does not say what the units are."""
+    total = sum(p.numel() for p in model.parameters())
+    return max(1, min(-(-total // PARTS), max_live // LIVE_PARTS))
+
+
+def kept_whole(model: nn.Module, limits: Gathering) -> list[Parameter]:
+    """Parameters too small to be worth gathering, until there are too many of them."""
+    kept, room = [], limits.keep_total
+    for param in model.parameters():
+        if param.numel() <= min(limits.keep_numel, room):
+            kept.append(param)
+            room -= param.numel()
+    return kept
+
+
+def choose_units(
+    model: nn.Module, limit: int, wrap: Wrap | None = None, leave_out: Iterable[Parameter] = ()
+) -> list[Unit]:
+    """Units in the order of the modules; every parameter that is not left out is in exactly one."""
+    sites: dict[nn.Module, str] = {}
+    for name, module in ("", model), *_sites("", model, limit, wrap):
+        sites.setdefault(module, name)
+    owner = _site_of_each(model, sites)
+    left_out = set(leave_out)
+    held: dict[nn.Module, list[tuple[str, Parameter]]] = {}
+    for name, param in model.named_parameters():
+        if param not in left_out:
+            held.setdefault(owner[param], []).append((name, param))
+    return [Unit(sites[module], module, tuple(params)) for module, params in held.items()]
+
+
+def _sites(name: str, module: nn.Module, limit: int, wrap: Wrap | None) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that get a unit, outer ones first."""
+    is_called = type(module).forward is not nn.Module.forward
+    if z3_leaf_module(module) and not is_called:
+        raise ValueError(
+            f"{name or 'the model'} is marked as a leaf of stage 3, but a {type(module).__name__} is never "
+            "called, so nothing would gather it: mark the module that calls what is inside"
+        )
+    if _is_named(name, module, wrap) and is_called:
+        yield name, module
+        return
+    small = sum(p.numel() for p in module.parameters()) <= limit or isinstance(module, INDIVISIBLE)
+    if is_called:
+        yield name, module
+    inside = [
+        site
+        for child_name, child in module.named_children()
+        for site in _sites(f"{name}.{child_name}" if name else child_name, child, limit, wrap)
+    ]
+    if small and is_called and name:
+        inside = [(n, m) for n, m in inside if _is_named(n, m, wrap)]
+    yield from inside
+
+
+def _is_named(name: str, module: nn.Module, wrap: Wrap | None) -> bool:
+    """Whether the user wants this module to be a unit. `wrap` is not asked about the model itself."""
+    return z3_leaf_module(module) or (wrap is not None and bool(name) and wrap(name, module))
+
+
+def _site_of_each(model: nn.Module, sites: Container[nn.Module]) -> dict[Parameter, nn.Module]:
+    """For each parameter the innermost site that has all modules inside which hold it."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    paths: dict[Parameter, list[list[str]]] = {}
+    for name, module in modules.items():
+        for param in module.parameters(recurse=False):
+            paths.setdefault(param, []).append(name.split(".") if name else [])
+
+    def innermost(path: Sequence[str]) -> nn.Module:
+        around = [modules[".".join(path[:length])] for length in range(len(path), -1, -1)]
+        found: nn.Module = next(module for module in around if module in sites)
+        return found
+
+    owners = {}
+    for param, found in paths.items():
+        nearest = {innermost(path) for path in found}
+        # One module under several names is one site; different ones meet further out.
+        owners[param] = nearest.pop() if len(nearest) == 1 else innermost(_common(found))
+    return owners
+
+
+def _common(paths: Sequence[Sequence[str]]) -> list[str]:
+    """The names that all paths begin with."""
+    return [names[0] for names in takewhile(lambda names: len(set(names)) == 1, zip(*paths, strict=False))]

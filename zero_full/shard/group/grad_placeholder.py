@@ -1,0 +1,129 @@
+"""What `param.grad` shows while the gradient itself lies in a flat buffer.
+
+[Note: stand-ins] Gradients are averaged in flat buffers, of which this rank keeps a slice, so there is no
+whole tensor to put into `param.grad`. None would lie: `clip_grad_norm_` would find a norm of 0. A stand-in
+has the parameter's shape and no memory. It can be cleared, as `module.zero_grad()` does, and replaced, as
+code does that writes gradients by hand; both count at the next backward pass or step. Whatever would read or
+change its values is an error that says what to write instead.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from zero_full._compat import foreach_zero
+from zero_full.shard.group.parameters import Member, nothing
+from zero_full.shard.group.placeholder_ops import CONVERSIONS, HARMLESS, plainly
+
+CLEARING = {Tensor.zero_, foreach_zero}
+UNSCALED = (
+    "a gradient was written into the grad of {}, and with a loss scale nobody knows whether it is scaled: "
+    "use zero_full.safe_set_full_grad(param, value), which takes it unscaled"
+)
+
+
+class StandIn(Tensor):
+    """See [Note: stand-ins]."""
+
+    parameter = "a parameter"  # its name
+    member: Member | None = None  # None: of a conversion, which nobody's gradient depends on
+    owner: Callable[[], "ShownGradients | None"] = staticmethod(lambda: None)  # weak: see `Hook`
+
+    @classmethod
+    def of(cls, member: Member, owner: "ShownGradients") -> "StandIn":
+        """The stand-in for this parameter's gradient."""
+        shown = nothing(member.param.dtype, member.param.device).expand(member.param.shape)
+        made = shown.as_subclass(cls)
+        made.parameter, made.member, made.owner = member.name, member, weakref.ref(owner)
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Let pass what does not look at the values."""
+        if func in HARMLESS:
+            return plainly(func, args, kwargs)
+        if func in CONVERSIONS:
+            converted = plainly(func, args, kwargs).as_subclass(StandIn)
+            converted.parameter = args[0].parameter
+            return converted
+        given = args[0] if args and isinstance(args[0], (tuple, list)) else args
+        found = [each for each in given if isinstance(each, StandIn)]
+        if func in CLEARING and len(found) == len(given):
+            for each in found:
+                each._zero()
+            return args[0]
+        if func is Tensor.__repr__:
+            return f"<the gradient of {found[0].parameter}: averaged in a flat buffer>"
+        name = found[0].parameter if found else "a parameter"
+        raise RuntimeError(
+            f"{name}.grad has no values here: after backward, gradients lie averaged in flat buffers. To "
+            "clip their norm, set the key gradient_clipping; the norm is engine.get_global_grad_norm(). To "
+            "read or replace one, use zero_full.safe_get_full_grad(param) and safe_set_full_grad(param, "
+            "value), or assign a tensor of yours to param.grad"
+        )
+
+    def _zero(self) -> None:
+        owner = self.owner()
+        if owner is not None:
+            owner.zero(self)
+
+
+@dataclass
+class Found:
+    """What somebody has done to gradients since they were shown."""
+
+    cleared: list[Member] = field(default_factory=list)
+    written: list[tuple[Member, Tensor]] = field(default_factory=list)
+
+
+class ShownGradients:
+    """The stand-ins that are in `param.grad` now."""
+
+    def __init__(self, zero: Callable[[Member], None]) -> None:
+        self.zero_gradient_of = zero
+        self.shown: dict[Member, Tensor] = {}
+
+    def show(self, members: Iterable[Member]) -> None:
+        """Put stand-ins into `grad` of these parameters, whose gradients are in a buffer."""
+        for member in members:
+            # A new one each time: one that somebody has kept stands for a gradient that is gone.
+            self.hand_out(member, StandIn.of(member, self))
+
+    def hand_out(self, member: Member, gradient: Tensor) -> None:
+        """Put this gradient, or what stands for it, into `param.grad`."""
+        member.param.grad = self.shown[member] = gradient
+
+    def zero(self, stand_in: StandIn) -> None:
+        """Make the gradient that this stands for zero."""
+        member = stand_in.member
+        if member is not None and self.shown.get(member) is stand_in:
+            self.zero_gradient_of(member)
+
+    def changes(self) -> Found:
+        """What was cleared or replaced since it was shown. It counts as shown no more."""
+        found = Found()
+        for member, stand_in in list(self.shown.items()):
+            grad = member.param.grad
+            if grad is stand_in:
+                continue
+            del self.shown[member]
+            if grad is None:
+                found.cleared.append(member)
+            else:
+                found.written.append((member, grad))
+        return found
+
+    def lift(self) -> None:
+        """Take all stand-ins out of `param.grad`: autograd adds to what is there."""
+        for member, stand_in in self.shown.items():
+            if member.param.grad is stand_in:
+                member.param.grad = None
+        self.shown.clear()
+
+
+def names_of(members: Iterable[Member]) -> str:
+    """The parameters' names in an order that is the same on every rank: for messages."""
+    return ", ".join(sorted(member.name for member in members))

@@ -1,0 +1,154 @@
+"""From a topology to communicators: who shares state with this rank, and how slices travel among them."""
+
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zero_full.comm.communicator import Communicator
+from zero_full.comm.ledger import Traffic
+from zero_full.comm.quantized import Gather, Nodes, QuantizedGather, TwoHopReduce
+from zero_full.comm.topology import Topology, new_group, ranks_of
+from zero_full.precision.norms import has_fp64
+from zero_full.settings import Settings
+
+Reduce = Callable[[Tensor, Tensor, float, str], None]  # to this rank's slice of the sum, divided
+Group = dist.ProcessGroup | None
+
+
+@dataclass(frozen=True)
+class Pair:
+    """State is cut over the ranks of `shard` and repeated over those of `across`."""
+
+    shard: Communicator
+    across: Communicator
+    gather: Gather
+    reduce: Reduce
+    node: Communicator | None = None  # the ranks of `shard` that keep what they have gathered among them
+
+    def everyones(self, mine: Any, what: str) -> list[Any]:
+        """The small objects of all ranks, those of one `shard` side by side. Every rank must call this."""
+        everyones = [mine]
+        for group in (self.shard, self.across):
+            everyones = [each for some in group.gather_objects(everyones, what) for each in some]
+        return everyones
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The communicators of a topology."""
+
+    dense: Pair
+    expert: Pair | None
+    between_experts: Communicator | None  # ranks that hold different experts
+    model: Communicator | None
+    data_ranks: int  # ranks whose gradients are averaged
+    traffic: Traffic
+    communicators: list[Communicator]  # all of them
+    opened: list[dist.ProcessGroup]  # for this engine alone
+
+    def close(self) -> None:
+        """Let go of all groups; leave those that were opened for this engine. Every rank must call this.
+
+        Each is left, also if a collective on another one has failed, which is raised then.
+        """
+        with ExitStack() as others:
+            while self.opened:
+                others.callback(_leave, self.opened.pop())
+            for communicator in self.communicators:
+                others.callback(communicator.close)
+
+    @property
+    def everyone(self) -> list[Communicator]:
+        """Groups that together reach every rank whose gradients meet this rank's."""
+        groups = [self.dense.shard, self.dense.across]
+        return [*groups, self.model] if self.model is not None else groups
+
+
+def _leave(group: dist.ProcessGroup) -> None:
+    with suppress(ValueError):  # somebody has left all groups already
+        dist.destroy_process_group(group)
+
+
+@dataclass(frozen=True)
+class Connection:
+    """How to open communicators."""
+
+    device: torch.device
+    traffic: Traffic
+    own_groups: bool  # so that our calls never mix with the user's on the same group, in another order
+    check_timeout_s: float | None
+    shared_memory: bool = True  # where ranks can
+    given: tuple[dist.ProcessGroup, ...] = ()  # opened for this engine already, and not in use yet
+    communicators: list[Communicator] = field(default_factory=list)
+    opened: list[dist.ProcessGroup] = field(default_factory=list)
+
+    def to(self, group: Group, label: str = "") -> Communicator:
+        """A communicator for this group, or for a rank that is alone if it is None."""
+        ours = any(group is each for each in self.given)
+        if group is not None and group.size() > 1 and self.own_groups and not ours:
+            group = new_group(ranks_of(group), group, self.device)
+            self.opened.append(group)
+        return self._over(group, label)
+
+    def _over(self, group: Group, label: str = "") -> Communicator:
+        made = Communicator(group, self.device, self.traffic, self.check_timeout_s, label, self.shared_memory)
+        self.communicators.append(made)
+        return made
+
+    def pair(self, settings: Settings, shard: Group, across: Group) -> Pair:
+        """The communicators for one kind of state. Stage 0 cuts nothing: its shard is this rank alone."""
+        if not settings.cuts_state:
+            shard, across = None, shard
+        cut, copies = self.to(shard), self.to(across)
+        if not settings.releases_parameters or shard is None or cut.size == 1:
+            return Pair(cut, copies, cut.all_gather, cut.reduce_scatter)
+        # Parameters travel beside gradients.
+        beside = replace(self, own_groups=True, given=()) if settings.overlap else self
+        gathering, reduce = settings.gathering, cut.reduce_scatter
+        gather: Gather = (beside.to(shard) if settings.overlap else cut).all_gather
+        nodes = node = None
+        if gathering.node_ranks > 1 or gathering.quantized_weights:
+            nodes = self.nodes(gathering.node_ranks, shard)
+            node = nodes.inner if gathering.node_ranks > 1 else None
+        if nodes is not None and gathering.quantized_weights:
+            gather = QuantizedGather(nodes).or_exactly(gather)
+        if gathering.quantized_gradients:
+            if nodes is None or settings.overlap:
+                nodes = self.nodes(gathering.node_ranks, shard)
+            reduce = TwoHopReduce(nodes).reduce_scatter
+        return Pair(cut, copies, gather, reduce, node)
+
+    def nodes(self, node_ranks: int, group: dist.ProcessGroup) -> Nodes:
+        """The group as nodes of so many neighbours, who meet in groups of their own."""
+        inner, outer = Topology(data=group).sub_groups(node_ranks, "zero_hpz_partition_size")
+        self.opened.extend((inner, outer))
+        return Nodes(self._over(inner), self._over(outer, "between nodes"))
+
+
+def connect(topology: Topology, settings: Settings, connection: Connection) -> Groups:
+    """Open a communicator for every group of the topology. Every rank must call this."""
+    data = topology.data
+    if data is None and dist.is_initialized():
+        data = dist.group.WORLD
+    if data is not None and data.size() > 1 and not has_fp64(connection.device):
+        raise ValueError(
+            f"{connection.device.type} has no 64-bit floats, in which ranks add up what they agree on"
+        )
+    if topology.shard is not None and not settings.cuts_state:
+        raise ValueError("stage 0 shards nothing: use stage 1, 2 or 3, or drop `shard` and `replicate`")
+    connection = replace(connection, given=topology.opened)
+    dense = connection.pair(settings, topology.shard or data, topology.replicate)
+    expert = None
+    if topology.expert_data is not None:
+        flat = replace(settings, gathering=replace(settings.gathering, node_ranks=1))
+        expert = connection.pair(flat, topology.expert_data, None)
+    model = connection.to(topology.model) if topology.model is not None else None
+    between_experts = connection.to(topology.expert) if expert is not None else None
+    ranks = dense.shard.size * dense.across.size
+    made, opened = connection.communicators, [*topology.opened, *connection.opened]
+    return Groups(dense, expert, between_experts, model, ranks, connection.traffic, made, opened)

@@ -1,0 +1,1 @@
+"""What watches for changes by user code that a step would ignore."""

@@ -1,0 +1,1 @@
+"""Forward and backward: when parameters are gathered and released, and gradients reduced."""

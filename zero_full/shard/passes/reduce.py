@@ -1,0 +1,357 @@
+"""When gradients are reduced: hooks on the parameters, and the beginning and end of a backward pass.
+
+All ranks reduce the same buckets in the same order, whatever the order in which their gradients appear:
+a bucket leaves when it and all before it are complete, and what is left leaves at the end of backward.
+
+At stage 3 modules tell when their parameters' gradients are complete (see `gather.py`): `complete`.
+
+A parameter used in two recomputed parts (see [Note: recomputed parts]) gets its gradient in two helpings.
+Once such a part is seen, buckets wait for the end of the large pass.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from zero_full._compat import is_last_hook
+from zero_full.comm.lane import Lane, Pending
+from zero_full.settings import Settings
+from zero_full.shard.group.grad_placeholder import UNSCALED, Found, ShownGradients, names_of
+from zero_full.shard.group.gradients import Bucket
+from zero_full.shard.group.parameters import FlatParameter, Member
+from zero_full.shard.passes.backward import BackwardPass
+
+IN_FLIGHT = 2  # gradient buffers at a time, being filled or reduced; where waiting stops the host, one more
+SCALED = (
+    "a pass through the model's loss has brought gradients to no parameter (torch.autograd.grad, or inputs "
+    "that require gradients), and what it has brought is multiplied by the loss scale: start from "
+    "engine.scale(loss), and divide by engine.loss_scale()"
+)
+
+
+def _before_accumulation(
+    reducer: "weakref.ref[GradientReducer]", param: "weakref.ref[Tensor]", grad: Tensor
+) -> None:
+    alive, mine = reducer(), param()
+    if alive is not None and mine is not None and not alive.backward.running:
+        alive.come_last(mine)  # the others' turn is when the pass has begun
+    if alive is not None and alive.gradients.shown:
+        alive.make_room()
+
+
+def _arrived(reducer: "weakref.ref[GradientReducer]", param: Tensor) -> None:
+    alive = reducer()
+    if alive is not None:
+        alive.arrived(param)
+
+
+class GradientReducer:
+    """Watches the gradients of all buckets."""
+
+    def __init__(self, buckets: Sequence[Bucket], lane: Lane, settings: Settings) -> None:
+        self.every = list(buckets)
+        self.buckets = [bucket for bucket in buckets if not (bucket.uses_param_grad or bucket.asleep)]
+        self.lane, self.every_backward = lane, settings.frees_gradients
+        self.by_module = settings.releases_parameters  # modules tell when gradients are complete
+        self.bucket_of = {bucket.flat: bucket for bucket in buckets}
+        self.spares: list[Tensor] = []
+        for bucket in buckets:
+            bucket.spares = self.spares
+        self.backward = BackwardPass()
+        self.before_waking: Callable[[Sequence[Member]], None] = lambda thawed: None  # may refuse it
+        self.on_waking: Callable[[Bucket], None] = lambda bucket: None
+        self.no_sync = False  # inside no_sync
+        self.hands_back = False  # averaged gradients appear in `param.grad`, for an optimizer of the user's
+        self.unreduced = False  # a backward pass has left gradients that are not reduced
+        self.began = False  # there was a backward pass since the last step
+        self.wait_for_end = False
+        self.launched: set[Bucket] = set()
+        self.missing: dict[Bucket, int] = {}
+        self.producers: dict[Bucket, list[object]] = {}
+        self.pending: list[Pending] = []
+        self.used: set[Member] = set()  # since the last step
+        self.place: dict[Tensor, tuple[Bucket, Member]] = {
+            m.param: (bucket, m) for bucket in buckets for m in bucket.members
+        }
+        self.gradients = ShownGradients(self._zero)
+        self.zeroed: set[Member] = set()  # by hand, since the last pass
+        self.on_clearing: Callable[[], None] = lambda: None  # nothing is left of the last step's gradients
+        self.woken: set[Bucket] = set()  # since the last pass: some gradients may have come without a hook
+        self.sleepers = [bucket for bucket in buckets if bucket.asleep]
+        # For hooks: Python cannot see through tensors to find a circle and free it.
+        self.me = weakref.ref(self)
+        self.hooks: dict[Tensor, list[RemovableHandle]] = {}
+        for bucket in buckets:
+            if not bucket.asleep:
+                self._watch(bucket)
+
+    def _watch(self, bucket: Bucket) -> None:
+        for param in (m.param for m in bucket.members):
+            if param.requires_grad and param not in self.hooks:
+                self.hooks[param] = [self._watch_arrival(param)]
+                if not bucket.uses_param_grad:
+                    before = partial(_before_accumulation, self.me, weakref.ref(param))
+                    self.hooks[param].append(param.register_hook(before))
+
+    def _watch_arrival(self, param: Tensor) -> RemovableHandle:
+        handle: RemovableHandle = param.register_post_accumulate_grad_hook(partial(_arrived, self.me))
+        return handle
+
+    @property
+    def syncing(self) -> bool:
+        """Whether this backward pass ends with reduced gradients."""
+        return not self.no_sync and (self.every_backward or self.backward.is_boundary)
+
+    # Buckets that wake up ------------------------------------------------------------------------
+
+    def wake(self, bucket: Bucket) -> None:
+        """From now on it takes part."""
+        bucket.asleep = False
+        self.on_waking(bucket)
+        self.buckets = [b for b in self.every if not (b.uses_param_grad or b.asleep)]
+
+    def look_at_sleepers(self) -> None:
+        """Wake buckets of which a parameter is not frozen any more, and watch that parameter."""
+        sleeping = [m for bucket in self.sleepers if bucket.asleep for m in bucket.members]
+        if thawed := [m for m in sleeping if m.param.requires_grad]:
+            self.before_waking(thawed)
+        for bucket in self.sleepers:
+            if bucket.asleep and any(m.param.requires_grad for m in bucket.members):
+                self.wake(bucket)
+                self.woken.add(bucket)
+            if not bucket.asleep:
+                self._watch(bucket)
+
+    # One pass ------------------------------------------------------------------------------------
+
+    def begin(self, divided: bool = False, scaled: bool = False) -> None:
+        """A backward pass starts, as the engine knows, or a hook on what a module has returned."""
+        self._start(divided, scaled)
+        self._refuse_unscaled_presets()
+
+    def begin_scaled(self, divided: bool, grad: Tensor) -> None:
+        """A pass has reached a loss that was multiplied by the loss scale, perhaps before all else."""
+        if not self.backward.is_at_work():
+            self.begin(divided, scaled=True)
+        self.backward.divided, self.backward.scaled = divided, True
+
+    def _start(self, divided: bool, scaled: bool) -> None:
+        self.backward.begin(divided, scaled)
+        self.wait_for_end = False
+        self.make_room()
+        self.look_at_sleepers()
+        self.launched.clear()
+        self.zeroed.clear()
+        self.began = self.unreduced = True
+        self.missing = {bucket: _expected(bucket) for bucket in self.buckets}
+        self.producers = {bucket: [] for bucket in self.buckets}
+        for param in self.hooks:
+            self.come_last(param)
+        self.backward.when_autograd_ends(self.finish)
+
+    def come_last(self, param: Tensor) -> None:
+        """A user's hook on this parameter must see the gradient before it moves into a bucket."""
+        hooks = self.hooks[param]
+        if not is_last_hook(param, hooks[0]):
+            hooks[0].remove()
+            hooks[0] = self._watch_arrival(param)
+
+    def make_room(self) -> None:
+        """Autograd adds to what is in `param.grad`: take out what only stands for gradients in buckets."""
+        found = self.gradients.changes()
+        self.drop([*found.cleared, *(member for member, _ in found.written)])
+        # What was written stays in `param.grad`, and autograd adds to it.
+        shown = list(self.gradients.shown)
+        self.gradients.lift()
+        if not self.backward.running:
+            self.backward.when_autograd_ends(lambda: self._show_again(shown))
+
+    def _refuse_unscaled_presets(self) -> None:
+        """Autograd would add gradients with a loss scale to what was written without one."""
+        if self.backward.rules.scale() != 1:
+            preset = names_of(m for b in self.buckets for m in b.members if m.param.grad is not None)
+            if preset:
+                raise RuntimeError(UNSCALED.format(preset))
+
+    def _show_again(self, members: Sequence[Member]) -> None:
+        """It was `torch.autograd.grad`, which passes a parameter's hooks and leaves no gradient there."""
+        if not self.backward.running:
+            self.gradients.show(m for m in members if m.param.grad is None)
+
+    def arrived(self, param: Tensor) -> None:
+        """Autograd has completed a gradient."""
+        bucket, member = self.place[param]
+        if not self.backward.running:
+            self._start(divided=False, scaled=False)
+        divisor = self.backward.bring()
+        self.used.add(member)
+        if bucket.uses_param_grad:
+            return
+        if divisor != 1 and param.grad is not None:
+            param.grad.div_(divisor)
+        if not self.backward.is_at_work() and not self.by_module:  # a recomputed part
+            self.wait_for_end = True
+        here, before = self.lane.producer(), self.producers[bucket]
+        if before:  # the buffer, and what lies in it, is the work of another stream perhaps
+            self.lane.order(before[-1], here)
+        before.append(here)
+        if bucket in self.launched:  # a second helping
+            self._drain(0)
+        elif self.every_backward and not self.lane.stops_host:  # its buffer takes the place of an older one
+            self._drain(IN_FLIGHT - 1)
+        if bucket.settings.copy_on_arrival or not self.syncing:
+            bucket.take(member, final=self.syncing and not self.wait_for_end)
+        self.missing[bucket] -= 1
+        if self.syncing and not self.wait_for_end and not self.by_module:
+            self._launch_complete()
+
+    def _launch_complete(self) -> None:
+        for bucket in self.buckets[len(self.launched) :]:
+            if self.missing[bucket] > 0:
+                return
+            self._launch(bucket)
+
+    @torch.no_grad()
+    def complete(self, flat: FlatParameter) -> None:
+        """Stage 3: these parameters' gradients will not change any more, unless they are used elsewhere."""
+        bucket = self.bucket_of.get(flat)
+        if bucket is not None and not (bucket.uses_param_grad or bucket.asleep) and self.syncing:
+            self._launch(bucket)
+
+    def _launch(self, bucket: Bucket) -> None:
+        self._drain(IN_FLIGHT - 1)
+        self.launched.add(bucket)
+        producers = self.producers.get(bucket, [])
+        read = list(bucket.gradient_memory())  # now: the job lets go of some of it
+        job = partial(bucket.reduce, self.backward.is_boundary)
+        self.pending.append(self.lane.submit(job, read, producers))
+
+    def _drain(self, leave: int) -> None:
+        while len(self.pending) > leave:
+            self.pending.pop(0).wait()
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """The backward pass is over: what has not left leaves now."""
+        if not self.backward.running:
+            return
+        self.backward.end()
+        self._take_unnoticed()
+        if self.backward.gated and self.backward.divisor is None and not self.backward.scaled:
+            raise RuntimeError(SCALED)
+        if self.syncing:
+            self._reduce_rest()
+        self._show_gradients()
+
+    def _show_gradients(self) -> None:
+        members = [m for m in self.used if not self.place[m.param][0].uses_param_grad]
+        if self.hands_back and self.syncing and self.backward.is_boundary:
+            for member in members:
+                self.gradients.hand_out(member, self.place[member.param][0].averaged(member))
+        else:
+            self.gradients.show(members)
+
+    def _take_unnoticed(self) -> None:
+        """Gradients of a bucket that woke up in this pass, whose first parameters had no hooks yet."""
+        for bucket in self.woken:
+            for member in bucket.members:
+                if member.param.grad is not None:
+                    self.used.add(member)
+                    if not bucket.uses_param_grad:
+                        bucket.take(member, final=False)
+        self.woken.clear()
+
+    # Between passes ------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Before a step: reduce whatever backward has left."""
+        if self.backward.running:
+            self.backward.end()
+        if self.unreduced:
+            self.launched.clear()
+            self._reduce_rest()
+        for bucket in self.buckets:
+            bucket.share_slice()  # if no pass knew that it was the last
+
+    def _reduce_rest(self) -> None:
+        self._drain(0)
+        for bucket in self.buckets:
+            second_helping = bucket.slice_is_valid and bool(bucket.arrived)
+            if bucket not in self.launched or second_helping:
+                self._launch(bucket)
+        self._drain(0)
+        self.spares.clear()
+        self.unreduced = False
+
+    # By hand -------------------------------------------------------------------------------------
+
+    def catch_up(self) -> None:
+        """Before a step: parameters that nobody has watched until now may have a gradient, too."""
+        self.look_at_sleepers()
+        if any(m.param.grad is not None for bucket in self.woken for m in bucket.members):
+            self.began = self.unreduced = True
+        self._take_unnoticed()
+
+    def by_hand(self) -> Found:
+        """What somebody has done to `param.grad` since backward: gradients cleared, replaced or put there."""
+        found = self.gradients.changes()
+        known = {member for member, _ in found.written} | self.gradients.shown.keys()
+        for bucket in self.every:
+            if not bucket.uses_param_grad:
+                found.written += [
+                    (m, m.param.grad) for m in bucket.members if m not in known and m.param.grad is not None
+                ]
+        return found
+
+    def drop(self, members: Iterable[Member]) -> None:
+        """Somebody has cleared these gradients."""
+        for member in members:
+            self.used.discard(member)
+            self._zero(member)
+
+    @torch.no_grad()
+    def put(self, member: Member, gradient: Tensor) -> None:
+        """Somebody has written this gradient: it takes the averaged one's place."""
+        if gradient.layout is not torch.strided:
+            raise RuntimeError(
+                f"the gradient that was written into the grad of {member.name} is {gradient.layout}: write a "
+                "dense one (to_dense())"
+            )
+        member.param.grad = None
+        self.place[member.param][0].put(member, gradient)
+        self.used.add(member)
+        self.began = True
+        self.gradients.show([member])
+
+    def _zero(self, member: Member) -> None:
+        self.place[member.param][0].drop(member)
+        self.zeroed.add(member)
+        if self.zeroed >= self.used:
+            self.on_clearing()
+
+    def forget(self) -> None:
+        """After a step, or to start over: nothing is owed."""
+        pending, self.pending = self.pending, []
+        for job in pending:
+            job.wait()
+        self.backward.end()
+        self.backward.failed = self.unreduced = self.began = False
+        self.used.clear()
+        self.gradients.shown.clear()
+
+    def close(self) -> None:
+        """Take the hooks off the parameters."""
+        for hooks in self.hooks.values():
+            for hook in hooks:
+                hook.remove()
+        self.forget()
+
+
+def _expected(bucket: Bucket) -> int:
+    """Gradients that may come in a pass."""
+    return sum(m.param.requires_grad for m in bucket.members)

@@ -1,0 +1,147 @@
+"""From a configuration to what the runtime is made of. Nothing is built here."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero_full.config import Config, LeafModuleConfig
+from zero_full.config.report import entries
+from zero_full.config.schema import AioConfig, OffloadOptimizerConfig, OffloadParamConfig, ZeroConfig
+from zero_full.offload import BlockTier, DeviceTier, HostTier, Tier
+from zero_full.precision import Dtypes, DynamicScale, StaticScale
+from zero_full.precision.dtypes import NAMES
+from zero_full.settings import Gathering, Settings
+
+PRIVATE = ("steps_per_print", "wall_clock_breakdown", "debug.record")  # a rank may choose what it prints
+
+
+def settings_of(config: Config) -> Settings:
+    """What the config says about sharding."""
+    zero, fp16, bf16 = config.zero_optimization, config.fp16, config.bf16
+    parameter = torch.float16 if fp16.enabled else torch.bfloat16 if bf16.enabled else None
+    dtypes = Dtypes(
+        parameter,
+        reduce=_dtype(config.communication_data_type),
+        accumulate=_dtype(config.data_types.grad_accum_dtype),
+        buffer=_dtype(config.data_types.buffer_dtype),
+        low_master=fp16.fp16_master_weights_and_grads or bf16.bf16_master_weights_and_grads,
+        low_state=bf16.bf16_optimizer_states,
+        rounding_seed=bf16.stochastic_rounding_seed if bf16.stochastic_rounding else None,
+    )
+    return Settings(
+        stage=zero.stage,
+        dtypes=dtypes,
+        bucket_numel=zero.reduce_bucket_size,
+        overlap=bool(zero.overlap_comm),
+        copy_on_arrival=zero.contiguous_gradients,
+        round_robin=zero.round_robin_gradients,
+        reduce_scatter=zero.reduce_scatter,
+        prescale=config.prescale_gradients,
+        predivide=config.gradient_predivide_factor,
+        average=config.gradient_allreduce_op == "mean",
+        plain_divisor=config.gradient_accumulation_steps if config.plain_backward_divides else 1,
+        clip=config.gradient_clipping,
+        check_overflow=_checks_overflow(config),
+        refuse_unused=not zero.ignore_unused_parameters,
+        gathering=Gathering(
+            prefetch_numel=zero.stage3_prefetch_bucket_size,
+            max_live=zero.stage3_max_live_parameters,
+            max_reuse=zero.stage3_max_reuse_distance,
+            keep_numel=zero.stage3_param_persistence_threshold,
+            keep_total=zero.stage3_model_persistence_threshold,
+            node_ranks=zero.zero_hpz_partition_size,
+            quantized_weights=zero.zero_quantized_weights,
+            quantized_gradients=zero.zero_quantized_gradients,
+            wrap=partial(is_leaf, zero.leaf_module),
+        ),
+        sub_group_numel=zero.sub_group_size,
+        tier=_tier(zero, config.aio),
+        param_tier=_param_tier(zero, config.aio),
+        shared_memory=config.shared_memory,
+        check_timeout_s=config.debug.timeout_s if config.debug.check_collectives else None,
+        allow_untested=config.zero_allow_untested_optimizer,
+    )
+
+
+def shard_ranks_of(config: Config, data_ranks: int) -> int | None:
+    """Over how many neighbours state is cut; None: over all data-parallel ranks (no `mics_shard_size`)."""
+    zero = config.zero_optimization
+    return zero.mics_shard_size if zero.mics_shard_size > 0 and zero.stage > 0 and data_ranks > 1 else None
+
+
+def _tier(zero: ZeroConfig, aio: AioConfig) -> Tier:
+    """Where masters and the optimizer's state wait. At stage 0, which a plan may compare, on the device."""
+    offload = zero.offload_optimizer
+    if offload is None or offload.device == "none" or zero.stage == 0:
+        return DeviceTier()
+    if offload.device == "cpu" or offload.nvme_path is None:
+        early, delay = offload.super_offload, offload.delay_update_after
+        return HostTier(offload.pin_memory, offload.ratio, step_early=early, delay_after=delay)
+    return _blocks(offload, offload.nvme_path, aio)
+
+
+def _param_tier(zero: ZeroConfig, aio: AioConfig) -> Tier:
+    """Where slices of parameters wait. Below stage 3, which a plan may compare, there are none."""
+    offload = zero.offload_param
+    if offload is None or offload.device == "none" or zero.stage < 3:
+        return DeviceTier()
+    if offload.device == "cpu" or offload.nvme_path is None:
+        return HostTier(offload.pin_memory)
+    buffers = offload.buffer_count * offload.buffer_size
+    made = _blocks(offload, offload.nvme_path, aio)
+    return replace(made, buffer_numel=buffers, memory_numel=offload.max_in_cpu)
+
+
+def _blocks(offload: OffloadParamConfig | OffloadOptimizerConfig, path: str, aio: AioConfig) -> BlockTier:
+    made = BlockTier(offload.pin_memory, path=path, block_bytes=aio.block_size)
+    return made if aio.intra_op_parallelism is None else replace(made, threads=aio.intra_op_parallelism)
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else NAMES[name]
+
+
+def is_leaf(leaf: LeafModuleConfig, name: str, module: nn.Module) -> bool:
+    """Whether the config makes this module a unit: by class, by name or by the end of the name."""
+    kinds = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(module).__mro__]
+    classes = {*kinds, *(kind.rpartition(".")[2] for kind in kinds)}
+    by_class = not classes.isdisjoint(leaf.classes)
+    return by_class or name in leaf.names or name.endswith(tuple(leaf.name_suffixes))
+
+
+def _checks_overflow(config: Config) -> bool:
+    """In fp32 the check comes with clipping, which has the norm anyway."""
+    if config.bf16.enabled:
+        return config.bf16.check_grad_overflow
+    return scales(config) or config.gradient_clipping > 0
+
+
+def scales(config: Config) -> bool:
+    """Whether gradients pass through fp16 on their way, where small ones need a loss scale."""
+    autocast = config.torch_autocast
+    return config.fp16.enabled or (autocast.enabled and autocast.dtype == "fp16")
+
+
+def scaler_of(config: Config) -> StaticScale:
+    """What multiplies the loss."""
+    fp16 = config.fp16
+    if not scales(config):
+        return StaticScale(1.0)
+    if fp16.loss_scale > 0:
+        return StaticScale(fp16.loss_scale)
+    return DynamicScale(
+        2.0**fp16.initial_scale_power,
+        fp16.loss_scale_window,
+        fp16.min_loss_scale,
+        fp16.hysteresis,
+        fp16.consecutive_hysteresis,
+    )
+
+
+def facts_of_config(config: Config) -> dict[str, Any]:
+    """What of a configuration must be the same on all ranks."""
+    keys = (entry for entry in entries(config) if entry.remark is None and entry.key not in PRIVATE)
+    return {entry.key: entry.value for entry in keys}

@@ -1,0 +1,218 @@
+"""Before anything is built: a failure of one rank is everybody's, and ranks that differ are an error.
+
+Later there would be no good moment: ranks that differ make other collectives, and wait for each other.
+"""
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zero_full._compat import backend_of, default_store, keys_under
+from zero_full.comm.devices import shared_among, told
+from zero_full.comm.error_dedup import told_once
+from zero_full.comm.topology import Topology, this_rank
+from zero_full.errors import CommunicationError, DesyncError, DisagreementError, SharedDeviceError
+from zero_full.formatting import ranks_listed
+
+log = logging.getLogger("zero_full")
+Returned = TypeVar("Returned")
+LOOK_S = 0.01  # between looks for a rank that has not come yet
+Facts = Mapping[str, Any]
+SHOWN = 8  # differences in a message
+
+
+def groups_of(topology: Topology) -> list[dist.ProcessGroup]:
+    """Groups that together reach every rank that shares this rank's parameters."""
+    if topology.shard is not None and topology.replicate is not None:
+        return [topology.shard, topology.replicate]
+    data = topology.data
+    if data is None and dist.is_initialized():
+        data = dist.group.WORLD
+    return [data] if data is not None and data.size() > 1 else []
+
+
+def members_of(topology: Topology) -> list[int]:
+    """The ranks in these groups, by their numbers among all."""
+    return sorted({rank for group in groups_of(topology) for rank in dist.get_process_group_ranks(group)})
+
+
+def everyones(mine: Any, topology: Topology) -> dict[int, Any]:
+    """The objects of all ranks, by global rank. Every rank must call this."""
+    known = {this_rank(): mine}
+    for group in groups_of(topology):
+        answers: list[Any] = [None] * group.size()
+        try:
+            dist.all_gather_object(answers, known, group=group)
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            raise CommunicationError(
+                f"rank {group.rank()} of {group.size()}: the meeting of all ranks in initialize failed: "
+                f"{reason}\nUsually another rank has failed first (look for the earliest error) or does not "
+                "call initialize"
+            ) from error
+        known = {rank: each for answer in answers for rank, each in answer.items()}
+    return dict(sorted(known.items()))
+
+
+class RollCall:
+    """Notes in the process group's store which ranks have come to `initialize`."""
+
+    def __init__(self, topology: Topology) -> None:
+        self.ranks = members_of(topology)
+        if self.ranks:
+            name = f"zero_full/initialize/{'-'.join(map(str, self.ranks))}"
+            times = keys_under(name, default_store()).add(f"times/{this_rank()}", 1)
+            self.store = keys_under(f"{name}/{times}", default_store())
+            self.store.set(str(this_rank()), "")
+
+    def wait(self, patience_s: float) -> None:
+        """Wait until all ranks have come; DesyncError if one does not in time."""
+        deadline = time.monotonic() + patience_s
+        while absent := [rank for rank in self.ranks if not self.store.check([str(rank)])]:
+            if time.monotonic() > deadline:
+                lines = [
+                    f"rank {rank}: did not come within {patience_s:g} s; last seen at no call yet"
+                    for rank in absent
+                ]
+                raise DesyncError("\n  ".join(["the ranks part ways at initialize:", *lines]))
+            time.sleep(LOOK_S)
+
+
+def refuse_shared_devices(topology: Topology, device: torch.device) -> None:
+    """SharedDeviceError on every rank if two have one device, where the backend wants one for each.
+
+    NCCL itself would hang, or say something about its own duplicate GPU, in its first collective.
+    """
+    if device.type == "cpu" or not (ranks := members_of(topology)):
+        return
+    backend = backend_of(groups_of(topology)[0], device)
+    if backend == "gloo":
+        return
+    name = f"zero_full/devices/{'-'.join(map(str, ranks))}"
+    times = keys_under(name, default_store()).add(f"times/{this_rank()}", 1)
+    shared = shared_among(keys_under(f"{name}/{times}", default_store()), ranks, this_rank(), device)
+    if shared:
+        raise SharedDeviceError(
+            f"{told(shared)}, and {backend} wants one for each. Either call zero_full.init_distributed() "
+            "instead of torch.distributed.init_process_group: where ranks have one device, their slices go "
+            "through the host's memory. Or give each rank its own: torch.accelerator.set_device_index(...)"
+        )
+
+
+def attempt(act: Callable[[], Returned], topology: Topology) -> Returned:
+    """What `act` returns; if it fails on any rank, all raise, with the reason. Every rank must call this."""
+    made, failure = None, None
+    try:
+        made = act()
+    except (DesyncError, SharedDeviceError):  # a rank is missing, or all know: there is nobody to ask
+        raise
+    except Exception as error:
+        failure = error
+    told = None if failure is None else f"{type(failure).__name__}: {failure}"
+    failures = {rank: text for rank, text in everyones(told, topology).items() if text is not None}
+    if failure is not None:
+        raise told_once(failure, _first_with(told, failures, members_of(topology)))
+    if failures:
+        rank, text = next(iter(failures.items()))
+        theirs = RuntimeError(f"initialize failed on rank {rank}: {text}")
+        raise told_once(theirs, _first_with(text, failures, members_of(topology)))
+    return made  # type: ignore[return-value]
+
+
+def _first_with(text: str | None, failures: Mapping[int, str], ranks: Sequence[int]) -> list[int]:
+    """The ranks that have failed with this text and, if it is the first, those that have not failed."""
+    alike = [rank for rank in failures if failures[rank] == text]
+    is_first = text == next(iter(failures.values()))
+    return alike + [rank for rank in ranks if rank not in failures and is_first]
+
+
+def compare(sections: Mapping[str, Facts], topology: Topology, may_differ: str = "") -> None:
+    """Raise on every rank if any two have different facts; say which. Every rank must call this.
+
+    Of the section `may_differ` a difference is allowed: it is a warning in the first rank's log.
+    """
+    digests = {name: _digest(facts) for name, facts in sections.items()}
+    known = everyones(digests, topology)
+    differing = [name for name in sections if len({each[name] for each in known.values()}) > 1]
+    if not differing:
+        return
+    if differing == [may_differ]:
+        everyone = everyones(sections[may_differ], topology)
+        if this_rank() == min(everyone):
+            log.warning("%s", _disagreement(everyone, f"the ranks do not have the same {may_differ}:"))
+        return
+    mine = {key: value for name in differing for key, value in sections[name].items() if name != may_differ}
+    error = DisagreementError(_disagreement(everyones(mine, topology), "the ranks were not given the same:"))
+    raise told_once(error, members_of(topology))
+
+
+def _digest(facts: Facts) -> str:
+    return hashlib.sha256(repr(list(facts.items())).encode()).hexdigest()
+
+
+def _disagreement(known: Mapping[int, Facts], heading: str) -> str:
+    keys = dict.fromkeys(key for facts in known.values() for key in facts)
+    lines = []
+    for key in keys:
+        values: dict[str, list[int]] = {}
+        for rank, facts in known.items():
+            values.setdefault(str(facts[key]) if key in facts else "absent", []).append(rank)
+        if len(values) > 1:
+            lines.append(
+                f"{key}: " + "; ".join(f"{value} on {ranks_listed(ranks)}" for value, ranks in values.items())
+            )
+    if not lines:
+        lines = ["the same things in another order"]
+    more = f"\n  and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
+    return "\n  ".join([heading, *lines[:SHOWN]]) + more
+
+
+def facts_of(model: nn.Module, base: Optimizer | None) -> dict[str, dict[str, Any]]:
+    """What of a model and its optimizer must be the same everywhere, in sections."""
+    return {
+        "optimizer": dict(_optimizer_facts(base)),
+        "parameters": dict(_parameter_facts(model, base)),
+        "buffers": {
+            f"buffer {name}": f"{b.dtype} of shape {tuple(b.shape)}" for name, b in model.named_buffers()
+        },
+    }
+
+
+def _optimizer_facts(base: Optimizer | None) -> Iterator[tuple[str, Any]]:
+    if base is None:
+        yield "optimizer", None
+        return
+    yield "optimizer", f"{type(base).__module__}.{type(base).__qualname__}"
+    yield from getattr(base, "model_options", {}).items()  # of an optimizer that averages by itself
+    for number, group in enumerate(base.param_groups):
+        for key, value in group.items():
+            if key != "params":
+                yield f"{key} of parameter group {number}", float(value) if _is_number(value) else value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1
+
+
+def _parameter_facts(model: nn.Module, base: Optimizer | None) -> Iterator[tuple[str, str]]:
+    groups = base.param_groups if base is not None else []
+    group_of = {p: number for number, group in enumerate(groups) for p in group["params"]}
+    names = {p: name for name, p in model.named_parameters()}
+    for number, param in enumerate(dict.fromkeys([*names, *group_of])):
+        what = f"{names.get(param, 'not in the model')}, {param.dtype} of shape {tuple(param.shape)}"
+        how = f"{'trained' if param.requires_grad else 'frozen'}, group {group_of.get(param, 'none')}"
+        state = base.state.get(param, {}) if base is not None else {}
+        since = f", optimizer state {sorted(state)} at step {_step(state)}" if state else ""
+        yield f"parameter {number}", f"{what}, {how}{since}"
+
+
+def _step(state: Mapping[str, Any]) -> Any:
+    step: Any = state.get("step")
+    return float(step) if _is_number(step) else step
