@@ -292,7 +292,7 @@ def started_by_the_user(comm: Any, identities: list[str]) -> list[str]:
             refuse = partial(ranks.refuse_shared_devices, Topology(), torch.device("cuda", 0))
             try:
                 ranks.attempt(refuse, Topology())
-            except devices.SharedDeviceError as error:
+            except SharedDeviceError as error:
                 heard.append(str(error))
             assert bool(by_nccl.called) == (not heard)
     return heard

@@ -16,7 +16,7 @@ from zero_full.optim.schedules import (
     WarmupLR,
     build_scheduler,
 )
-from zero_full.optim.step import Average, Peers, Piece, Stepper, Whole, WholeRule
+from zero_full.optim.step import Average, OwnerRule, Peers, Piece, Stepper, Whole, WholeRule
 from zero_full.optim.zero_one_adam import ZeroOneAdam
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "OneBitAdam",
     "OneBitLamb",
     "OneCycle",
+    "OwnerRule",
     "Peers",
     "Piece",
     "Schedule",

@@ -10,6 +10,18 @@ parameters together: each comes to one rank, which does the work on it, and what
 
 An optimizer brings its own stepper by a method `zero_full_stepper` that returns one.
 
+[Note: state of whole parameters] What a rule keeps in `piece.state` is cut with the piece: one value for each
+element, or a number. So a checkpoint loads at any layout. State in a shape of its own, such as Adafactor's
+rows and columns or Shampoo's factors, belongs to the whole parameter. The rule names these entries in
+`whole_entries`:
+
+    without a `whole_rule`   every rank that has a piece keeps the entry in `piece.state`. It must be the same
+                             tensor on all of them, as it is when it is made of what `add_up` has returned
+    with a `whole_rule`      the parameter's owner alone keeps it, in the dict that `WholeRule.state` returns.
+                             Owners are dealt once and stay, as their state would otherwise have to travel
+
+Either is saved once, and given to whoever keeps it in the run that loads it.
+
 [Note: own gradients] A rule may have to see this rank's own gradient before anybody averages it. While its
 `averages` is False, gradients stay what each rank's backward passes have brought; that needs whole state on
 every rank. Ranks still agree on the step: it is skipped on all of them if one has a gradient that is not
@@ -85,6 +97,13 @@ class WholeRule(Protocol):
 
     def take(self, piece: Piece, values: Tensor) -> None:
         """The piece is given its elements of that."""
+
+
+class OwnerRule(WholeRule, Protocol):
+    """A rule whose owners keep state: see [Note: state of whole parameters]."""
+
+    def state(self, whole: Whole) -> dict[str, Tensor]:
+        """What this rank, the owner, keeps of the parameter: the same dict at every call."""
 
 
 class Totals(NamedTuple):
@@ -174,6 +193,16 @@ class Stepper:
     def takes_parts(self) -> bool:
         """Whether `step` may be called for a part of the pieces at a time."""
         return True
+
+    @property
+    def whole_entries(self) -> frozenset[str]:
+        """The entries of state that belong to whole parameters: see [Note: state of whole parameters]."""
+        return frozenset()
+
+    @property
+    def whole_rule(self) -> OwnerRule | None:
+        """The rule by which owners keep state of whole parameters; None: they keep none."""
+        return None
 
     @property
     def averages(self) -> bool:

@@ -12,7 +12,7 @@ from zero_full.optim.step import Piece, Whole, WholeRule
 from zero_full.plan.watch import Watch
 from zero_full.shard.group.master import Owned
 from zero_full.shard.group.parameters import Member
-from zero_full.shard.step.peers import PartPeers, Round
+from zero_full.shard.step.peers import Owners, PartPeers, Round
 
 AT_WORK = 3  # how often what is worked on is in memory: as it came, as it is now, and as it will be next
 
@@ -46,18 +46,23 @@ class AllRanks:
         self.watch = watch
         self.sent: dict[Communicator, list[int]] = {}  # by rank
 
-    def peers(self, part: Sequence[Owned], used: Container[Member], lane: Lane) -> PartPeers:
+    def peers(self, part: Sequence[Owned], used: Container[Member], lane: Lane, owners: Owners) -> PartPeers:
         """Of this part."""
-        return PlannedPeers(self, part, used, lane)
+        return PlannedPeers(self, part, used, lane, owners)
 
 
 class PlannedPeers(PartPeers):
     """Plays the first rank, and then the busiest one, if that is another."""
 
     def __init__(
-        self, everyone: AllRanks, part: Sequence[Owned], used: Container[Member], lane: Lane
+        self,
+        everyone: AllRanks,
+        part: Sequence[Owned],
+        used: Container[Member],
+        lane: Lane,
+        owners: Owners,
     ) -> None:
-        super().__init__(part, used, lane)
+        super().__init__(part, used, lane, owners)
         self.everyone = everyone
         self.kind = None if any(owned.tier.apart for owned in part) else "update"
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zero_full._compat import plain
-from zero_full.optim.step import Piece, Stepper
+from zero_full.optim.step import Piece, Stepper, Whole
 from zero_full.precision.dtypes import Dtypes
 from zero_full.shard.deal.dealer import Sharded
 from zero_full.shard.group.parameters import FlatParameter
@@ -108,6 +108,7 @@ class Contents:
     def __init__(self, base: torch.optim.Optimizer, parts: Sharded, groups: Groups, dtypes: Dtypes) -> None:
         self.base, self.parts, self.groups, self.dtypes = base, parts, groups, dtypes
         self.stepper = Stepper()  # that knows what of it differs from rank to rank
+        self.owners: Mapping[str, int] = {}  # of whole parameters: see [Note: state of whole parameters]
 
     def part(self, expert: bool) -> str:
         """What tells parameters of one name on different ranks apart; "" where there are none such."""
@@ -149,9 +150,32 @@ class Contents:
         """What the optimizer keeps for each element; ValueError if it keeps something of another shape."""
         for key, piece, holder in self.pieces():
             for entry, value in self.base.state.get(piece.master, {}).items():
-                if not _is_number(entry, value, piece):
+                if entry in self.stepper.whole_entries:
+                    if piece.param_range[0] == 0:  # others have the same
+                        yield _whole_chunk(state_key(key, entry), value, holder)
+                elif not _is_number(entry, value, piece):
                     chunk = _state_chunk(state_key(key, entry), piece, value, holder)
                     yield replace(chunk, differs=entry in self.stepper.own_entries)
+        for key, _, state, holder in self.whole_states():
+            for entry, value in state.items():
+                if entry not in self.stepper.whole_entries:
+                    raise ValueError(
+                        f"{entry} of {key.partition('/')[2]} is not in whole_entries of its rule"
+                    )
+                yield _whole_chunk(state_key(key, entry), value, holder)
+
+    def whole_states(self) -> Iterator[tuple[str, FlatParameter, dict[str, Tensor], tuple[int, int]]]:
+        """What this rank keeps of whole parameters as their owner: key, where it lies, state, holder."""
+        rule = self.stepper.whole_rule
+        if rule is None:
+            return
+        for owned in self.parts.owned:
+            flat = owned.flat
+            for member in flat.members if not owned.bucket.asleep else ():
+                if self.owners.get(member.name) == flat.ranks.rank:
+                    whole = Whole(member.name, member.param.shape, member.group)
+                    holder = flat.across.rank, flat.across.size
+                    yield self._key(flat, member.name), flat, rule.state(whole), holder
 
     def cut_state(self) -> Iterator[Chunk]:
         """What the optimizer keeps for each element, and each rank of another part of the elements."""
@@ -201,6 +225,15 @@ class Contents:
                 yield Chunk(key, tuple(tensor.shape), 0, _flat(tensor), holder, scattered)
 
 
+def _whole_chunk(key: str, value: Any, holder: tuple[int, int]) -> Chunk:
+    if not isinstance(value, Tensor):
+        raise ValueError(
+            f"{key.partition('/')[2]} belongs to a whole parameter (whole_entries of its rule) and is a "
+            f"{type(value).__name__}: keep it as a tensor, a number as one of no dimensions"
+        )
+    return Chunk(key, tuple(value.shape), 0, _flat(value), holder)
+
+
 def _state_chunk(key: str, piece: Piece, value: Any, holder: tuple[int, int]) -> Chunk:
     if isinstance(value, Tensor) and value.shape == piece.master.shape:
         return Chunk(key, tuple(piece.shape), piece.param_range[0], _flat(value), holder)
@@ -209,7 +242,8 @@ def _state_chunk(key: str, piece: Piece, value: Any, holder: tuple[int, int]) ->
     shape = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
     raise ValueError(
         f"{key.partition('/')[2]} is neither one number nor one value for each of the elements "
-        f"{piece.param_range} that this rank owns, but {shape}: nobody could load it"
+        f"{piece.param_range} that this rank owns, but {shape}: nobody could load it. If it belongs to the "
+        "whole parameter, let the rule's stepper name it in whole_entries"
     )
 
 
@@ -241,6 +275,7 @@ class NewState:
     def __init__(self, contents: Contents, values: Values) -> None:
         self.contents, self.values = contents, values
         self.of: dict[str, dict[str, Any]] = {}  # by the key of the parameter
+        self.of_whole: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []  # an owner's, and the new one
 
     def chunks(self) -> Iterator[Chunk]:
         """Room for each entry that there is of this rank's pieces."""
@@ -248,18 +283,29 @@ class NewState:
         for key in self.values.shapes:
             if found := entry_of(key):
                 stored.setdefault(found[0], {})[found[1]] = key
+        stepper = self.contents.stepper
+        for key, flat, state, _ in self.contents.whole_states():
+            made: dict[str, Tensor] = {}
+            self.of_whole.append((state, made))
+            for entry, place in stored.get(key, {}).items():
+                if entry in stepper.whole_entries:
+                    shape, dtype = self.values.shapes[place], self.values.dtypes[place]
+                    made[entry] = torch.empty(shape, dtype=dtype, device=flat.kind.device)
+                    yield Chunk(place, shape, 0, made[entry].view(-1))
         for key, piece, _ in self.contents.pieces():
             state = self.of[key] = dict(self.values.numbers.get(key, {}))
             for entry, place in stored.get(key, {}).items():
-                shape = self.values.shapes[place]
-                is_cut = shape == tuple(piece.shape)
+                shape, is_whole = self.values.shapes[place], entry in stepper.whole_entries
+                if is_whole and stepper.whole_rule is not None:
+                    continue
+                is_cut = shape == tuple(piece.shape) and not is_whole
                 whole = piece.master.shape if is_cut else shape
                 state[entry] = self._room(piece, entry, whole, self.values.dtypes[place])
                 yield Chunk(place, shape, piece.param_range[0] if is_cut else 0, state[entry].view(-1))
 
     def _room(self, piece: Piece, entry: str, shape: Sequence[int], stored: torch.dtype) -> Tensor:
-        master = piece.master
-        if tuple(shape) != tuple(master.shape) and master.numel() != prod(piece.shape):
+        master, is_whole = piece.master, entry in self.contents.stepper.whole_entries
+        if tuple(shape) != tuple(master.shape) and master.numel() != prod(piece.shape) and not is_whole:
             raise ValueError(
                 f"{entry} of {piece.name} has shape {tuple(shape)} and cannot be cut like the parameter, of "
                 f"which this rank owns elements {piece.param_range}: load it at stage 0"
@@ -276,6 +322,9 @@ class NewState:
 
     def install(self) -> None:
         """The optimizer's state is what was read."""
+        for state, new in self.of_whole:
+            state.clear()
+            state.update(new)
         for key, piece, _ in self.contents.pieces():
             if made := self.of.get(key):
                 self.contents.base.state[piece.master] = {k: self._put(piece, k, v) for k, v in made.items()}

@@ -91,7 +91,7 @@ class ZeroOptimizer(InItsPlace):
         self.last: StepReport | None = None
         self.steppers = Steppers(self.redirected, settings.dtypes, self.lane, settings.tier)
         self.steppers.attach(self.owned)
-        self.contents.stepper = self.steppers.kept
+        self.contents.stepper, self.contents.owners = self.steppers.kept, self.steppers.owners
         self.delayed = DelayedUpdates(self)
         self.closed = self.states_offloaded = False  # see `offload_states.py`
         self.writes = ParameterWrites(m for v in self.flats() if not v.released_at_rest for m in v.members)
@@ -394,7 +394,8 @@ class ZeroOptimizer(InItsPlace):
     def holdings(self, flats: Sequence[FlatParameter] | None = None) -> dict[str, list[Tensor]]:
         """Every tensor that this rank keeps, by kind; counters are step numbers. `flats`: None for all."""
         flow, stepper = self.parts.flow, self.contents.stepper
+        beside = [*stepper.held(), *(t for *_, s, _ in self.contents.whole_states() for t in s.values())]
         away = [*self.steppers.early.held(), *self.delayed.aside.values(), *self.settings.tier.held()]
         away += flow.held() if flow else []
         flats = self.flats() if flats is None else flats
-        return owned_state.holdings(flats, self.owned, self.base.state, stepper.held(), away)
+        return owned_state.holdings(flats, self.owned, self.base.state, beside, away)

@@ -9,7 +9,8 @@ know, without asking, how much travels between any two of them.
     back    an all-to-all on the same ways brings every rank what was made of its pieces
 
 What an owner itself has of a parameter does not travel, and its parameters are those of which it has most,
-unless it would have more to do than others then. Where collectives run beside the computation, all this is
+unless it would have more to do than others then. Owners that keep state (`OwnerRule`) are dealt once. Where
+collectives run beside the computation, all this is
 done in rounds: one round's parameters travel while the owners work on another's.
 """
 
@@ -27,18 +28,35 @@ from zero_full.comm.compressed import CompressedReduce
 from zero_full.comm.lane import Done, Inline, Lane, Pending
 from zero_full.comm.transport import Splits
 from zero_full.layout import Share, deal_work
-from zero_full.optim.step import Peers, Piece, Totals, Whole, WholeRule
+from zero_full.optim.step import OwnerRule, Peers, Piece, Totals, Whole, WholeRule
 from zero_full.shard.group.master import Owned
 from zero_full.shard.group.parameters import Member
 
 ROUNDS = 4  # enough that most of what travels does so beside work
 
 
+Owners = dict[str, int]  # by the parameter's name: the rank, in its process group, that keeps state of it
+
+
+def deal_owners(owners: Owners, everything: Sequence[Owned], rule: OwnerRule) -> None:
+    """Give each parameter that has no owner yet one. All ranks find the same."""
+    new = [(m, owned.flat) for owned in everything for m in owned.flat.members if m.name not in owners]
+    wholes = [(Whole(m.name, m.param.shape, m.group), m, flat) for m, flat in new if m.param.numel()]
+    wholes = [each for each in wholes if rule.concerns(each[0])]
+    for ranks in dict.fromkeys(flat.ranks for _, _, flat in wholes):
+        theirs = [(whole, flat.layout.shares(m.index)) for whole, m, flat in wholes if flat.ranks is ranks]
+        works = [rule.work(whole) for whole, _ in theirs]
+        dealt = deal_work(works, [shares for _, shares in theirs], ranks.size)
+        owners |= {whole.name: owner for (whole, _), (owner, _) in zip(theirs, dealt, strict=True)}
+
+
 class PartPeers(Peers):
     """Of a part of a step. All ranks number the parameters in the same way, whichever pieces they own."""
 
-    def __init__(self, part: Sequence[Owned], used: Container[Member], lane: Lane) -> None:
-        self.lane, self.part = lane, part
+    def __init__(
+        self, part: Sequence[Owned], used: Container[Member], lane: Lane, owners: Owners | None = None
+    ) -> None:
+        self.lane, self.part, self.owners = lane, part, owners or {}
         self.members = [(m, owned.flat) for owned in part for m in owned.flat.members if m in used]
 
     def totals(self, pieces: Sequence[Piece], rows: Tensor) -> Totals:
@@ -95,9 +113,10 @@ class PartPeers(Peers):
         """What is done at a time. All ranks find the same."""
         count = 1 if isinstance(self.lane, Inline) else max(1, min(ROUNDS, len(known) // world))
         works, shares = [rule.work(whole) for whole, _ in known], [lies for _, lies in known]
+        dealt = deal_work(works, shares, world, count)
         rounds: list[list[Parcel]] = [[] for _ in range(count)]
-        for (whole, lies), (owner, number) in zip(known, deal_work(works, shares, world, count), strict=True):
-            rounds[number].append(Parcel(whole, owner, lies))
+        for (whole, lies), (owner, number) in zip(known, dealt, strict=True):
+            rounds[number].append(Parcel(whole, self.owners.get(whole.name, owner), lies))
         return [Round(parcels, world) for parcels in rounds if parcels]
 
     def travel(

@@ -19,7 +19,7 @@ from zero_full.precision.dtypes import Dtypes
 from zero_full.settings import Settings
 from zero_full.shard.group.master import Owned
 from zero_full.shard.group.parameters import Member
-from zero_full.shard.step.peers import PartPeers
+from zero_full.shard.step.peers import Owners, PartPeers, deal_owners
 from zero_full.shard.step.speculative import EarlySteps
 from zero_full.shard.step.wrapped_optimizer import Base
 
@@ -37,7 +37,8 @@ class Steppers:
         self.fused_adam = FusedAdam(self.optimizer, base.own_step, dtypes)
         self.lane, self.tier = lane, tier
         self.early = EarlySteps(self.optimizer, self.tensors_of, tier.early_bytes)
-        self.peers_of: Callable[[Sequence[Owned], Container[Member], Lane], Peers] = PartPeers
+        self.owners: Owners = {}  # of parameters whose owner keeps state: see [Note: whole parameters]
+        self.peers_of: Callable[[Sequence[Owned], Container[Member], Lane, Owners], Peers] = PartPeers
 
     @property
     def kept(self) -> Stepper:
@@ -66,7 +67,9 @@ class Steppers:
             members = {member for owned in awake for member in owned.flat.members}
             pieces = [piece for owned in awake for piece in owned.pieces.values()]
             pieces.sort(key=lambda piece: plain(piece.name))  # whatever buckets they are in
-            self.own.attach(pieces, self.peers_of(awake, members, self.lane))
+            if self.own.whole_rule is not None:
+                deal_owners(self.owners, awake, self.own.whole_rule)
+            self.own.attach(pieces, self.peers_of(awake, members, self.lane, self.owners))
 
     def choose(self, stepped: Iterable[Owned]) -> Stepper:
         """The optimizer's own, if it brings one; else the fastest that does the same as its `step`."""
@@ -148,7 +151,7 @@ class Steppers:
         for piece in pieces:
             piece.state = self.optimizer.state[piece.master]
         if rest:
-            stepper.step(pieces, factor, self.peers_of(rest, used, self.lane))
+            stepper.step(pieces, factor, self.peers_of(rest, used, self.lane, self.owners))
         for owned in part:
             owned.put_away()
 
