@@ -220,7 +220,5 @@ class OnOneRank(Event):
 DIFFERENT = "the ranks would not take the same step: "
 EVENTS["rank 0: another learning rate"] = OnOneRank("lr", DIFFERENT + "lr of group 0")
 EVENTS["rank 0: a parameter written"] = OnOneRank("write", "layers.2.bias differ between ranks")
-EVENTS["rank 0: p.grad = x"] = OnOneRank(
-    "grad", DIFFERENT + "gradients written by hand: .*weight|" + UNSCALED
-)
+EVENTS["rank 0: p.grad = x"] = OnOneRank("grad", DIFFERENT + "gradient of .*weight, by hand: |" + UNSCALED)
 EVENTS["rank 0: p.grad = x"].moment = "after_backward"  # type: ignore[attr-defined]

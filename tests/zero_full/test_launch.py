@@ -23,7 +23,7 @@ from torch import nn
 from tests.worlds import POOL, free_port
 from zero_full import Topology, assemble
 from zero_full.comm import devices
-from zero_full.errors import LaunchError
+from zero_full.errors import LaunchError, SharedDeviceError
 from zero_full.start import launch
 from zero_full.start import startup_checks as ranks
 from zero_full.start.launch import LAUNCHER, OTHERS, find_place, init_distributed

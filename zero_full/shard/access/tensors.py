@@ -2,7 +2,8 @@
 
 The `full` functions deal in whole tensors: every rank of the parameter's group must call them, and every
 rank gets, or gives, the same. The `local` ones deal in this rank's fragment, a flat tensor with the elements
-that this rank owns (perhaps none), and concern nobody else.
+that this rank owns (perhaps none), and concern nobody else. The next step compares what was given: whole
+tensors on all ranks, fragments on the ranks that repeat the same one (all of them at stage 0).
 
 Of a parameter that the engine does not train, all that is asked for is None.
 
@@ -26,6 +27,15 @@ from zero_full.shard.group.parameters import Member
 from zero_full.shard.group.registry import owner_of
 from zero_full.shard.guards.local_steps import refuse_apart
 from zero_full.shard.step.optimizer import ZeroOptimizer
+from zero_full.shard.guards.local_steps import refuse_apart
+from zero_full.shard.group.optimizer_state import (OFFLOADED)
+from zero_full.shard.group.parameters import Member
+from zero_full.shard.group.hand_written import GRADIENT
+from zero_full.shard.step.optimizer import ZeroOptimizer
+from zero_full.shard.group.master import Owned
+from zero_full.shard.group.registry import owner_of
+
+MASTER = "fp32 value"
 
 
 class ParameterPlace:
@@ -72,6 +82,16 @@ class ParameterPlace:
             start, stop = self.piece.param_range
             whole[start:stop] = mine.reshape(-1)
         return self.bucket.ranks.sum_numbers(whole, f"fragments of {self.member.name}").view(param.shape)
+
+    def note(self, what: str, value: Tensor) -> None:
+        """Every rank must have given the same whole tensor: see [Note: written by hand]."""
+        if self.bucket.has_peers:
+            self.optimizer.reducer.written.note(what, self.member, value)
+
+    def note_slice(self, what: str, value: Tensor) -> None:
+        """The ranks that repeat this rank's fragment must have given the same."""
+        if self.bucket.across.size > 1:
+            self.optimizer.reducer.written.note_slice(what, self.member, value)
 
     def cut(self, value: Tensor) -> Tensor:
         """This rank's elements of a whole tensor."""
@@ -210,20 +230,31 @@ def safe_set_full_fp32_param(param: Parameter, value: Tensor) -> None:
     place = _place(param)
     refuse_apart(place.optimizer, "safe_set_full_fp32_param")
     place.cut(value)  # checks its shape
+    place.note(MASTER, value)
     with torch.no_grad():
         place.owned.fill(place.member, value)
 
 
 def safe_set_full_grad(param: Parameter, value: Tensor) -> None:
-    """Replace the averaged gradient between backward and `step`. Every rank must call this."""
-    safe_set_local_grad(param, _place(param, needs_state=False).cut(value))
+    """Give the parameter this averaged, unscaled gradient. Every rank must call this with the same tensor.
+
+    Between backward and `step` it replaces the averaged gradient; no backward pass has to come before.
+    """
+    place = _place(param, needs_state=False)
+    mine, reducer = place.cut(value), place.optimizer.reducer
+    if reducer.unreduced or place.is_averaged():
+        _set_grad(place, mine)
+    else:
+        reducer.give(place.member, value.detach() * place.optimizer.gradients.scale)
+    place.note(GRADIENT, value)
 
 
 def safe_set_full_optimizer_state(param: Parameter, value: Tensor, key: str) -> None:
     """Replace an entry of the optimizer's state. Every rank must call this with the same tensor."""
     place = _place(param)
     refuse_apart(place.optimizer, "safe_set_full_optimizer_state")
-    safe_set_local_optimizer_state(param, place.cut(value), key)
+    _set_state(place, place.cut(value), key)
+    place.note(key, value)
 
 
 def safe_update_full_grad_vectorized(
@@ -275,20 +306,27 @@ def safe_set_local_fp32_param(param: Parameter, value: Tensor) -> None:
     if place.piece is not None:
         place.piece.master.detach().reshape(-1).copy_(value.reshape(-1))
         place.owned.copy_master()
+        place.note_slice(MASTER, value)
 
 
 def safe_set_local_grad(param: Parameter, value: Tensor) -> None:
     """Replace this rank's elements of the averaged gradient between backward and `step`."""
     place = _place(param, needs_state=False)
-    place.optimizer.reducer.used.add(place.member)
-    if place.piece is None:
-        return
-    gradient = place.bucket.gradient_of(place.member)
-    if gradient is None or place.optimizer.reducer.unreduced:
+    _set_grad(place, value)
+    if place.optimizer.steppers.averages():  # else it is this rank's own gradient
+        place.note_slice(GRADIENT, value)
+
+
+def _set_grad(place: ParameterPlace, value: Tensor) -> None:
+    if not place.is_averaged():  # the same on all ranks, whatever they own of it
         raise RuntimeError(
             f"{place.member.name} has no averaged gradient now: set it after the last backward of a step "
-            "and before `step`"
+            "and before `step`, or without any backward by safe_set_full_grad on every rank"
         )
+    place.optimizer.reducer.used.add(place.member)
+    gradient = place.bucket.gradient_of(place.member)
+    if place.piece is None or gradient is None:
+        return
     gradient.detach().copy_((value * place.optimizer.gradients.scale).view(gradient.shape))
 
 
@@ -296,6 +334,12 @@ def safe_set_local_optimizer_state(param: Parameter, value: Tensor, key: str) ->
     """Replace this rank's elements of an entry of the optimizer's state."""
     place = _place(param, alone="safe_set_local_optimizer_state")
     refuse_apart(place.optimizer, "safe_set_local_optimizer_state")
+    _set_state(place, value, key)
+    if place.piece is not None:
+        place.note_slice(key, value)
+
+
+def _set_state(place: ParameterPlace, value: Tensor, key: str) -> None:
     _refuse_cut(place, key)
     current = _state(place, key)
     if place.piece is None:

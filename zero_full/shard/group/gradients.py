@@ -63,6 +63,7 @@ class Bucket:
         if flow is not None:
             self.down = HostSlice(flow, self.name, self.layout.shard, self.accumulate)
         alone = self.ranks.size == self.across.size == 1
+        self.has_peers = not alone
         one_type = flat.dtype == self.accumulate == settings.dtypes.master_of(flat.dtype)
         self.is_average = alone and divisors == (1, 1)  # what this rank has
         self.uses_param_grad = self.is_average and one_type and settings.plain_divisor == 1 and flow is None

@@ -93,14 +93,15 @@ class ParameterWrites:
         self.moved -= set(members)
 
     def names(self) -> list[str]:
-        """Of what was written since `forget` or the last digest."""
+        """Of what was written since `forget`."""
         pairs = zip(self.members, self.versions, strict=True)
         return [m.name for m, old in pairs if version_of(m.param) != old or m in self.moved]
 
     def digest(self) -> str:
-        """A digest of the values written since `forget` or the last call; "" if there are none."""
-        before, moved = self.versions, self.moved
-        self.forget()
-        pairs = zip(self.members, before, self.versions, strict=True)
-        written = [(m.name, m.param) for m, old, new in pairs if old != new or m in moved]
+        """A digest of the values written since `forget`; "" if there are none.
+
+        Ranks that differ are not forgotten: a step that has raised raises again when it is repeated.
+        """
+        pairs = zip(self.members, self.versions, strict=True)
+        written = [(m.name, m.param) for m, old in pairs if version_of(m.param) != old or m in self.moved]
         return digest_of(written) if written else ""

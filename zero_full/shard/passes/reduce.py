@@ -9,6 +9,7 @@ A parameter used in two recomputed parts (see [Note: recomputed parts]) gets its
 Once such a part is seen, buckets wait for the end of the large pass.
 """
 
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -24,6 +25,12 @@ from zero_full.shard.group.grad_placeholder import UNSCALED, Found, ShownGradien
 from zero_full.shard.group.gradients import Bucket
 from zero_full.shard.group.parameters import FlatParameter, Member
 from zero_full.shard.passes.backward import BackwardPass
+from zero_full.shard.group.gradients import Bucket
+from zero_full.shard.group.parameters import FlatParameter, Member
+from zero_full.shard.group.hand_written import CLEARED, GRADIENT, HandWritten
+from zero_full.shard.passes.backward import BackwardPass
+from zero_full.settings import Settings
+from zero_full.shard.group.grad_placeholder import UNSCALED, Found, ShownGradients, names_of
 
 IN_FLIGHT = 2  # gradient buffers at a time, being filled or reduced; where waiting stops the host, one more
 SCALED = (
@@ -33,12 +40,22 @@ SCALED = (
 )
 
 
+NOT_AVERAGED = (
+    "torch.autograd.grad has returned gradients (of %s, for one) that are this rank's own: nothing averages "
+    "them over the ranks. Average them with torch.distributed.all_reduce, or call backward, whose gradients "
+    "are averaged (this is said once)"
+)
+log = logging.getLogger("zero_full")
+
+
 def _before_accumulation(
     reducer: "weakref.ref[GradientReducer]", param: "weakref.ref[Tensor]", grad: Tensor
 ) -> None:
     alive, mine = reducer(), param()
     if alive is not None and mine is not None and not alive.backward.running:
         alive.come_last(mine)  # the others' turn is when the pass has begun
+    if alive is not None and mine is not None and not alive.has_told:
+        alive.reach(mine)
     if alive is not None and alive.gradients.shown:
         alive.make_room()
 
@@ -78,6 +95,9 @@ class GradientReducer:
             m.param: (bucket, m) for bucket in buckets for m in bucket.members
         }
         self.gradients = ShownGradients(self._zero)
+        self.written = HandWritten()
+        self.reached: Member | None = None  # autograd has its gradient, which has not arrived
+        self.has_told = False  # that `torch.autograd.grad` averages nothing
         self.zeroed: set[Member] = set()  # by hand, since the last pass
         self.on_clearing: Callable[[], None] = lambda: None  # nothing is left of the last step's gradients
         self.woken: set[Bucket] = set()  # since the last pass: some gradients may have come without a hook
@@ -146,6 +166,8 @@ class GradientReducer:
         self.look_at_sleepers()
         self.launched.clear()
         self.zeroed.clear()
+        for bucket in self.buckets:
+            self._use_presets(bucket)
         self.began = self.unreduced = True
         self.missing = {bucket: _expected(bucket) for bucket in self.buckets}
         self.producers = {bucket: [] for bucket in self.buckets}
@@ -182,9 +204,24 @@ class GradientReducer:
         if not self.backward.running:
             self.gradients.show(m for m in members if m.param.grad is None)
 
+    def reach(self, param: Tensor) -> None:
+        """Autograd has a gradient: for `param.grad`, then it will arrive, or for `torch.autograd.grad`."""
+        if self.reached is None and self.place[param][0].has_peers:
+            self.reached = self.place[param][1]
+            if not self.backward.running:
+                self.backward.when_autograd_ends(self._tell_of_own)
+
+    def _tell_of_own(self) -> None:
+        """At the end of a pass."""
+        if self.reached is not None and not self.has_told:
+            self.has_told = True
+            log.warning(NOT_AVERAGED, self.reached.name)
+        self.reached = None
+
     def arrived(self, param: Tensor) -> None:
         """Autograd has completed a gradient."""
         bucket, member = self.place[param]
+        self.reached = None
         if not self.backward.running:
             self._start(divided=False, scaled=False)
         divisor = self.backward.bring()
@@ -240,6 +277,7 @@ class GradientReducer:
         if not self.backward.running:
             return
         self.backward.end()
+        self._tell_of_own()
         self._take_unnoticed()
         if self.backward.gated and self.backward.divisor is None and not self.backward.scaled:
             raise RuntimeError(SCALED)
@@ -296,12 +334,23 @@ class GradientReducer:
         if any(m.param.grad is not None for bucket in self.woken for m in bucket.members):
             self.began = self.unreduced = True
         self._take_unnoticed()
+        for bucket in self.every:
+            if bucket.uses_param_grad and not bucket.asleep:
+                self._use_presets(bucket)
+
+    def _use_presets(self, bucket: Bucket) -> None:
+        """As in torch, what lies in `param.grad` is a gradient, whether or not a pass has brought it."""
+        preset = {m for m in bucket.members if m not in self.used and m.param.grad is not None}
+        self.used |= preset
+        self.began = self.began or bool(preset)
 
     def by_hand(self) -> Found:
         """What somebody has done to `param.grad` since backward: gradients cleared, replaced or put there."""
         found = self.gradients.changes()
         known = {member for member, _ in found.written} | self.gradients.shown.keys()
         for bucket in self.every:
+            if bucket.asleep:
+                refuse_frozen_gradients(m for m in bucket.members if m.param.grad is not None)
             if not bucket.uses_param_grad:
                 found.written += [
                     (m, m.param.grad) for m in bucket.members if m not in known and m.param.grad is not None
@@ -322,17 +371,50 @@ class GradientReducer:
                 f"the gradient that was written into the grad of {member.name} is {gradient.layout}: write a "
                 "dense one (to_dense())"
             )
+        bucket = self.place[member.param][0]
+        if bucket.has_peers:
+            self.written.note(GRADIENT, member, gradient)
         member.param.grad = None
-        self.place[member.param][0].put(member, gradient)
+        bucket.put(member, gradient)
         self.used.add(member)
         self.began = True
         self.gradients.show([member])
 
+    @torch.no_grad()
+    def give(self, member: Member, gradient: Tensor) -> None:
+        """Give the parameter a gradient where no backward pass has brought any. Every rank must call this."""
+        param = member.param
+        if self.place[param][0].asleep:
+            refuse_frozen_gradients([member])
+        if self.place[param][0].uses_param_grad:
+            param.grad = torch.empty_like(param).copy_(gradient)
+            self.used.add(member)
+            self.began = True
+        else:
+            self.put(member, gradient)
+
     def _zero(self, member: Member) -> None:
-        self.place[member.param][0].drop(member)
+        bucket = self.place[member.param][0]
+        bucket.drop(member)
+        if bucket.has_peers and bucket.slice_is_valid:  # else it is this rank's own share of a sum to come
+            self.written.note(GRADIENT, member, CLEARED)
         self.zeroed.add(member)
         if self.zeroed >= self.used:
+            self._zero_rest()
             self.on_clearing()
+
+    def _zero_rest(self) -> None:
+        """Clear what only other ranks have brought: whoever has cleared all that is shown means it, too.
+
+        Each rank shows the gradients that its own passes have brought, and keeps slices of all.
+        """
+        averaged = [bucket for bucket in self.buckets if bucket.has_peers and bucket.slice_is_valid]
+        for bucket in averaged:
+            for member in bucket.members:
+                if member not in self.zeroed:
+                    bucket.drop(member)
+        if averaged:
+            self.written.note_all_cleared()
 
     def forget(self) -> None:
         """After a step, or to start over: nothing is owed."""
@@ -343,6 +425,7 @@ class GradientReducer:
         self.backward.failed = self.unreduced = self.began = False
         self.used.clear()
         self.gradients.shown.clear()
+        self.written.forget_gradients()
 
     def close(self) -> None:
         """Take the hooks off the parameters."""
@@ -350,6 +433,15 @@ class GradientReducer:
             for hook in hooks:
                 hook.remove()
         self.forget()
+
+
+def refuse_frozen_gradients(members: Iterable[Member]) -> None:
+    """RuntimeError if there are any: they are asleep, so nothing would step them."""
+    if named := names_of(members):
+        raise RuntimeError(
+            f"a gradient was written to {named}, frozen since initialize, so there is nothing that a step "
+            "could move: unfreeze it first (requires_grad_(True)), or leave its grad None"
+        )
 
 
 def _expected(bucket: Bucket) -> int:

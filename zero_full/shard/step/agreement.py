@@ -9,6 +9,8 @@ One vector is summed over the ranks and read once by the host. In it are
     alarms     how many ranks know that what goes on beside the training has failed
     marks      a number made of what this rank is about to do, and its square: all marks are the same if
                and only if the sum of squares is what it is for equal numbers
+    slices     the same of what was written by hand to slices, which ranks that repeat a slice compare: first
+               these numbers are summed over a slice's neighbours, then squared, then summed over repetitions
     spoilt     how many of the NaNs that released parameters show are none any more. Such a write is an error
                where it is made, but for what goes round Python: the memory itself, compiled code
     flags      for each parameter whether this rank has a gradient of it. As in torch, a parameter that has
@@ -21,7 +23,7 @@ their squares are summed over all, and the norm is the root of the mean over the
 
 import zlib
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
 
@@ -36,15 +38,26 @@ from zero_full.shard.group.grad_placeholder import Found, names_of
 from zero_full.shard.group.gradients import Bucket
 from zero_full.shard.group.parameters import Member, nothing
 from zero_full.shard.group.process_groups import Groups, Pair
+from zero_full.shard.group.gradients import Bucket
+from zero_full.shard.group.checksum import digest
+from zero_full.shard.group.parameters import Member, nothing
+from zero_full.shard.group.process_groups import Groups, Pair
+from zero_full.shard.group.hand_written import BY_HAND, REMEDY, HandWritten
 
 SQUARES = 2  # numbers that are of slices; those behind are of ranks
-STOPS, ALARMS, MARKS, SPOILT, FLAGS = 2, 3, 4, 6, 7  # places of these numbers
+STOPS, ALARMS, MARKS, SLICES, SPOILT, FLAGS = 2, 3, 4, 6, 8, 9  # places of these numbers
 MARK_BITS = 20  # so that a sum of squares over thousands of ranks is exact in fp64
+SLICE_BITS = 16  # here it is the sum over a slice's neighbours that is squared
+NOTHING = "nothing"
 WRITTEN, ERROR = "parameters written in place", "error"  # among what ranks do
 SPOILT_BY = (
     "a parameter was written while it was sharded, on some rank, by its memory (untyped_storage()) or by "
     "compiled code, so the new values are lost: write inside zero_full.GatheredParameters(parameters, "
     "modifier_rank=0)"
+)
+ALIKE = (
+    "Every rank must run the same modules in the same order, and do the same to gradients, learning rates "
+    "and other options of the optimizer"
 )
 Doings = Sequence[tuple[str, Any]]  # what, and how
 
@@ -68,6 +81,7 @@ class Said:
     stops: bool  # whether it has been asked to stop
     alarm: bool  # whether it knows that something beside the training has failed
     averaged: bool = True  # whether gradients are, or each rank's own
+    by_hand: HandWritten = field(default_factory=HandWritten)
 
 
 def agree(groups: Groups, buckets: Sequence[Bucket], said: Said, needs_norm: bool) -> Agreement:
@@ -126,14 +140,18 @@ class _Side:
     """The buckets of one pair of groups."""
 
     def __init__(self, pair: Pair, buckets: Sequence[Bucket], said: Said, counts: bool) -> None:
-        self.pair, self.buckets, self.doings, self.counts = pair, list(buckets), said.doings, counts
+        self.pair, self.buckets, self.counts = pair, list(buckets), counts
         self.repeated = SQUARES if said.averaged else 0  # so many numbers are the same for all of `across`
         self.has_peers = pair.shard.size > 1 or pair.across.size > 1
         self.members = [member for bucket in buckets for member in bucket.members]
         self.length = FLAGS - MARKS + len(self.members)
-        mark = float(zlib.crc32(repr(said.doings).encode()) >> (32 - MARK_BITS))
+        self.doings = [*said.doings, *said.by_hand.of_all(self.members)]
+        self.slices = said.by_hand.of_slices(self.members)
+        mark = _mark_of(self.doings, MARK_BITS)
+        of_slices = _mark_of([pair.shard.rank, self.slices], SLICE_BITS) if self.slices else 0.0
+        marks = [mark, mark * mark, of_slices, of_slices * of_slices]
         flags = (float(member in said.used) for member in self.members)
-        self.said = [float(said.stops), float(said.alarm), mark, mark * mark, 0.0, *flags]
+        self.said = [float(said.stops), float(said.alarm), *marks, 0.0, *flags]
         released = [bucket.flat for bucket in buckets if bucket.flat.released_at_rest]
         kinds = {(flat.dtype, flat.kind.device) for flat in released if flat.kind.device.type != "meta"}
         self.absent = [nothing(*kind) for kind in kinds]
@@ -153,6 +171,8 @@ class _Side:
             self.numbers[1] += ~all_finite(_gradients(self.buckets, in_norm=False), device)
         what = "norm and parameters in use"
         self.pair.shard.sum_numbers(self.numbers, what)
+        if self.pair.shard.size > 1 and self.pair.across.size > 1:
+            self.numbers[SLICES + 1] = self.numbers[SLICES].square()
         self.pair.across.sum_numbers(self.numbers[self.repeated :], what)
 
     def _on_host(self) -> tuple[float, float]:
@@ -169,7 +189,7 @@ class _Side:
 
     def read(self, numbers: Sequence[float]) -> set[Member]:
         """The parameters with a gradient; raise if ranks would do different things."""
-        marks, squared, spoilt, *flags = numbers
+        marks, squared, slices, squared_slices, spoilt, *flags = numbers
         if spoilt:
             for absent in self.absent:
                 absent.fill_(float("nan"))
@@ -177,6 +197,9 @@ class _Side:
         ranks = self.pair.shard.size * self.pair.across.size
         if ranks * int(squared) != int(marks) ** 2:
             self._look_closer()
+        copies = self.pair.across.size
+        if copies > 1 and copies * int(squared_slices) != int(slices) ** 2:
+            self._compare_slices()
         return {member for member, flag in zip(self.members, flags, strict=True) if flag}
 
     def _look_closer(self) -> None:
@@ -187,13 +210,30 @@ class _Side:
             self._compare_parameters()  # some may only have written there and back, as rank 0 to evaluate
             return
         told = "; ".join(
-            f"{key}: " + ", ".join(f"{each.get(key)} (rank {rank})" for rank, each in enumerate(everyones))
+            f"{key}: "
+            + ", ".join(f"{each.get(key, NOTHING)} (rank {rank})" for rank, each in enumerate(everyones))
             for key in differing
         )
-        raise DisagreementError(
-            f"the ranks would not take the same step: {told}. Every rank must run the same modules in "
-            "the same order, and do the same to gradients, learning rates and other options of the optimizer"
-        )
+        remedy = REMEDY if all(key.endswith(BY_HAND) for key in differing) else ALIKE
+        raise DisagreementError(f"the ranks would not take the same step: {told}. {remedy}")
+
+    def _compare_slices(self) -> None:
+        """Raise on every rank if ranks that repeat a slice have written different values to it."""
+        everyones = self.pair.everyones(dict(self.slices), "what was written to slices")
+        size, told = self.pair.shard.size, list[str]()
+        for first in range(size):  # of this slice
+            copies = {rank: everyones[rank] for rank in range(first, len(everyones), size)}
+            for key in dict.fromkeys(key for each in copies.values() for key in each):
+                if len({each.get(key) for each in copies.values()}) > 1:
+                    values = ", ".join(
+                        f"{each.get(key, NOTHING)} (rank {rank})" for rank, each in copies.items()
+                    )
+                    told.append(f"{key}: {values}")
+        if told:
+            raise DisagreementError(
+                f"ranks that keep the same slice have written different values to it: {'; '.join(told)}. "
+                f"{REMEDY}"
+            )
 
     def _compare_parameters(self) -> None:
         whole = [bucket.flat for bucket in self.buckets if not bucket.flat.released_at_rest]
@@ -213,12 +253,12 @@ def _gradients(buckets: Sequence[Bucket], in_norm: bool) -> list[Tensor]:
     return [tensor for bucket in here for tensor in bucket.averaged_gradients()]
 
 
+def _mark_of(what: Any, bits: int) -> float:
+    return float(zlib.crc32(repr(what).encode()) >> (32 - bits))
+
+
 def doings_of(
-    param_groups: Sequence[Mapping[str, Any]],
-    so_far: Doings,
-    found: Found,
-    written: str,
-    failure: Exception | None,
+    param_groups: Sequence[Mapping[str, Any]], so_far: Doings, written: str, failure: Exception | None
 ) -> Doings:
     """What every rank must do alike in this step. `written`: a digest of what parameters were given."""
     doings: list[tuple[str, Any]] = [*so_far, (WRITTEN, written)]
@@ -227,10 +267,6 @@ def doings_of(
         doings += [(f"{key} of group {number}", value) for key, value in named if value is not None]
     if failure is not None:
         doings.append((ERROR, str(failure)))
-    if found.written:
-        doings.append(("gradients written by hand", names_of(member for member, _ in found.written)))
-    if found.cleared:
-        doings.append(("gradients cleared by hand", names_of(found.cleared)))
     return doings
 
 

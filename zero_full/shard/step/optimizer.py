@@ -95,6 +95,7 @@ class ZeroOptimizer(InItsPlace):
         self.delayed = DelayedUpdates(self)
         self.closed = self.states_offloaded = False  # see `offload_states.py`
         self.writes = ParameterWrites(m for v in self.flats() if not v.released_at_rest for m in v.members)
+        self.has_peers = any(each.size > 1 for each in groups.communicators)
         self.calls = 0  # of step
         self.said_nothing_to_do = False
         self.beside: Beside | None = None  # a checkpoint that is being written
@@ -152,31 +153,34 @@ class ZeroOptimizer(InItsPlace):
         self.redirected.run_step_hooks(AFTER)
 
     def _take_step(self, found: Found, failure: Exception | None) -> None:
-        if not (self.reducer.began or found.written or failure):
+        if not (self.has_peers or self.reducer.began or found.written or failure):
             return self._say_nothing_to_do()  # like torch: no gradients, no step
         self.reducer.flush()
         failure = failure or await_gradients(self.awake)
         for member, gradient in () if failure else found.written:
             self.reducer.put(member, gradient)
-        if self.settings.refuse_unused:
-            refuse_unused(self.groups, self.awake, self.reducer.used)
         self.gradients.refuse_two_scales()
         averaged = self.gradients.begin_step()
         scale, gathered = self.scaler.scale, self.gatherer.trail if self.gatherer is not None else 0
         so_far: Doings = [("call of step", self.calls), ("order of gathers", gathered), ("loss scale", scale)]
         so_far = [*so_far, ("signals watched", self.signals.told)]
         written = "" if self.contents.stepper.is_apart else self.writes.digest()  # there it is refused
-        doings = doings_of(self.param_groups, so_far, found, written, failure)
+        doings = doings_of(self.param_groups, so_far, written, failure)
         alarm = bool(self.waiting.trouble) or (self.beside is not None and self.beside.has_failed())
-        said = Said(self.reducer.used, doings, self.signals.came is not None, alarm, averaged)
+        stops, by_hand = self.signals.came is not None, self.reducer.written
+        said = Said(self.reducer.used, doings, stops, alarm, averaged, by_hand)
         agreed = agree(self.groups, self.awake, said, self.settings.needs_norm or not averaged)
         self.signals.requested |= agreed.stops
         if failure is not None:
             raise failure
+        self.writes.forget()
+        by_hand.forget()
         if agreed.alarm:
             raise_failure(self.waiting.trouble, self.beside)
         if not agreed.used:
             return self._say_nothing_to_do()  # the same, on all ranks
+        if self.settings.refuse_unused:
+            refuse_unused(self.groups, self.awake, self.reducer.used)
         norm = None if agreed.norm is None else agreed.norm / self.gradients.scale
         finite = norm is None or isfinite(norm)
         apply = finite or (averaged and not self.settings.check_overflow)
