@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -85,7 +86,8 @@ def launch_reading_late(self: GradientReducer, bucket: Bucket) -> None:
     self._drain(1)
     self.launched.add(bucket)
     producers = self.producers.get(bucket, [])
-    pending: Any = self.lane.submit(bucket.reduce, [], producers)
+    job = partial(bucket.reduce, bucket.detach(), self._wire(bucket), self.backward.is_boundary)
+    pending: Any = self.lane.submit(job, [], producers)
     pending.kept.extend(bucket.gradient_memory())
     self.pending.append(pending)
 

@@ -64,6 +64,7 @@ class Engine(DeepSpeedQueries, Reporting, Saving, Stopping):
         self.stopwatch = Stopwatch(device, self.config.wall_clock_breakdown)
         self._micro_batches = self.config.gradient_accumulation_steps
         self._boundary: bool | None = None  # what the user says, if anything
+        self._kept_back = False  # the user has said, since the last step, that it was none
         self._scaled_loss: weakref.ref[Tensor] | None = None  # the last one
         self._stepping = self._stepped = False
         self._forwards = 0  # training ones of this engine since the last step
@@ -80,6 +81,7 @@ class Engine(DeepSpeedQueries, Reporting, Saving, Stopping):
             self._refuse_unscaled,
             self.loss_scale,
             optimizer.report.note_plain_loss,
+            self._adds_up,
         )
         self._calls = self._watch_calls()
         self._watch_pace()
@@ -223,6 +225,7 @@ class Engine(DeepSpeedQueries, Reporting, Saving, Stopping):
 
     def _count_step(self) -> None:
         self.global_steps += 1
+        self._kept_back = False
         samples = self._samples_of_this_step()
         self._pace.count(samples)
         if self.global_samples is not None:
@@ -298,12 +301,8 @@ class Engine(DeepSpeedQueries, Reporting, Saving, Stopping):
 
         At stage 2 that saves traffic and costs the memory which the stage saves.
         """
-        reducer = self.optimizer.reducer
-        before, reducer.no_sync = reducer.no_sync, True
-        try:
+        with self.optimizer.reducer.keep_back():
             yield
-        finally:
-            reducer.no_sync = before
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the current micro-batch is the step's last."""
@@ -318,10 +317,17 @@ class Engine(DeepSpeedQueries, Reporting, Saving, Stopping):
         if not self.config.managed_gradient_accumulation:
             raise RuntimeError("managed_gradient_accumulation is false: every call of step is the boundary")
         self._boundary = is_boundary
+        self._kept_back = self._kept_back or is_boundary is False
+
+    def _adds_up(self) -> bool:
+        """Whether a step may have several micro-batches, as all ranks know: see [Note: what travels]."""
+        managed = self.config.managed_gradient_accumulation
+        return self._micro_batches > 1 or not managed or self._kept_back
 
     def allreduce_gradients(self) -> None:
         """Average the gradients now, instead of in `step`."""
         self.optimizer.reducer.flush()
+        self.optimizer.reducer.reduce_late()
 
     # The module ----------------------------------------------------------------------------------
 

@@ -21,19 +21,13 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zero_full.optim.step import Piece
+from zero_full.shard.group.hand_written import GRADIENT
 from zero_full.shard.group.master import Owned
 from zero_full.shard.group.optimizer_state import OFFLOADED
 from zero_full.shard.group.parameters import Member
 from zero_full.shard.group.registry import owner_of
 from zero_full.shard.guards.local_steps import refuse_apart
 from zero_full.shard.step.optimizer import ZeroOptimizer
-from zero_full.shard.guards.local_steps import refuse_apart
-from zero_full.shard.group.optimizer_state import (OFFLOADED)
-from zero_full.shard.group.parameters import Member
-from zero_full.shard.group.hand_written import GRADIENT
-from zero_full.shard.step.optimizer import ZeroOptimizer
-from zero_full.shard.group.master import Owned
-from zero_full.shard.group.registry import owner_of
 
 MASTER = "fp32 value"
 

@@ -1,5 +1,11 @@
 """A gradient bucket: gradients of the parameters of one flat buffer, which travel in one collective.
 
+[Note: what travels] Every rank must send the same number of bytes, in the same type, equally often, whatever
+its own backward has brought: a rank may have used none of a bucket's parameters. So the number, order and
+type of reductions follow from what all ranks do alike (modules, passes, `no_sync`, the boundary), and never
+from the gradients that are here. A bucket leaves once in a pass that reduces. What comes after it has left
+waits for its next reduction, at the latest one before the step, if all ranks agree that some rank has such.
+
 [Note: a gradient's way] Autograd leaves a gradient in `param.grad`. `take` moves it into `local_grads`, the
 flat buffer of this rank's own gradients. `reduce` turns everyone's `local_grads` into `grad_slice`: the
 average, of which each rank keeps its slice. Stage 0 is the case where a slice is everything.
@@ -25,7 +31,7 @@ parameters no masters, and nothing of it travels. It wakes up for good when one 
 trained.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
 import torch
@@ -83,8 +89,21 @@ class Bucket:
     def take(self, member: Member, final: bool) -> None:
         """Move `param.grad` into the bucket. `final`: it will be reduced before anything is added."""
         grad = member.param.grad
-        if grad is None or isinstance(grad, StandIn):
-            return
+        if grad is not None and not isinstance(grad, StandIn):
+            member.param.grad = None
+            self._copy_in(member, grad, final)
+
+    def detach(self) -> list[tuple[Member, Tensor]]:
+        """Take the gradients that are still in `param.grad` away, for `reduce` to copy them."""
+        grads = [(member, member.param.grad) for member in self.members]
+        here = [
+            (member, grad) for member, grad in grads if grad is not None and not isinstance(grad, StandIn)
+        ]
+        for member, _ in here:
+            member.param.grad = None
+        return here
+
+    def _copy_in(self, member: Member, grad: Tensor, final: bool) -> None:
         if grad.layout != torch.strided:
             raise TypeError(SPARSE.format(member.name))
         local = self._room_for(grad.dtype, member, final)
@@ -94,7 +113,6 @@ class Bucket:
         else:
             window.copy_(grad)
             self.arrived.add(member)
-        member.param.grad = None
 
     def _room_for(self, dtype: torch.dtype, member: Member, final: bool) -> Tensor:
         self._part_slice()
@@ -144,10 +162,13 @@ class Bucket:
 
     # Averaged ------------------------------------------------------------------------------------
 
-    def reduce(self, last: bool = True) -> None:
-        """Average everyone's gradients and keep this rank's slice. `last`: for the last time in this step."""
-        for member in self.members:
-            self.take(member, final=True)
+    def reduce(self, detached: Sequence[tuple[Member, Tensor]], wire: torch.dtype, last: bool) -> None:
+        """Average everyone's gradients, which travel as `wire`, and keep this rank's slice.
+
+        `detached`: gradients that are not in the buffer yet. `last`: for the last time in this step.
+        """
+        for member, grad in detached:
+            self._copy_in(member, grad, final=True)
         self._part_slice()
         local = self.local_grads
         if local is None or not self.arrived:
@@ -157,7 +178,7 @@ class Bucket:
                 local[self.layout.window(member.index)].zero_()
         if self.settings.needs_norm:
             self._note_whether_finite(local)
-        self._average(local, last)
+        self._average(local, wire, last)
         self.arrived.clear()
         if self.settings.frees_gradients:
             if self.kind.device.type == "cpu" and not (self.down is not None and self.is_average):
@@ -166,12 +187,12 @@ class Bucket:
         if last:
             self.share_slice()
 
-    def _average(self, local: Tensor, last: bool) -> None:
+    def _average(self, local: Tensor, wire: torch.dtype, last: bool) -> None:
         keep = not self.settings.frees_gradients and not self.slice_is_valid
         if not self.averages():
             copies = keep and local.dtype != self.accumulate
             return self._add_to_slice(self._slice_memory().copy_(local) if copies else local, last)
-        sent = local.to(self.settings.dtypes.reduce or local.dtype)
+        sent = local.to(wire)
         if self.down is not None and self.is_average:  # in its own type, of fewer bytes perhaps
             if self.settings.frees_gradients:
                 self.down.flow.wait_for_turn()

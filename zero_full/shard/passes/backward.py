@@ -33,6 +33,8 @@ class Rules:
     scale: Callable[[], float] = lambda: 1.0  # by which losses are multiplied
     # Of which a pass has brought gradients; None: it had several.
     note_loss: Callable[[Tensor | None], None] = lambda loss: None
+    # Whether gradients of several passes may add up before they are reduced, where a pass need not reduce.
+    adds_up: Callable[[], bool] = lambda: False
 
 
 class BackwardPass:

@@ -6,8 +6,11 @@
 
 [Note: backward done] The inputs of a module pass through an identity whose backward runs when that of the
 module is done. All ranks get there in the same order, whichever parameters they have used: that is where
-gradients leave. A module whose inputs need no gradients has no such mark, and neither has one that is
-recomputed for a graph which has it already: theirs leave, and are released, when backward ends.
+gradients leave, when no other call of the module is due. A call whose inputs need no gradients has no such
+mark, so nothing tells when its gradients are complete, and neither does a use of the parameters by another
+module. What is used like this leaves, and is released, when backward ends. So does a module that has several
+calls without gradients in a training forward, which re-entrant checkpointing may repeat one by one. All this
+follows from the calls of forward, which are the same on all ranks.
 
 [Note: prefetch] The order of the sites is recorded. From then on those that come next are gathered while
 this one is at work, if there is a lane beside it. Where the order changes nothing is prefetched, and the new
@@ -22,7 +25,7 @@ is gathered; if no module around it has done so, it gathers the unit for its own
 import logging
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 from zlib import crc32
@@ -71,6 +74,7 @@ class ParameterGatherer:
         self.gathered: set[FlatParameter] = set()
         self.calls: set[Call] = set()  # whose backward is under way
         self.sites = {site.module: site for site in sites}
+        self.home = {flat: site for site in sites for flat in site.reduces}
         ranks = min((flat.ranks.size for site in sites for flat in site.flats), default=1)
         self.reach = shelf.reach * ranks  # elements whose slices find a place in the shelf's buffers
         self.root = self.sites.setdefault(model, Site("", model, []))
@@ -227,9 +231,23 @@ class ParameterGatherer:
             flat.users += 1
         call = Call(site)
         site.active.append(call)
+        if not recomputed:
+            self._note_use(site)
         if torch.is_grad_enabled() and not (recomputed and site.backwards_due):
-            return self._mark_inputs(call, args, kwargs)
+            return self._mark_inputs(call, args, kwargs, recomputed)
         return None
+
+    def _note_use(self, site: Site) -> None:
+        """See [Note: backward done]."""
+        if torch.is_grad_enabled():
+            self._note_unseen(flat for flat in site.flats if self.home.get(flat) is not site)
+        elif self.order is self.training:
+            site.silent += 1
+
+    def _note_unseen(self, flats: Iterable[FlatParameter]) -> None:
+        for flat in flats:
+            if flat in self.home:
+                self.home[flat].is_used_unseen = True
 
     def _is_transformed(self, site: Site) -> bool:
         """Whether a transform of torch.func runs this forward; then nothing tells when its backward ends."""
@@ -243,14 +261,16 @@ class ParameterGatherer:
                 )
         return True
 
-    def _mark_inputs(self, call: Call, args: Any, kwargs: Any) -> Any:
+    def _mark_inputs(self, call: Call, args: Any, kwargs: Any, recomputed: bool) -> Any:
         """The inputs, with a mark behind all that need gradients. See [Note: backward done]."""
         # A list or dict that the module writes to must stay the caller's: look inside only if need be.
         direct = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.requires_grad]
         inputs = direct or [t for t in tensors_in((args, kwargs)) if t.requires_grad]
         if not inputs:
+            call.site.is_used_unseen = True
             return None
         call.site.backwards_due += 1
+        call.site.marked += not recomputed
         if len(inputs) == 1 and inputs[0].layout == torch.strided:
             # Half as expensive as a function of our own, and the module may write to its input.
             passed = inputs[0].view_as(inputs[0])
@@ -332,6 +352,7 @@ class ParameterGatherer:
                 and flat not in self.root.flats
             ):
                 self.root.flats.append(flat)
+                self._note_unseen([flat])
                 if self.root.active:
                     flat.users += 1  # until the model is done
 
@@ -357,7 +378,7 @@ class ParameterGatherer:
         site = call.site
         site.backwards_due = max(0, site.backwards_due - 1)
         self._leave(call)
-        if site.backwards_due == 0:
+        if site.backwards_due == 0 and site.tells():
             for flat in site.reduces:
                 self.reducer.complete(flat)
 
@@ -375,11 +396,14 @@ class ParameterGatherer:
         self.order = None
         self.release_all()
         self.shelf.give_up_ahead()
+        for site in self.sites.values():
+            if not site.backwards_due:
+                site.forget()
 
     def forget(self) -> None:
         """Expect no more backwards of earlier calls: for after a step, and after `reducer.forget`."""
         for site in self.sites.values():
-            site.backwards_due = 0
+            site.forget()
 
     def refuse_copy(self) -> None:
         """RuntimeError if parameters are released: a copy of the module would have NaN in their place."""

@@ -16,7 +16,20 @@ class Site:
         self.numel = sum(v.layout.total for v in flats)
         self.active: list[Call | None] = []  # whose forward is under way; None: of one that needs nothing
         self.backwards_due = 0  # of calls whose backward is not complete
+        self.silent = 0  # calls without gradients in a training forward, which checkpointing may repeat
+        self.marked = 0  # calls whose backward tells when it is done
+        self.is_used_unseen = False  # by what does not tell when its backward is done
         self.later: int | None = None  # elements that the rest of forward gathers; None: not known yet
+
+    def tells(self) -> bool:
+        """Whether all uses are over when no backward is due any more: see [Note: backward done]."""
+        is_repeated_once = self.silent == 1 and not self.marked  # by checkpointing that is re-entrant
+        return not self.is_used_unseen and (not self.silent or is_repeated_once)
+
+    def forget(self) -> None:
+        """No backward of any earlier call is due."""
+        self.backwards_due = self.silent = self.marked = 0
+        self.is_used_unseen = False
 
 
 class Call:

@@ -11,8 +11,11 @@ Once such a part is seen, buckets wait for the end of the large pass.
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -23,14 +26,9 @@ from zero_full.comm.lane import Lane, Pending
 from zero_full.settings import Settings
 from zero_full.shard.group.grad_placeholder import UNSCALED, Found, ShownGradients, names_of
 from zero_full.shard.group.gradients import Bucket
-from zero_full.shard.group.parameters import FlatParameter, Member
-from zero_full.shard.passes.backward import BackwardPass
-from zero_full.shard.group.gradients import Bucket
-from zero_full.shard.group.parameters import FlatParameter, Member
 from zero_full.shard.group.hand_written import CLEARED, GRADIENT, HandWritten
+from zero_full.shard.group.parameters import FlatParameter, Member
 from zero_full.shard.passes.backward import BackwardPass
-from zero_full.settings import Settings
-from zero_full.shard.group.grad_placeholder import UNSCALED, Found, ShownGradients, names_of
 
 IN_FLIGHT = 2  # gradient buffers at a time, being filled or reduced; where waiting stops the host, one more
 SCALED = (
@@ -75,6 +73,9 @@ class GradientReducer:
         self.lane, self.every_backward = lane, settings.frees_gradients
         self.by_module = settings.releases_parameters  # modules tell when gradients are complete
         self.bucket_of = {bucket.flat: bucket for bucket in buckets}
+        self.trail = 0  # a digest of which buckets have left, in which order: the same on every rank
+        self.patient: set[Bucket] = set()  # leave when a pass ends: all ranks know that some came late once
+        self.kept_back = False  # by no_sync, since the last reduction
         self.spares: list[Tensor] = []
         for bucket in buckets:
             bucket.spares = self.spares
@@ -87,7 +88,8 @@ class GradientReducer:
         self.began = False  # there was a backward pass since the last step
         self.wait_for_end = False
         self.launched: set[Bucket] = set()
-        self.missing: dict[Bucket, int] = {}
+        self.missing: dict[Bucket, set[Member]] = {}  # from which the pass may still bring a gradient
+        self.turns: deque[Bucket] = deque()  # that may leave before the pass ends, in order
         self.producers: dict[Bucket, list[object]] = {}
         self.pending: list[Pending] = []
         self.used: set[Member] = set()  # since the last step
@@ -120,6 +122,15 @@ class GradientReducer:
     def _watch_arrival(self, param: Tensor) -> RemovableHandle:
         handle: RemovableHandle = param.register_post_accumulate_grad_hook(partial(_arrived, self.me))
         return handle
+
+    @contextmanager
+    def keep_back(self) -> Iterator[None]:
+        """Gradients of passes in this block are not reduced, but add up on this rank."""
+        before, self.no_sync, self.kept_back = self.no_sync, True, True
+        try:
+            yield
+        finally:
+            self.no_sync = before
 
     @property
     def syncing(self) -> bool:
@@ -170,6 +181,7 @@ class GradientReducer:
             self._use_presets(bucket)
         self.began = self.unreduced = True
         self.missing = {bucket: _expected(bucket) for bucket in self.buckets}
+        self.turns = deque(bucket for bucket in self.buckets if bucket not in self.patient)
         self.producers = {bucket: [] for bucket in self.buckets}
         for param in self.hooks:
             self.come_last(param)
@@ -236,36 +248,47 @@ class GradientReducer:
         if before:  # the buffer, and what lies in it, is the work of another stream perhaps
             self.lane.order(before[-1], here)
         before.append(here)
-        if bucket in self.launched:  # a second helping
+        if bucket in self.launched:  # late, and the bucket's memory is the job's until it is done
             self._drain(0)
         elif self.every_backward and not self.lane.stops_host:  # its buffer takes the place of an older one
             self._drain(IN_FLIGHT - 1)
         if bucket.settings.copy_on_arrival or not self.syncing:
             bucket.take(member, final=self.syncing and not self.wait_for_end)
-        self.missing[bucket] -= 1
+        self.missing[bucket].discard(member)
         if self.syncing and not self.wait_for_end and not self.by_module:
             self._launch_complete()
 
     def _launch_complete(self) -> None:
-        for bucket in self.buckets[len(self.launched) :]:
-            if self.missing[bucket] > 0:
-                return
-            self._launch(bucket)
+        """In the order of the list on every rank, whichever is complete first here."""
+        while self.turns and not self.missing[self.turns[0]]:
+            self._launch(self.turns.popleft())
 
     @torch.no_grad()
     def complete(self, flat: FlatParameter) -> None:
-        """Stage 3: these parameters' gradients will not change any more, unless they are used elsewhere."""
+        """Stage 3: the modules that use these parameters are done with them in this pass."""
         bucket = self.bucket_of.get(flat)
-        if bucket is not None and not (bucket.uses_param_grad or bucket.asleep) and self.syncing:
+        if bucket is None or bucket.uses_param_grad or bucket.asleep or not self.syncing:
+            return
+        if bucket not in self.launched and bucket not in self.patient:
             self._launch(bucket)
 
     def _launch(self, bucket: Bucket) -> None:
+        """Put the bucket's reduction on the lane: see [Note: what travels].
+
+        Its gradients are taken away here, on backward's thread. If the job took them, one that comes while
+        the job is under way would be reduced at once on some ranks, and be late on others.
+        """
         self._drain(IN_FLIGHT - 1)
         self.launched.add(bucket)
-        producers = self.producers.get(bucket, [])
-        read = list(bucket.gradient_memory())  # now: the job lets go of some of it
-        job = partial(bucket.reduce, self.backward.is_boundary)
-        self.pending.append(self.lane.submit(job, read, producers))
+        self.trail = crc32(bucket.name.encode(), self.trail)
+        read = list(bucket.gradient_memory())  # before they are taken away
+        job = partial(bucket.reduce, bucket.detach(), self._wire(bucket), self.backward.is_boundary)
+        self.pending.append(self.lane.submit(job, read, self.producers.get(bucket, [])))
+
+    def _wire(self, bucket: Bucket) -> torch.dtype:
+        """The type in which a bucket's gradients travel: the exact one, if those of several passes add up."""
+        add_up = self.kept_back or (not self.every_backward and self.backward.rules.adds_up())
+        return bucket.settings.dtypes.reduce or (bucket.accumulate if add_up else bucket.flat.dtype)
 
     def _drain(self, leave: int) -> None:
         while len(self.pending) > leave:
@@ -288,6 +311,7 @@ class GradientReducer:
     def _show_gradients(self) -> None:
         members = [m for m in self.used if not self.place[m.param][0].uses_param_grad]
         if self.hands_back and self.syncing and self.backward.is_boundary:
+            self.reduce_late()
             for member in members:
                 self.gradients.hand_out(member, self.place[member.param][0].averaged(member))
         else:
@@ -318,13 +342,37 @@ class GradientReducer:
 
     def _reduce_rest(self) -> None:
         self._drain(0)
-        for bucket in self.buckets:
-            second_helping = bucket.slice_is_valid and bool(bucket.arrived)
-            if bucket not in self.launched or second_helping:
+        for bucket in sorted(
+            self.buckets, key=lambda bucket: bucket in self.patient
+        ):  # as where it left early
+            if bucket not in self.launched:
                 self._launch(bucket)
         self._drain(0)
         self.spares.clear()
-        self.unreduced = False
+        self.unreduced = self.kept_back = False
+
+    @property
+    def late(self) -> list[Bucket]:
+        """The buckets of which gradients have come to this rank after they had left."""
+        return [] if self.unreduced else [bucket for bucket in self.buckets if bucket.arrived]
+
+    @torch.no_grad()
+    def reduce_late(self) -> None:
+        """Reduce what came after its bucket had left, on any rank. Every rank must call this, between passes.
+
+        A parameter may be used outside of its module, or once more in a recomputed part. Such a bucket leaves
+        when the pass ends from now on.
+        """
+        pairs = dict.fromkeys((bucket.ranks, bucket.across) for bucket in self.buckets)
+        for ranks, across in pairs:
+            theirs = [bucket for bucket in self.buckets if (bucket.ranks, bucket.across) == (ranks, across)]
+            flags = torch.tensor([float(b in self.late) for b in theirs], device=ranks.device)
+            for group in (ranks, across):
+                group.sum_numbers(flags, "gradients that came late")
+            for bucket in (b for b, flag in zip(theirs, flags.tolist(), strict=True) if flag):
+                self.patient.add(bucket)
+                self._launch(bucket)
+        self._drain(0)
 
     # By hand -------------------------------------------------------------------------------------
 
@@ -444,6 +492,6 @@ def refuse_frozen_gradients(members: Iterable[Member]) -> None:
         )
 
 
-def _expected(bucket: Bucket) -> int:
-    """Gradients that may come in a pass."""
-    return sum(m.param.requires_grad for m in bucket.members)
+def _expected(bucket: Bucket) -> set[Member]:
+    """Whose gradients may come in a pass."""
+    return {m for m in bucket.members if m.param.requires_grad}

@@ -7,6 +7,8 @@ One vector is summed over the ranks and read once by the host. In it are
                overflow check
     stops      how many ranks have been asked to stop, by a signal
     alarms     how many ranks know that what goes on beside the training has failed
+    late       how many buckets have gradients that came when they had left: they are reduced, then all
+               ranks agree again
     marks      a number made of what this rank is about to do, and its square: all marks are the same if
                and only if the sum of squares is what it is for equal numbers
     slices     the same of what was written by hand to slices, which ranks that repeat a slice compare: first
@@ -34,18 +36,13 @@ from zero_full.errors import DisagreementError
 from zero_full.offload import Waiting
 from zero_full.precision.norms import all_finite, has_fp64, leaves_overflow, squared_norm
 from zero_full.shard.group.checksum import digest
-from zero_full.shard.group.grad_placeholder import Found, names_of
 from zero_full.shard.group.gradients import Bucket
-from zero_full.shard.group.parameters import Member, nothing
-from zero_full.shard.group.process_groups import Groups, Pair
-from zero_full.shard.group.gradients import Bucket
-from zero_full.shard.group.checksum import digest
-from zero_full.shard.group.parameters import Member, nothing
-from zero_full.shard.group.process_groups import Groups, Pair
 from zero_full.shard.group.hand_written import BY_HAND, REMEDY, HandWritten
+from zero_full.shard.group.parameters import Member, nothing
+from zero_full.shard.group.process_groups import Groups, Pair
 
 SQUARES = 2  # numbers that are of slices; those behind are of ranks
-STOPS, ALARMS, MARKS, SLICES, SPOILT, FLAGS = 2, 3, 4, 6, 8, 9  # places of these numbers
+STOPS, ALARMS, LATE, MARKS, SLICES, SPOILT, FLAGS = 2, 3, 4, 5, 7, 9, 10  # places of these numbers
 MARK_BITS = 20  # so that a sum of squares over thousands of ranks is exact in fp64
 SLICE_BITS = 16  # here it is the sum over a slice's neighbours that is squared
 NOTHING = "nothing"
@@ -70,6 +67,7 @@ class Agreement:
     used: Container[Member]  # parameters that have a gradient on any rank
     stops: bool = False  # whether any rank has been asked to stop
     alarm: bool = False  # whether something beside the training has failed on any rank
+    late: bool = False  # whether gradients of any rank are still to be reduced
 
 
 @dataclass(frozen=True)
@@ -82,6 +80,7 @@ class Said:
     alarm: bool  # whether it knows that something beside the training has failed
     averaged: bool = True  # whether gradients are, or each rank's own
     by_hand: HandWritten = field(default_factory=HandWritten)
+    late: int = 0  # buckets of which gradients are still to be reduced
 
 
 def agree(groups: Groups, buckets: Sequence[Bucket], said: Said, needs_norm: bool) -> Agreement:
@@ -97,17 +96,17 @@ def agree(groups: Groups, buckets: Sequence[Bucket], said: Said, needs_norm: boo
         sides.append(_Side(groups.expert, experts, said, counts))
     alone = groups.model is None or groups.model.size == 1
     if not needs_norm and alone and not any(side.has_peers for side in sides):
-        return Agreement(None, said.used, said.stops, said.alarm)
-    squared, poison, stops, alarms, *rest = _add_up(groups, sides, exactly=False)
+        return Agreement(None, said.used, said.stops, said.alarm, said.late > 0)
+    squared, poison, stops, alarms, late, *rest = _add_up(groups, sides, exactly=False)
     if needs_norm and not isfinite(squared) and not poison and leaves_overflow(sides[0].numbers.device):
-        squared, poison, _, _, *rest = _add_up(groups, sides, exactly=True)
+        squared, poison, _, _, _, *rest = _add_up(groups, sides, exactly=True)
     everyones: set[Member] = set()
     for side in sides:
         everyones |= side.read(rest[: side.length])
         rest = rest[side.length :]
     ranks = 1 if said.averaged else groups.data_ranks
     norm = float("nan") if poison else float(squared / ranks) ** 0.5
-    return Agreement(norm if needs_norm else None, everyones, stops > 0, alarms > 0)
+    return Agreement(norm if needs_norm else None, everyones, stops > 0, alarms > 0, late > 0)
 
 
 def numbers_on(device: torch.device, values: Sequence[float]) -> Tensor:
@@ -121,7 +120,7 @@ def numbers_on(device: torch.device, values: Sequence[float]) -> Tensor:
 
 
 def _add_up(groups: Groups, sides: Sequence["_Side"], exactly: bool) -> list[float]:
-    """Everyone's squares, stops and alarms, then marks and flags of each side."""
+    """Everyone's squares, stops, alarms and late buckets, then marks and flags of each side."""
     for side in sides:
         side.add_up(exactly)
     squares = torch.stack([side.numbers[:SQUARES] for side in sides])
@@ -151,7 +150,7 @@ class _Side:
         of_slices = _mark_of([pair.shard.rank, self.slices], SLICE_BITS) if self.slices else 0.0
         marks = [mark, mark * mark, of_slices, of_slices * of_slices]
         flags = (float(member in said.used) for member in self.members)
-        self.said = [float(said.stops), float(said.alarm), *marks, 0.0, *flags]
+        self.said = [float(said.stops), float(said.alarm), float(said.late), *marks, 0.0, *flags]
         released = [bucket.flat for bucket in buckets if bucket.flat.released_at_rest]
         kinds = {(flat.dtype, flat.kind.device) for flat in released if flat.kind.device.type != "meta"}
         self.absent = [nothing(*kind) for kind in kinds]

@@ -7,6 +7,7 @@ It stands where the optimizer it wraps stood: same `param_groups` (so schedulers
 import logging
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from math import isfinite
 from typing import Any
@@ -37,7 +38,7 @@ from zero_full.shard.guards.model_watch import ModelWatch, ParameterWrites
 from zero_full.shard.passes.gather import ParameterGatherer
 from zero_full.shard.passes.grad_state import KeptGradients
 from zero_full.shard.passes.reduce import GradientReducer
-from zero_full.shard.step.agreement import Doings, Said, agree, doings_of, refuse_lost, refuse_unused
+from zero_full.shard.step.agreement import Said, agree, doings_of, refuse_lost, refuse_unused
 from zero_full.shard.step.background_work import Beside, raise_failure
 from zero_full.shard.step.copy_waits import await_gradients, await_parameters, collect
 from zero_full.shard.step.delayed_update import DelayedUpdates
@@ -162,14 +163,22 @@ class ZeroOptimizer(InItsPlace):
         self.gradients.refuse_two_scales()
         averaged = self.gradients.begin_step()
         scale, gathered = self.scaler.scale, self.gatherer.trail if self.gatherer is not None else 0
-        so_far: Doings = [("call of step", self.calls), ("order of gathers", gathered), ("loss scale", scale)]
-        so_far = [*so_far, ("signals watched", self.signals.told)]
+        so_far: list[tuple[str, Any]] = [
+            ("call of step", self.calls),
+            ("order of gathers", gathered),
+            ("loss scale", scale),
+        ]
+        so_far += [("order of reductions", self.reducer.trail), ("signals watched", self.signals.told)]
         written = "" if self.contents.stepper.is_apart else self.writes.digest()  # there it is refused
         doings = doings_of(self.param_groups, so_far, written, failure)
         alarm = bool(self.waiting.trouble) or (self.beside is not None and self.beside.has_failed())
         stops, by_hand = self.signals.came is not None, self.reducer.written
-        said = Said(self.reducer.used, doings, stops, alarm, averaged, by_hand)
-        agreed = agree(self.groups, self.awake, said, self.settings.needs_norm or not averaged)
+        said = Said(self.reducer.used, doings, stops, alarm, averaged, by_hand, len(self.reducer.late))
+        needs_norm = self.settings.needs_norm or not averaged
+        agreed = agree(self.groups, self.awake, said, needs_norm)
+        if agreed.late and failure is None:
+            self.reducer.reduce_late()
+            agreed = agree(self.groups, self.awake, replace(said, late=0), needs_norm)
         self.signals.requested |= agreed.stops
         if failure is not None:
             raise failure

@@ -1,0 +1,105 @@
+"""Modules that are called several times in a forward, beside a lane that is late, are plain torch's."""
+
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from tests.worlds import POOL, RankError
+from tests.zero_full.reuse import CLOSE, WAYS, Case, off_by, random_cases
+from zero_full.shard.group.gradients import Bucket
+from zero_full.shard.passes.module_sites import Site
+from zero_full.shard.passes.reduce import GradientReducer
+
+KINDS = [
+    Case(way, 3, True, micro, recompute, seed=7)
+    for way, micro, recompute in product(WAYS, (1, 2), ("no", "reentrant", "saved"))
+]
+
+
+def close(ranks: list[list[float]], cases: list[Case]) -> None:
+    assert not [(str(case), offs) for case, *offs in zip(cases, *ranks, strict=True) if max(offs) > CLOSE]
+
+
+def test_every_way_to_use_a_module_again_at_stage_3() -> None:
+    close(POOL.run(off_by, 2, KINDS), KINDS)
+
+
+def test_random_ones_at_every_stage() -> None:
+    cases = random_cases(40, seed=0)
+    close(POOL.run(off_by, 3, cases), cases)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 7))
+def test_many_random_ones(seed: int) -> None:
+    cases = random_cases(50, seed)
+    close(POOL.run(off_by, 2, cases, limit=400), cases)
+
+
+# Not fooled --------------------------------------------------------------------------------------
+
+
+def tells_always(self: Site) -> bool:
+    """The first end of a module's backward is taken for the last."""
+    return True
+
+
+def launch_and_take_later(self: GradientReducer, bucket: Bucket) -> None:
+    """The job takes what is in `param.grad` when it runs."""
+    self._drain(1)
+    self.launched.add(bucket)
+
+    def job() -> None:
+        bucket.reduce(bucket.detach(), self._wire(bucket), self.backward.is_boundary)
+
+    self.pending.append(self.lane.submit(job, [], []))
+
+
+def reduce_what_came_here(self: GradientReducer) -> None:
+    """Each rank decides alone whether a bucket leaves once more."""
+    self._drain(0)
+    for bucket in self.buckets:
+        if bucket not in self.launched or (bucket.slice_is_valid and bucket.arrived):
+            self._launch(bucket)
+    self._drain(0)
+    self.unreduced = False
+
+
+def with_mistakes(comm: Any, cases: list[Case], mistakes: list[tuple[Any, str, Callable[..., Any]]]) -> Any:
+    """The same, while the package makes these mistakes."""
+    patches = [mock.patch.object(*mistake) for mistake in mistakes]
+    for patch in patches:
+        patch.start()
+    try:
+        return off_by(comm, cases)
+    finally:
+        for patch in patches:
+            patch.stop()
+
+
+def test_a_bucket_that_leaves_before_all_uses_are_over_is_reduced_once_more_before_the_step() -> None:
+    early = [(Site, "tells", tells_always)]
+    close(POOL.run(with_mistakes, 2, KINDS, early), KINDS)
+
+
+RACE = [(Site, "tells", tells_always), (GradientReducer, "_launch", launch_and_take_later)]
+
+
+def test_gradients_that_a_job_takes_when_it_runs_do_no_harm_as_ranks_agree_on_what_is_late() -> None:
+    close(POOL.run(with_mistakes, 2, KINDS[:6], RACE), KINDS[:6])
+
+
+def test_a_rank_that_decides_alone_whether_a_bucket_leaves_again_is_found() -> None:
+    race = [*RACE, (GradientReducer, "_reduce_rest", reduce_what_came_here)]
+    racing = [Case("pairs", seed=seed) for seed in range(8)]
+    run = partial(POOL.run, with_mistakes, 2, racing, race, collective=5, limit=60)
+    try:
+        ranks = run()
+    except RankError:
+        return  # the ranks made different calls
+    with pytest.raises(AssertionError):
+        close(ranks, racing)
