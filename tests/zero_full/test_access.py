@@ -187,7 +187,7 @@ def test_mistakes_name_the_parameter_and_the_remedy() -> None:
     with pytest.raises(
         RuntimeError, match=r"layers.2.weight has no averaged gradient now.*after the last backward"
     ):
-        zero_full.safe_set_full_grad(weight, torch.ones(13, 13))
+        zero_full.safe_set_local_grad(weight, torch.ones(13, 13))
     with pytest.raises(KeyError, match="no optimizer state before the first step"):
         zero_full.safe_set_full_optimizer_state(weight, torch.ones(13, 13), "exp_avg")
     engine.backward(engine(data(0, 0, 0)))

@@ -145,6 +145,58 @@ def test_the_first_ranks_values_are_everywhere(stage: int, world: int) -> None:
     assert POOL.run(constructed_by_rank, world, stage, limit=100) == [[]] * world
 
 
+def in_sixteen_bits(comm: Any, stage: int, section: str) -> list[str]:
+    """The first rank's values of models whose ranks differ, rounded to what the run trains in."""
+    dtype, wrong = {"bf16": torch.bfloat16, "fp16": torch.float16}[section], list[str]()
+    for way in [*WAYS, "modifier"]:
+        made = []
+        for rank in (0, comm.rank):
+            torch.manual_seed(rank)
+            with Init(enabled=len(made) > 0):
+                made.append(Model() if way == "modifier" else ByRank(rank, way))
+        if way == "modifier":
+            for layer in made[0].layers:
+                layer.weight.data.fill_(7)
+            with GatheredParameters(made[1].parameters(), modifier_rank=0):
+                for layer in made[1].layers if comm.rank == 0 else ():
+                    layer.weight.data.fill_(7)
+        expected = {
+            name: t.to(dtype) if t.is_floating_point() else t for name, t in made[0].state_dict().items()
+        }
+        engine, _, _, _ = zero_full.initialize(model=made[1], config={**config(stage), section: SIXTEEN})
+        got = {name: t.to(expected[name].dtype) for name, t in engine.module_state_dict().items()}
+        wrong += [f"{way}: {name}" for name in unlike(expected, got)]
+        engine.destroy()
+    return wrong
+
+
+SIXTEEN = {"enabled": True}
+
+
+@pytest.mark.parametrize("section", ["bf16", "fp16"])
+@pytest.mark.parametrize("stage, world", [(1, 2), (3, 3)])
+def test_the_first_ranks_values_are_everywhere_in_sixteen_bits(stage: int, world: int, section: str) -> None:
+    assert POOL.run(in_sixteen_bits, world, stage, section) == [[]] * world
+
+
+def of_another_kind(comm: Any) -> str:
+    """One rank makes its parameter another one; then all look at it again, before `initialize`."""
+    with Init():
+        model = nn.Linear(3, 3)
+    with GatheredParameters(model.weight, modifier_rank=1):
+        if comm.rank == 1:
+            model.weight.data = torch.ones(4, 3, dtype=torch.float64)
+    with pytest.raises(DisagreementError) as error, GatheredParameters(model.weight):
+        pass
+    return str(error.value)
+
+
+def test_a_parameter_that_one_rank_has_made_another_one_is_named_on_every_rank() -> None:
+    first, second = POOL.run(of_another_kind, 2)
+    assert first == second
+    assert "weight is float32 of shape (3, 3) on rank 0 and float64 of shape (4, 3) on rank 1" in first
+
+
 class Unlike(nn.Module):
     def __init__(self, rank: int, how: str) -> None:
         super().__init__()

@@ -81,6 +81,7 @@ def load_checkpoint(
 
     CheckpointError if anything is wrong, on every rank; nothing is changed then.
     """
+    optimizer.unfinished.refuse_load("load_checkpoint")
     background_of(optimizer).wait()
     optimizer.finish_update()
     attempt, load = Attempt(optimizer, "load_checkpoint"), list[CheckpointLoad]()
@@ -350,6 +351,8 @@ class CheckpointLoad:
         """Parameters follow their masters, on all ranks."""
         optimizer = self.optimizer
         optimizer.publish()
+        if self.with_state:
+            optimizer.start_over()
         for flat in optimizer.frozen:
             flat.node_copy = None
             if flat.state is GatherState.WHOLE:

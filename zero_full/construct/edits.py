@@ -17,6 +17,8 @@ from zero_full._compat import device_of, version_of
 from zero_full.comm.topology import this_rank
 from zero_full.construct.deferred import Elsewhere
 from zero_full.construct.recorded import Keeper, Record, Recorded, conceal, reveal
+from zero_full.errors import DisagreementError
+from zero_full.formatting import ranks_listed
 from zero_full.shard.group.checksum import checksum
 from zero_full.shard.group.recorded import opened, record_of
 
@@ -69,11 +71,13 @@ def _open(keeper: Keeper, closed: dict[Tensor, Record]) -> None:
     recording.refuse_if_from_file("GatheredParameters", twins)
     try:
         recording.replay(lambda twin, real: _show(behind[id(twin)], real), twins, remember=True)
+        newest = {tensor: recording.newest_of(record.twin) for tensor, record in closed.items()}
+        _refuse_other_kinds({closed[t].name: t for t, each in newest.items() if each is not None})
         for tensor, record in closed.items():
-            newest = recording.newest_of(record.twin)
-            record.is_borrowed = newest is not None
-            if newest is not None:
-                _borrow(tensor.data, newest.rank)
+            changed_by = newest[tensor]
+            record.is_borrowed = changed_by is not None
+            if changed_by is not None:
+                _borrow(tensor.data, changed_by.rank)
             record.shown, record.accepted, record.rank, record.users = _print(tensor), None, None, 0
     except BaseException:
         for tensor, record in closed.items():
@@ -85,6 +89,31 @@ def _open(keeper: Keeper, closed: dict[Tensor, Record]) -> None:
 def _show(tensor: Tensor, real: Tensor) -> None:
     assert isinstance(tensor, Recorded)
     opened[tensor] = reveal(tensor, real)
+
+
+def _refuse_other_kinds(borrowed: dict[str, Tensor]) -> None:
+    """DisagreementError on every rank if a tensor that is to be sent is another one on some rank.
+
+    Who has changed it may have given it another shape or type, and the others would make no room for that.
+    """
+    if not borrowed:
+        return
+    mine = {
+        name: f"{str(t.dtype).removeprefix('torch.')} of shape {tuple(t.shape)}"
+        for name, t in borrowed.items()
+    }
+    everyones: list[dict[str, str]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyones, mine)
+    for name in mine:
+        kinds: dict[str, list[int]] = {}
+        for rank, theirs in enumerate(everyones):
+            kinds.setdefault(theirs.get(name, "not gathered"), []).append(rank)
+        if len(kinds) > 1:
+            told = " and ".join(f"{kind} on {ranks_listed(ranks)}" for kind, ranks in kinds.items())
+            raise DisagreementError(
+                f"{name} is {told}: what changes its shape or type must be done on every rank, before "
+                "GatheredParameters or in it"
+            )
 
 
 def _borrow(real: Tensor, rank: int) -> None:

@@ -42,6 +42,9 @@ class Deferred:
         for name, tensor in self.named.items():
             _refuse_unfit(name, tensor)
         refuse_overlaps(_extents(self.named))
+        # As they are made: `initialize` has compared these between the ranks, and a flat buffer may give a
+        # parameter the type that it is trained in.
+        self.made_as = {name: (tensor.shape, tensor.dtype) for name, tensor in self.named.items()}
         self.weights = _files(model, self.named)  # that were named instead of initial values
         recorded = {name: tensor for name, tensor in self.named.items() if isinstance(tensor, Recorded)}
         self.records = {name: tensor._record for name, tensor in recorded.items()}
@@ -131,7 +134,8 @@ class Deferred:
             return
         for _ in names:
             name = names[int(everyone.hear(speaker, number, "a name"))]
-            room = torch.empty(self.named[name].shape, dtype=self.named[name].dtype, device=device)
+            shape, dtype = self.made_as[name]
+            room = torch.empty(shape, dtype=dtype, device=device)
             self._put(name, everyone.hear(speaker, room, name), put)
 
     @torch.no_grad()

@@ -31,6 +31,7 @@ from zero_full.engine.stopwatch import Stopwatch
 from zero_full.flight.recorder import STEPS, FlightRecorder
 from zero_full.precision.dtypes import NAMES
 from zero_full.shard.access.offload_states import OffloadedStates
+from zero_full.shard.guards.unfinished_step import COUNTED
 from zero_full.shard.passes.backward import Rules
 from zero_full.shard.step.optimizer import ZeroOptimizer
 
@@ -85,7 +86,8 @@ class Engine(DeepSpeedQueries, Reporting, Saving, Stopping):
         )
         self._calls = self._watch_calls()
         self._watch_pace()
-        optimizer.register_step_post_hook(self._count_plain_step)
+        optimizer.at_step.append(self._count_step)
+        optimizer.register_step_post_hook(self._report_plain_step)
 
     def _watch_calls(self) -> ModelCalls:
         autocast, section = None, self.config.torch_autocast
@@ -201,7 +203,7 @@ class Engine(DeepSpeedQueries, Reporting, Saving, Stopping):
             self._stepped = self.is_gradient_accumulation_boundary()
             if self._stepped:
                 with self.stopwatch.measure("step"):
-                    self._take_step(lr_kwargs or {})
+                    self.optimizer.unfinished.run(partial(self._take_step, lr_kwargs or {}))
                 self._report()
             else:
                 self.micro_steps += 1
@@ -211,19 +213,38 @@ class Engine(DeepSpeedQueries, Reporting, Saving, Stopping):
             self._stop_if_asked()
 
     def _take_step(self, lr_kwargs: Mapping[str, Any]) -> None:
-        self.optimizer.step()
-        self.micro_steps += 1  # not before: who catches an error may call again
+        unfinished = self.optimizer.unfinished
+        try:
+            self.optimizer.step()  # which counts it
+        except Exception:
+            if unfinished.phase == COUNTED:  # of a hook after the step, which is taken all the same
+                self._end_step(lr_kwargs)
+                unfinished.is_over()
+            raise
         if self.optimizer.last is None:
+            self.micro_steps += 1  # not before: who catches an error may call again
             raise RuntimeError(
                 "step without gradients: since the last step no backward pass has reached a parameter that "
                 "is trained, on any rank (is backward missing, or was zero_grad called after it?)"
             )
+        self._end_step(lr_kwargs)
+
+    def _end_step(self, lr_kwargs: Mapping[str, Any]) -> None:
         self.optimizer.zero_grad()
-        self._count_step()
         if self.was_step_applied() and self.lr_scheduler is not None:
-            self.lr_scheduler.step(**lr_kwargs)
+            try:
+                self.lr_scheduler.step(**lr_kwargs)
+            except Exception:  # the schedule's own, which is at its end for example
+                self.optimizer.unfinished.is_over()
+                raise
 
     def _count_step(self) -> None:
+        """In every step of the optimizer, as soon as it has had its effect."""
+        if self._stepping:
+            self.micro_steps += 1
+        else:  # a loop that calls the optimizer's step itself
+            self._stepped = True
+            self.micro_steps += self._micro_batches - self.micro_steps % self._micro_batches
         self.global_steps += 1
         self._kept_back = False
         samples = self._samples_of_this_step()
@@ -233,12 +254,9 @@ class Engine(DeepSpeedQueries, Reporting, Saving, Stopping):
         if not self.was_step_applied():
             self.skipped_steps += 1
 
-    def _count_plain_step(self, *step: Any) -> None:
+    def _report_plain_step(self, *step: Any) -> None:
         """After a step of the optimizer: of a loop that calls it itself, and not `step`."""
         if not self._stepping and self.optimizer.last is not None:
-            self._stepped = True
-            self.micro_steps += self._micro_batches - self.micro_steps % self._micro_batches
-            self._count_step()
             self._report()
             self._look_at_schedule()
 

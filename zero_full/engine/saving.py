@@ -54,6 +54,8 @@ class Saving:
     _boundary: bool | None
     _micro_batches: int
     _stepping: bool
+    _forwards: int
+    _passes: int
 
     # Checkpoints ---------------------------------------------------------------------------------
 
@@ -141,6 +143,8 @@ class Saving:
         for name in COUNTERS:
             if name != "global_samples" or self.global_samples is not None:  # None: no batch size to count by
                 setattr(self, name, saved.get(name, getattr(self, name)))
+        # What was counted towards the step under way is given up with its gradients.
+        self._forwards, self._passes = 0, self.optimizer.reducer.backward.count
         if self.micro_steps % self._micro_batches:  # there a step had another number of them
             self.micro_steps = self.global_steps * self._micro_batches
 

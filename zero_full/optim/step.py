@@ -306,7 +306,8 @@ class TorchStep(Stepper):
 
     def __init__(self, optimizer: Optimizer, own_step: Callable[[], Any]) -> None:
         self.optimizer, self.own_step = optimizer, own_step
-        self.shown: list[Any] = []
+        # Once, and not in each step: one that was cut short may have left pieces in the groups.
+        self.shown = [group["params"] for group in optimizer.param_groups]
 
     @property
     def takes_parts(self) -> bool:
@@ -317,7 +318,6 @@ class TorchStep(Stepper):
     def begin(self, pieces: Sequence[Piece]) -> None:
         """The groups list pieces."""
         groups = self.optimizer.param_groups
-        self.shown = [group["params"] for group in groups]
         for group in groups:
             group["params"] = []
         for piece in pieces:

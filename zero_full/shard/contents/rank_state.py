@@ -44,6 +44,7 @@ def _refuse_other_place(optimizer: Optimizer, saved: Sequence[int]) -> None:
 
 def load_own_part(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     """Restore what `own_part` of the same rank has returned. Every rank must call this."""
+    optimizer.unfinished.refuse_load("load_state_dict")
     optimizer.finish_update()
     if "tensors" not in saved:
         raise ValueError(
@@ -70,6 +71,7 @@ def load_own_part(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     take_facts(optimizer, saved)
     contents.stepper.load_own(own)
     optimizer.publish()
+    optimizer.start_over()
 
 
 def facts_of(optimizer: Optimizer) -> dict[str, Any]:

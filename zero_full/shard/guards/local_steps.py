@@ -51,7 +51,8 @@ def refuse_thawed(optimizer: Optimizer, thawed: Sequence[Member]) -> None:
 
 
 def refuse_apart(optimizer: Optimizer, call: str) -> None:
-    """RuntimeError in the middle of an interval of steps that ranks take alone."""
+    """RuntimeError in an interval of steps that ranks take alone, and after a step that was cut short."""
+    optimizer.unfinished.refuse_values(call)
     if optimizer.contents.stepper.is_apart:
         raise RuntimeError(
             f"{call} while each rank has parameters of its own: call meet() of the engine's optimizer on "

@@ -104,6 +104,7 @@ class DelayedUpdates:
         self, stepper: Stepper, stepped: Sequence[Owned], used: Container[Member], factor: float
     ) -> None:
         """Let the host step these, and do not wait for it."""
+        self.optimizer.unfinished.change()
         pieces = [piece for owned in stepped for piece in self._pieces(owned, stepper, used)]
         marks = [self._mark(owned) for owned in stepped]
         for owned in stepped:
@@ -159,6 +160,8 @@ class DelayedUpdates:
         update, optimizer = self.current, self.optimizer
         if update is None:
             return
+        if optimizer.unfinished.is_cut_short:  # all values are to be loaded: this update is given up
+            return self._give_up(update)
         if optimizer.reducer.backward.running:
             raise RuntimeError("an update cannot be completed in the middle of a backward pass")
         try:
@@ -168,7 +171,10 @@ class DelayedUpdates:
             raise
         if optimizer.gatherer is not None:  # a forward pass without a backward may have left some gathered
             optimizer.gatherer.release_all()
-        self.current = None
+        optimizer.unfinished.run(partial(optimizer.unfinished.change_by, partial(self._complete, update)))
+
+    def _complete(self, update: Update) -> None:
+        optimizer, self.current = self.optimizer, None
         for owned in update.owned:
             owned.is_updating = False
             owned.put_away()
@@ -178,6 +184,12 @@ class DelayedUpdates:
             owned.note_versions()
         optimizer.writes.forget_of(update.members)
         optimizer.send(optimizer.awake)
+
+    def _give_up(self, update: Update) -> None:
+        self.wait()
+        self.current = None
+        for owned in update.owned:
+            owned.is_updating = False
 
     def _problem(self, update: Update) -> str:
         """In words, why the update cannot count; "" if it can."""

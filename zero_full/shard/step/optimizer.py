@@ -35,6 +35,7 @@ from zero_full.shard.group.process_groups import Groups
 from zero_full.shard.group.registry import register
 from zero_full.shard.guards.local_steps import meet, refuse_frozen, refuse_thawed, refuse_writes
 from zero_full.shard.guards.model_watch import ModelWatch, ParameterWrites
+from zero_full.shard.guards.unfinished_step import UnfinishedStep
 from zero_full.shard.passes.gather import ParameterGatherer
 from zero_full.shard.passes.grad_state import KeptGradients
 from zero_full.shard.passes.reduce import GradientReducer
@@ -97,6 +98,8 @@ class ZeroOptimizer(InItsPlace):
         self.closed = self.states_offloaded = False  # see `offload_states.py`
         self.writes = ParameterWrites(m for v in self.flats() if not v.released_at_rest for m in v.members)
         self.has_peers = any(each.size > 1 for each in groups.communicators)
+        self.unfinished = UnfinishedStep(self.has_peers)
+        self.at_step: list[Callable[[], None]] = []  # what counts a step: its effect is complete then
         self.calls = 0  # of step
         self.said_nothing_to_do = False
         self.beside: Beside | None = None  # a checkpoint that is being written
@@ -107,7 +110,7 @@ class ZeroOptimizer(InItsPlace):
         self.reducer = GradientReducer(self.buckets, self.lane, settings)
         self.reducer.before_waking = partial(refuse_thawed, self)
         self.reducer.on_waking = self._wake
-        self.reducer.backward.at_begin.append(self.take_back_moved)
+        self.reducer.backward.at_begin += [partial(self.unfinished.refuse, "backward"), self.take_back_moved]
         self.gradients = KeptGradients(scaler, self.reducer)
         self.gradients.averages = self.steppers.averages
         for bucket in self.buckets:
@@ -145,13 +148,17 @@ class ZeroOptimizer(InItsPlace):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Average what is left, step this rank's slices, send them to everyone. `last` says what happened."""
+        self.unfinished.refuse("step")
         self.last = None
         self.calls += 1
         if closure is not None:
             raise ValueError("a closure is not supported: gradients are averaged while backward runs")
+        self.unfinished.run(self._step)
+        self.redirected.run_step_hooks(AFTER)
+
+    def _step(self) -> None:
         self.finish_update()
         self._take_step(*self._look_around())
-        self.redirected.run_step_hooks(AFTER)
 
     def _take_step(self, found: Found, failure: Exception | None) -> None:
         if not (self.has_peers or self.reducer.began or found.written or failure):
@@ -201,11 +208,14 @@ class ZeroOptimizer(InItsPlace):
         except NotFiniteError as error:  # on all ranks, and nothing has changed
             finite = apply = False
             self.report.tell_average(error, self.scaler)
+        self.unfinished.change()  # also of a step that is skipped: its scale and counters
         self.last = StepReport(apply, norm, scale)
         self.report.end_step()
         for bucket in self.buckets:
             bucket.local_finite = None
         self.report.learn(self.scaler, overflow=not finite)
+        for act in self.at_step:
+            act()
 
     def watch_signals(self, signals: Iterable[int] = SIGNALS) -> None:
         """Note these signals until `destroy`, instead of ending: `stop_requested`. On every rank."""
@@ -252,6 +262,7 @@ class ZeroOptimizer(InItsPlace):
 
     def look_at_model(self) -> None:
         """Raise if something has become of the model that a step would ignore."""
+        self.unfinished.refuse("forward")
         self.watch.check()
         self.take_back_moved()
 
@@ -283,6 +294,7 @@ class ZeroOptimizer(InItsPlace):
         for bucket in self.buckets:
             on_cpu = bucket.kind.device.type == "cpu"
             bucket.forget(free=set_to_none is not None or not on_cpu)
+        self.unfinished.give_up_gradients()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part: ranges of parameters and state, the groups' options and the loss scale."""
@@ -292,7 +304,8 @@ class ZeroOptimizer(InItsPlace):
         return dict(run_hooks((self, self.base), state_dict_hooks, AFTER, own_part(self)))
 
     def refuse_unfinished(self, call: str) -> None:
-        """Raise between the backward passes of a step."""
+        """Raise between the backward passes of a step, and after one that was cut short."""
+        self.unfinished.refuse_values(call)
         if self.reducer.began and self.gradients.are_new:
             raise RuntimeError(
                 f"{call} between the backward passes of a step: their gradients would be lost. Save after "
@@ -311,7 +324,7 @@ class ZeroOptimizer(InItsPlace):
             raise RuntimeError(self.waiting.lost or OFFLOADED)
         self._take_back_state()
         self.take_back_moved()
-        for owned in self.owned:
+        for owned in () if self.unfinished.is_cut_short else self.owned:  # else all is to be loaded
             owned.follow_parameters()
 
     @torch.no_grad()
@@ -347,10 +360,9 @@ class ZeroOptimizer(InItsPlace):
         stepper = self.steppers.choose(stepped)
         if self.delayed.is_due(stepper):
             return self.delayed.begin(stepper, stepped, used, factor)
-        if not stepper.fuses:
-            self.gradients.multiply(factor)
         parts = self.steppers.parts(stepper, stepped, self.settings, self.parts.flow)
-        self.steppers.step(stepper, self.owned, parts, used, factor)
+        on_change = partial(self._begin_to_change, 1.0 if stepper.fuses else factor)
+        self.steppers.step(stepper, self.owned, parts, used, factor, on_change)
         refuse_lost(self.groups, self.waiting)
         self.gradients.note_step(factor, multiplied=not stepper.fuses)
         mark_stepped(self.base)
@@ -360,6 +372,15 @@ class ZeroOptimizer(InItsPlace):
             owned.note_versions()
         self.writes.forget()
         self.send(self.awake)
+
+    def _begin_to_change(self, factor: float) -> None:
+        self.unfinished.change()
+        self.gradients.multiply(factor)
+
+    def start_over(self) -> None:
+        """All values have been loaded: nothing is left of a step that was cut short."""
+        self.steppers.by_torch.end()
+        self.unfinished.forget()
 
     def publish(self) -> None:
         """All parameters follow their masters."""
@@ -391,6 +412,8 @@ class ZeroOptimizer(InItsPlace):
     def close(self, gather: bool) -> None:
         """Leave the model without hooks, its parameters as they are or, if every rank asks for it, whole."""
         if not self.closed:
+            if gather:
+                self.unfinished.refuse_values("destroy(gather=True)")
             self.signals.leave()
             if gather and self.contents.stepper.is_apart and not self.reducer.backward.failed:
                 self.zero_grad()

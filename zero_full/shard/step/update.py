@@ -117,11 +117,16 @@ class Steppers:
         parts: Sequence[Sequence[Owned]],
         used: Container[Member],
         factor: float,
+        on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        """Step part after part; parameters without a gradient on any rank, which are not `used`, stay."""
+        """Step part after part; parameters without a gradient on any rank, which are not `used`, stay.
+
+        `on_change` is called when no stepper can refuse the step any more, which all ranks do alike.
+        """
         self.early.stop()
-        stepper.begin([piece for owned in everything for piece in owned.pieces.values()])
         try:
+            stepper.begin([piece for owned in everything for piece in owned.pieces.values()])
+            on_change()
             with closing(self.tier.in_turn(parts, self.tensors_of)) as turns:
                 stepped, done, begun = [owned for part in parts for owned in part], 0, 0
                 for part in turns:
