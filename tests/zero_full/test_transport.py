@@ -24,6 +24,7 @@ from zero_full.comm.communicator import Communicator, choose_transport
 from zero_full.comm.ledger import Traffic
 from zero_full.comm.shared import share_memory
 from zero_full.comm.transport import Exchange, Native, Splits, Transport, own_slice
+from zero_full.errors import DesyncError
 
 WORLDS = [2, 3, 4]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -281,7 +282,7 @@ def test_if_one_rank_cannot_meet_at_numbers_all_meet_by_messages() -> None:
 
 def one_never_comes(comm: Any, seconds_there: float) -> str:
     by: Any = share_memory(everyone())
-    by.meet.timeout_s = 0.2
+    by.barrier.timeout_s = 0.2
     try:
         if comm.rank == 0:
             by.all_reduce(torch.zeros(4), 1)
@@ -363,3 +364,33 @@ def test_a_rank_that_is_alone_divides_copies_and_sends_nothing() -> None:
     assert alone.gather_objects("me", "e") == ["me"]
     assert alone.slice_of(whole).tolist() == whole.tolist() and (alone.rank, alone.size) == (0, 1)
     assert alone.traffic.total() == 0
+
+
+def different_calls(comm: Any, what: str) -> list[str]:
+    """What this rank hears, and what is left of its numbers, if the last rank makes another call."""
+    ours, numbers = Communicator(everyone(), CPU), torch.full((8,), comm.rank + 1.0)
+    is_last = comm.rank == comm.world_size - 1
+    try:
+        if is_last and what == "kind":
+            ours.all_gather(numbers, "gradients")
+        elif is_last and what == "size":
+            ours.all_reduce(torch.ones(16), 1, "gradients")
+        else:
+            ours.all_reduce(numbers, 1, "parameters" if is_last else "gradients")
+    except DesyncError as error:
+        return [str(error), str(numbers.tolist())]
+    return ["nothing"]
+
+
+@pytest.mark.skipif(not spin_barrier.works_here(), reason="ranks meet by messages here")
+@pytest.mark.parametrize("what", ["kind", "size", "name"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_of_one_host_that_make_different_calls_all_raise_and_read_nothing(
+    what: str, world: int
+) -> None:
+    ranks = POOL.run(different_calls, world, what, collective=5)
+    other = {"kind": "all_gather of gradients: 8", "size": "all_reduce of gradients: 16"}
+    for rank, (said, left) in enumerate(ranks):
+        assert "rank 0: all_reduce of gradients: 8 x float32" in said
+        assert f"rank {world - 1}: {other.get(what, 'all_reduce of parameters: 8')} x float32" in said
+        assert left == str([rank + 1.0] * 8)

@@ -171,6 +171,8 @@ class Communicator:
                 f"{kind} of {what} after destroy: this engine has left its groups. Do it before, or "
                 "initialize the model again"
             )
+        if self.transport is not None:
+            self.transport.call = kind, what, str(tensor.numel()), str(tensor.dtype)
         with self._named(kind, what):
             if self.call_check is not None:
                 size = f"{tensor.numel()} x {str(tensor.dtype).removeprefix('torch.')}"

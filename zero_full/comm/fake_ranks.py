@@ -26,6 +26,7 @@ class Pretence:
     """The transport of such a group."""
 
     name = "pretence"
+    call: tuple[str, ...] = ()
 
     def __init__(self, group: PretendedGroup) -> None:
         self.size = group.size()

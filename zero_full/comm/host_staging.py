@@ -156,6 +156,7 @@ class Staged:
     """
 
     name = "staged"
+    call: tuple[str, ...] = ()  # not compared: the worker is behind
 
     def __init__(
         self, inner: SharedMemory | Exchange, queue: Queue, room: int = ROOM, start: int = 0

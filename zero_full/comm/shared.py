@@ -11,7 +11,7 @@ The memory has no name in the file system: it is gone when the last process that
 
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -28,8 +28,8 @@ HALF = 2 * 2**20  # bytes
 
 
 def window_of(half: int) -> int:
-    """The bytes of a window with halves of this size: behind them is a number at which ranks meet."""
-    return 2 * half + 8
+    """The bytes of a window with halves of this size: behind them is where ranks meet."""
+    return 2 * half + spin_barrier.PLACE
 
 
 class SharedMemory(OverGroup):
@@ -39,12 +39,12 @@ class SharedMemory(OverGroup):
 
     def __init__(self, group: dist.ProcessGroup, windows: list[Tensor], pids: Sequence[int]) -> None:
         super().__init__(group)
-        self.windows, self.half = windows, (windows[0].numel() - 8) // 2
+        self.windows, self.half = windows, (windows[0].numel() - spin_barrier.PLACE) // 2
         self.turn = 0
-        numbers = [window[2 * self.half :] for window in windows]
-        self.meet: Callable[[], object] = self._meet_by_message
+        self.barrier: spin_barrier.SpinBarrier | None = None
         if all(pids):
-            self.meet = spin_barrier.SpinBarrier(numbers, self.rank, pids, timeout_of(group, CPU))
+            places = [window[2 * self.half :] for window in windows]
+            self.barrier = spin_barrier.SpinBarrier(places, self.rank, pids, timeout_of(group, CPU))
 
     def _half(self, rank: int, dtype: torch.dtype) -> Tensor:
         start = self.turn % 2 * self.half
@@ -55,8 +55,12 @@ class SharedMemory(OverGroup):
         place = reader - (reader > owner)
         return self._half(owner, dtype)[place * room : (place + 1) * room]
 
-    def _meet_by_message(self) -> None:
-        dist.barrier(self.group)
+    def meet(self) -> None:
+        """Wait for every rank to come as often as this one; DesyncError if one makes another collective."""
+        if self.barrier is not None:
+            self.barrier(self.call)
+        else:
+            dist.barrier(self.group)
 
     def reduce_scatter(self, whole: Tensor, out: Tensor, divisor: float) -> None:
         """Each rank shows the others their slices, and sums its own."""

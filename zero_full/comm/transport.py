@@ -43,6 +43,7 @@ class Transport(Protocol):
     """What each strategy can do."""
 
     name: str
+    call: tuple[str, ...]  # the collective that comes next, in words that are the same on every rank
 
     def reduce_scatter(self, whole: Tensor, out: Tensor, divisor: float) -> None:
         """Make `out`, which may lie in `whole`, the sum over all ranks of this rank's slice, divided."""
@@ -104,6 +105,8 @@ def add_up(pieces: Sequence[Tensor], out: Tensor, divisor: float) -> None:
 
 class OverGroup:
     """What every strategy leaves to the backend."""
+
+    call: tuple[str, ...] = ()
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.rank, self.size = group, group.rank(), group.size()
