@@ -40,6 +40,11 @@ foreach_zero = torch._foreach_zero_  # what an optimizer's `zero_grad(set_to_non
 foreach_add = torch._foreach_add_  # many additions in one call; without it, one call a tensor
 
 
+def calling_ddp() -> Any:
+    """The DistributedDataParallel whose forward is under way in this process, or None."""
+    return torch.nn.parallel.DistributedDataParallel._active_ddp_module
+
+
 def version_of(tensor: Tensor) -> int:
     """How often the tensor was written to in place: the only sign of a write that torch gives."""
     return tensor._version

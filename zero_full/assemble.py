@@ -27,7 +27,7 @@ from zero_full.comm.devices import ON_CPU, own_accelerator
 from zero_full.comm.ledger import Traffic
 from zero_full.comm.topology import Topology, this_rank
 from zero_full.construct import Deferred, has_values, outside_recording
-from zero_full.engine.forward_hooks import ModelCalls
+from zero_full.engine.forward_hooks import FirstCall, ModelCalls
 from zero_full.formatting import listed
 from zero_full.kernels.load import load
 from zero_full.offload import Need, Shelf, Tier, limits_here, refusal
@@ -191,6 +191,7 @@ def assemble(model: nn.Module, topology: Topology, prepared: Prepared) -> ZeroOp
     optimizer = ZeroOptimizer(base, model, parts, groups, settings, prepared.scaler)
     is_behind = optimizer.steppers.own is not None or settings.tier.delay_after is not None
     optimizer.guards = guard(model) if parts.sites or is_behind else []
+    optimizer.hooks.append(FirstCall(model))
     for path in deferred.weights:
         load_weights(model, optimizer, path)
     return optimizer

@@ -21,6 +21,7 @@ import torch
 PACKAGE = Path(__file__).parents[2] / "zero_full"
 FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.parent.name != "examples"]
 STATE = {
+    "comm.communicator._alive": "for a forked child, which must let go of all groups; keeps nobody alive",
     "shard.group.registry._owners": "by parameter, of which each belongs to one rank; keeps nobody alive",
     "shard.group.recorded.opened": "by tensor, of which each belongs to one rank; keeps nobody alive",
     "shard.access.gathered_parameters._is_guarded": "each thread has its own",

@@ -21,8 +21,10 @@ from zero_full.checkpoint.one_save import SaveOptions
 from zero_full.checkpoint.reading import open_checkpoint
 from zero_full.checkpoint.save import Extras, save_checkpoint
 from zero_full.checkpoint.weights import Unmatched, load_weights
+from zero_full.errors import CheckpointError
 
 __all__ = [
+    "CheckpointError",
     "Extras",
     "LoadOptions",
     "Resumed",

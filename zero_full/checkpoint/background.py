@@ -97,6 +97,7 @@ class Writing:
         self.notes = Notes(f"save/{save.nonce}", save.ranks, self._look)
         self.failure: CheckpointError | None = None
         self.error_before = getattr(sys, "last_value", None)  # an interactive session may have had one
+        self.made_in = os.getpid()
         self.thread = threading.Thread(target=self._run, name="zero_full-save")
         self.thread.start()
 
@@ -125,6 +126,8 @@ class Writing:
 
     def _exit_as_failed(self) -> None:
         """Nothing of the script is left to raise it: exit code 1, after all else that is done at its end."""
+        if os.getpid() != self.made_in:  # a fork, which has not failed
+            return
         atexit.unregister(self._exit_as_failed)
         log.error("%s", self.failure)
         run_exit_functions()

@@ -3,6 +3,8 @@
 It picks the transport, counts the bytes, compares the calls if asked to, and puts a name on what fails.
 """
 
+import os
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -12,10 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_full._compat import backend_of
+from zero_full._compat import backend_of, default_store
 from zero_full.comm.desync import CallCheck
 from zero_full.comm.device_queue import queue_for
+from zero_full.comm.exit_reason import leave_reason, reasons_of
 from zero_full.comm.fake_ranks import Pretence, PretendedGroup
+from zero_full.comm.forked import keep_for_good, only_here
 from zero_full.comm.host_staging import HALF as STAGED_HALF
 from zero_full.comm.host_staging import Staged
 from zero_full.comm.ledger import CollectiveCall, Traffic
@@ -37,6 +41,17 @@ def choose_transport(group: dist.ProcessGroup, device: torch.device, shared_memo
 
 
 NOBODY: Any = object()  # the group of a communicator that is closed
+_alive: "weakref.WeakSet[Communicator]" = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    """In a forked child: no communicator of the parent's is used, closed or collected."""
+    for communicator in _alive:
+        communicator.leave_to_parent()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 class Communicator:
@@ -56,10 +71,11 @@ class Communicator:
         self.rank = 0 if self.group is None else self.group.rank()
         self.size = 1 if self.group is None else self.group.size()
         self.ranks = [0] if self.group is None else ranks_of(self.group)
-        self.closed = False
+        self.closed = self.is_parents = False
         self.calls = 0  # so far
         self.call_check: CallCheck | None = None
         self.transport: Transport | None = None
+        self.store: Any = None  # where ranks leave why they ended
         if self.group is not None:
             self._open(self.group, check_timeout_s, shared_memory)
 
@@ -70,6 +86,11 @@ class Communicator:
         if check_timeout_s is not None:
             self.call_check = CallCheck(self.ranks, self.ranks[self.rank], check_timeout_s)
         self._call("opening", f"ranks {self.ranks}", torch.empty(0), 0, choose)
+        if isinstance(group, PretendedGroup):
+            return
+        _alive.add(self)
+        self.store = default_store()  # kept: the process group may be gone by then
+        weakref.finalize(self, only_here(leave_reason), self.store, self.ranks[self.rank])
 
     def slice_of(self, whole: Tensor) -> Tensor:
         """This rank's slice of a flat buffer."""
@@ -165,7 +186,19 @@ class Communicator:
             with self._named("closing", "the group"):
                 transport.close()
 
+    def leave_to_parent(self) -> None:
+        """This process is a fork: the group is its parent's."""
+        for thing in (self.group, self.transport):
+            keep_for_good(thing)
+        self.closed = self.is_parents = True
+        self.group = self.transport = NOBODY
+
     def _call(self, kind: str, what: str, tensor: Tensor, sent: int, collective: Callable[[], Any]) -> None:
+        if self.is_parents:
+            raise CommunicationError(
+                f"{kind} of {what} in a forked process: the group is its parent's. Use the engine where it "
+                "was made, or start processes by spawn and initialize there"
+            )
         if self.closed:
             raise CommunicationError(
                 f"{kind} of {what} after destroy: this engine has left its groups. Do it before, or "
@@ -193,10 +226,14 @@ class Communicator:
             raise
         except RuntimeError as error:
             reason = str(error).partition("\n")[0] or type(error).__name__
-            raise CommunicationError(
-                f"rank {self.rank} of {self.size}: {kind} of {what} failed: {reason}\n"
+            others = [rank for place, rank in enumerate(self.ranks) if place != self.rank]
+            found = reasons_of(self.store, others) if self.store is not None else {}
+            because = "\n".join(f"rank {rank} ended with {text}" for rank, text in found.items()) or (
                 "Usually another rank has failed first (look for the earliest error) or makes other calls "
                 '(set "debug": {"check_collectives": true} in the config to see which).'
+            )
+            raise CommunicationError(
+                f"rank {self.rank} of {self.size}: {kind} of {what} failed: {reason}\n{because}"
             ) from error
 
 

@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 
 from zero_full.comm.device_queue import NUMBERS, Flag, Mark, Queue, wait_until
+from zero_full.comm.forked import only_here
 from zero_full.comm.shared import SharedMemory
 from zero_full.comm.transport import Exchange, Splits, own_slice
 
@@ -169,7 +170,7 @@ class Staged:
         worker = threading.Thread(target=_work, args=(self.desk,), name="zero_full-staged", daemon=True)
         worker.start()
         self.worker = worker
-        self.dropped = weakref.finalize(self, _end, self.desk, worker, END_S)
+        self.dropped = weakref.finalize(self, only_here(_end), self.desk, worker, END_S)
 
     # Collectives ---------------------------------------------------------------------------------
 

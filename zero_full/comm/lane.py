@@ -4,6 +4,7 @@ A job put on a lane runs after all jobs put there before, and `wait` returns (on
 current stream) until it is done. That is all that "overlap" means in this package.
 """
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -126,14 +127,21 @@ class Thread:
 
     def __init__(self, name: str = "zero_full-collectives") -> None:
         self.worker = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self.made_in = os.getpid()
 
     def submit(self, job: Job, tensors: Iterable[Tensor], producers: Iterable[Any]) -> Pending:
         """Queue the job for the thread."""
+        if os.getpid() != self.made_in:
+            raise RuntimeError(
+                "an engine of the parent is used in a forked process, which has none of its threads: use it "
+                "where it was made, or start processes by spawn and initialize there"
+            )
         return _Future(self.worker.submit(_without_grad, job))
 
     def drain(self) -> None:
         """Wait until all jobs are over, whatever they have raised."""
-        self.worker.submit(lambda: None).result()
+        if os.getpid() == self.made_in:
+            self.worker.submit(lambda: None).result()
 
     def producer(self) -> Any:
         """None: what the CPU has computed is complete."""
@@ -144,7 +152,7 @@ class Thread:
 
     def close(self) -> None:
         """End the thread."""
-        self.worker.shutdown()
+        self.worker.shutdown(wait=os.getpid() == self.made_in)
 
 
 def _without_grad(job: Job) -> None:

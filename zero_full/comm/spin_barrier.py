@@ -24,6 +24,7 @@ from zlib import crc32
 
 from torch import Tensor
 
+from zero_full.comm.forked import only_here
 from zero_full.errors import DesyncError
 
 NEVER = timedelta(days=365)
@@ -67,7 +68,7 @@ class SpinBarrier:
         self.rank, self.mine = rank, counters[rank]
         self.call: tuple[str, ...] = ()
         self.checksum = 0
-        weakref.finalize(self, _leave, self.mine, self.memory)
+        weakref.finalize(self, only_here(_leave), self.mine, self.memory)
         self.others = {r: counter for r, counter in enumerate(counters) if r != rank}
         self.pids = list(pids)
         self.timeout_s = (timeout or NEVER).total_seconds()

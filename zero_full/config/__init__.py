@@ -6,10 +6,12 @@ Nothing here imports torch, so a configuration can be checked on any machine.
 from zero_full.config.resolve import Resolved, resolve
 from zero_full.config.schema import Config, LeafModuleConfig
 from zero_full.config.verdicts import Checked, Verdict, check, implied_world
+from zero_full.errors import ConfigError
 
 __all__ = [
     "Checked",
     "Config",
+    "ConfigError",
     "LeafModuleConfig",
     "Resolved",
     "Verdict",

@@ -10,6 +10,7 @@ DeepSpeed's do. Plain `loss.backward()` works, too; with several micro-batches t
 """
 
 import logging
+import os
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -56,6 +57,7 @@ class Engine(DeepSpeedQueries, Reporting, Saving, Stopping):
         world_size: int = 1,
     ) -> None:
         self.module, self.optimizer, self.device = module, optimizer, device
+        self.made_in = os.getpid()
         self.lr_scheduler, self.training_dataloader = lr_scheduler, training_dataloader
         self.resolved, self.config = resolved, resolved.config
         self.world_size = world_size
@@ -395,7 +397,10 @@ class Engine(DeepSpeedQueries, Reporting, Saving, Stopping):
         """Take the engine off the model, which keeps its parameters.
 
         At stage 3 they stay released. With `gather`, which every rank must ask for, they become whole again.
+        In a process that was forked from the engine's it does nothing: what would end is the parent's.
         """
+        if os.getpid() != self.made_in:
+            return
         if self.recorder is not None:
             self.recorder.close()
         self.offloaded.reload()

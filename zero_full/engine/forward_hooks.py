@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zero_full._compat import calling_ddp
 from zero_full.nested import leaves, mapped
 from zero_full.shard.passes.backward import BackwardPass
 from zero_full.shard.passes.module_hooks import Hook
@@ -69,6 +70,26 @@ class ModelCalls:
         return gated
 
 
+class FirstCall:
+    """Looks, at the first call of a model, whether another wrapper calls it that averages gradients, too."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.handle = model.register_forward_pre_hook(Hook(model, self.look))
+
+    def look(self, args: Any) -> None:
+        """RuntimeError if there is one; else do not look again."""
+        if calling_ddp() is not None:
+            raise RuntimeError(
+                "DistributedDataParallel calls a model whose gradients zero_full averages: they would be "
+                "averaged twice. Call the engine, or the module itself, and leave DistributedDataParallel out"
+            )
+        self.remove()
+
+    def remove(self) -> None:
+        """Remove the hook."""
+        self.handle.remove()
+
+
 def watch_losses(backward: BackwardPass, outputs: Any) -> Any:
     """The outputs; `backward` is told when autograd reaches one of them that is a loss.
 
@@ -111,7 +132,8 @@ class _Gate(torch.autograd.Function):
             raise RuntimeError(
                 "with a loss scale, gradients must be scaled before they reach the model's outputs, or small "
                 "ones are lost: use engine.backward(loss) or engine.scale(loss).backward() (with no engine "
-                "optimizer.scale(loss).backward()), or let the model return its loss"
+                "optimizer.scale(loss).backward()), or let the model return its loss. They take the place of "
+                "torch's GradScaler"
             )
         if not backward.running:
             optimizer.reducer.begin()

@@ -21,6 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from zero_full._compat import default_store, keys_under
+from zero_full.comm.forked import only_here
 from zero_full.comm.ledger import CollectiveCall
 from zero_full.comm.topology import this_rank
 from zero_full.errors import RecordingError
@@ -74,7 +75,7 @@ class FlightRecorder:
         for calls, call in self.at:
             calls.append(call)
         self.traffic.listener = self
-        self.finish = weakref.finalize(self, _finish, self.box)  # also when the process ends
+        self.finish = weakref.finalize(self, only_here(_finish), self.box)  # also when the process ends
 
     @property
     def closed(self) -> bool:

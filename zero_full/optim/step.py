@@ -100,7 +100,7 @@ class WholeRule(Protocol):
 
 
 class OwnerRule(WholeRule, Protocol):
-    """A rule whose owners keep state: see [Note: state of whole parameters]."""
+    """A rule whose owners keep state, for whole parameters: their owners stay the same ranks."""
 
     def state(self, whole: Whole) -> dict[str, Tensor]:
         """What this rank, the owner, keeps of the parameter: the same dict at every call."""
@@ -196,7 +196,7 @@ class Stepper:
 
     @property
     def whole_entries(self) -> frozenset[str]:
-        """The entries of state that belong to whole parameters: see [Note: state of whole parameters]."""
+        """The names of state entries that belong to whole parameters, not to pieces' elements."""
         return frozenset()
 
     @property

@@ -21,6 +21,7 @@ Not predicted at all: the allocator's fragmentation, what an accelerator's conte
 buffers, temporaries of an optimizer's own step, and its step counters.
 """
 
+from zero_full.errors import PlanError
 from zero_full.formatting import SCALES, human
 from zero_full.plan.activations import activations
 from zero_full.plan.answer import Plan, side_by_side
@@ -31,6 +32,7 @@ __all__ = [
     "SCALES",
     "STAGES",
     "Plan",
+    "PlanError",
     "activations",
     "human",
     "input_of",

@@ -60,7 +60,6 @@ def check_model(model: nn.Module) -> None:
                 f"{name or 'the model'} is wrapped in {type(module).__name__}, which averages or shards by "
                 "itself: pass the module that is inside"
             )
-    _refuse_views(model)
     for name, param in model.named_parameters():
         if is_lazy(param):
             raise ValueError(
@@ -69,8 +68,10 @@ def check_model(model: nn.Module) -> None:
             )
         if type(param.data) is not torch.Tensor and hasattr(param, "device_mesh"):
             raise ValueError(
-                f"{name} is a DTensor, sharded by somebody else already: pass the model as it was constructed"
+                f"{name} is a DTensor: parallelize_module, fully_shard or from_pretrained(tp_plan=...) has "
+                "sharded it already. Pass the model as it was constructed"
             )
+    _refuse_views(model)
 
 
 def _refuse_views(model: nn.Module) -> None:

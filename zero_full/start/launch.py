@@ -206,7 +206,9 @@ def init_distributed(
         _use(place, dist_backend, verbose)
         rank, world_size = place.rank, place.world_size
     _join(dist_backend, where, timeout, rank, world_size)
-    atexit.register(_leave)
+    from zero_full.comm.forked import only_here
+
+    atexit.register(only_here(_leave))
 
 
 def _told(rank: int, world_size: int, where: str) -> Place | None:

@@ -214,9 +214,22 @@ def _refuse(call: str, module: nn.Module, *arguments: Any) -> None:
 # Single parameters -------------------------------------------------------------------------------
 
 
+def _tensors_of(params: Any) -> Iterator[Tensor]:
+    if isinstance(params, Tensor):
+        yield params
+    elif isinstance(params, nn.Module):
+        yield from params.parameters()
+    elif isinstance(params, Iterable) and not isinstance(params, (str, bytes)):
+        for each in params.values() if isinstance(params, Mapping) else params:
+            yield from _tensors_of(each)
+    elif params is not None:
+        raise TypeError(f"GatheredParameters takes parameters, modules and lists of such, not {params!r}")
+
+
 class GatheredParameters:
     """Inside this context the parameters are whole. Every rank must enter and leave it.
 
+    params          parameters, modules, and iterables of such; None, as a layer's bias may be, is skipped
     modifier_rank   the rank whose changes become everybody's; None: there must not be any
 
     With None, changes that all ranks make alike are an error, too: nobody would know whose to keep. What
@@ -225,12 +238,12 @@ class GatheredParameters:
 
     def __init__(
         self,
-        params: Parameter | Iterable[Parameter],
+        params: Any,
         modifier_rank: int | None = None,
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
     ) -> None:
-        self.params: list[Tensor] = [params] if isinstance(params, Tensor) else list(params)
+        self.params = list(_tensors_of(params))
         self.modifier_rank, self.enabled = modifier_rank, enabled
         self.stack: list[tuple[ZeroOptimizer, list[tuple[FlatParameter, Member]], Any]] = []
         self.recorded: AbstractContextManager[Any] = nullcontext()  # of parameters before `initialize`

@@ -62,7 +62,8 @@ class StandIn(Tensor):
             f"{name}.grad has no values here: after backward, gradients lie averaged in flat buffers. To "
             "clip their norm, set the key gradient_clipping; the norm is engine.get_global_grad_norm(). To "
             "read or replace one, use zero_full.safe_get_full_grad(param) and safe_set_full_grad(param, "
-            "value), or assign a tensor of yours to param.grad"
+            "value), or assign a tensor of yours to param.grad. Leave torch's GradScaler out: the key fp16 "
+            "has a loss scale"
         )
 
     def _zero(self) -> None:

@@ -425,6 +425,14 @@ class ZeroOptimizer(InItsPlace):
                     leaving.callback(self.beside.close)
                 self.delayed.end()
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What GradScaler asks before a step. Its own division of gradients finds none, or not all."""
+        raise RuntimeError(
+            "torch's GradScaler cannot step this optimizer, whose gradients lie averaged in flat buffers: "
+            "leave the scaler out. The key fp16 has a loss scale, and bf16 and fp32 need none"
+        )
+
     # What this rank has --------------------------------------------------------------------------
 
     def holdings(self, flats: Sequence[FlatParameter] | None = None) -> dict[str, list[Tensor]]:
