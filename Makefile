@@ -22,7 +22,7 @@ demo: .venv/ready  ## train a small GPT at every stage on 2 processes; table and
 
 PYTEST := $(BIN)/python -m pytest -q --durations=20
 # Two halves, beside each other: where ranks wait for each other, the other half computes. Each line says whose it is.
-WORLDS := tests/zero_full tests/conformance tests/hostile
+WORLDS := tests/zero_full tests/conformance tests/hostile tests/fuzz
 WHICH = not slow and not gpu and not hf
 BOTH_HALVES = @$(MAKE) --no-print-directory -j2 test-worlds test-others WHICH="$(WHICH)"
 test: .venv/ready browser  ## what CI runs: lint, types, all tests but the slow ones

@@ -125,7 +125,7 @@ class Pool:
                 rank = pipes[pipe]  # type: ignore[index]
                 try:
                     answers[rank] = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
-                except EOFError:
+                except (EOFError, ConnectionError):
                     answers[rank] = (False, "the process died")
         silent = [rank for rank in range(world_size) if rank not in answers]
         failed = {rank: text for rank, (fine, text) in answers.items() if not fine}

@@ -251,6 +251,23 @@ def test_moments_at_which_nothing_is_saved_or_loaded(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fine", "latest"]
 
 
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_step_that_is_skipped_is_over_though_its_gradients_are_still_there(
+    stage: int, tmp_path: Path
+) -> None:
+    """As in a loop of PyTorch, which clears them before the next backward pass."""
+    engine = rich(Layout(1, stage, "fp16"))
+    for number in range(2):
+        loss = engine(batch(number, 0, torch.float16))
+        (loss * (1.0 if number else float("inf"))).backward()
+        assert "between the backward passes" in said_by(partial(engine.save_checkpoint, tmp_path / "early"))
+        engine.optimizer.step()
+        assert engine.was_step_applied() is bool(number) and engine.skipped_steps == 1
+        engine.save_checkpoint(tmp_path)
+        assert engine.state_dict()["counters"]["global_steps"] == number + 1
+        engine.optimizer.zero_grad()
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_load_right_after_the_save_changes_nothing(precision: str, tmp_path: Path) -> None:
     engine = rich(Layout(1, 3, precision))

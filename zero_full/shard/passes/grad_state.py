@@ -29,7 +29,7 @@ class KeptGradients:
 
     @property
     def are_new(self) -> bool:
-        """Whether a backward pass has brought some since the last step."""
+        """Whether a backward pass has brought some since the last step, skipped or not."""
         return self.passes != self.reducer.backward.count
 
     def refuse_two_scales(self) -> None:
@@ -74,7 +74,12 @@ class KeptGradients:
         scale = self.scale
         self.scale_left = 1.0 if multiplied else scale
         self.unclipped = 1.0 if multiplied else factor * scale
+
+    def end_step(self) -> None:
+        """A step has used them, or has looked at them and was skipped: nothing is still to be stepped."""
         self.passes = self.reducer.backward.count
+        for bucket in self.reducer.every:
+            bucket.local_finite = None
 
     def _clip(self) -> None:
         """Backward adds to the last step's gradients: as in torch, to clipped ones."""

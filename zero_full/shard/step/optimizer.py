@@ -211,8 +211,7 @@ class ZeroOptimizer(InItsPlace):
         self.unfinished.change()  # also of a step that is skipped: its scale and counters
         self.last = StepReport(apply, norm, scale)
         self.report.end_step()
-        for bucket in self.buckets:
-            bucket.local_finite = None
+        self.gradients.end_step()
         self.report.learn(self.scaler, overflow=not finite)
         for act in self.at_step:
             act()

@@ -1,0 +1,339 @@
+"""A case: everything that a run is made of, as one value that is drawn from a seed and written as JSON."""
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from tests.fuzz.loops import LOOPS, OF_TORCH
+from tests.fuzz.model import Part, Use
+
+FOLDER = "FOLDER"  # stands for the folder of a case's files
+WIDTHS = (5, 5, 8, 16, 33)
+KINDS = ("linear", "linear", "linear", "narrow", "norm", "embedding", "own", "transposed", "empty")
+CAN_TIE = ("linear", "transposed", "empty")
+ONE_BIT = ("OneBitAdam", "OneBitLamb", "ZeroOneAdam")
+ADAMS: dict[str, Any] = {"betas": [0.9, 0.99], "eps": 1e-6}
+OPTIMIZERS: dict[str, dict[str, Any]] = {  # by a configuration's name of it; weight_decay stands in groups
+    "Adam": {"lr": 0.01, **ADAMS, "adam_w_mode": False},
+    "AdamW": {"lr": 0.01, **ADAMS},
+    "SGD": {"lr": 0.05, "momentum": 0.9},
+    "Adagrad": {"lr": 0.02},
+    "RMSprop": {"lr": 0.01, "eps": 1e-6},
+    "Lion": {"lr": 0.005, "betas": [0.9, 0.99]},
+    "Lamb": {"lr": 0.01, **ADAMS},
+    "Muon": {"lr": 0.01, "momentum": 0.9},
+    "OneBitAdam": {"lr": 0.01, **ADAMS, "freeze_step": 3},
+    "OneBitLamb": {"lr": 0.01, **ADAMS, "freeze_step": 3},
+    "ZeroOneAdam": {
+        **{"lr": 0.01, **ADAMS, "var_freeze_step": 5, "var_update_scaler": 2},
+        **{"local_step_scaler": 2, "local_step_clipper": 4},
+    },
+}
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "fp16": {"fp16": {"enabled": True, "loss_scale": 64.0}},
+    "fp16, dynamic": {
+        "fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 1}
+    },
+    "autocast": {"torch_autocast": {"enabled": True, "dtype": "bf16"}},
+}
+TIERS: dict[str, dict[str, Any]] = {  # of masters and the optimizer's state
+    "device": {},
+    "host": {"device": "cpu"},
+    "host, by copies": {"device": "cpu"},  # see tests/slow_copies.py
+    "host, half": {"device": "cpu", "ratio": 0.5},
+    "host, by copies and half": {"device": "cpu", "ratio": 0.5},
+    "host, by copies and early": {"device": "cpu", "super_offload": True},
+    "host, delayed": {"device": "cpu", "delay_update_after": 1},
+    "host, by copies and delayed": {"device": "cpu", "delay_update_after": 1},
+    "disk": {"device": "nvme", "nvme_path": FOLDER},
+}
+PARAM_TIERS: dict[str, dict[str, Any]] = {
+    "device": {},
+    "host": {"device": "cpu"},
+    "disk": {"device": "nvme", "nvme_path": FOLDER, "max_in_cpu": 0},
+}
+LOW = {"bf16": "bf16", "fp16": "fp16", "fp16, dynamic": "fp16"}  # 16-bit parameters, by precision
+BETWEEN = ("eval", "state dict", "gathered", "forward only", "save", "look")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What may change where a run goes on from a checkpoint."""
+
+    world: int = 1
+    stage: int = 0
+    precision: str = "fp32"
+    tier: str = "device"
+    param_tier: str = "device"
+    whole: bool = False  # stage 3 gathers the model as a whole
+    zero: Mapping[str, Any] = field(default_factory=dict, hash=False)  # more keys of zero_optimization
+    keys: Mapping[str, Any] = field(default_factory=dict, hash=False)  # more keys
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run of some steps, perhaps in two legs."""
+
+    seed: int = 0
+    width: int = 5
+    parts: tuple[Part, ...] = (Part(),)
+    uses: tuple[Use, ...] = (Use(0),)
+    optimizer: str = "SGD"
+    instance: bool = False  # the optimizer is an object that is passed in, and not of the configuration
+    groups: bool = False  # two parameter groups
+    decay: bool = False  # of the learning rate, by a schedule
+    loop: str = "engine"
+    micro_batches: int = 1
+    clip: float = 0.0
+    steps: int = 2
+    poison: tuple[int, int] | None = None  # in this step this rank's data have an inf
+    between: str = ""  # what is done after every step
+    watched: bool = True  # the reference gets its gradients where zero_full's forward has been
+    differ: bool = False  # ranks begin with different values, of which rank 0's count
+    first: Layout = Layout()
+    then: Layout | None = None
+    resume_at: int = 1
+    how: str = "checkpoint"  # or "asynchronous", or "state dict" of each rank's own
+
+    def legs(self) -> list[tuple[Layout, range]]:
+        """Where each step is taken."""
+        if self.then is None:
+            return [(self.first, range(self.steps))]
+        return [(self.first, range(self.resume_at)), (self.then, range(self.resume_at, self.steps))]
+
+    def to_json(self) -> str:
+        """For `from_json`."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> "Case":
+        """The case of this text."""
+        found = json.loads(text)
+        for name, value in found.items():
+            if name == "parts":
+                found[name] = tuple(Part(p["kind"], p["tied"], tuple(p["frozen"])) for p in value)
+            elif name == "uses":
+                found[name] = tuple(Use(**use) for use in value)
+            elif name in ("first", "then") and value is not None:
+                found[name] = Layout(**value)
+            elif isinstance(value, list):
+                found[name] = tuple(value)
+        return Case(**found)
+
+
+def group_options(case: Case, dims: int) -> dict[str, Any]:
+    """What a parameter of so many dimensions is stepped by, beside the optimizer's own options."""
+    lr = OPTIMIZERS[case.optimizer]["lr"]
+    if not case.groups:
+        return {"weight_decay": 0.1}
+    return {"weight_decay": 0.1, "lr": 2 * lr} if dims > 1 else {"weight_decay": 0.0}
+
+
+def config_of(case: Case, layout: Layout, folder: str) -> dict[str, Any]:
+    """The configuration of a leg; `folder` is for its files."""
+    zero: dict[str, Any] = {"stage": layout.stage, **layout.zero}
+    if layout.tier != "device":
+        zero["offload_optimizer"] = TIERS[layout.tier]
+    if layout.param_tier != "device":
+        zero["offload_param"] = PARAM_TIERS[layout.param_tier]
+    made: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 1 if case.loop == "own accumulation" else case.micro_batches,
+        "gradient_clipping": case.clip,
+        **PRECISIONS[layout.precision],
+        **layout.keys,
+        "zero_optimization": zero,
+    }
+    if not case.instance:
+        params = {**OPTIMIZERS[case.optimizer], "weight_decay": 0.1}
+        made["optimizer"] = {"type": case.optimizer, "params": params}
+    if case.loop == "unmanaged":
+        made["managed_gradient_accumulation"] = False
+    if case.loop in OF_TORCH:
+        made["plain_backward_divides"] = False
+    text = json.dumps(made).replace(json.dumps(FOLDER), json.dumps(folder))
+    return dict(json.loads(text))
+
+
+def is_valid(case: Case) -> bool:
+    """Whether a case must run or be refused: what zero_full's pages ask of a script is kept."""
+    layouts = [layout for layout, _ in case.legs()]
+    if any(use.rank is not None for use in case.uses) and any(
+        each.stage == 3 and not each.whole for each in layouts
+    ):
+        return False  # stage 3 wants every rank to call the same modules in the same order
+    if case.poison is not None and not case.clip and any(each.precision not in LOW for each in layouts):
+        return False  # nobody looks for gradients that are not finite
+    if case.optimizer in ONE_BIT:
+        return all(each == layouts[0] and each.tier == "device" and each.stage < 2 for each in layouts)
+    return True
+
+
+# By chance ---------------------------------------------------------------------------------------
+
+
+def draw(seed: int) -> Case:
+    """Always the same one."""
+    rng = random.Random(seed)
+    optimizer = rng.choice([*OPTIMIZERS, "AdamW", "AdamW", "Adam", "SGD"])
+    one_bit = optimizer in ONE_BIT
+    steps = rng.choice([9, 12]) if one_bit else rng.choice([2, 3, 4, 5])
+    first = _layout(rng, optimizer)
+    then = _layout(rng, optimizer) if rng.random() < 0.3 else None
+    how = rng.choice(["checkpoint", "checkpoint", "asynchronous", "state dict"])
+    if then is not None and how == "state dict":
+        then = first
+    if then is not None and one_bit:
+        then = first
+    if then is not None and not _goes_on(first.precision, then.precision):
+        then = replace(then, precision=first.precision)
+    ranks = max(first.world, then.world if then else 1)
+    micro_batches = rng.choice([1, 1, 1, 2, 3])
+    parts = _parts(rng, steps, one_bit)
+    uses = _uses(rng, parts, ranks, micro_batches)
+    if any(use.rank is not None for use in uses):
+        first, then = _together(first), then and _together(then)
+    poison = None
+    clip = rng.choice([0.0, 0.0, 0.5, 0.05, 100.0])
+    layouts = [first] if then is None else [first, then]
+    checked = clip > 0 or all(each.precision in LOW for each in layouts)
+    if checked and not one_bit and rng.random() < 0.25:
+        poison = (rng.randrange(steps), rng.randrange(min(each.world for each in layouts)))
+    return Case(
+        seed=seed % 1000,
+        width=rng.choice(WIDTHS),
+        parts=parts,
+        uses=uses,
+        optimizer=optimizer,
+        instance=rng.random() < 0.4,
+        groups=rng.random() < 0.3,
+        decay=rng.random() < 0.2,
+        loop=rng.choice(list(LOOPS)),
+        micro_batches=micro_batches,
+        clip=clip,
+        steps=steps,
+        poison=poison,
+        between=rng.choice(_between(optimizer, layouts)) if rng.random() < 0.25 else "",
+        watched=rng.random() < 0.7 or (one_bit and first.precision in LOW),  # rounding decides about signs
+        differ=rng.random() < 0.15,
+        first=first,
+        then=then,
+        resume_at=rng.randrange(1, steps),
+        how=how,
+    )
+
+
+def _together(layout: Layout) -> Layout:
+    """Stage 3 wants every rank to call the same modules: where ranks do not, the model is one unit."""
+    return replace(layout, whole=layout.stage == 3)
+
+
+def _between(optimizer: str, layouts: Sequence[Layout]) -> Sequence[str]:
+    """What may be done between steps: what needs equal ranks, or completes a delayed update, may not."""
+    apart = optimizer == "ZeroOneAdam" or any("delayed" in each.tier for each in layouts)
+    return ("eval", "forward only") if apart else BETWEEN
+
+
+def _goes_on(one: str, other: str) -> bool:
+    """Whether a run of one precision can go on in another: a loss scale must have come from one."""
+    return one == other or not {one, other} & {"fp16", "fp16, dynamic"}
+
+
+def _layout(rng: random.Random, optimizer: str) -> Layout:
+    one_bit = optimizer in ONE_BIT
+    stages = {"ZeroOneAdam": [0, 1]}.get(optimizer, [0]) if one_bit else [0, 1, 2, 3, 3]
+    stage = rng.choice(stages)
+    world = rng.choice([1, 2, 2, 3, 4])
+    wild = rng.random() < 0.03  # what is refused
+    precision = rng.choice(["fp32", "bf16"]) if one_bit else rng.choice(list(PRECISIONS))
+    tier = param_tier = "device"
+    if (stage or wild) and not one_bit and rng.random() < 0.4:
+        tier = rng.choice(list(TIERS))
+        if "delayed" in tier and optimizer not in ("Adam", "AdamW") and not wild:
+            tier = "host"
+    if (stage == 3 or wild) and "delayed" not in tier and rng.random() < 0.25:
+        param_tier = rng.choice(list(PARAM_TIERS))
+    zero, keys = _zero(rng, world, stage), _keys(rng, world)
+    return Layout(world, stage, precision, tier, param_tier, rng.random() < 0.05, zero, keys)
+
+
+def _zero(rng: random.Random, world: int, stage: int) -> dict[str, Any]:
+    found: dict[str, Any] = {"reduce_bucket_size": rng.choice([1, 40, 100, 300, 10**6])}
+    if rng.random() < 0.7:
+        found["overlap_comm"] = rng.random() < 0.5
+    for key, share in (
+        ("round_robin_gradients", 0.15),
+        ("contiguous_gradients", 0.15),
+        ("reduce_scatter", 0.1),
+    ):
+        if rng.random() < share:
+            found[key] = key == "round_robin_gradients"
+    if stage and world in (2, 4) and rng.random() < 0.15:
+        found["mics_shard_size"] = rng.choice([1, 2])
+    if stage == 3:
+        found["stage3_param_persistence_threshold"] = rng.choice([0, 0, 6, 30, 10**5])
+        found["stage3_max_reuse_distance"] = rng.choice([0, 0, 50, 10**9])
+        found["stage3_prefetch_bucket_size"] = rng.choice([0, 50, 10**6])
+        found["stage3_max_live_parameters"] = rng.choice([1, 100, 10**9])
+        if rng.random() < 0.3:
+            found["sub_group_size"] = rng.choice([1, 40])
+        if world in (2, 4) and "mics_shard_size" not in found and rng.random() < 0.2:
+            found["zero_hpz_partition_size"] = 2
+        if rng.random() < 0.2:
+            found["leaf_module"] = {"classes": ["Block"]}
+    return found
+
+
+def _keys(rng: random.Random, world: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if rng.random() < 0.3:
+        found["shared_memory"] = False
+    if world in (2, 4) and rng.random() < 0.1:
+        found["prescale_gradients"] = True
+    if rng.random() < 0.1:
+        found["gradient_predivide_factor"] = 2.0
+    if rng.random() < 0.1:
+        found["debug"] = {"check_collectives": True}
+    if rng.random() < 0.05:
+        found["communication_data_type"] = "fp32"
+    return found
+
+
+def _parts(rng: random.Random, steps: int, one_bit: bool) -> tuple[Part, ...]:
+    parts: list[Part] = []
+    for _ in range(rng.choice([1, 2, 3, 4, 5])):
+        kind = rng.choice(KINDS)
+        others = [i for i, part in enumerate(parts) if part.kind in CAN_TIE and part.tied is None]
+        tied = rng.choice(others) if kind in CAN_TIE and others and rng.random() < 0.3 else None
+        frozen = (0, 0)
+        if rng.random() < 0.2:
+            begin = rng.choice([0, 0, rng.randrange(steps)])
+            frozen = (begin, rng.choice([steps, steps, rng.randrange(begin, steps) + 1]))
+            frozen = (0, steps) if one_bit else frozen
+        parts.append(Part(kind, tied, frozen))
+    return tuple(parts)
+
+
+def _uses(rng: random.Random, parts: Sequence[Part], ranks: int, micro_batches: int) -> tuple[Use, ...]:
+    order = list(range(len(parts)))
+    if rng.random() < 0.2:
+        rng.shuffle(order)
+    if rng.random() < 0.25:  # something is not used at all
+        order.remove(rng.choice(order))
+    if rng.random() < 0.3:  # and something more than once
+        order += rng.choices(range(len(parts)), k=rng.choice([1, 2, 3]))
+    kind = rng.choice(["", "", "", "reentrant", "plain"])
+    branches, by_micro = rng.random() < 0.25, rng.random() < 0.15
+    return tuple(
+        Use(
+            part,
+            rng.randrange(ranks) if branches and rng.random() < 0.5 else None,
+            rng.randrange(micro_batches) if by_micro and rng.random() < 0.5 else None,
+            kind if rng.random() < 0.6 else "",
+        )
+        for part in order
+    )

@@ -1,0 +1,187 @@
+"""What zero_full has shown of a case beside the reference: the differences, in words.
+
+Tolerances. Of a watched case both take gradients at the same parameters ([Note: where gradients are taken]),
+so each rank's gradients have the same bits, and only sums over ranks and micro-batches are rounded in another
+order: 2**-24 of each addend. What that makes of a tensor is told as a part of how far the tensor has moved.
+
+TIGHT      1e-4 of the way, in every precision. Noise is some 1e-6 of it; the rest is room for Adam, whose
+           division by the root of a small variance enlarges the noise of an element whose gradients cancel
+ROUNDED    where sums of gradients are rounded to 16 bits (8 or 11 of them are significant) at places that
+           depend on the layout: stage 0 and all-reduce send 16-bit sums back; and a parameter that is used
+           more than once gets its gradient in several helpings at stage 3 and where parts are recomputed.
+           That is 2**-9 an addend, which Adam and Muon enlarge as above
+FREE       nobody has noted parameters, and they have 16 bits: roundings of whole parameters, 2**-9 of each,
+           come back in the next gradients. Or rounded sums decide signs: Lion, and averages at one bit
+"""
+
+from collections.abc import Iterator, Sequence
+from math import isfinite
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.fuzz.case import LOW, ONE_BIT, Case, Layout
+from tests.fuzz.reference import OneBit, Reference
+from tests.fuzz.run import Shown, Values
+
+TIGHT, ROUNDED, FREE = 1e-4, 0.1, 0.2
+FLOOR = 2.0**-20  # of a tensor's own norm
+
+
+def tolerance(case: Case) -> float:
+    """Of how far a tensor has moved, how much it may be off."""
+    low = any(layout.precision in LOW for layout, _ in case.legs())
+    signs = case.optimizer == "Lion" or case.optimizer in ONE_BIT
+    rounds = low and any(_rounds_sums(case, layout) for layout, _ in case.legs())
+    if (low and not case.watched) or (rounds and signs):
+        return FREE
+    # 0/1 Adam at stage 1 sends roots of the variance in bf16.
+    return ROUNDED if rounds or (case.optimizer == "ZeroOneAdam" and case.first.stage) else TIGHT
+
+
+def _rounds_sums(case: Case, layout: Layout) -> bool:
+    """Whether sums of 16-bit gradients are rounded to 16 bits, or not where torch rounds them."""
+    reused = len({use.part for use in case.uses}) < len(case.uses) or any(
+        p.tied is not None for p in case.parts
+    )
+    by_all_reduce = layout.zero.get("reduce_scatter") is False or layout.zero.get("mics_shard_size", 0) > 0
+    return (
+        layout.stage == 0
+        or by_all_reduce
+        or (reused and (layout.stage == 3 or any(use.checkpoint for use in case.uses)))
+    )
+
+
+class Comparison:
+    """Goes through a case, leg by leg."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.reference, self.tolerance = case, Reference(case), tolerance(case)
+        self.worst = 0.0
+
+    def leg(self, number: int, shown: Sequence[Shown]) -> list[str]:
+        """Everything that is wrong with it."""
+        return list(self._leg(number, shown))
+
+    def _leg(self, number: int, shown: Sequence[Shown]) -> Iterator[str]:
+        case, reference = self.case, self.reference
+        layout, steps = case.legs()[number]
+        reference.begin_leg(layout)
+        for place, step in enumerate(steps):
+            seen = [each.seen[place] for each in shown] if case.watched else None
+            for rank, values in enumerate(seen or ()):
+                yield from (f"step {step}, rank {rank}: {text}" for text in self._seen(rank, values))
+            want = reference.step(seen)
+            yield from (f"step {step}: {text}" for text in self._step(want, shown, place))
+        reference.finish_update()
+        for rank, each in enumerate(shown):
+            if each.differed:
+                yield f"rank {rank}: {each.differed} has changed between two uses in one step"
+            yield from (f"after leg {number}, rank {rank}: {text}" for text in self._end(rank, each))
+
+    def allowed(self, name: str) -> float:
+        """How much this parameter's master may be off, as a norm."""
+        reference, master = self.reference, self.reference.masters[name]
+        size = float(master.detach().norm())
+        return self.tolerance * reference.travel[name] + FLOOR * size + self._of_rounding(name, size)
+
+    def _of_rounding(self, name: str, size: float) -> float:
+        """What the rounding of a master to 16 bits makes of a norm: what is frozen may have no master."""
+        return 2.0**-8 * size if name in self.reference.rounded else 0.0
+
+    def _seen(self, rank: int, values: Values) -> Iterator[str]:
+        rule = self.reference.rule
+        visible = rule.of_rank(rank) if isinstance(rule, OneBit) else self.reference.visible
+        for alias, value in values.items():
+            name = self.reference.names[alias]
+            if problem := self._rounding(visible[name], value, self.allowed(name)):
+                yield f"forward has used {alias} with other values: {problem}"
+
+    def _rounding(self, master: Tensor, value: Tensor, room: float) -> str:
+        """What is wrong if `value` is no rounding of a number within `room` of the master."""
+        if not master.numel():
+            return ""
+        master = master.detach()
+        low, high = (master - room).to(value.dtype), (master + room).to(value.dtype)
+        inside = (value >= low) & (value <= high)
+        if bool(inside.all()):
+            return ""
+        off = float((value.float() - master).abs().max())
+        return f"off by {off:.3g} where the master may be by {room:.3g}"
+
+    def _step(self, want: dict[str, Any], shown: Sequence[Shown], place: int) -> Iterator[str]:
+        for rank, each in enumerate(shown):
+            for got, expected in zip(each.losses[place], want["losses"][rank], strict=True):
+                if isfinite(expected) and not abs(got - expected) <= self.loss_room() * abs(expected):
+                    yield f"rank {rank} has the loss {got:.7g}, not {expected:.7g}"
+            if each.applied[place] != want["applied"]:
+                yield f"rank {rank}: applied is {each.applied[place]}, not {want['applied']}"
+            if each.scales[place] != want["scale"]:
+                yield f"rank {rank}: the loss scale is {each.scales[place]}, not {want['scale']}"
+            norm = each.norms[place]
+            told = norm is not None and want["norm"] is not None and isfinite(want["norm"])
+            if told and not abs(norm - want["norm"]) <= self.norm_room() * want["norm"]:
+                yield f"rank {rank}: the gradients' norm is {norm:.7g}, not {want['norm']:.7g}"
+
+    def loss_room(self) -> float:
+        """Of a loss. Where parameters have the same values on both sides, only its own sum is rounded."""
+        return 1e-5 if self.tolerance == TIGHT else self.tolerance
+
+    def norm_room(self) -> float:
+        """Of a norm."""
+        return 1e-5 if self.tolerance == TIGHT else self.tolerance
+
+    def _end(self, rank: int, shown: Shown) -> Iterator[str]:
+        reference = self.reference
+        yield from self._counters(shown)
+        rule = reference.rule
+        masters = rule.of_rank(rank) if isinstance(rule, OneBit) else reference.masters
+        for name, value in shown.values.items():
+            if problem := self._rounding(masters[name], value, self.allowed(name)):
+                yield f"{name}: {problem}"
+        for name, master in shown.masters.items():
+            yield from self._near(f"master of {name}", master, masters[name], self.allowed(name))
+            yield from self._state(name, shown.state[name])
+
+    def _counters(self, shown: Shown) -> Iterator[str]:
+        reference = self.reference
+        want = {"global_steps": reference.steps, "skipped_steps": reference.skipped}
+        for key, expected in want.items():
+            if shown.counters[key] != expected:
+                yield f"{key} is {shown.counters[key]}, not {expected}"
+
+    def _near(self, what: str, got: Tensor, want: Tensor, room: float) -> Iterator[str]:
+        if got.shape != want.shape:
+            yield f"{what} has shape {tuple(got.shape)}, not {tuple(want.shape)}"
+            return
+        off = float((got.double() - want.detach().double()).norm())
+        if room:
+            self.worst = max(self.worst, off / room)
+        if not off <= room:
+            yield f"{what} is off by {off:.3g}, and may be by {room:.3g}"
+
+    def _state(self, name: str, state: Values) -> Iterator[str]:
+        want = self.reference.rule.state_of(name)
+        if want.keys() != state.keys() and self.reference.masters[name].numel():
+            yield f"state of {name} has {sorted(state)}, not {sorted(want)}"
+            return
+        for entry in want.keys() & state.keys():
+            if entry == "step":
+                if float(state[entry]) != float(want[entry]):
+                    yield f"step of {name} is {float(state[entry]):g}, not {float(want[entry]):g}"
+                continue
+            peak = self.reference.peaks.get((name, entry), 0.0)
+            room = self.tolerance * peak + self._of_rounding(name, peak)
+            yield from self._near(f"{entry} of {name}", state[entry], want[entry], room)
+
+
+def everywhere_equal(case: Case, shown: Sequence[Shown]) -> Iterator[str]:
+    """What differs between ranks, of what must have the same bits on all of them."""
+    if case.optimizer in ONE_BIT:
+        return
+    first = shown[0]
+    for rank, each in enumerate(shown[1:], 1):
+        for name, value in first.values.items():
+            if not torch.equal(value, each.values[name]) and bool(value.isfinite().all()):
+                yield f"{name} differs between rank 0 and rank {rank}"
