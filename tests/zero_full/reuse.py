@@ -165,8 +165,14 @@ def plain(case: Case, ranks: int, steps: int) -> dict[str, Tensor]:
         optimizer.zero_grad()
         for micro, rank in product(range(case.micro_batches), range(ranks)):
             (model(data(step, micro, rank), rank) / ranks / case.micro_batches).backward()
+        if step == 0:
+            gradients = {f"gradient of {n}": _or_zero(p.grad, p) for n, p in model.named_parameters()}
         optimizer.step()
-    return {name: p.detach() for name, p in model.named_parameters()}
+    return {name: p.detach() for name, p in model.named_parameters()} | gradients
+
+
+def _or_zero(gradient: Tensor | None, param: Tensor) -> Tensor:
+    return torch.zeros_like(param) if gradient is None else gradient.clone()
 
 
 def sharded(case: Case, rank: int, steps: int) -> dict[str, Tensor]:
@@ -188,10 +194,12 @@ def sharded(case: Case, rank: int, steps: int) -> dict[str, Tensor]:
     with dawdling(case.seed + rank):
         for step, micro in product(range(steps), range(case.micro_batches)):
             engine.backward(engine(data(step, micro, rank), rank))
+            if (step, micro) == (0, case.micro_batches - 1):
+                read = {n: zero_full.safe_get_full_grad(p) for n, p in model.named_parameters()}
             engine.step()
         whole = engine.module_state_dict()
     engine.destroy()
-    return whole
+    return whole | {f"gradient of {n}": _or_zero(each, whole[n]) for n, each in read.items()}
 
 
 def off_by(comm: Any, cases: list[Case], steps: int = 2) -> list[float]:

@@ -221,7 +221,7 @@ def a_peer_fails(comm: Any, how: str) -> list[Any]:
     queue = SimulatedQueue(comm.rank)
     by = staged_communicator(queue)
     inner: Any = by.transport.inner  # type: ignore[union-attr]
-    inner.meet.timeout_s = 0.3
+    inner.barrier.timeout_s = 0.3
     first, second, third = (torch.ones(400 * comm.world_size) for _ in range(3))
     by.all_reduce(first, 1, "first")
     queue.synchronize()
@@ -284,7 +284,7 @@ def the_device_fails(comm: Any) -> list[str]:
     queue = SimulatedQueue(comm.rank)
     by, other = staged_communicator(queue), staged_communicator(queue)
     for each in (by, other):
-        each.transport.inner.meet.timeout_s = 0.3  # type: ignore[union-attr]
+        each.transport.inner.barrier.timeout_s = 0.3  # type: ignore[union-attr]
     copy = queue.copy
     queue.copy = mock.Mock(side_effect=RuntimeError("out of memory"))  # type: ignore[method-assign]
     heard = [what_fails(lambda: other.all_reduce(torch.ones(2), 1, "first"))]

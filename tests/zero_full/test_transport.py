@@ -1,5 +1,6 @@
 """How bytes get from rank to rank: every transport gives what torch.distributed gives, in the same bits."""
 
+import gc
 import os
 import random
 import subprocess
@@ -248,6 +249,7 @@ def one_rank_cannot(comm: Any, obstacle: str | None) -> tuple[bool, str, list[fl
     def descriptors() -> int:
         return len(list(Path("/proc/self/fd").iterdir()))
 
+    gc.collect()  # what was left by others has descriptors, too
     whole, before = torch.full((4,), comm.rank + 1.0), descriptors()
     with OBSTACLES[obstacle]() if comm.rank == 1 and obstacle else mock.MagicMock():
         refused = share_memory(everyone()) is None

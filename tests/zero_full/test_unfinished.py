@@ -23,6 +23,15 @@ import zero_full
 from tests.worlds import run_each
 from tests.zero_full.runs import Net, config, data, said_by
 
+
+@pytest.fixture(autouse=True)
+def interrupts_raise() -> Iterator[None]:
+    """As in a terminal: a shell lets what it starts in the background ignore them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 ROOT = str(Path(zero_full.__file__).parent)
 GUARDS = ("run", "_hold", "_note", "_deliver")
 HOST = {"offload_optimizer": {"device": "cpu"}}

@@ -17,6 +17,7 @@ class Attempt:
             raise CheckpointError("after destroy nothing can be saved or loaded: initialize the model again")
         self.optimizer, self.call = optimizer, call  # what every rank must have called
         self.error: Exception | None = None
+        optimizer.on_every_rank(call)
 
     def __call__(self, act: Callable[[], None]) -> None:
         """Call `act`, unless something has failed before."""

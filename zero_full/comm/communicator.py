@@ -166,6 +166,12 @@ class Communicator:
             self._call("gather_objects", what, torch.empty(0), 0, gather)
         return answers
 
+    def awaited_by(self) -> list[int]:
+        """The ranks that wait for this one in a collective to which it has not come, as far as it can see."""
+        if self.transport is None or self.closed:
+            return []
+        return [self.ranks[place] for place in self.transport.awaited_by()]
+
     def check(self, what: str) -> None:
         """Raise CommunicationError if a collective has failed since it was queued.
 

@@ -22,8 +22,13 @@ def leave_reason(store: Any, rank: int) -> None:
     if error is None and not threading.main_thread().is_alive():  # the script has ended
         error = getattr(sys, "last_value", None)
     if error is not None and not isinstance(error, SystemExit):
-        with suppress(Exception):  # the store may be gone as well
-            store.set(_key(rank), f"{type(error).__name__}: {error}"[:LENGTH])
+        write_down(store, rank, error)
+
+
+def write_down(store: Any, rank: int, error: BaseException) -> None:
+    """Leave this error, which is about to be raised here, for ranks that will wait for this one."""
+    with suppress(Exception):  # the store may be gone as well
+        store.set(_key(rank), f"{type(error).__name__}: {error}"[:LENGTH])
 
 
 def reasons_of(store: Any, ranks: Iterable[int]) -> dict[int, str]:

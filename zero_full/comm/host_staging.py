@@ -256,6 +256,10 @@ class Staged:
 
     # Order and failure ---------------------------------------------------------------------------
 
+    def awaited_by(self) -> list[int]:
+        """None that can be told from those for whom the worker is about to come."""
+        return []
+
     def check(self) -> None:
         """Raise RuntimeError if a collective has failed that was queued before."""
         if self.desk.failure is not None:

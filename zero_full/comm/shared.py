@@ -62,6 +62,10 @@ class SharedMemory(OverGroup):
         else:
             dist.barrier(self.group)
 
+    def awaited_by(self) -> list[int]:
+        """The ranks that have come more often than this one."""
+        return [] if self.barrier is None else self.barrier.ahead()
+
     def reduce_scatter(self, whole: Tensor, out: Tensor, divisor: float) -> None:
         """Each rank shows the others their slices, and sums its own."""
         slices = [own_slice(whole, rank, self.size) for rank in range(self.size)]

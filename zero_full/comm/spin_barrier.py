@@ -89,6 +89,10 @@ class SpinBarrier:
             if self.checksums[rank][odd] != self.checksum:
                 self._tell_all()
 
+    def ahead(self) -> list[int]:
+        """The ranks that are at a meeting to which this one has not come."""
+        return [rank for rank, theirs in self.others.items() if theirs.value > self.met]
+
     def _tell_all(self) -> None:
         """Raise DesyncError with everyone's call: see [Note: the same call]."""
         mine = in_words(self.call).encode()[: TEXT - 1]

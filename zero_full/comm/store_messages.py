@@ -15,7 +15,7 @@ from zero_full._compat import default_store, keys_under, timeout_of
 from zero_full.comm.communicator import Communicator
 from zero_full.errors import AbsentError
 
-FIRST_LOOK_S, LAST_LOOK_S = 0.005, 0.25  # between looks for a note: more and more
+FIRST_LOOK_S, LAST_LOOK_S = 0.0005, 0.25  # between looks for a note: more and more
 USUAL_S = 1800.0  # where a group does not tell its timeout
 
 

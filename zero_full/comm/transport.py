@@ -66,6 +66,9 @@ class Transport(Protocol):
     def gather_objects(self, mine: Any) -> list[Any]:
         """Everyone's small Python object, by rank."""
 
+    def awaited_by(self) -> list[int]:
+        """The ranks that wait for this one in a collective to which it has not come, as far as it can see."""
+
     def check(self) -> None:
         """Raise RuntimeError if a collective has failed since it was queued."""
 
@@ -129,6 +132,10 @@ class OverGroup:
         answers = [mine] * self.size
         dist.all_gather_object(answers, mine, group=self.group)
         return answers
+
+    def awaited_by(self) -> list[int]:
+        """None that it can see."""
+        return []
 
     def check(self) -> None:
         """Nothing: a call that fails raises, or (NCCL's) ends the process."""

@@ -24,9 +24,13 @@ from zero_full.shard.group.registry import owner_of
 from zero_full.shard.guards.local_steps import refuse_apart
 from zero_full.shard.step.optimizer import ZeroOptimizer
 
+LEAVING = "leaving GatheredParameters"
+
 
 def whole_parameters(optimizer: ZeroOptimizer) -> Iterator[tuple[Member, Tensor]]:
     """Yield every parameter, whole until the next one is asked for. Every rank must iterate to the end."""
+    if optimizer.gatherer is not None or optimizer.settings.tier.delay_after is not None:
+        optimizer.on_every_rank("module_state_dict")
     refuse_apart(optimizer, "reading whole parameters")
     if optimizer.gatherer is not None:
         optimizer.gatherer.refuse_lost()
@@ -257,6 +261,7 @@ class GatheredParameters:
             self.recorded = record_of(recorded[0]).gathered(recorded, self.modifier_rank)
             self.recorded.__enter__()
         for optimizer, chosen in _by_optimizer(self.params).items():
+            optimizer.on_every_rank("GatheredParameters")
             refuse_apart(optimizer, "GatheredParameters")
             if self.modifier_rank is not None:
                 optimizer.finish_update()
@@ -275,17 +280,22 @@ class GatheredParameters:
         if not self.enabled:
             return
         recorded, self.recorded = self.recorded, nullcontext()
-        problem = None
+        problem, gives_up = None, True
         try:
             if failure[0] is None:
-                for _, chosen, _ in self.stack:
+                for optimizer, chosen, _ in self.stack:
+                    optimizer.on_every_rank(LEAVING)
                     self._take_back_moved(chosen)
+                gives_up = False
                 problem = self._refuse_changes() if self.modifier_rank is None else self._keep_changes()
+            else:
+                for optimizer, _, _ in self.stack:
+                    optimizer.tell_every_rank(f"{LEAVING} by {failure[0].__name__}: {failure[1]}")
+        finally:
             while self.stack:
                 _, chosen, context = self.stack.pop()
-                self._give_back(chosen, written={m for _, m in chosen} if failure[0] is None else None)
+                self._give_back(chosen, written=None if gives_up else {m for _, m in chosen})
                 context.__exit__(*failure)
-        finally:
             recorded.__exit__(*failure)
         if problem:
             raise RuntimeError(problem)

@@ -14,7 +14,8 @@ and while `ZeroOneAdam`'s ranks step apart each has parameters and momenta of it
 Its variance at stage 1, of which each rank keeps another part than of all else, can only be read, as a whole.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -124,6 +125,15 @@ def _find(param: Parameter, alone: str = "", needs_state: bool = True) -> Parame
     return ParameterPlace(optimizer, owned, member)
 
 
+def _find_together(param: Parameter, call: str, needs_state: bool = True) -> ParameterPlace | None:
+    """The same for a call that sends messages, when every rank has made it."""
+    owner = owner_of(param)
+    _, member = owner.parts.places.get(param, (None, None)) if owner is not None else (None, None)
+    if owner is not None and member is not None:
+        owner.on_every_rank(f"{call} of {member.name}")
+    return _find(param, needs_state=needs_state)
+
+
 def _place(param: Parameter, alone: str = "", needs_state: bool = True) -> ParameterPlace:
     """To write to."""
     place = _find(param, alone, needs_state)
@@ -137,7 +147,7 @@ def _place(param: Parameter, alone: str = "", needs_state: bool = True) -> Param
 
 def safe_get_full_fp32_param(param: Parameter) -> Tensor | None:
     """The master copy of the whole parameter. Every rank must call this."""
-    place = _find(param)
+    place = _find_together(param, "safe_get_full_fp32_param")
     if place is None:
         return None
     refuse_apart(place.optimizer, "safe_get_full_fp32_param")
@@ -147,9 +157,10 @@ def safe_get_full_fp32_param(param: Parameter) -> Tensor | None:
 
 def safe_get_full_grad(param: Parameter) -> Tensor | None:
     """The averaged gradient between backward and `step`, unscaled; else None. Every rank must call this."""
-    place = _find(param, needs_state=False)
+    place = _find_together(param, "safe_get_full_grad", needs_state=False)
     if place is None:
         return None
+    place.optimizer.reducer.settle()
     if not place.is_averaged():
         return place.own_gradient()
     mine = place.gradient()
@@ -165,18 +176,23 @@ def safe_get_full_grad(param: Parameter) -> Tensor | None:
 
 def safe_get_full_optimizer_state(param: Parameter, key: str) -> Tensor | None:
     """An entry of the optimizer's state, such as "exp_avg". Every rank must call this."""
-    place = _find(param)
+    place = _find_together(param, f"safe_get_full_optimizer_state of {key!r}")
     if place is None:
         return None
     refuse_apart(place.optimizer, "safe_get_full_optimizer_state")
     if _is_cut(place, key):
         return _from_parts(place, key)
-    mine = _state(place, key)
-    known = place.bucket.ranks.gather_objects(_describe(mine), f"state {key} of {place.member.name}")
-    kinds = [kind for kind in known if kind is not None]
-    if not kinds:
+    state = _own_state(place)
+    mine = _as_tensor(state.get(key))
+    what = f"state {key} of {place.member.name}"
+    known = place.bucket.ranks.gather_objects((tuple(state), _describe(mine)), what)
+    owners = [(keys, kind) for keys, kind in known if keys]
+    if not owners:
         return None
-    dims, dtype, value = kinds[0]
+    keys, kind = owners[0]
+    if kind is None:  # on all ranks, also where none of the parameter is owned
+        raise _no_such_state(place, key, keys)
+    dims, dtype, value = kind
     return torch.tensor(value) if dims == 0 else place.assemble(mine, dtype)
 
 
@@ -211,12 +227,24 @@ def _describe(mine: Tensor | None) -> tuple[int, torch.dtype, float] | None:
     return None if mine is None else (mine.dim(), mine.dtype, 0.0 if mine.dim() else float(mine))
 
 
+def _own_state(place: ParameterPlace) -> Mapping[str, Any]:
+    return place.optimizer.base.state.get(place.piece.master, {}) if place.piece is not None else {}
+
+
+def _as_tensor(value: Any) -> Tensor | None:
+    return value if value is None or isinstance(value, Tensor) else torch.tensor(float(value))
+
+
+def _no_such_state(place: ParameterPlace, key: str, keys: Iterable[str]) -> KeyError:
+    return KeyError(f"the optimizer keeps no {key!r} for {place.member.name}, only {', '.join(keys)}")
+
+
 def _state(place: ParameterPlace, key: str) -> Tensor | None:
-    state = place.optimizer.base.state.get(place.piece.master, {}) if place.piece is not None else {}
+    state = _own_state(place)
     value = state.get(key)
     if state and value is None:
-        raise KeyError(f"the optimizer keeps no {key!r} for {place.member.name}, only {', '.join(state)}")
-    return value if value is None or isinstance(value, Tensor) else torch.tensor(float(value))
+        raise _no_such_state(place, key, state)
+    return _as_tensor(value)
 
 
 def safe_set_full_fp32_param(param: Parameter, value: Tensor) -> None:

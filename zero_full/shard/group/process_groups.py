@@ -13,6 +13,7 @@ from zero_full.comm.communicator import Communicator
 from zero_full.comm.ledger import Traffic
 from zero_full.comm.quantized import Gather, Nodes, QuantizedGather, TwoHopReduce
 from zero_full.comm.topology import Topology, new_group, ranks_of
+from zero_full.comm.user_calls import UserCalls
 from zero_full.precision.norms import has_fp64
 from zero_full.settings import Settings
 
@@ -50,6 +51,7 @@ class Groups:
     traffic: Traffic
     communicators: list[Communicator]  # all of them
     opened: list[dist.ProcessGroup]  # for this engine alone
+    user_calls: list[UserCalls]  # of the ranks that share state, and of those that repeat it
 
     def close(self) -> None:
         """Let go of all groups; leave those that were opened for this engine. Every rank must call this.
@@ -151,4 +153,5 @@ def connect(topology: Topology, settings: Settings, connection: Connection) -> G
     between_experts = connection.to(topology.expert) if expert is not None else None
     ranks = dense.shard.size * dense.across.size
     made, opened = connection.communicators, [*topology.opened, *connection.opened]
-    return Groups(dense, expert, between_experts, model, ranks, connection.traffic, made, opened)
+    user_calls = [UserCalls(each, made) for each in (dense.shard, dense.across) if each.store is not None]
+    return Groups(dense, expert, between_experts, model, ranks, connection.traffic, made, opened, user_calls)

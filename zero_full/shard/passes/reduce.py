@@ -356,6 +356,11 @@ class GradientReducer:
         """The buckets of which gradients have come to this rank after they had left."""
         return [] if self.unreduced else [bucket for bucket in self.buckets if bucket.arrived]
 
+    def settle(self) -> None:
+        """Average what came late, if all else is averaged. Every rank must call this."""
+        if not self.unreduced and not self.backward.running:
+            self.reduce_late()
+
     @torch.no_grad()
     def reduce_late(self) -> None:
         """Reduce what came after its bucket had left, on any rank. Every rank must call this, between passes.

@@ -330,6 +330,7 @@ class ZeroOptimizer(InItsPlace):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from this rank's part. Every rank must call this: parameters are gathered."""
         state_dict = run_hooks((self, self.base), load_hooks, BEFORE, state_dict)
+        self.on_every_rank("load_state_dict of the optimizer")
         load_own_part(self, state_dict)
         run_hooks((self, self.base), load_hooks, AFTER)
 
@@ -343,11 +344,30 @@ class ZeroOptimizer(InItsPlace):
         return scaled
 
     @torch.no_grad()
+    def on_every_rank(self, call: str) -> None:
+        """Return when every rank has made this call of its user's; see `comm/user_calls.py`.
+
+        To be called before the call's first message.
+        """
+        for calls in self.groups.user_calls:
+            calls(call, self._settle)
+
+    def tell_every_rank(self, call: str) -> None:
+        """Let others who wait for this rank's next call know that it is this one, and go on."""
+        for calls in self.groups.user_calls:
+            calls.tell(call)
+
+    def _settle(self) -> None:
+        """Wait until no collective of this rank is queued."""
+        for lane in (self.lane, self.gatherer.lane if self.gatherer is not None else self.lane):
+            lane.submit(lambda: None, [], []).wait()
+
     def meet(self) -> None:
         """Let all ranks have the same parameters, in the middle of an interval of `ZeroOneAdam`'s, too.
 
         Every rank must call this, between steps: before the model is evaluated or exported.
         """
+        self.on_every_rank("meet")
         meet(self)
 
     # The parts of a step -------------------------------------------------------------------------
@@ -413,6 +433,7 @@ class ZeroOptimizer(InItsPlace):
         if not self.closed:
             if gather:
                 self.unfinished.refuse_values("destroy(gather=True)")
+                self.on_every_rank("destroy(gather=True)")
             self.signals.leave()
             if gather and self.contents.stepper.is_apart and not self.reducer.backward.failed:
                 self.zero_grad()

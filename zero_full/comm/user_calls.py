@@ -1,0 +1,87 @@
+"""A call of the user's that sends messages is made by every rank, or raises before a message is sent.
+
+`if rank == 0: torch.save(engine.module_state_dict(), path)` would gather parameters on one rank while the
+others train: its messages would meet theirs, which carry other tensors. So each rank first writes into the
+process group's store which call it makes, and waits until all have. Nothing of a training step is there.
+
+A rank that waits here in vain raises when its group's timeout is over. Where ranks share memory it sees
+earlier that others wait for it in a collective of the step, which would never end.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+
+from zero_full._compat import keys_under
+from zero_full.comm.communicator import Communicator
+from zero_full.comm.exit_reason import write_down
+from zero_full.comm.store_messages import Notes, patience_of
+from zero_full.errors import AbsentError, DesyncError
+
+log = logging.getLogger("zero_full")
+TOLD_AFTER_S = 10.0  # how long a rank waits before it says for whom
+STUCK_AFTER_S = 1.0  # how long others wait for this one, which waits for them, before it raises
+EVERY_RANK = "Every rank must make this call, not `if rank == 0`"
+
+
+class UserCalls:
+    """Compares the calls of one engine's user between the ranks of a group."""
+
+    def __init__(self, group: Communicator, communicators: Iterable[Communicator]) -> None:
+        """`communicators`: all of the engine."""
+        self.group, self.communicators, self.number = group, communicators, 0
+        self.rank = group.ranks[group.rank]
+        matter = "user_calls/" + "-".join(map(str, group.ranks))
+        made = keys_under(f"zero_full/{matter}", group.store).add(f"made/{self.rank}", 1)
+        self.notes = Notes(f"{matter}/{made}", group.ranks, self._look)
+        self.settle: Callable[[], object] = list
+        self.began = self.stuck_since = 0.0
+        self.was_told = False
+        self.call = ""
+
+    def tell(self, call: str) -> None:
+        """Let the others know of this call, and go on."""
+        self.number += 1
+        self.notes.leave(f"{self.number}/{self.rank}", call)
+
+    def __call__(self, call: str, settle: Callable[[], object]) -> None:
+        """Return when all ranks have made this call; DesyncError if one makes another one, or does not come.
+
+        settle  returns when no collective of this rank is queued
+        """
+        self.tell(call)
+        self.call, self.settle = call, settle
+        self.began, self.stuck_since, self.was_told = time.monotonic(), 0.0, False
+        keys = [f"{self.number}/{rank}" for rank in self.group.ranks]
+        try:
+            calls = self.notes.read(keys, patience_of([self.group]))
+        except AbsentError:
+            raise self._alone(", and the group's timeout is over") from None
+        if len(set(calls)) > 1:
+            told = (f"rank {rank}: {text}" for rank, text in zip(self.group.ranks, calls, strict=True))
+            raise DesyncError("\n  ".join(["the ranks make different calls, and nothing was sent:", *told]))
+        if self.number > 1:  # which nobody reads any more: all have come to the next one
+            self.notes.store.delete_key(f"{self.number - 1}/{self.rank}")
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        awaited_by = sorted({rank for each in self.communicators for rank in each.awaited_by()})
+        if not awaited_by:
+            self.stuck_since = 0.0
+        elif not self.stuck_since:
+            self.settle()
+            self.stuck_since = time.monotonic()
+        elif now - self.stuck_since > STUCK_AFTER_S:
+            raise self._alone(f", while ranks {awaited_by} wait for this one in a collective of the training")
+        if now - self.began > TOLD_AFTER_S and not self.was_told:
+            self.was_told = True
+            log.warning("%s. %s", self._waiting(), EVERY_RANK)
+
+    def _alone(self, why: str) -> DesyncError:
+        error = DesyncError(f"{self._waiting()}{why}. {EVERY_RANK}")
+        write_down(self.group.store, self.rank, error)
+        return error
+
+    def _waiting(self) -> str:
+        absent = [r for r in self.group.ranks if not self.notes.store.check([f"{self.number}/{r}"])]
+        return f"rank {self.rank} waits in {self.call} for ranks {absent}"
