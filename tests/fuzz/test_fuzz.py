@@ -46,6 +46,23 @@ def test_these_cases_are_plain_torch_or_refused(judge: Judge) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+FOUND = {  # by the search, and mended since
+    "what Adagrad keeps from the start, of a part that is thawed": Case(
+        width=5,
+        parts=(Part(frozen=(0, 2)),),
+        uses=(Use(0),),
+        optimizer="Adagrad",
+        steps=3,
+        first=Layout(precision="bf16"),
+    ),
+}
+
+
+def test_what_the_search_has_found_stays_right(judge: Judge) -> None:
+    verdicts = judge.verdicts([*FOUND.values()])
+    assert not [(name, each.text) for name, each in zip(FOUND, verdicts, strict=True) if each.is_wrong]
+
+
 # What is drawn -----------------------------------------------------------------------------------
 
 

@@ -288,7 +288,8 @@ def _rounds_to(master: Tensor, slice_: Tensor) -> bool:
 def cut_state(base: torch.optim.Optimizer, owned: Iterable[Owned], dtypes: Dtypes) -> StateByParameter:
     """The optimizer's state becomes that of pieces; what it knows already of whole parameters is cut.
 
-    What has the parameter's type gets the type that state of the piece's master has.
+    What has the parameter's type gets the type that state of the piece's master has, or will have: of a
+    bucket that is asleep, the master is still the parameter.
     """
     is_adam = isinstance(base, torch.optim.Adam)  # and AdamW
     before, state = base.state, StateByParameter()
@@ -296,8 +297,7 @@ def cut_state(base: torch.optim.Optimizer, owned: Iterable[Owned], dtypes: Dtype
         for member, piece in each.pieces.items():
             state.add(piece.master, member.param)
             if known := before.get(member.param):
-                master = piece.master.dtype
-                dtype = dtypes.moments_of(master) if is_adam else master
+                dtype = dtypes.moments_of(each.dtype) if is_adam else each.dtype
                 state[piece.master] = {k: _cut(v, each.flat, member, piece, dtype) for k, v in known.items()}
     base.state = state  # type: ignore[assignment]
     return state
