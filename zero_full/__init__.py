@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     )
     from zero_full.comm import Topology
     from zero_full.config import Config
-    from zero_full.construct import Init
+    from zero_full.construct import Init, OnDevice
     from zero_full.engine.engine import Engine
     from zero_full.engine.loader import RepeatingLoader, leave_signals, synced
     from zero_full.errors import (
@@ -64,6 +64,7 @@ if TYPE_CHECKING:
         unwrap_model_for_generation,
     )
     from zero_full.shard.access.tensors import (
+        consolidated_state_dict,
         safe_get_full_fp32_param,
         safe_get_full_grad,
         safe_get_full_optimizer_state,
@@ -99,7 +100,7 @@ _WHERE = {
     ),
     "zero_full.comm": ("Topology",),
     "zero_full.config": ("Config",),
-    "zero_full.construct": ("Init",),
+    "zero_full.construct": ("Init", "OnDevice"),
     "zero_full.errors": (
         *("CheckpointError", "CommunicationError", "ConfigError", "DesyncError", "DisagreementError"),
         *("PlanError", "ScaleExhaustedError"),
@@ -137,7 +138,7 @@ _WHERE = {
         *("GatheredParameters", "register_external_parameter", "unwrap_model_for_generation"),
     ),
     "zero_full.shard.access.tensors": (
-        "safe_update_full_grad_vectorized",
+        *("consolidated_state_dict", "safe_update_full_grad_vectorized"),
         *(
             f"safe_{verb}_{extent}_{what}"
             for verb in ("get", "set")
@@ -169,6 +170,7 @@ __all__ = [
     "Lion",
     "LoadOptions",
     "Muon",
+    "OnDevice",
     "OneBitAdam",
     "OneBitLamb",
     "OwnerRule",
@@ -189,6 +191,7 @@ __all__ = [
     "ZeroOneAdam",
     "ZeroOptimizer",
     "add_config_arguments",
+    "consolidated_state_dict",
     "get_z3_leaf_modules",
     "init_distributed",
     "initialize",

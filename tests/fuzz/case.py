@@ -173,6 +173,32 @@ def is_valid(case: Case) -> bool:
     return True
 
 
+def rounds_sums(case: Case) -> bool:
+    """Whether sums of 16-bit gradients are rounded to 16 bits, or not where torch rounds them.
+
+    Stage 0 and all-reduce send 16-bit sums back. A parameter that is used more than once gets its gradient in
+    several helpings at stage 3 and where parts are recomputed.
+    """
+    several = len({use.part for use in case.uses}) < len(case.uses)
+    reused = several or any(part.tied is not None for part in case.parts)
+    recomputed = any(use.checkpoint for use in case.uses)
+    return any(
+        layout.precision in LOW
+        and (
+            layout.stage == 0
+            or layout.zero.get("reduce_scatter") is False
+            or layout.zero.get("mics_shard_size", 0) > 0
+            or (reused and (layout.stage == 3 or recomputed))
+        )
+        for layout, _ in case.legs()
+    )
+
+
+def _decided_by_noise(case: Case) -> bool:
+    """Whether rounded sums decide about signs, of which each moves an element as far as the gradient does."""
+    return (case.optimizer == "Lion" or case.optimizer in ONE_BIT) and rounds_sums(case)
+
+
 # By chance ---------------------------------------------------------------------------------------
 
 
@@ -203,7 +229,7 @@ def draw(seed: int) -> Case:
     checked = clip > 0 or all(each.precision in LOW for each in layouts)
     if checked and not one_bit and rng.random() < 0.25:
         poison = (rng.randrange(steps), rng.randrange(min(each.world for each in layouts)))
-    return Case(
+    case = Case(
         seed=seed % 1000,
         width=rng.choice(WIDTHS),
         parts=parts,
@@ -225,6 +251,14 @@ def draw(seed: int) -> Case:
         resume_at=rng.randrange(1, steps),
         how=how,
     )
+    if _decided_by_noise(case):
+        case = replace(
+            case,
+            first=replace(first, precision="fp32"),
+            then=then and replace(then, precision="fp32"),
+            poison=poison if clip else None,
+        )
+    return case
 
 
 def _together(layout: Layout) -> Layout:

@@ -50,6 +50,10 @@ class Reference:
     def __init__(self, case: Case) -> None:
         self.case = case
         self.net = Net(case.width, case.parts, case.uses, case.seed)
+        for p in (
+            self.net.parameters()
+        ):  # as flat buffers have them: of other strides, 16 bits are rounded otherwise
+            p.data = p.data.contiguous()
         first = {p: name for name, p in self.net.named_parameters()}
         self.names = {name: first[p] for name, p in self.net.named_parameters(remove_duplicate=False)}
         self.masters = {name: nn.Parameter(p.detach().clone()) for name, p in self.net.named_parameters()}

@@ -39,7 +39,7 @@ def test_a_sparse_gradient_is_an_error_with_a_remedy(kind: str, keys: dict[str, 
     chosen = {"type": kind, "params": {"lr": 0.1}}
     engine, *_ = zero_full.initialize(model=Rare(), config=config(1, optimizer=chosen, **keys))
     with pytest.raises(
-        TypeError, match=r"rows.weight has a sparse gradient; use nn.Embedding\(sparse=False\)"
+        TypeError, match=r"rows.weight has a sparse gradient, .* use nn.Embedding\(sparse=False\)"
     ):
         engine.backward(engine(torch.tensor([1, 2])))
         engine.step()

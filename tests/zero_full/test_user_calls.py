@@ -120,6 +120,8 @@ def typo(comm: Any, stage: int) -> list[str]:
         with pytest.raises(KeyError, match=r"keeps no 'typo' for .*, only step, exp_avg") as caught:
             zero_full.safe_get_full_optimizer_state(param, "typo")
         told.append(str(caught.value))
+        is_owned = zero_full.safe_get_local_fp32_param(param).numel() > 0
+        assert bool(engine.optimizer.state[param]) is is_owned
     engine.destroy()
     return told
 

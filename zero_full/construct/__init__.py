@@ -2,7 +2,8 @@
 
 from zero_full.construct.handover import Deferred
 from zero_full.construct.init import Init
+from zero_full.construct.on_device import OnDevice
 from zero_full.construct.recorded import has_values
 from zero_full.construct.recorder import outside_recording
 
-__all__ = ["Deferred", "Init", "has_values", "outside_recording"]
+__all__ = ["Deferred", "Init", "OnDevice", "has_values", "outside_recording"]

@@ -324,6 +324,17 @@ class Engine(DeepSpeedQueries, Reporting, Saving, Stopping):
         with self.optimizer.reducer.keep_back():
             yield
 
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Gradients of all backward passes in this block are averaged together, once, when it ends.
+
+        For several losses of one step. If the block raises, nothing is averaged.
+        """
+        with self.no_sync():
+            yield
+        if not self.optimizer.reducer.no_sync:  # else the outer block's end
+            self.optimizer.reducer.flush()
+
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the current micro-batch is the step's last."""
         if self._boundary is not None:

@@ -16,7 +16,7 @@ LEAVES = [
 ]
 SCHEDULES = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
 PLACES = {  # module of DeepSpeed's -> (our module, names that stay the same)
-    "deepspeed": ("zero_full", ["initialize", "init_distributed", "add_config_arguments"]),
+    "deepspeed": ("zero_full", ["initialize", "init_distributed", "add_config_arguments", "OnDevice"]),
     "deepspeed.zero": (
         "zero_full",
         ["Init", "GatheredParameters", "register_external_parameter", "unwrap_model_for_generation"],
@@ -66,7 +66,6 @@ INSTEAD = {  # the longest that a name begins with counts
     "deepspeed": "remove it, or do it in plain torch",
     "deepspeed.DeepSpeedConfig": "zero_full.config.resolve(config, world_size) reads and checks it",
     "deepspeed.runtime.config": "zero_full.config.resolve(config, world_size) reads and checks it",
-    "deepspeed.OnDevice": "zero_full.Init constructs a model without its memory",
     "deepspeed.__version__": "zero_full counts its own versions: remove the comparison",
     "deepspeed.add_tuning_arguments": "add the arguments that the script reads to its own parser",
     "deepspeed.init_inference": INFERENCE,
@@ -123,7 +122,6 @@ ENGINE = {  # what scripts ask of an engine, unless ours has it by now
     "zero_gather_16bit_weights_on_model_save": "True: save_16bit_model always gathers",
     "deepspeed_io": "a DataLoader of your own, or training_data= of initialize",
     "get_data_parallel_rank": "engine.global_rank, or your group's rank",
-    "coalesce_grad_reduction": "engine.no_sync() around all backward passes but the last",
     "train_batch": "there are no pipelines: forward, backward and step in a loop",
     "eval_batch": "there are no pipelines: forward under torch.no_grad()",
 }

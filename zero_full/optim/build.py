@@ -35,7 +35,6 @@ OF_MUON: Fixed = {
     **OF_TORCH,
     "adam_w_mode": (True, "what Muon does not step is stepped by AdamW; remove it"),
     "torch_adam": (False, "the AdamW beside Muon is a part of it; remove it"),
-    "ns_method": ("standard", "the other order of its products has not landed; remove it"),
     "per_head_muon": (False, "heads are not made orthogonal one by one; remove it"),
 }
 FIXED: dict[str, Fixed] = {

@@ -30,9 +30,10 @@ from zero_full.optim.step import Peers, Piece, Stepper, Whole, alike, operators_
 
 log = logging.getLogger("zero_full")
 NOT_HIDDEN = ("embed", "lm_head")
-OF_MUON = ("momentum", "nesterov", "ns_steps", "ns_coefficients", "ns_eps", "adjust_lr_fn")
+OF_MUON = ("momentum", "nesterov", "ns_steps", "ns_coefficients", "ns_eps", "ns_method", "adjust_lr_fn")
 OF_ADAM = ("betas", "eps")
 RATES = {True: ("muon_lr", 0.02), False: ("adam_lr", 3e-4)}
+METHODS = ("standard", "gram")
 ADJUSTMENTS = (None, "original", "match_rms_adamw")
 MOST_STEPS = 99  # Newton-Schulz takes 5; torch refuses more
 State = dict[str, Any]
@@ -49,7 +50,9 @@ class Muon(Optimizer):
                  0.02 for Muon and 3e-4 for AdamW
     adjust_lr_fn "original" (also None) makes steps of tall matrices larger, by sqrt(rows / columns);
                  "match_rms_adamw" gives steps the size of AdamW's, so that its rate and decay can be used
-    ns_...       the Newton-Schulz iteration, which runs in bf16
+    ns_...       the Newton-Schulz iteration, which runs in bf16. `ns_method="gram"` iterates in fp32 on the
+                 products of the short side, and multiplies by the long one twice: for matrices that are
+                 several times as long as wide
 
     torch's OneCycleLR and CyclicLR need cycle_momentum=False: they would move either `momentum` or `betas` in
     all groups, and each group has one of them.
@@ -73,6 +76,7 @@ class Muon(Optimizer):
         ns_steps: int = 5,
         ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
         ns_eps: float = 1e-7,
+        ns_method: str = "standard",
         adjust_lr_fn: str | None = None,
         use_muon: Callable[[str, Parameter], bool] | None = None,
     ) -> None:
@@ -88,6 +92,7 @@ class Muon(Optimizer):
             "ns_steps": ns_steps,
             "ns_coefficients": ns_coefficients,
             "ns_eps": ns_eps,
+            "ns_method": ns_method,
             "adjust_lr_fn": adjust_lr_fn,
             "use_muon": use_muon,
         }
@@ -179,8 +184,11 @@ class Orthogonal:
 
     def work(self, whole: Whole) -> int:
         """Multiplications in Newton-Schulz."""
+        group = self.groups[whole.group]
         small, large = sorted(whole.shape)
-        return int(self.groups[whole.group]["ns_steps"]) * small * small * (2 * large + small)
+        if group["ns_method"] == "gram":
+            return small * small * (2 * large + 4 * int(group["ns_steps"]) * small)
+        return int(group["ns_steps"]) * small * small * (2 * large + small)
 
     def bring(self, piece: Piece) -> Tensor:
         """The momentum, which has become newer, or what Nesterov makes of it."""
@@ -197,7 +205,8 @@ class Orthogonal:
     def of_whole(self, whole: Whole, values: Tensor) -> Tensor:
         """Made orthogonal."""
         group = self.groups[whole.group]
-        return orthogonalized(values, int(group["ns_steps"]), group["ns_coefficients"], group["ns_eps"])
+        by = orthogonalized_by_gram if group["ns_method"] == "gram" else orthogonalized
+        return by(values, int(group["ns_steps"]), group["ns_coefficients"], group["ns_eps"])
 
     def take(self, piece: Piece, values: Tensor) -> None:
         """Move the piece."""
@@ -225,6 +234,28 @@ def orthogonalized(matrix: Tensor, steps: int, coefficients: Sequence[float], ep
         factor = torch.addmm(gram, gram, gram, beta=third, alpha=fifth)
         x = torch.addmm(x, factor, x, beta=first)
     return x.T if is_tall else x
+
+
+def orthogonalized_by_gram(matrix: Tensor, steps: int, coefficients: Sequence[float], eps: float) -> Tensor:
+    """The same polynomials, of the small matrix `x @ x.T` alone.
+
+    Each step multiplies x from the left by a polynomial of its Gram matrix, and these commute: all of them
+    are multiplied first, in fp32 because errors of a Gram matrix grow with its steps, and x only at the end.
+    """
+    first, third, fifth = coefficients
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.to(torch.bfloat16)
+    x = x.T if is_tall else x
+    x = x / x.norm().clamp(min=eps)
+    gram = x.float() @ x.float().T
+    product = torch.eye(gram.shape[0], device=gram.device)
+    for _ in range(steps):
+        factor = torch.addmm(gram, gram, gram, beta=third, alpha=fifth)
+        factor.diagonal().add_(first)
+        product = factor @ product
+        gram = factor @ gram @ factor
+    made: Tensor = product.to(x.dtype) @ x
+    return made.T if is_tall else made
 
 
 def _adjustment(kind: str | None, shape: torch.Size) -> float:
@@ -264,6 +295,8 @@ def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
         checked["ns_steps"] = at_least("ns_steps", checked["ns_steps"], 0)
         if checked["ns_steps"] > MOST_STEPS:
             raise ValueError(f"ns_steps must be at most {MOST_STEPS}, not {checked['ns_steps']}")
+        if checked["ns_method"] not in METHODS:
+            raise ValueError(f"ns_method must be 'standard' or 'gram', not {shown(checked['ns_method'])}")
         if checked["adjust_lr_fn"] not in ADJUSTMENTS:
             known = " or ".join(repr(each) for each in ADJUSTMENTS[1:])
             raise ValueError(f"adjust_lr_fn must be {known}, not {shown(checked['adjust_lr_fn'])}")

@@ -1,8 +1,4 @@
-"""Move state off the device for a while, and back: between training and something else that needs the memory.
-
-A flat buffer that is moved keeps its storage, which shrinks to nothing, as a released parameter's does (see
-`parameters.py`): everything that is a view of it is right again when it is back.
-"""
+"""Move state off the device for a while, and back: between training and what else needs the memory."""
 
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -10,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_full._compat import identity_of
 from zero_full.shard.group.master import held_elsewhere
 from zero_full.shard.group.optimizer_state import StateByParameter
 from zero_full.shard.group.parameters import GatherState
@@ -25,7 +20,11 @@ class OffloadedStates:
 
     def __init__(self, optimizer: ZeroOptimizer) -> None:
         self.optimizer = optimizer
-        self.moved: list[tuple[torch.UntypedStorage, Tensor]] = []
+
+    @property
+    def moved(self) -> bool:
+        """Whether anything is away."""
+        return bool(self.optimizer.offloaded.copies)
 
     def _say_away(self, is_away: bool) -> None:
         state: Any = self.optimizer.base.state
@@ -47,29 +46,14 @@ class OffloadedStates:
             self.optimizer.parts.flow.wait_for_copies()
         self.optimizer.states_offloaded = True
         self._say_away(True)
-        done = {identity_of(storage) for storage, _ in self.moved}
         for kind in include or KINDS:
             for tensor in self._tensors(kind):
-                storage = tensor.untyped_storage()
-                if identity_of(storage) not in done and storage.nbytes():
-                    done.add(identity_of(storage))
-                    self._move(storage, device, pin_memory)
-
-    def _move(self, storage: torch.UntypedStorage, device: torch.device, pin_memory: bool) -> None:
-        view = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        pin = pin_memory and device.type == "cpu" and storage.device.type != "cpu"
-        copy = torch.empty(view.shape, dtype=torch.uint8, device=device, pin_memory=pin)
-        copy.copy_(view)
-        self.moved.append((storage, copy))
-        storage.resize_(0)
+                self.optimizer.offloaded.move(tensor, device, pin_memory)
 
     @torch.no_grad()
     def reload(self) -> None:
         """Bring everything back."""
-        while self.moved:
-            storage, copy = self.moved.pop()
-            storage.resize_(copy.numel())
-            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).copy_(copy)
+        self.optimizer.offloaded.bring_back()
         self.optimizer.states_offloaded = False
         self._say_away(False)
         for flat in self.optimizer.flats():

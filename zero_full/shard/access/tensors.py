@@ -15,6 +15,7 @@ Its variance at stage 1, of which each rank keeps another part than of all else,
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from zero_full.shard.guards.local_steps import refuse_apart
 from zero_full.shard.step.optimizer import ZeroOptimizer
 
 MASTER = "fp32 value"
+Kind = tuple[int, torch.dtype, float]  # dimensions, type, and the value of what has no dimensions
 
 
 class ParameterPlace:
@@ -78,6 +80,18 @@ class ParameterPlace:
             whole[start:stop] = mine.reshape(-1)
         return self.bucket.ranks.sum_numbers(whole, f"fragments of {self.member.name}").view(param.shape)
 
+    def whole(self, kind: Kind, mine: Tensor | None) -> Tensor:
+        """An entry of the optimizer's state, of which some rank has told the kind."""
+        dims, dtype, value = kind
+        if not dims:
+            return torch.tensor(value, dtype=dtype)
+        with self.present(mine):
+            return self.assemble(mine, dtype)
+
+    def present(self, mine: Tensor | None) -> AbstractContextManager[None]:
+        """A block in which this rank's part has its values, also while states are offloaded."""
+        return self.optimizer.offloaded.present([] if mine is None else [mine])
+
     def note(self, what: str, value: Tensor) -> None:
         """Every rank must have given the same whole tensor: see [Note: written by hand]."""
         if self.bucket.has_peers:
@@ -100,17 +114,20 @@ class ParameterPlace:
         return value.detach().reshape(-1)[start:stop]
 
 
-def _find(param: Parameter, alone: str = "", needs_state: bool = True) -> ParameterPlace | None:
+def _find(
+    param: Parameter, alone: str = "", needs_state: bool = True, reads: bool = False
+) -> ParameterPlace | None:
     """None: an engine's parameter that nothing trains.
 
-    `alone`: the call that is asked for, if it is one for a single rank. `needs_state`: or masters.
+    `alone`: the call that is asked for, if it is one for a single rank. `needs_state`: or masters. `reads`:
+    values are copied, which may be done while they are offloaded.
     """
     optimizer: ZeroOptimizer | None = owner_of(param)
     if optimizer is None:
         raise ValueError(
             "this parameter belongs to no zero_full engine (is it of the model that you have given?)"
         )
-    if optimizer.states_offloaded:
+    if optimizer.states_offloaded and not reads:
         raise RuntimeError(OFFLOADED)
     if alone:
         optimizer.delayed.refuse(alone)
@@ -119,19 +136,22 @@ def _find(param: Parameter, alone: str = "", needs_state: bool = True) -> Parame
     owned, member = optimizer.parts.places.get(param, (None, None))
     if not isinstance(owned, Owned) or member is None:
         return None
-    if not owned.flat.released_at_rest:
-        owned.flat.take_back_moved()
-    owned.follow_parameters()
+    if not optimizer.states_offloaded:
+        if not owned.flat.released_at_rest:
+            owned.flat.take_back_moved()
+        owned.follow_parameters()
     return ParameterPlace(optimizer, owned, member)
 
 
-def _find_together(param: Parameter, call: str, needs_state: bool = True) -> ParameterPlace | None:
+def _find_together(
+    param: Parameter, call: str, needs_state: bool = True, reads: bool = False
+) -> ParameterPlace | None:
     """The same for a call that sends messages, when every rank has made it."""
     owner = owner_of(param)
     _, member = owner.parts.places.get(param, (None, None)) if owner is not None else (None, None)
     if owner is not None and member is not None:
         owner.on_every_rank(f"{call} of {member.name}")
-    return _find(param, needs_state=needs_state)
+    return _find(param, needs_state=needs_state, reads=reads)
 
 
 def _place(param: Parameter, alone: str = "", needs_state: bool = True) -> ParameterPlace:
@@ -147,12 +167,13 @@ def _place(param: Parameter, alone: str = "", needs_state: bool = True) -> Param
 
 def safe_get_full_fp32_param(param: Parameter) -> Tensor | None:
     """The master copy of the whole parameter. Every rank must call this."""
-    place = _find_together(param, "safe_get_full_fp32_param")
+    place = _find_together(param, "safe_get_full_fp32_param", reads=True)
     if place is None:
         return None
     refuse_apart(place.optimizer, "safe_get_full_fp32_param")
     mine = place.piece.master if place.piece is not None else None
-    return place.assemble(mine, place.owned.master.dtype)
+    with place.present(mine):
+        return place.assemble(mine, place.owned.master.dtype)
 
 
 def safe_get_full_grad(param: Parameter) -> Tensor | None:
@@ -176,7 +197,7 @@ def safe_get_full_grad(param: Parameter) -> Tensor | None:
 
 def safe_get_full_optimizer_state(param: Parameter, key: str) -> Tensor | None:
     """An entry of the optimizer's state, such as "exp_avg". Every rank must call this."""
-    place = _find_together(param, f"safe_get_full_optimizer_state of {key!r}")
+    place = _find_together(param, f"safe_get_full_optimizer_state of {key!r}", reads=True)
     if place is None:
         return None
     refuse_apart(place.optimizer, "safe_get_full_optimizer_state")
@@ -192,8 +213,48 @@ def safe_get_full_optimizer_state(param: Parameter, key: str) -> Tensor | None:
     keys, kind = owners[0]
     if kind is None:  # on all ranks, also where none of the parameter is owned
         raise _no_such_state(place, key, keys)
-    dims, dtype, value = kind
-    return torch.tensor(value) if dims == 0 else place.assemble(mine, dtype)
+    return place.whole(kind, mine)
+
+
+def consolidated_state_dict(optimizer: ZeroOptimizer) -> dict[str, Any]:
+    """The state_dict that torch's own optimizer would have: whole tensors, on the CPU, of the whole model.
+
+    The wrapped class, made for plain parameters in the same groups, can load it. Every rank must call this.
+    """
+    optimizer.on_every_rank("consolidated_state_dict")
+    refuse_apart(optimizer, "consolidated_state_dict")
+    stepper = optimizer.contents.stepper
+    if stepper.whole_entries or stepper.whole_rule is not None or stepper.own_tensors():
+        raise RuntimeError(
+            f"{type(optimizer.base).__name__} keeps more than values for the elements of parameters, and "
+            "torch's form has no place for that: use save_checkpoint"
+        )
+    groups, state, number = list[dict[str, Any]](), dict[int, dict[str, Tensor]](), 0
+    for group in optimizer.param_groups:
+        params = group["params"]
+        groups.append({**group, "params": list(range(number, number + len(params)))})
+        for param in params:
+            place = _find(param, reads=True)
+            if place is not None and (entries := _whole_entries(place)):
+                state[number] = entries
+            number += 1
+    return {"state": state, "param_groups": groups}
+
+
+def _whole_entries(place: ParameterPlace) -> dict[str, Tensor]:
+    """All state of a parameter."""
+    own = {key: _as_tensor(value) for key, value in _own_state(place).items()}
+    mine = {key: _describe(value) for key, value in own.items()}
+    known = place.bucket.ranks.gather_objects(mine, f"state of {place.member.name}")
+    kinds = next((each for each in known if each), mine)
+    whole = dict[str, Tensor]()
+    for key, kind in kinds.items():
+        if kind is not None and not _is_cut(place, key):
+            whole[key] = place.whole(kind, own.get(key)).cpu()
+    for key in place.optimizer.contents.stepper.cut_entries:
+        if (parts := _from_parts(place, key)) is not None:
+            whole[key] = parts.cpu()
+    return whole
 
 
 def _is_cut(place: ParameterPlace, key: str) -> bool:
@@ -222,9 +283,9 @@ def _refuse_cut(place: ParameterPlace, key: str) -> None:
         )
 
 
-def _describe(mine: Tensor | None) -> tuple[int, torch.dtype, float] | None:
+def _describe(mine: Tensor | None) -> Kind | None:
     """Enough for a rank that owns nothing to know what the others have."""
-    return None if mine is None else (mine.dim(), mine.dtype, 0.0 if mine.dim() else float(mine))
+    return None if mine is None else (mine.dim(), mine.dtype, 0.0 if mine.dim() else mine.item())
 
 
 def _own_state(place: ParameterPlace) -> Mapping[str, Any]:

@@ -45,7 +45,7 @@ from zero_full.shard.group.grad_placeholder import StandIn
 from zero_full.shard.group.parameters import FlatParameter, Member
 from zero_full.shard.group.process_groups import Reduce
 
-SPARSE = "{} has a sparse gradient; use nn.Embedding(sparse=False)"
+SPARSE = "{} has a sparse gradient, and flat buffers of gradients are dense: use nn.Embedding(sparse=False)"
 
 
 class Bucket:

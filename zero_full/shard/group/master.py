@@ -294,6 +294,8 @@ def cut_state(base: torch.optim.Optimizer, owned: Iterable[Owned], dtypes: Dtype
     is_adam = isinstance(base, torch.optim.Adam)  # and AdamW
     before, state = base.state, StateByParameter()
     for each in owned:
+        for member in each.flat.members:
+            state.know(member.param)
         for member, piece in each.pieces.items():
             state.add(piece.master, member.param)
             if known := before.get(member.param):

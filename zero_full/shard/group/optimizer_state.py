@@ -27,6 +27,10 @@ class StateByParameter(UserDict[Any, dict[str, Any]]):
         """From now on `piece` stands for `param`."""
         self.owners[piece] = self.owners[param] = param
 
+    def know(self, param: Parameter) -> None:
+        """There is such a parameter, of which this rank may own nothing: its state is empty then."""
+        self.owners[param] = param
+
     def forget(self, params: Collection[Parameter]) -> None:
         """Nothing stands for these any more, and nothing is known of them."""
         self.data = {param: state for param, state in self.data.items() if param not in params}

@@ -21,6 +21,7 @@ from zero_full._compat import load_hooks, mark_stepped, state_dict_hooks
 from zero_full.comm.lane import lane_for
 from zero_full.errors import NotFiniteError
 from zero_full.offload import Waiting
+from zero_full.optim.step import loss_of
 from zero_full.precision.scaler import StaticScale
 from zero_full.settings import Settings
 from zero_full.shard.contents.rank_state import load_own_part, own_part
@@ -29,6 +30,7 @@ from zero_full.shard.deal.dealer import Sharded
 from zero_full.shard.group import master as owned_state
 from zero_full.shard.group.grad_placeholder import Found
 from zero_full.shard.group.gradients import Bucket
+from zero_full.shard.group.offloaded_storages import OffloadedStorages
 from zero_full.shard.group.optimizer_state import OFFLOADED
 from zero_full.shard.group.parameters import FlatParameter, GatherState, Member
 from zero_full.shard.group.process_groups import Groups
@@ -95,7 +97,8 @@ class ZeroOptimizer(InItsPlace):
         self.steppers.attach(self.owned)
         self.contents.stepper, self.contents.owners = self.steppers.kept, self.steppers.owners
         self.delayed = DelayedUpdates(self)
-        self.closed = self.states_offloaded = False  # see `offload_states.py`
+        self.closed = self.states_offloaded = False
+        self.offloaded = OffloadedStorages()
         self.writes = ParameterWrites(m for v in self.flats() if not v.released_at_rest for m in v.members)
         self.has_peers = any(each.size > 1 for each in groups.communicators)
         self.unfinished = UnfinishedStep(self.has_peers)
@@ -146,15 +149,18 @@ class ZeroOptimizer(InItsPlace):
         return f"ZeroOptimizer(stage {self.settings.stage}, {len(self.buckets)} buckets, {self.base!r})"
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Average what is left, step this rank's slices, send them to everyone. `last` says what happened."""
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Average what is left, step this rank's slices, send them to everyone. `last` says what happened.
+
+        `closure` is called once, before that, to run forward and backward; what it returns is returned.
+        """
+        loss = loss_of(closure)
         self.unfinished.refuse("step")
         self.last = None
         self.calls += 1
-        if closure is not None:
-            raise ValueError("a closure is not supported: gradients are averaged while backward runs")
         self.unfinished.run(self._step)
         self.redirected.run_step_hooks(AFTER)
+        return loss
 
     def _step(self) -> None:
         self.finish_update()
