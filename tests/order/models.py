@@ -14,9 +14,9 @@ WIDTH, DEPTH = 6, 4
 class Layer(nn.Module):
     """A linear layer."""
 
-    def __init__(self) -> None:
+    def __init__(self, bias: bool = True) -> None:
         super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.linear = nn.Linear(WIDTH, WIDTH, bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """The same shape."""
@@ -32,11 +32,12 @@ class Model(nn.Module):
     borrowing    the last layer's weight is read by the model itself, too
     two streams  the last two layers run beside each other, one on a stream of the user's
     uneven       the second rank leaves out the last layer
+    again        the first layer is called twice; one parameter a bucket, so that no second one hides a loss
     """
 
     def __init__(self, kind: str, me: int, recorder: Recorder, depth: int = DEPTH) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(depth))
+        self.layers = nn.ModuleList(Layer(bias=kind != "again") for _ in range(depth))
         self.kind, self.me, self.calls = kind, me, 0
         self.kept: list[Tensor] = []  # what two streams use: an allocator knows of one only
         self.beside = recorder.stream("the user's") if kind == "two streams" else None
@@ -54,6 +55,8 @@ class Model(nn.Module):
             upto -= 2
         if self.kind == "uneven" and self.me == 1:
             upto -= 1
+        if self.kind == "again":
+            x = self.layers[0](x)
         if self.kind == "borrowing":
             x = x @ self.layers[-1].linear.weight
         for number, layer in enumerate(self.layers[:upto]):

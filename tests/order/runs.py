@@ -12,6 +12,7 @@ from tests.order.models import DEPTH, WIDTH, Model, data
 from tests.order.trace import Recorder
 from tests.zero_full.runs import config
 from zero_full.comm.fake_ranks import PretendedGroup
+from zero_full.comm.lane import Lane
 from zero_full.comm.topology import Topology
 
 Drive = Callable[[zero_full.Engine, int], None]
@@ -55,10 +56,13 @@ class Case:
         return ", ".join([*said, *([self.drive.__name__] if self.drive is not one_step else [])])
 
 
-def recorded(case: Case, overlap: bool = True) -> Recorder:
-    """Train; write down all that happens from the first forward to the values that come out."""
+def recorded(case: Case, overlap: bool = True, lane: Callable[[Any], Lane] = lambda made: made) -> Recorder:
+    """Train; write down all that happens from the first forward to the values that come out.
+
+    `lane` may put another in the place of each lane.
+    """
     recorder = Recorder()
-    with on_an_accelerator(recorder):
+    with on_an_accelerator(recorder, lane):
         topology = Topology(data=PretendedGroup(range(case.ranks), case.me))
         engine, optimizer, _, _ = zero_full.initialize(
             model=Model(case.kind, case.me, recorder, case.depth),

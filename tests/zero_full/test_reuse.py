@@ -63,7 +63,8 @@ def reduce_what_came_here(self: GradientReducer) -> None:
     """Each rank decides alone whether a bucket leaves once more."""
     self._drain(0)
     for bucket in self.buckets:
-        if bucket not in self.launched or (bucket.slice_is_valid and bucket.arrived):
+        has_more = bool(bucket.arrived) or any(m.param.grad is not None for m in bucket.members)
+        if bucket not in self.launched or (bucket.slice_is_valid and has_more):
             self._launch(bucket)
     self._drain(0)
     self.unreduced = False
