@@ -12,6 +12,7 @@ import itertools
 import multiprocessing
 import os
 import pickle
+import signal
 import socket
 import sys
 import time
@@ -42,6 +43,7 @@ class RankError(RuntimeError):
 def _serve(pipe: Connection, port: int) -> None:
     """A worker's life: take a job, be one rank of it, answer. The end of the pipe is the end of life."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs ignore
     torch.set_num_threads(1)
     gc.freeze()  # what was imported stays: without it, tests that collect garbage have little to look at
     client: Any = None

@@ -16,7 +16,7 @@ import zero_full
 from tests.zero_full.dying import CALLS, Killer
 from zero_full.checkpoint import randomness
 from zero_full.checkpoint.folder import _canonical
-from zero_full.errors import CheckpointError
+from zero_full.errors import CheckpointError, DesyncError
 
 DATA = "rank_00000.safetensors", "rank_00001.safetensors"
 JSON = "rank_00000.json", "rank_00001.json"
@@ -106,9 +106,9 @@ def copied(folder: Path, to: Path) -> Path:
 
 
 def refusal(call: Callable[[], Any]) -> str:
-    """What a CheckpointError says; "" if there is none."""
+    """What a CheckpointError or DesyncError says; "" if there is none."""
     try:
         call()
-    except CheckpointError as error:
+    except (CheckpointError, DesyncError) as error:
         return str(error)
     return ""

@@ -38,6 +38,7 @@ class Case:
     recompute: str = "no"  # "reentrant", "saved"
     two_groups: bool = True
     seed: int = 0
+    late_by_rank: bool = False
 
     def __str__(self) -> str:
         return "-".join(map(str, asdict(self).values()))
@@ -132,12 +133,12 @@ def data(step: int, micro: int, rank: int) -> Tensor:
 
 
 @contextmanager
-def dawdling(seed: int) -> Iterator[None]:
-    """Jobs on lanes begin later than they could, by times of this rank's own."""
-    times, submit = random.Random(seed), Thread.submit
+def dawdling(seed: int, rank: int, by_rank: bool) -> Iterator[None]:
+    """Jobs on lanes begin later than they could: by chance; or `by_rank`, much later on all ranks but one."""
+    times, submit = random.Random(seed + rank), Thread.submit
 
     def late(self: Thread, job: Any, tensors: Any, producers: Any) -> Any:
-        pause = times.choice((0.0, times.random() * SLOWEST_S))
+        pause = 10 * rank * SLOWEST_S if by_rank else times.choice((0.0, times.random() * SLOWEST_S))
 
         def act() -> None:
             time.sleep(pause)
@@ -191,7 +192,7 @@ def sharded(case: Case, rank: int, steps: int) -> dict[str, Tensor]:
     }
     optimizer = torch.optim.AdamW(groups_of(model, case), lr=0.01)
     engine, *_ = zero_full.initialize(model=model, optimizer=optimizer, config=config)
-    with dawdling(case.seed + rank):
+    with dawdling(case.seed, rank, case.late_by_rank):
         for step, micro in product(range(steps), range(case.micro_batches)):
             engine.backward(engine(data(step, micro, rank), rank))
             if (step, micro) == (0, case.micro_batches - 1):

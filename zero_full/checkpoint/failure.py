@@ -30,18 +30,15 @@ class Attempt:
     def agree(self, told: Any = None) -> dict[int, Any]:
         """Raise on every rank if any has failed; else what each has `told`. Every rank must call this."""
         failure = None if self.error is None else said(self.error)
-        reports = {this_rank(): (self.call, failure, told)}
+        reports = {this_rank(): (failure, told)}
         for group in self.optimizer.groups.everyone:
             for theirs in group.gather_objects(reports, f"what ranks say of {self.call}"):
                 reports = {**reports, **theirs}
-        calls = {rank: call for rank, (call, _, _) in sorted(reports.items())}
-        if len(set(calls.values())) > 1:
-            raise CheckpointError(f"ranks make different calls, of which every rank must make each: {calls}")
-        failed = {rank: text for rank, (_, text, _) in sorted(reports.items()) if text is not None}
+        failed = {rank: text for rank, (text, _) in sorted(reports.items()) if text is not None}
         if failed:
             first = [*failed, *(rank for rank in sorted(reports) if rank not in failed)]
             raise told_once(CheckpointError(reasons(failed, len(reports))), first) from self.error
-        return {rank: each for rank, (_, _, each) in sorted(reports.items())}
+        return {rank: each for rank, (_, each) in sorted(reports.items())}
 
     def divide(self, acts: Sequence[Callable[[], object]], ranks: Iterable[int]) -> None:
         """Each of these ranks calls its share, and all agree. Every rank must call this with the same."""

@@ -199,17 +199,22 @@ class Communicator:
         self.closed = self.is_parents = True
         self.group = self.transport = NOBODY
 
-    def _call(self, kind: str, what: str, tensor: Tensor, sent: int, collective: Callable[[], Any]) -> None:
+    def refuse_closed(self, call: str) -> None:
+        """Raise CommunicationError after `close`, and in a forked child."""
         if self.is_parents:
             raise CommunicationError(
-                f"{kind} of {what} in a forked process: the group is its parent's. Use the engine where it "
-                "was made, or start processes by spawn and initialize there"
+                f"{call} in a forked process: the group is its parent's. Use the engine where it was made, "
+                "or start processes by spawn and initialize there"
             )
         if self.closed:
             raise CommunicationError(
-                f"{kind} of {what} after destroy: this engine has left its groups. Do it before, or "
-                "initialize the model again"
+                f"{call} after destroy: this engine has left its groups. Do it before, or initialize the "
+                "model again"
             )
+
+    def _call(self, kind: str, what: str, tensor: Tensor, sent: int, collective: Callable[[], Any]) -> None:
+        if self.closed:
+            self.refuse_closed(f"{kind} of {what}")
         if self.transport is not None:
             self.transport.call = kind, what, str(tensor.numel()), str(tensor.dtype)
         with self._named(kind, what):

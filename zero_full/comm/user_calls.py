@@ -41,6 +41,7 @@ class UserCalls:
 
     def tell(self, call: str) -> None:
         """Let the others know of this call, and go on."""
+        self.group.refuse_closed(call)
         self.number += 1
         self.notes.leave(f"{self.number}/{self.rank}", call)
 
