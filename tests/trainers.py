@@ -130,7 +130,7 @@ class FullTrainer:
 
     def held(self) -> dict[str, int]:
         holdings = self.optimizer.holdings()
-        dealt = {m.param for flat in self.optimizer.flats() for m in flat.members}
+        dealt = {m.param for flat in self.optimizer.parts.flats for m in flat.members}
         frozen = [p.detach() for p in self.engine.module.parameters() if p not in dealt]
         holdings["parameters"] = [*holdings["parameters"], *frozen]
         return {kind: held(tensors) for kind, tensors in holdings.items()}

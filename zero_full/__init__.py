@@ -1,4 +1,4 @@
-"""ZeRO for real runs: DeepSpeed's keys, PyTorch's loop.
+"""ZeRO for production training: DeepSpeed's configuration keys, PyTorch's training loop.
 
     engine, optimizer, loader, schedule = zero_full.initialize(model=model, config="ds_config.json")
     for inputs, targets in loader:
@@ -6,7 +6,7 @@
         engine.backward(loss)
         engine.step()
 
-Names are imported when they are first used, so that `python -m zero_full doctor` can say what is missing.
+Names are imported on first use, so that `python -m zero_full doctor` runs even if dependencies are missing.
 """
 
 from importlib import import_module

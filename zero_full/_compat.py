@@ -1,7 +1,7 @@
-"""The private or renamed parts of torch (and one of Python) that the package uses; no other file names them.
+"""Wrappers of the private or renamed parts of torch (and one of Python) that the package uses.
 
-Each helper says what it is for. A change in torch shows here first: as an AttributeError when this module is
-imported, or in the test of what the helper is for.
+No other file uses them directly. A change in torch shows here first: as an AttributeError at import of this
+module, or in the test of a helper.
 """
 
 import atexit
@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -21,58 +22,55 @@ from torch.optim import Optimizer
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["FakeTensorMode", "TorchDispatchMode"]  # handed on under torch's names; the rest is made here
+__all__ = ["FakeTensorMode", "TorchDispatchMode"]  # re-exported under torch's names; the rest is defined here
 
-# torch 2.13 renamed these two; torch 2.11 knows only the old names.
+# torch 2.13 renamed these two; torch 2.11 has only the old names.
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 # Tensors ---------------------------------------------------------------------------------------------
 
-# What a tensor has beside its values, as properties without a public name.
+# Private properties of a tensor other than its values.
 BESIDE_VALUES = ("_version", "_backward_hooks", "_post_accumulate_grad_hooks")
-BACKWARD_HOOKS = "_backward_hooks"  # the first `register_hook` of a tensor sets it
-VIEWED = "_base"  # the tensor that another one is a view of
-has_compatible_type = torch._has_compatible_shallow_copy_type  # asked when a module is converted
-typed_storage = Tensor._typed_storage  # what `Tensor.storage` and pickle call to get at the memory
-foreach_zero = torch._foreach_zero_  # what an optimizer's `zero_grad(set_to_none=False)` calls on gradients
-foreach_add = torch._foreach_add_  # many additions in one call; without it, one call a tensor
+BACKWARD_HOOKS = "_backward_hooks"  # set by a tensor's first `register_hook`
+VIEWED = "_base"  # the base tensor of a view
+has_compatible_type = torch._has_compatible_shallow_copy_type  # called when a module is converted
+typed_storage = Tensor._typed_storage  # called by `Tensor.storage` and pickle to get the memory
+foreach_zero = torch._foreach_zero_  # called by an optimizer's `zero_grad(set_to_none=False)`
+foreach_add = torch._foreach_add_  # many additions in one call, instead of one call per tensor
 
 
 def calling_ddp() -> Any:
-    """The DistributedDataParallel whose forward is under way in this process, or None."""
+    """Return the DistributedDataParallel whose forward is running in this process, or None."""
     return torch.nn.parallel.DistributedDataParallel._active_ddp_module
 
 
-def version_of(tensor: Tensor) -> int:
-    """How often the tensor was written to in place: the only sign of a write that torch gives."""
-    return tensor._version
-
-
-def identity_of(storage: torch.UntypedStorage) -> int:
-    """The same number for every view of a piece of memory, as long as it lives, also while it is empty."""
-    return int(storage._cdata)
+# Version counter: the number of in-place writes to a tensor, the only trace of a write in torch.
+version_of: Callable[[Tensor], int] = attrgetter("_version")
+# Identity of a storage: equal for all views, during its lifetime, even while the storage is empty.
+identity_of: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 
 
 def instance_of(kind: type[Any], tensor: Tensor) -> Any:
-    """A new `kind` that shares the tensor's memory. `as_subclass` would ask `__torch_function__`."""
+    """Make a `kind` that shares the tensor's memory. `as_subclass` would call `__torch_function__`."""
     return Tensor._make_subclass(kind, tensor)
 
 
 class ParameterInWaiting(Tensor):
-    """A tensor of another class that `nn.Parameter(tensor)` can make a parameter of, by `become_parameter`.
+    """Tensor subclass that `nn.Parameter(tensor)` turns into a parameter, by calling `become_parameter`.
 
-    torch sets `_is_param` on such a tensor, and asks it in `isinstance(tensor, nn.Parameter)`; which subclass
-    of `nn.Parameter` is wanted only its `__new__` knows. If that changes, the tensor becomes a plain one.
+    torch sets `_is_param` on such a tensor, and reads it in `isinstance(tensor, nn.Parameter)`. Only the
+    `__new__` of `nn.Parameter` knows which subclass is requested, so it is read from that frame. If torch
+    changes this, the class is plain `nn.Parameter`.
     """
 
     def is_parameter(self) -> bool:
-        """Whether it is a parameter by now."""
+        """Return whether this is a parameter."""
         raise NotImplementedError
 
     def become_parameter(self, kind: type[nn.Parameter]) -> None:
-        """From now on it is a parameter of this class."""
+        """Turn this tensor into a parameter of this class."""
         raise NotImplementedError
 
     @property
@@ -86,86 +84,81 @@ class ParameterInWaiting(Tensor):
 
 # Functions and operations ----------------------------------------------------------------------------
 
-without_overrides = torch._C.DisableTorchFunctionSubclass  # a block in which subclasses are plain tensors
-without_functions = torch._C.DisableTorchFunction  # the same, and no TorchFunctionMode hears of anything
+without_overrides = torch._C.DisableTorchFunctionSubclass  # a context: subclasses act as plain tensors
+without_functions = torch._C.DisableTorchFunction  # the same, and without any TorchFunctionMode
 
 
 def arguments_of(operation: Any) -> list[Any]:
-    """The declared arguments of a `torch.ops` operation: their names, and which of them it writes to."""
+    """Return the declared arguments of a `torch.ops` operation, with names and write flags."""
     return list(operation._schema.arguments)
 
 
 def reads_value(operation: Any) -> bool:
-    """Whether this is the `torch.ops` operation that `item`, `float` and `if tensor:` come to."""
+    """Return whether this is the `torch.ops` operation behind `item`, `float` and `if tensor:`."""
     return operation is torch.ops.aten._local_scalar_dense.default
 
 
 def returns_new(operation: Any) -> bool:
-    """Whether what a `torch.ops` operation returns is neither a view nor one of its arguments."""
+    """Return whether a `torch.ops` operation returns neither a view nor one of its arguments."""
     return all(each.alias_info is None for each in operation._schema.returns)
 
 
 def default_device_context(device: torch.device) -> Any:
-    """The context that `with device:` enters, as an object whose device can be changed meanwhile."""
+    """Return the context that `with device:` enters, as an object whose device can be changed."""
     return DeviceContext(device)
 
 
-def inside_transform() -> bool:
-    """Whether `torch.func.grad`, `vmap` or another transform is at work."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+# The innermost running transform of torch.func (grad, vmap, ...), or None.
+transform_stack: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 
 
 # Backward passes -------------------------------------------------------------------------------------
 
 
-def current_backward() -> int:
-    """The number of the backward pass that runs in this thread, or -1. A recomputed part has its own."""
-    return torch._C._current_graph_task_id()
+# Id of the backward pass that runs in this thread, or -1. The recomputation of a checkpoint has its own.
+current_backward: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def when_backward_ends(callback: Callable[[], None]) -> None:
-    """Run `callback` when the backward pass that calls this is complete."""
+    """Run `callback` at the end of the current backward pass."""
     Variable._execution_engine.queue_callback(callback)
 
 
-def is_last_hook(param: Tensor, handle: Any) -> bool:
-    """Whether this post-accumulate hook runs after all others of the parameter."""
-    return bool(next(reversed(param._post_accumulate_grad_hooks)) == handle.id)
-
-
+# A parameter's post-accumulate-grad hooks, in order.
+arrival_hooks: Callable[[Tensor], dict[int, Any]] = attrgetter("_post_accumulate_grad_hooks")
 # Modules ---------------------------------------------------------------------------------------------
 
-NormWithStatistics = nn.modules.batchnorm._NormBase  # batch and instance norms, which have no public base
+NormWithStatistics = nn.modules.batchnorm._NormBase  # base of batch and instance norms, without a public name
 
 
 def held_by(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The dictionaries themselves of a module's parameters and of its modules: changes show in them."""
+    """Return the dictionaries of a module's parameters and children themselves, not copies."""
     return module._parameters, module._modules
 
 
 def is_saved(module: nn.Module, buffer: str) -> bool:
-    """Whether the module's buffer of this name goes into its state dict."""
+    """Return whether the module's buffer of this name is persistent: in the state dict."""
     return buffer not in module._non_persistent_buffers_set
 
 
 # Optimizers ------------------------------------------------------------------------------------------
 
 
-def step_hooks(optimizer: Optimizer) -> tuple[list[Any], list[Any]]:
-    """The hooks that run before and after `optimizer.step`, but for those of all optimizers."""
-    before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-    return list(before.values()), list(after.values())
+# An optimizer's own hooks before and after `step`, without the global ones.
+step_hooks: Callable[[Optimizer], tuple[dict[int, Any], dict[int, Any]]] = attrgetter(
+    "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
+)
 
 
 def without_hooks(optimizer: Optimizer) -> Callable[[], Any]:
-    """`optimizer.step` as its class was written: torch puts what calls the hooks around it, once a class."""
+    """Return `optimizer.step` without torch's wrapper, which calls the hooks."""
     step: Any = type(optimizer).step
     return partial(step.__wrapped__ if hasattr(step, "hooked") else step, optimizer)
 
 
 @contextmanager
 def hooks_aside(optimizer: Optimizer) -> Iterator[None]:
-    """In this block a call of `optimizer.step` runs no hooks but those of all optimizers."""
+    """Disable an optimizer's own step hooks inside the context. Global hooks still run."""
     registered: Any = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     kept = [dict(hooks) for hooks in registered]
     for hooks in registered:
@@ -178,24 +171,22 @@ def hooks_aside(optimizer: Optimizer) -> Iterator[None]:
 
 
 def state_dict_hooks(optimizer: Optimizer) -> tuple[list[Any], list[Any]]:
-    """The hooks that run before and after `optimizer.state_dict`."""
+    """Return the hooks that run before and after `optimizer.state_dict`."""
     before, after = optimizer._optimizer_state_dict_pre_hooks, optimizer._optimizer_state_dict_post_hooks
     return list(before.values()), list(after.values())
 
 
 def load_hooks(optimizer: Optimizer) -> tuple[list[Any], list[Any]]:
-    """The hooks that run before and after `optimizer.load_state_dict`."""
+    """Return the hooks that run before and after `optimizer.load_state_dict`."""
     before = optimizer._optimizer_load_state_dict_pre_hooks
     return list(before.values()), list(optimizer._optimizer_load_state_dict_post_hooks.values())
 
 
-def mark_stepped(optimizer: Optimizer) -> None:
-    """A step was taken that did not go through `optimizer.step`: without this mark a schedule warns."""
-    optimizer._opt_called = True  # type: ignore[attr-defined]
+STEPPED = "_opt_called"  # optimizer attribute, True after a step; LR schedulers warn without it
 
 
 def is_wrapped_by_schedule(step: Any) -> bool:
-    """Whether this is the `step` that a schedule has put in the place of an optimizer's, to count calls."""
+    """Return whether this is an optimizer's `step` as wrapped by an LR scheduler to count calls."""
     return hasattr(step, "_wrapped_by_lr_sched")
 
 
@@ -203,9 +194,9 @@ def is_wrapped_by_schedule(step: Any) -> bool:
 
 
 def with_initial_seed(state: Tensor, seed: int) -> Tensor:
-    """A CPU generator's state that gives the same numbers and says that it was seeded with this.
+    """Return a CPU generator's state with another initial seed, which produces the same numbers.
 
-    The first eight bytes of a state are the seed; torch does not say so anywhere.
+    The first eight bytes of a state are the seed, which torch does not document.
     """
     changed = state.clone()
     changed[:8] = torch.frombuffer(bytearray(seed.to_bytes(8, "little")), dtype=torch.uint8)
@@ -214,13 +205,13 @@ def with_initial_seed(state: Tensor, seed: int) -> Tensor:
 
 # The end of the process ------------------------------------------------------------------------------
 
-run_exit_functions: Callable[[], None] = atexit._run_exitfuncs  # all that are registered; then none is
+run_exit_functions: Callable[[], None] = atexit._run_exitfuncs  # runs and unregisters all exit functions
 
 
 # Files ---------------------------------------------------------------------------------------------
 
-# The functions that a pickle of torch.save names: for a tensor, for a parameter, and for a tensor that has
-# attributes of its own. A reader that calls none of them must know what they mean.
+# Functions that a pickle of torch.save names: for a tensor, a parameter, and a tensor with attributes. A
+# reader that does not call them must know their meaning.
 REBUILD_TENSOR = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3")
 REBUILD_PARAMETER = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
 REBUILD_WITH_ATTRIBUTES = "torch._tensor._rebuild_from_type_v2"
@@ -230,28 +221,28 @@ REBUILD_WITH_ATTRIBUTES = "torch._tensor._rebuild_from_type_v2"
 
 
 def keys_under(prefix: str, store: Any) -> Any:
-    """The part of a store whose keys start with `prefix`."""
+    """Return a view of a store that adds `prefix` to all keys."""
     return torch._C._distributed_c10d.PrefixStore(prefix, store)
 
 
 def default_store() -> Any:
-    """The key-value store that the default process group was started with."""
+    """Return the key-value store of the default process group."""
     return dist.distributed_c10d._get_default_store()
 
 
 def is_own_excepthook(hook: Any) -> bool:
-    """Whether this is Python's `sys.excepthook`, or torch's, which puts the rank in front of each line."""
+    """Return whether this is Python's `sys.excepthook`, or torch's, which prefixes lines with the rank."""
     return hook is sys.__excepthook__ or getattr(hook, "__module__", "") == dist.distributed_c10d.__name__
 
 
 def open_group(ranks: list[int], name: str, backend: str, timeout: timedelta | None) -> Any:
-    """A process group of this name. Only its members need to call.
+    """Create a process group with this name. Only its members need to call this.
 
-    `dist.new_group` makes names of the number of groups that are open: a name comes back when a group has
-    been destroyed, with the old one's addresses, and ranks with different numbers of groups never meet.
+    `dist.new_group` derives names from the number of open groups. So a name is reused after a group was
+    destroyed, with the old group's addresses, and ranks with different numbers of groups never connect.
 
-    If the default group is bound to a device, torch splits NCCL's communicator of all ranks for every further
-    group, and all ranks have to take part; so it must not know of the device while it makes this one.
+    If the default group is bound to a device, torch splits NCCL's global communicator for every new group,
+    which all ranks must call. So the binding is removed while this group is created.
     """
     c10d: Any = dist.distributed_c10d
     default = c10d._get_default_group()
@@ -279,27 +270,27 @@ def _new_group(ranks: list[int], name: str, backend: str, timeout: timedelta | N
 
 
 def plain(name: str) -> str:
-    """A parameter's name, whether or not the model is compiled: torch.compile puts this before names."""
+    """Return a parameter's name without the prefix that torch.compile adds."""
     return name.replace("_orig_mod.", "")
 
 
 def backend_of(group: Any, device: torch.device) -> str:
-    """The backend that moves this device's tensors; `dist.get_backend` tells only what was asked for."""
+    """Return the backend in use for this device's tensors. `dist.get_backend` returns the requested one."""
     return str(group._get_backend(device).name())
 
 
 def device_of(group: Any) -> torch.device:
-    """The device that tensors must be on to be sent by this group: the CPU, if that is possible."""
+    """Return a device whose tensors this group can send: the CPU if possible."""
     kinds = {torch.device(kind) for kind in group._device_types}
     cpu = torch.device("cpu")
     return cpu if cpu in kinds or not kinds else kinds.pop()
 
 
 def timeout_of(group: Any, device: torch.device | None = None) -> timedelta | None:
-    """How long a call on this group with tensors of this device waits for a peer; None if nobody tells.
+    """Return the timeout of collectives on this group with this device's tensors, or None if unknown.
 
-    A group may have a backend for each kind of device. Without `device` an accelerator's is asked, if there
-    is one.
+    A group may have a backend for each kind of device. Without `device`, an accelerator's is used if the
+    group has one.
     """
     kinds = [torch.device(kind).type for kind in group._device_types]
     usual = next((kind for kind in kinds if kind != "cpu"), "cpu")

@@ -1,4 +1,4 @@
-"""The typed way in: a model, an optimizer and `Settings` become an optimizer over shards, without any JSON.
+"""Typed entry point: `shard` makes a sharded optimizer from a model, an optimizer and `Settings`.
 
     optimizer = shard(model, torch.optim.AdamW(model.parameters()), Settings(stage=3))
     for inputs, targets in loader:
@@ -6,13 +6,14 @@
         optimizer.step()
         optimizer.zero_grad()
 
-`initialize` reads a DeepSpeed file, makes the same values of it, and puts an engine around the result.
+`initialize` converts a DeepSpeed configuration to the same settings, calls `compose` like `shard`, and wraps
+the result in an engine.
 """
 
 import logging
 import os
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -64,17 +65,17 @@ def shard(
     *,
     scaler: StaticScale | None = None,
 ) -> ZeroOptimizer:
-    """Share parameters, gradients and optimizer state among ranks. Every rank must call this.
+    """Shard parameters, gradients and optimizer state across ranks. Every rank must call this.
 
     model      moved to this rank's device; every rank gets the first rank's values
-    optimizer  over parameters of the model; None: the model only serves, cut as the stage says
-    settings   stage, precision, tiers and the rest; None: stage 1 in the model's own precision
-    topology   which ranks share what; None: all ranks of torch.distributed share everything
-    scaler     by what the loss is multiplied; None: with fp16 parameters a `DynamicScale`, else by nothing.
-               Where there is one, call `optimizer.scale(loss).backward()`, or let the model return its loss
+    optimizer  over parameters of the model; None: inference only, with parameters sharded as by the stage
+    settings   stage, precision, offload tiers and other options; None: stage 1 in the model's own precision
+    topology   the process groups; None: all ranks of torch.distributed share all state
+    scaler     the loss scaler; None: a `DynamicScale` with fp16 parameters, else none. With a scaler, call
+               `optimizer.scale(loss).backward()`, or let the model return its loss
 
-    Returns what stands in the optimizer's place: `step`, `zero_grad`, `state_dict`, and `last`, which tells
-    what the last step did. Gradients of several backward passes add up until `step`, as in torch.
+    Returns the optimizer to use in place of the given one: with `step`, `zero_grad`, `state_dict`, and
+    `last`, the report of the last step. Gradients of several backward passes add up until `step`.
     """
     settings, topology = settings or Settings(), topology or Topology()
     given = {"process_group": None, "mesh": None, "mpu": None, "topology": topology}
@@ -82,14 +83,11 @@ def shard(
     if not (optimizer is None or isinstance(optimizer, torch.optim.Optimizer)):
         raise TypeError(f"optimizer must be a torch optimizer or None, not {type(optimizer).__name__}")
     _refuse_not_started(topology)
-    prepared = attempt(partial(_prepare, model, optimizer, settings, scaler, topology), topology)
-    agreed = {"settings": dict(_facts(settings)), **facts_of(model, prepared.base)}
-    compare({**agreed, OPERATORS: prepared.operators}, topology, may_differ=OPERATORS)
-    made = assemble(model, topology, prepared)
+    facts = {"settings": dict(_facts(settings))}
+    made, _ = compose(model, topology, settings, lambda: (optimizer, None), scaler, facts)
     made.reducer.backward.rules = Rules(
         plain_divisor=lambda: settings.plain_divisor,
         refuse_unscaled=partial(_refuse_unscaled, made.scaler),
-        scale=lambda: made.scaler.scale,
         note_loss=made.report.note_plain_loss,
     )
     if made.scaler.scales:
@@ -97,61 +95,76 @@ def shard(
     return made
 
 
+def compose(
+    model: nn.Module,
+    topology: Topology,
+    settings: Settings,
+    make: Callable[[], tuple[torch.optim.Optimizer | None, Any]],
+    scaler: StaticScale | None,
+    facts: Mapping[str, Mapping[str, Any]],
+    shard_ranks: int | None = None,
+) -> tuple[ZeroOptimizer, Any]:
+    """Compare arguments between ranks, then assemble a sharded optimizer. Every rank must call this.
+
+    make         returns an optimizer over the model's parameters, or None, and its LR scheduler; called when
+                 the model is on its device. Its exceptions are raised on every rank
+    scaler       None: a `DynamicScale` with fp16 parameters, else none
+    facts        values that must be equal on every rank, besides those of the model and the optimizer
+    shard_ranks  size of the groups of consecutive ranks that share the state, which other groups replicate;
+                 None: defined by the topology
+
+    Returns the optimizer and the LR scheduler of `make`.
+    """
+    prepared = attempt(partial(_prepare, model, topology, settings, make, scaler), topology)
+    agreed = {**facts, **facts_of(model, prepared.base), OPERATORS: prepared.operators}
+    compare(agreed, topology, may_differ=OPERATORS)
+    if shard_ranks is not None:
+        topology = topology.with_sub_groups(shard_ranks)
+    return assemble(model, topology, prepared), prepared.schedule
+
+
 @dataclass(frozen=True)
 class Prepared:
-    """What a rank can make on its own, before it needs the others."""
+    """The results of a rank's preparation without communication."""
 
     deferred: Deferred
     base: torch.optim.Optimizer
     settings: Settings
     scaler: StaticScale
-    operators: Mapping[str, str]  # which ones run, by kind of device
+    operators: Mapping[str, str]  # "compiled" or the reason why not, by kind of device
+    schedule: Any = None
 
 
 def _prepare(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    settings: Settings,
-    scaler: StaticScale | None,
     topology: Topology,
+    settings: Settings,
+    make: Callable[[], tuple[torch.optim.Optimizer | None, Any]],
+    scaler: StaticScale | None,
 ) -> Prepared:
     check_model(model)
-    deferred = take_model(model, topology)
-    if optimizer is None:
-        trained = [p for p in model.parameters() if p.requires_grad and not settings.cuts_state]
-        return prepared_with(deferred, NoOptimizer(trained), settings, StaticScale(1.0))
-    check_optimizer(optimizer, model)
+    deferred = Deferred(model, _device(model))
+    refuse_shared_devices(topology, deferred.device)
+    model.to(deferred.device)  # recorded tensors do not move
+    if not _shares_memory():
+        settings = replace(settings, shared_memory=False)
+    base, schedule = make()
+    if base is None:
+        base = NoOptimizer(p for p in model.parameters() if p.requires_grad and not settings.cuts_state)
+    if isinstance(base, NoOptimizer):  # without steps, no fp32 master weights or loss scale are needed
+        settings = replace(settings, dtypes=replace(settings.dtypes, low_master=True))
+        scaler = StaticScale(1.0)
+    else:
+        check_optimizer(base, model)
     if scaler is None:
         in_fp16 = any(settings.dtypes.of(p.dtype) == torch.float16 for p in model.parameters())
         scaler = DynamicScale() if in_fp16 else StaticScale(1.0)
-    return prepared_with(deferred, optimizer, settings, scaler)
-
-
-def take_model(model: nn.Module, topology: Topology) -> Deferred:
-    """Move the model to this rank's device; what is constructed later stays where it is."""
-    deferred = Deferred(model, _device(model))
-    refuse_shared_devices(topology, deferred.device)
-    model.to(deferred.device)
-    return deferred
-
-
-def prepared_with(
-    deferred: Deferred, base: torch.optim.Optimizer, settings: Settings, scaler: StaticScale
-) -> Prepared:
-    """What settings come to here: in this environment, and without an optimizer.
-
-    Where nothing is stepped, nothing needs another precision than it has, or a loss scale.
-    """
-    if not _shares_memory():
-        settings = replace(settings, shared_memory=False)
-    if isinstance(base, NoOptimizer):
-        settings = replace(settings, dtypes=replace(settings.dtypes, low_master=True))
-        scaler = StaticScale(1.0)
-    return Prepared(deferred, base, settings, scaler, dict(_operators(deferred.device, settings.tier)))
+    operators = dict(_operators(deferred.device, settings.tier))
+    return Prepared(deferred, base, settings, scaler, operators, schedule)
 
 
 def _operators(device: torch.device, tier: Tier) -> Iterator[tuple[str, str]]:
-    """Which operators run where this rank computes. What is to be compiled is compiled now."""
+    """Yield the operators in use on this rank's devices. Missing ones are compiled."""
     where_stepped = tier.room(0, torch.float32, device).device
     for place in dict.fromkeys((device, where_stepped)):
         loaded = load(place)
@@ -160,11 +173,11 @@ def _operators(device: torch.device, tier: Tier) -> Iterator[tuple[str, str]]:
 
 
 def assemble(model: nn.Module, topology: Topology, prepared: Prepared) -> ZeroOptimizer:
-    """Open the groups, deal the parameters, put the optimizer over them. Every rank must call this."""
+    """Open process groups, shard the parameters, and create the optimizer. Every rank must call this."""
     deferred, base = prepared.deferred, prepared.base
     settings = served(base, prepared.settings, topology)
     device = deferred.device
-    separate = settings.overlap or device.type != "cpu"  # there all is queued, overlap or not
+    separate = settings.overlap or device.type != "cpu"  # accelerators queue all work, always
     connection = Connection(device, Traffic(), separate, settings.check_timeout_s, settings.shared_memory)
     groups = connect(topology, settings, connection)
     if groups.dense.shard.size > 1 or (groups.expert is not None and groups.expert.shard.size > 1):
@@ -190,7 +203,7 @@ def assemble(model: nn.Module, topology: Topology, prepared: Prepared) -> ZeroOp
     place_the_rest(model, parts, topology, groups, settings)
     optimizer = ZeroOptimizer(base, model, parts, groups, settings, prepared.scaler)
     is_behind = optimizer.steppers.own is not None or settings.tier.delay_after is not None
-    optimizer.guards = guard(model) if parts.sites or is_behind else []
+    optimizer.state_dict_guards = guard(model) if parts.sites or is_behind else []
     optimizer.hooks.append(FirstCall(model))
     for path in deferred.weights:
         load_weights(model, optimizer, path)
@@ -198,7 +211,7 @@ def assemble(model: nn.Module, topology: Topology, prepared: Prepared) -> ZeroOp
 
 
 def _opened(base: torch.optim.Optimizer, dealer: Dealer, drafts: Drafts, device: torch.device) -> Tier:
-    """The tier with what it needs in a run. All ranks get theirs, or none goes on."""
+    """Open the offload tier. If it fails on one rank, all ranks raise."""
     tier, topology, shelf = dealer.settings.tier, dealer.topology, dealer.shelf
     with ExitStack() as failing:
         failing.callback(shelf.close)
@@ -222,7 +235,7 @@ def _opened(base: torch.optim.Optimizer, dealer: Dealer, drafts: Drafts, device:
 
 
 def _open_shelf(settings: Settings, device: torch.device, topology: Topology) -> Shelf:
-    """What keeps slices of released parameters."""
+    """Open the store for shards of parameters."""
     chosen = settings.param_tier
     shelf = attempt(partial(chosen.shelf, device), topology)
     if chosen.apart and not shelf.apart and this_rank() == 0:
@@ -231,9 +244,9 @@ def _open_shelf(settings: Settings, device: torch.device, topology: Topology) ->
 
 
 def _refuse_full_disks(opened: Sequence[tuple[Tier | Shelf, int]], topology: Topology) -> None:
-    """Raise on every rank, if a disk has no room for all that waits there, of all ranks that use it.
+    """Raise on every rank if a disk has too little space for the offloaded state of all ranks that use it.
 
-    Which ranks those are is asked for: a launcher may say nothing of how many there are.
+    Ranks exchange their host names, since a launcher may not define the number of ranks per host.
     """
     if not opened:
         return
@@ -254,7 +267,7 @@ def _refuse_split(model: nn.Module, base: torch.optim.Optimizer, topology: Topol
 
 
 def _device(model: nn.Module) -> torch.device:
-    """The model's, if it is on an accelerator already; else this rank's accelerator, if it can talk there."""
+    """Return the model's accelerator, or this rank's if the backend supports it, else the CPU."""
     real = (p.device for p in model.parameters() if has_values(p))
     here = next(real, torch.device("cpu"))
     if here.type != "cpu" or not torch.accelerator.is_available():
@@ -265,7 +278,7 @@ def _device(model: nn.Module) -> torch.device:
 
 
 def _shares_memory() -> bool:
-    """Whether this process wants to, where the ranks of a host can: ZERO_FULL_SHARED_MEMORY=off says no."""
+    """Return whether shared memory is enabled. ZERO_FULL_SHARED_MEMORY=off disables it."""
     said = os.environ.get(SWITCH, "on").lower()
     if said not in ("on", "off"):
         raise ValueError(f"{SWITCH}={said!r}: it can be on or off")
@@ -273,7 +286,7 @@ def _shares_memory() -> bool:
 
 
 def _refuse_not_started(topology: Topology) -> None:
-    """Under a launcher, ranks that do not know each other would each train a model of their own."""
+    """Raise if a launcher has started several ranks that would train independently of each other."""
     ranks = os.environ.get("WORLD_SIZE", "1")
     if topology == Topology() and not dist.is_initialized() and ranks != "1":
         raise RuntimeError(
@@ -291,13 +304,13 @@ def _refuse_unscaled(scaler: StaticScale) -> None:
 
 
 def _facts(settings: Settings) -> Iterator[tuple[str, Any]]:
-    """What must be the same on every rank; functions cannot be compared."""
+    """Yield the settings that must be equal on every rank. Functions cannot be compared."""
 
     def flat(prefix: str, section: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         for key, value in section.items():
             if isinstance(value, Mapping):
                 yield from flat(f"{prefix}{key}.", value)
-            elif isinstance(value, Tier):  # of somebody's own, without a text that is the same everywhere
+            elif isinstance(value, Tier):  # a user-defined tier, whose repr may differ between ranks
                 yield f"settings.{prefix}{key}", type(value).__qualname__
             elif not callable(value):
                 yield f"settings.{prefix}{key}", repr(value)

@@ -1,40 +1,40 @@
-"""Every exception class of zero_full that a caller may want to catch, in the order of a run."""
+"""Exception classes of zero_full, in the order of a run."""
 
 from collections.abc import Sequence
 
 
 class ConfigError(ValueError):
-    """The configuration cannot be used; the text names every key at fault and the remedy."""
+    """Raised for an invalid configuration. The message names every invalid key and the remedy."""
 
 
 class LaunchError(RuntimeError):
-    """The environment does not say which rank this is."""
+    """Raised if the environment variables do not define this process's rank."""
 
 
 class SharedDeviceError(RuntimeError):
-    """Several ranks have the same device, and the backend wants one for each."""
+    """Raised if several ranks have the same device, but the backend requires one for each."""
 
 
 class CommunicationError(RuntimeError):
-    """A collective failed, which usually means that another rank has failed first."""
+    """Raised if a collective has failed, usually because another rank has failed first."""
 
 
 class DesyncError(RuntimeError):
-    """The ranks of a group are about to make different calls, or one of them makes none."""
+    """Raised if ranks of a group are about to call different collectives, or one calls none."""
 
 
 class DisagreementError(ValueError):
-    """The ranks were given different things, or are about to step with different numbers."""
+    """Raised if arguments differ between ranks, or ranks are about to step with different values."""
 
 
 class AbsentError(RuntimeError):
-    """A rank has not left its note in time."""
+    """Raised if another rank's message has not arrived in the store in time."""
 
 
 class NotFiniteError(ArithmeticError):
-    """Some rank has inf or NaN, or the average has. All ranks raise it, and nothing has changed on any.
+    """Raised on all ranks, before any change, if values on some rank or their average are inf or NaN.
 
-    `tensors`: the numbers of those where it is; none if it is only in what does not travel.
+    `tensors`: indices of the affected tensors; empty if only values that are not sent are affected.
     """
 
     def __init__(self, what: str, tensors: Sequence[int]) -> None:
@@ -46,40 +46,40 @@ class NotFiniteError(ArithmeticError):
 
 
 class ScaleExhaustedError(RuntimeError):
-    """Gradients overflow although the loss scale is as small as it may be."""
+    """Raised if gradients overflow at the minimum loss scale."""
 
 
 class NoValuesError(RuntimeError):
-    """What was asked for depends on values that are only recorded."""
+    """Raised if an operation needs values of a recorded tensor, before `initialize`."""
 
 
 class CopyError(RuntimeError):
-    """A copy between the device and the host has failed."""
+    """Raised if a copy between the device and the host has failed."""
 
 
 class CheckpointError(RuntimeError):
-    """Something could not be saved or loaded."""
+    """Raised if a checkpoint or weights could not be saved or loaded."""
 
 
 class PlanError(ValueError):
-    """There can be no plan; the text says why and what to do."""
+    """Raised if no memory plan can be made. The message has the reason and the remedy."""
 
 
 class FitError(ValueError):
-    """There can be no answer; the text names the key or the option, and says what to do."""
+    """Raised for invalid input of `fit`. The message names the key or the option, and the remedy."""
 
 
 class MigrateError(Exception):
-    """A file that cannot be looked at."""
+    """Raised if a file cannot be migrated."""
 
 
 class RecordingError(ValueError):
-    """There is no recording there, or none that this version can read."""
+    """Raised if a recording is missing, or this version cannot read it."""
 
 
 class MeasureError(RuntimeError):
-    """There is nothing to be measured at that place; the text says why."""
+    """Raised if a bandwidth cannot be measured. The message has the reason."""
 
 
 class UsageError(Exception):
-    """What was asked for cannot be done; the text says why, and what to do."""
+    """Raised for invalid command line arguments. The message has the reason and the remedy."""

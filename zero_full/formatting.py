@@ -1,4 +1,4 @@
-"""Lists, tables and values in messages, cut where nobody reads on; sizes as people write them."""
+"""Format lists, tables, values and sizes for messages, cut to a readable length."""
 
 import re
 import shutil
@@ -6,63 +6,66 @@ import textwrap
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
 
-SHOWN = 8  # names of a list
-WIDE = 60  # characters of a value
-NARROW, INDENT = 40, 4  # characters: of a line at least, and before what has no room behind its name
+SHOWN = 8  # names shown of a list
+WIDE = 60  # characters shown of a value
+NARROW, INDENT = 40, 4  # characters: minimum line width; indent of a value on its own line
 SCALES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
 def listed(names: Sequence[str], most: int = SHOWN) -> str:
-    """The first names in a row, and how many more there are."""
+    """Return the first names, comma-separated, and the number of the others."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def ranks_listed(ranks: Sequence[int]) -> str:
-    """All ranks in a row: "ranks 0, 2"."""
+    """Return all ranks as text: "ranks 0, 2"."""
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
 def shown(value: object, write: Callable[[object], str] = repr) -> str:
-    """A value on one line, whatever it is, as `write` writes it."""
+    """Return any value on one line, formatted by `write`."""
     try:
         text = " ".join(write(value).split())
-    except (TypeError, ValueError, RecursionError):  # what JSON lacks, thousands of digits, a list in itself
+    except (TypeError, ValueError, RecursionError):  # no JSON value, a huge integer, a self-referencing list
         text = f"something of type {type(value).__name__}"
     return text if len(text) <= WIDE else f"{text[: WIDE - 3]}..."
 
 
 def counted(number: int, what: str) -> str:
-    """As in "1 rank" or "2 ranks"."""
+    """Return a count with its noun: "1 rank" or "2 ranks"."""
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def natural(name: str) -> list[tuple[int, str]]:
-    """A key that sorts layers.2 before layers.10."""
+    """Sort key that puts layers.2 before layers.10."""
     parts = re.split("([0-9]+)", name)
     return [(len(part.lstrip("0")) if place % 2 else 0, part) for place, part in enumerate(parts)]
 
 
 def printable(text: str) -> str:
-    """The text without characters that command a terminal: names in a file can be anybody's."""
+    """Escape control characters, since names from an untrusted file could control the terminal."""
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 def terminal() -> int:
-    """How many characters a line may have: the terminal's, or COLUMNS; 80 where there is neither."""
+    """Return the line width in characters: the terminal's, or COLUMNS, or else 80."""
     return max(NARROW, shutil.get_terminal_size().columns)
 
 
 def behind(name: str, value: str, column: int, width: int) -> list[str]:
-    """Lines of a table of two columns, whose second begins at `column`. Words stay whole."""
+    """Return the lines of a two-column table row, whose second column begins at `column`.
+
+    Words are not broken.
+    """
     lines = textwrap.wrap(value, max(width - column, 1), break_long_words=False, break_on_hyphens=False)
     if all(len(line) <= width - column for line in lines):
         return [f"{left:<{column}}{line}".rstrip() for left, line in zip_longest([name], lines, fillvalue="")]
     lines = textwrap.wrap(value, width - INDENT, break_long_words=False, break_on_hyphens=False)
-    return [name, *(" " * INDENT + line for line in lines)]  # a path, for example, as far left as possible
+    return [name, *(" " * INDENT + line for line in lines)]  # long words, such as paths, need their own line
 
 
 def human(size: int | None) -> str:
-    """Three digits and a unit; decimal, as in the papers."""
+    """Return a size with three digits and a decimal unit."""
     if size is None:
         return "unknown"
     for scale, unit in SCALES:
@@ -73,17 +76,17 @@ def human(size: int | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Three digits and a unit."""
+    """Return a time with three digits and a unit."""
     return f"{rate(seconds)} s" if seconds >= 0.9995 else f"{rate(seconds * 1000)} ms"
 
 
 def rate(number: float) -> str:
-    """Three digits, or all those before the point."""
+    """Return a number with three digits, or with all digits before the point."""
     return f"{number:,.{next((d for d, least in enumerate((99.95, 9.995)) if number >= least), 2)}f}"
 
 
 def size_of(text: str) -> int:
-    """How many bytes "5GB", "500 MB", "1.5GiB" or "4096" are. ValueError if it is no size above zero."""
+    """Parse a size such as "5GB", "500 MB", "1.5GiB" or "4096". Raises ValueError unless it is above zero."""
     found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)\s*(?:([kmgt])(i?))?b?", text.strip().lower(), re.ASCII)
     size = 0
     if found is not None:

@@ -1,4 +1,4 @@
-"""`initialize`: a model, a config, and what to make of them."""
+"""`initialize`: create an engine from a model and a DeepSpeed configuration."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero_full.assemble import OPERATORS, Prepared, assemble, prepared_with, take_model
+from zero_full.assemble import compose
 from zero_full.comm.topology import Topology
 from zero_full.config import Config, LeafModuleConfig, Resolved, resolve
 from zero_full.config.together import MICRO, TRAIN
@@ -21,12 +21,12 @@ from zero_full.engine.loader import RankLoader
 from zero_full.errors import ConfigError
 from zero_full.formatting import listed
 from zero_full.optim import build_optimizer, build_scheduler, parameter_groups
+from zero_full.settings import Settings
 from zero_full.shard.deal.units import Wrap
 from zero_full.shard.step.optimizer import ZeroOptimizer
 from zero_full.shard.step.wrapped_optimizer import NoOptimizer
 from zero_full.start.argument_checks import (
     check_arguments,
-    check_model,
     check_optimizer,
     check_scale,
     check_schedule,
@@ -42,7 +42,7 @@ from zero_full.start.from_config import (
     shard_ranks_of,
 )
 from zero_full.start.launch import init_distributed
-from zero_full.start.startup_checks import RollCall, attempt, compare, facts_of
+from zero_full.start.startup_checks import RollCall, attempt
 
 log = logging.getLogger("zero_full")
 
@@ -66,18 +66,18 @@ def initialize(
     topology: Topology | None = None,
     wrap: Wrap | None = None,
 ) -> tuple[Engine, ZeroOptimizer, Any, Any]:
-    """Put `model` under an engine's care. Returns (engine, optimizer, data loader, schedule).
+    """Wrap `model` in an engine. Returns (engine, optimizer, data loader, LR scheduler).
 
     model             moved to this rank's device; every rank gets the first rank's values
-    optimizer         an instance, a class or a function of the parameters; None: the config's. Where there
-                      is none either, the engine runs forward only; but at stage 0 it averages gradients, for
-                      an optimizer of your own
-    model_parameters  what to train: parameters, or groups of them; None: all that require gradients
-    training_data     a dataset; each rank's loader has its own part
+    optimizer         an instance, a class or a function of the parameters; None: the config's. If the config
+                      has none, the engine runs forward only; at stage 0 it also averages gradients, for an
+                      optimizer of your own
+    model_parameters  the parameters to train, or parameter groups; None: all that require gradients
+    training_data     a dataset; each rank's loader yields a different part
     lr_scheduler      an instance, or a function of the optimizer; None: the config's
     config            a dict, or the path of a JSON file, with DeepSpeed's keys (also: args.deepspeed_config)
-    process_group     the ranks that share the state; or a named `mesh`, Megatron's `mpu`, a `topology`
-    wrap              stage 3: (name, module) -> whether it is gathered as a whole; None: the config's way
+    process_group     the ranks that share the state; or pass a named `mesh`, Megatron's `mpu` or a `topology`
+    wrap              stage 3: (name, module) -> whether to gather it as a whole; None: as in the config
     """
     if isinstance(model, Engine):
         raise TypeError("the model is an engine already: initialize gets the module itself, engine.module")
@@ -90,19 +90,15 @@ def initialize(
     topology = _topology(**given)
     data_rank, data_ranks = _place_among_data(topology)
 
-    configs, trained = (args, config, config_params), (optimizer, model_parameters, lr_scheduler)
-    prepare = partial(_prepare, model, configs, data_ranks, trained, wrap, topology, RollCall(topology))
-    resolved, schedule, prepared = attempt(prepare, topology)
+    read = partial(_read, (args, config, config_params), data_ranks, wrap, training_data, RollCall(topology))
+    resolved, settings = attempt(read, topology)
     checked = resolved.config
-    attempt(partial(_check_batches, checked, training_data), topology)
-    agreed = {"configuration": facts_of_config(checked), **facts_of(model, prepared.base)}
-    compare({**agreed, OPERATORS: prepared.operators}, topology, may_differ=OPERATORS)
-    shard_ranks = shard_ranks_of(checked, data_ranks)
-    if shard_ranks is not None:
-        topology = topology.with_sub_groups(shard_ranks)
-    wrapped = assemble(model, topology, prepared)
+    make = partial(_make, resolved, settings, model, optimizer, model_parameters, lr_scheduler)
+    facts, shard_ranks = {"configuration": facts_of_config(checked)}, shard_ranks_of(checked, data_ranks)
+    wrapped, schedule = compose(model, topology, settings, make, scaler_of(checked), facts, shard_ranks)
     loader = _loader(checked, training_data, collate_fn, (data_rank, data_ranks))
-    engine = Engine(model, wrapped, resolved, prepared.deferred.device, schedule, loader, data_ranks)
+    device = wrapped.groups.dense.shard.device
+    engine = Engine(model, wrapped, resolved, device, schedule, loader, data_ranks)
     _record(engine, topology)
     _announce(engine, _unheard(engine, optimizer, lr_scheduler))
     return engine, wrapped, loader, schedule
@@ -111,7 +107,7 @@ def initialize(
 def _loader(
     config: Config, data: Any, collate_fn: Callable[..., Any] | None, place: tuple[int, int]
 ) -> RankLoader | None:
-    """This rank's part of the data; `place`: which rank it is, of how many."""
+    """Return the loader of this rank's part of the data. `place`: (rank, number of ranks)."""
     if data is None:
         return None
     batch, drop = config.train_micro_batch_size_per_gpu, config.dataloader_drop_last
@@ -119,42 +115,45 @@ def _loader(
 
 
 def _record(engine: Engine, topology: Topology) -> None:
-    """Record the run, if the file asks for that. All ranks can write, or none goes on."""
+    """Record the run if the configuration requests it. If one rank cannot write, all ranks raise."""
     debug = engine.config.debug
     if debug.record is not None:
         attempt(partial(engine.record, debug.record, debug.record_steps), topology)
 
 
-def _prepare(
-    model: nn.Module,
+def _read(
     configs: tuple[Any, Any, Any],
     data_ranks: int,
-    trained: tuple[Any, Any, Any],
     wrap: Wrap | None,
-    topology: Topology,
+    training_data: Any,
     roll_call: RollCall,
-) -> tuple[Resolved, Any, Prepared]:
-    """What a rank can make on its own: the configuration, the schedule, and what is to be assembled."""
+) -> tuple[Resolved, Settings]:
+    """Return the resolved configuration and the settings derived from it."""
     resolved = resolve(_config(*configs), data_ranks)
     settings = settings_of(resolved.config)
     if settings.check_timeout_s is not None:
         roll_call.wait(settings.check_timeout_s)
+    if training_data is not None and not resolved.config.train_micro_batch_size_per_gpu:
+        raise ConfigError(f"training_data needs a batch size: set {MICRO} or {TRAIN} in the configuration")
     if wrap is not None:
         settings = replace(settings, gathering=replace(settings.gathering, wrap=wrap))
-    check_model(model)
-    deferred = take_model(model, topology)
-    optimizer, parameters, schedule = trained
+    return resolved, settings
+
+
+def _make(
+    resolved: Resolved,
+    settings: Settings,
+    model: nn.Module,
+    optimizer: Any,
+    parameters: Iterable[Any] | None,
+    schedule: Any,
+) -> tuple[torch.optim.Optimizer, Any]:
+    """Return the optimizer and the LR scheduler: the given ones, or the configuration's."""
     base = _optimizer(resolved, model, optimizer, parameters)
     check_optimizer(base, model)
     if not scales(resolved.config):
         check_scale(base, model, settings.dtypes.of)
-    prepared = prepared_with(deferred, base, settings, scaler_of(resolved.config))
-    return resolved, _schedule(resolved, base, schedule), prepared
-
-
-def _check_batches(config: Config, training_data: Any) -> None:
-    if training_data is not None and not config.train_micro_batch_size_per_gpu:
-        raise ConfigError(f"training_data needs a batch size: set {MICRO} or {TRAIN} in the configuration")
+    return base, _schedule(resolved, base, schedule)
 
 
 def _config(args: Any, config: Any, config_params: Any) -> Any:
@@ -183,7 +182,7 @@ def _world() -> dist.ProcessGroup | None:
 
 
 def _place_among_data(topology: Topology) -> tuple[int, int]:
-    """(this rank, how many) among the ranks that train on different data."""
+    """Return (rank, number of ranks) among the ranks that train on different data."""
     shard, copies = topology.shard, topology.replicate
     if shard is not None and copies is not None:
         return copies.rank() * shard.size() + shard.rank(), copies.size() * shard.size()
@@ -202,7 +201,7 @@ def _optimizer(
     else:
         if parameters is None:
             parameters = [p for p in model.parameters() if p.requires_grad]
-        groups = parameter_groups(parameters)  # what is frozen and listed may be trained later
+        groups = parameter_groups(parameters)  # includes frozen parameters, which may be trained later
     if not any(p.requires_grad for group in groups for p in group["params"]):
         raise ValueError("there is nothing to train: no parameter requires gradients")
     if isinstance(given, torch.optim.Optimizer):
@@ -215,7 +214,7 @@ def _optimizer(
 
 
 def _unheard(engine: Engine, optimizer: Any, schedule: Any) -> Iterator[str]:
-    """A line for each section of the file that something else has taken the place of."""
+    """Yield a warning for each section of the configuration that an argument overrides."""
     config, used = engine.config, "that was passed to initialize is used, and not the file's"
     if optimizer is not None and config.optimizer is not None:
         yield f'the optimizer {used} "optimizer" ({config.optimizer.type})'
@@ -237,7 +236,7 @@ def _schedule(resolved: Resolved, base: torch.optim.Optimizer, given: Any) -> An
 
 
 def _idle_leaves(engine: Engine) -> Iterator[str]:
-    """A line for each item of leaf_module that fits no module that is called, at stage 3."""
+    """Yield a warning for each item of leaf_module that matches no called module, at stage 3."""
     zero = engine.config.zero_optimization
     called = [(n, m) for n, m in engine.module.named_modules() if type(m).forward is not nn.Module.forward]
     for key in zero.leaf_module.model_fields_set if zero.stage == 3 else ():
@@ -248,7 +247,7 @@ def _idle_leaves(engine: Engine) -> Iterator[str]:
 
 
 def _forgotten(engine: Engine) -> Iterator[str]:
-    """A line about the parameters that require gradients and are in no group of the optimizer."""
+    """Yield a warning about parameters that require gradients and are in no parameter group."""
     if isinstance(engine.optimizer.base, NoOptimizer):
         return
     if names := untrained(engine.optimizer, engine.module):
@@ -259,7 +258,7 @@ def _forgotten(engine: Engine) -> Iterator[str]:
 
 
 def _unseen(engine: Engine) -> Iterator[str]:
-    """A line if lines of progress are asked for, and Python's logging does not show them."""
+    """Yield a warning if progress messages are requested but Python's logging does not show them."""
     asked = [key for key in ("steps_per_print", "wall_clock_breakdown") if getattr(engine.config, key)]
     if asked and not (log.isEnabledFor(logging.INFO) and log.hasHandlers()):
         yield (

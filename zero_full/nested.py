@@ -1,7 +1,7 @@
-"""Nests of values, which models and operations take and return: what is in them, and how it is exchanged.
+"""Nested values that models and operations take and return: list their leaves, or replace them.
 
-A nest is a tuple, a list, a mapping or a dataclass; all else is a leaf. Nests have no end if one is inside
-itself: where it comes again, it is passed over, and stays what it is.
+A nest is a tuple, a list, a mapping or a dataclass; every other value is a leaf. torch's own `pytree` knows
+dataclasses and mappings only if their classes are registered. A nest that contains itself is visited once.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 
 class Leaf:
-    """A dataclass that is derived from this is a leaf."""
+    """Base of dataclasses that are leaves."""
 
 
 def mapped(function: Callable[[Any], Any], tree: Any, _around: tuple[int, ...] = ()) -> Any:
-    """The nest with `function(leaf)` in the place of every leaf.
+    """Return the nest with every leaf replaced by `function(leaf)`.
 
-    A nest in which nothing changes is not copied: whoever writes to it writes to the caller's.
+    A nest in which no leaf changes is returned itself, not a copy: writing to it writes to the caller's.
     """
     items = _items(tree)
     if items is None:
@@ -34,7 +34,7 @@ def mapped(function: Callable[[Any], Any], tree: Any, _around: tuple[int, ...] =
 
 
 def leaves(tree: Any, depth: int = 0, _around: tuple[int, ...] = ()) -> Iterator[Any]:
-    """Every leaf in order; down to a `depth` of objects in objects, what is in their attributes, too."""
+    """Yield every leaf in order. `depth`: how many levels of objects' attributes to look into."""
     items = _items(tree)
     if items is None and depth and _has_attributes(tree):
         items, depth = vars(tree).items(), depth - 1
@@ -42,16 +42,25 @@ def leaves(tree: Any, depth: int = 0, _around: tuple[int, ...] = ()) -> Iterator
         yield tree
     elif id(tree) not in _around:
         for _, value in items:
-            yield from leaves(value, depth, (*_around, id(tree)))
+            if isinstance(value, Tensor):  # the usual leaf: no generator of its own
+                yield value
+            else:
+                yield from leaves(value, depth, (*_around, id(tree)))
 
 
-def tensors_in(tree: Any, depth: int = 0) -> Iterator[Tensor]:
-    """Those leaves that are tensors."""
-    return (leaf for leaf in leaves(tree, depth) if isinstance(leaf, Tensor))
+def tensors_in(tree: Any, depth: int = 0) -> list[Tensor]:
+    """Return the leaves that are tensors. `depth` as in `leaves`."""
+    if isinstance(tree, Tensor):  # what most modules return
+        return [tree]
+    found = []
+    for leaf in leaves(tree, depth):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+    return found
 
 
 def _items(tree: Any) -> Iterable[tuple[Any, Any]] | None:
-    """What is directly in a nest, with keys; None of a leaf."""
+    """Return the nest's (key, value) pairs; None for a leaf."""
     if isinstance(tree, Tensor):
         return None
     if isinstance(tree, (tuple, list)):
@@ -62,7 +71,7 @@ def _items(tree: Any) -> Iterable[tuple[Any, Any]] | None:
         return None
     if hasattr(tree, "__dict__"):
         return vars(tree).items()
-    return [(field.name, getattr(tree, field.name)) for field in fields(tree)]  # it has slots
+    return [(field.name, getattr(tree, field.name)) for field in fields(tree)]  # a dataclass with slots
 
 
 def _has_attributes(tree: Any) -> bool:
@@ -70,7 +79,7 @@ def _has_attributes(tree: Any) -> bool:
 
 
 def _with(tree: Any, changed: Mapping[Any, Any]) -> Any:
-    """A copy of the nest that has these values at these keys."""
+    """Return a copy of the nest with the values of `changed` at its keys."""
     if isinstance(tree, (tuple, list)):
         values = [changed.get(place, value) for place, value in enumerate(tree)]
         return tree._make(values) if hasattr(tree, "_make") else type(tree)(values)

@@ -1,8 +1,9 @@
-"""What a run may choose about sharding, in one value."""
+"""Settings of a sharded run, as typed values."""
 
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import inf
 
 from torch import nn
@@ -13,47 +14,47 @@ from zero_full.precision.dtypes import Dtypes
 
 @dataclass(frozen=True)
 class Gathering:
-    """How long stage 3 keeps parameters gathered. All numbers are elements."""
+    """Options of stage 3 for all-gathering parameters. Numbers are counts of elements."""
 
-    prefetch_numel: int = 50_000_000  # units are gathered early until this is on its way; 0: none is
-    max_live: int = 1_000_000_000
-    max_reuse: int = 1_000_000_000  # a unit that backward needs sooner stays after forward
-    keep_numel: int = 100_000  # smaller parameters are always whole
-    keep_total: int = sys.maxsize
-    node_ranks: int = 1  # neighbours that keep among them what forward has gathered, for backward
-    quantized_weights: bool = False
-    quantized_gradients: bool = False
-    wrap: Callable[[str, nn.Module], bool] | None = None  # which modules are units; None: by size
+    prefetch_numel: int = 50_000_000  # limit of prefetched parameters in flight; 0: no prefetch
+    max_live: int = 1_000_000_000  # limit of gathered parameters
+    max_reuse: int = 1_000_000_000  # a unit that backward needs sooner stays gathered after forward
+    keep_numel: int = 100_000  # parameters up to this size are never sharded
+    keep_total: int = sys.maxsize  # limit of all parameters that are not sharded
+    node_ranks: int = 1  # consecutive ranks that keep a secondary shard for backward (hpZ)
+    quantized_weights: bool = False  # quantize all-gathers (qwZ)
+    quantized_gradients: bool = False  # quantize reduce-scatters (qgZ)
+    wrap: Callable[[str, nn.Module], bool] | None = None  # selects the modules that are units; None: by size
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run may choose. Defaults are DeepSpeed's where it has the same choice; numel are elements."""
+    """Options of a sharded run. Defaults are DeepSpeed's for options that both have."""
 
     stage: int = 1
     dtypes: Dtypes = field(default_factory=Dtypes)
     bucket_numel: int = 500_000_000
-    overlap: bool = False  # reduce buckets beside backward
-    copy_on_arrival: bool = True  # contiguous_gradients: gradients move into their bucket as they appear
+    overlap: bool = False  # overlap reductions with backward
+    copy_on_arrival: bool = True  # contiguous_gradients: copy gradients into their bucket immediately
     round_robin: bool = False
     reduce_scatter: bool = True
     prescale: bool = False
     predivide: float = 1.0
     average: bool = True
-    plain_divisor: float = 1.0  # what gradients are divided by whose loss nobody here has divided
-    clip: float = 0.0
-    check_overflow: bool = True  # a step with inf or NaN in its gradients is skipped
-    refuse_unused: bool = False
+    plain_divisor: float = 1.0  # divisor of gradients from a plain loss.backward()
+    clip: float = 0.0  # largest gradient norm; 0: no clipping
+    check_overflow: bool = True  # skip steps with inf or NaN in the gradients
+    refuse_unused: bool = False  # raise if a parameter has no gradient
     gathering: Gathering = field(default_factory=Gathering)
-    sub_group_numel: int = 1_000_000_000  # stage 3 steps so many elements of its own at a time
-    tier: Tier = field(default_factory=DeviceTier)  # where masters and the optimizer's state wait
-    param_tier: Tier = field(default_factory=DeviceTier)  # where stage 3's slices of parameters wait
-    shared_memory: bool = True  # among ranks of one host over gloo; without it they send messages
-    check_timeout_s: float | None = None  # compare every collective call, waiting so long for a rank
-    allow_untested: bool = False  # optimizers that nobody has said can step pieces of tensors
+    sub_group_numel: int = 1_000_000_000  # elements of this rank that stage 3 steps at a time
+    tier: Tier = field(default_factory=DeviceTier)  # offload tier of master weights and optimizer state
+    param_tier: Tier = field(default_factory=DeviceTier)  # offload tier of stage 3's parameter shards
+    shared_memory: bool = True  # ranks of one host communicate by shared memory over gloo
+    check_timeout_s: float | None = None  # compare collective calls, with this timeout; None: no checks
+    allow_untested: bool = False  # accept optimizers that are not known to support sharded tensors
 
     def __post_init__(self) -> None:
-        """Raise ValueError for what cannot be meant."""
+        """Raise ValueError or TypeError for invalid options."""
         for name, tier in (("tier", self.tier), ("param_tier", self.param_tier)):
             if not isinstance(tier, Tier):
                 raise TypeError(f"{name} must be one such as HostTier(), not {tier!r}")
@@ -75,36 +76,36 @@ class Settings:
                 "delay_after and param_tier: parameters that wait elsewhere come up to date in a step"
             )
 
-    @property
+    @cached_property
     def cuts_state(self) -> bool:
-        """Whether each rank keeps its slice of the optimizer's state only."""
+        """Whether the optimizer state is sharded."""
         return self.stage >= 1
 
-    @property
+    @cached_property
     def frees_gradients(self) -> bool:
-        """Whether gradients are reduced in every backward pass, and each rank keeps its slice only."""
+        """Whether gradients are sharded: reduced in every backward pass, and the rest freed."""
         return self.stage >= 2
 
-    @property
+    @cached_property
     def releases_parameters(self) -> bool:
-        """Whether parameters are whole only while they are used."""
+        """Whether parameters are sharded, and gathered only while they are used."""
         return self.stage >= 3
 
-    @property
+    @cached_property
     def part_numel(self) -> int | None:
-        """How many of this rank's elements are stepped at a time; None: all."""
+        """The number of this rank's elements that are stepped at a time; None: all."""
         limits = [self.sub_group_numel] if self.releases_parameters else []
         limits += [] if self.tier.part_numel is None else [self.tier.part_numel]
         limits += [self.param_tier.copied_numel] if self.param_tier.apart else []
         return min(limits, default=None)
 
-    @property
+    @cached_property
     def needs_norm(self) -> bool:
-        """Whether a step asks for the gradients' norm, which costs a pass over them and a collective."""
+        """Whether a step needs the gradient norm, which costs a pass over the gradients and a collective."""
         return self.clip > 0 or self.check_overflow
 
     def divisors(self, ranks: int) -> tuple[float, float]:
-        """What to divide gradients by before and after they are summed over so many ranks."""
+        """Return the divisors of gradients before and after their sum over `ranks` ranks."""
         whole = float(ranks) if self.average else 1.0
         before = whole if self.prescale else self.predivide
         return before, whole / before

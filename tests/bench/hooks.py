@@ -71,8 +71,8 @@ class Hooked(Alone):
 
     def __init__(self) -> None:
         super().__init__()
-        values_of = {m.param: values for values in self.optimizer.flats() for m in values.members}
-        sites = [Site(str(n), layer, [values_of[layer.weight]]) for n, layer in enumerate(self.model.layers)]
+        group_of = {m.param: group for group in self.optimizer.parts.groups for m in group.members}
+        sites = [Site(str(n), layer, [group_of[layer.weight]]) for n, layer in enumerate(self.model.layers)]
         reducer = self.optimizer.reducer
         self.gatherer = ParameterGatherer(self.model, sites, Inline(), Gathering(), reducer)
 

@@ -106,7 +106,7 @@ def slowed(call: Callable[..., Any]) -> Callable[..., Any]:
 def guessed(events: Events, call: Callable[..., Any]) -> Callable[..., Any]:
     """An early step, noted from when its gradients are there."""
 
-    def takes(early: EarlySteps, owned: Any, guess: Any, arrived: Callable[[], Tensor]) -> None:
+    def takes(early: EarlySteps, group: Any, guess: Any, stepper: Any, arrived: Callable[[], Tensor]) -> None:
         began = list[float]()
 
         def here() -> Tensor:
@@ -114,7 +114,7 @@ def guessed(events: Events, call: Callable[..., Any]) -> Callable[..., Any]:
             began.append(time.monotonic())
             return found
 
-        call(early, owned, guess, here)
+        call(early, group, guess, stepper, here)
         if guess.block is not None:
             events.seen.append(("early step", began[0], time.monotonic()))
 

@@ -58,7 +58,8 @@ def end(comm: Any, stage: int, case: Case, tier: str, path: str) -> tuple[dict[s
         assert one_step(trainer, model, case, comm.rank, step)
     if tier in AT_STAGE_3:
         assert trainer.engine.moved()["parameters written"] > 0
-    found, early = everything(trainer.engine), trainer.engine.optimizer.steppers.early.right
+    found, steps = everything(trainer.engine), trainer.engine.optimizer.steppers.early
+    early = steps.right if steps is not None else 0
     trainer.engine.destroy()
     return found, early
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from tests.fuzz.case import Case
 from tests.fuzz.compare import Comparison, everywhere_equal
 from tests.fuzz.refusals import expected_refusal, matches
@@ -56,6 +58,7 @@ class Judge:
     """A pool of four ranks, and what it says."""
 
     def __init__(self, defect: str = "", limit_s: float = CASE_LIMIT_S) -> None:
+        torch.set_num_threads(1)  # as ranks do: threads split sums, which rounds them in another order
         self.pool, self.defect, self.limit_s = Pool(), defect, limit_s
 
     def verdicts(self, cases: Sequence[Case]) -> list[Verdict]:

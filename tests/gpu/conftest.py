@@ -17,11 +17,16 @@ from zero_full.kernels import load, ops
 def compiled() -> Iterator[Any]:
     """Asked for by name: see [Note: CUDA]. Other tests of this process get them, too."""
     with mock.patch.dict(os.environ, ZERO_FULL_KERNELS="all"):
-        load.load.cache_clear()
+        _ask_again()
         loaded = load.load(torch.device("cuda"))
         assert loaded.path is not None, loaded.reason
         yield torch.ops.zero_full
-    load.load.cache_clear()
+    _ask_again()
+
+
+def _ask_again() -> None:
+    for answer in (load.load, load.compiled_for, load.operators):
+        answer.cache_clear()
 
 
 @pytest.fixture(params=ops.SCHEMAS)

@@ -43,7 +43,7 @@ THERE = [
     for stage in range(4)
     for precision in PRECISIONS
 ]
-WAITING = "cuda:0, where streams wait"  # see [Note: Python's lock] in zero_full/comm/device_queue.py
+WAITING = "cuda:0, where streams wait"  # see [Note: the GIL] in zero_full/comm/device_queue.py
 THERE += [pytest.param(WAITING, world, stage, "bf16", marks=ON_GPU) for world in (2, 4) for stage in range(4)]
 
 

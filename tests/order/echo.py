@@ -18,7 +18,7 @@ from torch import Tensor
 from tests.order.trace import Recorder
 from zero_full.comm.communicator import Communicator
 from zero_full.comm.fake_ranks import PretendedGroup
-from zero_full.comm.lane import Inline, Lane, Stream
+from zero_full.comm.lane import InlineStream, Lane, Stream
 from zero_full.comm.transport import Native
 from zero_full.offload import HostTier
 from zero_full.shard.step.optimizer import ZeroOptimizer
@@ -83,7 +83,7 @@ def on_an_accelerator(recorder: Recorder, lane: Callable[[Any], Lane] = lambda m
 
     def lane_for(device: torch.device, overlap: bool) -> Lane:
         if not overlap:
-            return Inline(recorder.current)
+            return InlineStream(recorder.current)
         name = ["reductions", "gathers"][min(len(recorder.streams) - 1, 1)]
         return lane(Stream(recorder.stream(name), recorder.current))
 

@@ -16,8 +16,8 @@ from tests.order.runs import Case, one_step
 from tests.order.trace import SimStream
 from zero_full.comm import lane
 from zero_full.comm.lane import Job, Pending, Stream
-from zero_full.shard.group.gradients import Bucket
-from zero_full.shard.group.parameters import FlatParameter, GatherState
+from zero_full.shard.group.parameter_group import ParameterGroup, TrainedGroup
+from zero_full.shard.group.parameters import FlatParameters, GatherState
 from zero_full.shard.passes.gather import ParameterGatherer
 from zero_full.shard.passes.reduce import GradientReducer
 from zero_full.shard.step.optimizer import ZeroOptimizer
@@ -81,38 +81,40 @@ def wait_for_nothing(self: Any) -> None:
     self.kept.clear()
 
 
-def launch_reading_late(self: GradientReducer, bucket: Bucket) -> None:
+def launch_reading_late(self: GradientReducer, group: TrainedGroup) -> None:
     """What the job uses is looked up after the job has let go of it."""
     self._drain(1)
-    self.launched.add(bucket)
-    producers = self.producers.get(bucket, [])
-    job = partial(bucket.reduce, bucket.detach(), self._wire(bucket), self.backward.is_boundary)
+    self.launched.add(group)
+    producers = self.producers.get(group, [])
+    job = partial(
+        group.gradients.reduce, group.gradients.detach(), self._wire(group), self.backward.is_boundary, True
+    )
     pending: Any = self.lane.submit(job, [], producers)
-    pending.kept.extend(bucket.gradient_memory())
+    pending.kept.extend(group.gradients.device_memory())
     self.pending.append(pending)
 
 
 # Gathers -----------------------------------------------------------------------------------------
 
 
-def release_unfinished(self: FlatParameter) -> None:
+def release_unfinished(self: FlatParameters) -> None:
     """What was gathered early and is not needed is let go while it is still on its way."""
     if self.state is GatherState.GATHERING:
         self.pending, self.state = None, GatherState.WHOLE
     RELEASE(self)
 
 
-RELEASE = FlatParameter.release
+RELEASE = FlatParameters.release
 
 
-def use_unfinished(self: FlatParameter, gathers: Any) -> None:
+def use_unfinished(self: FlatParameters, gathers: Any) -> None:
     """Parameters are used before they have arrived."""
     self.begin_gather(gathers)
     self.pending, self.state = None, GatherState.WHOLE
     self.show()
 
 
-def begin_gather_filled_late(self: FlatParameter, gathers: Any) -> None:
+def begin_gather_filled_late(self: FlatParameters, gathers: Any) -> None:
     """Memory is made for the gathered parameters after the other stream was told what to wait for."""
     if self.state is GatherState.SHARDED:
         here = gathers.producer()
@@ -126,7 +128,7 @@ def begin_gather_filled_late(self: FlatParameter, gathers: Any) -> None:
         self.pending = gathers.submit(collect, [], [here])
 
 
-def begin_gather_dropping_node_copy(self: FlatParameter, gathers: Any) -> None:
+def begin_gather_dropping_node_copy(self: FlatParameters, gathers: Any) -> None:
     """The node's copy is let go while the gather reads it."""
     if self.state is GatherState.SHARDED:
         self.full.untyped_storage().resize_(self.full.nbytes)
@@ -135,34 +137,34 @@ def begin_gather_dropping_node_copy(self: FlatParameter, gathers: Any) -> None:
         self.node_copy = None
 
 
-def done_here(self: ParameterGatherer, flat: FlatParameter) -> None:
+def done_here(self: ParameterGatherer, group: ParameterGroup) -> None:
     """A module has run on another stream than the one that its parameters' memory belongs to."""
-    flat.users -= 1
+    group.parameters.users -= 1
 
 
 def publish_before_copy(self: ZeroOptimizer) -> None:
     """Slices travel, and only then follow their masters."""
-    pending = [self.lane.submit(v.collect, [], [self.lane.producer()]) for v in self.flats()]
-    for owned in self.owned:
-        owned.copy_master()
+    pending = [self.lane.submit(v.collect, [], [self.lane.producer()]) for v in self.parts.flats]
+    for group in self.trained:
+        group.master.copy_master()
     for each in pending:
         each.wait()
 
 
-def send_on_two_lanes(self: ZeroOptimizer, buckets: Any) -> None:
+def send_on_two_lanes(self: ZeroOptimizer, groups: Any) -> None:
     """The next forward's gathers begin already, and the same buffers are sent after the step."""
     assert self.gatherer is not None
-    for bucket in buckets:
-        bucket.flat.begin_gather(self.gatherer.lane)
-    for bucket in buckets:
-        self.lane.submit(bucket.flat.collect, [], [self.lane.producer()]).wait()
+    for group in groups:
+        group.parameters.begin_gather(self.gatherer.lane)
+    for group in groups:
+        self.lane.submit(group.parameters.collect, [], [self.lane.producer()]).wait()
 
 
-def send_for_each_module(self: ZeroOptimizer, buckets: Any) -> None:
+def send_for_each_module(self: ZeroOptimizer, groups: Any) -> None:
     """New parameters are waited for by the modules that hold them, and by nobody else who reads them."""
-    pending = {b: self.lane.submit(b.flat.collect, [], [self.lane.producer()]) for b in buckets}
-    for bucket, each in pending.items():
-        params = [member.param for member in bucket.members]
+    pending = {g: self.lane.submit(g.parameters.collect, [], [self.lane.producer()]) for g in groups}
+    for group, each in pending.items():
+        params = [member.param for member in group.members]
         for module in self.watch.model.modules():
             if any(p is held for p in params for held in module.parameters(recurse=False)):
                 module.register_forward_pre_hook(lambda module, args, each=each: each.wait())
@@ -199,11 +201,11 @@ def drain_but_the_last(self: GradientReducer, leave: int) -> None:
 DRAIN = GradientReducer._drain
 
 
-def update_while_clearing(self: ZeroOptimizer, *args: Any) -> None:
+def update_while_clearing(self: ZeroOptimizer, *args: Any) -> Any:
     """The averaged slices are cleared beside the step that reads them."""
-    slices = [b.grad_slice for b in self.buckets if b.grad_slice is not None]
+    slices = [g.gradients.grad_slice for g in self.trained if g.gradients.grad_slice is not None]
     self.lane.submit(lambda: torch._foreach_zero_(slices), slices, [])
-    UPDATE(self, *args)
+    return UPDATE(self, *args)
 
 
 UPDATE = ZeroOptimizer._update
@@ -245,28 +247,28 @@ MISTAKES = {
         instead(GradientReducer, "_launch", launch_reading_late), Case(2)
     ),
     "release without waiting": Mistake(
-        instead(FlatParameter, "release", release_unfinished),
+        instead(FlatParameters, "release", release_unfinished),
         Case(3, "changing", drive=evaluating),
         "begin_gather",
         shows=False,  # nobody makes anything in that memory meanwhile
     ),
-    "use without waiting": Mistake(instead(FlatParameter, "finish_gather", use_unfinished), Case(3)),
+    "use without waiting": Mistake(instead(FlatParameters, "finish_gather", use_unfinished), Case(3)),
     "memory is made after the job was put": Mistake(
-        instead(FlatParameter, "begin_gather", begin_gather_filled_late), Case(3), shows=False
+        instead(FlatParameters, "begin_gather", begin_gather_filled_late), Case(3), shows=False
     ),
     "a node's copy is dropped on its way": Mistake(
-        instead(FlatParameter, "begin_gather", begin_gather_dropping_node_copy),
+        instead(FlatParameters, "begin_gather", begin_gather_dropping_node_copy),
         Case(3, zero={"zero_hpz_partition_size": 2}, ranks=4),
         "keep_node_copy",
     ),
     "published before copied": Mistake(
-        instead(ZeroOptimizer, "publish", publish_before_copy), Case(1, keys=BF16, drive=resuming)
+        instead(ZeroOptimizer, "follow_masters", publish_before_copy), Case(1, keys=BF16, drive=resuming)
     ),
     "one buffer on two lanes": Mistake(
-        instead(ZeroOptimizer, "send", send_on_two_lanes), Case(3), "begin_gather", shows=False
+        instead(ZeroOptimizer, "publish", send_on_two_lanes), Case(3), "begin_gather", shows=False
     ),
     "a weight is read outside its module": Mistake(
-        instead(ZeroOptimizer, "send", send_for_each_module),
+        instead(ZeroOptimizer, "publish", send_for_each_module),
         Case(1, "borrowing"),
         "parameters layers.3.linear",
     ),

@@ -20,7 +20,7 @@ Drive = Callable[[zero_full.Engine, int], None]
 
 def one_step(engine: zero_full.Engine, step: int) -> None:
     """Forward, backward, step."""
-    dtype = engine.optimizer.flats()[0].dtype
+    dtype = engine.optimizer.parts.flats[0].dtype
     for micro in range(engine.gradient_accumulation_steps()):
         engine.backward(engine(data(step, micro, dtype)))
         engine.step()
@@ -71,8 +71,8 @@ def recorded(case: Case, overlap: bool = True, lane: Callable[[Any], Lane] = lam
             dist_init_required=False,
         )
         optimizer.reducer.spares = NoSpares()
-        for bucket in optimizer.buckets:
-            bucket.spares = optimizer.reducer.spares
+        for gradients in (group.gradients for group in optimizer.trained):
+            gradients.spares = optimizer.reducer.spares
         with recorder.recording():
             _call_by_name(recorder, optimizer)
             for step in range(case.steps):
@@ -86,12 +86,12 @@ def recorded(case: Case, overlap: bool = True, lane: Callable[[Any], Lane] = lam
 def final_values(optimizer: Any) -> dict[str, Tensor]:
     """What this rank has at the end."""
     found = {}
-    for owned in optimizer.owned:
-        found[f"slice of {owned.flat.name}"] = owned.flat.shard
-        found[f"master of {owned.flat.name}"] = owned.master
-        if not owned.flat.released_at_rest:
-            found[f"all of {owned.flat.name}"] = owned.flat.full
-        for member, piece in owned.pieces.items():
+    for group in optimizer.trained:
+        found[f"slice of {group.name}"] = group.parameters.shard
+        found[f"master of {group.name}"] = group.master.values
+        if not group.parameters.released_at_rest:
+            found[f"all of {group.name}"] = group.parameters.full
+        for member, piece in group.master.pieces.items():
             state = optimizer.base.state.get(piece.master, {})
             found |= {
                 f"{key} of {member.name}": v for key, v in state.items() if isinstance(v, Tensor) and v.dim()
@@ -100,8 +100,8 @@ def final_values(optimizer: Any) -> dict[str, Tensor]:
 
 
 def _call_by_name(recorder: Recorder, optimizer: Any) -> None:
-    for owned in optimizer.owned:
-        recorder.called(f"master of {owned.flat.name}", owned.master)
-        recorder.called(f"slice of {owned.flat.name}", owned.flat.shard)
-        if not owned.flat.released_at_rest:
-            recorder.called(f"parameters {owned.flat.name}", owned.flat.full)
+    for group in optimizer.trained:
+        recorder.called(f"master of {group.name}", group.master.values)
+        recorder.called(f"slice of {group.name}", group.parameters.shard)
+        if not group.parameters.released_at_rest:
+            recorder.called(f"parameters {group.name}", group.parameters.full)

@@ -41,9 +41,9 @@ def test_every_rank_has_the_order_of_the_first(case: Case) -> None:
 
 def test_a_bucket_that_leaves_when_it_is_full_is_found() -> None:
     def launch_full(self: GradientReducer) -> None:
-        for bucket in self.buckets:
-            if bucket not in self.launched and not self.missing[bucket]:
-                self._launch(bucket)
+        for group in self.groups:
+            if group not in self.launched and not self.missing[group]:
+                self._launch(group)
 
     with mock.patch.object(GradientReducer, "_launch_complete", launch_full):
         case = Case(1, "uneven", zero={"reduce_bucket_size": 13})
@@ -53,7 +53,7 @@ def test_a_bucket_that_leaves_when_it_is_full_is_found() -> None:
 def on_each_communicator(case: Case, late: bool) -> dict[Any, list[tuple[Any, ...]]]:
     """The calls of a rank whose lanes run their jobs at once, or only when they are waited for."""
     calls: dict[Any, list[tuple[Any, ...]]] = {}
-    for number, *call in order_of(case, 0, lambda made: Late() if late else made):
+    for number, *call in order_of(case, 1, lambda made: Late() if late else made):
         calls.setdefault(number, []).append(tuple(call))
     return calls
 

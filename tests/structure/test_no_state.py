@@ -11,6 +11,7 @@ from dataclasses import is_dataclass
 from datetime import timedelta
 from functools import cache
 from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, GenericAlias, MethodDescriptorType, ModuleType
 from typing import Any, ParamSpec, TypeVar, get_origin
@@ -44,9 +45,13 @@ CACHES = {  # of what depends on the arguments alone
     "kernels.file_threads._functions": "of a library that is loaded, by path",
     "kernels.files._libc": "of the C library",
     "kernels.load.load": "operators are compiled and loaded once in a process, by device",
+    "kernels.load.compiled_for": "the same answer, by device",
+    "kernels.load.operators": "the same, by device",
+    "precision.norms.has_fp64": "of a device, which does not change",
 }
 WRITES = re.compile(r"append|extend|insert|add|update|setdefault|pop|popitem|remove|discard|clear|sort")
 CONSTANT = (
+    attrgetter,
     *(int, float, str, bytes, complex, type(None), type, FunctionType, ModuleType, re.Pattern, timedelta),
     *(TypeVar, ParamSpec, GenericAlias, BuiltinFunctionType, MethodDescriptorType, logging.Logger, Path),
     *(torch.dtype, torch.device, torch.finfo),

@@ -264,11 +264,15 @@ def measured(comm: Any, case: Case, folder: Path) -> dict[str, int]:
         optimizer.step()
         found = {kind: held(tensors) for kind, tensors in optimizer.holdings().items() if kind != "counters"}
         found["sent"] = optimizer.groups.traffic.total()
-        for flat in optimizer.flats():
+        for flat in optimizer.parts.flats:
             assert flat.shard.numel(), "which waits for what is being written"
         moved = {way: size - before.get(way, 0) for way, size in engine.moved().items()}
         optimizer.zero_grad()
-    beside = [owned.master for owned in optimizer.owned if owned.is_separate and not owned.tier.apart]
+    beside = [
+        group.master.values
+        for group in optimizer.trained
+        if group.master.is_separate and not group.master.tier.apart
+    ]
     found["master"] = held(beside)
     found["moments"] = found.pop("optimizer", 0) - found["master"]
     found.setdefault("host", 0)
@@ -277,7 +281,7 @@ def measured(comm: Any, case: Case, folder: Path) -> dict[str, int]:
     found["disk"] += shelf.file.size if isinstance(shelf, BlockShelf) else 0
     for way, words in {"read": "read from disk", "written": "written to disk"}.items():
         found[way] = moved.get(words, 0) + moved.get(f"parameters {way}", 0)
-    flat = {member.param for values in optimizer.flats() for member in values.members}
+    flat = {member.param for values in optimizer.parts.flats for member in values.members}
     found["parameters"] += held(p.detach() for p in engine.module.parameters() if p not in flat)
     found["buffers"] = held(engine.module.buffers())
     transports = [each.transport for each in optimizer.groups.communicators]

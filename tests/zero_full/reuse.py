@@ -7,6 +7,7 @@ is kept busy, and compares each with plain torch.
 import argparse
 import multiprocessing
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,10 +21,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zero_full
-from zero_full.comm.lane import Thread
+from zero_full.comm.lane import Pending, Thread
 
 WIDTH, LAYERS = 12, 4
-SLOWEST_S = 0.004  # that a job on the lane may be late
+SLOWEST_S = 0.004  # that a job on the lane may be late by chance
+LATEST_S = 2.0  # that one may be late which begins when its caller waits for it, who might never do so
 CLOSE = 1e-5
 
 
@@ -132,19 +134,35 @@ def data(step: int, micro: int, rank: int) -> Tensor:
     return torch.randn(3, WIDTH, generator=generator)
 
 
+@dataclass
+class Asked:
+    """A job on a lane that begins when its caller waits for it."""
+
+    pending: Pending
+    event: threading.Event
+
+    def wait(self) -> None:
+        """Let it begin, and wait for its end."""
+        self.event.set()
+        self.pending.wait()
+
+
 @contextmanager
 def dawdling(seed: int, rank: int, by_rank: bool) -> Iterator[None]:
-    """Jobs on lanes begin later than they could: by chance; or `by_rank`, much later on all ranks but one."""
+    """Jobs on lanes begin late: by chance; or `by_rank`, as late as can be on all ranks but the first."""
     times, submit = random.Random(seed + rank), Thread.submit
 
     def late(self: Thread, job: Any, tensors: Any, producers: Any) -> Any:
-        pause = 10 * rank * SLOWEST_S if by_rank else times.choice((0.0, times.random() * SLOWEST_S))
+        asked, pause = threading.Event(), times.choice((0.0, times.random() * SLOWEST_S))
 
         def act() -> None:
-            time.sleep(pause)
+            if by_rank and rank:
+                asked.wait(LATEST_S)
+            elif not by_rank:
+                time.sleep(pause)
             job()
 
-        return submit(self, act, tensors, producers)
+        return Asked(submit(self, act, tensors, producers), asked)
 
     with mock.patch.object(Thread, "submit", late):
         yield

@@ -66,7 +66,7 @@ def stage3(**zero: Any) -> dict[str, Any]:
 
 def one_step(engine: zero_full.Engine, step: int, rank: int) -> float:
     """Forward, backward, step."""
-    dtype = engine.optimizer.flats()[0].dtype
+    dtype = engine.optimizer.parts.flats[0].dtype
     for micro in range(engine.gradient_accumulation_steps()):
         loss = engine(data(step, micro, rank, dtype))
         engine.backward(loss)
@@ -91,7 +91,7 @@ def played(
     engine, optimizer, _, _ = zero_full.initialize(model=seeded(make), config=dict(keys))
     torch.manual_seed(comm.rank)
     losses = [play(engine, step, comm.rank) for step in range(steps)]
-    units = [values for values in optimizer.flats() if values.released_at_rest]
+    units = [values for values in optimizer.parts.flats if values.released_at_rest]
     assert all(values.state is GatherState.SHARDED and not values.users for values in units)
     assert not any(values.full.untyped_storage().nbytes() for values in units)
     found = Played(engine.module_state_dict(), losses, engine.traffic(), len(units))

@@ -128,14 +128,14 @@ def write_in_place(comm: Any, stage: int, kind: str, keys: dict[str, Any]) -> li
     for step in range(3):
         if step == 2:
             window = zero_full.safe_get_local_fp32_param(weight)
-        place = engine.optimizer.parts.places[weight][0].pieces
+        place = engine.optimizer.parts.places[weight][0].master.pieces
         mine = [piece.param_range for member, piece in place.items() if member.param is weight]
         assert window is not None
         window.copy_((numbers + step).view(-1)[slice(*mine[0])] if mine else window)
         if step == 2 and stage == 3:
             with zero_full.GatheredParameters([weight], modifier_rank=0):
                 assert (weight - numbers - step).abs().max() <= 0.01
-        dtype = next(iter(engine.optimizer.flats())).dtype
+        dtype = next(iter(engine.optimizer.parts.flats)).dtype
         engine.backward(engine(data(step, 0, comm.rank, dtype)))
         engine.step()
         found.append(zero_full.safe_get_full_fp32_param(weight))
@@ -153,16 +153,20 @@ def test_what_is_written_to_a_window_of_the_master_counts() -> None:
                 assert (value - numbers - step).abs().max() <= 0.01, (stage, kind, keys)
 
 
-def write_both(comm: Any, stage: int, gathered: bool) -> str:
+def write_both(comm: Any, stage: int, way: str) -> str:
     engine, *_ = zero_full.initialize(model=Net(), config=config(stage, bf16={"enabled": True}))
     weight = engine.module.layers[2].weight
     window = zero_full.safe_get_local_fp32_param(weight)
     assert window is not None
 
     def write_and_step() -> None:
-        with zero_full.GatheredParameters([weight], 0) if gathered else nullcontext(), torch.no_grad():
+        gathers = way == "gathered"
+        with zero_full.GatheredParameters([weight], 0) if gathers else nullcontext(), torch.no_grad():
             window.fill_(0.5)
-            weight.fill_(0.25)
+            if way == "assigned":
+                weight.data = torch.full_like(weight, 0.25)
+            else:
+                weight.fill_(0.25)
         engine.backward(engine(data(0, 0, comm.rank, torch.bfloat16)))
         engine.step()
 
@@ -172,9 +176,32 @@ def write_both(comm: Any, stage: int, gathered: bool) -> str:
 
 
 def test_writes_to_a_parameter_and_to_its_master_are_an_error() -> None:
-    cases = [(1, False), (2, False), (1, True), (3, True)]
+    cases = [(1, "in place"), (2, "in place"), (1, "assigned"), (1, "gathered"), (3, "gathered")]
     for ranks in run_each(write_both, 2, cases):
         assert any("and so was the fp32 copy" in said for said in ranks), ranks
+
+
+def assign_before_step(comm: Any) -> list[Tensor]:
+    """Write to a master, then assign a tensor to the neighbour's `data`, between backward and a step."""
+    keys = config(1, optimizer={"type": "SGD", "params": {"lr": 0.0}}, bf16={"enabled": True})
+    keys["zero_optimization"]["reduce_bucket_size"] = 10_000  # one group
+    engine, *_ = zero_full.initialize(model=Net(), config=keys)
+    layer = engine.module.layers[2]
+    window = zero_full.safe_get_local_fp32_param(layer.weight)
+    assert window is not None
+    engine.backward(engine(data(0, 0, comm.rank, torch.bfloat16)))
+    window.fill_(0.5)
+    layer.bias.data = torch.full_like(layer.bias, 0.25)
+    engine.step()
+    found = [layer.weight.detach().float(), layer.bias.detach().float()]
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_tensor_that_is_assigned_after_a_write_to_a_master_counts(world: int) -> None:
+    for weight, bias in run_each(assign_before_step, world, [()])[0]:
+        assert torch.all(weight == 0.5) and torch.all(bias == 0.25)
 
 
 def test_mistakes_name_the_parameter_and_the_remedy() -> None:

@@ -146,7 +146,7 @@ def test_all_mistakes_are_told_at_once_also_those_that_torch_knows(
         ),
         (
             '{"optimizer": {"type": "LBFGS"}, "zero_optimization": {"stage": 1}}',
-            "1:16: mistake: optimizer.type: LBFGS cannot step on pieces of parameters",
+            "1:16: mistake: optimizer.type: LBFGS cannot step here: its step() needs a closure",
         ),
         (
             '{"optimizer": {"type": "SGD"}, "bf16": {"enabled": true, "bf16_master_weights_and_grads": true, '

@@ -221,7 +221,7 @@ def test_a_state_dict_without_what_this_run_has_is_refused(caplog: pytest.LogCap
     train(scheduled, *range(3))
     before, state = kept_of(scheduled), engine.state_dict()
     schedule = scheduled.lr_scheduler.state_dict()
-    with pytest.raises(ValueError, match="has none of a schedule, so this run's WarmupLR"):
+    with pytest.raises(ValueError, match="has no schedule, so this run's WarmupLR"):
         scheduled.load_state_dict(state)
     with pytest.raises(ValueError, match=r"it lacks \['module'"):
         scheduled.load_state_dict(state["optimizer"])

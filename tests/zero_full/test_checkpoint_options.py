@@ -316,7 +316,9 @@ def bytes_read(comm: Any, layout: Layout, folder: Path) -> tuple[int, int]:
     with mock.patch.object(disk.OldFile, "read_into", counting):
         engine.load_checkpoint(folder)
     mine = sum(each.numel() * each.itemsize for each in engine.optimizer.holdings()["optimizer"])
-    mine += sum(owned.master.nbytes for owned in engine.optimizer.owned if not owned.is_separate)
+    mine += sum(
+        group.master.values.nbytes for group in engine.optimizer.trained if not group.master.is_separate
+    )
     engine.destroy()
     return read[0], mine
 

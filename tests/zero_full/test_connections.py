@@ -119,8 +119,10 @@ def test_a_norm_that_came_of_a_failed_collective_is_not_believed() -> None:
     before = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
     engine.backward(engine(data(0, 0, 0)))
     failed = CommunicationError("the process of rank 1 has ended")
+    group = optimizer.groups.communicators[0]
     with (
-        mock.patch.object(optimizer.groups.communicators[0], "check", side_effect=failed),
+        mock.patch.object(group, "check", side_effect=failed),
+        mock.patch.object(optimizer.agreement, "fail_late", [group]),
         pytest.raises(CommunicationError, match="the process of rank 1 has ended"),
     ):
         engine.step()

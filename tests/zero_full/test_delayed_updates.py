@@ -119,7 +119,8 @@ def run(
             engine.optimizer.zero_grad(set_to_none=bool(step % 2))  # what the update needs it has
         with zero_full.GatheredParameters(list(engine.parameters())):
             behind = [p.detach().float().clone() for p in engine.parameters()]
-        was_behind = engine.optimizer.delayed.current is not None
+        delayed = engine.optimizer.delayed
+        was_behind = delayed is not None and delayed.current is not None
         found = of_engine(engine)
         engine.destroy()
     return found, behind, was_behind

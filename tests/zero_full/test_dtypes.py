@@ -25,7 +25,7 @@ def bytes_sent(comm: Any, stage: int, keys: dict[str, Any]) -> tuple[dict[str, i
     for micro in range(engine.gradient_accumulation_steps()):
         engine.backward(engine(data(0, micro, comm.rank, BF16)))
         engine.step()
-    return engine.traffic(), sum(bucket.layout.total for bucket in optimizer.buckets)
+    return engine.traffic(), sum(group.layout.total for group in optimizer.trained)
 
 
 def wire_keys(wire: str | None, micro_batches: int) -> dict[str, Any]:

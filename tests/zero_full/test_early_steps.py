@@ -81,7 +81,7 @@ def a_run(
     state = engine.optimizer.state_dict()["tensors"]
     found = [*engine.module_state_dict().values(), *(state[key]["values"] for key in sorted(state))]
     engine.destroy()
-    return found, steps.right, steps.wrong
+    return (found, 0, 0) if steps is None else (found, steps.right, steps.wrong)
 
 
 def both(comm: Any, stage: int, seed: int) -> list[tuple[str, bool, int, int]]:

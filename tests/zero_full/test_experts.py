@@ -1,6 +1,8 @@
 """Experts: each lives on some ranks only; its gradients come from all, and one norm is over everything."""
 
+import logging
 from collections.abc import Mapping
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +157,24 @@ def test_the_check_of_calls_tells_expert_groups_and_data_groups_of_the_same_rank
         assert got["applied"] == [True] * STEPS
 
 
+def gradients_of_own(comm: Any) -> list[str]:
+    """What is logged about `torch.autograd.grad`, whose first gradient is that of an expert with no copy."""
+    topology, row = topology_of(comm.rank, WORLD)
+    model, handler = WithExpert(comm.rank, WORLD), BufferingHandler(1000)
+    engine = zero_full.initialize(model=model, config=config(2), optimizer=sgd, topology=topology)[0]
+    x = [data(0, 0, rank) for rank in range(WORLD)]
+    logging.getLogger("zero_full").addHandler(handler)
+    torch.autograd.grad(engine(x[comm.rank], [x[rank] for rank in row]), [*model.parameters()])
+    logging.getLogger("zero_full").removeHandler(handler)
+    engine.destroy()
+    return [record.getMessage() for record in handler.buffer]
+
+
+def test_an_expert_that_no_other_rank_has_hides_no_gradient_that_is_not_averaged() -> None:
+    for said in POOL.run(gradients_of_own, WORLD):
+        assert len(said) == 1 and "gradients (of dense, for one) that are this rank's own" in said[0]
+
+
 def saved_and_loaded(comm: Any, folder: Path, stage: int, experts: int) -> str:
     """Two experts are saved from stage 1, and loaded at another stage; what differs, or what is said."""
     topology, row = topology_of(comm.rank, 2)
@@ -191,3 +211,35 @@ def test_each_expert_goes_on_where_it_was(stage: int, tmp_path: Path) -> None:
 def test_other_numbers_of_experts_are_an_error(tmp_path: Path) -> None:
     for said in POOL.run(saved_and_loaded, WORLD, tmp_path, 2, 4):
         assert "lacks expert" in said and "Nothing was loaded" in said, said
+
+
+def modified(comm: Any, stage: int, of_own_group: bool) -> tuple[list[float], str]:
+    """What `GatheredParameters` leaves of two experts and a shared parameter, and what it says."""
+    topology, _ = topology_of(comm.rank, 2)
+    model = WithExpert(comm.rank % 2, 2)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(2.0)
+    engine, _, _, _ = zero_full.initialize(
+        model=model, config=keys_of(stage), optimizer=sgd, topology=topology
+    )
+    modifier, said = comm.rank % 2 if of_own_group else 0, ""
+    chosen = [model.expert] if of_own_group else [model.expert, model.dense]
+    try:
+        with zero_full.GatheredParameters(chosen, modifier_rank=modifier), torch.no_grad():
+            if comm.rank == modifier:
+                for param in chosen:
+                    param.add_(3.0)
+    except RuntimeError as error:
+        said = str(error)
+    left = [float(each.flatten()[0]) for each in engine.module_state_dict().values()]
+    engine.destroy()
+    return left, said
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_an_expert_that_the_modifier_rank_lacks_keeps_its_values(stage: int) -> None:
+    for left, said in POOL.run(modified, WORLD, stage, False):
+        assert left == [2.0, 2.0] and "modifier_rank 0 is not among the ranks that share expert" in said
+    for left, said in POOL.run(modified, WORLD, stage, True):
+        assert sorted(left) == [2.0, 5.0] and not said

@@ -190,7 +190,7 @@ def test_a_disk_that_fills_up_ends_the_recording_and_not_the_run(
     monkeypatch.setattr(os, "write", full)
     with caplog.at_level(logging.WARNING):
         train(engine, 2)
-    assert caplog.text.count("No space left on device): nothing is recorded from here on") == 1
+    assert caplog.text.count("No space left on device): it ends here") == 1
     monkeypatch.undo()
     engine.destroy()
     recording = put_together(tmp_path / "a.json")
@@ -244,7 +244,7 @@ def test_what_an_earlier_run_has_left_is_not_mixed_in(tmp_path: Path) -> None:
         about = {**part(rank).about, "run": run, "started": 5.0 - rank}
         BlackBox(tmp_path / "a.json", rank, about, steps=2).write({"n": 0, "t": 1, "what": "sum"})
     assert [each.rank for each in read_parts(folder_of(tmp_path / "a.json"))] == [0]
-    with pytest.raises(RecordingError, match="has nothing of a recording"):
+    with pytest.raises(RecordingError, match="contains no recording"):
         read_parts(tmp_path)
 
 

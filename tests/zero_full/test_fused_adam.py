@@ -145,7 +145,10 @@ def copied(comm: Any, stage: int, precision: str) -> bool:
     for number in range(3):
         engine.backward(engine(data(number, 0, comm.rank, TYPES[precision])))
         engine.step()
-    same = [torch.equal(o.flat.shard, o.master.to(o.flat.dtype)) for o in engine.optimizer.owned]
+    same = [
+        torch.equal(group.parameters.shard, group.master.values.to(group.parameters.dtype))
+        for group in engine.optimizer.trained
+    ]
     engine.destroy()
     return all(same)
 

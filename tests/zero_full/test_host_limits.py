@@ -171,13 +171,14 @@ def seen(comm: Any, place: str, keys: dict[str, Any]) -> tuple[Any, int, int, in
     ):
         engine, optimizer, _, _ = zero_full.initialize(model=Net(), config=given)
         in_file = optimizer.parts.shelf.file.size if isinstance(optimizer.parts.shelf, BlockShelf) else 0
-        dtype = next(p.dtype for flat in optimizer.flats() for p in [flat.shard])
+        dtype = next(p.dtype for flat in optimizer.parts.flats for p in [flat.shard])
         for step in range(4):
             engine.backward(engine(data(step, 0, comm.rank, dtype)))
             engine.step()
         optimizer.finish_update()
         early = optimizer.steppers.early
-        host = [*optimizer.holdings().get("host", []), *early.held(), *early.places.values()]
+        apart = [] if early is None else [*early.held(), *early.places.values()]
+        host = [*optimizer.holdings().get("host", []), *apart]
         engine.destroy()
     return foreseen[0], most, in_file, held(host)
 

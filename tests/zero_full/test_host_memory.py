@@ -244,13 +244,13 @@ def steps_in_part(comm: Any, stage: int, ratio: float) -> tuple[list[set[bool]],
     step_part = optimizer.steppers._step_part
 
     def note(stepper: Any, part: Any, *rest: Any) -> None:
-        found.append({owned.tier.apart for owned in part})
+        found.append({group.master.tier.apart for group in part})
         step_part(stepper, part, *rest)
 
     with mock.patch.object(optimizer.steppers, "_step_part", note):
         engine.backward(engine(data(0, 0, comm.rank)))
         engine.step()
-    away = {m.name: owned.tier.apart for owned in optimizer.owned for m in owned.flat.members}
+    away = {m.name: group.master.tier.apart for group in optimizer.trained for m in group.members}
     engine.destroy()
     return found, sorted(away.items())
 
@@ -275,7 +275,10 @@ def test_a_share_that_is_far_from_the_ratio_is_told(
         zero = {"offload_optimizer": {"device": "cpu", "ratio": ratio}, "reduce_bucket_size": bucket}
         caplog.clear()
         optimizer = zero_full.initialize(model=Net(), config=config(stage, zero_optimization=zero))[1]
-        sizes = [(sum(m.param.numel() for m in o.flat.members), o.tier.apart) for o in optimizer.owned]
+        sizes = [
+            (sum(m.param.numel() for m in group.members), group.master.tier.apart)
+            for group in optimizer.trained
+        ]
         away = sum(size for size, there in sizes if there) / sum(size for size, _ in sizes)
         told = f"ratio is {ratio:g}, and {away:.2f} of the optimizer's state waits on the host" in caplog.text
         assert told == ("waits on the host" in caplog.text) == (abs(away - ratio) > 0.1), (ratio, away)
@@ -289,12 +292,12 @@ def moved_and_back(comm: Any) -> list[bool]:
     engine, optimizer, _, _ = zero_full.initialize(model=Net(), config=config(2, zero_optimization=HOST))
     engine.backward(engine(data(0, 0, comm.rank)))
     engine.step()
-    before = [owned.master.clone() for owned in optimizer.owned]
+    before = [group.master.values.clone() for group in optimizer.trained]
     engine.offload_states()
-    gone = [owned.flat.full.untyped_storage().nbytes() == 0 for owned in optimizer.owned]
+    gone = [group.parameters.full.untyped_storage().nbytes() == 0 for group in optimizer.trained]
     engine.reload_states()
     engine.backward(engine(data(1, 0, comm.rank)))
-    same = [torch.equal(a, o.master) for a, o in zip(before, optimizer.owned, strict=True)]
+    same = [torch.equal(a, group.master.values) for a, group in zip(before, optimizer.trained, strict=True)]
     engine.step()
     engine.destroy()
     return gone + same

@@ -238,7 +238,7 @@ def unit_names(comm: Any, **arguments: Any) -> list[str]:
     engine, optimizer, _, _ = zero_full.initialize(
         model=nn.Sequential(*halves), config=config(3), **arguments
     )
-    names = sorted(site.name for site in optimizer.gatherer.sites.values() if site.flats)
+    names = sorted(site.name for site in optimizer.gatherer.sites.values() if site.groups)
     engine.destroy()
     return names
 

@@ -105,7 +105,7 @@ ELSE = "and torch does not read its variables, so each would train alone: start 
         (SRUN, "unset SLURM_STEP_NUM_TASKS and SLURM_NTASKS"),
         (SRUN, "'RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_STEP_NUM_TASKS LOCAL_RANK=$SLURM_LOCALID MAST"),
         (without(SRUN, "SLURM_STEP_NUM_TASKS"), "SLURM_NTASKS=2: srun has started 2 processes"),
-        (OMPI, "has started 4 processes on several hosts, and nobody says where the first one is: add"),
+        (OMPI, "has started 4 processes on several hosts, and MASTER_ADDR is not set: add"),
         ({"OMPI_COMM_WORLD_SIZE": "4"}, f"Open MPI's mpirun has started 4 processes, {ELSE}"),
         ({"PMI_SIZE": "2"}, f"PMI_SIZE=2: MPICH's or Intel's mpirun has started 2 processes, {ELSE}"),
         ({"MV2_COMM_WORLD_SIZE": "3"}, f"MVAPICH's mpirun has started 3 processes, {ELSE}"),

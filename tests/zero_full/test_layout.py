@@ -42,7 +42,7 @@ def test_a_rank_has_at_most_one_piece_of_a_parameter_and_no_empty_one(layout: Fl
 @given(LAYOUTS)
 def test_a_fragment_lies_in_its_owners_slice_at_its_parameters_place(layout: FlatLayout) -> None:
     for rank, fragment in pieces(layout):
-        own, window = layout.slice_of(rank), layout.window(fragment.index)
+        own, window = layout.slice_of(rank), layout.windows[fragment.index]
         low, high = fragment.flat_range
         assert own.start <= low < high <= own.stop
         assert (low - window.start, high - window.start) == fragment.param_range
@@ -109,7 +109,7 @@ def test_slices_are_equal_side_by_side_and_multiples_of_what_all_ranks_need(layo
 
 @given(LAYOUTS)
 def test_parameters_start_aligned_and_do_not_overlap(layout: FlatLayout) -> None:
-    windows = [layout.window(index) for index in range(len(layout.numels))]
+    windows = [layout.windows[index] for index in range(len(layout.numels))]
     assert all(window.start % layout.alignment == 0 for window in windows)
     assert [window.stop - window.start for window in windows] == list(layout.numels)
     assert all(left.stop <= right.start for left, right in pairwise(windows))
@@ -137,7 +137,7 @@ def test_without_alignment_padding_is_that_of_the_division_alone(numel: int, wor
 def test_empty_parameters_have_a_place_and_no_owner() -> None:
     layout = FlatLayout((0, 5, 0), world=2)
     assert [f.index for _, f in pieces(layout)] == [1, 1]
-    assert layout.window(2) == slice(5, 5)
+    assert layout.windows[2] == slice(5, 5)
     for nothing in (FlatLayout((), world=3), FlatLayout((0, 0), world=3, alignment=8, copies=2)):
         assert (nothing.shard, nothing.total, nothing.padding, pieces(nothing)) == (0, 0, 0, [])
 

@@ -23,7 +23,7 @@ def traces_of_a_step(model: nn.Module, stage: int, destroy: bool) -> list["weakr
     engine.step()
     if destroy:
         engine.destroy()
-    return [weakref.ref(each) for each in (optimizer, optimizer.buckets[0], optimizer.groups.dense.shard)]
+    return [weakref.ref(each) for each in (optimizer, optimizer.trained[0], optimizer.groups.dense.shard)]
 
 
 @pytest.mark.parametrize("destroy", [True, False], ids=["destroyed", "dropped"])
@@ -63,7 +63,7 @@ def one_life(model: nn.Module, stage: int, keys: dict[str, Any]) -> tuple[int, l
     engine.backward(engine(data(0, 0, 0, next(model.parameters()).dtype)))
     engine.step()
     state = [value for of_one in optimizer.state.values() for value in of_one.values()]
-    masters = [owned.master for owned in optimizer.owned]
+    masters = [group.master.values for group in optimizer.trained]
     traces = [weakref.ref(each) for each in (optimizer, optimizer.reducer, *masters, *state)]
     hooks = hooks_on(model)
     engine.destroy(gather=True)

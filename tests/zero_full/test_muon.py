@@ -78,8 +78,8 @@ def told(comm: Any, run: Run) -> tuple[dict[str, Counter[str]], int, int, int]:
     engine = engine_of(comm, run)
     one_step(engine, comm.rank, 0)
     mine = Counter[str]()
-    for owned in engine.optimizer.owned:
-        for piece in owned.pieces.values():
+    for group in engine.optimizer.trained:
+        for piece in group.master.pieces.values():
             mine[piece.name] += piece.param_range[1] - piece.param_range[0]
     worked, calls, work = Counter[str](), [], []
     of_whole, travel = Orthogonal.of_whole, Communicator.all_to_all_uneven

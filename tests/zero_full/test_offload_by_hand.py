@@ -21,6 +21,7 @@ from tests.slow_copies import slow_copies
 from tests.worlds import run_each
 from tests.zero_full.runs import Net, config, data
 from zero_full import assemble
+from zero_full.comm.lane import Inline
 from zero_full.formatting import human
 from zero_full.offload import BlockTier
 from zero_full.offload.nvme_state import OpenBlocks
@@ -68,8 +69,8 @@ def counters(engine: Any, rank: int) -> Tensor:
     for step in range(6):
         engine.backward(engine(data(step, 0, rank)))
         if step == 3 and rank == 0:
-            for owned in engine.optimizer.owned:
-                for piece in owned.pieces.values():
+            for group in engine.optimizer.trained:
+                for piece in group.master.pieces.values():
                     engine.optimizer.base.state[piece.master]["step"].fill_(1.0)
         engine.step()
     return torch.empty(0)
@@ -89,7 +90,8 @@ def options(engine: Any, rank: int) -> Tensor:
 
 def for_a_moment(engine: Any, rank: int) -> Tensor:
     """Options are others while a step may be under way, and then what they were."""
-    group, lane, gate = engine.optimizer.param_groups[0], engine.optimizer.steppers.early.lane, Event()
+    group, early, gate = engine.optimizer.param_groups[0], engine.optimizer.steppers.early, Event()
+    lane = early.lane if early is not None else Inline()  # on which nothing is put
     submit = lane.submit
 
     def wait_and(job: Callable[[], None]) -> None:
@@ -102,7 +104,7 @@ def for_a_moment(engine: Any, rank: int) -> Tensor:
             engine.backward(engine(data(step, 0, rank)))
             before, group["lr"] = group["lr"], 5.0
             gate.set()
-            for guess in engine.optimizer.steppers.early.guesses.values():
+            for guess in early.guesses.values() if early is not None else ():
                 guess.pending.wait()
             group["lr"] = before
             engine.step()
@@ -122,7 +124,8 @@ def end(
         engine = engine_of(stage, place, path)
         seen = act(engine, comm.rank)
         values = [seen, *values_of(engine)]
-        right = engine.optimizer.steppers.early.right
+        early = engine.optimizer.steppers.early
+        right = early.right if early is not None else 0
         engine.destroy()
     return values, right
 

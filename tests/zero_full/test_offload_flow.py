@@ -144,7 +144,7 @@ def copied(comm: Any, stage: int, precision: str, micro: int) -> tuple[dict[str,
             ledger.clear()
             one_step(engine, step, comm.rank)
         made = {way: sum(c.nbytes for c in copies.done if c.way == way) for way in ("down", "up")}
-        owned = sum(owned.flat.layout.shard for owned in engine.optimizer.owned)
+        owned = sum(group.layout.shard for group in engine.optimizer.trained)
         told = engine.moved() | {"owned": owned}
         engine.destroy()
     return made, told

@@ -84,7 +84,7 @@ def a_loop(comm: Any, keys: dict[str, Any], released: bool, folder: str) -> dict
     model = seeded(Tall)
     listed = [p for name, p in model.named_parameters() if not name.startswith("blocks.1.")]
     engine = zero_full.initialize(model=model, model_parameters=listed, config=keys)[0]
-    dtype = engine.optimizer.flats()[0].dtype
+    dtype = engine.optimizer.parts.flats[0].dtype
 
     def go(step: int) -> None:
         for micro in range(engine.gradient_accumulation_steps()):
@@ -111,7 +111,7 @@ def a_loop(comm: Any, keys: dict[str, Any], released: bool, folder: str) -> dict
     go(4)
     engine.load_checkpoint(folder)
     go(5)
-    flats = engine.optimizer.flats()
+    flats = engine.optimizer.parts.flats
     assert not released or all(flat.state is GatherState.SHARDED for flat in flats)
     found |= engine.module_state_dict()
     state = engine.optimizer.state_dict()
@@ -211,7 +211,7 @@ def test_on_a_cpu_host_memory_is_where_parameters_are(caplog: pytest.LogCaptureF
     caplog.set_level("INFO", "zero_full")
     for place in ({"device": "cpu"}, {"device": "nvme"}):
         engine = zero_full.initialize(model=seeded(Tall), config=keys_of(place, "none"))[0]
-        assert all(flat.state is GatherState.WHOLE for flat in engine.optimizer.flats())
+        assert all(flat.state is GatherState.WHOLE for flat in engine.optimizer.parts.flats)
         assert "disk" not in engine.optimizer.holdings() and "host" not in engine.optimizer.holdings()
         engine.destroy()
     assert caplog.text.count("its parameters are in host memory") == 1
@@ -248,7 +248,7 @@ def test_parameters_that_do_not_wait_where_they_were_to_are_told(
 
 def bytes_kept(comm: Any, keys: dict[str, Any]) -> dict[str, int]:
     engine = zero_full.initialize(model=seeded(Tower), config=keys)[0]
-    engine.backward(engine(data(0, 0, comm.rank, engine.optimizer.flats()[0].dtype)))
+    engine.backward(engine(data(0, 0, comm.rank, engine.optimizer.parts.flats[0].dtype)))
     engine.step()
     held = {kind: sum(t.nbytes for t in some) for kind, some in engine.optimizer.holdings().items()}
     held["file"] = engine.optimizer.parts.shelf.file.size

@@ -45,7 +45,9 @@ def measured(comm: Any, keys: dict[str, Any]) -> list[dict[str, int]]:
         engine.backward(engine(data(step, 0, comm.rank, dtype)))
         engine.step()
         sent = sum(engine.traffic().values()) - before
-        masters = held([owned.master for owned in engine.optimizer.owned if owned.is_separate])
+        masters = held(
+            [group.master.values for group in engine.optimizer.trained if group.master.is_separate]
+        )
         moments = held(engine.optimizer.holdings()["optimizer"]) - masters
         saved = sum(c.values.nbytes for c in Taken(engine.module, engine.optimizer, False).shares())
         found.append({"moments": moments, "sent": sent, "saved": saved, "master": masters})

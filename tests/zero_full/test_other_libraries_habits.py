@@ -1,12 +1,15 @@
 """What scripts and tests of other libraries do, and works here too."""
 
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
 
 import zero_full
 from tests.worlds import run_each
@@ -76,6 +79,73 @@ def test_a_closure_runs_forward_and_backward_once() -> None:
     assert run_each(with_closure, 2, [(stage,) for stage in STAGES]) == [[True, True]] * 4
 
 
+def lbfgs_outside(comm: Any) -> bool:
+    model = Net()
+    for stage in (0, 1):
+        raw = torch.optim.LBFGS(model.parameters())
+        with pytest.raises(TypeError, match=r"LBFGS cannot step here: its step\(\) needs a closure"):
+            zero_full.initialize(model=model, optimizer=raw, config=bare(stage))
+    engine, *_ = zero_full.initialize(model=model, config=bare(0))
+    mine = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+
+    def closure() -> Tensor:
+        mine.zero_grad()
+        loss = engine(data(0, 0, comm.rank))
+        engine.backward(loss)
+        total: Tensor = loss.detach()
+        dist.all_reduce(total)
+        return total / comm.world_size
+
+    mine.step(closure)
+    want = Net()
+    theirs = torch.optim.LBFGS(want.parameters(), lr=0.1, max_iter=3)
+
+    def of_all() -> Tensor:
+        theirs.zero_grad()
+        loss = sum_of(want, 0, comm.world_size, 1)
+        loss.backward()
+        return loss
+
+    theirs.step(of_all)
+    got = engine.module_state_dict()
+    engine.destroy()
+    return near(got, want)
+
+
+def test_lbfgs_steps_outside_of_the_engine() -> None:
+    assert run_each(lbfgs_outside, 2, [()]) == [[True, True]]
+
+
+# Loops that end together -------------------------------------------------------------------------
+
+
+def uneven(comm: Any, stage: int) -> bool:
+    """The first rank has one batch, and the others one more each."""
+    model = Net()
+    engine, optimizer, *_ = zero_full.initialize(
+        model=model, optimizer=RULES["SGD"](model.parameters()), config=bare(stage)
+    )
+    for joined in (engine, optimizer):
+        with pytest.raises(RuntimeError, match=r"torch's Join cannot serve .* zero_full\.synced"):
+            Join([joined])
+    for batch, counts in zero_full.synced(data(step, 0, comm.rank) for step in range(1 + comm.rank)):
+        engine.backward(engine(batch) * counts)
+        engine.step()
+
+    def losses(net: Net, step: int) -> Tensor:
+        ranks = range(step, comm.world_size)
+        return torch.stack([net(data(step, 0, rank)) for rank in ranks]).sum() / comm.world_size
+
+    want, _ = plain("SGD", losses, comm.world_size)
+    got, steps = engine.module_state_dict(), engine.global_steps
+    engine.destroy()
+    return near(got, want) and steps == comm.world_size
+
+
+def test_ranks_with_different_numbers_of_batches_end_together() -> None:
+    assert run_each(uneven, 3, [(stage,) for stage in STAGES]) == [[True] * 3] * 4
+
+
 # Several backward passes, one reduction ----------------------------------------------------------
 
 
@@ -88,6 +158,8 @@ def coalesced(comm: Any, stage: int, micro_batches: int) -> bool:
         for micro in range(micro_batches):
             outside = reduced(engine)
             with engine.coalesce_grad_reduction():
+                with pytest.raises(RuntimeError, match="step inside no_sync or coalesce_grad_reduction"):
+                    engine.step()
                 for part in range(3):
                     engine.backward(engine(data(step, 3 * micro + part, comm.rank)))
                 assert reduced(engine) == outside
@@ -198,14 +270,30 @@ def read_while_away(comm: Any, stage: int) -> bool:
     still_away = all(storage.nbytes() == 0 for storage, _ in optimizer.offloaded.copies.values())
     with pytest.raises(RuntimeError, match="states are offloaded"):
         zero_full.safe_set_full_fp32_param(params[0], torch.zeros_like(params[0]))
+    used: list[Callable[[], Any]] = [
+        partial(engine.module, x),
+        params[0].sum,
+        zero_full.GatheredParameters(params).__enter__,
+        zero_full.GatheredParameters(params, modifier_rank=0).__enter__,
+    ]
+    for use in used:
+        with pytest.raises(RuntimeError, match="states are offloaded: call engine"):
+            use()
     engine.reload_states()
     back = read()
+    engine.offload_states(["optim_states"])
+    engine.module(x)
+    with zero_full.GatheredParameters(params):
+        params[0].sum()
+    engine.reload_states()
+    engine.backward(engine(x).float())
+    engine.step()
     engine.destroy()
     same = all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(before, away, back, strict=True))
     return same and still_away and sum(memory) > 0 and len(before) > 3 * len(params)
 
 
-def test_state_can_be_read_while_it_is_offloaded() -> None:
+def test_state_can_be_read_while_it_is_offloaded_and_parameters_cannot() -> None:
     assert run_each(read_while_away, 2, [(stage,) for stage in STAGES]) == [[True, True]] * 4
 
 
@@ -260,3 +348,13 @@ def test_on_device_makes_a_model_there() -> None:
     assert torch.get_default_dtype() is torch.float32
     with zero_full.OnDevice(dtype=torch.bfloat16, enabled=False):
         assert next(Net().parameters()).dtype is torch.float32
+    with zero_full.OnDevice(dtype=torch.bfloat16, device="cpu"):
+        there = nn.Linear(16, 3)
+    for stage in STAGES:
+        with pytest.raises(ValueError, match=r"weight is on the meta device, .*zero_full\.Init"):
+            zero_full.initialize(model=made, config=config(stage))
+        engine, *_ = zero_full.initialize(model=there, config=config(stage))
+        engine.backward(engine(data(0, 0, 0, torch.bfloat16)).float().square().mean())
+        engine.step()
+        assert there.weight.dtype is torch.bfloat16 and engine.global_steps == 1
+        engine.destroy(gather=True)

@@ -36,7 +36,7 @@ def shelf_of(engine: Any) -> BlockShelf:
 
 
 def slices_of(engine: Any) -> list[FileSlice]:
-    return [flat.slice for flat in engine.optimizer.flats()]
+    return [flat.slice for flat in engine.optimizer.parts.flats]
 
 
 def settle(engine: Any) -> None:
@@ -46,7 +46,7 @@ def settle(engine: Any) -> None:
 
 
 def go(engine: Any, *steps: int, rank: int = 0) -> None:
-    dtype = engine.optimizer.flats()[0].dtype
+    dtype = engine.optimizer.parts.flats[0].dtype
     for step in steps:
         engine.backward(engine(data(step, 0, rank, dtype)))
         engine.step()
@@ -70,7 +70,9 @@ def bytes_moved(comm: Any, path: str, keys: dict[str, Any]) -> None:
     assert shelf.written_bytes - before[1] == size
     holdings = engine.optimizer.holdings()
     assert not holdings["parameters"], "nothing is gathered"
-    assert sum(t.numel() for t in holdings["disk"]) == sum(f.layout.shard for f in engine.optimizer.flats())
+    assert sum(t.numel() for t in holdings["disk"]) == sum(
+        f.layout.shard for f in engine.optimizer.parts.flats
+    )
     engine.destroy()
 
 
@@ -329,5 +331,5 @@ def test_a_model_that_only_serves(tmp_path: Path) -> None:
         with torch.inference_mode():
             assert torch.equal(engine(data(0, 0, 0)), want)
     assert shelf_of(engine).read_bytes == 3 * sum(slice_.room for slice_ in slices_of(engine))
-    assert all(flat.state is GatherState.SHARDED for flat in engine.optimizer.flats())
+    assert all(flat.state is GatherState.SHARDED for flat in engine.optimizer.parts.flats)
     engine.destroy()

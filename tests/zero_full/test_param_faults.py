@@ -86,7 +86,7 @@ def damaged(comm: Any, path: str, how: str, trains: bool) -> list[str]:
         engine.save_checkpoint(Path(path) / "saved")
     except zero_full.CheckpointError as error:
         told.append(str(error))
-    assert all(flat.state is GatherState.SHARDED for flat in engine.optimizer.flats())
+    assert all(flat.state is GatherState.SHARDED for flat in engine.optimizer.parts.flats)
     engine.destroy()
     return told
 

@@ -48,7 +48,7 @@ def test_2_6_1_the_step_in_which_the_scale_grows_unscales_with_the_scale_of_back
 
 
 def masters_of(optimizer: Any) -> list[Tensor]:
-    return [piece.master for owned in optimizer.owned for piece in owned.pieces.values()]
+    return [piece.master for group in optimizer.trained for piece in group.master.pieces.values()]
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -218,7 +218,11 @@ def after_a_step(comm: Any, stage: int) -> list[str]:
     engine.backward(engine(data(0, 0, comm.rank)))
     engine.step()
     left = [name for name, p in engine.named_parameters() if p.grad is not None]
-    pieces = [(o.bucket, member, p) for o in optimizer.owned for member, p in o.pieces.items()]
+    pieces = [
+        (group.gradients, member, p)
+        for group in optimizer.trained
+        for member, p in group.master.pieces.items()
+    ]
     left += [p.name for _, _, p in pieces if p.master.grad is not None or p.gradient is not None]
     left += [p.name for bucket, member, p in pieces if bucket.gradient_of(member) is not None]
     return left

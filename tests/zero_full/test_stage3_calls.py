@@ -272,9 +272,10 @@ class Given(Block):
     """Its output is in an object that torch knows nothing of; backward reads views of its parameters."""
 
     def forward(self, x: Tensor) -> Any:  # type: ignore[override]
-        """A distribution, as policies give, in a namespace."""
+        """A distribution, as policies give, and a sparse tensor, in a namespace."""
         mean = x + self.down(torch.tanh(self.up(x)) * self.up.bias.view(-1)) * self.down.bias.view(-1)
-        return SimpleNamespace(policy=torch.distributions.Normal(mean, 1.0, validate_args=False))
+        policy = torch.distributions.Normal(mean, 1.0, validate_args=False)
+        return SimpleNamespace(policy=policy, active=x.detach().relu().to_sparse())
 
 
 class InObjects(Tower):

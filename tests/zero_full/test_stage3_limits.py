@@ -67,7 +67,7 @@ def peaks(
     def begin_and_look(values: Any) -> None:
         nonlocal most
         begin(values)
-        held = sum(v.full.untyped_storage().nbytes() for v in engine.optimizer.flats()) // 4
+        held = sum(v.full.untyped_storage().nbytes() for v in engine.optimizer.parts.flats) // 4
         assert held == gatherer.live == sum(v.layout.total for v in gatherer.gathered)
         most = max(most, held)
 
@@ -87,7 +87,7 @@ def peaks(
         assert gatherer.live == 0
         engine.step()
         assert gatherer.live == 0
-        assert not any(v.full.untyped_storage().nbytes() for v in engine.optimizer.flats())
+        assert not any(v.full.untyped_storage().nbytes() for v in engine.optimizer.parts.flats)
     return found
 
 
@@ -117,7 +117,8 @@ def gradients_at_a_time(comm: Any, make: Callable[[], nn.Module]) -> int:
 
     def look(grad: Tensor) -> None:
         nonlocal most
-        waiting = {b for b in engine.optimizer.buckets if b.local_grads is not None or b.arrived}
+        gradients = [group.gradients for group in engine.optimizer.trained]
+        waiting = {g for g in gradients if g.local_grads is not None or g.arrived}
         most = max(most, len(waiting))
 
     def watch(module: nn.Module, inputs: Any, output: Tensor) -> None:
@@ -227,7 +228,7 @@ class Deep(nn.Module):
 
 def seconds_per_step(comm: Any, depth: int) -> float:
     engine = engine_of(partial(Deep, depth), RELEASED)
-    assert sum(values.released_at_rest for values in engine.optimizer.flats()) == depth
+    assert sum(values.released_at_rest for values in engine.optimizer.parts.flats) == depth
     taken = []
     for _ in range(2):  # the first makes what all keep
         start = time.process_time()  # of the processor: a busy machine makes all else longer

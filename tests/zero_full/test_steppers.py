@@ -37,13 +37,14 @@ class Rare(nn.Module):
 @pytest.mark.parametrize("keys", [{}, {"gradient_clipping": 1.0}, {"bf16": {"enabled": True}}], ids=str)
 def test_a_sparse_gradient_is_an_error_with_a_remedy(kind: str, keys: dict[str, Any]) -> None:
     chosen = {"type": kind, "params": {"lr": 0.1}}
-    engine, *_ = zero_full.initialize(model=Rare(), config=config(1, optimizer=chosen, **keys))
-    with pytest.raises(
-        TypeError, match=r"rows.weight has a sparse gradient, .* use nn.Embedding\(sparse=False\)"
-    ):
-        engine.backward(engine(torch.tensor([1, 2])))
-        engine.step()
-    engine.destroy()
+    for stage in STAGES:
+        engine, *_ = zero_full.initialize(model=Rare(), config=config(stage, optimizer=chosen, **keys))
+        with pytest.raises(
+            TypeError, match=r"rows.weight has a sparse gradient, .* use nn.Embedding\(sparse=False\)"
+        ):
+            engine.backward(engine(torch.tensor([1, 2])))
+            engine.step()
+        engine.destroy()
 
 
 class Lookahead(Lamb):

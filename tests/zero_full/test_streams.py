@@ -139,7 +139,7 @@ def test_8061_a_reduction_is_told_the_producer_of_every_gradient_in_its_bucket(
         lane = Recorder()
         optimizer.reducer.lane = lane
         engine.backward(engine(data(step, 0, 0, torch.bfloat16)))
-        assert [len(names) for names in lane.given] == [len(b.members) for b in optimizer.buckets]
+        assert [len(names) for names in lane.given] == [len(b.members) for b in optimizer.trained]
         assert sorted(name for names in lane.given for name in names) == sorted(lane.made)
         assert len(lane.made) == 6
         assert lane.ordered == [pair for names in lane.given for pair in pairwise(names)]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tests.worlds import POOL
 from zero_full._compat import all_gather_single, reduce_scatter_single
-from zero_full.comm import shared, spin_barrier, transport
+from zero_full.comm import shared, transport
 from zero_full.comm.communicator import Communicator, choose_transport
 from zero_full.comm.ledger import Traffic
 from zero_full.comm.shared import share_memory
@@ -160,6 +160,27 @@ def test_sums_are_in_the_order_of_the_ranks_and_rounded_once_so_all_have_the_sam
             assert torch.equal(got["reduced"], total.to(dtype))
 
 
+def summed(comm: Any, dtype: torch.dtype) -> list[Tensor]:
+    """Few numbers and more than fit into half a window, a single one, and some that are not contiguous."""
+    by, sums = both()["shared memory"], []
+    for numel in (0, 1, 7, 100):
+        sums.append(numbers(comm.rank, numel, dtype))
+        by.sum_numbers(sums[-1])
+    by.sum_numbers(turned := numbers(comm.rank, 12, dtype).view(3, 4).t())
+    by.sum_numbers(alone := numbers(comm.rank, 1, dtype)[0])
+    return [*sums, turned.t().reshape(-1), alone.view(1)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("world", [2, 3])
+def test_numbers_are_summed_in_the_order_of_the_ranks_whatever_their_shape(
+    world: int, dtype: torch.dtype
+) -> None:
+    for sums in POOL.run(summed, world, dtype):
+        for got, numel in zip(sums, (0, 1, 7, 100, 12, 1), strict=True):
+            assert torch.equal(got, in_rank_order(world, numel, dtype, 1).to(dtype))
+
+
 # Many calls, ranks that come at any time ---------------------------------------------------------
 
 
@@ -170,14 +191,14 @@ def many_calls(comm: Any, way: str, calls: int) -> int:
     right = 0
     with small_pieces():
         by: Any = both()[way]
-        meet = getattr(by, "meet", None)
+        barrier = getattr(by, "barrier", None)
 
-        def meet_and_dawdle() -> None:
-            assert meet is not None
-            meet()
+        def meet_and_dawdle(call: Any) -> None:
+            assert barrier is not None
+            barrier(call)
             time.sleep(mine.choice([0, 0, 0.002]))
 
-        by.meet = meet_and_dawdle
+        by.barrier = meet_and_dawdle
         for seed in range(calls):
             time.sleep(mine.choice([0, 0, 0.002]))
             call, shard = common.choice(CALLS), common.choice([1, 2, 9, 30])
@@ -206,6 +227,13 @@ def _reduce(by: Transport, rank: int, world: int, shard: int, seed: int) -> bool
     return torch.equal(whole, in_rank_order(world, world * shard, torch.float32, 1, seed))
 
 
+def _sum(by: Transport, rank: int, world: int, shard: int, seed: int) -> bool:
+    few = numbers(rank, shard, torch.float32, seed)
+    by.sum_numbers(few)
+    want = in_rank_order(world, shard, torch.float32, 1, seed)
+    return torch.equal(few, want) if by.name == "shared memory" else torch.allclose(few, want, atol=1e-5)
+
+
 def _exchange(by: Transport, rank: int, world: int, shard: int, seed: int) -> bool:
     received = torch.empty(world * shard)
     sent = numbers(rank, world * shard, torch.float32, seed)
@@ -214,7 +242,7 @@ def _exchange(by: Transport, rank: int, world: int, shard: int, seed: int) -> bo
     return torch.equal(received, torch.cat([own_slice(whole, rank, world) for whole in wholes]))
 
 
-CALLS = [_scatter, _gather, _reduce, _exchange]
+CALLS = [_scatter, _gather, _reduce, _sum, _exchange]
 
 
 @pytest.mark.parametrize("way", ["exchange", "shared memory"])
@@ -271,11 +299,11 @@ def test_gloo_on_one_host_gets_shared_memory_and_keeps_no_descriptor_open() -> N
 
 def by_messages(comm: Any, refuses: int) -> tuple[bool, list[float]]:
     whole = torch.full((4,), comm.rank + 1.0)
-    with mock.patch.object(spin_barrier, "works_here", lambda: comm.rank != refuses):
+    with mock.patch.object(shared, "works_here", lambda: comm.rank != refuses):
         by = share_memory(everyone())
     assert by is not None
     by.all_reduce(whole, 1)
-    return isinstance(by.meet, spin_barrier.SpinBarrier), whole.tolist()
+    return isinstance(by.barrier, shared.SpinBarrier), whole.tolist()
 
 
 def test_if_one_rank_cannot_meet_at_numbers_all_meet_by_messages() -> None:
@@ -294,7 +322,7 @@ def one_never_comes(comm: Any, seconds_there: float) -> str:
     return "not there"
 
 
-@pytest.mark.skipif(not spin_barrier.works_here(), reason="ranks meet by messages here")
+@pytest.mark.skipif(not shared.works_here(), reason="ranks meet by messages here")
 @pytest.mark.parametrize(
     ("seconds_there", "reason"),
     [(1.0, "timed out: rank 1 has not come within 0.2 s"), (0, "rank 1 has left the group")],
@@ -306,11 +334,11 @@ def test_a_rank_that_does_not_come_is_named(seconds_there: float, reason: str) -
 def test_a_process_that_has_ended_is_noticed_before_anybody_collects_it() -> None:
     child = subprocess.Popen([sys.executable, "-c", "pass"])
     deadline = time.monotonic() + 20
-    while not spin_barrier._has_ended(child.pid) and time.monotonic() < deadline:
+    while not shared._has_ended(child.pid) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert spin_barrier._has_ended(child.pid)
+    assert shared._has_ended(child.pid)
     child.wait()
-    assert spin_barrier._has_ended(child.pid) and not spin_barrier._has_ended(os.getpid())
+    assert shared._has_ended(child.pid) and not shared._has_ended(os.getpid())
 
 
 def on_a_group_without_a_named_backend(comm: Any) -> tuple[str, str]:
@@ -384,7 +412,7 @@ def different_calls(comm: Any, what: str) -> list[str]:
     return ["nothing"]
 
 
-@pytest.mark.skipif(not spin_barrier.works_here(), reason="ranks meet by messages here")
+@pytest.mark.skipif(not shared.works_here(), reason="ranks meet by messages here")
 @pytest.mark.parametrize("what", ["kind", "size", "name"])
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_of_one_host_that_make_different_calls_all_raise_and_read_nothing(

@@ -45,13 +45,13 @@ def wrong_ones(comm: Any, seeds: range) -> list[str]:
     rank, world, mine = comm.rank, comm.world_size, random.Random(comm.rank)
     shared = share_memory(everyone(), half=HALF)
     assert shared is not None
-    meet, queue = shared.meet, SimulatedQueue(rank)
+    barrier, queue = shared.barrier, SimulatedQueue(rank)
 
-    def dawdle() -> None:
-        meet()
+    def dawdle(call: Any) -> None:
+        barrier(call)
         time.sleep(mine.choice([0, 0, 0.001]))
 
-    shared.meet = dawdle
+    shared.barrier = dawdle  # type: ignore[assignment]
     behind = share_memory(new_group(ranks_of(everyone()), like=everyone()), half=64)
     assert behind is not None
     ways: dict[str, Any] = {"native": Native(everyone()), "exchange": Exchange(everyone()), "shared": shared}

@@ -105,7 +105,7 @@ def second_slices_at_the_end_of_forward(comm: Any) -> list[int]:
     torch.manual_seed(0)
     engine, optimizer, _, _ = zero_full.initialize(model=Tower(), config=config(zero_hpz_partition_size=2))
     engine(torch.randn(4, WIDTH).bfloat16())
-    kept = [values.node_copy.numel() for values in optimizer.flats() if values.node_copy is not None]
+    kept = [values.node_copy.numel() for values in optimizer.parts.flats if values.node_copy is not None]
     engine.destroy()
     return kept
 

@@ -1,1 +1,1 @@
-"""What `python -m zero_full check` says of a configuration, by the rules of the engine."""
+"""The command `python -m zero_full check`: validate a configuration by the rules of the engine."""

@@ -1,7 +1,8 @@
-"""What `initialize` would say of a configuration that only torch and a run can tell, tried on a tiny model.
+"""Dry run of a configuration on a tiny model, to find errors that only torch or a run can detect.
 
-Names and arguments of optimizers and schedules are known to torch, and what can be done with which optimizer
-to the runtime, so `zero_full.config` cannot judge them. The run is a plan: on tensors without values.
+Only torch knows the names and arguments of optimizers and LR schedulers, and only the runtime knows which
+features work with which optimizer. So `zero_full.config` cannot check them. The dry run is a memory plan, on
+meta tensors.
 """
 
 import logging
@@ -20,14 +21,14 @@ from zero_full.config.together import TRAIN
 from zero_full.optim import build_optimizer, build_scheduler
 from zero_full.plan import plan
 
-MANY = 32  # ranks, more than which are not tried
-NODE = 8  # ranks of the groups in their place
+MANY = 32  # largest number of ranks to simulate
+NODE = 8  # largest secondary partition (zero_hpz_partition_size) to simulate beyond that
 
 log = logging.getLogger("zero_full")
 
 
 def faults(config: Config) -> Iterator[tuple[Route, str]]:
-    """(key, message) for each mistake in the sections "optimizer" and "scheduler"."""
+    """Yield (key, message) for each mistake in the sections "optimizer" and "scheduler"."""
     optimizer, schedule, model = config.optimizer, config.scheduler, _model()
     base: Any = None
     if optimizer is not None:
@@ -36,7 +37,7 @@ def faults(config: Config) -> Iterator[tuple[Route, str]]:
         base, found = _tried(make, "optimizer", optimizer.params)
         yield from found
     if schedule is not None:
-        base = torch.optim.AdamW(model.parameters()) if base is None else base  # the script's may be any
+        base = torch.optim.AdamW(model.parameters()) if base is None else base  # the script's is unknown
         _, found = _tried(
             partial(build_scheduler, schedule.type, optimizer=base), "scheduler", schedule.params
         )
@@ -44,23 +45,23 @@ def faults(config: Config) -> Iterator[tuple[Route, str]]:
 
 
 def fault_of_run(config: Config, world: int) -> str:
-    """Why a run with a configuration in which nothing else is wrong would not start; empty if it would."""
+    """Return the error of a run with an otherwise valid configuration, or an empty string."""
     try:
         with _silence():
             plan(_model(), *_with_few(config, world))
-    except (ValueError, TypeError, RuntimeError, AssertionError) as error:  # torch's steps raise all of them
+    except (ValueError, TypeError, RuntimeError, AssertionError) as error:  # torch's optimizers raise these
         return str(error) or repr(error)
     return ""
 
 
 def for_ranks(config: Config, world: int, ranks: int) -> Config:
-    """What does on each of `ranks` ranks as much as `config` does on each of `world`."""
+    """Scale the train batch size from `world` to `ranks` ranks, with equal work per rank."""
     train = config.train_batch_size // world * ranks
     return config.model_copy(update={TRAIN: train} if train else {})
 
 
 def _with_few(config: Config, world: int) -> tuple[Config, int]:
-    """The same with few ranks, and as many kinds of groups: many take long and say nothing else."""
+    """Reduce a large world size, keeping the kinds of groups, as the result is the same and faster."""
     if world <= MANY:
         return config, world
     zero, sizes = config.zero_optimization, dict[str, int]()
@@ -77,7 +78,7 @@ def _with_few(config: Config, world: int) -> tuple[Config, int]:
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """What the log says is about the tiny model."""
+    """Disable the log, whose messages would be about the tiny model."""
     before, log.disabled = log.disabled, True
     try:
         yield
@@ -92,7 +93,7 @@ def _model() -> nn.Module:
 def _tried(
     make: Callable[..., Any], section: str, given: Mapping[str, Any]
 ) -> tuple[Any, list[tuple[Route, str]]]:
-    """What is made without the arguments that are refused, if that can be; and what is said of these."""
+    """Call `make`, removing arguments that it rejects. Returns the result or None, and the errors."""
     params, found = dict(given), list[tuple[Route, str]]()
     while True:
         try:
@@ -106,7 +107,7 @@ def _tried(
 
 
 def _key_of(message: str, section: str, params: Mapping[str, Any]) -> Route:
-    """The key that a message begins with, as far as there is one."""
+    """Return the key that a message begins with, or else that of the section's type or params."""
     found = re.match(rf"(?:{section}\.params\.)?(\w+)", message)
     if found is not None and found[1] in params:
         return (section, "params", found[1])

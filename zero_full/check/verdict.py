@@ -1,4 +1,4 @@
-"""`python -m zero_full check`: what the engine would say of a configuration, with lines and columns."""
+"""Run `python -m zero_full check`: print a configuration's errors and warnings, with lines and columns."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -23,28 +23,28 @@ LABELS: dict[VerdictKind, str] = {
 
 @dataclass(frozen=True)
 class Looked:
-    """A file's verdicts, for so many ranks."""
+    """The verdicts on a file, for `world` ranks."""
 
     verdicts: tuple[Verdict, ...]
     world: int
 
     @property
     def told(self) -> list[Verdict]:
-        """Those that are worth a line."""
+        """The verdicts to print."""
         return [verdict for verdict in self.verdicts if verdict.kind in LABELS]
 
     def count(self, kind: VerdictKind) -> int:
-        """How many verdicts are of this kind."""
+        """Return the number of verdicts of this kind."""
         return sum(verdict.kind == kind for verdict in self.verdicts)
 
     @property
     def ranks(self) -> str:
-        """How many there are, in words."""
+        """The number of ranks as text."""
         return counted(self.world, "rank")
 
     @property
     def tally(self) -> str:
-        """As in `ok, 2 warnings` or `3 mistakes, 1 warning`."""
+        """A summary such as `ok, 2 warnings` or `3 mistakes, 1 warning`."""
         mistakes, unknown = self.count("refused"), self.count("unknown")
         warnings = self.count("no effect") + self.count("assumed")
         parts = [counted(mistakes, "mistake") if mistakes else "ok"]
@@ -54,13 +54,16 @@ class Looked:
 
 
 def look(path: Path, world: int | None) -> Looked:
-    """All verdicts on a file; ConfigError if nobody can read it. No `world`: as many ranks as it implies."""
+    """Return all verdicts on a file. Raises ConfigError if it cannot be read.
+
+    `world` is None for the number of ranks that the configuration implies.
+    """
     checked = check(text_of(path), world)
     return Looked(tuple(_with_torch(checked, world)), checked.world)
 
 
 def main(file: str, world: int | None, as_json: bool = False) -> int:
-    """Print what is to be said of a file; 1 if it cannot be used, else 0."""
+    """Print the verdicts on a file. Returns the exit code: 1 if the configuration is invalid, else 0."""
     looked = look(Path(file), world)
     mistakes = looked.count("refused")
     if as_json:
@@ -76,7 +79,7 @@ def main(file: str, world: int | None, as_json: bool = False) -> int:
 
 
 def _with_torch(checked: Checked, world: int | None) -> list[Verdict]:
-    """The verdicts, with what torch says in the place of those that need it, if torch is usable."""
+    """Return the verdicts, completed by a dry run if torch can be imported."""
     if checked.config is None:
         return list(checked.verdicts)
     try:
@@ -84,7 +87,7 @@ def _with_torch(checked: Checked, world: int | None) -> list[Verdict]:
     except ImportError:
         return list(checked.verdicts)
     refused = {verdict.path for verdict in checked.verdicts if verdict.kind == "refused"}
-    told = {*map(dotted, refused)}  # torch misses a value that is refused
+    told = {*map(dotted, refused)}  # torch would report a refused value as missing
     found = [
         (path, message)
         for path, message in faults(checked.config)
@@ -102,7 +105,7 @@ def _with_torch(checked: Checked, world: int | None) -> list[Verdict]:
 
 
 def _found_in_runs(config: Config, checked: Checked, world: int | None) -> Iterator[tuple[Route, str]]:
-    """What a run would be refused for; on two ranks as well, where nobody has said that it is one."""
+    """Yield the error of a dry run. Without an explicit world size, also of one on two ranks."""
     from zero_full.check.dry_run import fault_of_run, for_ranks
 
     message, where = fault_of_run(config, checked.world), ""
@@ -115,7 +118,7 @@ def _found_in_runs(config: Config, checked: Checked, world: int | None) -> Itera
 
 
 def _key_in(message: str, verdicts: Sequence[Verdict]) -> Route:
-    """The key that a message begins with; else the optimizer's, whose rule it is that meets a limit."""
+    """Return the key that a message begins with; else the optimizer's type, the usual cause."""
     named = next(
         (each.path for each in verdicts if each.path and message.startswith(dotted(each.path))), None
     )
@@ -123,7 +126,7 @@ def _key_in(message: str, verdicts: Sequence[Verdict]) -> Route:
 
 
 def _known(verdict: Verdict, wrong: set[Route]) -> Verdict:
-    """The verdict on what torch has nothing against, or what it was not asked about."""
+    """Update a verdict of the kind "unknown" after the dry run."""
     if verdict.kind != "unknown":
         return verdict
     kind = (str(verdict.path[0]), "type")
@@ -134,7 +137,7 @@ def _known(verdict: Verdict, wrong: set[Route]) -> Verdict:
 
 
 def _refused(path: Route, message: str, verdicts: Sequence[Verdict]) -> Verdict:
-    """At the nearest key that has a verdict."""
+    """Make an error verdict, positioned at the nearest key that has a verdict."""
     near = max(verdicts, key=lambda each: sum(1 for _ in takewhile(bool, map(eq, each.path, path))))
     key = dotted(path)
     text = message if message.startswith(key) else f"{key}: {message}"

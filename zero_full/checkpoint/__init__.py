@@ -1,15 +1,15 @@
-"""Checkpoints to go on from, and weights in files that everybody can read.
+"""Sharded checkpoints to resume training from, and weights exported as safetensors.
 
-    save_checkpoint(module, optimizer, "out", "step10")    each rank its share; complete or not there
-    load_checkpoint(module, optimizer, "out")              at any number of ranks, stage and precision
+    save_checkpoint(module, optimizer, "out", "step10")    each rank writes its shards; published atomically
+    load_checkpoint(module, optimizer, "out")              at any world size, stage and precision
     save_weights(module, optimizer, "out")                 safetensors in Hugging Face's layout
-    load_weights(module, optimizer, "out")                 each rank reads what it owns, at any world size
+    load_weights(module, optimizer, "out")                 each rank reads its own shards, at any world size
 
-Every rank must call these. A failure on one rank is raised on all of them. One process alone calls
+Every rank must call these functions. A failure on one rank is raised on all ranks. A single process calls
 
-    export_checkpoint("checkpoints", "out")   safetensors of a checkpoint, without the model
+    export_checkpoint("checkpoints", "out")   convert a checkpoint to safetensors, without the model
 
-which is `python -m zero_full export`, too.
+which is also the command `python -m zero_full export`.
 """
 
 from zero_full.checkpoint.background import wait_for_checkpoint

@@ -1,13 +1,13 @@
-"""Saves that are written while the training goes on.
+"""Asynchronous saves: a thread writes the checkpoint while training continues.
 
-[Note: beside the training] The caller waits for a copy of what this rank saves, in memory on the host that is
-kept for the next save; a thread writes it. Ranks tell each other through the store
-(`comm/store_messages.py`): each that its files are on the disk, then the first one that the checkpoint is
-published, or why not. Who has heard of a failure says so in the next step, and all ranks raise it there.
+[Note: beside the training] The caller waits until this rank's data are copied to a host buffer, which the
+next save reuses. Then a thread writes the copy. Ranks communicate through the store
+(`comm/store_messages.py`): each reports that its files are on the disk, and then the first rank reports that
+the checkpoint is published, or the error. A rank that learns of a failure reports it in the next step, which
+raises it on all ranks.
 
-The thread is no daemon, so that a script which ends waits for it; if the save fails then, the exit code says
-so. If the script ends with an error there is no waiting: the save ends unfinished, as in a crash, and the
-others are told.
+The thread is no daemon, so a script that ends waits for it. If the save fails at that point, the exit code is
+1. If the script ends with an exception, the save is aborted, as in a crash, and the other ranks are notified.
 """
 
 import atexit
@@ -33,19 +33,19 @@ from zero_full.shard.step.optimizer import ZeroOptimizer
 
 log = logging.getLogger("zero_full")
 OUTCOME = "the outcome"
-FAREWELL_S = 10.0  # how long a rank stays for others that have not heard the outcome
+FAREWELL_S = 10.0  # seconds for which a rank keeps its messages available to ranks that have not read them
 
 
 class CopyRoom:
-    """Memory on the host for a copy of what this rank saves, kept from save to save."""
+    """Host buffer for a copy of this rank's data, reused by later saves."""
 
     def __init__(self) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.unlock: Callable[[], object] = lambda: None
 
     def copy(self, payload: Payload) -> Payload:
-        """The same with values of its own, until the next copy."""
-        # Wide numbers first, as in the file: so every tensor begins at a multiple of its numbers' size.
+        """Copy the payload's tensors to the host buffer. The result is valid until the next call."""
+        # Wide dtypes first, as in the file, so that every tensor is aligned to its element size.
         chunks = sorted(payload.chunks, key=lambda chunk: -chunk.values.dtype.itemsize)
         devices = {chunk.values.device for chunk in chunks if chunk.values.device.type != "cpu"}
         self._make_room(sum(chunk.values.nbytes for chunk in chunks), {device.type for device in devices})
@@ -64,16 +64,16 @@ class CopyRoom:
     def _make_room(self, nbytes: int, devices: Collection[str]) -> None:
         if nbytes <= self.memory.numel():
             return
-        self.release()  # the old room goes before there is a new one
+        self.release()  # free the old buffer first, to avoid a peak of both
         self.memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         if "cuda" in devices:
             self._lock()
 
     def _lock(self) -> None:
-        """Let CUDA copy into it at full speed.
+        """Page-lock the buffer for fast copies by CUDA.
 
-        torch's own page-locked memory has a power of two of bytes, which may be twice as much, and is not
-        given back to the system.
+        torch's own pinned memory is rounded up to a power of two, up to twice as much, and is not returned to
+        the system.
         """
         cuda, address, nbytes = torch.cuda.cudart(), self.memory.data_ptr(), self.memory.nbytes
         if int(cuda.cudaHostRegister(address, nbytes, 0)):
@@ -84,25 +84,25 @@ class CopyRoom:
         self.unlock = weakref.finalize(self, cuda.cudaHostUnregister, address)
 
     def release(self) -> None:
-        """Let go of the memory."""
-        self.unlock()  # it does so once
+        """Free the host buffer."""
+        self.unlock()  # a finalizer, which later calls ignore
         self.memory = self.memory[:0].clone()
 
 
 class Writing:
-    """One save on its way to the disk. See [Note: beside the training]."""
+    """One asynchronous save in progress. See [Note: beside the training]."""
 
     def __init__(self, save: CheckpointSave, patience_s: float) -> None:
         self.save, self.patience_s = save, patience_s
         self.notes = Notes(f"save/{save.nonce}", save.ranks, self._look)
         self.failure: CheckpointError | None = None
-        self.error_before = getattr(sys, "last_value", None)  # an interactive session may have had one
+        self.error_before = getattr(sys, "last_value", None)  # an earlier error of an interactive session
         self.made_in = os.getpid()
         self.thread = threading.Thread(target=self._run, name="zero_full-save")
         self.thread.start()
 
     def _look(self) -> None:
-        """Raise if the script has ended with an error."""
+        """Raise if the script has ended with an exception."""
         error = getattr(sys, "last_value", None)
         if not threading.main_thread().is_alive() and error is not self.error_before:
             raise CheckpointError(f"the script has ended with an error: {said(error)}")
@@ -110,7 +110,7 @@ class Writing:
     def _run(self) -> None:
         try:
             failed = self._write_and_publish()
-        except Exception as error:  # the store is gone, or the rank that publishes
+        except Exception as error:  # the store or the publishing rank is gone
             failed = said(error)
         if failed:
             self.failure = CheckpointError(f"{self.save.folder} was written beside the training: {failed}")
@@ -120,13 +120,13 @@ class Writing:
         self.notes.part(keys, min(FAREWELL_S, self.patience_s))
 
     def told(self) -> CheckpointError | None:
-        """What has failed, for who raises it."""
+        """Return the failure or None. The caller raises it, so the exit code is not changed any more."""
         atexit.unregister(self._exit_as_failed)
         return self.failure
 
     def _exit_as_failed(self) -> None:
-        """Nothing of the script is left to raise it: exit code 1, after all else that is done at its end."""
-        if os.getpid() != self.made_in:  # a fork, which has not failed
+        """Exit with code 1 after all other exit functions, as the script has ended and cannot raise."""
+        if os.getpid() != self.made_in:  # a forked process, which has not failed
             return
         atexit.unregister(self._exit_as_failed)
         log.error("%s", self.failure)
@@ -136,7 +136,10 @@ class Writing:
         os._exit(1)
 
     def _write_and_publish(self) -> str:
-        """Why the save has failed on any rank; nothing, when it is published."""
+        """Write this rank's files and wait until the checkpoint is published.
+
+        Returns the error message of a rank that has failed, or an empty string.
+        """
         rows, failed = dict[str, Any](), None
         try:
             rows.update(self.save.write(self._look))
@@ -155,7 +158,7 @@ class Writing:
         return outcome
 
     def _publish(self) -> None:
-        """Wait for all ranks' files, and make a checkpoint of them; raise if any rank has failed."""
+        """Wait for all ranks' files and publish the checkpoint. Raises if any rank has failed."""
         ranks = self.save.ranks
         told = self.notes.read([_note_of(rank) for rank in ranks], self.patience_s)
         everyones = dict(zip(ranks, map(json.loads, told), strict=True))
@@ -169,22 +172,22 @@ def _note_of(rank: int) -> str:
 
 
 class BackgroundSaves:
-    """The saves of one optimizer that are written beside its training, one at a time."""
+    """The asynchronous saves of one optimizer, one at a time."""
 
     def __init__(self) -> None:
         self.room = CopyRoom()
         self.writing: Writing | None = None
 
     def begin(self, save: CheckpointSave, patience_s: float) -> None:
-        """Write what is in the room. `wait` must have been called."""
+        """Start writing the copy in the host buffer. `wait` must have been called before."""
         self.writing = Writing(save, patience_s)
 
     def has_failed(self) -> bool:
-        """Whether a save has failed, and `wait` would say so at once."""
+        """Return whether a save has failed, so that `wait` would raise."""
         return self.writing is not None and self.writing.failure is not None
 
     def wait(self) -> None:
-        """Until nothing is being written. CheckpointError if that has failed; it is raised once."""
+        """Wait for the save in progress, if any. Raises CheckpointError if it has failed, once."""
         if self.writing is None:
             return
         self.writing.thread.join()
@@ -193,7 +196,7 @@ class BackgroundSaves:
             raise failure
 
     def close(self) -> None:
-        """Wait, and let go of the memory."""
+        """Wait for the save in progress, and free the host buffer."""
         try:
             self.wait()
         finally:
@@ -201,7 +204,7 @@ class BackgroundSaves:
 
 
 def background_of(optimizer: ZeroOptimizer) -> BackgroundSaves:
-    """The optimizer's own."""
+    """Return the optimizer's `BackgroundSaves`, created on first use."""
     if optimizer.beside is None:
         optimizer.beside = BackgroundSaves()
     assert isinstance(optimizer.beside, BackgroundSaves)
@@ -209,8 +212,9 @@ def background_of(optimizer: ZeroOptimizer) -> BackgroundSaves:
 
 
 def wait_for_checkpoint(optimizer: ZeroOptimizer) -> None:
-    """Wait until a checkpoint that is being written beside the training is complete.
+    """Wait until an asynchronous save is complete.
 
-    CheckpointError if that has failed, unless a step has raised it already. Any rank may call this alone.
+    Raises CheckpointError if it has failed, unless a step has raised it already. Not a collective call: a
+    single rank may call this.
     """
     background_of(optimizer).wait()

@@ -20,12 +20,12 @@ FAILED = 1
 
 
 def export(options: argparse.Namespace, max_shard_bytes: int) -> int:
-    """Do what `python -m zero_full export` was asked for."""
+    """Run `python -m zero_full export` and return the exit code."""
     return _code_of(lambda: _export(options, max_shard_bytes))
 
 
 def inspect(options: argparse.Namespace) -> int:
-    """Print what `python -m zero_full inspect` was asked for; 1 if anything is wrong with the checkpoint."""
+    """Run `python -m zero_full inspect` and return the exit code, 1 if the checkpoint is damaged."""
     return _code_of(lambda: _inspect(options))
 
 
@@ -71,10 +71,10 @@ def _say(text: str) -> None:
 
 
 def _code_of(command: Callable[[], int]) -> int:
-    """The command's exit code. What a user can cause becomes a sentence, and not a traceback."""
+    """Run a command and return its exit code. Errors that a user can cause print a message, no traceback."""
     try:
         return command()
-    except BrokenPipeError:  # who reads this has seen enough, which is for the caller
+    except BrokenPipeError:  # the reader has closed the pipe (as `head` does): `__main__` handles it
         raise
     except CheckpointError as error:
         text = str(error)

@@ -1,7 +1,6 @@
-"""A checkpoint's weights in one place, for everybody who reads safetensors. One process, no ranks, no model.
+"""Consolidate the weights of a sharded checkpoint into safetensors files, in one process, without the model.
 
-What is exported is read in chunks and written as it comes. So memory does not grow with the model, nor with
-its largest tensor.
+Tensors are read and written in chunks, so memory does not grow with the model or with its largest tensor.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,14 +21,14 @@ from zero_full.errors import CheckpointError
 from zero_full.formatting import human, listed, natural
 from zero_full.shard.contents.state import BUFFERS, PARAMETERS
 
-CHUNK = 4 * 2**20  # bytes of a tensor that are read at a time: memory grows by several of them
-OTHER_FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")  # how files end that are given for a folder
-Advance = Callable[[int], None]  # told of each chunk's bytes
+CHUNK = 4 * 2**20  # bytes of a tensor per read; peak memory is several chunks
+OTHER_FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")  # suffixes that show that `out` is no folder
+Advance = Callable[[int], None]  # progress callback, called with the bytes of each chunk
 
 
 @dataclass(frozen=True)
 class Wish:
-    """What an export shall be."""
+    """The options of an export."""
 
     dtype: torch.dtype | None = None
     exclude_frozen: bool = False
@@ -43,7 +42,7 @@ class Wish:
             )
 
     def type_of(self, stored: torch.dtype) -> torch.dtype:
-        """The type of a tensor in the export."""
+        """Return the dtype in the export of a tensor with the dtype `stored`."""
         if not stored.is_floating_point:
             return stored
         return self.dtype or (stored if stored == torch.float64 else torch.float32)
@@ -51,12 +50,12 @@ class Wish:
 
 @dataclass(frozen=True)
 class Exported:
-    """What has been written."""
+    """The result of an export."""
 
     files: list[Path]
     nbytes: int  # of all tensors
-    frozen: list[str]  # parameters that were left out
-    others: list[str]  # what modules keep beside tensors (get_extra_state): safetensors has no place for it
+    frozen: list[str]  # names of parameters that were left out
+    others: list[str]  # names of non-tensor extra state (get_extra_state), which safetensors cannot hold
 
 
 def export_checkpoint(
@@ -69,14 +68,14 @@ def export_checkpoint(
 ) -> Exported:
     """Write a checkpoint's parameters and buffers as safetensors into the folder `out`, in one process.
 
-    dtype            None: fp32, from the masters, and float64 as it is; else floating-point numbers are
-                     converted to it. Other buffers keep their type
+    dtype            None: fp32, from the master weights, and float64 unchanged; else floating-point tensors
+                     are converted to it. Other buffers keep their dtype
     exclude_frozen   leave frozen parameters out
-    max_shard_bytes  what does not fit into one file becomes several and an index
-    tag              which checkpoint of the folder; None: the latest
+    max_shard_bytes  the largest size of a file; a larger export becomes several files and an index
+    tag              the checkpoint in the folder; None: the latest
 
-    Tied parameters are stored once; the header tells their other names, as `safetensors.torch` does. What is
-    damaged is not exported. The files depend on names and values only, not on the ranks that have saved.
+    Tied parameters are stored once. The header has their other names, as with `safetensors.torch`. Damaged
+    data raise an error. The files depend on names and values only, not on the number of saving ranks.
     """
     wish = Wish(dtype, exclude_frozen, max_shard_bytes)
     with closing(open_checkpoint(Path(folder), tag)) as source:
@@ -84,7 +83,7 @@ def export_checkpoint(
 
 
 def consolidate(source: Source, out: Path, wish: Wish, advance: Advance = lambda size: None) -> Exported:
-    """Write what is wished for. CheckpointError or OSError: nothing has been written."""
+    """Export the source into the folder `out`. After CheckpointError or OSError, no file is left behind."""
     entries, left_out = _entries(source, wish)
     files = WeightFiles(out / SINGLE, list(entries.values()), wish.max_shard_bytes, _tied(source, entries))
     _check_place(out, files)
@@ -94,21 +93,21 @@ def consolidate(source: Source, out: Path, wish: Wish, advance: Advance = lambda
             _copy(source, key, entry, files, advance)
         files.finish()
     finally:
-        with suppress(OSError):  # the reason has been told
+        with suppress(OSError):  # the first error is being raised already
             files.discard()
     return Exported(files.results(), files.size, left_out, list(source.shared.get("others") or {}))
 
 
 def size_to_read(source: Source, wish: Wish) -> int:
-    """Of how many bytes `consolidate` will tell."""
+    """Return the total bytes that `consolidate` will report to its progress callback."""
     return sum(source.tensors[key].nbytes for key in _entries(source, wish)[0])
 
 
-# What goes into the files ----------------------------------------------------------------------------
+# The contents of the files ---------------------------------------------------------------------------
 
 
 def _entries(source: Source, wish: Wish) -> tuple[dict[str, TensorEntry], list[str]]:
-    """What is to be written, by the source's key, and the frozen parameters that are not."""
+    """Return the tensors to write, by key of the source, and the names of frozen parameters left out."""
     _refuse_parts(source)
     frozen = _frozen(source, wish.exclude_frozen)
     entries, left_out, keys = dict[str, TensorEntry](), [], dict[str, str]()
@@ -147,7 +146,7 @@ def _refuse_parts(source: Source) -> None:
 
 
 def _frozen(source: Source, exclude: bool) -> set[str]:
-    """The names under which parameters are stored that are not wanted."""
+    """Return the stored names of the frozen parameters to leave out. Empty unless `exclude`."""
     excluded, frozen = source.shared.get("excluded") or [], source.shared.get("frozen")
     if not exclude:
         if excluded:
@@ -165,7 +164,7 @@ def _frozen(source: Source, exclude: bool) -> set[str]:
 
 
 def _tied(source: Source, entries: dict[str, TensorEntry]) -> dict[str, str]:
-    """The further names of what is exported."""
+    """Return the other names of exported tied parameters, with the names under which they are stored."""
     names = {entry.name for entry in entries.values()}
     aliases = sorted(source.aliases.items(), key=lambda item: natural(item[0]))
     tied = {alias: name for alias, name in aliases if name in names}
@@ -178,21 +177,21 @@ def _tied(source: Source, entries: dict[str, TensorEntry]) -> dict[str, str]:
 
 
 def _check_place(out: Path, files: WeightFiles) -> None:
-    """CheckpointError if the export has no place at `out`."""
+    """Raise CheckpointError if `out` is no folder, holds an older export, or has too little disk space."""
     if out.suffix in OTHER_FILES or (out.exists() and not out.is_dir()):
         raise CheckpointError(f"{out}: name a folder, in which {SINGLE} will be written, and not a file")
     if older := files.older():
         raise CheckpointError(f"{older[0]} exists already: export into another folder, or delete it first")
     place = next(path for path in (out, *out.absolute().parents) if path.exists())
     space = disk_usage(place)
-    if space.free < files.size and space.total:  # some network file systems tell nothing
+    if space.free < files.size and space.total:  # some network file systems report zeros
         raise CheckpointError(
             f"the export has {human(files.size)}, and {place} has room for {human(space.free)}"
         )
 
 
 def _copy(source: Source, key: str, entry: TensorEntry, files: WeightFiles, advance: Advance) -> None:
-    """Write one tensor, chunk by chunk, each from one of its pieces."""
+    """Write one tensor chunk by chunk. No chunk spans two of its pieces."""
     for start, stop in _chunks(source, key):
         values = source.read(key, start, stop)
         files.write_part(entry.name, start, _converted(values, entry))
@@ -200,7 +199,7 @@ def _copy(source: Source, key: str, entry: TensorEntry, files: WeightFiles, adva
 
 
 def _chunks(source: Source, key: str) -> Iterator[tuple[int, int]]:
-    """The ranges in which a tensor is read. Each piece has been verified as a whole before its first."""
+    """Yield the ranges in which to read a tensor. Verifies each whole piece before its first range."""
     stored = source.tensors[key]
     step = max(1, CHUNK // max(1, stored.dtype.itemsize))
     for first, last in stored.pieces:
@@ -211,7 +210,7 @@ def _chunks(source: Source, key: str) -> Iterator[tuple[int, int]]:
 
 
 def _converted(values: Tensor, entry: TensorEntry) -> Tensor:
-    """The values in the entry's type; CheckpointError if they are too large for it."""
+    """Return the values in the entry's dtype. Raises CheckpointError if a value overflows it."""
     if values.dtype == entry.dtype:
         return values
     converted = values.to(entry.dtype)

@@ -1,6 +1,6 @@
-"""Files that are complete or not there: each system call that a save makes, and no other way to the disk.
+"""File operations of checkpoints: all system calls of a save, with fsync, atomic rename and checksums.
 
-A checksum stands for each block of a file, so that a rank can verify what it reads and nothing else.
+Each block of a file has a checksum of its own, so that a rank verifies only the blocks that it reads.
 """
 
 import os
@@ -12,22 +12,22 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Thread
 
-BLOCK = 1 << 20  # bytes that share a checksum
-BESIDE = 1 << 26  # bytes, after which a file's way to the disk begins, beside the writing of the next ones
-THREADS = 4  # that compute checksums, of so many blocks or more
+BLOCK = 1 << 20  # bytes per checksum
+BESIDE = 1 << 26  # bytes between two background fsyncs of a file that is being written
+THREADS = 4  # threads that compute checksums, for MANY blocks or more
 MANY = 8
-NO_LINKS = getattr(os, "O_NOFOLLOW", 0)  # Windows has none
+NO_LINKS = getattr(os, "O_NOFOLLOW", 0)  # Windows lacks the flag
 
 
 def refuse_here() -> None:
-    """OSError where a save could not keep its promises."""
+    """Raise OSError on platforms that lack the system calls of a save."""
     if not hasattr(os, "preadv"):
         raise OSError("checkpoints are written and read on Linux and macOS only: on Windows use WSL")
 
 
 @contextmanager
 def telling(what: str, path: Path) -> Iterator[None]:
-    """Put into an OSError what was being done, and with which file."""
+    """Add the current action and the file's path to an OSError."""
     try:
         yield
     except OSError as error:
@@ -35,9 +35,10 @@ def telling(what: str, path: Path) -> Iterator[None]:
 
 
 class NewFile:
-    """A file that is written once, from its beginning to its end, and is on the disk after `finish`.
+    """A new file that is written sequentially and is on the disk after `finish`.
 
-    A system keeps what is written in memory for a while; so the disk would be idle until the end.
+    A thread flushes it in between. Otherwise the page cache would hold the data and the disk would be idle
+    until the end.
     """
 
     def __init__(self, path: Path) -> None:
@@ -68,17 +69,17 @@ class NewFile:
     def _flush_beside(self) -> None:
         if self.size - self.flushed >= BESIDE and not self.flush.is_alive():
             self.flushed, self.flush = self.size, Thread(target=self._flush)
-            with suppress(RuntimeError):  # at the end of a script none may be started: `finish` does it all
+            with suppress(RuntimeError):  # no thread can start at interpreter exit: `finish` flushes all
                 self.flush.start()
 
     def _flush(self) -> None:
         try:
             os.fsync(self.descriptor)
-        except OSError as error:  # the system says it once, to whoever asks first
+        except OSError as error:  # fsync reports an error only once, so keep it for `finish`
             self.failure.append(error)
 
     def finish(self) -> list[int]:
-        """Wait until everything is on the disk, and return the checksum of each block."""
+        """Wait until all data are on the disk, and return the checksum of each block."""
         if self.size % BLOCK:
             self.blocks.append(self.crc)
         with telling("flushing", self.path):
@@ -89,7 +90,7 @@ class NewFile:
         return self.blocks
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         if self.flush.ident is not None:
             self.flush.join()
         if self.descriptor >= 0:
@@ -98,7 +99,7 @@ class NewFile:
 
 
 def write_file(path: Path, data: bytes) -> int:
-    """A new file with these bytes, on the disk; returns their checksum."""
+    """Write a new file, wait until it is on the disk, and return the data's checksum."""
     file = NewFile(path)
     try:
         file.write(data)
@@ -109,13 +110,13 @@ def write_file(path: Path, data: bytes) -> int:
 
 
 def make_folder(path: Path) -> None:
-    """Make a new folder; an error if there is one already."""
+    """Create a folder. Raises OSError if it exists."""
     with telling("making a folder", path):
         path.mkdir()
 
 
 def make_folders(path: Path) -> None:
-    """Make a folder and those that it is in, so far as they are missing, and wait for the disk."""
+    """Create a folder and its missing parents, and wait until they are on the disk."""
     missing = [each for each in (path, *path.parents) if not each.exists()]
     with telling("making a folder", path):
         path.mkdir(parents=True, exist_ok=True)
@@ -124,8 +125,8 @@ def make_folders(path: Path) -> None:
 
 
 def flush_folder(path: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
-    if not hasattr(os, "O_DIRECTORY"):  # Windows cannot
+    """Wait until a folder's entries are on the disk."""
+    if not hasattr(os, "O_DIRECTORY"):  # Windows cannot fsync a folder
         return
     with telling("flushing a folder", path):
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -136,15 +137,15 @@ def flush_folder(path: Path) -> None:
 
 
 def rename(old: Path, new: Path) -> None:
-    """Give a file or a folder another name; a file of that name is replaced."""
+    """Rename a file or a folder. An existing file of the new name is replaced."""
     with telling(f"renaming to {new.name}", old):
         old.replace(new)
 
 
 def replace_file(path: Path, data: bytes, part: Path) -> None:
-    """A file has these bytes from now on; whoever reads it finds the old ones or the new ones.
+    """Replace a file's contents atomically: a reader finds either the old or the new bytes.
 
-    part  where they are until then
+    part  path of the temporary file
     """
     try:
         write_file(part, data)
@@ -156,15 +157,15 @@ def replace_file(path: Path, data: bytes, part: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or an empty folder."""
+    """Delete a file or an empty folder."""
     with telling("removing", path):
         path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 class OldFile:
-    """A file of a known size that is read in ranges; links are not followed.
+    """A file of a known size for reads of ranges. Symbolic links are not followed.
 
-    It is opened when it is read, because of many ranks' files most ranks read few.
+    It is opened at the first read, because a rank reads only few of many ranks' files.
     """
 
     def __init__(self, path: Path, size: int) -> None:
@@ -177,7 +178,7 @@ class OldFile:
             raise OSError(f"{path} has {found.st_size} bytes, not the {size} that were written")
 
     def read_into(self, buffer: memoryview, at: int) -> None:
-        """Fill the buffer with the bytes from `at` on."""
+        """Fill the buffer with the bytes from offset `at` on."""
         self._open()
         while buffer:
             with telling("reading", self.path):
@@ -192,11 +193,11 @@ class OldFile:
                 self.descriptor = os.open(self.path, os.O_RDONLY | NO_LINKS)
 
     def checksums(self, blocks: Sequence[int]) -> Iterator[int]:
-        """Of these blocks, as they are now."""
+        """Yield the current checksums of these blocks."""
         if len(blocks) < MANY:
             yield from map(self._checksum, blocks)
             return
-        self._open()  # once, and not in each thread
+        self._open()  # before the threads, which would race to open it
         with ThreadPoolExecutor(THREADS) as threads:
             yield from threads.map(self._checksum, blocks)
 
@@ -207,7 +208,7 @@ class OldFile:
         return zlib.crc32(buffer)
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1

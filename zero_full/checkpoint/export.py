@@ -1,7 +1,7 @@
-"""Whole weights from sharded parameters, for plain torch and everybody who reads safetensors.
+"""Export the full weights of a sharded model, as safetensors or for `torch.load`.
 
-Every rank takes part in the gathering, a flat buffer at a time; the first writes what it sees at once. The
-files are the same, byte for byte, at every stage and world size.
+All ranks gather one flat buffer at a time, and rank 0 writes its tensors immediately. The files are equal,
+byte for byte, at every stage and world size.
 """
 
 import sys
@@ -28,26 +28,26 @@ from zero_full.checkpoint.files import (
 )
 from zero_full.checkpoint.selection import Selection, refuse_parts, select
 from zero_full.shard.access.gathered_parameters import copy_on_cpu
-from zero_full.shard.group.parameters import FlatParameter, Member
+from zero_full.shard.group.parameters import FlatParameters, Member
 from zero_full.shard.step.optimizer import ZeroOptimizer
 
-Deliver = Callable[[str, Tensor], None]  # the tensor may be let go afterwards
+Deliver = Callable[[str, Tensor], None]  # the tensor may be freed after the call
 
 
 class Sink(Protocol):
-    """Where the first rank writes the whole tensors that it sees."""
+    """Destination of the full tensors, on rank 0."""
 
     def begin(self) -> None:
-        """Called before the first tensor."""
+        """Prepare for the first tensor."""
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Take a whole tensor. The caller may free it afterwards."""
+        """Write or copy a full tensor. The caller may free it afterwards."""
 
     def finish(self) -> None:
-        """Called after the last tensor."""
+        """Complete the export after the last tensor."""
 
     def discard(self) -> None:
-        """Remove what was written, if it is not complete."""
+        """Delete incomplete output."""
 
 
 @torch.no_grad()
@@ -62,13 +62,13 @@ def save_weights(
 ) -> None:
     """Write parameters and persistent buffers as safetensors. Every rank must call this.
 
-    dtype            None: as they are trained; else floating-point numbers are converted to it, from the
-                     fp32 masters where there are any
-    max_shard_bytes  what does not fit into one file becomes several and an index
-    names            a function from the module's names to the file's, the same on every rank; None as its
-                     answer leaves a tensor out
+    dtype            None: the dtype of training; else floating-point tensors are converted to it, from the
+                     fp32 master weights where they exist
+    max_shard_bytes  the largest size of a file; a larger export becomes several files and an index
+    names            a function from the module's names to names in the file, the same on every rank; it
+                     returns None to leave a tensor out
 
-    Tied parameters are stored once; the header tells their other names, as `safetensors.torch` does.
+    Tied parameters are stored once. The header has their other names, as with `safetensors.torch`.
     """
     filename = plain_name("filename", filename)
     refuse_parts(optimizer)
@@ -100,10 +100,10 @@ def save_16bit_model(
     save_filename: str = "pytorch_model.bin",
     exclude_frozen_parameters: bool = False,
 ) -> bool:
-    """Write one file with the parameters as they are trained, as DeepSpeed does. Every rank must call this.
+    """Write one file with the parameters in their training dtype, like DeepSpeed. Every rank must call this.
 
-    A name that ends with .safetensors makes a safetensors file, any other one what `torch.load` reads: for
-    that, the first rank needs memory for the whole model. Returns True, or raises on every rank.
+    A name that ends with .safetensors selects that format. Any other name selects a file for `torch.load`,
+    for which rank 0 needs memory for the whole model. Returns True, or raises on every rank.
     """
     save_filename = plain_name("save_filename", save_filename)
     refuse_parts(optimizer)
@@ -124,12 +124,12 @@ def save_16bit_model(
 
 
 def _export(optimizer: ZeroOptimizer, selection: Selection, sink: Sink, exact: bool) -> None:
-    """Gather every selected tensor and pass it to the first rank's sink."""
+    """Gather every selected tensor and write it to the sink on rank 0."""
     attempt = Attempt(optimizer, "save_weights")
     writes = all(group.rank == 0 for group in optimizer.groups.everyone)
 
     def deliver(name: str, tensor: Tensor) -> None:
-        if writes:  # a failure is kept: this rank takes part in the gathering to its end, like the others
+        if writes:  # after a failure this rank goes on gathering, as the others wait for its collectives
             attempt(partial(sink.write, name, tensor))
 
     attempt(optimizer.catch_up)
@@ -143,15 +143,15 @@ def _export(optimizer: ZeroOptimizer, selection: Selection, sink: Sink, exact: b
         attempt.agree()
     finally:
         if writes:
-            with suppress(OSError):  # the reason has been told
+            with suppress(OSError):  # `agree` has raised the first error already
                 sink.discard()
 
 
 def _pass_on(optimizer: ZeroOptimizer, selection: Selection, exact: bool, deliver: Deliver) -> None:
-    """Deliver every selected tensor, whole, one flat buffer after the other. Every rank must call this."""
+    """Deliver every selected tensor in full, one flat buffer at a time. Every rank must call this."""
     names = selection.first_names()
-    masters = {owned.flat: owned.master for owned in optimizer.owned} if exact else {}
-    for flat in optimizer.flats():
+    masters = {group.parameters: group.master.values for group in optimizer.trained} if exact else {}
+    for flat in optimizer.parts.flats:
         members = {names.pop(m.param): m for m in flat.members if m.param in names}
         if members:
             _pass_on_members(flat, masters.get(flat, flat.shard), members, deliver)
@@ -160,15 +160,15 @@ def _pass_on(optimizer: ZeroOptimizer, selection: Selection, exact: bool, delive
 
 
 def _pass_on_members(
-    flat: FlatParameter, mine: Tensor, members: Mapping[str, Member], deliver: Deliver
+    flat: FlatParameters, mine: Tensor, members: Mapping[str, Member], deliver: Deliver
 ) -> None:
     whole = _whole(flat, mine)
     for name, member in members.items():
-        deliver(name, whole[flat.layout.window(member.index)].view(member.param.shape))
+        deliver(name, whole[flat.layout.windows[member.index]].view(member.param.shape))
 
 
-def _whole(flat: FlatParameter, mine: Tensor) -> Tensor:
-    """The slices of all ranks in one tensor, gathered without the rounding that `gather` may do."""
+def _whole(flat: FlatParameters, mine: Tensor) -> Tensor:
+    """All-gather the shards of a flat buffer without the quantization that `gather` may apply."""
     if mine is flat.shard and not flat.released_at_rest:
         return flat.full
     whole = torch.empty(flat.layout.total, dtype=mine.dtype, device=flat.kind.device)

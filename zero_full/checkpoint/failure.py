@@ -1,4 +1,4 @@
-"""A failure of one rank is everybody's: nobody goes on alone, nobody waits for one that does not come."""
+"""Raise a failure of one rank on all ranks, so that no rank goes on alone or waits for a failed one."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -10,17 +10,17 @@ from zero_full.shard.step.optimizer import ZeroOptimizer
 
 
 class Attempt:
-    """Runs what this rank does between collectives, and keeps its failure until all ranks can hear of it."""
+    """Runs this rank's work between collectives, and keeps an exception until `agree` shares it."""
 
     def __init__(self, optimizer: ZeroOptimizer, call: str) -> None:
         if optimizer.closed:
             raise CheckpointError("after destroy nothing can be saved or loaded: initialize the model again")
-        self.optimizer, self.call = optimizer, call  # what every rank must have called
+        self.optimizer, self.call = optimizer, call  # `call`: the function that every rank must have called
         self.error: Exception | None = None
         optimizer.on_every_rank(call)
 
     def __call__(self, act: Callable[[], None]) -> None:
-        """Call `act`, unless something has failed before."""
+        """Call `act`, unless an earlier call has failed. Keeps its exception."""
         if self.error is None:
             try:
                 act()
@@ -28,7 +28,10 @@ class Attempt:
                 self.error = error
 
     def agree(self, told: Any = None) -> dict[int, Any]:
-        """Raise on every rank if any has failed; else what each has `told`. Every rank must call this."""
+        """Raise on every rank if any rank has failed; else return every rank's `told`, by rank.
+
+        Every rank must call this.
+        """
         failure = None if self.error is None else said(self.error)
         reports = {this_rank(): (failure, told)}
         for group in self.optimizer.groups.everyone:
@@ -41,7 +44,10 @@ class Attempt:
         return {rank: each for rank, (_, each) in sorted(reports.items())}
 
     def divide(self, acts: Sequence[Callable[[], object]], ranks: Iterable[int]) -> None:
-        """Each of these ranks calls its share, and all agree. Every rank must call this with the same."""
+        """Divide `acts` among `ranks`, and raise on every rank if one fails.
+
+        Every rank must call this with the same arguments.
+        """
         order = sorted(ranks)
 
         def call_share() -> None:
@@ -53,12 +59,15 @@ class Attempt:
 
 
 def said(error: BaseException | None) -> str:
-    """The text of an error that may have none."""
+    """Return the error's message, or its class name if the message is empty."""
     return str(error) or type(error).__name__
 
 
 def reasons(failed: dict[int, str], ranks: int) -> str:
-    """The text of an error: what has failed, and on which ranks if not on all of them alike."""
+    """Return an error message from the failures by rank.
+
+    Ranks are named unless all of them have failed with the same text.
+    """
     first: dict[str, int] = {}
     for rank, text in failed.items():
         first.setdefault(text, rank)

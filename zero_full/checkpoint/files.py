@@ -1,16 +1,16 @@
-"""safetensors files, written piece by piece in any order, and seen only when complete.
+"""Write safetensors files piece by piece in any order, and publish them only when complete.
 
-[Note: complete or not there] Files are written as `NAME.part`, which no loader looks at, flushed to the disk
-and renamed. With several files the index comes last, and an older index has gone before the first of them is
-renamed: whoever finds `NAME` or an index finds all of it.
+[Note: complete or not there] A file is written as `NAME.part`, which no loader reads. It is flushed to the
+disk and then renamed. If an export has several files, its index is renamed last, and an older index is
+deleted before the first rename. So a reader that finds `NAME` or an index finds a complete export.
 
-[Note: links] A part is always a new file. In a folder that others may write to, a link at its name would lead
-the export to any file of this user.
+[Note: links] A part is always a new file. In a folder that other users may write to, a symbolic link under
+its name could make the export overwrite any file of this user.
 
-[Note: the format] Eight bytes with the header's length, the header (JSON with each tensor's type, shape and
-place), then the numbers, without gaps. As everything is known before the first number arrives, the header
-is written first, and then no more than a part of one tensor has to be in memory. Wider types come first, so
-that all are aligned.
+[Note: the format] A file has eight bytes with the header's length, the header (JSON with each tensor's
+dtype, shape and offsets), and then the data, without gaps. Names, dtypes and shapes are known before any
+data arrive, so the header is written first. After that, only a part of one tensor has to be in memory. Wider
+dtypes come first, so that all tensors are aligned.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-NO_LINKS = getattr(os, "O_NOFOLLOW", 0)  # Windows has none
+NO_LINKS = getattr(os, "O_NOFOLLOW", 0)  # Windows lacks the flag
 CODES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -49,7 +49,7 @@ CODES = {
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor to be written: its name, type and shape."""
+    """Name, dtype and shape of a tensor to be written."""
 
     name: str
     dtype: torch.dtype
@@ -61,12 +61,12 @@ class TensorEntry:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes its numbers take."""
+        """The size in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 def deal_out(entries: Iterable[TensorEntry], limit: int) -> list[list[TensorEntry]]:
-    """The entries dealt to files in order: as many to a file as fit into `limit` bytes, but at least one."""
+    """Divide the entries into files, in order: as many per file as fit into `limit` bytes, at least one."""
     shards: list[list[TensorEntry]] = [[]]
     room = limit
     for entry in entries:
@@ -79,7 +79,7 @@ def deal_out(entries: Iterable[TensorEntry], limit: int) -> list[list[TensorEntr
 
 
 def header_of(entries: Iterable[TensorEntry], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
-    """A file's header, and the offset in the file of each tensor's numbers. See [Note: the format]."""
+    """Return a file's header, and the file offset of each tensor's data. See [Note: the format]."""
     described: dict[str, object] = {"__metadata__": dict(metadata)}
     begins, end = dict[str, int](), 0
     for entry in sorted(entries, key=lambda entry: -entry.dtype.itemsize):
@@ -96,25 +96,25 @@ def header_of(entries: Iterable[TensorEntry], metadata: Mapping[str, str]) -> tu
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The numbers of a contiguous tensor on the CPU, without a copy. They keep the tensor alive."""
-    tensor = tensor.resolve_conj().resolve_neg()  # else they are not what the tensor shows
+    """Return the memory of a contiguous CPU tensor, without a copy. The view keeps the tensor alive."""
+    tensor = tensor.resolve_conj().resolve_neg()  # else memory and values differ
     told = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr() if tensor.nbytes else 1)
-    told.tensor = tensor  # type: ignore[attr-defined]  # else its memory could be another's by the time of use
+    told.tensor = tensor  # type: ignore[attr-defined]  # else its memory could be freed before use
     return memoryview(told)
 
 
 def part_of(path: Path) -> Path:
-    """The path under which a file is written until it is complete."""
+    """Return the path under which a file is written until it is complete."""
     return path.with_name(f"{path.name}.part")
 
 
 def is_plain(name: str) -> bool:
-    """Whether the name means a file in a folder and cannot lead out of that folder."""
+    """Return whether the name is a plain file name, which cannot lead out of its folder."""
     return name not in ("", ".", "..") and not set(name) & set("/\\\0")
 
 
 def plain_name(argument: str, name: str | os.PathLike[str]) -> str:
-    """The name as text, or ValueError if it is not the name of a file inside a folder."""
+    """Return the name as a string. Raises ValueError unless it is a plain file name."""
     text = str(name)
     if not is_plain(text):
         raise ValueError(
@@ -124,13 +124,13 @@ def plain_name(argument: str, name: str | os.PathLike[str]) -> str:
 
 
 def new_part(path: Path) -> BinaryIO:
-    """A new empty part of this file, in place of whatever lies there, open for writing."""
+    """Create an empty part of this file, open for writing. An existing part is replaced."""
     part_of(path).unlink(missing_ok=True)
     return os.fdopen(os.open(part_of(path), os.O_CREAT | os.O_EXCL | os.O_WRONLY | NO_LINKS, 0o666), "wb")
 
 
 def open_part(path: Path) -> BinaryIO:
-    """The part of this file, open for writing; an error if a link lies there."""
+    """Open the part of this file for writing. Raises OSError if it is a symbolic link."""
     return os.fdopen(os.open(part_of(path), os.O_RDWR | NO_LINKS), "r+b")
 
 
@@ -141,12 +141,12 @@ def flush(path: Path) -> None:
 
 
 def show(path: Path) -> None:
-    """Rename the complete part to the file."""
+    """Publish the file: rename its complete part to its final name."""
     part_of(path).replace(path)
 
 
 class WeightFiles:
-    """The files of one export while they are written. See [Note: complete or not there]."""
+    """The files of one export in progress. See [Note: complete or not there]."""
 
     def __init__(
         self, path: Path, entries: Sequence[TensorEntry], limit: int, aliases: Mapping[str, str] | None = None
@@ -159,7 +159,7 @@ class WeightFiles:
         self.entries = {entry.name: entry for entry in entries}
         self.aliases = aliases or {}
         self.places: dict[str, int] = {}
-        self.awaited = {entry.name: prod(entry.shape) for entry in entries}  # elements that have not come
+        self.awaited = {entry.name: prod(entry.shape) for entry in entries}  # elements not written yet
         self.shards = dict(zip(self.paths, shards, strict=True))
 
     def _shard(self, number: int, count: int) -> Path:
@@ -168,7 +168,7 @@ class WeightFiles:
         return self.single.with_name(f"{self.single.stem}-{number:05}-of-{count:05}{self.single.suffix}")
 
     def begin(self) -> None:
-        """Make the folder and the parts, and write their headers."""
+        """Create the folder and the parts, and write the headers."""
         self.single.parent.mkdir(parents=True, exist_ok=True)
         for path, entries in self.shards.items():
             tied = {alias: name for alias, name in self.aliases.items() if self.path_of[name] == path}
@@ -178,12 +178,12 @@ class WeightFiles:
             self.places |= places
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Write one tensor's numbers. Tensors may come in any order."""
+        """Write one tensor. Tensors may come in any order."""
         assert tensor.shape == self.entries[name].shape, (self.entries[name], tensor.shape)
         self.write_part(name, 0, tensor)
 
     def write_part(self, name: str, start: int, numbers: Tensor) -> None:
-        """Write the elements of a flattened tensor that begin at `start`. Parts may come in any order."""
+        """Write the elements of a flattened tensor from `start` on. Parts may come in any order."""
         dtype = self.entries[name].dtype
         numbers = numbers.detach().to("cpu", dtype).contiguous()
         try:
@@ -196,7 +196,7 @@ class WeightFiles:
         self.awaited[name] -= numbers.numel()
 
     def finish(self) -> None:
-        """Rename all parts to files, and remove other files of an older export."""
+        """Publish all files, and delete files of an older export that were not replaced."""
         assert not any(self.awaited.values()), self.awaited
         mine = self.results()
         if len(self.paths) > 1:
@@ -217,11 +217,11 @@ class WeightFiles:
             part.write((json.dumps(index, indent=2) + "\n").encode())
 
     def results(self) -> list[Path]:
-        """The files that there are in the end: the index last."""
+        """Return the final files, the index last."""
         return [*self.paths, self.index] if len(self.paths) > 1 else list(self.paths)
 
     def older(self) -> list[Path]:
-        """The files of an export that lies in the folder, which this one would replace."""
+        """Return the files of an earlier export in the folder, which this one would replace."""
         here = self._all_shards() if self.single.parent.is_dir() else []
         complete = [path for path in here if path.suffix == self.single.suffix]
         return [path for path in (self.single, self.index) if path.exists()] + complete
@@ -232,6 +232,6 @@ class WeightFiles:
         return [path for path in self.single.parent.iterdir() if re.fullmatch(pattern, path.name)]
 
     def discard(self) -> None:
-        """Remove all parts."""
+        """Delete all parts."""
         for path in (*self.paths, self.index):
             part_of(path).unlink(missing_ok=True)

@@ -1,20 +1,20 @@
-"""The folder of a checkpoint: its names, its manifest, and how it appears all at once.
+"""The folder of a checkpoint: file names, the manifest, atomic publication and deletion.
 
-    DIR/latest                       the newest tag
-    DIR/TAG/manifest.json            who has written what: written last, so what has one is complete
-    DIR/TAG/rank_00000.safetensors   numbers of one rank, in ranges of flattened tensors
-    DIR/TAG/rank_00000.json          what these are, their checksums, and plain data
-    DIR/partial-NONCE-TAG/           a save that has not ended, or never will
-    DIR/replaced-NONCE-TAG/          for a moment: an older save of the same tag, complete
-    DIR/removed-NONCE-TAG/           for a moment: what is being removed
+    DIR/latest                       the tag of the newest checkpoint
+    DIR/TAG/manifest.json            the files of all ranks; written last, so a folder that has it is complete
+    DIR/TAG/rank_00000.safetensors   tensor data of one rank, as ranges of flattened tensors
+    DIR/TAG/rank_00000.json          description and checksums of these data, and plain data
+    DIR/partial-NONCE-TAG/           a save in progress, or an interrupted one
+    DIR/replaced-NONCE-TAG/          temporary: a complete older save of the same tag
+    DIR/removed-NONCE-TAG/           temporary: a folder that is being deleted
 
-[Note: all at once] Files are written into a partial folder and flushed, the manifest last; then the folder is
-renamed, its parent flushed, and `latest` replaced by a rename. Wherever this is cut off, `latest` names a
-complete checkpoint. A folder that takes the place of one of the same tag comes after that one was renamed:
-who finds no TAG looks for the one that is being replaced, of which there is never more than one.
+[Note: all at once] Files are written into a partial folder and flushed, the manifest last. Then the folder is
+renamed, its parent is flushed, and `latest` is replaced by a rename. After an interruption at any point,
+`latest` names a complete checkpoint. If a checkpoint with the same tag exists, it is first renamed to
+`replaced-...`. A reader that finds no TAG uses the replaced folder. At most one exists per tag.
 
-[Note: what is ours] Nothing is removed but folders of the three kinds above and, with `keep_last`, complete
-checkpoints of the same model. Files that others have put into a checkpoint's folder stay, in DIR/TAG.
+[Note: what is ours] Only folders of the three kinds above are deleted and, with `keep_last`, complete
+checkpoints of the same model. Files of the user in a checkpoint's folder are kept, in DIR/TAG.
 """
 
 import json
@@ -35,9 +35,9 @@ from zero_full.formatting import listed
 LATEST, MANIFEST = "latest", "manifest.json"
 PARTIAL, REPLACED, REMOVED = "partial", "replaced", "removed"
 FORMAT, VERSION = "zero_full checkpoint", 1
-LARGEST = 1 << 30  # bytes of a manifest or a rank's json, beyond which something is wrong
-LONGEST_TAG = 200  # bytes: what most file systems leave beside "replaced-12345678-"
-STALE = 3600.0  # seconds without a write, after which a save is one that was cut off
+LARGEST = 1 << 30  # bytes of a manifest or a rank's JSON file; a larger one is damaged
+LONGEST_TAG = 200  # bytes; most file systems allow 255 for "replaced-12345678-" and the tag
+STALE = 3600.0  # seconds without a write after which a save counts as interrupted
 ASIDE = re.compile(rf"({PARTIAL}|{REPLACED}|{REMOVED})-([0-9a-f]{{8}})-(.+)")
 OURS = re.compile(rf"{re.escape(MANIFEST)}|rank_\d{{5,}}\.(safetensors|json)")
 
@@ -45,12 +45,12 @@ log = logging.getLogger("zero_full")
 
 
 def partial_folder(directory: Path, tag: str, nonce: str) -> Path:
-    """Where a save is until it is complete."""
+    """Return the folder in which a save is written until it is complete."""
     return directory / f"{PARTIAL}-{nonce}-{tag}"
 
 
 def check_tag(tag: str) -> str:
-    """The tag, if it can be the name of a folder; else CheckpointError."""
+    """Return the tag. Raises CheckpointError if it cannot be the name of a folder."""
     begins = tuple(f"{kind}-" for kind in (PARTIAL, REPLACED, REMOVED))
     is_clean = is_plain(tag) and tag.isprintable() and tag == tag.strip()
     if not is_clean or tag.startswith(begins) or tag in (LATEST, MANIFEST) or len(tag.encode()) > LONGEST_TAG:
@@ -65,7 +65,7 @@ def check_tag(tag: str) -> str:
 
 
 def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Put the manifest into a partial folder, all of whose files are on the disk."""
+    """Write the manifest into a partial folder, when all other files are on the disk."""
     lost = sorted(set(manifest["files"]) - {path.name for path in folder.iterdir()})
     if lost:
         raise CheckpointError(
@@ -77,7 +77,7 @@ def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def publish(folder: Path, tag: str, nonce: str, latest: bool) -> None:
-    """A partial folder with a manifest becomes the checkpoint of this tag. See [Note: all at once]."""
+    """Rename a partial folder with a manifest to the checkpoint of this tag. See [Note: all at once]."""
     directory, place = folder.parent, folder.parent / tag
     replaced = directory / f"{REPLACED}-{nonce}-{tag}"
     if place.exists():
@@ -95,7 +95,7 @@ def publish(folder: Path, tag: str, nonce: str, latest: bool) -> None:
 
 
 def tidy(directory: Path, tag: str, nonce: str, keep_last: int | None) -> None:
-    """Remove what nobody needs any more, as far as possible: this tag's checkpoint counts in any case."""
+    """Delete obsolete folders. A failure only warns, because the new checkpoint is valid regardless."""
     try:
         _put_away(directory, tag)
         if keep_last is not None:
@@ -106,7 +106,7 @@ def tidy(directory: Path, tag: str, nonce: str, keep_last: int | None) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Remove a partial folder, as far as possible: why a save has failed is known already."""
+    """Delete a partial folder. Errors are ignored, because the save's own error is being raised."""
     with suppress(OSError):
         if folder.is_dir():
             disk.rename(folder, folder.with_name(folder.name.replace(PARTIAL, REMOVED, 1)))
@@ -114,14 +114,14 @@ def discard(folder: Path) -> None:
 
 
 def _put_away(directory: Path, tag: str) -> None:
-    """What was replaced under this tag is not needed any more."""
+    """Mark the replaced checkpoints of this tag for deletion."""
     for path in _aside(directory, REPLACED):
         if _tag_of(path) == tag:
             disk.rename(path, directory / path.name.replace(REPLACED, REMOVED, 1))
 
 
 def _remove_all(directory: Path) -> None:
-    """Remove what is to be removed, as far as possible. What others have put there is put back."""
+    """Delete the folders that are marked for deletion. Files of the user are moved back to DIR/TAG."""
     for folder in _aside(directory, REMOVED):
         try:
             for path in sorted(folder.iterdir()):
@@ -137,9 +137,9 @@ def _remove_all(directory: Path) -> None:
 
 
 def _put_away_all_but(directory: Path, keep_last: int, newest: str, nonce: str) -> None:
-    """All complete checkpoints of the newest one's model but the last ones, and saves that were cut off.
+    """Mark old complete checkpoints of the newest one's model, and interrupted saves, for deletion.
 
-    What `latest` names stays. See [Note: what is ours].
+    The checkpoint that `latest` names is kept. See [Note: what is ours].
     """
     found, model = _found(directory), read_manifest(directory / newest)["about"].get("model")
     others = [
@@ -149,7 +149,7 @@ def _put_away_all_but(directory: Path, keep_last: int, newest: str, nonce: str) 
     gone = others[: max(0, len(others) - (keep_last - 1))]
     for tag in gone:
         if tag != latest_tag(directory):
-            # At once: who looks for it finds all of it or nothing.
+            # A rename is atomic, so a reader finds the complete folder or none.
             disk.rename(found[tag][0], directory / f"{REMOVED}-{nonce}-{tag}")
     now = (directory / newest / MANIFEST).stat().st_mtime  # by the clock of the file system
     for path in _aside(directory, PARTIAL):
@@ -162,7 +162,7 @@ def _last_write(path: Path) -> float:
 
 
 def refuse_strange(directory: Path, tag: str, model: str) -> None:
-    """CheckpointError if a save would take the place of something that is no checkpoint of this model."""
+    """Raise CheckpointError if a save would replace anything but a checkpoint of this model."""
     place = directory / tag
     told = f"{place} exists and is %s, so it is left alone: choose another tag or another folder"
     if place.is_symlink():
@@ -173,7 +173,7 @@ def refuse_strange(directory: Path, tag: str, model: str) -> None:
         raise CheckpointError(told % "no checkpoint of zero_full")
     try:
         found = read_manifest(place)
-    except CheckpointError:  # nobody can load it
+    except CheckpointError:  # it is damaged, so replacing it loses nothing
         return
     if found["about"].get("model", model) != model:
         raise CheckpointError(told % "a checkpoint of another model")
@@ -183,20 +183,20 @@ def refuse_strange(directory: Path, tag: str, model: str) -> None:
 
 
 def _aside(directory: Path, kind: str) -> list[Path]:
-    """The folders of one of the kinds that have a nonce in their name."""
+    """Return the folders of one kind: partial, replaced or removed."""
     found = [path for path in directory.iterdir() if path.name.startswith(f"{kind}-")]
     return sorted(p for p in found if ASIDE.fullmatch(p.name) and p.is_dir() and not p.is_symlink())
 
 
 def _tag_of(path: Path) -> str:
-    """The tag of such a folder."""
+    """Return the tag in the name of a partial, replaced or removed folder."""
     told = ASIDE.fullmatch(path.name)
     assert told is not None, path
     return told[3]
 
 
 def _found(directory: Path) -> dict[str, tuple[Path, dict[str, Any]]]:
-    """All complete checkpoints in a folder, by tag: where each is, and its manifest."""
+    """Return the path and the manifest of each complete checkpoint in a folder, by tag."""
     if not directory.is_dir():
         return {}
     places = {path.name: path for path in directory.iterdir() if not ASIDE.fullmatch(path.name)}
@@ -212,17 +212,17 @@ def _found(directory: Path) -> dict[str, tuple[Path, dict[str, Any]]]:
 
 
 def complete(directory: Path) -> dict[str, dict[str, Any]]:
-    """The manifests of all complete checkpoints in a folder, by tag."""
+    """Return the manifests of all complete checkpoints in a folder, by tag."""
     return {tag: manifest for tag, (_, manifest) in _found(directory).items()}
 
 
 def unfinished(directory: Path) -> list[Path]:
-    """Folders of saves that were cut off, or are still under way."""
+    """Return the folders of saves that were interrupted or are in progress."""
     return _aside(directory, PARTIAL) if directory.is_dir() else []
 
 
 def latest_tag(directory: Path) -> str | None:
-    """What `latest` names; None if there is no such file."""
+    """Return the tag in the file `latest`, or None without such a file."""
     try:
         tag = read_whole(directory / LATEST, None, largest=4096).decode().strip()
     except FileNotFoundError:
@@ -238,7 +238,7 @@ def latest_tag(directory: Path) -> str | None:
 
 
 def folder_of(directory: Path, tag: str) -> Path:
-    """Where the checkpoint of this tag is; CheckpointError if there is none that is complete."""
+    """Return the folder of the checkpoint with this tag. Raises CheckpointError if none exists."""
     place = directory / check_tag(tag)
     if place.exists():
         return place
@@ -252,7 +252,7 @@ def folder_of(directory: Path, tag: str) -> Path:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Who has written what; CheckpointError if the folder is not complete, or not one of ours."""
+    """Read a manifest. Raises CheckpointError if the folder is incomplete or in another format."""
     path = folder / MANIFEST
     try:
         told = json.loads(read_whole(path, None))
@@ -275,7 +275,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def digest_of(manifest: Mapping[str, Any]) -> str:
-    """What tells two saves apart."""
+    """Return a digest that differs between two saves."""
     return blake2b(_canonical(manifest), digest_size=8).hexdigest()
 
 
@@ -288,7 +288,7 @@ def _check_types(manifest: Mapping[str, Any]) -> None:
 
 
 def read_whole(path: Path, crc: int | None, largest: int = LARGEST) -> bytes:
-    """A small file; CheckpointError if its checksum is not this one."""
+    """Read a small file. Raises CheckpointError if it is too large or its checksum is not `crc`."""
     size = path.lstat().st_size
     if size > largest:
         raise CheckpointError(f"{path} has {size} bytes, which is too much")

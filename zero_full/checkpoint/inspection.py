@@ -1,4 +1,4 @@
-"""What a checkpoint holds, for a person and as JSON; and whether all of it can be read."""
+"""Describe a checkpoint's contents, as text and as JSON, and verify that all data can be read."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -14,20 +14,20 @@ from zero_full.errors import CheckpointError
 from zero_full.formatting import INDENT, behind, human, listed, natural, shown, terminal
 from zero_full.shard.contents.state import PARAMETERS, STATE
 
-LATEST = ("latest", "latest_universal")  # files with the name of the newest checkpoint
-MOST = 20  # lines about what is wrong
+LATEST = ("latest", "latest_universal")  # files that name the newest checkpoint
+MOST = 20  # largest number of errors shown
 
 
 @dataclass(frozen=True)
 class Neighbours:
-    """What lies beside a checkpoint."""
+    """Other checkpoints in the folder that a checkpoint is in."""
 
     latest: str | None = None
-    others: list[str] = field(default_factory=list)  # folders
-    unfinished: list[str] = field(default_factory=list)  # folders of saves that have not ended
+    others: list[str] = field(default_factory=list)  # folder names
+    unfinished: list[str] = field(default_factory=list)  # folder names of incomplete saves
 
     def rows(self) -> Iterator[tuple[str, str]]:
-        """What there is to say about them."""
+        """Yield the lines to show about them: name and text."""
         if self.latest is not None:
             yield "latest", self.latest
         if self.others:
@@ -37,12 +37,12 @@ class Neighbours:
 
 
 def neighbours(folder: Path, path: Path | None) -> Neighbours:
-    """What lies beside `path`, a checkpoint that was found in `folder`; None: what lies in `folder`."""
+    """Find the checkpoints next to `path`, which was opened by way of `folder`; None: those in `folder`."""
     root = folder
     if path is not None and path.resolve() == folder.resolve():
         root = folder.resolve().parent
         if _latest(root) is None:
-            return Neighbours()  # who knows what else is there
+            return Neighbours()  # the parent may be any folder, not one of checkpoints
     if not root.is_dir():
         return Neighbours()
     found = [each.name for each in root.iterdir() if each.is_dir() and each.name[0] != "."]
@@ -57,13 +57,13 @@ def _latest(root: Path) -> str | None:
         try:
             if (root / name).is_file():
                 return (root / name).read_text()[:1000].strip()
-        except (OSError, ValueError):  # the reader tells, if it needs it
+        except (OSError, ValueError):  # opening the checkpoint reports this, if it needs the file
             continue
     return None
 
 
 def verify(source: Source, advance: Advance = lambda size: None) -> list[str]:
-    """Read everything; what is wrong with it, each once."""
+    """Read all data and return the distinct error messages."""
     wrong: dict[str, None] = {}
 
     def attempt(read: Callable[[], object]) -> None:
@@ -85,7 +85,7 @@ def verify(source: Source, advance: Advance = lambda size: None) -> list[str]:
 
 
 def total(tensors: Sequence[StoredTensor]) -> dict[str, int]:
-    """How many they are, their elements and their bytes."""
+    """Return the number of tensors, their elements and their bytes."""
     return {
         "tensors": len(tensors),
         "elements": sum(tensor.numel for tensor in tensors),
@@ -94,12 +94,12 @@ def total(tensors: Sequence[StoredTensor]) -> dict[str, int]:
 
 
 class Inspection:
-    """A checkpoint that was looked at."""
+    """The description of a checkpoint, with the errors of its verification if that was requested."""
 
     def __init__(self, source: Source, around: Neighbours, wrong: list[str] | None = None) -> None:
         self.source, self.around = source, around
-        self.wrong = wrong  # None: nobody has looked
-        self.kinds: dict[str, dict[str, StoredTensor]] = {}  # by "parameters", "state/exp_avg", and by name
+        self.wrong = wrong  # None: not verified
+        self.kinds: dict[str, dict[str, StoredTensor]] = {}  # by kind, as "state/exp_avg", by name
         for key in sorted(source.tensors, key=_place):
             stored = source.tensors[key]
             kind, _, name = key.partition("/")
@@ -109,15 +109,15 @@ class Inspection:
             self.kinds.setdefault(kind, {})[name] = stored
 
     def totals(self) -> dict[str, dict[str, int]]:
-        """Of each kind."""
+        """Return the totals of each kind of tensor."""
         return {kind: total(list(tensors.values())) for kind, tensors in self.kinds.items()}
 
     def named(self) -> dict[str, dict[str, StoredTensor]]:
-        """Parameters and buffers: the optimizer's state has their names again."""
+        """Return parameters and buffers, by kind and name, without the optimizer state."""
         return {kind: tensors for kind, tensors in self.kinds.items() if "/" not in kind}
 
     def as_json(self) -> str:
-        """One line with everything."""
+        """Return the description as one line of JSON."""
         shared = self.source.shared
         return json.dumps(
             {
@@ -145,7 +145,7 @@ class Inspection:
         return [key for key, value in self.source.shared.items() if key not in told and value is not None]
 
     def table(self) -> str:
-        """Everything in lines."""
+        """Return the description as text."""
         parts = [self._head(), self._sums()]
         parts += [self._list(kind, tensors) for kind, tensors in self.named().items()]
         if self.wrong is not None:
@@ -196,7 +196,7 @@ class Inspection:
 
 
 def _place(key: str) -> tuple[bool, bool, list[tuple[int, str]]]:
-    """Where a key is listed: parameters, buffers, the optimizer's state."""
+    """Sort key of a tensor: parameters, then buffers, then optimizer state."""
     return key.startswith(STATE), not key.startswith(PARAMETERS), natural(key)
 
 
@@ -222,13 +222,13 @@ def _type(stored: StoredTensor) -> str:
 
 
 def pairs(rows: Sequence[tuple[str, str]]) -> list[str]:
-    """Names, and values below each other, as wide as the terminal."""
+    """Format names and values in two columns, wrapped to the terminal's width."""
     column = 4 + max((len(name) for name, _ in rows), default=0)
     return [line for name, value in rows for line in behind(f"  {name}", value, column, terminal())]
 
 
 def _named(names: Sequence[str], cells: Sequence[str], notes: Sequence[str]) -> list[str]:
-    """The cells behind their names and before their notes, as wide as the terminal."""
+    """Format each name, cell and note as a line, wrapped to the terminal's width."""
     width, wide = terminal(), max(map(len, cells))
     column = min(2 + max(map(len, names)), max(width - wide, 0))
     lines = []
@@ -242,7 +242,7 @@ def _named(names: Sequence[str], cells: Sequence[str], notes: Sequence[str]) -> 
 
 
 def aligned(rows: Sequence[tuple[str, ...]], right: bool = False) -> list[str]:
-    """The rows with columns below each other; `right`: all but the first end below each other."""
+    """Format rows in aligned columns. `right`: all columns but the first are aligned to the right."""
     wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:

@@ -1,8 +1,8 @@
-"""Plain data as JSON and back, exactly: what is saved beside parameters, without pickle.
+"""Convert plain data to JSON and back without loss, for checkpoint values other than parameters. No pickle.
 
-Numbers, texts, bytes, None, lists, tuples, sets, deques, dicts, tensors and arrays of numpy are plain data
-(a parameter comes back as a tensor). Anything else is an error that says where it is; a class is not, because
-loading it would mean running it.
+Plain data are numbers, strings, bytes, None, lists, tuples, sets, deques, dicts, tensors and numpy arrays. A
+parameter comes back as a tensor. Any other value is an error that names its location. Instances of other
+classes are not plain data, because loading them would mean running code.
 """
 
 import base64
@@ -22,22 +22,25 @@ from zero_full.errors import CheckpointError
 from zero_full.shard.group.checksum import digest
 from zero_full.shard.group.released import Absent
 
-KIND, VALUE = "~", "is"  # of what JSON does not know: {"~": "tuple", "is": [...]}
+KIND, VALUE = "~", "is"  # keys that tag a type unknown to JSON: {"~": "tuple", "is": [...]}
 SEQUENCES: dict[type, str] = {tuple: "tuple", torch.Size: "size", set: "set", frozenset: "frozenset"}
 MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
-SCALARS = (torch.float32, torch.float64, torch.int64, torch.int32)  # in a text, exactly
-DEEPEST = 100  # levels of lists and dicts; what holds itself, or means harm, has more
-LONGEST = 10_000  # bits of a number: Python itself refuses to read much longer ones
+SCALARS = (torch.float32, torch.float64, torch.int64, torch.int32)  # dtypes that decimal text holds exactly
+DEEPEST = 100  # levels of nesting; self-referencing or malicious data has more
+LONGEST = 10_000  # bits of an integer; Python cannot parse much longer ones
 
 
 class Encoder:
-    """Plain data on their way into a file. Tensors are put aside."""
+    """Encoder of plain data to JSON values. Collects the tensors in `tensors`, to be stored separately."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
 
     def encode(self, value: Any, where: str, depth: int = 0) -> Any:
-        """What `json.dumps` takes; CheckpointError if `value`, which `where` names, is not plain data."""
+        """Return `value` in a form that `json.dumps` accepts.
+
+        Raises CheckpointError, which names the value by `where`, if it is not plain data.
+        """
         kind = type(value)
         if depth > DEEPEST:
             raise CheckpointError(
@@ -113,18 +116,19 @@ def _refusal(where: str, kind: str) -> CheckpointError:
 
 
 def fingerprint(value: Any) -> str:
-    """A text that differs if plain data do, to the last bit."""
+    """Return a string that is equal for two values only if they are equal bit for bit."""
     encoder = Encoder()
     told = json.dumps(encoder.encode(value, "a state"))
     return told + "".join(digest(tensor).hex() for tensor in encoder.tensors)
 
 
 def decode(told: Any, tensor: Callable[[int], Tensor], depth: int = 0) -> Any:
-    """The plain data of what `Encoder.encode` has returned; ValueError and the like if that was damaged.
+    """Return the plain data that `Encoder.encode` has encoded.
 
-    `tensor` gives the tensors that were put aside.
+    `tensor` returns a tensor by its index in `Encoder.tensors`. Damaged input raises ValueError, KeyError or
+    another exception of the decoding functions.
     """
-    if depth > DEEPEST + 2:  # which a file adds
+    if depth > DEEPEST + 2:  # a rank's JSON file adds two levels of its own
         raise ValueError("nested too deeply")
     if isinstance(told, list):
         return [decode(each, tensor, depth + 1) for each in told]
@@ -145,7 +149,7 @@ def decode(told: Any, tensor: Callable[[int], Tensor], depth: int = 0) -> Any:
 
 
 def _array(value: Any) -> Any:
-    import numpy  # only where arrays were saved
+    import numpy  # imported only if the file holds arrays
 
     dtype, shape, numbers = value
     made = numpy.dtype(str(dtype))

@@ -1,9 +1,9 @@
-"""Load what a run goes on from: at any number of ranks, stage and precision, all of it or nothing.
+"""Load a checkpoint at any world size, stage and precision, either completely or not at all.
 
-[Note: a load] First everything is compared and every byte that this rank needs is verified; only when all
-ranks are content, anything is changed. First of all the schedule and other objects take their states, which
-they may refuse (`object_state.py`): they get their own back, and nothing has happened. Each rank reads its
-own ranges.
+[Note: a load] Each rank first compares names, shapes and options, and verifies every byte that it needs.
+Values change only if all ranks succeed. The LR scheduler and other objects load their states first
+(`object_state.py`). If one raises, all get their previous states back, and nothing has changed. Then each
+rank reads its own ranges.
 """
 
 import logging
@@ -31,32 +31,31 @@ from zero_full.errors import CheckpointError
 from zero_full.formatting import listed
 from zero_full.precision.scaler import DynamicScale
 from zero_full.shard.access.gathered_parameters import load_others, own_and_made
-from zero_full.shard.contents.rank_state import OF_THIS_RUN, refuse_other_facts, take_facts, wake_all_but
+from zero_full.shard.contents.rank_state import OF_THIS_RUN, refuse_other_facts, take_facts
 from zero_full.shard.contents.state import BUFFERS, PARAMETERS, Chunk, NewState, put_back
 from zero_full.shard.group.parameters import GatherState
-from zero_full.shard.guards.local_steps import refuse_apart
 from zero_full.shard.step.optimizer import ZeroOptimizer
 from zero_full.shard.step.wrapped_optimizer import NoOptimizer
 
 log = logging.getLogger("zero_full")
-BY_SCHEDULE = ("lr", "initial_lr", "betas", "momentum")  # options of groups that schedules change
-LIMITS = ("max_", "min_", "base_")  # which schedules note there
+BY_SCHEDULE = ("lr", "initial_lr", "betas", "momentum")  # parameter group options that LR schedulers change
+LIMITS = ("max_", "min_", "base_")  # prefixes of options that LR schedulers add to parameter groups
 
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """What of a checkpoint is to be loaded."""
+    """Selection of the parts of a checkpoint to load."""
 
-    strict: bool = True  # every parameter and buffer must be there, and none besides
-    optimizer_states: bool = True  # and with them what else a run goes on from, such as random numbers
+    strict: bool = True  # raise on missing or unexpected parameters and buffers
+    optimizer_states: bool = True  # includes random number states and kept objects
     lr_scheduler_states: bool = True
     module_only: bool = False
-    drop_errors: bool = False  # give up what each rank had of its own, as another number of ranks must
+    drop_errors: bool = False  # discard optimizer state of single ranks; required if the world size changes
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a load has found."""
+    """The result of a load."""
 
     path: Path
     client_state: dict[str, Any]
@@ -73,13 +72,13 @@ def load_checkpoint(
     wanted: LoadOptions = LoadOptions(),
     extras: Extras = Extras(),  # noqa: B008
 ) -> Resumed | None:
-    """Go on from a checkpoint. Every rank must call this.
+    """Load a checkpoint to resume training. Every rank must call this.
 
-    tag     None: the one that the folder's file `latest` names; if there is no such file, nothing is loaded
-            and the answer is None
-    extras  the schedule and other objects that were saved, which are given their state
+    tag     None: the checkpoint that the folder's file `latest` names; without such a file, load nothing and
+            return None
+    extras  the LR scheduler and other saved objects, which load their states
 
-    CheckpointError if anything is wrong, on every rank; nothing is changed then.
+    A failure raises CheckpointError on every rank, and nothing is changed.
     """
     optimizer.unfinished.refuse_load("load_checkpoint")
     background_of(optimizer).wait()
@@ -120,7 +119,7 @@ def _refuse_others(found: Mapping[int, list[tuple[str, str]]]) -> None:
 
 
 class CheckpointLoad:
-    """One load, as one rank takes part in it."""
+    """One rank's part of a load."""
 
     def __init__(
         self, module: nn.Module, optimizer: ZeroOptimizer, source: Source, wanted: LoadOptions, extras: Extras
@@ -129,7 +128,7 @@ class CheckpointLoad:
         self.wanted, self.extras = wanted, extras
         self.own_tensors, self.made = own_and_made(module)
         self.named = {**self.own_tensors, **self.made}
-        self.keys: dict[str, str] = {}  # of the module's tensors, by name
+        self.keys: dict[str, str] = {}  # keys of the module's tensors, by name
         trains = not isinstance(optimizer.base, NoOptimizer)
         self.with_state = wanted.optimizer_states and not wanted.module_only and trains
         self.values, self.own = SourceValues(source), OwnState(source, optimizer)
@@ -137,7 +136,7 @@ class CheckpointLoad:
     # Before anything changes ---------------------------------------------------------------------
 
     def check(self) -> None:
-        """CheckpointError unless everything fits and can be read."""
+        """Raise CheckpointError unless the checkpoint matches the model and can be read."""
         try:
             self._check()
         except CheckpointError:
@@ -147,10 +146,10 @@ class CheckpointLoad:
             raise CheckpointError(f"{self.source.path}: {told}. Nothing was loaded") from error
 
     def _check(self) -> None:
-        if self.wanted.module_only:  # else the counters begin a step anew
+        if self.wanted.module_only:  # a full load resets the accumulation, so only this one must check
             self.optimizer.refuse_unfinished("load_checkpoint(load_module_only=True)")
         if not self.with_state:
-            refuse_apart(self.optimizer, "loading parameters without the optimizer's state")
+            self.optimizer.refuse_apart("loading parameters without the optimizer's state")
         self._match()
         if self.with_state:
             self._check_state()
@@ -162,7 +161,7 @@ class CheckpointLoad:
         self.takers = self._takers()
 
     def _match(self) -> None:
-        """Find every tensor of the module in the source."""
+        """Match every tensor of the module with one of the source."""
         contents, excluded = self.optimizer.contents, set(self.source.shared.get("excluded", ()))
         names: dict[Tensor, list[str]] = {
             param: [plain(member.name)] for param, (_, member) in self.optimizer.parts.places.items()
@@ -184,7 +183,7 @@ class CheckpointLoad:
         mine = {key.partition("/")[0].partition("@")[2] for key in keys.values()}
         surplus = [key for key in self.source.tensors if is_of(key, mine) and key not in used]
         unexpected = [key.partition("/")[2] for key in surplus]
-        if self.source.savers:  # others do not tell apart what modules make themselves
+        if self.source.savers:  # other formats do not separate extra state from tensors
             told = self.source.shared["others"].keys()
             made = {plain(name) for name, value in self.made.items() if not isinstance(value, Tensor)}
             missing, unexpected = [*missing, *(made - told)], [*unexpected, *(told - made)]
@@ -206,7 +205,7 @@ class CheckpointLoad:
             log.warning("; ".join(told))
 
     def _find(self, kind: str, names: Sequence[str]) -> str | None:
-        """The key under which a tensor with these names is stored."""
+        """Return the key in the source of a tensor with these names, or None."""
         part = kind.partition("@")[1] + kind.partition("@")[2]
         for name in names:
             for each in (name, self.source.aliases.get(name)):
@@ -222,7 +221,7 @@ class CheckpointLoad:
                 f"{self.source.path} has no state of an optimizer: load without it "
                 "(load_optimizer_states=False). Nothing was loaded"
             )
-        refuse_other_facts(self.optimizer, shared)
+        refuse_other_facts(self.optimizer.contents, shared)
         if this_rank() == 0:
             self._tell_options()
         if not self.wanted.drop_errors:
@@ -232,7 +231,7 @@ class CheckpointLoad:
         randomness.check(self.source.private(this_rank()).get("random"))
 
     def _tell_options(self) -> None:
-        """Say which options of the optimizer become what they were, although this run gives others."""
+        """Warn about saved optimizer options that replace other values of this run."""
         by_schedule = BY_SCHEDULE if self.extras.lr_scheduler is not None else ()
         pairs = zip(self.optimizer.param_groups, self.source.shared["groups"], strict=True)
         for number, (here, saved) in enumerate(pairs):
@@ -248,7 +247,7 @@ class CheckpointLoad:
                 )
 
     def _refuse_other_groups(self, members: Iterable[Sequence[str]]) -> None:
-        """CheckpointError if a parameter would get the options of another one's group."""
+        """Raise CheckpointError if a parameter has moved to another parameter group since the save."""
         saved = {name: number for number, names in enumerate(members) for name in names}
         for number, names in enumerate(group_members(self.optimizer)):
             for name in names:
@@ -261,7 +260,7 @@ class CheckpointLoad:
                     )
 
     def _takers(self) -> Takers:
-        """What takes a state of its own."""
+        """Return the objects that load a state of their own."""
         takers, wanted = Takers(self.source), self.wanted
         if wanted.lr_scheduler_states and not wanted.module_only:
             takers.add_schedule(self.extras.lr_scheduler, self.with_state)
@@ -271,7 +270,7 @@ class CheckpointLoad:
         return takers
 
     def _same_ranks(self) -> bool:
-        """Whether this rank goes on where one has saved."""
+        """Return whether the world size is that of the save, so that ranks can load their private data."""
         return len(self.source.savers) == self._ranks() and this_rank() in self.source.savers
 
     def _ranks(self) -> int:
@@ -280,7 +279,7 @@ class CheckpointLoad:
         return groups.dense.shard.size * groups.dense.across.size * model
 
     def _chunks(self) -> list[Chunk]:
-        """Where values go; with room for the optimizer's state."""
+        """Return the chunks to read, including new tensors for the optimizer state."""
         contents = self.optimizer.contents
         first: dict[Tensor, str] = {}
         for name, tensor in self.own_tensors.items():
@@ -294,7 +293,7 @@ class CheckpointLoad:
     # Changes -------------------------------------------------------------------------------------
 
     def change(self, attempt: Attempt) -> None:
-        """Do all of it. Every rank must call this, after all have checked."""
+        """Apply the checkpoint. Every rank must call this, after all ranks have checked."""
         attempt(self.takers.hand_out)
         try:
             attempt.agree()
@@ -311,28 +310,28 @@ class CheckpointLoad:
             raise CheckpointError(f"{error}. Some parameters are changed already: load again") from error
 
     def fill(self) -> None:
-        """Read this rank's ranges. Parameters follow when all ranks are done."""
+        """Read this rank's ranges. `finish` updates the parameters when all ranks are done."""
         shared = self.source.shared
         if self.with_state:
             self.optimizer.contents.stepper.load_own({})
         if "asleep" in shared:
-            wake_all_but(self.optimizer, shared["asleep"])
+            self.optimizer.wake_all_but(shared["asleep"])
         chunks = self._chunks()
         self.values.read(chunks)
         put_back(chunks)
         if self.state is not None:
             self.state.install()
-            take_facts(self.optimizer, self._facts())
+            take_facts(self.optimizer.contents, self.optimizer.scaler, self._facts())
             self.own.install()
         elif self.takers.takes_schedule:
             set_rates(self.optimizer.param_groups, self.extras.lr_scheduler)
         self.optimizer.zero_grad()
         if self._same_ranks():
             self._take_own_buffers()
-        load_others(self.module, self.saved)  # once more: what they make of it may need the new parameters
+        load_others(self.module, self.saved)  # again, as hooks may compute from the new parameters
 
     def _facts(self) -> dict[str, Any]:
-        """Those that mean something here: a static loss scale is what the configuration says."""
+        """Return the saved facts that apply here. A static loss scale is that of the configuration."""
         facts, scaler = dict(self.source.shared), self.optimizer.scaler
         is_alike = facts.get("scaler", {}).keys() == scaler.state_dict().keys()
         if not (is_alike and isinstance(scaler, DynamicScale)):
@@ -348,18 +347,18 @@ class CheckpointLoad:
         put_back(targets.values())
 
     def finish(self) -> None:
-        """Parameters follow their masters, on all ranks."""
+        """Update the parameters from their master weights. Every rank must call this."""
         optimizer = self.optimizer
-        optimizer.publish()
+        optimizer.follow_masters()
         if self.with_state:
             optimizer.start_over()
-        for flat in optimizer.frozen:
+        for flat in (group.parameters for group in optimizer.parts.frozen):
             flat.node_copy = None
             if flat.state is GatherState.WHOLE:
                 flat.collect()
 
     def _go_on(self) -> None:
-        """Random numbers go on where they were."""
+        """Restore the random number generators, if the world size is unchanged."""
         if not self.with_state:
             return
         private = self.source.private(this_rank())

@@ -1,7 +1,7 @@
-"""What takes a state of its own in a load: the schedule, what modules make themselves, and kept objects.
+"""Load objects that have a `load_state_dict`: the LR scheduler, extra state of modules, and kept objects.
 
-Nobody knows what they accept but they. So they take their states before anything else changes, and get their
-own back if one of them, on any rank, refuses.
+Only the objects themselves know which states they accept. So they load their states before anything else
+changes. If one of them raises on any rank, all get their previous states back.
 """
 
 import logging
@@ -26,7 +26,7 @@ log = logging.getLogger("zero_full")
 
 @dataclass(frozen=True)
 class Taker:
-    """An object, and the state that it is to take."""
+    """An object with the state that it is to load."""
 
     name: str
     taker: Any
@@ -34,23 +34,23 @@ class Taker:
 
 
 class MadeByModule:
-    """What a module makes for its state dict and takes back: extra states, and tensors that hooks return."""
+    """State dict entries that a module makes itself: extra state, and tensors from state dict hooks."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it, as it is now."""
+        """Return copies of the current entries."""
         _, made = own_and_made(self.module)
         return {name: copied(value) for name, value in made.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Give it back, as far as it is there."""
+        """Load the entries that the module still has."""
         load_others(self.module, state)
 
 
 class Takers:
-    """The objects that take part in a load, in order."""
+    """The objects that load a state of their own, in order, with their previous states for a rollback."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -59,9 +59,10 @@ class Takers:
         self.takes_schedule = False
 
     def add_schedule(self, schedule: Any, with_state: bool) -> None:
-        """The schedule of this run, or None; CheckpointError if the saved one is another.
+        """Add this run's LR scheduler, which may be None.
 
-        `with_state`: the options of the optimizer's groups, among them the learning rate, are loaded, too.
+        Raises CheckpointError if the saved scheduler is of another class. `with_state`: the options of the
+        optimizer's parameter groups, including the learning rate, are loaded as well.
         """
         state, kind = self.source.shared.get("lr_scheduler"), type(schedule).__name__
         if schedule is None:
@@ -90,13 +91,17 @@ class Takers:
         self.takes_schedule = True
 
     def add_made(self, module: nn.Module, state: Mapping[str, Any]) -> None:
-        """What the module is to take back."""
+        """Add the entries that the module itself has made for its state dict."""
         if state:
             self.those.append(Taker(f"the module's own {listed(sorted(state))}", MadeByModule(module), state))
 
     def add_kept(self, extras: Extras, same_ranks: bool, ranks: int) -> None:
-        """Objects that are to go on: with this rank's states, or what all ranks had alike."""
-        if not self.source.savers:  # written by somebody else
+        """Add the objects of `extras.kept`.
+
+        Each loads this rank's saved state. If the number of ranks has changed, the state must be equal on all
+        saved ranks.
+        """
+        if not self.source.savers:  # not written by zero_full
             if extras.kept and this_rank() == 0:
                 log.warning("%s has no states of %s", self.source.path, listed(sorted(extras.kept)))
             return
@@ -126,7 +131,7 @@ class Takers:
             self.those.append(Taker(name, each, states[this_rank() if same_ranks else min(states)]))
 
     def hand_out(self) -> None:
-        """Give all their states, and note what they had."""
+        """Load the state of each object, and keep its previous state for `take_back`."""
         for each in self.those:
             self.before.append(Taker(each.name, each.taker, copied(each.taker.state_dict())))
             try:
@@ -137,14 +142,18 @@ class Takers:
                 ) from error
 
     def take_back(self) -> None:
-        """Give all what they had."""
+        """Load the previous state of each object again."""
         for each in self.before:
-            with suppress(Exception):  # of one that takes no state at all, which has been told
+            with suppress(Exception):  # an object that accepts no state; the load's error reports it
                 each.taker.load_state_dict(each.state)
 
 
 def made_in(source: Source, made: Mapping[str, Any], place: Mapping[str, str]) -> dict[str, Any]:
-    """What the source has of what a module makes, by its names. `place`: keys of tensors, by name."""
+    """Return the saved values of the entries that a module itself makes for its state dict.
+
+    made   the module's current entries, by name
+    place  the key in the source of each entry that is a tensor, by name
+    """
     others, found = source.shared.get("others", {}), dict[str, Any]()
     for name, value in made.items():
         if isinstance(value, Tensor):
@@ -159,7 +168,7 @@ def made_in(source: Source, made: Mapping[str, Any], place: Mapping[str, str]) -
 
 
 def set_rates(groups: Sequence[dict[str, Any]], schedule: Any) -> None:
-    """The learning rates of groups whose own were not loaded become those that the schedule has reached."""
+    """Set the learning rates of parameter groups to those that the LR scheduler has reached."""
     for group, rate in zip(groups, schedule.get_last_lr(), strict=True):
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(rate)

@@ -1,4 +1,4 @@
-"""One save, as one rank takes part in it: its files, and how they become a checkpoint."""
+"""One rank's part of a save: write its files and, on the first rank, publish the checkpoint."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -18,43 +18,43 @@ from zero_full.checkpoint.folder import (
 from zero_full.checkpoint.rank_file import Payload, write
 from zero_full.errors import CheckpointError
 
-Rows = Mapping[str, Mapping[str, int]]  # what a manifest says of files
+Rows = Mapping[str, Mapping[str, int]]  # a manifest's entries by file name: sizes and checksums
 
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """How a checkpoint is saved; the same on every rank."""
+    """Options of a save, equal on every rank."""
 
-    save_latest: bool = True  # `load_checkpoint` finds this one without a tag
-    exclude_frozen_parameters: bool = False  # leave out what has requires_grad=False
-    keep_last: int | None = None  # of this model in this folder; older ones are removed, and cut-off saves
-    asynchronous: bool = False  # wait for a copy in the host's memory only, see `wait_for_checkpoint`
+    save_latest: bool = True  # `load_checkpoint` loads this checkpoint when it is called without a tag
+    exclude_frozen_parameters: bool = False  # leave out parameters with requires_grad=False
+    keep_last: int | None = None  # checkpoints of this model to keep; older and interrupted ones are deleted
+    asynchronous: bool = False  # return after a copy to host memory, see `wait_for_checkpoint`
 
 
 @dataclass(frozen=True)
 class CheckpointSave:
-    """One save, as one rank takes part in it."""
+    """One rank's part of a save."""
 
     directory: Path
     tag: str
     nonce: str
     payload: Payload
     about: Mapping[str, Any]
-    ranks: tuple[int, ...]  # that take part
+    ranks: tuple[int, ...]  # all ranks of the save
     options: SaveOptions
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that makes the folder, and publishes it."""
+        """Whether this is the rank that creates and publishes the folder."""
         return self.payload.rank == min(self.ranks)
 
     @property
     def folder(self) -> Path:
-        """Where files are until all are there."""
+        """The partial folder, which holds the files until all are complete."""
         return partial_folder(self.directory, self.tag, self.nonce)
 
     def write(self, look: Callable[[], None] = lambda: None) -> Rows:
-        """This rank's files. `look` is called now and then; what it raises ends the writing."""
+        """Write this rank's files. `look` is called in between; an exception that it raises ends the save."""
         if not self.folder.is_dir():
             raise CheckpointError(
                 f"{self.folder} is not there, but rank {min(self.ranks)} has made it: save into a folder "
@@ -63,7 +63,7 @@ class CheckpointSave:
         return write(self.folder, self.payload, look)
 
     def commit(self, rows: Mapping[int, Rows]) -> None:
-        """All ranks' files are there: the folder becomes a checkpoint."""
+        """Publish the checkpoint, once all ranks' files are complete."""
         manifest = {
             "format": FORMAT,
             "version": VERSION,
@@ -77,6 +77,6 @@ class CheckpointSave:
         tidy(self.directory, self.tag, self.nonce, self.options.keep_last)
 
     def discard(self) -> None:
-        """What was written goes."""
+        """Delete the partial files of this save, on the first rank."""
         if self.is_first:
             discard(self.folder)

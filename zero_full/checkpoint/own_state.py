@@ -1,4 +1,4 @@
-"""What each rank has saved for itself of the optimizer: see [Note: a rank's own state] in `optim/step.py`."""
+"""Load optimizer state that differs between ranks: see [Note: a rank's own state] in `optim/step.py`."""
 
 import torch
 
@@ -10,7 +10,7 @@ from zero_full.shard.step.optimizer import ZeroOptimizer
 
 
 class OwnState:
-    """This rank's part of it, while a checkpoint is loaded."""
+    """This rank's own optimizer state during a load."""
 
     def __init__(self, source: Source, optimizer: ZeroOptimizer) -> None:
         self.source, self.stepper = source, optimizer.contents.stepper
@@ -19,7 +19,7 @@ class OwnState:
         self.rooms: dict[str, Chunk] = {}
 
     def find(self, ranks: int, same_ranks: bool) -> None:
-        """CheckpointError if there is something, and no rank here can go on from it."""
+        """Find this rank's own state. Raises CheckpointError if the number of ranks has changed."""
         kept = [key for key in self.source.tensors if key.startswith(f"{OWN}/")]
         if not kept:
             return
@@ -34,7 +34,7 @@ class OwnState:
         self.keys = [key for key in kept if key.startswith(f"{OWN}/{this_rank()}/")]
 
     def chunks(self) -> list[Chunk]:
-        """Room for it."""
+        """Allocate tensors for the state, as chunks to be read."""
         for key in self.keys:
             stored = self.source.tensors[key]
             room = torch.empty(stored.numel, dtype=stored.dtype, device=self.device)
@@ -42,5 +42,5 @@ class OwnState:
         return list(self.rooms.values())
 
     def install(self) -> None:
-        """The stepper has it, and nothing else of its own."""
+        """Load the state into the stepper, in place of its own state."""
         self.stepper.load_own({name: chunk.values for name, chunk in self.rooms.items()})

@@ -1,4 +1,4 @@
-"""How far a long reading has come: a bar on a terminal, else a line now and then."""
+"""Progress of a long read: a bar on a terminal, else a line every ten seconds."""
 
 import time
 from collections.abc import Callable
@@ -8,11 +8,11 @@ from typing import TextIO
 from zero_full.formatting import human
 
 WIDTH = 24  # of the bar, in characters
-ON_TERMINAL, ELSEWHERE = 0.1, 10.0  # seconds from one line to the next
+ON_TERMINAL, ELSEWHERE = 0.1, 10.0  # seconds between two updates
 
 
 class Progress:
-    """Bytes that are done, of so many. As a context it leaves nothing on the terminal."""
+    """A progress display in bytes. As a context manager it clears its line on the terminal at exit."""
 
     def __init__(
         self, doing: str, total: int, stream: TextIO, clock: Callable[[], float] = time.monotonic
@@ -23,7 +23,7 @@ class Progress:
         self.began = self.last = clock()
 
     def advance(self, size: int) -> None:
-        """So many bytes more are done."""
+        """Advance the display by `size` bytes."""
         self.done += size
         now = self.clock()
         if now - self.last >= (ON_TERMINAL if self.terminal else ELSEWHERE):

@@ -1,4 +1,4 @@
-"""The states of the generators of random numbers that a training loop draws from."""
+"""Save, check and restore the states of the random number generators that a training loop uses."""
 
 import random
 import sys
@@ -8,7 +8,7 @@ import torch
 
 
 def states() -> dict[str, Any]:
-    """Of Python, numpy where it is in use, torch, and this rank's accelerator."""
+    """Return the generator states of Python, torch, numpy (if imported) and this rank's accelerator."""
     found: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
@@ -19,7 +19,7 @@ def states() -> dict[str, Any]:
 
 
 def check(found: dict[str, Any] | None) -> None:
-    """Raise if `restore` would."""
+    """Raise if these states could not be restored."""
     if found is None:
         return
     random.Random().setstate(found["python"])
@@ -31,11 +31,11 @@ def check(found: dict[str, Any] | None) -> None:
 
 
 def restore(found: dict[str, Any]) -> None:
-    """Go on where `states` was called, as far as the same generators are here."""
+    """Set the generators to saved states. States of generators that this process lacks are skipped."""
     random.setstate(found["python"])
     torch.set_rng_state(found["torch"])
     if "numpy" in found:
-        import numpy  # in use there, hence here sooner or later
+        import numpy  # the saving run used it, so this one probably will, too
 
         numpy.random.set_state(found["numpy"])
     if "accelerator" in found and torch.accelerator.is_available():

@@ -1,4 +1,4 @@
-"""What one rank writes: ranges of tensors in a safetensors file, and a JSON file that says what they are."""
+"""One rank's files of a checkpoint: tensor ranges as safetensors, and JSON that describes them."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,35 +17,37 @@ from zero_full.checkpoint.json_values import Encoder, decode
 from zero_full.errors import CheckpointError
 from zero_full.shard.contents.state import Chunk
 
-AT_ONCE = 1 << 24  # bytes that are copied from an accelerator at a time
+AT_ONCE = 1 << 24  # bytes per copy from an accelerator
 DTYPES = {code: dtype for dtype, code in CODES.items()}
-ASIDE = "plain"  # tensors among plain data
+ASIDE = "plain"  # key prefix of tensors within plain data
 
 
 def data_name(rank: int) -> str:
-    """The file with a rank's numbers."""
+    """Return the name of the file with a rank's tensor data."""
     return f"rank_{rank:05}.safetensors"
 
 
 def json_name(rank: int) -> str:
-    """The file that says what these are."""
+    """Return the name of the file that describes a rank's tensor data."""
     return f"rank_{rank:05}.json"
 
 
 @dataclass(frozen=True)
 class Payload:
-    """What one rank is about to save."""
+    """The data that one rank will save."""
 
     rank: int
-    chunks: Sequence[Chunk]  # its share of each
-    plain: Any  # plain data in JSON's terms
-    aside: Sequence[Tensor]  # the tensors among them
+    chunks: Sequence[Chunk]  # this rank's share of each tensor
+    plain: Any  # plain data, encoded as JSON values
+    aside: Sequence[Tensor]  # the tensors within the plain data
 
 
 def payload_of(rank: int, chunks: Iterable[Chunk], plain: Mapping[str, Any]) -> Payload:
-    """What a rank saves: its share of each tensor and plain data, which must be such.
+    """Encode the data that a rank saves: its share of each tensor, and plain data.
 
-    plain  "numbers" and "private" of this rank; the first one's "shared"
+    plain  "numbers" and "private" of this rank, and on the first rank also "shared"
+
+    Raises CheckpointError if `plain` holds other objects.
     """
     encoder = Encoder()
     shared = {k: encoder.encode(v, k) for k, v in plain.get("shared", {}).items()}
@@ -57,9 +59,9 @@ def payload_of(rank: int, chunks: Iterable[Chunk], plain: Mapping[str, Any]) -> 
 def write(
     folder: Path, payload: Payload, look: Callable[[], None] = lambda: None
 ) -> dict[str, dict[str, int]]:
-    """Write both files, and wait until they are on the disk. Returns a manifest's rows about them.
+    """Write both files, wait until they are on the disk, and return their rows for the manifest.
 
-    `look` is called now and then; what it raises ends the writing.
+    `look` is called before each tensor. An exception that it raises ends the writing.
     """
     named = {chunk.key: chunk.values for chunk in payload.chunks if chunk.values.numel()}
     named |= {f"{ASIDE}/{number}": tensor.reshape(-1) for number, tensor in enumerate(payload.aside)}
@@ -101,7 +103,7 @@ def _write_tensor(file: disk.NewFile, tensor: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Range:
-    """Elements of a flattened tensor in a rank's file."""
+    """A range of a flattened tensor in a rank's file."""
 
     file: "RankFile"
     key: str
@@ -109,10 +111,10 @@ class Range:
     shape: tuple[int, ...]  # of the whole tensor
     start: int
     stop: int
-    at: int  # the first byte in the file
+    at: int  # byte offset in the file
 
     def bytes_of(self, start: int, stop: int) -> tuple[int, int]:
-        """Where these elements of the tensor lie in the file."""
+        """Return the byte range in the file of these elements of the tensor."""
         size = self.dtype.itemsize
         return self.at + (start - self.start) * size, self.at + (stop - self.start) * size
 
@@ -139,7 +141,7 @@ class RankFile:
             raise CheckpointError(f"{error.filename} is missing: rank {rank} has written it") from None
         except OSError as error:
             raise CheckpointError(str(error)) from error
-        except Exception as error:  # whatever a file can do that is not what we have written
+        except Exception as error:  # a damaged file can cause any exception in decoding
             raise CheckpointError(f"{told_in} is damaged: {error!r}") from error
 
     def _take_in(self, told: Mapping[str, Any]) -> None:
@@ -166,27 +168,27 @@ class RankFile:
     def _refuse_outside(
         self, what: str, dtype: torch.dtype, counts: Sequence[int], numel: int, at: int
     ) -> None:
-        """ValueError unless these are counts, and so many numbers lie in the file."""
+        """Raise ValueError unless all values are counts and the elements lie within the file."""
         if any(type(each) is not int or each < 0 for each in (*counts, numel, at)):
             raise ValueError(f"{what} has {counts}, {numel} and {at}, which are not all counts")
         if at + numel * dtype.itemsize > self.data.size:
             raise ValueError(f"{what} would lie outside the file")
 
     def tensor_at(self, at: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """Numbers from the file."""
+        """Read `numel` elements at byte `at` of the file."""
         tensor = torch.empty(numel, dtype=dtype, device="cpu")
         self.fill(tensor, at)
         return tensor
 
     def fill(self, tensor: Tensor, at: int) -> None:
-        """Put numbers from the file into a contiguous tensor on the CPU."""
+        """Read into a contiguous CPU tensor from byte `at` of the file."""
         try:
             self.data.read_into(bytes_of(tensor).cast("B"), at)
         except OSError as error:
             raise CheckpointError(str(error)) from error
 
     def verify(self, begin: int, end: int) -> None:
-        """CheckpointError unless these bytes are what was written."""
+        """Verify the checksums of the blocks with these bytes. Raises CheckpointError if one is wrong."""
         there = range(begin // disk.BLOCK, -(-end // disk.BLOCK))
         blocks = [block for block in there if block not in self.verified]
         try:
@@ -202,5 +204,5 @@ class RankFile:
         self.verified.update(blocks)
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self.data.close()

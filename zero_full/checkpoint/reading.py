@@ -1,4 +1,4 @@
-"""A checkpoint of zero_full as a `Source`, and which kind of source a folder is."""
+"""Open a checkpoint folder as a `Source`: of zero_full's own format, or of DeepSpeed's."""
 
 from collections.abc import Mapping
 from itertools import pairwise
@@ -15,15 +15,15 @@ from zero_full.checkpoint.source import Source, StoredTensor
 from zero_full.errors import CheckpointError
 from zero_full.formatting import listed
 
-KINDS: dict[str, type] = {  # of plain data that is there by these names
+KINDS: dict[str, type] = {  # required types of plain data, by name
     **dict.fromkeys(("aliases", "client_state", "counters", "others", "scaler", "stepper"), dict),
     **dict.fromkeys(("asleep", "excluded", "frozen", "groups", "members"), list),
-    **dict.fromkeys(("buffers", "kept", "random"), dict),  # of each rank
+    **dict.fromkeys(("buffers", "kept", "random"), dict),  # private data of each rank
 }
 
 
 class OwnSource(Source):
-    """See `folder.py` for the files."""
+    """A checkpoint in zero_full's own format. `folder.py` describes the files."""
 
     def __init__(self, folder: Path) -> None:
         self.path, self.kind = folder, "zero_full"
@@ -56,7 +56,7 @@ class OwnSource(Source):
         self.shared["about"] = dict(about)
 
     def private(self, rank: int) -> dict[str, Any]:
-        """What one rank has saved for itself."""
+        """Return the private data of one rank."""
         return next((dict(file.plain["private"]) for file in self.files if file.rank == rank), {})
 
     def _range(self, key: str, start: int, stop: int) -> Range:
@@ -66,27 +66,27 @@ class OwnSource(Source):
         raise AssertionError(f"{key}: {start} to {stop} are not in one range")
 
     def read(self, key: str, start: int, stop: int) -> Tensor:
-        """These elements, which one rank has written, if they are still what was written."""
+        """Verify and read a range of elements that one rank has written."""
         self.verify(key, start, stop)
         found = self._range(key, start, stop)
         return found.file.tensor_at(found.bytes_of(start, stop)[0], stop - start, found.dtype)
 
     def read_into(self, key: str, start: int, target: Tensor) -> None:
-        """Without a copy in between, where that is possible."""
+        """Read directly into `target` if it is contiguous, on the CPU and of the stored dtype."""
         found = self._range(key, start, start + target.numel())
         if target.device.type != "cpu" or not target.is_contiguous() or target.dtype != found.dtype:
             return super().read_into(key, start, target)
         self.verify(key, start, start + target.numel())
         found.file.fill(target, found.bytes_of(start, start)[0])
-        increment_version(target)  # as any write by torch does
+        increment_version(target)  # autograd must notice the write, which bypasses torch
 
     def verify(self, key: str, start: int, stop: int) -> None:
-        """Compare the checksums of the blocks that these elements are in."""
+        """Verify the checksums of the blocks that hold these elements."""
         found = self._range(key, start, stop)
         found.file.verify(*found.bytes_of(start, stop))
 
     def close(self) -> None:
-        """Let go of all files."""
+        """Close all files."""
         for file in self.files:
             file.close()
 
@@ -98,7 +98,7 @@ def _check_kinds(told: Mapping[str, Any]) -> None:
 
 
 def _whole(key: str, ranges: list[Range], path: Path) -> StoredTensor:
-    """What the ranges come to; CheckpointError unless they are all of a tensor."""
+    """Return the tensor that the ranges form. Raises CheckpointError if they leave gaps or disagree."""
     ranges.sort(key=lambda each: each.start)
     first = ranges[0]
     tensor = StoredTensor(first.shape, first.dtype, tuple((each.start, each.stop) for each in ranges))
@@ -111,7 +111,7 @@ def _whole(key: str, ranges: list[Range], path: Path) -> StoredTensor:
 
 
 def _is_own(directory: Path, tag: str) -> bool:
-    """Whether zero_full has completed a save of this tag, wherever it is."""
+    """Return whether a complete checkpoint of zero_full with this tag exists, also while it is replaced."""
     try:
         return (folder_of(directory, tag) / MANIFEST).exists()
     except CheckpointError:
@@ -119,12 +119,12 @@ def _is_own(directory: Path, tag: str) -> bool:
 
 
 def holds_latest(directory: Path) -> bool:
-    """Whether a checkpoint can be found there without a tag."""
+    """Return whether the folder has a checkpoint that can be opened without a tag."""
     return (directory / MANIFEST).exists() or latest_tag(directory) is not None or is_deepspeeds(directory)
 
 
 def open_checkpoint(directory: Path, tag: str | None = None) -> Source:
-    """The checkpoint of this tag, of the newest, or the one that `directory` itself is."""
+    """Open the checkpoint with this tag, or the latest, or the one that `directory` itself is."""
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is no folder, or is not there")
     wanted = latest_tag(directory) if tag is None else tag

@@ -1,7 +1,6 @@
-"""Ranges of stored tensors into ranges that a rank has: torch.distributed.checkpoint finds what overlaps.
+"""Reshard stored tensors to this rank's ranges: torch.distributed.checkpoint computes the overlaps.
 
-Every rank plans on its own. That is `no_dist` in torch's words, which also means that nothing goes through
-one rank, however many there are.
+Every rank plans alone (`no_dist`), so the cost does not concentrate on one rank at large world sizes.
 """
 
 import io
@@ -31,19 +30,19 @@ from zero_full.shard.contents.state import Chunk
 
 
 class SourceReader(StorageReader):
-    """Any `Source` for torch.distributed.checkpoint: `dcp.load(state, storage_reader=SourceReader(source))`.
+    """Storage reader for any `Source`: `dcp.load(state, storage_reader=SourceReader(source))`.
 
-    Every tensor has one dimension there.
+    It presents every tensor as one-dimensional.
     """
 
     def __init__(self, source: Source) -> None:
         self.source = source
 
     def reset(self, checkpoint_id: str | PathLike[str] | None = None) -> None:
-        """A load begins."""
+        """Do nothing, as a reader serves one source."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Which tensors there are, and which ranges of them."""
+        """Return the tensors of the source and their stored ranges."""
         told: dict[str, Any] = {}
         for key, tensor in self.source.tensors.items():
             pieces = [
@@ -57,18 +56,18 @@ class SourceReader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """All is known already."""
+        """Do nothing: the source is open already."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan as it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans as they are."""
+        """Return the plans unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what was planned, range by range."""
+        """Read the planned ranges, one at a time."""
         for item in plan.items:
             offset = item.storage_index.offset
             assert offset is not None
@@ -82,12 +81,12 @@ class SourceReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | PathLike[str]) -> bool:
-        """A source is given, not found by its name."""
+        """Return False: a source is passed as an object, not found by an id."""
         return False
 
 
 class ChunkPlanner(LoadPlanner):
-    """Plans for the chunks of one rank."""
+    """Load planner for the chunks of one rank."""
 
     def __init__(self, chunks: Mapping[str, Chunk]) -> None:
         self.chunks = chunks
@@ -96,11 +95,11 @@ class ChunkPlanner(LoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Note what there is."""
+        """Keep the metadata of the stored tensors."""
         self.metadata = metadata
 
     def create_local_plan(self) -> LoadPlan:
-        """What to read for each chunk."""
+        """Return the stored ranges to read for each chunk."""
         assert self.metadata is not None
         items: list[ReadItem] = []
         for chunk in self.chunks.values():
@@ -111,28 +110,28 @@ class ChunkPlanner(LoadPlanner):
         return LoadPlan(items)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans as they are."""
+        """Return the plans unchanged."""
         return global_plan
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """The plan as it is."""
+        """Return the plan unchanged."""
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """There are none."""
+        """Raise, as a source holds tensors only."""
         raise AssertionError(read_item)
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """Where to put what was read."""
+        """Return the part of a chunk that an item is read into."""
         chunk = self.chunks[read_item.dest_index.fqn]
         return chunk.values.narrow(0, read_item.dest_offsets[0], read_item.lengths[0])
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """It is there."""
+        """Do nothing: the data were read directly into the chunk."""
 
 
 def fill(source: Source, chunks: Sequence[Chunk]) -> None:
-    """Read every chunk, converted to its type. Several may ask for the same tensor."""
+    """Read every chunk, converted to its dtype. Several chunks may be of the same tensor."""
     wanted, others = dict[str, Chunk](), list[Chunk]()
     for chunk in chunks:
         if chunk.values.numel():
@@ -148,7 +147,7 @@ def fill(source: Source, chunks: Sequence[Chunk]) -> None:
                 planner=ChunkPlanner(wanted),
                 no_dist=True,
             )
-        except CheckpointException as error:  # which is no Exception
+        except CheckpointException as error:  # a BaseException, but no Exception
             reason, _ = next(iter(error.failures.values()))
             raise CheckpointError(str(reason) or type(reason).__name__) from error
     fill(source, others)

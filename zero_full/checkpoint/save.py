@@ -1,9 +1,9 @@
-"""Save everything that a run goes on from: each rank its share, in one folder that appears when all is there.
+"""Save a checkpoint: each rank writes its share, and the folder is published once all files are complete.
 
-[Note: a save] The ranks meet four times: to see that they mean the same save, to begin, to say that their
-files are on the disk, and to hear that it is published. A failure of one rank ends the save on all of them;
-what was there before stays. An asynchronous save returns when all have begun: see [Note: beside the training]
-in `background.py`.
+[Note: a save] The ranks synchronize four times: to check that their arguments agree, before writing, when
+their files are on the disk, and when the checkpoint is published. A failure of one rank ends the save on all
+ranks, and earlier checkpoints stay unchanged. An asynchronous save returns after the second synchronization:
+see [Note: beside the training] in `background.py`.
 """
 
 import secrets
@@ -30,7 +30,6 @@ from zero_full.comm.topology import this_rank
 from zero_full.errors import CheckpointError
 from zero_full.formatting import ranks_listed
 from zero_full.shard.access.gathered_parameters import names_and_values
-from zero_full.shard.contents.rank_state import facts_of
 from zero_full.shard.contents.state import BUFFERS, PARAMETERS, Chunk
 from zero_full.shard.group.checksum import digest
 from zero_full.shard.step.optimizer import ZeroOptimizer
@@ -40,11 +39,11 @@ CALL = "save_checkpoint"
 
 @dataclass(frozen=True)
 class Extras:
-    """What a run has beside a module and its optimizer. All of it is plain data, or has a `state_dict`."""
+    """State of a training run beyond module and optimizer: plain data, or objects with a `state_dict`."""
 
     lr_scheduler: Any = None
     counters: Mapping[str, Any] = field(default_factory=dict)
-    kept: Mapping[str, Any] = field(default_factory=dict)  # objects with `state_dict`, each rank its own
+    kept: Mapping[str, Any] = field(default_factory=dict)  # objects with `state_dict`, saved for each rank
 
 
 @torch.no_grad()
@@ -57,13 +56,13 @@ def save_checkpoint(
     extras: Extras | None = None,
     options: SaveOptions | None = None,
 ) -> Path:
-    """Save a run between two steps; returns the folder. Every rank must call this.
+    """Save a checkpoint between two steps, and return its folder. Every rank must call this.
 
-    client_state  plain data of yours, which `load_checkpoint` returns: rank 0's
-    extras        the schedule, counters and other objects of the loop
+    client_state  plain data of the caller, which `load_checkpoint` returns; rank 0's is saved
+    extras        the LR scheduler, counters and other objects of the training loop
 
-    CheckpointError, on every rank, if it fails; what was there before stays then. If the save is
-    asynchronous, it comes from the next step, save or load, or from `wait_for_checkpoint`.
+    A failure raises CheckpointError on every rank, and earlier checkpoints stay unchanged. An asynchronous
+    save raises it from the next step, save or load, or from `wait_for_checkpoint`.
     """
     background = background_of(optimizer)
     background.wait()
@@ -78,7 +77,7 @@ def save_checkpoint(
 
 
 def finish(save: CheckpointSave, attempt: Attempt) -> None:
-    """Write, agree, publish. See [Note: a save]."""
+    """Write this rank's files, wait for the other ranks, and publish. See [Note: a save]."""
     rows: dict[str, Any] = {}
     try:
         attempt(lambda: rows.update(save.write()))
@@ -99,10 +98,10 @@ def prepare(
     told: tuple[Mapping[str, Any], Extras],
     options: SaveOptions,
 ) -> CheckpointSave:
-    """What this rank saves, and that all ranks mean the same save: its folder is there.
+    """Collect what this rank saves, check that all ranks agree, and create the partial folder.
 
-    place  the folder, and the tag
-    told   the client state, and the rest
+    place  (directory, tag)
+    told   (client_state, extras)
     """
     (directory, tag), (client_state, extras) = place, told
     taken: list[Taken] = []
@@ -154,9 +153,9 @@ def prepare(
 def about_of(
     module: nn.Module, optimizer: ZeroOptimizer, ranks: int, counters: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What a person wants to know of a checkpoint, and whose it is."""
+    """Return the checkpoint's summary for people, with a hash that identifies the model."""
     shapes = sorted((plain(name), tuple(p.shape)) for name, p in module.named_parameters())
-    dtypes = sorted({str(flat.dtype).removeprefix("torch.") for flat in optimizer.flats()})
+    dtypes = sorted({str(flat.dtype).removeprefix("torch.") for flat in optimizer.parts.flats})
     return {
         "world_size": ranks,
         "stage": optimizer.settings.stage,
@@ -169,7 +168,7 @@ def about_of(
 
 
 def group_members(optimizer: ZeroOptimizer) -> list[list[str]]:
-    """The names of the parameters in each group of the optimizer."""
+    """Return the parameter names of each parameter group of the optimizer."""
     places = optimizer.parts.places
     return [
         [plain(places[p][1].name) for p in group["params"] if p in places] for group in optimizer.param_groups
@@ -183,14 +182,17 @@ def _check(tag: str, options: SaveOptions) -> None:
 
 
 def share_of(chunk: Chunk) -> Chunk:
-    """What a rank writes of it. A buffer may have other values on each rank: the first one's are written."""
+    """Return the part of a chunk that this rank writes.
+
+    A buffer's values may differ between ranks: those of the first rank are written.
+    """
     if not chunk.key.startswith(BUFFERS):
         return chunk.share()
     return chunk if chunk.holder[0] == 0 else replace(chunk, values=chunk.values[:0])
 
 
 def _refuse_others(same: Mapping[int, Mapping[str, Any]]) -> None:
-    """CheckpointError if ranks mean different saves."""
+    """Raise CheckpointError if the arguments of the save differ between ranks."""
     for key in next(iter(same.values())):
         by_value: dict[Any, list[int]] = {}
         for rank, told in same.items():
@@ -204,7 +206,7 @@ def _refuse_others(same: Mapping[int, Mapping[str, Any]]) -> None:
 
 
 class Taken:
-    """What this rank has, between two steps."""
+    """This rank's saveable state, between two steps."""
 
     def __init__(self, module: nn.Module, optimizer: ZeroOptimizer, exclude_frozen: bool) -> None:
         self.optimizer = optimizer
@@ -221,12 +223,12 @@ class Taken:
         self.first = first
         contents = optimizer.contents
         whole = contents.whole({name: tensor for tensor, name in first.items()})
-        self.whole = list(whole)  # what every rank has
+        self.whole = list(whole)  # replicated on every rank
         self.cut = [*contents.masters(), *contents.state(), *contents.frozen()]
         self.own = [*contents.own(this_rank()), *contents.cut_state()]
 
     def _refuse_gone(self, module: nn.Module) -> None:
-        """CheckpointError if a parameter that is trained is not the module's any longer."""
+        """Raise CheckpointError if the module has replaced a trained parameter by another one."""
         own = set(module.parameters())
         for param, (_, member) in self.optimizer.parts.places.items():
             shown = self.named.get(member.name)
@@ -237,11 +239,11 @@ class Taken:
                 )
 
     def buffers(self) -> dict[str, Chunk]:
-        """What ranks may have different values of."""
+        """Return the chunks of buffers, whose values may differ between ranks, by key."""
         return {c.key: c for c in self.whole if c.key.startswith(BUFFERS)}
 
     def shares(self) -> list[Chunk]:
-        """What this rank writes."""
+        """Return the chunks that this rank writes."""
         left_out = set(self.excluded)
         kinds = ((chunk, *chunk.key.partition("/")[::2]) for chunk in (*self.cut, *self.own, *self.whole))
         return self._empty() + [
@@ -251,18 +253,18 @@ class Taken:
         ]
 
     def _empty(self) -> list[Chunk]:
-        """Tensors without elements, of which no rank has a range."""
+        """Return chunks for tensors without elements, of which no rank owns a range."""
         empty = [(t, name) for t, name in self.first.items() if not t.numel()]
         keys = [(self.optimizer.contents.key_of(t, name), t) for t, name in empty]
         return [Chunk(key, tuple(t.shape), 0, t.new_empty(0)) for key, t in keys]
 
     def shared(self, extras: Extras, client_state: Mapping[str, Any]) -> dict[str, Any]:
-        """What is no range of a tensor, and the same for all ranks."""
+        """Return the saved data other than tensors that are equal on all ranks."""
         others = {plain(name): v for name, v in self.named.items() if not isinstance(v, Tensor)}
         names = {name: self.first[v] for name, v in self.named.items() if isinstance(v, Tensor)}
         scheduler = extras.lr_scheduler
         return {
-            **facts_of(self.optimizer),
+            **self.optimizer.facts(),
             "counters": dict(extras.counters),
             "members": group_members(self.optimizer),
             "lr_scheduler": None if scheduler is None else scheduler.state_dict(),

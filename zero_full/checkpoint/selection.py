@@ -1,4 +1,4 @@
-"""Which of a module's parameters and buffers go into a file, and by which names."""
+"""Select and rename the parameters and buffers of a module that a weights file holds."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from zero_full.shard.access.gathered_parameters import names_and_values
-from zero_full.shard.guards.local_steps import refuse_apart
 from zero_full.shard.step.optimizer import ZeroOptimizer
 
 Renaming = Callable[[str], str | None]  # the name in the file; None: not in the file
@@ -15,26 +14,29 @@ Renaming = Callable[[str], str | None]  # the name in the file; None: not in the
 
 @dataclass
 class Selection:
-    """What goes into a file, by its name there, in the module's order. Parameters may be released."""
+    """The contents of a weights file, by name in the file, in the module's order.
 
-    tensors: dict[str, Tensor] = field(default_factory=dict)  # tied ones under every name
-    others: dict[str, Any] = field(default_factory=dict)  # `get_extra_state`
+    The parameters may be sharded, without values.
+    """
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)  # tied tensors appear under every name
+    others: dict[str, Any] = field(default_factory=dict)  # values that are no tensors (`get_extra_state`)
 
     def first_names(self) -> dict[Tensor, str]:
-        """Every tensor once, with its first name."""
+        """Return every tensor once, with its first name."""
         first: dict[Tensor, str] = {}
         for name, tensor in self.tensors.items():
             first.setdefault(tensor, name)
         return first
 
     def aliases(self) -> dict[str, str]:
-        """Each further name of a tied tensor, with that tensor's first name."""
+        """Return each later name of a tied tensor, with the tensor's first name."""
         first = self.first_names()
         return {name: first[tensor] for name, tensor in self.tensors.items() if first[tensor] != name}
 
 
 def select(module: nn.Module, names: Renaming | None = None) -> Selection:
-    """The entries of the module's state dict, renamed by `names`; without `names`, as they are."""
+    """Select the entries of the module's state dict, renamed by `names` if given."""
     selection, origin = Selection(), dict[str, str]()
     for name, value in names_and_values(module).items():
         renamed = name if names is None else names(name)
@@ -49,11 +51,11 @@ def select(module: nn.Module, names: Renaming | None = None) -> Selection:
 
 
 def refuse_parts(optimizer: ZeroOptimizer) -> None:
-    """ValueError if ranks have different parameters of the same name, which one file cannot hold.
+    """Raise ValueError if ranks have different parameters of the same name, which one file cannot hold.
 
-    RuntimeError if they have for now.
+    Raises RuntimeError during local steps of 0/1 Adam, and after an interrupted step.
     """
-    refuse_apart(optimizer, "saving or loading weights")
+    optimizer.refuse_apart("saving or loading weights")
     groups = optimizer.groups
     if groups.expert is not None or (groups.model is not None and groups.model.size > 1):
         raise ValueError(

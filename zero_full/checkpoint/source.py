@@ -1,9 +1,8 @@
-"""Where a load gets its values from: named tensors, flattened, in pieces that lie in files.
+"""Interface of a readable checkpoint: named, flattened tensors, stored in pieces in files.
 
-A tensor's key says what it is: see `shard/contents/state.py`.
+A tensor's key has its kind and name: see `shard/contents/state.py`.
 
-Whoever writes files of another kind makes a `Source` of them: what is loaded, exported and inspected is the
-same for all.
+A reader of another file format subclasses `Source`. Load, export and inspection work with every subclass.
 """
 
 from abc import ABC, abstractmethod
@@ -19,71 +18,71 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in files."""
+    """Description of a tensor in a checkpoint. Its pieces cover all elements without gaps."""
 
-    shape: tuple[int, ...]  # of the whole
+    shape: tuple[int, ...]  # of the whole tensor
     dtype: torch.dtype
-    pieces: tuple[tuple[int, int], ...]  # ranges of its elements, in order: together all of them
+    pieces: tuple[tuple[int, int], ...]  # (start, stop) of each stored range of elements, in order
 
     @property
     def numel(self) -> int:
-        """How many elements it has."""
+        """The number of elements."""
         return prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """How many bytes its elements take."""
+        """The size in bytes."""
         return self.numel * self.dtype.itemsize
 
 
 class Source(ABC):
-    """A checkpoint that is open for reading. What is wrong with it is a `CheckpointError`."""
+    """A checkpoint that is open for reading. Raises CheckpointError if it is damaged."""
 
-    path: Path  # of the folder
-    identity: str = ""  # what tells it from another one that may take its place
-    savers: Sequence[int] = ()  # the ranks that have saved something for themselves
-    kind: str  # who has written it, in words: "zero_full", "DeepSpeed, stage 2"
+    path: Path  # of the checkpoint's folder
+    identity: str = ""  # differs between two saves to the same path
+    savers: Sequence[int] = ()  # ranks with private data, see `private`
+    kind: str  # the writer, as text: "zero_full", "DeepSpeed, stage 2"
     tensors: dict[str, StoredTensor]  # by key
-    aliases: dict[str, str]  # further names of tied parameters, with the name under which they are stored
-    # What the optimizer keeps of a parameter as a whole, such as {"step": tensor(7.)}, by parameters/NAME.
+    aliases: dict[str, str]  # other name of a tied parameter -> the name under which it is stored
+    # Optimizer state per whole parameter, such as {"step": tensor(7.)}, by key parameters/NAME.
     numbers: dict[str, dict[str, Any]]
-    # The rest, the same for all ranks, as far as it is there: "counters", "groups" (a list of options of the
-    # optimizer's parameter groups), "members" (the names of each group's parameters), "scaler",
-    # "lr_scheduler", "schedule" (the name of its class), "client_state", "frozen" (names of parameters),
-    # "excluded" (those of them that were left out), "asleep", and in "about" what a person wants to know:
+    # Everything else that is equal on all ranks. Each key may be missing: "counters", "groups" (the options
+    # of each parameter group of the optimizer), "members" (the parameter names of each group), "scaler",
+    # "lr_scheduler", "schedule" (the scheduler's class name), "client_state", "frozen" (parameter names),
+    # "excluded" (frozen parameters that were not saved), "asleep", and "about", a summary for people:
     # "world_size", "stage", "step".
     shared: dict[str, Any]
 
     @abstractmethod
     def read(self, key: str, start: int, stop: int) -> Tensor:
-        """These elements of a flattened tensor, all in one of its pieces: one dimension, on the CPU."""
+        """Read a range of a flattened tensor, within one piece, as a one-dimensional tensor on the CPU."""
 
     def read_into(self, key: str, start: int, target: Tensor) -> None:
-        """Put as many elements from `start` on as fit into a tensor there, converted to its type."""
+        """Fill `target` with the elements from `start` on, converted to its dtype."""
         target.copy_(self.read(key, start, start + target.numel()))
 
     @abstractmethod
     def verify(self, key: str, start: int, stop: int) -> None:
-        """Raise unless these elements, all in one piece, can be read and are what was written."""
+        """Raise unless this range, within one piece, can be read and is undamaged."""
 
     def further_checks(self) -> Iterator[Callable[[], object]]:
-        """What `verify` leaves out, as it would read more than what is asked for. Each raises if it fails."""
+        """Yield checks that `verify` omits because they read more than the range. Each raises on failure."""
         return iter(())
 
     def private(self, rank: int) -> dict[str, Any]:
-        """What one rank has saved for itself, such as random numbers' states."""
+        """Return the private data of one rank, such as its random number generators' states."""
         return {}
 
-    def close(self) -> None:  # noqa: B027 (most have nothing to let go of)
-        """Let go of files."""
+    def close(self) -> None:  # noqa: B027 (most sources keep no file open)
+        """Close the files."""
 
     def parts(self, key: str, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """The range, cut where one piece ends and another begins."""
+        """Yield the range split at piece boundaries."""
         for first, last in self.tensors[key].pieces:
             if max(first, start) < min(last, stop):
                 yield max(first, start), min(last, stop)
 
     def read_across(self, key: str, start: int, stop: int) -> Tensor:
-        """These elements of a flattened tensor, wherever they lie."""
+        """Read a range of a flattened tensor that may span several pieces."""
         parts = [self.read(key, *part) for part in self.parts(key, start, stop)]
         return torch.cat(parts) if parts else torch.empty(0, dtype=self.tensors[key].dtype)

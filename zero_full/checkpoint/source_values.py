@@ -1,4 +1,4 @@
-"""A source as what a load fills a run from: under the names that the model has."""
+"""Adapter of a `Source` for loading: translates the model's keys to those of the checkpoint."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -15,17 +15,18 @@ from zero_full.shard.contents.state import BUFFERS, PARAMETERS, Chunk, entry_of,
 
 
 class SourceValues:
-    """A source as `Values`: under the names that the model has, which may be others of tied parameters.
+    """A `Source` as `Values`, under the model's keys.
 
-    `place` must be complete before anything is asked for.
+    The model may know a tied parameter by another name than the source. `place` must be complete before the
+    first use of the other members.
     """
 
     def __init__(self, source: Source) -> None:
         self.source = source
-        self.place: dict[str, str] = {}  # of each tensor of the model, by key: its key in the source
+        self.place: dict[str, str] = {}  # key in the model -> key in the source, of each tensor
 
     def _entries(self) -> Iterator[tuple[str, str]]:
-        """Each entry of the optimizer's state: its key here, and there."""
+        """Yield the key in the model and the key in the source of each optimizer state entry."""
         reverse: dict[str, list[str]] = {}
         for mine, theirs in self.place.items():
             reverse.setdefault(theirs, []).append(mine)
@@ -36,26 +37,26 @@ class SourceValues:
 
     @cached_property
     def places(self) -> dict[str, str]:
-        """Of everything that can be read, by its key here."""
+        """Keys in the source of all readable tensors, by key in the model."""
         return {**self.place, **dict(self._entries())}
 
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Of each tensor."""
+        """Shape of each tensor, by key in the model."""
         return {mine: self.source.tensors[theirs].shape for mine, theirs in self.places.items()}
 
     @cached_property
     def dtypes(self) -> Mapping[str, torch.dtype]:
-        """In which they are stored."""
+        """Stored dtype of each tensor, by key in the model."""
         return {mine: self.source.tensors[theirs].dtype for mine, theirs in self.places.items()}
 
     @cached_property
     def numbers(self) -> Mapping[str, Mapping[str, Any]]:
-        """What the optimizer keeps of each parameter as a whole."""
+        """Optimizer state per whole parameter, such as `step`, by key in the model."""
         return {mine: self.source.numbers.get(theirs, {}) for mine, theirs in self.place.items()}
 
     def check(self, chunks: Sequence[Chunk]) -> None:
-        """CheckpointError unless all of it is there, as it was written."""
+        """Verify the stored data of these chunks. Raises CheckpointError if some are missing or damaged."""
         places = self.places
         for chunk in chunks:
             stored = places[chunk.key]
@@ -64,7 +65,7 @@ class SourceValues:
                 self.source.verify(stored, start, stop)
 
     def read(self, chunks: Sequence[Chunk]) -> None:
-        """Put values into the chunks, converted to their types."""
+        """Read the values of the chunks, converted to their dtypes."""
         places = self.places
         fill(
             self.source,
@@ -73,13 +74,13 @@ class SourceValues:
 
 
 def is_of(key: str, parts: Iterable[str]) -> bool:
-    """Whether it is a parameter or a buffer that concerns a rank with these parts of the model."""
+    """Return whether the key is of a parameter or buffer in one of these parts of the model."""
     kind, _, part = key.partition("/")[0].partition("@")
     return kind in (PARAMETERS, BUFFERS) and part in parts
 
 
 def differences(name: str, tensor: Tensor, stored: StoredTensor) -> Iterator[str]:
-    """In words, why what is stored is not this tensor's."""
+    """Yield a message for each mismatch, in shape or dtype, of a tensor and its stored counterpart."""
     if tuple(tensor.shape) != stored.shape:
         yield f"{name} has shape {tuple(tensor.shape)}, but {stored.shape} in the checkpoint"
     if tensor.dtype != stored.dtype and not (tensor.is_floating_point() and stored.dtype.is_floating_point):

@@ -1,7 +1,7 @@
-"""The files that torch.save writes: zip files of a pickle and of each tensor's bytes, as they are in memory.
+"""Read the zip files that torch.save writes: a pickle, and one member with the raw bytes of each storage.
 
-Here are the bytes: what is in which place of the file, read when it is asked for, and no more than that. The
-pickle, which says what the bytes mean, is read by `unpickle`.
+This module reads bytes on demand: only the requested range of a member. The module `unpickle` reads the
+pickle, which describes the tensors.
 """
 
 import zipfile
@@ -19,12 +19,12 @@ from zero_full.errors import CheckpointError
 from zero_full.nested import Leaf
 
 REMEDY = "copy it again from where it was written, or load another tag"
-CHUNK = 1 << 24  # bytes that are checked at a time
-HEADER = 30  # bytes of a member's header before its name
+CHUNK = 1 << 24  # bytes per read while a checksum is computed
+HEADER = 30  # bytes of a zip member's header before its name
 
 
 class TorchArchive:
-    """A file of torch.save. It is opened for each reading, so that thousands of them may be known at once."""
+    """A zip file of torch.save. It is reopened for each read, so that thousands need no file descriptors."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -54,12 +54,12 @@ class TorchArchive:
 
     @property
     def checksum(self) -> int:
-        """Of all checksums in it: of the contents, unless torch.save was told to write none."""
+        """A checksum over the members' names, sizes and CRCs. (torch.save can be set to write no CRCs.)"""
         found = [(name, info.file_size, info.CRC) for name, info in sorted(self.members.items())]
         return zlib.crc32(repr(found).encode())
 
     def size_of(self, member: str) -> int:
-        """How many bytes this part has; CheckpointError if it is not there in full."""
+        """Return the size of a member in bytes. Raises CheckpointError if it is missing or incomplete."""
         info = self.members.get(member)
         if info is None:
             raise CheckpointError(f"{self.path} lacks {member!r}, which its pickle names: {REMEDY}")
@@ -71,12 +71,12 @@ class TorchArchive:
         return info.file_size
 
     def bytes_of(self, member: str) -> bytes:
-        """A small part, all of it, which must be what was written."""
+        """Return all bytes of a small member, after its checksum was verified."""
         self.check(member)
         return bytes(self.read(member, 0, self.size_of(member)))
 
     def read(self, member: str, start: int, stop: int) -> bytearray:
-        """These bytes of a part."""
+        """Read the bytes from `start` up to `stop` of a member."""
         content = bytearray(stop - start)
         try:
             with self._at(member, start) as file:
@@ -86,7 +86,7 @@ class TorchArchive:
         return content
 
     def confirm(self) -> None:
-        """CheckpointError if the file has gone, or has another size. It is looked at once."""
+        """Raise CheckpointError if the file is gone or its size has changed. Later calls skip the check."""
         if not self._is_confirmed:
             try:
                 size = self.path.stat().st_size
@@ -97,7 +97,7 @@ class TorchArchive:
             self._is_confirmed = True
 
     def check(self, member: str) -> None:
-        """Compare a part with its checksum, unless torch.save was told to write none."""
+        """Verify the checksum of a member, unless torch.save has written none."""
         size, expected = self.size_of(member), self.members[member].CRC
         if member in self._checked:
             return
@@ -109,7 +109,7 @@ class TorchArchive:
         self._checked.add(member)
 
     def _at(self, member: str, start: int) -> BinaryIO:
-        """The file, open at this byte of a part. The part's header says where the part begins."""
+        """Open the file at byte `start` of a member. The member's own header says where its data begin."""
         info = self.members[member]
         file: BinaryIO = self.path.open("rb", buffering=0)
         header = bytearray(HEADER)
@@ -125,7 +125,7 @@ class TorchArchive:
 
 
 def _fill(file: BinaryIO, content: memoryview) -> None:
-    """Read until `content` is full; one call need not read all."""
+    """Read until `content` is full, as a single call may return fewer bytes."""
     while content:
         count = file.readinto(content)  # type: ignore[attr-defined]
         if not count:
@@ -135,14 +135,14 @@ def _fill(file: BinaryIO, content: memoryview) -> None:
 
 @dataclass(frozen=True)
 class SavedTensor(Leaf):
-    """A tensor in a file. Its values are read when they are asked for."""
+    """A tensor in a file of torch.save, read on demand."""
 
     archive: TorchArchive
     member: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    offset: int  # in elements, of its first one
+    offset: int  # of the first element in the storage, in elements
 
     def __post_init__(self) -> None:
         numbers = (*self.shape, *self.stride, self.offset)
@@ -154,21 +154,21 @@ class SavedTensor(Leaf):
             raise UnpicklingError(f"a tensor of shape {self.shape} that does not lie within its storage")
 
     def __setstate__(self, state: object) -> None:
-        raise UnpicklingError("a tensor's place is not changed")  # a pickle can ask for that
+        raise UnpicklingError("a tensor's place is not changed")  # a malicious pickle could try
 
     @property
     def numel(self) -> int:
-        """How many elements it has."""
+        """The number of elements."""
         return prod(self.shape)
 
     @property
     def place(self) -> tuple[object, ...]:
-        """Equal for two that are the same elements: of tied parameters."""
+        """The location in the storage, equal for tensors with the same elements: tied parameters."""
         return self.member, self.offset, self.shape, self.stride
 
     @property
     def _span(self) -> int:
-        """How many elements of the storage lie between its first one and its last one, both counted."""
+        """The number of storage elements from the tensor's first to its last one, inclusive."""
         if not self.numel:
             return 0
         return 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
@@ -183,7 +183,7 @@ class SavedTensor(Leaf):
         return True
 
     def read(self, start: int, stop: int) -> Tensor:
-        """These elements of the flattened tensor; if it lies there in another order, all are read."""
+        """Read a range of the flattened tensor. A tensor that is not contiguous is read as a whole."""
         if start == stop:
             return torch.empty(0, dtype=self.dtype)
         if not self._is_contiguous:
@@ -192,15 +192,15 @@ class SavedTensor(Leaf):
         return self._elements(start, stop)
 
     def _elements(self, start: int, stop: int) -> Tensor:
-        """These elements of the storage, counted from its own first one."""
+        """Read a range of the storage, counted from the tensor's first element."""
         size = self.dtype.itemsize
         first, last = (self.offset + start) * size, (self.offset + stop) * size
         return torch.frombuffer(self.archive.read(self.member, first, last), dtype=self.dtype)
 
     def whole(self) -> Tensor:
-        """All of it, in its shape."""
+        """Read the whole tensor, in its shape."""
         return self.read(0, self.numel).view(self.shape)
 
     def check(self) -> None:
-        """CheckpointError if the storage that it lies in is not what was written."""
+        """Verify the checksum of the tensor's storage."""
         self.archive.check(self.member)

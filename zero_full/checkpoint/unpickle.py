@@ -1,13 +1,13 @@
-"""What torch.save has written, without executing any of it.
+"""Read files of torch.save without executing code from them.
 
-[Note: a pickle is a program] It names functions and classes, calls them, and sets attributes of what it gets.
-Here it may use the names in `ADMITTED` and no others; they stand for classes of ours that keep what they
-are given, for types that cannot be changed, and for constants. So whatever a pickle does, there are
-containers, numbers, texts and `SavedTensor`s in the end, or an error. Nothing of torch is called.
+[Note: a pickle is a program] A pickle names functions and classes, calls them, and sets attributes of the
+results. This unpickler resolves only the names in `ADMITTED`. They map to inert classes of this module that
+only store their arguments, to immutable types, and to constants. So every pickle results in containers,
+numbers, strings and `SavedTensor`s, or in an error. No function of torch is called.
 
-torch.load is not used, not even with weights_only=True: what it admits besides tensors is a list that belongs
-to the whole process. Other libraries add to it, and ranks that are threads would take each other's names
-away. And it maps files into memory, where a file that becomes shorter ends the process.
+torch.load is not used, not even with weights_only=True, for two reasons. Its list of safe globals belongs to
+the whole process: other libraries add to it, and ranks that are threads would remove each other's entries.
+And it maps files into memory, where truncation of the file crashes the process.
 """
 
 import io
@@ -28,10 +28,10 @@ from zero_full.formatting import shown
 
 
 class Inert:
-    """The base of what a pickle may name.
+    """Base of the classes that a pickle may name.
 
-    A pickle can try to set attributes of all that it has named or made: `__setstate__` is asked for that, and
-    a class's own is called without an instance, which is an error.
+    A pickle can try to set attributes of any class that it names and any object that it makes. It calls
+    `__setstate__` for that, which raises here. On a class, that call lacks an instance and raises as well.
     """
 
     def __setstate__(self, state: object) -> None:
@@ -42,12 +42,12 @@ class Inert:
 
 
 class SavedObject(Inert):
-    """The attributes that an object had. Which class it was of, its class here says."""
+    """The saved attributes of a DeepSpeed object. The subclass stands for the object's original class."""
 
     attributes: Mapping[str, Any]
 
     def __new__(cls) -> "SavedObject":
-        """See the class."""
+        """Make the replacement, as the class describes."""
         made = super().__new__(cls)
         made.attributes = {}
         return made
@@ -59,26 +59,26 @@ class SavedObject(Inert):
 
 
 class SavedStaticScaler(SavedObject):
-    """A loss scale that never changes."""
+    """A static loss scaler of DeepSpeed."""
 
 
 class SavedDynamicScaler(SavedObject):
-    """A loss scale that follows overflows."""
+    """A dynamic loss scaler of DeepSpeed."""
 
 
 class SavedFragment(SavedObject):
-    """Where a part of a parameter lies in a flat buffer."""
+    """The location of a parameter fragment in a flat buffer."""
 
 
 class SavedSubParameters(SavedObject):
-    """How a parameter is made of several, for tensor parallelism."""
+    """The description of a parameter that consists of several, for tensor parallelism."""
 
 
 # Tensors -------------------------------------------------------------------------------------------
 
 
 class SavedStorage(NamedTuple):
-    """The memory of tensors: its place in a file, and the type that it was declared with."""
+    """A tensor storage: its member in the zip file and its declared dtype."""
 
     archive: TorchArchive
     member: str
@@ -86,10 +86,10 @@ class SavedStorage(NamedTuple):
 
 
 class TensorMaker(Inert):
-    """A tensor, which is a window into a storage."""
+    """Stands for torch's rebuild function of a tensor: makes a `SavedTensor`, a view of a storage."""
 
     def __new__(cls, storage: Any, offset: int, size: Any, stride: Any, *rest: Any) -> Any:
-        """See the class."""
+        """Make the replacement, as the class describes."""
         more = list(rest[2:])  # after `requires_grad` and `backward_hooks`
         dtype = more.pop(0) if more and isinstance(more[0], torch.dtype) else None
         if type(storage) is not SavedStorage or any(more):
@@ -100,20 +100,20 @@ class TensorMaker(Inert):
 
 
 class ParameterMaker(Inert):
-    """A parameter: the tensor itself."""
+    """Stands for torch's rebuild function of a parameter: returns its tensor."""
 
     def __new__(cls, data: Any, *rest: Any) -> Any:
-        """See the class."""
+        """Make the replacement, as the class describes."""
         if type(data) is not SavedTensor:
             raise UnpicklingError("a parameter that is no tensor")
         return data
 
 
 class AttributesMaker(Inert):
-    """A tensor with attributes of its own, which are left out."""
+    """Stands for torch's rebuild function of a tensor with attributes, which are dropped."""
 
     def __new__(cls, make: Any, kind: Any, args: Any, state: Any) -> Any:
-        """See the class."""
+        """Make the replacement, as the class describes."""
         if make not in (TensorMaker, ParameterMaker) or kind != TENSOR:
             raise UnpicklingError("a tensor of an unknown class")
         return make(*args)
@@ -123,36 +123,36 @@ class AttributesMaker(Inert):
 
 
 class CounterMaker(Inert):
-    """`collections.Counter`, whose own class could be changed."""
+    """Stands for `collections.Counter`, whose class a pickle could modify."""
 
     def __new__(cls, counts: dict[Any, int]) -> Any:
-        """See the class."""
+        """Make the replacement, as the class describes."""
         return Counter(dict(counts))
 
 
 class NoBytes(Inert):
-    """`bytes`, which is called for b"" only."""
+    """Stands for `bytes`, which pickles call only for b""."""
 
     def __new__(cls) -> Any:
-        """See the class."""
+        """Make the replacement, as the class describes."""
         return b""
 
 
 class TextBytes(Inert):
-    """`_codecs.encode`: bytes, as old protocols write them."""
+    """Stands for `_codecs.encode`, by which old pickle protocols write bytes."""
 
     def __new__(cls, text: str, encoding: str) -> Any:
-        """See the class."""
+        """Make the replacement, as the class describes."""
         return text.encode({"latin1": "latin-1"}[encoding])
 
 
 class NumpyType(Inert):
-    """`numpy.dtype`: how the bytes of a number are to be read."""
+    """Stands for `numpy.dtype`: the `struct` format of a number."""
 
     format: str
 
     def __new__(cls, code: str, *rest: Any) -> "NumpyType":
-        """See the class."""
+        """Make the replacement, as the class describes."""
         made = super().__new__(cls)
         made.format = NUMPY_FORMATS[code]
         return made
@@ -163,16 +163,16 @@ class NumpyType(Inert):
 
 
 class NumpyNumber(Inert):
-    """`numpy.core.multiarray.scalar`: a number of Python."""
+    """Stands for `numpy.core.multiarray.scalar`: returns a Python number."""
 
     def __new__(cls, kind: Any, content: bytes) -> Any:
-        """See the class."""
+        """Make the replacement, as the class describes."""
         if type(kind) is not NumpyType:
             raise UnpicklingError("a number of an unknown type")
         return struct.unpack(f"<{kind.format}", content)[0]
 
 
-# What may be named ---------------------------------------------------------------------------------
+# Names that a pickle may use -----------------------------------------------------------------------
 
 TENSOR = "torch.Tensor"
 NUMPY_FORMATS = {
@@ -230,13 +230,13 @@ ADMITTED: dict[str, Any] = {
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": SavedDynamicScaler,
     "deepspeed.runtime.zero.config.ZeroStageEnum": int,
     "deepspeed.utils.tensor_fragment.fragment_address": SavedFragment,
-    "deepspeed.runtime.bf16_optimizer.fragment_address": SavedFragment,  # where it was in 2022
+    "deepspeed.runtime.bf16_optimizer.fragment_address": SavedFragment,  # its module in 2022
     "deepspeed.checkpoint.universal_checkpoint.SubparamShape": SavedSubParameters,
 }
 
 
 class _Restricted(pickle.Unpickler):
-    """See [Note: a pickle is a program]."""
+    """An unpickler that resolves only the names in `ADMITTED`. See [Note: a pickle is a program]."""
 
     def __init__(self, archive: TorchArchive) -> None:
         super().__init__(io.BytesIO(archive.bytes_of("data.pkl")))
@@ -254,7 +254,7 @@ class _Restricted(pickle.Unpickler):
         return ADMITTED[full]
 
     def persistent_load(self, pid: Any) -> Any:
-        """torch.save's way to name a storage."""
+        """Return the storage that a persistent id of torch.save names."""
         kind, dtype, key, _, count = pid
         if (
             kind != "storage"
@@ -270,7 +270,10 @@ class _Restricted(pickle.Unpickler):
 
 
 def load_saved(path: Path) -> Any:
-    """What torch.save was given, with a `SavedTensor` for each tensor. CheckpointError for all else."""
+    """Return the object that torch.save has written, with a `SavedTensor` in place of each tensor.
+
+    Raises CheckpointError if the file is damaged or holds an object of any other class.
+    """
     archive = TorchArchive(path)
     try:
         return _Restricted(archive).load()

@@ -1,13 +1,12 @@
-"""safetensors into sharded parameters: each rank reads the rows of what it owns, and nothing else.
+"""Load safetensors into sharded parameters: each rank reads only the rows of its own shards.
 
-First every header is read and compared with the model, on every rank; only if all of them are content,
-anything is changed.
+Every rank first reads all headers and compares them with the model. Values change only if all ranks succeed.
 
-[Note: files from strangers] Nothing in them is executed. safetensors refuses a header that is longer than the
-file or than 100 MB, and tensors that overlap, leave gaps, lie outside or have another size than their shape.
-Refused here are what it leaves open: a name that comes twice, which readers may take for different tensors;
-types that torch cannot read; an index that leads elsewhere or has no end; and what is no file, such as a
-pipe, on which a reader would wait for ever.
+[Note: files from strangers] No code from the files is executed. safetensors rejects a header that is longer
+than the file or than 100 MB. It also rejects tensors that overlap, leave gaps, lie outside the file or do not
+match their shape. This module rejects the cases that safetensors accepts: a duplicate name, which readers
+may resolve to different tensors; dtypes that torch cannot read; an index that names files outside its folder
+or is too long; and special files such as pipes, on which a reader would wait forever.
 """
 
 import json
@@ -31,24 +30,24 @@ from zero_full.shard.group.parameters import GatherState
 from zero_full.shard.step.optimizer import ZeroOptimizer
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-LONGEST = 100_000_000  # bytes of an index: as safetensors has it for headers
+LONGEST = 100_000_000  # bytes of an index; the limit of safetensors for headers
 
 
 class Unmatched(NamedTuple):
     """Names that only one side has."""
 
-    missing: list[str]  # only the module has them
-    unexpected: list[str]  # only the files have them
+    missing: list[str]  # names only in the module
+    unexpected: list[str]  # names only in the files
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor that was found in a file."""
+    """A tensor in a safetensors file."""
 
     file: Path
     key: str
     shape: tuple[int, ...]
-    code: str  # of its type
+    code: str  # dtype in safetensors' notation
 
 
 def load_weights(
@@ -58,12 +57,12 @@ def load_weights(
     strict: bool = True,
     names: Callable[[str], str | None] | None = None,
 ) -> Unmatched:
-    """Read parameters, their masters and buffers from files. Every rank must call this.
+    """Load parameters, their master weights and buffers from files. Every rank must call this.
 
     path     a .safetensors file, an index, or a folder with model.safetensors or its index
-    strict   False: what is missing keeps its values, what is unexpected is left alone; both are returned,
-             as lists of names
-    names    a function from the module's names to the file's; None as its answer: not to be loaded
+    strict   False: missing tensors keep their values, and unexpected ones are ignored; the names of both are
+             returned
+    names    a function from the module's names to the names in the file; it returns None to skip a tensor
 
     The optimizer's state stays as it is.
     """
@@ -80,7 +79,7 @@ def load_weights(
 
 
 class _Loading:
-    """One load: the files' tensors, matched with the module's, then read."""
+    """One load of weights: matches the tensors of files and module, then reads them."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.reader = path, _Reader()
@@ -88,7 +87,7 @@ class _Loading:
         self.unmatched = Unmatched([], [])
 
     def match(self, mine: Mapping[str, Tensor], strict: bool) -> None:
-        """Find the file of every tensor; CheckpointError if anything is wrong with the files."""
+        """Find the file of every tensor. Raises CheckpointError if the files are damaged or do not match."""
         stored = self.reader.catalogue(self.path)
         wrong: list[str] = []
         for name in mine.keys() & stored.keys():
@@ -107,10 +106,10 @@ class _Loading:
 
     @torch.no_grad()
     def fill(self, optimizer: ZeroOptimizer) -> None:
-        """Read this rank's masters, and tensors that are whole. Parameters follow when all ranks are done."""
+        """Read this rank's master weights and all unsharded tensors. `_publish` updates the parameters."""
         rest = dict(self.found)
-        masters = {owned.flat: owned.master for owned in optimizer.owned}
-        for values in optimizer.flats():
+        masters = {group.parameters: group.master.values for group in optimizer.trained}
+        for values in optimizer.parts.flats:
             target = masters.get(values, values.shard)
             for fragment in values.fragments():
                 stored = self.found.get(values.members[fragment.index].param)
@@ -124,9 +123,9 @@ class _Loading:
 
 @torch.no_grad()
 def _publish(optimizer: ZeroOptimizer) -> None:
-    """Copy masters to parameters, and send them to where they are whole."""
-    optimizer.publish()
-    for values in optimizer.frozen:
+    """Update the parameters from the master weights, with the all-gathers that this needs."""
+    optimizer.follow_masters()
+    for values in (group.parameters for group in optimizer.parts.frozen):
         values.node_copy = None
         if values.state is GatherState.WHOLE:
             values.collect()
@@ -142,7 +141,7 @@ def _differences(name: str, tensor: Tensor, stored: Stored) -> Iterator[str]:
 
 
 def _family(code: str) -> str:
-    """The family of a type: types of one family can be converted into each other."""
+    """Return the family of a dtype. Values are converted only within a family."""
     return "floating" if code.startswith(("F", "BF")) else "complex" if code.startswith("C") else "whole"
 
 
@@ -150,13 +149,13 @@ def _family(code: str) -> str:
 
 
 class _Reader:
-    """The safetensors files that are open. They are mapped, so only what is asked for is read."""
+    """The open safetensors files. They are memory-mapped, so only requested ranges are read."""
 
     def __init__(self) -> None:
         self.files: dict[Path, Any] = {}
 
     def catalogue(self, path: Path) -> dict[str, Stored]:
-        """Every tensor in a file, index or folder, by name; tied parameters under each of their names."""
+        """Return every tensor in a file, index or folder, by name. Tied ones appear under every name."""
         if path.is_dir():
             path = _in_folder(path)
         if path.suffix != ".json":
@@ -196,7 +195,7 @@ class _Reader:
         return self.files[file]
 
     def read(self, stored: Stored, start: int, stop: int) -> Tensor:
-        """The elements from `start` up to `stop` of the flattened tensor."""
+        """Read the elements from `start` up to `stop` of the flattened tensor."""
         opened = self._open(stored.file)
         try:
             if not stored.shape or start == stop:
@@ -212,9 +211,9 @@ class _Reader:
 
 
 def enclosing_box(shape: Sequence[int], start: int, stop: int) -> tuple[tuple[slice, ...], int]:
-    """The smallest run of rows with these elements, and how many elements in it come before them.
+    """Return the smallest block of rows with these elements, and the number of elements before them in it.
 
-    Where they lie within one row, it is that row's rows, and so on.
+    If the elements lie within one row, the block is made of that row's own rows, and so on recursively.
     """
     box: list[slice] = []
     for dim in range(len(shape)):
@@ -235,10 +234,10 @@ def _in_folder(folder: Path) -> Path:
 
 
 def _beside(index: Path, name: str) -> Path:
-    """The path of a file that an index names; CheckpointError unless it is in the same folder.
+    """Return the path of a file that an index names. Raises CheckpointError unless it is in the same folder.
 
-    Whoever wrote the index could name any file of this user. In Hugging Face's cache the files are links from
-    `snapshots/REVISION` to `blobs`.
+    An untrusted index could name any file of this user. In Hugging Face's cache the files are symbolic links
+    from `snapshots/REVISION` to `blobs`.
     """
     file = index.parent / name
     if not is_plain(name) or (file.is_symlink() and not _stays(index.parent, file)):
@@ -249,7 +248,7 @@ def _beside(index: Path, name: str) -> Path:
 def _stays(folder: Path, link: Path) -> bool:
     try:
         folder, place = folder.resolve(), link.resolve().parent
-    except (OSError, RuntimeError):  # a circle of links
+    except (OSError, RuntimeError):  # a cycle of links
         return False
     blobs = folder.parents[1] / "blobs" if folder.parent.name == "snapshots" else folder
     return place in (folder, blobs)
@@ -263,23 +262,23 @@ def _weight_map(index: Path) -> dict[str, str]:
         if len(text) > LONGEST:
             raise ValueError(f"it is longer than {LONGEST} bytes")
         weight_map = {str(key): str(name) for key, name in _parsed(text)["weight_map"].items()}
-        "".join(weight_map.values()).encode()  # JSON has halves of characters, and names of files have not
+        "".join(weight_map.values()).encode()  # raises for lone surrogates, which file names cannot have
         return weight_map
     except FileNotFoundError:
         raise CheckpointError(f"{index} does not exist") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        told = f"{type(error).__name__}: {error}"  # never `repr`, which may have all of the file's bytes
+        told = f"{type(error).__name__}: {error}"  # not `repr`, which may include all of the file's bytes
         raise CheckpointError(f"{index} is no index of safetensors files: {told}") from error
 
 
 def _refuse_endless(file: Path) -> None:
-    """CheckpointError if this is there and no regular file. See [Note: files from strangers]."""
+    """Raise CheckpointError if the path exists and is no regular file. See [Note: files from strangers]."""
     if file.exists() and not file.is_file():
         raise CheckpointError(f"{file} is no regular file: nothing is read")
 
 
 def _refuse_twice(file: Path) -> None:
-    """CheckpointError if the header of a file, which safetensors has read, has a name twice."""
+    """Raise CheckpointError if the header of a file, which safetensors has read, has a duplicate name."""
     with file.open("rb") as opened:
         header = opened.read(int.from_bytes(opened.read(8), "little"))
     try:
@@ -289,7 +288,7 @@ def _refuse_twice(file: Path) -> None:
 
 
 def _parsed(text: bytes) -> Any:
-    """The JSON; ValueError if an object has a key twice."""
+    """Parse JSON. Raises ValueError if an object has a duplicate key."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found: dict[str, Any] = {}

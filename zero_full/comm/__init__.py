@@ -1,4 +1,4 @@
-"""Every collective the package makes."""
+"""Collectives: communicators, the lanes they run on, process groups, and the bytes they send."""
 
 from zero_full.comm.communicator import Communicator
 from zero_full.comm.lane import Lane, Pending, lane_for

@@ -1,18 +1,18 @@
-"""`comm_backend_name`: what a process group of that backend would lack here.
+"""`comm_backend_name`: check that the backend which a configuration names can be used.
 
-DeepSpeed has a class for each of these names. Here there is one `CompressedReduce` over whatever group it is
-given, so the name decides nothing. It says what its author counts on, and that can be looked up.
+DeepSpeed has a class for each of these names. Here one `CompressedReduce` works over any process group, so
+the name selects nothing. It states which backend the configuration expects, and that can be checked.
 """
 
 import torch
 import torch.distributed as dist
 
-LIBRARIES = {"nccl": "NCCL", "gloo": "gloo", "mpi": "MPI"}  # torch is built with them, or without
+LIBRARIES = {"nccl": "NCCL", "gloo": "gloo", "mpi": "MPI"}  # that torch may be built with
 NAMES = (*LIBRARIES, "hccl")
 
 
 def missing_for(name: str) -> str:
-    """Why there can be no group of this backend in this process; empty if there can."""
+    """Why this process cannot open a group of this backend; an empty string if it can."""
     if name not in NAMES:
         raise ValueError(f"comm_backend_name {name!r}: it can be {', '.join(NAMES)}")
     if name in LIBRARIES and not dist.is_backend_available(name):

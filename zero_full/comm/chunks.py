@@ -1,29 +1,29 @@
-"""How a buffer whose average is compressed is cut, and how long its messages are. Numbers only."""
+"""Layout of a compressed average: one chunk of the buffer per rank, and the size of its messages."""
 
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-ALIGNED = 16  # bytes: what a GPU loads or stores at once
+ALIGNED = 16  # bytes: the widest load or store of a GPU
 
 
 class Cut(NamedTuple):
     """The part of a tensor that lies in one chunk."""
 
-    rank: int  # whose chunk
+    rank: int  # of the chunk
     tensor: int
-    end: int  # where the part ends, counted in the whole buffer
+    end: int  # of the part, as an offset in the whole buffer
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """Tensors that lie end to end, cut into one chunk a rank. A tensor may be in several.
+    """Tensors laid end to end and cut into one chunk per rank. A tensor may lie in several chunks.
 
-    A message is, for one chunk: a number about what does not travel, a scale for each part of a tensor in it,
-    all fp32, and a bit for each element. All have the length of the longest, so the others end in zeros.
+    The message of a chunk has one fp32 number about elements that are not sent, one fp32 scale for each
+    tensor part in the chunk, and one bit per element. Shorter messages are padded with zeros to the longest.
     """
 
-    ends: tuple[int, ...]  # of the tensors
+    ends: tuple[int, ...]  # of the tensors, as offsets in the buffer
     ranks: int
 
     @property
@@ -33,17 +33,17 @@ class Chunks:
 
     @property
     def chunk(self) -> int:
-        """Elements of a chunk, whose bits are whole bytes. The last chunks may have fewer, or none."""
+        """Elements of a chunk, a multiple of 8. The last chunks may be shorter or empty."""
         return 8 * -(-self.numel // (8 * self.ranks))
 
     def range_of(self, rank: int) -> tuple[int, int]:
-        """The elements that a rank serves."""
+        """First and last offset of the chunk that a rank averages."""
         low, high = (min(each * self.chunk, self.numel) for each in (rank, rank + 1))
         return low, high
 
     @cached_property
     def cuts(self) -> list[list[Cut]]:
-        """The parts in each chunk, in order. Empty tensors have none."""
+        """The tensor parts of each chunk, in order. Empty tensors have no parts."""
         by_rank: list[list[Cut]] = [[] for _ in range(self.ranks)]
         start = 0
         for tensor, end in enumerate(self.ends):
@@ -55,15 +55,15 @@ class Chunks:
 
     @cached_property
     def numbers(self) -> int:
-        """The fp32 numbers of a message."""
+        """How many fp32 numbers a message has."""
         return 1 + max(map(len, self.cuts))
 
     @property
     def message(self) -> int:
-        """Bytes of a message, filled up to a multiple of 16."""
+        """Bytes of a message, rounded up to a multiple of 16."""
         return -(-(4 * self.numbers + self.chunk // 8) // ALIGNED) * ALIGNED
 
     @property
     def sent(self) -> int:
-        """Bytes that a rank sends for one average: a message to each of the others, twice."""
+        """Bytes that a rank sends for one average: two messages to each other rank."""
         return 2 * (self.ranks - 1) * self.message

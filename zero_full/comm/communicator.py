@@ -1,12 +1,12 @@
-"""Every collective the package makes goes through a `Communicator`: one process group, seen from one rank.
+"""`Communicator`: one process group as seen from one rank. Every collective of the package goes through one.
 
-It picks the transport, counts the bytes, compares the calls if asked to, and puts a name on what fails.
+It picks the transport, counts bytes, compares calls between ranks (`debug.check_collectives`), and names the
+collective in the error when one fails.
 """
 
 import os
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,7 @@ from zero_full.comm.host_staging import Staged
 from zero_full.comm.ledger import CollectiveCall, Traffic
 from zero_full.comm.shared import HALF, share_memory
 from zero_full.comm.topology import ranks_of
-from zero_full.comm.transport import Exchange, Native, Splits, Transport, own_slice
+from zero_full.comm.transport import Exchange, Native, Splits, Transport, in_words, own_slice
 from zero_full.errors import CommunicationError, DesyncError
 
 
@@ -40,12 +40,19 @@ def choose_transport(group: dist.ProcessGroup, device: torch.device, shared_memo
     return by if on_host else Staged(by, queue_for(device))
 
 
-NOBODY: Any = object()  # the group of a communicator that is closed
+class _ClosedTransport:
+    """Replaces the transport of a closed communicator, so that its connections are freed."""
+
+    def __getattr__(self, name: str) -> None:
+        """No collective. It is passed to `_call`, which raises before it would call it."""
+
+
+NO_GROUP: Any = object()  # the group of a closed communicator
 _alive: "weakref.WeakSet[Communicator]" = weakref.WeakSet()
 
 
 def _leave_to_parent() -> None:
-    """In a forked child: no communicator of the parent's is used, closed or collected."""
+    """In a forked child: close the parent's communicators without freeing what the parent still uses."""
     for communicator in _alive:
         communicator.leave_to_parent()
 
@@ -55,7 +62,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 
 class Communicator:
-    """A process group. `None` stands for a rank that is alone, where every collective is a no-op."""
+    """A process group. `None` stands for a single rank, whose collectives are no-ops."""
 
     def __init__(
         self,
@@ -63,25 +70,27 @@ class Communicator:
         device: torch.device,
         traffic: Traffic | None = None,
         check_timeout_s: float | None = None,
-        label: str = "",  # what the ledger says behind the kind of a collective
-        shared_memory: bool = True,  # where ranks can: see `share_memory`
+        label: str = "",  # appended to the kind of a collective in `traffic`
+        shared_memory: bool = True,  # use it where ranks can: see `share_memory`
     ) -> None:
-        self.device, self.traffic, self.label = device, traffic or Traffic(), label
+        self.device, self.traffic, self.suffix = device, traffic or Traffic(), f" {label}" if label else ""
         self.group = group if group is not None and group.size() > 1 else None
         self.rank = 0 if self.group is None else self.group.rank()
         self.size = 1 if self.group is None else self.group.size()
         self.ranks = [0] if self.group is None else ranks_of(self.group)
         self.closed = self.is_parents = False
-        self.calls = 0  # so far
+        self.calls = 0  # collectives completed
         self.call_check: CallCheck | None = None
         self.transport: Transport | None = None
-        self.store: Any = None  # where ranks leave why they ended
+        self.store: Any = None  # where a rank writes why it ended
+        self.fails_late = False  # a collective may fail after its call: ask `check`
         if self.group is not None:
             self._open(self.group, check_timeout_s, shared_memory)
 
     def _open(self, group: dist.ProcessGroup, check_timeout_s: float | None, shared_memory: bool) -> None:
         def choose() -> None:
             self.transport = choose_transport(group, self.device, shared_memory)
+            self.fails_late = self.transport.fails_late
 
         if check_timeout_s is not None:
             self.call_check = CallCheck(self.ranks, self.ranks[self.rank], check_timeout_s)
@@ -89,7 +98,7 @@ class Communicator:
         if isinstance(group, PretendedGroup):
             return
         _alive.add(self)
-        self.store = default_store()  # kept: the process group may be gone by then
+        self.store = default_store()  # kept, since the process group may be destroyed before this object
         weakref.finalize(self, only_here(leave_reason), self.store, self.ranks[self.rank])
 
     def slice_of(self, whole: Tensor) -> Tensor:
@@ -97,68 +106,60 @@ class Communicator:
         return own_slice(whole, self.rank, self.size)
 
     def reduce_scatter(self, whole: Tensor, out: Tensor, divisor: float, what: str) -> None:
-        """`out` becomes the sum of everyone's slice for this rank over `divisor`. May destroy `whole`."""
-        if self.transport is None:
+        """Sum this rank's slice of `whole` over all ranks into `out`, divided. May overwrite `whole`."""
+        if (transport := self.transport) is None:
             _copy_over(whole, out, divisor)
             return
-        transport = self.transport
         sent = (self.size - 1) * (whole.nbytes // self.size)
-        self._call("reduce_scatter", what, whole, sent, lambda: transport.reduce_scatter(whole, out, divisor))
+        self._call("reduce_scatter", what, whole, sent, transport.reduce_scatter, whole, out, divisor)
 
     def all_gather(self, whole: Tensor, what: str) -> None:
         """Fill in the slices of the other ranks."""
-        if self.transport is None:
-            return
-        transport = self.transport
-        sent = (self.size - 1) * (whole.nbytes // self.size)
-        self._call("all_gather", what, whole, sent, lambda: transport.all_gather(whole))
+        if (transport := self.transport) is not None:
+            sent = (self.size - 1) * (whole.nbytes // self.size)
+            self._call("all_gather", what, whole, sent, transport.all_gather, whole)
 
     def all_reduce(self, whole: Tensor, divisor: float, what: str) -> None:
-        """Make `whole` the sum over all ranks, divided. Its size must be a multiple of the group's."""
-        if self.transport is None:
+        """Sum `whole` over all ranks in place, divided. Its size must be a multiple of the group's."""
+        if (transport := self.transport) is None:
             _copy_over(whole, whole, divisor)
             return
-        transport = self.transport
         sent = 2 * (self.size - 1) * (whole.nbytes // self.size)
-        self._call("all_reduce", what, whole, sent, lambda: transport.all_reduce(whole, divisor))
+        self._call("all_reduce", what, whole, sent, transport.all_reduce, whole, divisor)
 
     def all_to_all(self, sent: Tensor, received: Tensor, what: str) -> None:
         """Send the r-th part of `sent` to rank r, and receive rank r's into the r-th part of `received`."""
-        if self.transport is None:
+        if (transport := self.transport) is None:
             received.copy_(sent)
             return
-        transport, splits = self.transport, Splits.even(sent.numel(), self.size)
-        flat, wire = (sent.view(-1), received.view(-1)), (self.size - 1) * (sent.nbytes // self.size)
-        self._call("all_to_all", what, sent, wire, lambda: transport.all_to_all(*flat, splits))
+        flat, splits = (sent.view(-1), received.view(-1)), Splits.even(sent.numel(), self.size)
+        wire = (self.size - 1) * (sent.nbytes // self.size)
+        self._call("all_to_all", what, sent, wire, transport.all_to_all, *flat, splits)
 
     def all_to_all_uneven(self, sent: Tensor, received: Tensor, splits: Splits, what: str) -> None:
-        """The same with parts of these sizes. Where nobody has any for another rank, nobody is called."""
-        if self.transport is None or not splits.most:
-            return
-        transport, told = self.transport, f"{what}, {splits.most} at most between two ranks"
-
-        def exchange() -> None:
-            transport.all_to_all(sent, received, splits)
-
-        self._call("all_to_all", told, sent[:0], sent.nbytes, exchange)
+        """All-to-all with parts of the sizes in `splits`. Skipped if no rank sends anything to another."""
+        if (transport := self.transport) is not None and splits.most:
+            # Sizes differ between ranks, so `sent[:0]` is what they compare: its number of elements is equal.
+            what = f"{what}, {splits.most} at most between two ranks"
+            self._call(
+                "all_to_all", what, sent[:0], sent.nbytes, transport.all_to_all, sent, received, splits
+            )
 
     def sum_numbers(self, numbers: Tensor, what: str) -> Tensor:
-        """Sum a few numbers over the ranks, in place, and return them. They do not count as traffic."""
-        transport = self.transport
-        if transport is not None:
-            self._call("sum", what, numbers, 0, lambda: transport.sum_numbers(numbers))
+        """Sum a few numbers over all ranks in place, and return them. They are not counted as traffic."""
+        if (transport := self.transport) is not None:
+            self._call("sum", what, numbers, 0, transport.sum_numbers, numbers)
         return numbers
 
     def broadcast(self, tensor: Tensor, what: str) -> None:
         """Give all ranks the first rank's values."""
-        transport = self.transport
-        if transport is not None:
-            self._call("broadcast", what, tensor, 0, lambda: transport.broadcast(tensor))
+        if (transport := self.transport) is not None:
+            self._call("broadcast", what, tensor, 0, transport.broadcast, tensor)
 
     def gather_objects(self, mine: Any, what: str) -> list[Any]:
-        """The small Python objects of all ranks, by rank. It is slow: for error reports and set-up."""
-        transport, answers = self.transport, [mine]
-        if transport is not None:
+        """Gather small Python objects, one of each rank, by rank. Slow: for error reports and set-up."""
+        answers = [mine]
+        if (transport := self.transport) is not None:
 
             def gather() -> None:
                 answers[:] = transport.gather_objects(mine)
@@ -167,37 +168,46 @@ class Communicator:
         return answers
 
     def awaited_by(self) -> list[int]:
-        """The ranks that wait for this one in a collective to which it has not come, as far as it can see."""
+        """Ranks seen waiting in a collective that this rank has not entered."""
         if self.transport is None or self.closed:
             return []
         return [self.ranks[place] for place in self.transport.awaited_by()]
 
     def check(self, what: str) -> None:
-        """Raise CommunicationError if a collective has failed since it was queued.
+        """Raise CommunicationError if a queued collective has failed.
 
-        For who has waited for the device, and is about to believe what a collective has left there.
+        Call it after waiting for the device, before trusting the results of its collectives.
         """
         if self.transport is not None and not self.closed:
-            with self._named("reading", what):
+            try:
                 self.transport.check()
+            except RuntimeError as error:
+                raise self._failure("reading", what, error) from error
 
     def close(self) -> None:
-        """Let go of the process group and its connections. A later collective raises CommunicationError.
+        """Free the process group and its connections. A later collective raises CommunicationError.
 
-        It waits for what is queued, and raises if that has failed and nobody has heard of it.
+        Waits for queued collectives, and raises if one of them failed and no call has raised its error yet.
         """
         if self.transport is not None and not self.closed:
             transport = self.transport
-            self.closed, self.group, self.transport = True, NOBODY, NOBODY
-            with self._named("closing", "the group"):
+            self._drop_group()
+            try:
                 transport.close()
+            except RuntimeError as error:
+                raise self._failure("closing", "the group", error) from error
 
     def leave_to_parent(self) -> None:
-        """This process is a fork: the group is its parent's."""
+        """Close in a forked child: the parent still uses the group, so its destructor must not run here."""
         for thing in (self.group, self.transport):
             keep_for_good(thing)
-        self.closed = self.is_parents = True
-        self.group = self.transport = NOBODY
+        self.is_parents = True
+        self._drop_group()
+
+    def _drop_group(self) -> None:
+        """Drop this object's references to the group and its connections."""
+        no_transport: Any = _ClosedTransport()
+        self.closed, self.group, self.transport = True, NO_GROUP, no_transport
 
     def refuse_closed(self, call: str) -> None:
         """Raise CommunicationError after `close`, and in a forked child."""
@@ -212,45 +222,55 @@ class Communicator:
                 "model again"
             )
 
-    def _call(self, kind: str, what: str, tensor: Tensor, sent: int, collective: Callable[[], Any]) -> None:
+    def _call(
+        self, kind: str, what: str, tensor: Tensor, sent: int, collective: Callable[..., Any], *given: Any
+    ) -> None:
+        """Make `collective(*given)`, count its bytes, and name it in the error if it fails."""
         if self.closed:
             self.refuse_closed(f"{kind} of {what}")
-        if self.transport is not None:
-            self.transport.call = kind, what, str(tensor.numel()), str(tensor.dtype)
-        with self._named(kind, what):
-            if self.call_check is not None:
-                size = f"{tensor.numel()} x {str(tensor.dtype).removeprefix('torch.')}"
-                collective = partial(_checked, self.call_check, f"{kind} of {what}: {size}", collective)
-            if (listener := self.traffic.listener) is None:
-                collective()
-            else:
-                listener.collective(CollectiveCall(self, self.calls, kind, what, sent), collective)
-        self.calls += 1
-        self.traffic.add(f"{kind} {self.label}".rstrip(), sent)
-
-    @contextmanager
-    def _named(self, kind: str, what: str) -> Iterator[None]:
-        """What fails in this block is a CommunicationError that says what was going on."""
+        call = kind, what, tensor.numel(), tensor.dtype
+        if self.transport is not None:  # else it is being opened
+            self.transport.call = call
         try:
-            yield
-        except DesyncError:
+            if self.call_check is None and self.traffic.listener is None:
+                collective(*given)
+            else:
+                watched = CollectiveCall(self, self.calls, kind, what, sent)
+                self._watch(watched, in_words(call), partial(collective, *given))
+        except DesyncError:  # names the calls of all ranks already
             raise
         except RuntimeError as error:
-            reason = str(error).partition("\n")[0] or type(error).__name__
-            others = [rank for place, rank in enumerate(self.ranks) if place != self.rank]
-            found = reasons_of(self.store, others) if self.store is not None else {}
-            because = "\n".join(f"rank {rank} ended with {text}" for rank, text in found.items()) or (
-                "Usually another rank has failed first (look for the earliest error) or makes other calls "
-                '(set "debug": {"check_collectives": true} in the config to see which).'
-            )
-            raise CommunicationError(
-                f"rank {self.rank} of {self.size}: {kind} of {what} failed: {reason}\n{because}"
-            ) from error
+            raise self._failure(kind, what, error) from error
+        self.calls += 1
+        if sent:
+            self.traffic.sent[kind + self.suffix] += sent
 
+    def _watch(self, call: CollectiveCall, words: str, collective: Callable[[], Any]) -> None:
+        """Make a collective that a flight recorder listens to or `debug.check_collectives` compares."""
 
-def _checked(check: CallCheck, call: str, collective: Callable[[], Any]) -> None:
-    check(call)
-    collective()
+        def make() -> None:
+            if self.call_check is not None:
+                self.call_check(words)
+            collective()
+
+        listener = self.traffic.listener  # read once: another thread may end the recording
+        if listener is None:
+            make()
+        else:
+            listener.collective(call, make)
+
+    def _failure(self, kind: str, what: str, error: RuntimeError) -> CommunicationError:
+        """The error of a failed collective: its name, and why other ranks have ended."""
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        others = [rank for place, rank in enumerate(self.ranks) if place != self.rank]
+        found = reasons_of(self.store, others) if self.store is not None else {}
+        because = "\n".join(f"rank {rank} ended with {text}" for rank, text in found.items()) or (
+            "Usually another rank has failed first (look for the earliest error) or makes other calls "
+            '(set "debug": {"check_collectives": true} in the config to see which).'
+        )
+        return CommunicationError(
+            f"rank {self.rank} of {self.size}: {kind} of {what} failed: {reason}\n{because}"
+        )
 
 
 def _copy_over(source: Tensor, out: Tensor, divisor: float) -> None:

@@ -1,30 +1,31 @@
-"""The average over the ranks at one bit an element each way; what the bits get wrong is kept for next time.
+"""Compressed average: one bit per element in each direction, with error feedback.
 
-[Note: one bit] Rank r serves the r-th chunk of the buffer. Everyone adds its worker error to what it has, and
-sends every server the signs of that chunk and the scales of the tensors in it: one all-to-all. A server adds
-its server error to the mean of what came, and sends signs and scales of that to all: one all-gather. Each
-error becomes what was wanted minus what was said. So for all calls together, element by element,
+[Note: one bit] Rank r is the server of the r-th chunk of the buffer. Every rank (worker) adds its worker
+error to its values, and sends each server the signs of that chunk and the scales of the tensors in it: one
+all-to-all. Each server adds its server error to the mean of the received values, and sends signs and scales
+of the sum to all ranks: one all-gather. An error becomes the exact values minus the compressed ones. So over
+all calls, element by element,
 
-    sum of the results + mean of the worker errors + server error = sum of the averages asked for
+    sum of the results + mean of the worker errors + server error = sum of the exact averages
 
-and nothing is lost, it only comes late. All ranks unpack the same bytes, so results have the same bits.
+and compression delays values but loses none. All ranks unpack the same bytes, so results have the same bits.
 
-A scale is the root of the mean square of what was wanted of a tensor, and with `l1` its mean size: for all
-of it at a rank, for its part in the chunk at a server. The mean size leaves least unsaid of one call. But it
-is the smaller one, so what is large comes later, and after many calls there is more to say: all optimizers
-here take the root (`tests/bench/scales.py` has measured both). Elements in no tensor, and those that a mask
-leaves out, do not travel, do not count, and have no errors: their average is zero.
+A scale is the root mean square of a tensor's values, or with `l1` their mean absolute value: of the whole
+tensor at a worker, of its part in the chunk at a server. The mean absolute value gives the smallest error in
+one call. But it is the smaller scale, so large values arrive later, and errors are larger after many calls.
+All optimizers here use the root mean square (`tests/bench/scales.py` has measured both). Elements in no
+tensor, and elements that a mask excludes, are not sent and have no errors: their average is zero.
 
-A rank that is alone has nothing to send, hence nothing to lose: its average is an exact copy, and there are
-no errors to keep.
+A single rank sends nothing: its average is an exact copy, and it has no errors.
 
-[Note: all or nothing] A number that is not finite makes its scale so, and then the server's, which everyone
-gets: all ranks see it in the same call. What does not travel must be finite, too: each message begins with a
-number that is NaN if it is not. Until it is known everyone works on copies. So where `NotFiniteError` is
-raised, and where a rank dies on the way, errors and the place of the result are as they were before.
+[Note: all or nothing] A value that is not finite makes the scale of its tensor not finite, and then the
+server's scale, which all ranks receive: all ranks detect it in the same call. Elements that are not sent must
+be finite as well: each message begins with a number that is NaN if one is not. Until all ranks know, they
+work on copies. So if `NotFiniteError` is raised, or a rank dies during the call, errors and `out` are
+unchanged.
 
-A call takes 4 bytes for each element that travels, 4 for each of this rank's chunk, and where not all
-elements travel room for those that do, as given and as averaged.
+Memory of a call: 4 bytes for each element that is sent, 4 for each element of this rank's chunk; and if not
+all elements are sent, a copy of those that are, before and after the average.
 """
 
 import ctypes
@@ -42,17 +43,17 @@ from zero_full.comm.communicator import Communicator
 from zero_full.errors import DisagreementError, NotFiniteError
 from zero_full.kernels.load import operators
 
-KINDS = (torch.float32, torch.bfloat16, torch.float16)  # of what can be averaged
+KINDS = (torch.float32, torch.bfloat16, torch.float16)  # types that can be averaged
 Range = tuple[int, int]
 
 
 class MadeFor(NamedTuple):
-    """Where errors belong: elsewhere they would not be what somebody was not told."""
+    """The rank and buffer that errors belong to. They are meaningless for any other."""
 
-    elements: int  # that travel
+    elements: int  # that are sent
     ranks: int
     rank: int
-    places: int  # a checksum of which elements travel
+    places: int  # checksum of the mask of elements that are sent; 0 if these are the first ones
 
     def __str__(self) -> str:
         where = f", of a buffer with the checksum {self.places:08x}" if self.places else ""
@@ -61,26 +62,26 @@ class MadeFor(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Errors:
-    """What was wanted and not said yet, in fp32. A `CompressedReduce` makes it and its caller keeps it.
+    """Error feedback in fp32: made by `CompressedReduce.new_errors`, kept by its caller.
 
-    Both are empty for a rank that is alone.
+    Both tensors are empty on a single rank.
     """
 
-    worker: Tensor  # not said to the servers: one number for each element that travels
-    server: Tensor  # not said by this server: one for each element of this rank's chunk
+    worker: Tensor  # error of what was sent to the servers, for each element that is sent
+    server: Tensor  # error of what this server sent, for each element of this rank's chunk
     made_for: MadeFor
 
     def zero_(self) -> None:
-        """Forget. What was not said of one quantity must not be added to another."""
+        """Set both errors to zero, before another quantity is averaged."""
         self.worker.zero_()
         self.server.zero_()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """This rank's: the tensors themselves, and where they belong."""
+        """The errors of this rank, not copied, and what they were made for."""
         return {"worker": self.worker, "server": self.server, "made_for": torch.tensor(self.made_for)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what `state_dict` has returned on the same rank of as many."""
+        """Restore the state of the same rank of a world of the same size."""
         theirs = MadeFor(*state["made_for"].tolist())
         if theirs != self.made_for:
             raise ValueError(
@@ -94,9 +95,9 @@ class Errors:
 class CompressedReduce:
     """Averages a flat buffer of `numel` elements over the ranks. See [Note: one bit].
 
-    `tensors`: their ranges in it, ascending; each has a scale of its own. None: all of it is one, as in
-    DeepSpeed. `mask`: bool, False where an element must stay zero; it is kept, a byte for each element.
-    `l1`: scales are mean sizes, and not roots of mean squares. All ranks make one with the same of all.
+    `tensors`: ranges of the buffer, ascending, each with a scale of its own. None: one range for the whole
+    buffer, as in DeepSpeed. `mask`: bool, False where an element must stay zero; kept, at a byte per element.
+    `l1`: scales are mean absolute values instead of root mean squares. All ranks must pass equal arguments.
     """
 
     def __init__(
@@ -109,17 +110,17 @@ class CompressedReduce:
     ) -> None:
         self.comm, self.numel, self.l1 = comm, numel, l1
         self.ranges = [(0, numel)] if tensors is None else [(start, stop) for start, stop in tensors]
-        sizes, live = _what_travels(numel, self.ranges, mask)
+        sizes, live = _sent_elements(numel, self.ranges, mask)
         self.chunks = Chunks(tuple(accumulate(sizes)), comm.size)
         places = 0 if live is None else zlib.crc32(_bytes_of(live))
         self.made_for = MadeFor(self.chunks.numel, comm.size, comm.rank, places)
         self.sent = self.chunks.sent  # bytes, for one average
-        self._agree()
-        self.live = None if live is None else live.to(comm.device)  # None: the first `chunks.numel` travel
+        self._check_layouts()
+        self.live = None if live is None else live.to(comm.device)  # None: the first `chunks.numel` are sent
         self._place_scales()
 
-    def _agree(self) -> None:
-        """Raise on every rank if one has another buffer: its bits would pass for those of other elements."""
+    def _check_layouts(self) -> None:
+        """Raise DisagreementError on every rank if layouts differ: bits would be read as other elements'."""
         told = f"{self.numel} elements, {len(self.ranges)} tensors, {self.made_for.elements} elements travel"
         mine = (told, zlib.crc32(repr(self.ranges).encode()), self.made_for.places, self.l1)
         answers = self.comm.gather_objects(mine, "the layout of a compressed average")
@@ -131,7 +132,7 @@ class CompressedReduce:
             raise DisagreementError("\n  ".join(["ranks would not average the same:", *lines]))
 
     def _place_scales(self) -> None:
-        """Where tensors end, in all and in this rank's chunk; and where in a round of messages scales are."""
+        """Index tensors for the kernels: where tensors end, and where messages have their scales."""
         chunks = self.chunks
         low, _ = chunks.range_of(self.comm.rank)
         cuts = [cut for of_one in chunks.cuts for cut in of_one]
@@ -149,7 +150,7 @@ class CompressedReduce:
         self.scale_places = indices(places)
 
     def new_errors(self) -> Errors:
-        """Everything that was wanted so far has been said."""
+        """Errors of zero, for a new quantity."""
         low, high = self.chunks.range_of(self.comm.rank)
         sizes = (0, 0) if self.comm.size == 1 else (self.chunks.numel, high - low)
         worker, server = (torch.zeros(n, dtype=torch.float32, device=self.comm.device) for n in sizes)
@@ -157,7 +158,7 @@ class CompressedReduce:
 
     @torch.no_grad()
     def average(self, x: Tensor, out: Tensor, errors: Errors, what: str) -> None:
-        """`out`, in fp32, becomes the average of everyone's `x`, and may be it. The host waits for it.
+        """Write the average of all ranks' `x` into `out`, in fp32. `out` may be `x`. The host waits.
 
         Raises NotFiniteError on all ranks or on none. See [Note: all or nothing].
         """
@@ -167,18 +168,19 @@ class CompressedReduce:
         if self.comm.size == 1:
             self._copy(x, out, what)
             return
-        message, worker = self._speak(x, errors)
+        message, worker = self._worker_messages(x, errors)
         received = torch.empty_like(message)
         self.comm.all_to_all(message.view(-1), received.view(-1), what)
-        answers, server = self._serve(received, errors)
+        answers, server = self._server_answers(received, errors)
         self.comm.all_gather(answers.view(-1), what)
-        numbers, bits = self._opened(answers)
-        self._believe(numbers, what)
-        self._deliver(numbers, bits, out)
+        numbers, bits = self._parsed(answers)
+        self._raise_if_not_finite(numbers, what)
+        self._unpack(numbers, bits, out)
         errors.worker.copy_(worker)
         errors.server.copy_(server)
 
     def _check(self, x: Tensor, out: Tensor, errors: Errors) -> None:
+        """Raise ValueError for tensors or errors that do not fit this layout."""
         for name, tensor, kinds in (("x", x, KINDS), ("out", out, KINDS[:1])):
             if tensor.shape != (self.numel,) or not tensor.is_contiguous():
                 raise ValueError(
@@ -191,11 +193,11 @@ class CompressedReduce:
             raise ValueError(f"these errors are of {errors.made_for}, and this is {self.made_for}")
 
     def _copy(self, x: Tensor, out: Tensor, what: str) -> None:
-        """The average of a rank that is alone."""
-        if not x.is_meta and bool(_doubt(x).isnan()):
+        """Average of a single rank: an exact copy."""
+        if not x.is_meta and bool(_nan_if_not_finite(x).isnan()):
             seen = x if self.live is None else x.masked_fill(~self.live, 0)
             raise NotFiniteError(
-                what, [i for i, (a, b) in enumerate(self.ranges) if _doubt(seen[a:b]).isnan()]
+                what, [i for i, (a, b) in enumerate(self.ranges) if _nan_if_not_finite(seen[a:b]).isnan()]
             )
         out.copy_(x)
         if self.live is None:
@@ -203,24 +205,24 @@ class CompressedReduce:
         else:
             out.masked_fill_(~self.live, 0)
 
-    def _speak(self, x: Tensor, errors: Errors) -> tuple[Tensor, Tensor]:
-        """The messages to all servers, a row each; and what they leave unsaid."""
+    def _worker_messages(self, x: Tensor, errors: Errors) -> tuple[Tensor, Tensor]:
+        """Messages to all servers, one per row, and the new worker error."""
         chunks = self.chunks
-        going, aside = (x[: chunks.numel], x[chunks.numel :]) if self.live is None else (self._live_of(x), x)
+        going, aside = (x[: chunks.numel], x[chunks.numel :]) if self.live is None else (self._sent_of(x), x)
         wanted = going + errors.worker
         packed, scales = self._pack(wanted, self.ends)
         numbers = wanted.new_zeros(chunks.ranks * chunks.numbers)
         numbers.index_copy_(0, self.scale_places, scales.index_select(0, self.cut_tensors))
         rows = numbers.view(chunks.ranks, chunks.numbers)
-        rows[:, 0] = _doubt(aside)
+        rows[:, 0] = _nan_if_not_finite(aside)
         message = torch.zeros(chunks.ranks, chunks.message, dtype=torch.uint8, device=x.device)
         self._write(message, rows, packed)
         return message, wanted
 
-    def _serve(self, received: Tensor, errors: Errors) -> tuple[Tensor, Tensor]:
-        """Room for all servers' answers, with this one's in its row; and what that leaves unsaid."""
+    def _server_answers(self, received: Tensor, errors: Errors) -> tuple[Tensor, Tensor]:
+        """Buffer for all servers' answers with this one's filled in, and the new server error."""
         rank, parts = self.comm.rank, len(self.own_ends)
-        numbers, bits = self._opened(received)
+        numbers, bits = self._parsed(received)
         mean = errors.server.clone()
         if len(mean):
             rows = bits[:, : -(-len(mean) // 8)].contiguous(), numbers[:, 1 : 1 + parts].contiguous()
@@ -233,7 +235,8 @@ class CompressedReduce:
         self._write(answers[rank : rank + 1], row, packed)
         return answers, mean
 
-    def _deliver(self, numbers: Tensor, bits: Tensor, out: Tensor) -> None:
+    def _unpack(self, numbers: Tensor, bits: Tensor, out: Tensor) -> None:
+        """Unpack all servers' answers into `out`."""
         numel = self.chunks.numel
         result = out[:numel] if self.live is None else out.new_empty(numel)
         if numel:
@@ -247,32 +250,32 @@ class CompressedReduce:
 
     # Messages ------------------------------------------------------------------------------------
 
-    def _live_of(self, x: Tensor) -> Tensor:
-        """Those elements that travel. On the meta device torch cannot count them."""
+    def _sent_of(self, x: Tensor) -> Tensor:
+        """The elements that are sent. Their number comes from the layout: the meta device cannot count."""
         return x.new_empty(self.chunks.numel) if x.is_meta else x[self.live]
 
     def _pack(self, wanted: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-        """Bits and scales. `wanted` becomes what they get wrong."""
+        """Compress to bits and scales. `wanted` becomes the error."""
         if not len(wanted):
             return wanted.new_empty(0, dtype=torch.uint8), wanted.new_zeros(len(ends))
         packed, scales = operators(wanted.device).sign_pack(None, wanted, ends, self.l1)
         return packed, scales
 
     def _write(self, messages: Tensor, numbers: Tensor, packed: Tensor) -> None:
-        """Numbers and bits into messages, a row each; the last bits may be fewer."""
+        """Write numbers and bits into messages, one per row. The last rows may have fewer bits."""
         start, width = 4 * self.chunks.numbers, self.chunks.chunk // 8
         messages[:, :start].view(torch.float32).copy_(numbers)
         room = messages[:, start : start + width]
         room.copy_(torch.nn.functional.pad(packed, (0, room.numel() - len(packed))).view(room.shape))
 
-    def _opened(self, messages: Tensor) -> tuple[Tensor, Tensor]:
-        """Numbers and bits of messages, a row each."""
+    def _parsed(self, messages: Tensor) -> tuple[Tensor, Tensor]:
+        """Numbers and bits of messages, one message per row."""
         start, width = 4 * self.chunks.numbers, self.chunks.chunk // 8
         numbers = messages[:, :start].view(torch.float32).contiguous()
         return numbers, messages[:, start : start + width]
 
-    def _believe(self, numbers: Tensor, what: str) -> None:
-        """Raise if what all have told all is not finite, or is not what they have told."""
+    def _raise_if_not_finite(self, numbers: Tensor, what: str) -> None:
+        """Raise if a number is not finite, or if a collective has failed and its result is garbage."""
         if numbers.is_meta:
             return
         finite = numbers.isfinite()
@@ -283,18 +286,18 @@ class CompressedReduce:
             raise NotFiniteError(what, sorted(set(self.cut_tensors[wrong].tolist())))
 
 
-def _doubt(numbers: Tensor) -> Tensor:
-    """0, or NaN if one of these is not finite. Nobody waits for a device."""
+def _nan_if_not_finite(numbers: Tensor) -> Tensor:
+    """0, or NaN if one of the numbers is not finite. Stays on the device, so the host does not wait."""
     if not numbers.numel():
         return torch.zeros((), device=numbers.device)
     low, high = torch.aminmax(numbers)
     return (low * 0 + high * 0).float()
 
 
-def _what_travels(
+def _sent_elements(
     numel: int, ranges: Sequence[Range], mask: Tensor | None
 ) -> tuple[list[int], Tensor | None]:
-    """How many elements of each tensor do; and which of all, None if these are the first ones."""
+    """How many elements of each tensor are sent, and the mask of them; None if these are the first ones."""
     ends = [0, *(stop for _, stop in ranges)]
     if not all(before <= start <= stop <= numel for before, (start, stop) in zip(ends, ranges, strict=False)):
         raise ValueError(f"tensors must lie in a buffer of {numel} elements in order, not at {list(ranges)}")

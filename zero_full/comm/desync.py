@@ -1,10 +1,10 @@
-"""`debug.check_collectives`: do all ranks make the same calls?
+"""`debug.check_collectives`: check before each collective that all ranks make the same one.
 
-Before every collective each rank writes what it is about to do into the store that started the process
-group, counts itself among those that do the same, and waits until all have been counted. If they differ,
-or one does not come in time, *every* rank raises with both sides: the first rank with an opinion on a call
-writes it down, and it becomes everyone's. That costs a few round trips to the store per rank and collective,
-so it is for finding a hang, not for training runs.
+Each rank writes its call into the store that started the process group, increments the counter of ranks that
+make the same call, and waits until all ranks have been counted. If calls differ, or a rank does not come in
+time, *every* rank raises DesyncError with all calls: the first rank with a verdict writes it into the store,
+and all ranks use it. This costs a few round trips to the store per rank and collective, so it is meant for
+finding a hang, not for training runs.
 """
 
 import time
@@ -15,7 +15,7 @@ from zlib import crc32
 from zero_full._compat import default_store, keys_under
 from zero_full.errors import DesyncError
 
-KEEP = 2  # calls that stay in the store: someone may still be reading the one before
+KEEP = 2  # calls that stay in the store: another rank may still be reading the previous one
 GO = "go"
 
 
@@ -25,13 +25,15 @@ class CallCheck:
     def __init__(self, ranks: Sequence[int], rank: int, timeout_s: float) -> None:
         self.ranks, self.rank, self.patience_s = list(ranks), rank, timeout_s
         name = "zero_full/calls/" + "-".join(map(str, ranks))
-        made = keys_under(name, default_store()).add(f"made/{rank}", 1)  # the same ranks may meet in several
+        made = keys_under(name, default_store()).add(
+            f"made/{rank}", 1
+        )  # these ranks may have several communicators
         self.store = keys_under(f"{name}/{made}", default_store())
         self.number = 0
-        self.calls: deque[str] = deque()  # the last ones, whose keys are still there
+        self.calls: deque[str] = deque()  # the last ones, whose keys are still in the store
 
     def __call__(self, call: str) -> None:
-        """Compare this call with everyone's; raise on every rank if they differ."""
+        """Compare this call between all ranks; every rank raises DesyncError if they differ."""
         self.number += 1
         alike, arrived, verdict = self._keys(self.number, call)
         self.store.set(f"last/{self.rank}", f"{self.number} {call}")
@@ -49,13 +51,13 @@ class CallCheck:
 
     @staticmethod
     def _keys(number: int, call: str) -> tuple[str, str, str]:
-        """Where it is counted how many ranks make this call, and how many any; and what they make of it."""
+        """Keys of a call: how many ranks make this one, how many make any, and the verdict."""
         return f"{number}/{crc32(call.encode())}", f"{number}/arrived", f"{number}/verdict"
 
     def _opinion(self, alike: str, arrived: str) -> str:
-        """`GO` if all ranks make the same call; else the text of the error."""
+        """This rank's verdict: `GO` if all ranks make the same call, else the text of the error."""
         deadline = time.monotonic() + self.patience_s
-        # Not `store.wait`: it would keep the connection from calls that this rank makes beside this one.
+        # Polls, since `store.wait` would block the connection for this rank's other threads.
         while not (complete := int(self.store.get(arrived)) == len(self.ranks)) and (
             time.monotonic() < deadline
         ):
@@ -66,18 +68,20 @@ class CallCheck:
         if any(number != self.number for number, _ in known.values()):
             lines = [f"rank {rank}: {self._whereabouts(*last)}" for rank, last in known.items()]
         elif len(set(known.values())) == 1:
-            return GO  # the last one came in the last moment
+            return GO  # the last rank came after the deadline, and before this rank looked
         else:
             lines = [f"rank {rank}: {call}" for rank, (_, call) in known.items()]
         return "\n  ".join([f"the ranks part ways at call {self.number}:", *lines])
 
     def _last_of(self, rank: int) -> tuple[int, str]:
+        """Number and text of a rank's last call; 0 before its first."""
         if not self.store.check([f"last/{rank}"]):
             return 0, ""
         number, _, call = self.store.get(f"last/{rank}").decode().partition(" ")
         return int(number), call
 
     def _whereabouts(self, number: int, call: str) -> str:
+        """Describe a rank by its last call, which may be an earlier one."""
         last = f"call {number}, {call}" if number else "no call yet"
         return (
             last

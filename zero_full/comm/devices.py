@@ -1,8 +1,8 @@
-"""Which device is this process's, and which ranks use the same one.
+"""Device selection: the accelerator of this process, and which ranks share one.
 
-NCCL refuses two ranks on one device, so ranks ask before it is used. Launchers count differently (torchrun
-lets each process see all devices of its host, Slurm's --gpus-per-task=1 shows each its own as number 0), so
-what ranks compare is the device itself, by the identity that its driver gives it.
+NCCL fails with two ranks on one device, so ranks compare devices before they use it. They compare by the
+identity that the driver reports, since launchers number devices differently: torchrun lets each process see
+all devices of its host, and Slurm's --gpus-per-task=1 shows each process its own as number 0.
 """
 
 import os
@@ -14,31 +14,32 @@ from typing import Any
 
 import torch
 
-ON_CPU = ("gloo", "cpu:gloo", "mpi", "ucc")  # who asks for one of these backends wants to stay there
-LISTED = 8  # ranks in a message
+ON_CPU = ("gloo", "cpu:gloo", "mpi", "ucc")  # backends that select the CPU
+LISTED = 8  # ranks in a message, at most
 
 
 def own_accelerator() -> torch.device:
-    """The accelerator of this process: the current one; if that is the first, LOCAL_RANK may name another.
+    """The accelerator of this process: the current one, or by LOCAL_RANK if the current one is number 0.
 
-    Where there are fewer devices than processes they take turns.
+    With fewer devices than processes, several processes share one.
     """
     kind = torch.accelerator.current_accelerator()
     assert kind is not None
     index, local = torch.accelerator.current_device_index(), os.environ.get("LOCAL_RANK", "")
-    if index == 0 and local.isdecimal():  # nobody has chosen
+    if index == 0 and local.isdecimal():  # the default: the user's script has not set a device
         index = int(local) % torch.accelerator.device_count()
     return torch.device(kind.type, index)
 
 
 def identity_of(device: torch.device) -> str:
-    """The same text in every process that uses this device, and in no other."""
+    """Identity of a device: equal in all processes that use it, and different for any other device."""
     ask: Any = getattr(torch.get_device_module(device), "get_device_properties", None)
     uuid = None if ask is None else getattr(ask(device), "uuid", None)
     return str(uuid) if uuid is not None else f"{device} of {_host()}"
 
 
 def _host() -> str:
+    """Identity of this host since it was booted: names alone may be equal."""
     boot = ""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -48,9 +49,9 @@ def _host() -> str:
 def shared_among(
     store: Any, ranks: Sequence[int], rank: int, device: torch.device
 ) -> Mapping[str, list[int]]:
-    """The ranks that have the same device, by device, where there are several. Every rank must call this.
+    """Ranks that share a device, by the device's identity. Every rank must call this.
 
-    It speaks through the store that ranks have met in, since no backend can be asked yet.
+    It uses the store, since a backend cannot be used yet.
     """
     store.set(str(rank), identity_of(device))
     users: dict[str, list[int]] = {}
@@ -60,7 +61,7 @@ def shared_among(
 
 
 def told(shared: Mapping[str, list[int]]) -> str:
-    """In words, the first device that is shared, and by whom."""
+    """Text of the first shared device and its ranks, for an error."""
     identity, ranks = next(iter(shared.items()))
     more = f" and {len(ranks) - LISTED} more" if len(ranks) > LISTED else ""
     return f"ranks {', '.join(map(str, ranks[:LISTED]))}{more} have one device ({identity})"

@@ -1,9 +1,9 @@
-"""An error that every rank raises is printed by one of them, if nobody catches it.
+"""Error deduplication: one rank prints an uncaught error that every rank raises.
 
-Whoever catches the error sees no difference, and who does not ends with code 1. What changes is what Python
-prints then: the first of the ranks with the same error prints it, the others wait for that and are silent.
-One that has waited in vain, because the first has caught its own, prints it after all. torchrun's report says
-the reason, too. A `sys.excepthook` that somebody else has set stays, and prints what it likes.
+Code that catches the error sees no difference, and an uncaught one still ends the process with code 1. Only
+the output changes: the first of the ranks with the same error prints it, and the others wait for that and
+print nothing. A rank prints its own error after a timeout, since the first rank may have caught it. The
+reason also appears in torchrun's report. A `sys.excepthook` that the user has set is kept.
 """
 
 import json
@@ -27,25 +27,25 @@ from zero_full.formatting import printable
 
 PACKAGE = Path(__file__).resolve().parents[1]
 TORCH, PYTHON = Path(torch.__file__).resolve().parent, Path(sysconfig.get_path("stdlib")).resolve()
-PATIENCE_S = 5.0  # with the rank that is to print
-HEARD_S = 1.0  # with those that wait for it: the store may end with this process
-LOOK_S = 0.02
-MARK = "zero_full_told_once"  # on an error
+PATIENCE_S = 5.0  # how long a rank waits for the first rank to print
+HEARD_S = 1.0  # how long the first rank waits for the others: the store may end with its process
+LOOK_S = 0.02  # between looks
+MARK = "zero_full_told_once"  # attribute of a shared error
 Raised = TypeVar("Raised", bound=BaseException)
 
 
 class Shared(NamedTuple):
-    """What is known of an error that these ranks have."""
+    """An error that several ranks raise: the ranks, and the store in which they agree who prints."""
 
     ranks: Sequence[int]  # the first one prints it
     store: Any
 
 
 def told_once(error: Raised, ranks: Sequence[int]) -> Raised:
-    """The error, which these ranks raise alike; the first of them is to print it."""
+    """Mark an error that all these ranks raise, so that only the first one prints it. Returns the error."""
     is_here = isinstance(sys.excepthook, OneTells)
     if len(ranks) > 1 and (is_here or is_own_excepthook(sys.excepthook)):
-        with suppress(Exception):  # without a store each prints its own, which is better than another error
+        with suppress(Exception):  # without a store each rank prints its own
             place = f"zero_full/told/{'-'.join(map(str, ranks))}"
             setattr(error, MARK, Shared(ranks, keys_under(place, default_store())))
             sys.excepthook = sys.excepthook if is_here else OneTells(sys.excepthook)
@@ -53,76 +53,80 @@ def told_once(error: Raised, ranks: Sequence[int]) -> Raised:
 
 
 class OneTells:
-    """Takes the place of `sys.excepthook` when there is such an error. All others are for `before`."""
+    """A `sys.excepthook` for marked errors. Passes all others to the hook `before` it."""
 
     def __init__(self, before: Any) -> None:
         self.before = before
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Print the error, or nothing."""
+        """Print the error on one of its ranks."""
         shared: Shared | None = getattr(error, MARK, None)
         if shared is None:
             return self.before(kind, error, trace)  # type: ignore[no-any-return]
-        first, rank, says_all = shared.ranks[0], this_rank(), _says_all(error)
+        first, rank, is_plain = shared.ranks[0], this_rank(), _needs_no_traceback(error)
         message = (
-            traceback.format_exception_only(kind, error) if says_all else traceback.format_exception(error)
+            traceback.format_exception_only(kind, error) if is_plain else traceback.format_exception(error)
         )
         report = Report()
-        report.write("".join(message))  # before anybody is waited for: torchrun may end this process
-        if rank != first and _is_told(shared):
+        report.write("".join(message))  # before waiting: torchrun may end this process
+        if rank != first and _has_printed(shared):
             return report.write(f"{kind.__name__}, printed by rank {first}")
-        if says_all:
+        if is_plain:
             told = f"(printed once, by rank {rank}, for {len(shared.ranks)} ranks)"
-            lines = [*traceback.format_list(_users(trace)), *message, told]
+            lines = [*traceback.format_list(_user_frames(trace)), *message, told]
             print(printable("".join(lines)), file=sys.stderr, flush=True)
         else:
             self.before(kind, error, trace)
         if rank == first:
-            _say_told(shared)
+            _confirm_printed(shared)
 
 
-def _says_all(error: BaseException) -> bool:
-    """Whether it was raised for the user, with a text that needs no traceback; so was what has led to it.
+def _needs_no_traceback(error: BaseException) -> bool:
+    """Whether an error and its causes were raised with a message for the user, and need no traceback.
 
-    What comes out of a function of the user's that was called on the way needs one.
+    An error from a user's function, such as a hook or a closure, needs one.
     """
-    if _calls_back(error.__traceback__):
+    if _passed_user_code(error.__traceback__):
         return False
     last = traceback.extract_tb(error.__traceback__)[-1:]
     is_ours = any(
         PACKAGE in Path(at.filename).parents and (at.line or "").startswith("raise ") for at in last
     )
-    says_all = is_ours or isinstance(error, OSError) or type(error).__module__.split(".")[0] == "zero_full"
-    return says_all and (error.__cause__ is None or _says_all(error.__cause__))
+    is_plain = is_ours or isinstance(error, OSError) or type(error).__module__.split(".")[0] == "zero_full"
+    return is_plain and (error.__cause__ is None or _needs_no_traceback(error.__cause__))
 
 
-def _users(trace: TracebackType | None) -> list[traceback.FrameSummary]:
-    """The lines that have led to the call of this package."""
+def _user_frames(trace: TracebackType | None) -> list[traceback.FrameSummary]:
+    """Stack frames of the user's code, up to its call of this package."""
     theirs = takewhile(lambda frame: not _is_ours(frame), traceback.extract_tb(trace))
-    return [frame for frame in theirs if Path(frame.filename).exists()]  # not how Python starts a module
+    return [
+        frame for frame in theirs if Path(frame.filename).exists()
+    ]  # without the frozen frames that start a module
 
 
-def _calls_back(trace: TracebackType | None) -> bool:
-    """Whether a function of the user's has run within the call of this package."""
+def _passed_user_code(trace: TracebackType | None) -> bool:
+    """Whether the error passed through a user's function that this package called."""
     frames = dropwhile(lambda frame: not _is_ours(frame), traceback.extract_tb(trace))
     return any(not (_is_ours(frame) or _is_library(frame)) for frame in frames)
 
 
 def _is_ours(frame: traceback.FrameSummary) -> bool:
+    """Whether a frame belongs to this package. Its examples count as the user's code."""
     place = Path(frame.filename).resolve()
     return PACKAGE in place.parents and PACKAGE / "examples" not in place.parents
 
 
 def _is_library(frame: traceback.FrameSummary) -> bool:
-    """Whether it is torch's or Python's own, which this package uses."""
+    """Whether a frame belongs to torch or to Python's standard library."""
     place = Path(frame.filename).resolve()
     is_pythons = PYTHON in place.parents and "site-packages" not in place.parts
-    return is_pythons or TORCH in place.parents or not place.exists()  # of <frozen ...> there is no file
+    return is_pythons or TORCH in place.parents or not place.exists()  # <frozen ...> has no file
 
 
-def _is_told(shared: Shared) -> bool:
+def _has_printed(shared: Shared) -> bool:
+    """Wait until the first rank has printed; False if it does not in time."""
     deadline = time.monotonic() + PATIENCE_S
-    with suppress(Exception):  # of a store that has gone
+    with suppress(Exception):  # the store may have ended
         while not shared.store.check(["told"]):
             if time.monotonic() > deadline:
                 return False
@@ -132,7 +136,8 @@ def _is_told(shared: Shared) -> bool:
     return False
 
 
-def _say_told(shared: Shared) -> None:
+def _confirm_printed(shared: Shared) -> None:
+    """First rank: let the others end without printing, and wait until they have read it."""
     deadline = time.monotonic() + HEARD_S
     with suppress(Exception):
         shared.store.set("told", "")
@@ -141,14 +146,14 @@ def _say_told(shared: Shared) -> None:
 
 
 class Report:
-    """The file whose text torchrun shows at its end. There is none without torchrun, or if it is taken."""
+    """torchrun's error file, whose text it shows at exit. None without torchrun, or if already written."""
 
     def __init__(self) -> None:
         name = os.environ.get("TORCHELASTIC_ERROR_FILE")
         self.file = Path(name) if name and not Path(name).exists() else None
 
     def write(self, text: str) -> None:
-        """This text, in place of what was written before."""
+        """Replace the file's text."""
         if self.file is not None:
             more = {"py_callstack": text, "timestamp": str(int(time.time()))}
             with suppress(OSError):

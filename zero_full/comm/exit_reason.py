@@ -1,7 +1,8 @@
-"""Why a rank has ended: it leaves its error in the process group's store, for ranks that wait for it.
+"""Exit reasons: a failed rank writes its exception to the store, for the errors of ranks that wait for it.
 
-A rank that has failed is noticed by a closed connection, or by a number in shared memory. Neither says why.
-At its exit, and when an exception takes its communicators away, the rank writes the exception down.
+Other ranks notice a failed rank by a closed connection or by a counter in shared memory, and neither has a
+reason. So a rank writes its exception to the process group's store at exit, and when an exception destroys
+its communicators.
 """
 
 import sys
@@ -11,13 +12,13 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
-PATIENCE_S = 1.0  # for a rank that is about to write
-LOOK_S = 0.02
-LENGTH = 500  # characters of an error
+PATIENCE_S = 1.0  # how long to wait for a rank that is about to write
+LOOK_S = 0.02  # between looks
+LENGTH = 500  # characters of an error, at most
 
 
 def leave_reason(store: Any, rank: int) -> None:
-    """Write down the exception that ends this process, or what is going on now; nothing if there is none."""
+    """Write the exception that ends this process, or that is being handled now. Do nothing without one."""
     error: BaseException | None = sys.exc_info()[1]
     if error is None and not threading.main_thread().is_alive():  # the script has ended
         error = getattr(sys, "last_value", None)
@@ -26,20 +27,20 @@ def leave_reason(store: Any, rank: int) -> None:
 
 
 def write_down(store: Any, rank: int, error: BaseException) -> None:
-    """Leave this error, which is about to be raised here, for ranks that will wait for this one."""
-    with suppress(Exception):  # the store may be gone as well
+    """Write an error that this rank is about to raise, for ranks that will wait for this one."""
+    with suppress(Exception):  # the store may have ended as well
         store.set(_key(rank), f"{type(error).__name__}: {error}"[:LENGTH])
 
 
 def reasons_of(store: Any, ranks: Iterable[int]) -> dict[int, str]:
-    """What any of these ranks have written down, waiting a moment for the first one."""
+    """The errors that these ranks have written, by rank. Waits up to `PATIENCE_S` for the first one."""
     ranks, deadline = list(ranks), time.monotonic() + PATIENCE_S
     with suppress(Exception):
-        while not (there := [rank for rank in ranks if store.check([_key(rank)])]):
+        while not (failed := [rank for rank in ranks if store.check([_key(rank)])]):
             if time.monotonic() > deadline:
                 return {}
             time.sleep(LOOK_S)
-        return {rank: store.get(_key(rank)).decode(errors="replace") for rank in there}
+        return {rank: store.get(_key(rank)).decode(errors="replace") for rank in failed}
     return {}
 
 

@@ -1,7 +1,7 @@
-"""Ranks that are not there: groups of any size on one process, whose collectives move nothing.
+"""Fake process groups: one process plays one rank of a group of any size, and its collectives move no data.
 
-A plan runs the runtime itself on tensors without values, as one rank of many. Whoever asks such a group for
-a collective gets what he would have if every rank had what he has; the bytes are counted as ever, see
+A plan runs the engine itself on tensors without values (the meta device). A collective of a fake group gives
+the result that it would have if all ranks held the same; its bytes are counted as usual, see
 `communicator.py`.
 """
 
@@ -11,11 +11,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_full.comm.transport import Splits
+from zero_full.comm.transport import NO_CALL, Splits
 
 
 class PretendedGroup(dist.ProcessGroup):
-    """A group of ranks, seen from one of them. No process stands behind it."""
+    """A fake process group as seen from rank `me`. It has no connections."""
 
     def __init__(self, ranks: Sequence[int], me: int) -> None:
         super().__init__(list(ranks).index(me), len(ranks))  # type: ignore[call-arg]  # no store is fine
@@ -23,43 +23,43 @@ class PretendedGroup(dist.ProcessGroup):
 
 
 class Pretence:
-    """The transport of such a group."""
+    """The transport of a fake group. Only `sum_numbers` and `gather_objects` have a result."""
 
-    name = "pretence"
-    call: tuple[str, ...] = ()
+    name, fails_late = "pretence", False
+    call = NO_CALL
 
     def __init__(self, group: PretendedGroup) -> None:
         self.size = group.size()
 
     def reduce_scatter(self, whole: Tensor, out: Tensor, divisor: float) -> None:
-        """`out` has no values, before and after."""
+        """Do nothing: tensors of a plan have no values."""
 
     def all_gather(self, whole: Tensor) -> None:
-        """As above."""
+        """Do nothing."""
 
     def all_reduce(self, whole: Tensor, divisor: float) -> None:
-        """As above."""
+        """Do nothing."""
 
     def all_to_all(self, sent: Tensor, received: Tensor, splits: Splits) -> None:
-        """As above."""
+        """Do nothing."""
 
     def broadcast(self, tensor: Tensor) -> None:
-        """As above."""
+        """Do nothing."""
 
     def sum_numbers(self, numbers: Tensor) -> None:
-        """These have values: everyone has the same."""
+        """Multiply by the number of ranks: these have values, equal on all ranks."""
         numbers.mul_(self.size)
 
     def gather_objects(self, mine: Any) -> list[Any]:
-        """As above."""
+        """This rank's object once for each rank."""
         return [mine] * self.size
 
     def awaited_by(self) -> list[int]:
-        """None."""
+        """No ranks."""
         return []
 
     def check(self) -> None:
-        """Nothing fails."""
+        """Do nothing: no collective fails."""
 
     def close(self) -> None:
-        """Nothing runs."""
+        """Do nothing: a fake group has no connections."""

@@ -1,8 +1,8 @@
-"""What a forked child inherits of its parent's runs and must leave alone: process groups, threads, files.
+"""Fork safety: a forked child must not free the process groups, threads and files of its parent.
 
-A child (a loader's worker, `multiprocessing` with "fork") has copies of all objects and shares sockets and
-memory with its parent, but has none of its threads. Whatever ends a run there, by `destroy`, by collecting
-garbage or at exit, would end the parent's.
+A child (a worker of a DataLoader, `multiprocessing` with "fork") has copies of all objects and shares sockets
+and memory with its parent, but has none of its threads. If the child ended a run, by `destroy`, by garbage
+collection or at exit, it would end the parent's run.
 """
 
 import ctypes
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def only_here(act: Callable[..., Any]) -> Callable[..., None]:
-    """`act`, which does nothing in a process that was forked from this one."""
+    """Wrap `act` so that it does nothing in a process that was forked from this one."""
     made_in = os.getpid()
 
     def act_here(*given: Any) -> None:
@@ -23,5 +23,5 @@ def only_here(act: Callable[..., Any]) -> Callable[..., None]:
 
 
 def keep_for_good(thing: object) -> None:
-    """Never run the destructor of `thing` in this process: it would wait for threads that are not here."""
+    """Leak `thing` in this process: its destructor would wait for threads that only the parent has."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))

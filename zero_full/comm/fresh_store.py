@@ -1,10 +1,10 @@
-"""A part of a store in which nobody has written yet.
+"""Fresh store prefix: ranks agree on a part of the store that an earlier start has not written to.
 
-[Note: a used store] An agent of torchrun keeps one store as long as it runs, and ranks that it starts again
-find in it what those before them have written: where they listened, for example, though they are gone. Who
-comes first decides whether that is read. So ranks agree on a prefix before they use a store. Each asks rank
-0 with a number of its own, so that it takes no answer that was meant for another one; rank 0 answers until
-all have heard.
+[Note: a used store] torchrun's agent keeps one store as long as it runs. Ranks that it restarts find the keys
+of the ranks before them, for example the addresses of processes that have ended. Whether a rank reads such a
+key depends on which rank comes first. So ranks agree on a prefix before they use a store. Each asks rank 0
+with a random token, so that it cannot take the answer to another rank or another start. Rank 0 answers until
+all ranks have confirmed.
 """
 
 import secrets
@@ -18,7 +18,7 @@ LOOK_S = 0.01  # between looks for ranks that have not come yet
 
 
 def fresh_part(store: Any, rank: int, ranks: int) -> Any:
-    """The same part of the store on every rank, which all must ask for. See [Note: a used store]."""
+    """Agree on an unused part of the store. Every rank must call this. See [Note: a used store]."""
     meeting = keys_under(MEETING, store)
     if rank == 0:
         name = secrets.token_hex(8)
@@ -32,13 +32,14 @@ def fresh_part(store: Any, rank: int, ranks: int) -> Any:
 
 
 def _answer(meeting: Any, name: str, ranks: int) -> None:
+    """Rank 0: send every other rank the name of the part, until all have confirmed it."""
     waiting, questions = set(range(1, ranks)), dict[int, bytes]()
     deadline = time.monotonic() + meeting.timeout.total_seconds()
     while waiting:
         for rank in sorted(waiting):
             if meeting.check([f"asks/{rank}"]):
                 question = meeting.get(f"asks/{rank}")
-                if questions.get(rank) != question:  # else it is known: this one, or one before it
+                if questions.get(rank) != question:  # a new one: not answered yet
                     meeting.set(f"answer/{question.decode()}", name)
                     questions[rank] = question
             if meeting.check([f"{name}/heard/{rank}"]):

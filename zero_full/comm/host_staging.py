@@ -1,25 +1,26 @@
-"""Ranks that share an accelerator hand each other their slices through the host's memory.
+"""Host staging: collectives for ranks that share an accelerator, through pinned host memory.
 
-NCCL refuses two ranks on one device. Here a collective's slices are copied into page-locked memory, travel
-there as those of CPU ranks do (`shared.py`, else `transport.py`), and are copied back.
+NCCL fails with two ranks on one device. Here a collective's slices are copied into pinned memory, exchanged
+as those of CPU ranks are (`shared.py`, else `transport.py`), and copied back.
 
-[Note: staging] All is queued on the current stream, in this order:
+[Note: staging] The host queues these operations on the current stream:
 
     copy into a room; signal "number n is ready"; wait for "number n is done"; copy back
 
-A thread, the worker, takes the collectives in the order in which the host has made them, which is the same on
-all ranks; it waits until the room is ready, exchanges what is in it, and says that it is done. Each room has
-its own "ready", because collectives may be queued on several streams, which come to them in any order.
+A room is a staging buffer. A worker thread takes the collectives in the order in which the host makes them,
+which is equal on all ranks. It waits until the room is ready, exchanges its contents, and signals "done".
+Each room has its own "ready", since collectives may be queued on several streams, which run in any order.
 
-What is larger than a room passes in pieces, through three rooms in turn: while the worker has one piece, the
-device copies the next one in and the last one back. Whoever takes a room first lets the current stream wait
-until its last copy back is over, so a room is never written while somebody reads it.
+A collective larger than a room passes in pieces, through three rooms in turn: while the worker exchanges one
+piece, the device copies the next one in and the last one back. Before a room is used again, the current
+stream waits for the last copy back from it, so no room is written while it is read.
 
-If an exchange fails the worker keeps the exception. This collective and all later ones end at once, in bytes
-of ones, which are NaN; the next call raises, and so does `check`, for those who have waited for the device.
+If an exchange fails, the worker keeps the exception. This collective and all later ones end at once with NaN
+as their result (all bits set). The next call raises, and so does `check`, which callers use after waiting for
+the device.
 
-Who waits for "ready" and "done" is the queue's business (`device_queue.py`): the host; or the stream, and
-then a call returns at once, as NCCL's do.
+Either the host or the stream waits for "ready" and "done": see `device_queue.py`. If the stream waits, a call
+returns at once, as NCCL's do.
 """
 
 import threading
@@ -38,25 +39,25 @@ from torch import Tensor
 from zero_full.comm.device_queue import NUMBERS, Flag, Mark, Queue, wait_until
 from zero_full.comm.forked import only_here
 from zero_full.comm.shared import SharedMemory
-from zero_full.comm.transport import Exchange, Splits, own_slice
+from zero_full.comm.transport import NO_CALL, Exchange, Splits, own_slice
 
 ROOMS = 3
 ROOM = 32 * 2**20  # bytes, at most
-HALF = 32 * 2**20  # of a window of the shared memory behind: few meetings, since a device copies large pieces
+HALF = 32 * 2**20  # bytes of half a window in shared memory: large pieces need few barriers
 ALIGNED = 64  # bytes, where the fields of a room begin
-END_S = 2.0  # how long whoever drops a transport waits for its worker
+END_S = 2.0  # how long the finalizer of a transport waits for its worker
 
 
 class Carried(NamedTuple):
-    """A piece of a tensor on the device, and whether it is copied into the room, and back."""
+    """A piece of a tensor on the device, and in which directions it is copied."""
 
     tensor: Tensor
-    enters: bool
-    leaves: bool
+    enters: bool  # is copied into the room
+    leaves: bool  # is copied back
 
 
 class Load(NamedTuple):
-    """As much of a collective as fits into a room. Each field becomes one flat tensor there."""
+    """The part of a collective that fits into a room. Each field becomes one flat tensor in the room."""
 
     kind: str
     fields: Sequence[Sequence[Carried]]
@@ -64,7 +65,7 @@ class Load(NamedTuple):
 
 
 class Room:
-    """Memory that the device and the host use in turn."""
+    """A staging buffer, which the device and the host use in turn."""
 
     def __init__(self, queue: Queue, start: int) -> None:
         self.queue, self.ready = queue, queue.flag(start)
@@ -72,7 +73,7 @@ class Room:
         self.passed: Mark | None = None  # the end of the last copy back
 
     def fields_for(self, load: Load) -> list[Tensor]:
-        """Flat tensors here for the fields. The room grows when it has to, up to the next power of two."""
+        """Flat tensors in this room for a load's fields. Grows the room to a power of two if necessary."""
         sizes = [sum(part.tensor.nbytes for part in parts) for parts in load.fields]
         starts = [0]
         for size in sizes:
@@ -86,19 +87,19 @@ class Room:
 
 
 class Task(NamedTuple):
-    """What the worker has to do."""
+    """One exchange for the worker."""
 
     kind: str
     exchange: Callable[[], object]
     is_ready: Callable[[], bool]
-    look: Callable[[], object]  # raises if it will never be ready
+    look: Callable[[], object]  # raises if the device has failed
     results: Sequence[Tensor]  # what the exchange changes
     finish: Callable[[], object]
 
 
 @dataclass
 class Desk:
-    """What the worker and the transport share. The worker keeps no transport alive."""
+    """State shared by the worker and its transport, which can be collected while the worker runs."""
 
     rooms: "deque[Room]"
     done: Flag
@@ -107,25 +108,26 @@ class Desk:
     is_closing: bool = False
 
     def fail(self, kind: str, error: BaseException) -> None:
-        """From now on nothing is exchanged."""
+        """Keep the first failure. Later collectives are not exchanged."""
         self.failure = self.failure or (kind, error)
 
 
 def _work(desk: Desk) -> None:
-    """The worker's life."""
+    """Run the worker's tasks until None comes."""
     with torch.no_grad():
         while (task := desk.tasks.get()) is not None:
             _do(task, desk)
-            del task  # and the memory that it is about
+            del task  # frees the memory of its tensors
         with suppress(RuntimeError, TimeoutError):  # the device may have failed
-            for room in desk.rooms:  # their streams still look at the flags
+            for room in desk.rooms:  # their streams still read the flags
                 if room.passed is not None:
                     wait_until(room.passed.query, lambda: None, END_S)
 
 
 def _do(task: Task, desk: Desk) -> None:
     def look() -> None:
-        # Not before: who frees device memory may wait for this worker, and hold a lock that this asks for.
+        # Only when closing: a thread that frees device memory may hold a lock that `look` needs, and wait for
+        # this worker.
         if desk.is_closing:
             task.look()
 
@@ -142,7 +144,7 @@ def _do(task: Task, desk: Desk) -> None:
 
 
 def _end(desk: Desk, worker: threading.Thread, patience_s: float | None) -> None:
-    """Let the worker finish what was queued, and end."""
+    """End the worker after its queued tasks."""
     desk.is_closing = True
     desk.tasks.put(None)
     if worker is not threading.current_thread():
@@ -152,19 +154,19 @@ def _end(desk: Desk, worker: threading.Thread, patience_s: float | None) -> None
 class Staged:
     """A transport for ranks whose tensors are on an accelerator. See [Note: staging].
 
-    `inner` moves the rooms, which are in the host's memory; nobody else may use its process group. `room` is
-    the most bytes of one, and `start` the number before the first collective's.
+    `inner`: the transport for host memory, whose process group has no other user. `room`: the most bytes of a
+    room. `start`: the number before the first collective's.
     """
 
-    name = "staged"
-    call: tuple[str, ...] = ()  # not compared: the worker is behind
+    name, fails_late = "staged", True
+    call = NO_CALL  # not compared between ranks: the worker makes collectives later than the host
 
     def __init__(
         self, inner: SharedMemory | Exchange, queue: Queue, room: int = ROOM, start: int = 0
     ) -> None:
         self.inner, self.queue, self.room, self.number = inner, queue, room, start
         self.rank, self.size = inner.rank, inner.size
-        self.is_told = False  # whether a failure was raised
+        self.is_told = False  # whether the failure was raised on the host
         rooms = deque(Room(queue, start) for _ in range(ROOMS))
         self.desk = Desk(rooms, queue.flag(start))
         worker = threading.Thread(target=_work, args=(self.desk,), name="zero_full-staged", daemon=True)
@@ -175,7 +177,7 @@ class Staged:
     # Collectives ---------------------------------------------------------------------------------
 
     def reduce_scatter(self, whole: Tensor, out: Tensor, divisor: float) -> None:
-        """Pieces of all slices go in, and of the sum come back."""
+        """Copy pieces of all slices in, and pieces of the sum back."""
         slices = [own_slice(whole, rank, self.size) for rank in range(self.size)]
         exchange = partial(_with_divisor, self.inner.reduce_scatter, divisor)
         step = self._step(self.size * whole.element_size() + out.element_size(), fields=2)
@@ -189,7 +191,7 @@ class Staged:
         self._stage(Load("reduce_scatter", fields, exchange) for fields in pieces)
 
     def all_gather(self, whole: Tensor) -> None:
-        """Pieces of this rank's slice go in, and of the others' come back."""
+        """Copy pieces of this rank's slice in, and pieces of the others' back."""
         slices = [own_slice(whole, rank, self.size) for rank in range(self.size)]
         step = self._step(self.size * whole.element_size())
         pieces = (
@@ -202,18 +204,18 @@ class Staged:
         self._stage(Load("all_gather", [parts], self.inner.all_gather) for parts in pieces)
 
     def all_reduce(self, whole: Tensor, divisor: float) -> None:
-        """Pieces that all ranks can cut evenly go in and come back."""
+        """Copy pieces in and back. Their size is a multiple of the group's."""
         exchange = partial(_with_divisor, self.inner.all_reduce, divisor)
         step = self._step(self.size * whole.element_size()) * self.size
         self._there_and_back("all_reduce", whole, step, exchange)
 
     def sum_numbers(self, numbers: Tensor) -> None:
-        """Pieces go in and come back."""
+        """Copy pieces in and back."""
         step = self._step(numbers.element_size())
         self._there_and_back("sum", numbers.view(-1), step, self.inner.sum_numbers)
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Pieces go in on the first rank, and come back on the others."""
+        """Copy pieces in on the first rank, and back on the others."""
         flat, is_first = tensor.view(-1), self.rank == 0
         step = self._step(flat.element_size())
         pieces = (
@@ -222,9 +224,9 @@ class Staged:
         self._stage(Load("broadcast", [parts], self.inner.broadcast) for parts in pieces)
 
     def all_to_all(self, sent: Tensor, received: Tensor, splits: Splits) -> None:
-        """Pieces of the parts for all ranks go in, and of those from all ranks come back.
+        """Copy pieces of the parts for all ranks in, and pieces of the parts from all ranks back.
 
-        A part that has come to its end has no elements in the pieces that follow.
+        A part that is shorter than the longest has no elements in the last pieces.
         """
         ways = [
             (sent.split(list(splits.sent)), True, False),
@@ -241,7 +243,7 @@ class Staged:
         self._stage(piece(low) for low in range(0, splits.most, step))
 
     def gather_objects(self, mine: Any) -> list[Any]:
-        """The worker gathers them when their turn comes; the host waits."""
+        """Gather on the worker, after the queued collectives; the host waits."""
         self.check()
         answers: list[Any] = []
         finished = threading.Event()
@@ -257,11 +259,11 @@ class Staged:
     # Order and failure ---------------------------------------------------------------------------
 
     def awaited_by(self) -> list[int]:
-        """None that can be told from those for whom the worker is about to come."""
+        """No ranks: a rank that waits here may wait for the worker, which is about to come."""
         return []
 
     def check(self) -> None:
-        """Raise RuntimeError if a collective has failed that was queued before."""
+        """Raise RuntimeError if a queued collective has failed."""
         if self.desk.failure is not None:
             self.is_told = True
             kind, error = self.desk.failure
@@ -269,24 +271,25 @@ class Staged:
             raise RuntimeError(f"{kind}, which was queued before, has failed: {reason}") from error
 
     def close(self) -> None:
-        """Wait for what is queued, and end the worker. Raise if a collective has failed and nobody knows."""
+        """End the worker after its queued collectives. Raises a failure that was not raised before."""
         if self.dropped.detach() is not None:
             _end(self.desk, self.worker, None)
         if not self.is_told:
             self.check()
 
     def _step(self, size: int, fields: int = 1) -> int:
-        """How many elements of each slice a piece has, if one of each needs so many bytes."""
+        """Elements of each slice in a piece, if one element of each slice takes `size` bytes."""
         return max(1, (self.room - fields * ALIGNED) // size)
 
     def _there_and_back(
         self, kind: str, flat: Tensor, step: int, exchange: Callable[[Tensor], object]
     ) -> None:
+        """Stage a tensor that is exchanged in place."""
         pieces = ([Carried(flat[low : low + step], True, True)] for low in range(0, flat.numel(), step))
         self._stage(Load(kind, [parts], exchange) for parts in pieces)
 
     def _stage(self, loads: Iterable[Load]) -> None:
-        """Queue these loads on the current stream. Copies in run ahead of copies back, by all rooms."""
+        """Queue loads on the current stream. Copies in run up to `ROOMS` loads ahead of copies back."""
         self.check()
         inside: deque[Callable[[], None]] = deque()
         kind = "a collective"
@@ -298,14 +301,14 @@ class Staged:
                 inside.append(self._enter(load))
             while inside:
                 inside.popleft()()
-        except BaseException as error:  # the others have begun what this rank never will
+        except BaseException as error:  # other ranks have begun an exchange that this rank will not make
             self.desk.fail(kind, error)
             self.is_told = True
             raise
-        self.check()  # the host may have waited for all of it
+        self.check()  # if the host has waited, failures of this call are known
 
     def _enter(self, load: Load) -> Callable[[], None]:
-        """Queue the way into a room; returns what queues the way back."""
+        """Queue the copies into a room. Returns the function that queues the copies back."""
         queue, desk = self.queue, self.desk
         room = desk.rooms[0]
         desk.rooms.rotate(-1)

@@ -1,7 +1,7 @@
-"""Where a collective runs: at once, on a thread beside backward, or on a stream beside it.
+"""Lanes: where collectives run, at once, on a thread beside backward, or on a side stream.
 
-A job put on a lane runs after all jobs put there before, and `wait` returns (on a GPU: holds back the
-current stream) until it is done. That is all that "overlap" means in this package.
+A lane runs its jobs in the order in which they were submitted. `wait` returns when a job is done; on a GPU it
+makes the current stream wait instead. "Overlap" in this package means a lane other than `Inline`.
 """
 
 import os
@@ -26,61 +26,86 @@ class Pending(Protocol):
 
 
 class Lane(Protocol):
-    """A place where jobs run one after the other."""
+    """Runs jobs one after the other."""
 
-    stops_host: bool  # whether `wait` keeps the host from going on, and not only the device
+    stops_host: bool  # whether `wait` blocks the host, and not only a stream of the device
 
     def submit(self, job: Job, tensors: Iterable[Tensor], producers: Iterable[Any]) -> Pending:
-        """Run the job after what `producers` (streams) have queued so far.
+        """Run the job after the work that `producers` (streams) have queued so far.
 
-        The job uses these tensors, and its caller lets go of them before it is done.
+        `tensors`: those that the job uses. The caller may drop them before the job is done.
         """
 
     def producer(self) -> Any:
-        """A mark for all work that the caller has queued so far: the stream; None where there is only one."""
+        """The stream on which the caller queues its work; None on a device without streams."""
 
     def order(self, earlier: Any, later: Any) -> None:
-        """What is queued on one producer from now on comes after what is queued on the other so far."""
+        """Make one producer's future work wait for the work that another has queued so far."""
 
     def close(self) -> None:
-        """Free what the lane holds. No job may be submitted afterwards."""
+        """Free threads and memory of the lane. No job may be submitted afterwards."""
 
 
 class Done:
-    """A job that is over."""
+    """A job that is already done."""
 
     def wait(self) -> None:
         """Return at once."""
 
 
-class Inline:
-    """No overlap: the caller runs each job when it submits it, on its own stream."""
+class _NoStreams:
+    """A lane of a device without streams, where work is done when the call that does it returns."""
 
-    stops_host = False
-
-    def __init__(self, current: Callable[[], Any] = lambda: None) -> None:
-        self.producer = current
-
-    def submit(self, job: Job, tensors: Iterable[Tensor], producers: Iterable[Any]) -> Pending:
-        """Run the job between what the producers have queued so far and what they queue next."""
-        here, others = self.producer(), set(producers)
-        for stream in others:
-            self.order(stream, here)
-        job()
-        for stream in others:
-            self.order(here, stream)
-        return Done()
+    def producer(self) -> Any:
+        """None: no work is queued."""
+        return None
 
     def order(self, earlier: Any, later: Any) -> None:
-        """One stream waits for the other, if there is another."""
-        _wait(later, earlier)
+        """Do nothing: work is in order already."""
 
     def close(self) -> None:
         """Do nothing."""
 
 
-class Late:
-    """For tensors without values: a job is done when somebody waits for it. Till then most is in memory."""
+class Inline(_NoStreams):
+    """No overlap: the caller runs each job when it submits it."""
+
+    stops_host = False
+
+    def submit(self, job: Job, tensors: Iterable[Tensor], producers: Iterable[Any]) -> Pending:
+        """Run the job."""
+        job()
+        return Done()
+
+
+class InlineStream(Inline):
+    """No overlap on an accelerator: each job's kernels are queued on the caller's stream."""
+
+    def __init__(self, current: Callable[[], Any]) -> None:
+        """`current` returns the caller's stream."""
+        self.current = current
+
+    def submit(self, job: Job, tensors: Iterable[Tensor], producers: Iterable[Any]) -> Pending:
+        """Queue the job after what the producers have queued so far, and before what they queue next."""
+        here, others = self.producer(), set(producers)
+        for stream in others:
+            _wait(here, stream)
+        job()
+        for stream in others:
+            _wait(stream, here)
+        return Done()
+
+    def producer(self) -> Any:
+        """The caller's stream."""
+        return self.current()
+
+    def order(self, earlier: Any, later: Any) -> None:
+        """Make the later stream wait for the earlier one."""
+        _wait(later, earlier)
+
+
+class Late(_NoStreams):
+    """For the meta device: runs a job only when it is waited for, when the most memory is in use."""
 
     stops_host = False
 
@@ -89,30 +114,22 @@ class Late:
         self.begun = self.done = 0
 
     def submit(self, job: Job, tensors: Iterable[Tensor], producers: Iterable[Any]) -> Pending:
-        """Put the job behind the others."""
+        """Queue the job."""
         self.waiting.append(job)
         self.begun += 1
         return _Place(self, self.begun)
 
     def do(self, until: int) -> None:
-        """Jobs in their order, up to this one."""
+        """Run the queued jobs in order, up to this number."""
         while self.done < until:
             self.done += 1
             _without_grad(self.waiting.popleft())
 
-    def producer(self) -> Any:
-        """Nothing is queued."""
-        return None
-
-    def order(self, earlier: Any, later: Any) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Nothing to close."""
-
 
 @dataclass
 class _Place:
+    """A job of a `Late` lane."""
+
     lane: Late
     number: int
 
@@ -120,8 +137,8 @@ class _Place:
         self.lane.do(self.number)
 
 
-class Thread:
-    """A worker thread: for the CPU, where gloo lets go of the interpreter while it waits."""
+class Thread(_NoStreams):
+    """A worker thread, for the CPU: gloo releases the GIL while it waits."""
 
     stops_host = True
 
@@ -139,52 +156,47 @@ class Thread:
         return _Future(self.worker.submit(_without_grad, job))
 
     def drain(self) -> None:
-        """Wait until all jobs are over, whatever they have raised."""
+        """Wait until all jobs have ended. Raises none of their errors."""
         if os.getpid() == self.made_in:
             self.worker.submit(lambda: None).result()
 
-    def producer(self) -> Any:
-        """None: what the CPU has computed is complete."""
-        return None
-
-    def order(self, earlier: Any, later: Any) -> None:
-        """Do nothing."""
-
     def close(self) -> None:
-        """End the thread."""
+        """End the thread after its queued jobs. A forked child does not wait: it has no such thread."""
         self.worker.shutdown(wait=os.getpid() == self.made_in)
 
 
 def _without_grad(job: Job) -> None:
-    with torch.no_grad():  # grad mode belongs to a thread
+    with torch.no_grad():  # grad mode is a thread's own: the caller's does not hold on the worker
         job()
 
 
+@dataclass
 class _Future:
-    def __init__(self, future: "Future[None]") -> None:
-        self.future = future
+    """A job of a `Thread` lane."""
+
+    future: "Future[None]"
 
     def wait(self) -> None:
         self.future.result()
 
 
 class Stream:
-    """A side stream: for accelerators.
+    """A side stream, for accelerators.
 
-    Gradients of one bucket may come from several streams, one for each that the forward pass used, so the
-    side stream waits for all of them and not only for the one that completed the bucket.
+    Gradients of one bucket may come from several streams, one for each that forward used. So the side stream
+    waits for all of them, and not only for the one that completed the bucket.
 
-    [Note: memory beside a stream] An allocator gives memory that was let go to whatever its own stream does
-    next, whether or not another stream still reads it. So the tensors that a job uses are kept until somebody
-    waits for the job. Then all streams that they may have come from wait for it, on the device, and what
-    these do next with the memory comes later. When memory is free again depends on the order of calls only,
-    and not on how far the host is ahead of the device.
+    [Note: memory beside a stream] The allocator gives freed memory to the next allocation on the stream that
+    it came from, even if another stream still reads it. So the tensors of a job are kept until the job is
+    waited for. Then all streams that they may come from wait for the job's event, on the device, before they
+    use the memory again. When memory is free therefore depends on the order of calls only, and not on how far
+    the host is ahead of the device.
     """
 
     stops_host = False
 
     def __init__(self, side: Any, current: Callable[[], Any]) -> None:
-        """`side`: where jobs run. `current` returns the stream that the caller queues its work on."""
+        """`side`: the stream of the jobs. `current` returns the caller's stream."""
         self.side, self.producer = side, current
 
     def submit(self, job: Job, tensors: Iterable[Tensor], producers: Iterable[Any]) -> Pending:
@@ -197,7 +209,7 @@ class Stream:
         return _Event(self, before, kept)
 
     def order(self, earlier: Any, later: Any) -> None:
-        """One stream waits for the other."""
+        """Make the later stream wait for the earlier one."""
         _wait(later, earlier)
 
     def close(self) -> None:
@@ -205,14 +217,14 @@ class Stream:
 
 
 class _Event:
-    """The end of a job on a side stream, and the tensors that it uses until then."""
+    """The end of a job on a side stream, with the tensors that must be kept until then."""
 
     def __init__(self, lane: Stream, producers: set[Any], kept: list[Tensor]) -> None:
         self.event, self.lane = lane.side.record_event(), lane
         self.producers, self.kept = producers, kept
 
     def wait(self) -> None:
-        """Hold back the current stream, and those that the tensors came from; then let go of the tensors."""
+        """Make the current stream and those of the tensors wait for the job, then free the tensors."""
         for stream in {self.lane.producer(), *self.producers}:
             stream.wait_event(self.event)
         self.kept.clear()
@@ -224,13 +236,13 @@ def _wait(later: Any, earlier: Any) -> None:
 
 
 def lane_for(device: torch.device, overlap: bool) -> Lane:
-    """The lane on which this device's collectives run."""
+    """The lane for this device's collectives."""
     if device.type == "meta":
         return Late() if overlap else Inline()
     if device.type == "cpu":
         return Thread() if overlap else Inline()
     current = partial(torch.accelerator.current_stream, device)
     if not overlap:
-        return Inline(current)
-    # Above the computation: its few kernels would else stand behind many that nobody waits for.
+        return InlineStream(current)
+    # High priority: otherwise its few kernels would wait behind many of the computation's.
     return Stream(torch.Stream(device, priority=-1), current)

@@ -1,8 +1,7 @@
-"""Bytes this rank has sent, counted at the collective.
+"""Traffic: bytes that this rank has sent, by kind of collective.
 
-Logical bytes: what an exchange without waste puts on the wire. A transport through shared memory sends
-nothing, and one with a poor algorithm sends more; the count is the same, so that runs can be compared
-with the formulas.
+These are logical bytes, which an optimal algorithm puts on the wire. Shared memory sends none and a poor
+algorithm sends more, but the count is the same, so that runs can be compared with the formulas.
 """
 
 from collections import Counter
@@ -16,17 +15,17 @@ class CollectiveCall:
     """A collective that is about to be made."""
 
     by: object  # the communicator
-    number: int  # how many calls it has made before
+    number: int  # of the communicator's calls before this one
     kind: str
-    name: str  # of what travels
+    name: str  # of the data: a bucket, a parameter
     sent: int  # bytes
 
 
 class Listener(Protocol):
-    """Who wants to hear of every collective: see `flight/recorder.py`."""
+    """Observes every collective: see `flight/recorder.py`."""
 
     def collective(self, call: CollectiveCall, make: Callable[[], None]) -> None:
-        """Make the call, and note what there is to note."""
+        """Call `make`, which makes the collective, and record it."""
 
 
 class Traffic:
@@ -42,9 +41,9 @@ class Traffic:
             self.sent[kind] += sent
 
     def total(self) -> int:
-        """Bytes of all kinds together."""
+        """Sum of the bytes of all kinds."""
         return sum(self.sent.values())
 
     def clear(self) -> None:
-        """Start counting from zero again."""
+        """Reset all counts to zero."""
         self.sent.clear()

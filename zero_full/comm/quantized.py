@@ -1,16 +1,16 @@
-"""Fewer bytes on the wire (ZeRO++): numbers travel as integers of 8 or 4 bits, a block of them at a scale.
+"""ZeRO++: collectives of block-quantized tensors, with 8- or 4-bit integers and one scale per block.
 
-[Note: nodes] The ranks of one node talk fast, those of different nodes slowly, so both collectives here
-take two hops. A gather first crosses the nodes, between ranks of the same number on their nodes, and then
-hands on inside the node what has come: each slice enters each node once, where a flat gather may send it
-to every rank there. A reduction first sums inside the node and then crosses. Only a reduction rounds
-twice: what is gathered is passed on as it came.
+[Note: nodes] Communication inside a node is fast and between nodes slow, so both collectives take two hops.
+An all-gather first crosses nodes, between ranks of the same local rank, and then passes the payloads on
+inside each node. So each slice enters each node once, where a flat all-gather may send it to every rank of
+the node. A reduce-scatter first sums inside the node and then crosses nodes. Only the reduce-scatter rounds
+twice: an all-gather passes payloads on unchanged.
 
-What crosses, in bytes: all that the ranks of one node send on `outer`. There are N nodes, and the unit is
-what a node must be sent to hold M 16-bit numbers of which it holds its own part: 2 M (N - 1) / N bytes,
-which the paper calls M. So 16-bit ZeRO-3 costs 3 (two gathers, one reduction), and here the forward gather
-costs 0.5, a backward gather inside the node 0, the reduction 0.25; and 4 bytes more for each block, and up to
-15 that fill up a slice, so that each begins at a multiple of 16.
+Bytes between nodes, counted as all that the ranks of one node send on `outer`. With N nodes the unit is what
+a node must receive to hold M 16-bit numbers of which it holds its own part: 2 M (N - 1) / N bytes, which the
+paper calls M. So 16-bit ZeRO-3 costs 3 (two gathers, one reduction). Here the forward gather costs 0.5, a
+backward gather inside the node 0, and the reduction 0.25. Scales add 4 bytes per block, and padding up to 15
+bytes per slice, so that each slice begins at a multiple of 16.
 """
 
 from collections.abc import Callable
@@ -25,16 +25,16 @@ from zero_full.comm.transport import own_slice
 from zero_full.kernels.load import operators
 from zero_full.kernels.reference import payload_bytes
 
-Gather = Callable[[Tensor, str], None]  # fill in the others' slices
+Gather = Callable[[Tensor, str], None]  # an all-gather of a flat buffer, and what it is for
 BLOCK = 2048  # numbers that share a scale: its four bytes are 1/512 of eight bits each, 1/256 of four
 QUANTIZABLE = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """Ranks on nodes of equal size: rank r is number r % inner.size of node r // inner.size.
+    """Ranks on nodes of equal size: rank r has the local rank r % inner.size on node r // inner.size.
 
-    `inner` are the ranks of this node, `outer` those of the same number on all nodes. See [Note: nodes].
+    `inner`: the ranks of this node. `outer`: those of the same local rank on all nodes. See [Note: nodes].
     """
 
     inner: Communicator
@@ -42,17 +42,17 @@ class Nodes:
 
     @classmethod
     def flat(cls, world: Communicator) -> "Nodes":
-        """Nodes of one rank each, so that everything takes one hop."""
+        """Nodes of one rank each, so that each collective takes one hop."""
         return cls(Communicator(None, world.device), world)
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return self.inner.size * self.outer.size
 
     @property
     def rank(self) -> int:
-        """This rank's number among all."""
+        """This rank among all `size`."""
         return self.outer.rank * self.inner.size + self.inner.rank
 
 
@@ -63,16 +63,16 @@ class QuantizedGather:
         self.nodes, self.bits, self.block = nodes, bits, block
 
     def all_gather(self, whole: Tensor, what: str) -> None:
-        """Fill in the slices of all ranks, rounded; this rank's too, so that all ranks hold the same bits.
+        """Fill in the slices of all ranks, rounded: also this rank's, so that all ranks hold the same bits.
 
-        Who needs the exact values keeps them elsewhere. A rank that is alone rounds nothing.
+        A caller that needs the exact values must keep a copy. A single rank rounds nothing.
         """
         nodes = self.nodes
         if nodes.size == 1:
             return
         mine = own_slice(whole, nodes.rank, nodes.size)
         size = payload_bytes(mine.numel(), self.bits, self.block)
-        # By number on the node, then by node.
+        # Rows by local rank, then by node, so that each hop gathers contiguous memory.
         sent = empty_payloads((nodes.inner.size, nodes.outer.size), size, whole.device)
         column = sent[nodes.inner.rank]
         operators(whole.device).quantize_blocks(mine, column[nodes.outer.rank, :size], self.bits, self.block)
@@ -82,7 +82,7 @@ class QuantizedGather:
         operators(whole.device).dequantize_blocks(sent[..., :size], targets, self.bits, self.block, False)
 
     def or_exactly(self, exactly: Gather) -> Gather:
-        """A gather that uses this one for floats of 32 and 16 bits, and `exactly` for all else."""
+        """An all-gather that uses this one for 32- and 16-bit floats, and `exactly` for other types."""
 
         def all_gather(whole: Tensor, what: str) -> None:
             (self.all_gather if whole.dtype in QUANTIZABLE else exactly)(whole, what)
@@ -91,7 +91,7 @@ class QuantizedGather:
 
 
 def empty_payloads(rows: tuple[int, ...], size: int, device: torch.device) -> Tensor:
-    """Room for payloads, one a row; each row is filled up with zeros."""
+    """Memory for payloads, one per row. Rows are padded with zeros to a multiple of `ALIGNED`."""
     room = torch.empty(*rows, -(-size // ALIGNED) * ALIGNED, dtype=torch.uint8, device=device)
     room[..., size:].zero_()
     return room
@@ -104,9 +104,9 @@ class TwoHopReduce:
         self.nodes, self.bits, self.block = nodes, bits, block
 
     def reduce_scatter(self, whole: Tensor, out: Tensor, divisor: float, what: str) -> None:
-        """`out` becomes the sum of everyone's slice for this rank over `divisor`, summed in fp32.
+        """Sum this rank's slice of `whole` over all ranks into `out`, in fp32, divided.
 
-        What a rank has for itself is not rounded. `out` may lie in `whole`.
+        A rank's own contribution is not rounded. `out` may lie in `whole`.
         """
         nodes = self.nodes
         slices = whole.view(nodes.outer.size, nodes.inner.size, whole.numel() // nodes.size)
@@ -117,7 +117,7 @@ class TwoHopReduce:
         out.copy_(total[0])
 
     def _hop(self, comm: Communicator, pieces: Tensor, what: str) -> Tensor:
-        """Send piece r, of one row or more, to rank r; return the sum of all pieces for this rank."""
+        """Send piece r, of one or more rows, to rank r. Returns the sum of the pieces for this rank."""
         total = pieces[comm.rank].to(torch.float32, copy=True)
         if comm.size == 1:
             return total

@@ -1,35 +1,102 @@
-"""Ranks of one host hand each other their slices through shared memory.
+"""Shared memory: ranks of one host pass each other their slices without messages.
 
-[Note: windows] Each rank owns a window of memory that all others can read, in two halves. A collective
-goes through it piece by piece: everyone writes a piece into the current half of its window, all meet (see
-`spin_barrier.py`; where that does not work, by a tiny all-reduce), and everyone reads from the others'
-windows. The next piece uses the other half. When it is this half's turn again everybody has met once more in
-between, which nobody does before having read what was here. So one meeting a piece is enough.
+[Note: windows] Each rank owns a window, memory that all ranks of the host can read, in two halves. A
+collective passes through them piece by piece: each rank writes a piece into the current half of its own
+window, all ranks meet at a barrier (see [Note: meetings]), and each reads from the others' windows. The next
+piece uses the other half. One barrier a piece is enough: a rank writes to a half again only after the barrier
+of the next piece, and no rank enters that one before it has read this piece.
 
-The memory has no name in the file system: it is gone when the last process that maps it is.
+The memory has no name in the file system. The kernel frees it when the last process that maps it ends.
+
+[Note: meetings] Every rank has a counter that all ranks can read: how many meetings it has come to. To meet,
+a rank adds one to its own and waits until the others' are as high. That takes microseconds, where a message
+takes a quarter of a millisecond. It needs stores that become visible in the order in which they are made: x86
+guarantees that, other machines do not. A rank that waits looks whether the other's process still runs; a rank
+that has left its group shows a number below zero.
+
+[Note: the same call] Beside its counter each rank writes a checksum of the collective that it meets for: one
+for even and one for odd meetings, as no rank comes to a meeting before all have left the last but one. If
+checksums differ, no rank reads the others' data, which belongs to another collective. Each rank writes its
+own call as text, waits for the others' texts, and raises DesyncError.
 """
 
+import ctypes
 import os
+import platform
 import secrets
+import select
+import time
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple, NoReturn
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from zero_full._compat import timeout_of
-from zero_full.comm import spin_barrier
-from zero_full.comm.transport import OverGroup, Splits, add_up, own_slice
+from zero_full.comm.forked import only_here
+from zero_full.comm.transport import Call, OverGroup, Splits, add_up, in_words, own_slice
+from zero_full.errors import DesyncError
 
 CPU = torch.device("cpu")
-HALF = 2 * 2**20  # bytes
+HALF = 2 * 2**20  # bytes of half a window
+
+NEVER = timedelta(days=365)  # the barrier's timeout where the group has none
+SPINS = 200  # looks before sleeping
+NAP_S = 2e-5  # the shortest sleep of an operating system: about 80 microseconds in fact
+LONG_NAP_S = 1e-3
+PATIENCE_S = 0.05  # then a rank sleeps longer, and looks each time whether the other's process runs
+NUMBER, TEXT = 8, 256  # bytes
+PLACE = 3 * NUMBER + TEXT  # bytes of a rank: its counter, two checksums, the text of its call
+TELLING_S = 2.0  # how long a rank waits for the texts of the others
+ORDERED_STORES = ("x86_64", "AMD64")
 
 
 def window_of(half: int) -> int:
-    """The bytes of a window with halves of this size: behind them is where ranks meet."""
-    return 2 * half + spin_barrier.PLACE
+    """Bytes of a window with halves of this size; the barrier's counters lie behind them."""
+    return 2 * half + PLACE
+
+
+class Half(NamedTuple):
+    """The same half of every rank's window, as tensors of one type."""
+
+    numel: int  # elements of a half
+    whole: list[Tensor]  # by rank: its half, where all others read the same
+    slot: int  # elements of a slot, the part of a half that is for one other rank
+    sent: dict[int, Tensor]  # by reader: the slots of this rank's half
+    received: dict[int, Tensor]  # by owner: this rank's slots in the halves of the others
+
+
+class Halves(dict[torch.dtype, tuple[Half, Half]]):
+    """Both halves of the windows by type. Their tensors are made once, at the first use of a type."""
+
+    def __init__(self, windows: Sequence[Tensor], rank: int, half: int) -> None:
+        super().__init__()
+        self.windows, self.rank, self.half = windows, rank, half
+
+    def __missing__(self, dtype: torch.dtype) -> tuple[Half, Half]:
+        """Cut the windows for a type."""
+        others = [rank for rank in range(len(self.windows)) if rank != self.rank]
+
+        def cut(start: int) -> Half:
+            whole = [window[start : start + self.half].view(dtype) for window in self.windows]
+            room = len(whole[0]) // len(others)
+
+            def slot(owner: int, reader: int) -> Tensor:
+                place = reader - (reader > owner)  # an owner needs no slot for itself
+                return whole[owner][place * room : (place + 1) * room]
+
+            sent = {reader: slot(self.rank, reader) for reader in others}
+            received = {owner: slot(owner, self.rank) for owner in others}
+            return Half(len(whole[0]), whole, room, sent, received)
+
+        self[dtype] = cut(0), cut(self.half)
+        return self[dtype]
 
 
 class SharedMemory(OverGroup):
@@ -39,106 +106,228 @@ class SharedMemory(OverGroup):
 
     def __init__(self, group: dist.ProcessGroup, windows: list[Tensor], pids: Sequence[int]) -> None:
         super().__init__(group)
-        self.windows, self.half = windows, (windows[0].numel() - spin_barrier.PLACE) // 2
-        self.turn = 0
-        self.barrier: spin_barrier.SpinBarrier | None = None
+        half = (windows[0].numel() - PLACE) // 2
+        self.windows, self.halves = windows, Halves(windows, self.rank, half)
+        self.turn = 0  # pieces so far: even ones use the first half, odd ones the second
+        self.barrier: SpinBarrier | MessageBarrier = MessageBarrier(group)
         if all(pids):
-            places = [window[2 * self.half :] for window in windows]
-            self.barrier = spin_barrier.SpinBarrier(places, self.rank, pids, timeout_of(group, CPU))
-
-    def _half(self, rank: int, dtype: torch.dtype) -> Tensor:
-        start = self.turn % 2 * self.half
-        return self.windows[rank][start : start + self.half].view(dtype)
-
-    def _slot(self, owner: int, reader: int, dtype: torch.dtype, room: int) -> Tensor:
-        """The part of `owner`'s window that is for `reader`, with room for so many elements."""
-        place = reader - (reader > owner)
-        return self._half(owner, dtype)[place * room : (place + 1) * room]
-
-    def meet(self) -> None:
-        """Wait for every rank to come as often as this one; DesyncError if one makes another collective."""
-        if self.barrier is not None:
-            self.barrier(self.call)
-        else:
-            dist.barrier(self.group)
+            places = [window[2 * half :] for window in windows]
+            self.barrier = SpinBarrier(places, self.rank, pids, timeout_of(group, CPU))
 
     def awaited_by(self) -> list[int]:
-        """The ranks that have come more often than this one."""
-        return [] if self.barrier is None else self.barrier.ahead()
+        """Ranks that wait at a barrier which this rank has not entered."""
+        return self.barrier.ahead()
 
     def reduce_scatter(self, whole: Tensor, out: Tensor, divisor: float) -> None:
-        """Each rank shows the others their slices, and sums its own."""
-        slices = [own_slice(whole, rank, self.size) for rank in range(self.size)]
-        room = self.half // whole.element_size() // (self.size - 1)
-        for low in range(0, out.numel(), room):
-            pieces = [s[low : low + room] for s in slices]
-            for reader in self.others:
-                self._slot(self.rank, reader, whole.dtype, pieces[0].numel()).copy_(pieces[reader])
-            self.meet()
+        """Write the other ranks' slices into this rank's window, and sum its own slice from theirs."""
+        shard, halves = out.numel(), self.halves[whole.dtype]
+        for low in range(0, shard, halves[0].slot):
+            half, numel = halves[self.turn % 2], min(halves[0].slot, shard - low)
             for rank in self.others:
-                pieces[rank] = self._slot(rank, self.rank, whole.dtype, pieces[0].numel())
-            add_up(pieces, out[low : low + room], divisor)
+                start = rank * shard + low
+                half.sent[rank][:numel].copy_(whole[start : start + numel])
+            self.barrier(self.call)
+            start = self.rank * shard + low
+            pieces = [whole[start : start + numel]] * self.size
+            for rank in self.others:
+                pieces[rank] = half.received[rank][:numel]
+            add_up(pieces, out[low : low + numel], divisor)
             self.turn += 1
 
     def all_gather(self, whole: Tensor) -> None:
-        """Each rank shows its slice, and copies the others'."""
-        slices = [own_slice(whole, rank, self.size) for rank in range(self.size)]
-        room = self.half // whole.element_size()
-        for low in range(0, slices[0].numel(), room):
-            pieces = [s[low : low + room] for s in slices]
-            numel = pieces[0].numel()
-            self._half(self.rank, whole.dtype)[:numel].copy_(pieces[self.rank])
-            self.meet()
+        """Write this rank's slice into its window, and copy the others' from theirs."""
+        shard, halves = whole.numel() // self.size, self.halves[whole.dtype]
+        for low in range(0, shard, halves[0].numel):
+            half, numel = halves[self.turn % 2], min(halves[0].numel, shard - low)
+            start = self.rank * shard + low
+            half.whole[self.rank][:numel].copy_(whole[start : start + numel])
+            self.barrier(self.call)
             for rank in self.others:
-                pieces[rank].copy_(self._half(rank, whole.dtype)[:numel])
-            self.turn += 1
-
-    def all_to_all(self, sent: Tensor, received: Tensor, splits: Splits) -> None:
-        """Each rank shows the others what it has for them, and copies what they have for it."""
-        theirs, mine = sent.split(list(splits.sent)), received.split(list(splits.received))
-        mine[self.rank].copy_(theirs[self.rank])
-        room = self.half // sent.element_size() // (self.size - 1)
-        for low in range(0, splits.most, room):
-            for reader in self.others:
-                shown = theirs[reader][low : low + room]
-                self._slot(self.rank, reader, sent.dtype, room)[: shown.numel()].copy_(shown)
-            self.meet()
-            for rank in self.others:
-                piece = mine[rank][low : low + room]
-                piece.copy_(self._slot(rank, self.rank, sent.dtype, room)[: piece.numel()])
+                start = rank * shard + low
+                whole[start : start + numel].copy_(half.whole[rank][:numel])
             self.turn += 1
 
     def sum_numbers(self, numbers: Tensor) -> None:
-        """An all-reduce of the numbers and of padding, so that they can be cut evenly."""
-        if not numbers.is_floating_point():  # fp32, in which slices are summed, does not hold all of them
+        """Write all numbers into this rank's window, and sum all ranks' from theirs.
+
+        An all-reduce meets three times to read less: worth it for a large buffer, not for a few numbers.
+        """
+        if not numbers.is_floating_point():  # `add_up` sums in fp32, which does not hold every integer
             super().sum_numbers(numbers)
             return
-        flat = numbers.reshape(-1)
-        padded = flat.new_zeros(-(-flat.numel() // self.size) * self.size)
-        padded[: flat.numel()] = flat
-        self.all_reduce(padded, 1)
-        numbers.copy_(padded[: flat.numel()].view(numbers.shape))
+        flat, halves = numbers.reshape(-1), self.halves[numbers.dtype]
+        for low in range(0, flat.numel(), halves[0].numel):
+            piece, half = flat[low : low + halves[0].numel], halves[self.turn % 2]
+            numel, pieces = piece.numel(), []
+            half.whole[self.rank][:numel].copy_(piece)
+            self.barrier(self.call)
+            for window in half.whole:
+                pieces.append(window[:numel])
+            # Every rank adds the same numbers in rank order, so all get the same bits. No second barrier: as
+            # in an all-gather, others only read this half until all have met for the piece after this one.
+            add_up(pieces, piece, 1)
+            self.turn += 1
+        if not numbers.is_contiguous():  # then `flat` is a copy
+            numbers.copy_(flat.view(numbers.shape))
+
+    def all_to_all(self, sent: Tensor, received: Tensor, splits: Splits) -> None:
+        """Write what the other ranks get into this rank's window, and copy what it gets from theirs."""
+        theirs, mine = sent.split(list(splits.sent)), received.split(list(splits.received))
+        mine[self.rank].copy_(theirs[self.rank])
+        halves = self.halves[sent.dtype]
+        for low in range(0, splits.most, halves[0].slot):
+            half, high = halves[self.turn % 2], low + halves[0].slot
+            for rank in self.others:
+                piece = theirs[rank][low:high]
+                half.sent[rank][: piece.numel()].copy_(piece)
+            self.barrier(self.call)
+            for rank in self.others:
+                piece = mine[rank][low:high]
+                piece.copy_(half.received[rank][: piece.numel()])
+            self.turn += 1
 
     def all_reduce(self, whole: Tensor, divisor: float) -> None:
-        """A reduce-scatter and an all-gather."""
+        """A reduce-scatter, then an all-gather."""
         self.reduce_scatter(whole, own_slice(whole, self.rank, self.size), divisor)
         self.all_gather(whole)
 
 
-def share_memory(group: dist.ProcessGroup, wanted: bool = True, half: int = HALF) -> SharedMemory | None:
-    """A transport; or None on every rank, if two cannot see each other's memory or one does not want to.
+# Barriers ------------------------------------------------------------------------------------------
 
-    `half`: the bytes of half a window, a multiple of 8, the same on every rank.
+
+class MessageBarrier:
+    """The backend's barrier, for ranks that cannot use a `SpinBarrier`. It compares no collectives."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def __call__(self, call: Call) -> None:
+        """Wait for every rank."""
+        dist.barrier(self.group)
+
+    def ahead(self) -> list[int]:
+        """No ranks: messages do not show who waits."""
+        return []
+
+
+def works_here() -> bool:
+    """Whether this machine keeps stores in order and can tell when a process has ended."""
+    if platform.machine() not in ORDERED_STORES or not hasattr(os, "pidfd_open"):
+        return False
+    try:
+        return not _has_ended(os.getpid())
+    except OSError:  # an old kernel, or a container that forbids it
+        return False
+
+
+class SpinBarrier:
+    """One rank's view of all ranks' places in shared memory, which hold zeros at first."""
+
+    def __init__(
+        self, places: Sequence[Tensor], rank: int, pids: Sequence[int], timeout: timedelta | None
+    ) -> None:
+        self.memory = list(places)  # keeps the addresses valid
+        addresses = [place.data_ptr() for place in places]
+        counters = [ctypes.c_int64.from_address(address) for address in addresses]
+        self.checksums = [(ctypes.c_int64 * 2).from_address(address + NUMBER) for address in addresses]
+        self.texts = [(ctypes.c_char * TEXT).from_address(address + 3 * NUMBER) for address in addresses]
+        self.rank, self.mine = rank, counters[rank]
+        weakref.finalize(self, only_here(_leave), self.mine, self.memory)
+        self.others = {r: counter for r, counter in enumerate(counters) if r != rank}
+        self.pids = list(pids)
+        self.timeout_s = (timeout or NEVER).total_seconds()
+        self.met = 0  # meetings of this rank
+
+    def __call__(self, call: Call) -> None:
+        """Wait until every rank has come as often as this one; DesyncError if one makes another call."""
+        self.met = met = self.met + 1
+        checksum, odd = crc32(repr(call).encode()), met & 1
+        self.checksums[self.rank][odd] = checksum
+        self.mine.value = met
+        for rank, theirs in self.others.items():
+            looks = SPINS
+            while theirs.value < met:
+                looks -= 1
+                if not looks:
+                    self._wait_for(rank, theirs)
+                    break
+        for rank in self.others:
+            if self.checksums[rank][odd] != checksum:
+                self._raise_desync(call)
+
+    def ahead(self) -> list[int]:
+        """Ranks at a meeting to which this one has not come."""
+        return [rank for rank, theirs in self.others.items() if theirs.value > self.met]
+
+    def _wait_for(self, rank: int, theirs: ctypes.c_int64) -> None:
+        """Sleep until a rank comes. Raise RuntimeError if it has ended or left, or after the timeout."""
+        started = time.monotonic()
+        while True:
+            waited = time.monotonic() - started
+            is_late = waited > PATIENCE_S
+            ended = is_late and _has_ended(self.pids[rank])
+            # Read after the process was looked at: a rank may come, and end before this one has seen it.
+            number = theirs.value
+            if max(number, ~number) >= self.met:  # below zero of a rank that has left since: see `_leave`
+                return
+            if ended:
+                raise RuntimeError(f"the process of rank {rank} has ended")
+            if is_late and number < 0:
+                raise RuntimeError(f"rank {rank} has left the group")
+            if waited > self.timeout_s:
+                raise RuntimeError(f"timed out: rank {rank} has not come within {self.timeout_s:g} s")
+            time.sleep(LONG_NAP_S if is_late else NAP_S)
+
+    def _raise_desync(self, call: Call) -> NoReturn:
+        """Raise DesyncError with the calls of all ranks: see [Note: the same call]."""
+        self.texts[self.rank].value = in_words(call).encode()[: TEXT - 1]
+        deadline = time.monotonic() + TELLING_S
+        while time.monotonic() < deadline and not all(text.value for text in self.texts):
+            time.sleep(LONG_NAP_S)
+        lines = [
+            f"rank {rank}: {text.value.decode(errors='replace') or 'another call'}"
+            for rank, text in enumerate(self.texts)
+        ]
+        raise DesyncError("\n  ".join(["the ranks part ways, and nothing was exchanged:", *lines]))
+
+
+def _leave(mine: ctypes.c_int64, memory: Sequence[Tensor]) -> None:
+    """Mark that this rank has left, by its counter's complement, a number below zero."""
+    mine.value = ~mine.value
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether a process has ended, also before its parent has collected the exit status."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        return bool(poll.poll(0))
+    finally:
+        os.close(descriptor)
+
+
+# Opening -------------------------------------------------------------------------------------------
+
+
+def share_memory(group: dist.ProcessGroup, wanted: bool = True, half: int = HALF) -> SharedMemory | None:
+    """Open a shared-memory transport; None on every rank if one cannot read another's memory or opts out.
+
+    `half`: bytes of half a window, a multiple of 8, equal on every rank.
     """
     secret = secrets.token_bytes(16)
     size = window_of(half)
     descriptor, path = _make_window(secret, size) if wanted else (None, "")
     addresses: list[tuple[bytes, str, int]] = [(b"", "", 0)] * group.size()
-    pid = os.getpid() if spin_barrier.works_here() else 0
+    pid = os.getpid() if works_here() else 0
     dist.all_gather_object(addresses, (secret, path, pid), group=group)
     windows = [_open_window(secret, path, size) for secret, path, _ in addresses]
     seen = torch.tensor([float(all(window is not None for window in windows))])
-    dist.all_reduce(seen, dist.ReduceOp.MIN, group=group)  # also: nobody closes before all have opened
+    # Every rank gets the same answer, and closes its own window only when all have opened it.
+    dist.all_reduce(seen, dist.ReduceOp.MIN, group=group)
     if descriptor is not None:
         os.close(descriptor)
     if not seen.item():
@@ -148,22 +337,23 @@ def share_memory(group: dist.ProcessGroup, wanted: bool = True, half: int = HALF
 
 
 def _make_window(secret: bytes, size: int) -> tuple[int | None, str]:
-    """A window with the secret at its start, so that whoever opens it knows it is the right one."""
+    """Create a window. The secret at its start lets other ranks check that they opened the right file."""
     if not hasattr(os, "memfd_create"):  # not Linux
         return None, ""
     try:
         descriptor = os.memfd_create("zero_full")
-    except OSError:  # a container forbids it; the others wait for an answer all the same
+    except OSError:  # a container forbids it; the other ranks still need an answer
         return None, ""
-    with suppress(OSError):  # then nobody finds the secret
+    with suppress(OSError):  # then no rank finds the secret
         os.ftruncate(descriptor, size)
         os.pwrite(descriptor, secret, 0)
     return descriptor, f"/proc/{os.getpid()}/fd/{descriptor}"
 
 
 def _open_window(secret: bytes, path: str, size: int) -> Tensor | None:
+    """Map another rank's window; None if this process cannot read it."""
     with suppress(OSError, RuntimeError):  # another host, another container, no permission
-        # Look before mapping: mapping would enlarge whatever file stands under that path elsewhere.
+        # Read before mapping: mapping would enlarge another file that has this path on another host.
         if path and _start_of(path, len(secret)) == secret:
             return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
     return None

@@ -1,10 +1,10 @@
-"""Which ranks do what together: process groups as arguments, never as globals.
+"""Topology: the process groups of a run, passed as arguments and never global.
 
-data       ranks that train on different data; state is cut over them
-shard      a part of `data`: state is cut inside it and repeated in the others (HSDP, MiCS)
-replicate  the ranks that hold the same slice as this one, one from each `shard`
+data       ranks that train on different data; the state is sharded over them
+shard      a part of `data`: the state is sharded inside it and replicated in the other parts (HSDP, MiCS)
+replicate  ranks that hold the same slice as this one, one from each `shard`
 model      ranks that split single layers (tensor parallelism)
-expert, expert_data   ranks that hold different experts, and those that hold the same ones
+expert, expert_data   ranks that hold different experts, and ranks that hold the same experts
 """
 
 from collections.abc import Callable
@@ -29,12 +29,12 @@ MESH_NAMES = {
 
 
 def marked_as_expert(name: str, parameter: Parameter) -> bool:
-    """Whether the parameter has DeepSpeed's mark, `parameter.allreduce = False`."""
+    """Whether a parameter has DeepSpeed's mark of an expert, `parameter.allreduce = False`."""
     return getattr(parameter, "allreduce", True) is False
 
 
 def marked_as_split(name: str, parameter: Parameter) -> bool:
-    """Whether each tensor-parallel rank holds a different part of it, by Megatron's marks."""
+    """Whether a parameter is split over tensor-parallel ranks, by Megatron's marks."""
     return bool(
         getattr(parameter, "model_parallel", False) or getattr(parameter, "tensor_model_parallel", False)
     )
@@ -42,7 +42,7 @@ def marked_as_split(name: str, parameter: Parameter) -> bool:
 
 @dataclass(frozen=True)
 class Topology:
-    """The groups of this rank. Everything is optional: by default all ranks share everything."""
+    """The process groups of this rank. All are optional: by default all ranks are data-parallel."""
 
     data: dist.ProcessGroup | None = None
     shard: dist.ProcessGroup | None = None
@@ -52,7 +52,7 @@ class Topology:
     expert_data: dist.ProcessGroup | None = None
     is_expert: Predicate = marked_as_expert
     is_split: Predicate = marked_as_split
-    opened: tuple[dist.ProcessGroup, ...] = ()  # for the engine that gets this topology, which closes them
+    opened: tuple[dist.ProcessGroup, ...] = ()  # opened for this topology: its engine closes them
 
     def __post_init__(self) -> None:
         for role in ("data", "shard", "replicate", "model", "expert", "expert_data"):
@@ -104,12 +104,12 @@ class Topology:
         return cls(data=mpu.get_data_parallel_group(), model=model)
 
     def with_sub_groups(self, size: int) -> "Topology":
-        """This topology, its data group cut into shard groups of `size` neighbours (`mics_shard_size`)."""
+        """Copy of this topology, with shard groups of `size` neighbouring ranks (`mics_shard_size`)."""
         shard, replicate = self.sub_groups(size, "mics_shard_size")
         return replace(self, shard=shard, replicate=replicate, opened=(shard, replicate))
 
     def sub_groups(self, size: int, key: str) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-        """Cut the data group into rows of `size` neighbours. Returns this rank's row, and its column."""
+        """Arrange the data group in rows of `size` neighbours. Returns this rank's row, then its column."""
         if self.shard is not None or self.expert is not None:
             raise ValueError(f"{key} needs a topology without `shard` and `expert` groups")
         data = self.data if self.data is not None else dist.group.WORLD
@@ -123,28 +123,30 @@ class Topology:
 
 
 def ranks_of(group: dist.ProcessGroup) -> list[int]:
-    """The group's members, by their numbers among all."""
+    """Global ranks of a group's members."""
     if isinstance(group, PretendedGroup):
         return group.ranks
     return dist.get_process_group_ranks(group)
 
 
 def this_rank() -> int:
-    """This process's rank among all."""
+    """Global rank of this process."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def new_group(
     ranks: list[int], like: dist.ProcessGroup, device: torch.device | None = None
 ) -> dist.ProcessGroup:
-    """A new group with the backend of `like`, and its timeout for `device`. Only its members need to call.
+    """Open a group with the backend of `like` and its timeout for `device`. Only its members call this.
 
-    torch would give it the default backend, and half an hour to wait for a rank that has died.
+    `dist.new_group` would use the default backend and timeout: half an hour for a rank that has died.
     """
     if isinstance(like, PretendedGroup):
         return PretendedGroup(ranks, like.me)
     members = f"zero_full/{'-'.join(map(str, ranks))}"
-    number = default_store().add(f"{members}/opened by {dist.get_rank()}", 1)  # how often these have met
+    number = default_store().add(
+        f"{members}/opened by {dist.get_rank()}", 1
+    )  # groups opened so far by these members
     group: dist.ProcessGroup = open_group(
         ranks, f"{members}/{number}", dist.get_backend(like), timeout_of(like, device)
     )
@@ -152,10 +154,11 @@ def new_group(
 
 
 def _group_of_mine(partition: list[list[int]], like: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The group that this rank is in."""
+    """Open the group of a partition that this rank is in."""
     me = ranks_of(like)[like.rank()]
     return new_group(next(ranks for ranks in partition if me in ranks), like)
 
 
 def _known() -> str:
+    """The known names of mesh dimensions, for an error."""
     return ", ".join(name for names in MESH_NAMES.values() for name in names)

@@ -1,12 +1,12 @@
-"""How bytes get from rank to rank: one strategy per backend, chosen once per process group.
+"""Transports: one implementation of the collectives per backend, chosen once per process group.
 
-`tests/bench/collectives.py` has the measurements behind the choice. On NCCL and other backends the
-native collectives are the best there is. gloo's are not: its reduce-scatter puts the bytes of an
-all-reduce on the wire and its all-gather takes up to twice as long as the same bytes sent directly, so on
-gloo ranks send each other exactly the slices they need, and sum them in the order of the ranks: the same
-bits on every run. Ranks on one host need no wire at all, see `shared.py`.
+`tests/bench/collectives.py` has the measurements behind the choice. On NCCL and other backends the native
+collectives are the fastest. gloo's are not: its reduce-scatter puts the bytes of an all-reduce on the wire,
+and its all-gather takes up to twice as long as the same bytes sent directly. So on gloo ranks send each other
+exactly the slices they need, and sum them in rank order, which gives the same bits on every run. Ranks on one
+host use shared memory instead of messages, see `shared.py`.
 
-A flat buffer is `whole`; rank r's slice is the r-th of `size` equal parts. All calls block (on a GPU: the
+`whole` is a flat buffer; rank r's slice is the r-th of `size` equal parts. All calls block (on a GPU: the
 current stream).
 """
 
@@ -20,8 +20,10 @@ from torch import Tensor
 
 from zero_full._compat import all_gather_single, reduce_scatter_single
 
-MESSAGE = 2**20  # elements sent at a time: large enough for speed, small enough that memory is reused
-CACHED = 2**17  # elements summed at a time, so that a sum and its division meet in the cache
+Call = tuple[str, str, int, torch.dtype]  # a collective: kind, what it is for, elements and their type
+NO_CALL: Call = ("a meeting", "all ranks", 0, torch.float32)  # where no collective was named
+MESSAGE = 2**20  # elements per message: large enough for speed, small enough that memory is reused
+CACHED = 2**17  # elements per sum, so that they are still in the cache when they are divided
 
 
 @dataclass(frozen=True)
@@ -30,50 +32,57 @@ class Splits:
 
     sent: Sequence[int]
     received: Sequence[int]
-    most: int  # that any rank sends to another one: all ranks know it, so that they take as many turns
+    most: int  # elements that any rank sends to another; equal on all ranks, so they pass as many pieces
 
     @classmethod
     def even(cls, numel: int, ranks: int) -> "Splits":
-        """As many elements for each."""
+        """Splits of `numel` elements into equal parts, one for each rank."""
         part = numel // ranks
         return cls([part] * ranks, [part] * ranks, part)
 
 
 class Transport(Protocol):
-    """What each strategy can do."""
+    """The collectives that every implementation has."""
 
     name: str
-    call: tuple[str, ...]  # the collective that comes next, in words that are the same on every rank
+    call: Call  # the collective about to be made; ranks in shared memory compare it
+    fails_late: bool  # a collective may fail after its call has returned: `check` raises then
 
     def reduce_scatter(self, whole: Tensor, out: Tensor, divisor: float) -> None:
-        """Make `out`, which may lie in `whole`, the sum over all ranks of this rank's slice, divided."""
+        """Sum this rank's slice of `whole` over all ranks into `out`, divided. `out` may lie in `whole`."""
 
     def all_gather(self, whole: Tensor) -> None:
         """Fill in the slices of the other ranks; this rank's is in place already."""
 
     def all_reduce(self, whole: Tensor, divisor: float) -> None:
-        """Make `whole` the sum over all ranks, divided; all ranks get the same bits."""
+        """Sum `whole` over all ranks in place, divided; all ranks get the same bits."""
 
     def sum_numbers(self, numbers: Tensor) -> None:
-        """Make `numbers`, of any size, their sum over all ranks."""
+        """Sum `numbers`, of any shape, over all ranks in place; all ranks get the same bits."""
 
     def all_to_all(self, sent: Tensor, received: Tensor, splits: Splits) -> None:
-        """Rank r gets the r-th part of `sent`; the r-th part of `received` is what it had for this rank."""
+        """Send the r-th part of `sent` to rank r, and receive rank r's into the r-th part of `received`."""
 
     def broadcast(self, tensor: Tensor) -> None:
-        """The first rank's values become everyone's."""
+        """Copy the first rank's values to all ranks."""
 
     def gather_objects(self, mine: Any) -> list[Any]:
-        """Everyone's small Python object, by rank."""
+        """Gather a small Python object of each rank, by rank."""
 
     def awaited_by(self) -> list[int]:
-        """The ranks that wait for this one in a collective to which it has not come, as far as it can see."""
+        """Ranks seen waiting in a collective that this rank has not entered."""
 
     def check(self) -> None:
-        """Raise RuntimeError if a collective has failed since it was queued."""
+        """Raise RuntimeError if a queued collective has failed."""
 
     def close(self) -> None:
-        """End what runs for this transport. Raises as `check` does."""
+        """Free threads and connections. Raises as `check` does."""
+
+
+def in_words(call: Call) -> str:
+    """A collective as errors name it, in text that is equal on every rank that makes it."""
+    kind, what, numel, dtype = call
+    return f"{kind} of {what}: {numel} x {str(dtype).removeprefix('torch.')}"
 
 
 def own_slice(whole: Tensor, rank: int, size: int) -> Tensor:
@@ -83,65 +92,67 @@ def own_slice(whole: Tensor, rank: int, size: int) -> Tensor:
 
 
 def add_up(pieces: Sequence[Tensor], out: Tensor, divisor: float) -> None:
-    """The sum of `pieces`, first to last, over `divisor`, in fp32 or the wider of the types given.
+    """Sum `pieces`, first to last, into `out`, and divide: in fp32 or the widest of the types given.
 
-    `out` may be one of the pieces. What it then still has to give must not be written over, so more than
-    two are summed beside it.
+    `out` may be one of the pieces.
     """
+    if out.numel() > CACHED:
+        for low in range(0, out.numel(), CACHED):
+            add_up([piece[low : low + CACHED] for piece in pieces], out[low : low + CACHED], divisor)
+        return
     wide = torch.promote_types(torch.promote_types(pieces[0].dtype, out.dtype), torch.float32)
-    for low in range(0, out.numel(), CACHED):
-        first, second, *others = (piece[low : low + CACHED] for piece in pieces)
-        target = out[low : low + CACHED]
-        if out.dtype != wide:
-            total = first.to(wide, copy=True).add_(second)
-        elif first.dtype != out.dtype:
-            total = target.copy_(first).add_(second)
-        else:
-            total = torch.add(first, second, out=None if others else target)
-        for piece in others:
-            total.add_(piece)
-        if divisor != 1:
-            total.div_(divisor)
-        if total.data_ptr() != target.data_ptr():
-            target.copy_(total)
+    first, second, *others = pieces
+    if out.dtype != wide:  # add up in a copy, so that only the sum is rounded
+        total = first.to(wide, copy=True).add_(second)
+    elif first.dtype != out.dtype:
+        total = out.copy_(first).add_(second)
+    else:  # with more than two pieces beside `out`, which may be one that is still to be added
+        total = torch.add(first, second, out=None if others else out)
+    for piece in others:
+        total.add_(piece)
+    if divisor != 1:
+        total.div_(divisor)
+    if total is not out:
+        out.copy_(total)
 
 
 class OverGroup:
-    """What every strategy leaves to the backend."""
+    """Collectives that every transport leaves to the backend."""
 
-    call: tuple[str, ...] = ()
+    call = NO_CALL
+    fails_late = False  # a call that fails raises, or (NCCL's) ends the process
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.rank, self.size = group, group.rank(), group.size()
         self.others = [rank for rank in range(self.size) if rank != self.rank]
 
     def sum_numbers(self, numbers: Tensor) -> None:
-        """One all-reduce: for a few numbers it takes fewer turns than anything cleverer."""
+        """One all-reduce of the backend, which takes the fewest messages for a few numbers."""
         dist.all_reduce(numbers, group=self.group)
 
     def all_to_all(self, sent: Tensor, received: Tensor, splits: Splits) -> None:
-        """One call."""
+        """One all-to-all of the backend."""
         dist.all_to_all_single(received, sent, list(splits.received), list(splits.sent), group=self.group)
 
     def broadcast(self, tensor: Tensor) -> None:
-        """One call."""
+        """One broadcast of the backend."""
         dist.broadcast(tensor, dist.get_global_rank(self.group, 0), self.group)
 
     def gather_objects(self, mine: Any) -> list[Any]:
-        """Pickled, twice the way that tensors take."""
+        """Gather pickled objects in two collectives: their sizes, then their bytes."""
         answers = [mine] * self.size
         dist.all_gather_object(answers, mine, group=self.group)
         return answers
 
     def awaited_by(self) -> list[int]:
-        """None that it can see."""
+        """No ranks: a backend does not show who waits."""
         return []
 
     def check(self) -> None:
-        """Nothing: a call that fails raises, or (NCCL's) ends the process."""
+        """Do nothing: a call that fails raises, or (NCCL's) ends the process."""
 
     def close(self) -> None:
-        """Nothing runs."""
+        """Do nothing: dropping the reference to the group closes its connections."""
 
 
 class Native(OverGroup):
@@ -150,7 +161,7 @@ class Native(OverGroup):
     name = "native"
 
     def reduce_scatter(self, whole: Tensor, out: Tensor, divisor: float) -> None:
-        """One reduce-scatter, of numbers that are divided first where their sum could overflow."""
+        """One reduce-scatter of the backend. fp16 is divided first, so that sums do not overflow."""
         whole, divisor = _in_range(whole, divisor)
         result = out if out.dtype == whole.dtype else whole.new_empty(out.numel())
         reduce_scatter_single(result, whole, group=self.group)
@@ -160,11 +171,11 @@ class Native(OverGroup):
             out.div_(divisor)
 
     def all_gather(self, whole: Tensor) -> None:
-        """One all-gather, in place."""
+        """One all-gather of the backend, in place."""
         all_gather_single(whole, own_slice(whole, self.rank, self.size), group=self.group)
 
     def all_reduce(self, whole: Tensor, divisor: float) -> None:
-        """One all-reduce, of numbers that are divided first where their sum could overflow."""
+        """One all-reduce of the backend. fp16 is divided first, so that sums do not overflow."""
         whole, divisor = _in_range(whole, divisor)
         dist.all_reduce(whole, group=self.group)
         if divisor != 1:
@@ -172,14 +183,14 @@ class Native(OverGroup):
 
 
 def _in_range(whole: Tensor, divisor: float) -> tuple[Tensor, float]:
-    """fp16 divided, as its sum over the ranks may be above 65,504; bf16 has the range of fp32."""
+    """Divide fp16 before the sum, which may exceed 65,504. Returns the tensor and the divisor left."""
     if divisor != 1 and whole.dtype == torch.float16:
         return whole.div_(divisor), 1
     return whole, divisor
 
 
 class Exchange(OverGroup):
-    """For gloo: every rank sends every other rank exactly what that one needs."""
+    """Point-to-point messages, for gloo: each rank sends every other rank exactly the slice it needs."""
 
     name = "exchange"
 
@@ -198,7 +209,7 @@ class Exchange(OverGroup):
             work.wait()
 
     def reduce_scatter(self, whole: Tensor, out: Tensor, divisor: float) -> None:
-        """Exchange slices, and sum locally."""
+        """Exchange slices, and sum them in rank order."""
         slices = [own_slice(whole, rank, self.size) for rank in range(self.size)]
         for low in range(0, out.numel(), MESSAGE):
             pieces = [s[low : low + MESSAGE] for s in slices]
@@ -208,13 +219,13 @@ class Exchange(OverGroup):
             add_up([received[rank] for rank in range(self.size)], out[low : low + MESSAGE], divisor)
 
     def all_gather(self, whole: Tensor) -> None:
-        """Send this rank's slice to all others, and receive theirs where they belong."""
+        """Send this rank's slice to all others, and receive theirs in place."""
         mine = own_slice(whole, self.rank, self.size)
         if mine.numel():
             theirs = {rank: own_slice(whole, rank, self.size) for rank in self.others}
             self._swap(dict.fromkeys(self.others, mine), theirs)
 
     def all_reduce(self, whole: Tensor, divisor: float) -> None:
-        """A reduce-scatter and an all-gather."""
+        """A reduce-scatter, then an all-gather."""
         self.reduce_scatter(whole, own_slice(whole, self.rank, self.size), divisor)
         self.all_gather(whole)

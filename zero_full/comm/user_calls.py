@@ -1,11 +1,11 @@
-"""A call of the user's that sends messages is made by every rank, or raises before a message is sent.
+"""User calls: a public call that uses collectives is made by every rank, or raises before it sends data.
 
 `if rank == 0: torch.save(engine.module_state_dict(), path)` would gather parameters on one rank while the
-others train: its messages would meet theirs, which carry other tensors. So each rank first writes into the
-process group's store which call it makes, and waits until all have. Nothing of a training step is there.
+others train, and its collectives would pair with theirs, which carry other tensors. So each rank first writes
+its call into the process group's store, and waits until all ranks have. A training step does not do this.
 
-A rank that waits here in vain raises when its group's timeout is over. Where ranks share memory it sees
-earlier that others wait for it in a collective of the step, which would never end.
+A rank raises when the others do not come within the group's timeout. In shared memory it can raise earlier:
+it sees that others wait for it in a collective of the step, a wait that would never end.
 """
 
 import logging
@@ -19,16 +19,16 @@ from zero_full.comm.store_messages import Notes, patience_of
 from zero_full.errors import AbsentError, DesyncError
 
 log = logging.getLogger("zero_full")
-TOLD_AFTER_S = 10.0  # how long a rank waits before it says for whom
-STUCK_AFTER_S = 1.0  # how long others wait for this one, which waits for them, before it raises
+TOLD_AFTER_S = 10.0  # how long a rank waits before it warns
+STUCK_AFTER_S = 1.0  # how long this rank and others wait for each other before it raises
 EVERY_RANK = "Every rank must make this call, not `if rank == 0`"
 
 
 class UserCalls:
-    """Compares the calls of one engine's user between the ranks of a group."""
+    """Compares the user's calls of one engine between the ranks of a group."""
 
     def __init__(self, group: Communicator, communicators: Iterable[Communicator]) -> None:
-        """`communicators`: all of the engine."""
+        """`communicators`: all communicators of the engine."""
         self.group, self.communicators, self.number = group, communicators, 0
         self.rank = group.ranks[group.rank]
         matter = "user_calls/" + "-".join(map(str, group.ranks))
@@ -40,15 +40,15 @@ class UserCalls:
         self.call = ""
 
     def tell(self, call: str) -> None:
-        """Let the others know of this call, and go on."""
+        """Write this rank's call for the others, without waiting for theirs."""
         self.group.refuse_closed(call)
         self.number += 1
         self.notes.leave(f"{self.number}/{self.rank}", call)
 
     def __call__(self, call: str, settle: Callable[[], object]) -> None:
-        """Return when all ranks have made this call; DesyncError if one makes another one, or does not come.
+        """Wait until all ranks have made this call; DesyncError if one makes another call or does not come.
 
-        settle  returns when no collective of this rank is queued
+        settle  waits for the queued collectives of this rank
         """
         self.tell(call)
         self.call, self.settle = call, settle
@@ -61,10 +61,11 @@ class UserCalls:
         if len(set(calls)) > 1:
             told = (f"rank {rank}: {text}" for rank, text in zip(self.group.ranks, calls, strict=True))
             raise DesyncError("\n  ".join(["the ranks make different calls, and nothing was sent:", *told]))
-        if self.number > 1:  # which nobody reads any more: all have come to the next one
+        if self.number > 1:  # all ranks have read it: they are at the next call
             self.notes.store.delete_key(f"{self.number - 1}/{self.rank}")
 
     def _look(self) -> None:
+        """Raise if other ranks wait for this one in a collective, and warn after a long wait."""
         now = time.monotonic()
         awaited_by = sorted({rank for each in self.communicators for rank in each.awaited_by()})
         if not awaited_by:
@@ -79,6 +80,7 @@ class UserCalls:
             log.warning("%s. %s", self._waiting(), EVERY_RANK)
 
     def _alone(self, why: str) -> DesyncError:
+        """The error of a rank whose call the others do not make."""
         error = DesyncError(f"{self._waiting()}{why}. {EVERY_RANK}")
         write_down(self.group.store, self.rank, error)
         return error

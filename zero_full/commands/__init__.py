@@ -1,4 +1,4 @@
-"""The commands of `python -m zero_full`, a file each; `zero_full.__main__` lists them.
+"""The commands of `python -m zero_full`, one file each. `zero_full.__main__` lists them.
 
-Their arguments are described where torch may be missing: so a command imports what it runs when it runs.
+A command imports its implementation only when it runs, so that help is available without torch.
 """

@@ -1,4 +1,4 @@
-"""`python -m zero_full build`."""
+"""The command `python -m zero_full build`, which compiles the operators."""
 
 from argparse import ArgumentParser, Namespace
 from functools import partial

@@ -1,4 +1,4 @@
-"""`python -m zero_full check`."""
+"""The command `python -m zero_full check`, which validates a configuration."""
 
 from argparse import ArgumentParser, Namespace
 

@@ -1,4 +1,4 @@
-"""`python -m zero_full doctor`."""
+"""The command `python -m zero_full doctor`, which reports on this machine."""
 
 from argparse import ArgumentParser
 

@@ -1,4 +1,4 @@
-"""`python -m zero_full export`."""
+"""The command `python -m zero_full export`, which converts a checkpoint to safetensors."""
 
 from argparse import ArgumentParser, Namespace
 
@@ -8,7 +8,7 @@ from zero_full.formatting import size_of
 
 
 def add_checkpoint(parser: ArgumentParser) -> None:
-    """Which checkpoint it is about."""
+    """Add the arguments that select a checkpoint."""
     parser.add_argument("checkpoint", metavar="CKPT", help="the folder that was given to save_checkpoint")
     parser.add_argument("--tag", help="which of its checkpoints; without this, the latest")
 

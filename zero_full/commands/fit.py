@@ -1,4 +1,4 @@
-"""`python -m zero_full fit`."""
+"""The command `python -m zero_full fit`, which finds the stage at which a model fits."""
 
 from argparse import ArgumentParser, Namespace
 

@@ -1,4 +1,4 @@
-"""`python -m zero_full inspect`."""
+"""The command `python -m zero_full inspect`, which describes and verifies a checkpoint."""
 
 from argparse import ArgumentParser, Namespace
 

@@ -1,4 +1,4 @@
-"""`python -m zero_full migrate`."""
+"""The command `python -m zero_full migrate`, which rewrites DeepSpeed scripts."""
 
 from argparse import ArgumentParser, Namespace
 

@@ -1,4 +1,4 @@
-"""`python -m zero_full plan`."""
+"""The command `python -m zero_full plan`, which predicts the memory of a run."""
 
 from argparse import ArgumentParser, Namespace
 

@@ -1,4 +1,4 @@
-"""`python -m zero_full replay`."""
+"""The command `python -m zero_full replay`, which shows a recording of the last steps."""
 
 from argparse import ArgumentParser, Namespace
 from pathlib import Path

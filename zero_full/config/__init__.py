@@ -1,6 +1,6 @@
-"""The DeepSpeed-style configuration: read it, check it, fill in what follows, say where each value came from.
+"""DeepSpeed-style configuration: read, validate, derive missing values, and record each value's origin.
 
-Nothing here imports torch, so a configuration can be checked on any machine.
+This package does not import torch, so a configuration can be checked on any machine.
 """
 
 from zero_full.config.resolve import Resolved, resolve

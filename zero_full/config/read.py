@@ -1,8 +1,8 @@
-"""From a text to objects and their places: JSON, in which people also write comments and a last comma.
+"""Parse JSON with comments and trailing commas into objects and their positions.
 
-DeepSpeed reads such files, too. The parser is our own because json's tells the place of a syntax error only,
-and what is wrong with a configuration is mostly not its syntax. `site/docs/assets/js/config_read.js` is the
-same for the page that checks a configuration, and tests compare the two.
+DeepSpeed reads such files, too. Python's json reports positions of syntax errors only, but most mistakes in a
+configuration are not about syntax. `site/docs/assets/js/config_read.js` is the same parser for the website's
+configuration checker, and tests compare the two.
 """
 
 import json
@@ -14,10 +14,10 @@ from typing import Any
 
 from zero_full.errors import ConfigError
 
-DEEPEST = 32  # levels; DeepSpeed's deepest key is on the seventh
-DIGITS = 1000  # of a whole number: Python turns no text of many thousands into one
+DEEPEST = 32  # levels of nesting; DeepSpeed's deepest key is on the seventh
+DIGITS = 1000  # of a number; Python cannot parse integers of many thousands
 SPACE = re.compile(r"(?:[ \t\r\n]|//[^\n]*|#[^\n]*|/\*.*?\*/)*", re.DOTALL)
-STRING = re.compile(r'"(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*')  # up to its last quote
+STRING = re.compile(r'"(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*')  # without the closing quote
 NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
 WORD = re.compile(r"[A-Za-z_]+|-Infinity")
 WORDS = {
@@ -26,15 +26,15 @@ WORDS = {
         "NaN": float("nan"),
         "Infinity": float("inf"),
         "-Infinity": -float("inf"),
-    },  # Python reads these
+    },  # Python's json accepts these
 }
-OTHER_WORDS = {"True": "true", "False": "false", "None": "null"}  # as Python writes them
+OTHER_WORDS = {"True": "true", "False": "false", "None": "null"}  # Python's spelling -> JSON's
 Route = tuple[str | int, ...]
 
 
 @dataclass(frozen=True, order=True)
 class Position:
-    """Where something stands in a text; both count from 1."""
+    """Line and column in a text, both counted from 1."""
 
     line: int
     column: int
@@ -44,7 +44,7 @@ class Position:
 
 
 class NotJsonError(ValueError):
-    """The text is not JSON; says why, what would be, and where."""
+    """Error for a text that is not JSON, with reason, remedy and position."""
 
     def __init__(self, why: str, remedy: str, place: Position) -> None:
         super().__init__(f"{why}; {remedy}" if remedy else why)
@@ -53,25 +53,25 @@ class NotJsonError(ValueError):
 
 @dataclass
 class Parsed:
-    """A text as objects. Places are those of keys, and of the items of lists; () is where it begins."""
+    """A parsed text: its value, and the positions of keys and list items. () is the beginning."""
 
     value: Any = None
     places: dict[Route, Position] = field(default_factory=dict)
-    repeated: list[tuple[Route, Position]] = field(default_factory=list)  # keys that an object has already
+    repeated: list[tuple[Route, Position]] = field(default_factory=list)  # duplicate keys
 
     def place_of(self, path: Route) -> Position:
-        """Where this is, or the nearest thing around it that the text has."""
+        """Return the position of this path, or of the nearest enclosing one in the text."""
         return self.places[self.nearest(path)]
 
     def nearest(self, path: Route) -> Route:
-        """This path, or that of the nearest thing around it that the text has."""
+        """Return this path, or the nearest enclosing one in the text."""
         while path not in self.places:
             path = path[:-1]
         return path
 
 
 def parse(text: str) -> Parsed:
-    """The text's objects with their places. NotJsonError if it is not JSON."""
+    """Parse a text. Raises NotJsonError if it is not JSON."""
     parser = _Parser(text)
     parser.found.value = parser.value(())
     parser.space()
@@ -81,7 +81,7 @@ def parse(text: str) -> Parsed:
 
 
 class _Parser:
-    """Goes through a text once, from the left."""
+    """Recursive-descent parser: one pass over the text."""
 
     def __init__(self, text: str) -> None:
         self.text, self.at, self.found = text, 0, Parsed()
@@ -100,7 +100,7 @@ class _Parser:
         self.at = matched.end() if matched else self.at
 
     def takes(self, sign: str) -> bool:
-        """Whether this sign comes next; then it is passed, with the space behind it."""
+        """Consume this sign and the following space if it comes next. Returns whether it did."""
         if not self.text.startswith(sign, self.at):
             return False
         self.at += len(sign)
@@ -174,7 +174,7 @@ class _Parser:
 
 
 def text_of(path: Path) -> str:
-    """What the file says; ConfigError if nobody can read it."""
+    """Return a file's text. Raises ConfigError if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
@@ -184,7 +184,7 @@ def text_of(path: Path) -> str:
 
 
 def read(path: Path) -> Parsed:
-    """The file's content as objects; ConfigError with line and column if it is not JSON."""
+    """Parse a file. Raises ConfigError with line and column if it is not JSON."""
     try:
         return parse(text_of(path))
     except NotJsonError as error:
@@ -192,7 +192,7 @@ def read(path: Path) -> Parsed:
 
 
 def refuse_nests(given: Mapping[Any, Any]) -> None:
-    """ConfigError if objects and lists are nested too deep, or without end."""
+    """Raise ConfigError if objects and lists are nested too deep or contain themselves."""
     waiting: list[tuple[tuple[str, ...], Any]] = [((), given)]
     while waiting:
         path, value = waiting.pop()

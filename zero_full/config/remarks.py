@@ -1,9 +1,9 @@
-"""What the user must hear about a key that is not simply honoured.
+"""Remarks of the schema: warnings and errors for keys that are not honoured.
 
-`idle` is for a key without effect here, which costs a line of warning. `missing` is for a feature whose
-silent absence would change the training, `removed` for one that DeepSpeed itself has given up: both are
-errors. A remark speaks up only for a value that asks for something, so a file that spells out what happens
-anyway, or switches off what is not here, stays quiet.
+`idle` is for a key without effect in this package: a warning. `missing` is for a feature whose absence would
+change the training, and `removed` for one that DeepSpeed itself has removed: both are errors. A remark
+applies only to a value that requests something. So a file that writes out defaults, or switches off missing
+features, causes no message.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -13,25 +13,29 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Remark:
-    """A text about a key. `switches` are keys in a section that turn it on; `when` picks values."""
+    """A message about a key, with the values that cause it.
+
+    `switches` are the keys in a section that turn a feature on. `when` selects the values that cause the
+    message.
+    """
 
     text: str
     refuses: bool
-    remedy: str = ""  # what to do instead, if it refuses
-    switches: tuple[str, ...] = ()  # with dots
+    remedy: str = ""  # alternative, for errors
+    switches: tuple[str, ...] = ()  # dotted keys
     when: Callable[[Any], bool] | None = None
-    below_stage: int = 99  # a later stage has what this is about
+    below_stage: int = 99  # applies to lower stages only
 
     def asking(self, value: Any, default: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
-        """Where in a key's value (() for all of it) what the remark is about is asked for, and the value."""
-        switched = [each for each in self.switched(value) if isinstance(each[1], int)]  # others are refused
+        """Yield (path within the key's value, value) for each place that requests the feature."""
+        switched = [each for each in self.switched(value) if isinstance(each[1], int)]  # others are errors
         for route, found in switched if self.switches else [((), value)]:
             usual = 0 if self.switches else default
             if self.when(found) if self.when else found != usual:
                 yield route, found
 
     def switched(self, section: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
-        """The switches that are in a section, and their values."""
+        """Yield the switches in a section with their values."""
         for switch in self.switches:
             *above, name = route = tuple(switch.split("."))
             level = section
@@ -42,24 +46,24 @@ class Remark:
 
 
 def idle(text: str, switch: str = "", when: Callable[[Any], bool] | None = None) -> Remark:
-    """A remark for a key that changes nothing here: one line of warning."""
+    """Make a remark for a key without effect: a warning."""
     return Remark(text, refuses=False, switches=(switch,) if switch else (), when=when)
 
 
 def missing(text: str, remedy: str, *switches: str, when: Callable[[Any], bool] | None = None) -> Remark:
-    """A remark for a feature that is not here and would be missed: an error."""
+    """Make a remark for a feature whose absence would change the training: an error."""
     return Remark(text, refuses=True, remedy=remedy, switches=switches, when=when)
 
 
 def removed(version: str, instead: str, switch: str = "") -> Remark:
-    """A remark for a feature that DeepSpeed had before this version: an error, unless it is switched off."""
+    """Make a remark for a feature that DeepSpeed removed in this version: an error unless switched off."""
     text = f"DeepSpeed removed it in {version}"
     switches, when = ((switch,), None) if switch else ((), is_on)
     return Remark(text, refuses=True, remedy=instead, switches=switches, when=when)
 
 
 def is_on(value: Any) -> bool:
-    """Whether a value asks for anything. A section does, unless everything in it is switched off."""
+    """Return whether a value requests anything. A section does unless all of its switches are off."""
     if not isinstance(value, Mapping):
         return bool(value)
     switches = list(_switches(value))
@@ -67,12 +71,12 @@ def is_on(value: Any) -> bool:
 
 
 def more_than_one(value: int) -> bool:
-    """Whether ranks are asked for."""
+    """Return whether the value requests more than one rank."""
     return value > 1
 
 
 def names_some(value: object) -> bool:
-    """Whether a list of names has any."""
+    """Return whether the value is a list with names."""
     return value not in ("auto", [])
 
 

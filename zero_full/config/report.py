@@ -1,4 +1,4 @@
-"""What the user reads about a configuration: its errors in plain words, and the table of all its values."""
+"""Messages about a configuration: its errors in plain words, and the table of its values."""
 
 import difflib
 import json
@@ -15,10 +15,10 @@ from zero_full.config.remarks import Remark
 from zero_full.config.schema import Config, Strict
 
 Origin = Literal["user", "default", "derived"]
-Kind = Literal["refused", "no effect", "assumed"]  # the last: of a key that is not there
+Kind = Literal["refused", "no effect", "assumed"]  # "assumed": the key is missing
 
-WIDE = 80  # characters of a line
-KINDS = {  # pydantic's name for what is wrong -> what was expected
+WIDE = 80  # characters per line
+KINDS = {  # pydantic's error type -> expected value, in words
     "bool_type": "true or false",
     "string_type": "a string",
     "dict_type": "an object",
@@ -29,23 +29,23 @@ KINDS = {  # pydantic's name for what is wrong -> what was expected
 
 @dataclass(frozen=True)
 class Notice:
-    """What is to be said about a key that is not simply honoured, under the name that the user gave it."""
+    """An error or warning about a key, under the name that the user wrote."""
 
     path: Route
     kind: Kind
     why: str
     remedy: str = ""
-    value: str = ""  # as JSON, where the value is fine by itself and the sentence names it
+    value: str = ""  # the value as JSON, if the message should include it
 
     @property
     def message(self) -> str:
-        """The sentence without its key."""
+        """The message without the key."""
         unsupported = "not supported: " if self.value and self.kind == "refused" else ""
         return f"{unsupported}{self.why}" if self.why else unsupported.removesuffix(": ")
 
     @property
     def line(self) -> str:
-        """The whole sentence."""
+        """The message as one sentence with the key."""
         start = dotted(self.path)
         if self.kind == "assumed":
             start = f"{start} is not in the configuration"
@@ -56,7 +56,7 @@ class Notice:
 
 @dataclass(frozen=True)
 class Entry:
-    """One key of a configuration that the schema does not divide further."""
+    """One key of a configuration that is no section."""
 
     key: str  # dotted, as in "zero_optimization.stage"
     value: Any
@@ -65,7 +65,7 @@ class Entry:
 
 
 def entries(config: Strict, prefix: str = "") -> Iterator[Entry]:
-    """Every key of the configuration in the order of the schema."""
+    """Yield every key of the configuration in the order of the schema."""
     for name, field in type(config).model_fields.items():
         value = getattr(config, name)
         if isinstance(value, Strict):
@@ -76,7 +76,7 @@ def entries(config: Strict, prefix: str = "") -> Iterator[Entry]:
 
 
 def inner_model(annotation: Any) -> type[Strict] | None:
-    """The model that a field of this type holds, or None; `X | None` holds an X."""
+    """Return the pydantic model in a field's type (X for `X | None`), or None."""
     for kind in (annotation, *get_args(annotation)):
         if isinstance(kind, type) and issubclass(kind, Strict):
             return kind
@@ -84,7 +84,7 @@ def inner_model(annotation: Any) -> type[Strict] | None:
 
 
 def known_keys(model: type[Strict] = Config, prefix: str = "") -> Iterator[str]:
-    """The dotted name of every key there is, sections included."""
+    """Yield the dotted name of every known key, including sections."""
     for name, field in model.model_fields.items():
         yield prefix + name
         inner = inner_model(field.annotation)
@@ -93,12 +93,12 @@ def known_keys(model: type[Strict] = Config, prefix: str = "") -> Iterator[str]:
 
 
 def shown(value: object) -> str:
-    """A value as JSON writes it, cut to what fits into a line."""
+    """Return a value as JSON, cut to fit into a line."""
     return wording.shown(value, partial(json.dumps, default=repr))
 
 
 def dotted(path: Route) -> str:
-    """`("fp16", "enabled")` as "fp16.enabled"."""
+    """Return a path with dots: `("fp16", "enabled")` as "fp16.enabled"."""
     return ".".join(map(str, path))
 
 
@@ -111,7 +111,7 @@ def _model_at(path: Route) -> type[Strict] | None:
 
 
 def _unknown(path: Route) -> tuple[str, str]:
-    """(what is wrong, what to do) about a key that the schema has not at this place."""
+    """Return (problem, remedy) for a key that the schema does not have at this place."""
     name = str(path[-1])
     model = _model_at(path[:-1]) or Config
     here = list(model.model_fields)
@@ -138,7 +138,7 @@ def _expectation(error: ErrorDetails) -> str:
 
 
 def as_written(path: Route, spelled: Mapping[Route, Route]) -> Route:
-    """The key as the user wrote it; `spelled` maps our names to theirs where they used a second name."""
+    """Return the key as the user wrote it. `spelled` maps canonical names to the aliases in use."""
     for ours, theirs in spelled.items():
         if path[: len(ours)] == ours:
             return theirs + path[len(ours) :]
@@ -146,12 +146,12 @@ def as_written(path: Route, spelled: Mapping[Route, Route]) -> Route:
 
 
 def is_auto(value: object) -> bool:
-    """Whether the value is left to Hugging Face's Trainer."""
+    """Return whether the value is "auto", which Hugging Face's Trainer fills in."""
     return isinstance(value, str) and value == "auto"
 
 
 def explain(error: ErrorDetails, spelled: Mapping[Route, Route]) -> Notice:
-    """What one of pydantic's errors means."""
+    """Translate one of pydantic's errors."""
     path = as_written(error["loc"], spelled)
     if error["type"] == "extra_forbidden":
         return Notice(path, "refused", *_unknown(error["loc"]))
@@ -163,13 +163,13 @@ def explain(error: ErrorDetails, spelled: Mapping[Route, Route]) -> Notice:
 
 
 def unfilled(path: Route, expectation: str) -> Notice:
-    """About a value that is left to Hugging Face."""
+    """Make the notice for an "auto" that Hugging Face's Trainer has not filled in."""
     why = '"auto" is filled in by Hugging Face\'s Trainer alone'
     return Notice(path, "refused", why, f"a value is needed here: {expectation}")
 
 
 def _rows(config: Config, origins: Mapping[str, Origin]) -> Iterator[tuple[str, str, str]]:
-    """The rows worth reading: all that the user or `resolve` chose, and the defaults that have an effect."""
+    """Yield the table's rows: values set by the user or by `resolve`, and defaults that have an effect."""
     named = {key.rpartition(".")[0] for key, origin in origins.items() if origin != "default"}
     for entry in entries(config):
         section, _, name = entry.key.rpartition(".")
@@ -185,10 +185,10 @@ def _rows(config: Config, origins: Mapping[str, Origin]) -> Iterator[tuple[str, 
 
 
 def table(config: Config, origins: Mapping[str, Origin], extra_rows: Sequence[tuple[str, str, str]]) -> str:
-    """Keys, values and origins as aligned plain text; `extra_rows` come last."""
+    """Return keys, values and origins as aligned plain text, with `extra_rows` at the end."""
     rows = [("key", "value", "from"), *_rows(config, origins), *extra_rows]
     wide = [max(len(row[column]) for row in rows) for column in range(2)]
     wide[1] = max(
         min(wide[1], WIDE - wide[0] - len("  derived  ")), 0
-    )  # a longer value moves its own line only
+    )  # a longer value shifts its own line only
     return "\n".join(f"{key:<{wide[0]}}  {value:<{wide[1]}}  {origin}" for key, value, origin in rows)

@@ -1,6 +1,6 @@
-"""From what the user gave to a checked configuration in which every value is filled in.
+"""Validate the user's configuration and fill in all values.
 
-All mistakes are collected and reported together, so that a file is not mended one error a run.
+All mistakes are collected and reported in one error.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,15 +25,15 @@ ZERO, OFFLOAD, OLD_OFFLOAD, OLD_PIN = (
     "cpu_offload",
     "cpu_offload_use_pin_memory",
 )
-ABSENT = object()  # null is a value that a user can give
+ABSENT = object()  # marks a missing key, as null is a valid value
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """A configuration that can be run, where each value came from, and what the user should know.
+    """A complete, valid configuration, with the origin of each value and the warnings.
 
     `origins` has a dotted key for every value: "zero_optimization.stage", "optimizer.params.lr". `assumed`
-    has a line for each default in which versions of DeepSpeed differ, where the user has not chosen.
+    has a line for each unset key whose default differs between versions of DeepSpeed.
     """
 
     config: Config
@@ -42,33 +42,33 @@ class Resolved:
     assumed: tuple[str, ...]
 
     def table(self, extra_rows: Sequence[tuple[str, str, str]] = ()) -> str:
-        """Every value that matters with its origin, for a log; `extra_rows` are (key, value, origin)."""
+        """Return the relevant values with their origins as text. `extra_rows` are (key, value, origin)."""
         return report.table(self.config, self.origins, extra_rows)
 
 
 @dataclass(frozen=True)
 class Examined:
-    """What was given, looked at. `config` has a default in the place of each value that cannot be used."""
+    """The user's configuration after its checks. In `config`, defaults replace invalid values."""
 
-    raw: Mapping[str, Any]  # under the first of each key's names
+    raw: Mapping[str, Any]  # the user's values, under canonical names
     config: Config
-    spelled: Mapping[Route, Route]  # from a key's first name to the one that was written
-    bad: frozenset[str]  # dotted keys whose values cannot be used
+    spelled: Mapping[Route, Route]  # a key's canonical name -> the alias that the user wrote
+    bad: frozenset[str]  # dotted keys with invalid values
     notices: tuple[Notice, ...]
 
 
 def _is_known(key: str, bad: Iterable[str]) -> bool:
-    """Whether no value that cannot be used is at this key or around it."""
+    """Return whether neither this key nor a section around it has an invalid value."""
     return not any(key == each or key.startswith(f"{each}.") for each in bad)
 
 
 def known_rules(rules: Iterable[Rule], bad: Iterable[str]) -> Iterator[Rule]:
-    """Those that depend on no value that cannot be used."""
+    """Filter out rules that depend on an invalid value."""
     return (rule for rule in rules if all(_is_known(key, bad) for key in (rule.key, *rule.read)))
 
 
 def _given(config: object) -> tuple[Mapping[str, Any], str, Parsed | None]:
-    """What the user gave, as a mapping, its name for messages, and the places in it if it is a file."""
+    """Return the user's configuration as a mapping, its name for messages, and its parse if it is a file."""
     name, parsed = "the configuration", None
     if isinstance(config, Config):
         return config.model_dump(exclude_unset=True), name, None
@@ -85,12 +85,12 @@ def _given(config: object) -> tuple[Mapping[str, Any], str, Parsed | None]:
 
 
 def _copied(given: Mapping[Any, Any]) -> dict[Any, Any]:
-    """A copy of the levels that are edited here, so that what the user owns stays as it is."""
+    """Copy the nested mappings, as they are edited later and belong to the user."""
     return {key: _copied(value) if isinstance(value, Mapping) else value for key, value in given.items()}
 
 
 def _renamed(raw: dict[str, Any]) -> tuple[dict[Route, Route], list[Notice]]:
-    """Move values from DeepSpeed's second names to the first, in place; return the moves and the clashes."""
+    """Rename DeepSpeed's aliases to canonical keys, in place. Returns the renamings and the conflicts."""
     zero = raw.get(ZERO)
     moves: list[tuple[dict[str, Any], str, str, Route]] = [(raw, "bfloat16", "bf16", ())]
     if isinstance(zero, dict):
@@ -115,7 +115,7 @@ def _renamed(raw: dict[str, Any]) -> tuple[dict[Route, Route], list[Notice]]:
 
 
 def _offload_as_it_was(zero: dict[str, Any], spelled: dict[Route, Route]) -> list[Notice]:
-    """In place: a true cpu_offload becomes the section that has come after it."""
+    """Convert a true cpu_offload to the section that replaces it, in place."""
     if zero.get(OFFLOAD) is not None:
         why = f"deprecated, and {OFFLOAD} is given as well"
         return [Notice((ZERO, OLD_OFFLOAD), "refused", why, "remove it")]
@@ -129,18 +129,18 @@ def _offload_as_it_was(zero: dict[str, Any], spelled: dict[Route, Route]) -> lis
 
 
 def _as_given(raw: Mapping[str, Any], fault: ErrorDetails) -> ErrorDetails:
-    """The fault with the value as it was written, and not as it was compared (in lower case, say)."""
+    """Return the fault with the original value in place of the converted one (in lower case, for example)."""
     value: Any = raw
     try:
         for name in fault["loc"]:
             value = value[name]
-    except (KeyError, TypeError):  # it is missing, or the key itself is no string
+    except (KeyError, TypeError):  # the key is missing or no string
         return fault
     return {**fault, "input": value}
 
 
 def _without(raw: dict[Any, Any], fault: ErrorDetails) -> None:
-    """Take the value at fault out, so that the rest can still be checked; of a missing one, its section."""
+    """Remove an invalid value, or the section of a missing one, so that the rest can be checked."""
     path = fault["loc"][:-1] if fault["type"] == "missing" else fault["loc"]
     level = raw
     for name in path[:-1]:
@@ -154,10 +154,10 @@ def _without(raw: dict[Any, Any], fault: ErrorDetails) -> None:
 def _validated(
     raw: dict[str, Any], spelled: Mapping[Route, Route]
 ) -> tuple[Config, list[Notice], frozenset[str]]:
-    """The configuration without its bad values, what is said about each of those, and their keys."""
+    """Return the configuration without invalid values, the notices about these, and their keys."""
     faults: list[ErrorDetails] = []
     config = Config()
-    for _ in range(3):  # taking out a bad value can leave a hole that the next pass stumbles over
+    for _ in range(3):  # removing a value can make another one invalid in the next pass
         try:
             config = Config.model_validate(raw)
             break
@@ -170,7 +170,7 @@ def _validated(
 
 
 def _solved(config: Config, world_size: int) -> dict[str, int]:
-    """The three batch sizes from one or two of them, once `batch_clashes` has nothing to say."""
+    """Compute the three batch sizes from one or two of them, after `batch_clashes` has found no errors."""
     train, micro, steps = (getattr(config, name) for name in BATCH)
     if train and micro:
         steps = steps or train // (micro * world_size)
@@ -179,12 +179,12 @@ def _solved(config: Config, world_size: int) -> dict[str, int]:
         micro = train // (steps * world_size)
     else:
         steps = steps or 1
-        train = micro * steps * world_size  # 0: nobody needs them but the data loader
+        train = micro * steps * world_size  # 0 if unknown: only the data loader needs them
     return dict(zip(BATCH, (train, micro, steps), strict=True))
 
 
 def _switches(config: Config) -> Iterator[Notice]:
-    """About each switch of a section that is neither true nor false."""
+    """Yield a notice for each switch of a section with a value of the wrong type."""
     for entry in report.entries(config):
         for route, value in entry.remark.switched(entry.value) if entry.remark else ():
             if not isinstance(value, int):
@@ -194,7 +194,7 @@ def _switches(config: Config) -> Iterator[Notice]:
 
 
 def _remarks(config: Config, spelled: Mapping[Route, Route], bad: frozenset[str]) -> Iterator[Notice]:
-    """About each value that the schema has a remark about."""
+    """Yield a notice for each value to which a remark of the schema applies."""
     stage = config.zero_optimization.stage
     for entry in report.entries(config):
         remark = entry.remark
@@ -211,7 +211,7 @@ def _remarks(config: Config, spelled: Mapping[Route, Route], bad: frozenset[str]
 def _together(
     config: Config, rules: Iterable[Rule], spelled: Mapping[Route, Route], bad: frozenset[str]
 ) -> Iterator[Notice]:
-    """About values that do not go with others, as far as all of these are known."""
+    """Yield a notice for each rule between several keys, if all of their values are valid."""
     entries = {entry.key: entry for entry in report.entries(config)}
     for rule in known_rules(rules, bad):
         path = report.as_written(tuple(rule.key.split(".")), spelled)
@@ -228,7 +228,7 @@ def _assumptions(config: Config, raw: Mapping[str, Any], bad: frozenset[str]) ->
 
 
 def _value_at(raw: Mapping[str, Any], key: str) -> Any:
-    """What the user gave under a dotted key, or ABSENT."""
+    """Return the user's value of a dotted key, or ABSENT."""
     level: Any = raw
     for name in key.split("."):
         level = level.get(name, ABSENT) if isinstance(level, Mapping) else ABSENT
@@ -243,7 +243,7 @@ def _unfilled_arguments(config: Config) -> Iterator[Notice]:
 
 
 def _filled(config: Config, batch: Mapping[str, int]) -> tuple[Config, set[str]]:
-    """The configuration with what follows from the rest, and the keys that were not the user's choice."""
+    """Return the configuration with derived values, and the keys of these."""
     derived = {name for name in batch if name not in config.model_fields_set}
     zero = config.zero_optimization
     if zero.overlap_comm is None:
@@ -263,10 +263,10 @@ def _origins(config: Config, raw: Mapping[str, Any], derived: set[str]) -> dict[
 
 
 def examine(given: Mapping[str, Any], world_size: int) -> Examined:
-    """Everything that is to be said about what was given: mistakes first, then what has no effect."""
+    """Check the user's configuration and collect all notices, errors first."""
     raw = _copied(given)
     for key in BATCH:
-        if raw.get(key, 0) is None:  # null is how a launcher leaves one out
+        if raw.get(key, 0) is None:  # launchers write null for a missing batch size
             del raw[key]
     spelled, clashing = _renamed(raw)
     config, faults, bad = _validated(raw, spelled)
@@ -285,7 +285,7 @@ def examine(given: Mapping[str, Any], world_size: int) -> Examined:
 
 
 def refuse_no_world(world_size: object) -> None:
-    """ConfigError if this is no number of ranks."""
+    """Raise ConfigError if this is no valid number of ranks."""
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise ConfigError(
             f"world_size: got {report.shown(world_size)}, expected a whole number of at least 1"
@@ -293,9 +293,9 @@ def refuse_no_world(world_size: object) -> None:
 
 
 def resolve(config: dict[str, Any] | str | Path | Config, world_size: int) -> Resolved:
-    """Check a configuration for this many data-parallel ranks and fill in every value.
+    """Validate a configuration for this many data-parallel ranks and fill in every value.
 
-    Takes a dict, the path of a JSON file or a Config. Raises ConfigError with all that is wrong.
+    Takes a dict, the path of a JSON file or a Config. Raises ConfigError with all mistakes.
     """
     refuse_no_world(world_size)
     given, name, parsed = _given(config)
@@ -317,7 +317,7 @@ def resolve(config: dict[str, Any] | str | Path | Config, world_size: int) -> Re
 
 
 def in_file(parsed: Parsed, examined: Examined) -> list[tuple[Position, Notice]]:
-    """What is to be said about a file, with the places, from its first line to its last."""
+    """Return all notices about a file with their positions, in the order of the file."""
     twice = "written twice in one object"
     said = [(place, Notice(path, "refused", twice, "keep one")) for path, place in parsed.repeated]
     said += [(parsed.place_of(notice.path), notice) for notice in examined.notices]

@@ -1,8 +1,8 @@
-"""Every key a configuration may have: its type, its default and what this package does with it.
+"""Schema of the configuration: the type, default and remark of every key.
 
-Names and defaults are DeepSpeed's, so that its JSON files work unchanged. A key without a remark is
-honoured. A remark stands beside the key and nowhere else (`remarks.py`), and what a value may be is said by
-its type (`values.py`).
+Names and defaults are DeepSpeed's, so that its JSON files work unchanged. A key without a remark
+(`remarks.py`) is honoured. Remarks stand only beside their keys. A key's type defines the accepted values
+(`values.py`).
 """
 
 import sys
@@ -53,13 +53,13 @@ NO_MONITOR = idle("no metrics are written; log what the engine returns with a lo
 
 
 class Strict(BaseModel):
-    """What all models share: unknown keys, guessed types and later changes are refused."""
+    """Base of all sections: unknown keys, type coercion and later changes raise."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class OptimizerConfig(Strict):
-    """Which optimizer, and its keyword arguments."""
+    """The optimizer's name and keyword arguments."""
 
     type: str
     params: Given = {}
@@ -67,14 +67,14 @@ class OptimizerConfig(Strict):
 
 
 class SchedulerConfig(Strict):
-    """Which learning-rate schedule, and its keyword arguments."""
+    """The learning rate scheduler's name and keyword arguments."""
 
     type: str
     params: Given = {}
 
 
 class DataTypesConfig(Strict):
-    """Precisions that differ from the model's."""
+    """Dtypes that differ from the model's."""
 
     grad_accum_dtype: Dtype | None = None
     param_dtype: Annotated[Dtype | None, missing('parameters follow "bf16" and "fp16"', "remove it")] = None
@@ -87,7 +87,7 @@ class DataTypesConfig(Strict):
 
 
 class FP16Config(Strict):
-    """Training in half precision; a loss scale of 0 means a dynamic one."""
+    """Mixed precision in fp16. A loss scale of 0 means dynamic loss scaling."""
 
     enabled: Flag = False
     auto_cast: Flag = False
@@ -101,7 +101,7 @@ class FP16Config(Strict):
 
 
 class BF16Config(Strict):
-    """Training in bfloat16, which needs no loss scale."""
+    """Mixed precision in bfloat16, which needs no loss scaling."""
 
     enabled: Flag = False
     immediate_grad_update: Annotated[Flag, idle("gradients always move as soon as a bucket is full")] = False
@@ -113,10 +113,10 @@ class BF16Config(Strict):
 
 
 class AutocastConfig(Strict):
-    """torch.autocast, run by the engine."""
+    """torch.autocast, applied by the engine."""
 
     enabled: Flag = False
-    dtype: Dtype | None = None  # bf16 if nothing is said
+    dtype: Dtype | None = None  # None: bf16
     lower_precision_safe_modules: Annotated[
         list[str] | None,
         idle("torch decides for each operation, and parameters travel in their own type"),
@@ -124,13 +124,13 @@ class AutocastConfig(Strict):
 
 
 class ParallelWriteConfig(Strict):
-    """Who writes what when the model is a pipeline."""
+    """Distribution of checkpoint writes with pipeline parallelism."""
 
     pipeline_stage: Annotated[Flag, idle("only pipeline parallelism reads it")] = False
 
 
 class CheckpointConfig(Strict):
-    """How checkpoints are saved and loaded."""
+    """Saving and loading of checkpoints."""
 
     tag_validation: Annotated[
         Literal["Ignore", "Warn", "Fail"],
@@ -151,7 +151,7 @@ class CheckpointConfig(Strict):
 
 
 class OffloadParamConfig(Strict):
-    """Where the parameters of stage 3 wait."""
+    """Offloading of stage 3 parameters to host memory or NVMe."""
 
     device: Literal["none", "cpu", "nvme"] = "none"
     nvme_path: str | None = None
@@ -162,7 +162,7 @@ class OffloadParamConfig(Strict):
 
 
 class OffloadOptimizerConfig(Strict):
-    """Where the optimizer's state waits."""
+    """Offloading of the optimizer state to host memory or NVMe."""
 
     device: Literal["none", "cpu", "nvme"] = "none"
     nvme_path: str | None = None
@@ -178,7 +178,7 @@ class OffloadOptimizerConfig(Strict):
 
 
 class AioConfig(Strict):
-    """How state that waits in files is read and written."""
+    """File I/O of state that is offloaded to NVMe."""
 
     block_size: Count = 2**20
     intra_op_parallelism: Count | None = None
@@ -192,9 +192,9 @@ class AioConfig(Strict):
 
 
 class LeafModuleConfig(Strict):
-    """Modules that stage 3 gathers as a whole: by class (with or without its module), name, end of name."""
+    """Modules that stage 3 gathers as a whole, by class (with or without its module), name or name suffix."""
 
-    # Ranks send their tokens to different experts, so these must not be gathered one expert at a time.
+    # Ranks use different experts, so gathering one expert at a time would deadlock.
     classes: Annotated[list[str], STAGE3] = [
         "MixtralSparseMoeBlock",
         "Qwen2MoeSparseMoeBlock",
@@ -205,7 +205,7 @@ class LeafModuleConfig(Strict):
 
 
 class ZeroConfig(Strict):
-    """What is sharded and how gradients travel. `overlap_comm` is None until `resolve` decides it."""
+    """ZeRO: sharding, offloading and communication. `overlap_comm` is None until `resolve` sets it."""
 
     stage: Annotated[Literal[0, 1, 2, 3], whole_number(0)] = 0
     contiguous_gradients: Flag = True
@@ -266,7 +266,7 @@ class ZeroConfig(Strict):
         Flag, idle("Muon's momentum waits where the optimizer's state does")
     ] = False
     leaf_module: LeafModuleConfig = LeafModuleConfig()
-    # The old names. False asks for what happens anyway, and `resolve` reads a true cpu_offload.
+    # Deprecated names. False requests the default. `resolve` converts a true cpu_offload.
     cpu_offload: Flag | None = None
     cpu_offload_param: Annotated[Flag | None, OLD_OFFLOAD_PARAM] = None
     cpu_offload_use_pin_memory: Annotated[Flag | None, ONLY_CPU_OFFLOAD] = None
@@ -276,29 +276,29 @@ class ZeroConfig(Strict):
 
 
 class DebugConfig(Strict):
-    """Checks that cost time. `timeout_s`: how many seconds the check of collectives waits for a rank."""
+    """Expensive checks, and recordings. `timeout_s`: seconds that a check of collectives waits for a rank."""
 
     check_collectives: Flag = False
     timeout_s: Seconds = 10.0
-    record: str | None = None  # the path of a recording
-    record_steps: Count = 3  # that it keeps
+    record: str | None = None  # path of a recording
+    record_steps: Count = 3  # number of steps that the recording keeps
 
 
 class Config(Strict):
-    """The whole configuration. The three batch sizes are 0 until `resolve` has solved them."""
+    """The whole configuration. The three batch sizes are 0 until `resolve` computes them."""
 
     train_batch_size: BatchSize = 0
     train_micro_batch_size_per_gpu: BatchSize = 0
     gradient_accumulation_steps: BatchSize = 0
-    managed_gradient_accumulation: Flag = True  # false: every call of engine.step() is a step
-    shared_memory: Flag = True  # false: ranks of one host send messages, as those of several hosts do
-    plain_backward_divides: Flag | None = None  # whether loss.backward() divides, as engine.backward does
+    managed_gradient_accumulation: Flag = True  # false: every call of engine.step() updates
+    shared_memory: Flag = True  # false: ranks of one host send messages, like ranks of several hosts
+    plain_backward_divides: Flag | None = None  # loss.backward() divides the loss, like engine.backward
     steps_per_print: Annotated[Count | None, BeforeValidator(never_is_none)] = None
     optimizer: OptimizerConfig | None = None
     scheduler: SchedulerConfig | None = None
     gradient_clipping: Amount = 1.0  # DeepSpeed's default since 0.19.3; 0.0 before
     prescale_gradients: Flag = False
-    gradient_predivide_factor: Divisor = 1.0  # any factor, with reduce_scatter too; DeepSpeed wants 1.0 there
+    gradient_predivide_factor: Divisor = 1.0  # any factor; with reduce_scatter DeepSpeed requires 1.0
     gradient_allreduce_op: Annotated[Literal["mean", "sum"], BeforeValidator(lower)] = "mean"
     communication_data_type: Dtype | None = None
     sparse_gradients: Annotated[Flag, removed("0.19.8", "gradients always travel dense; remove it")] = False
@@ -325,7 +325,7 @@ class Config(Strict):
     dump_state: Annotated[Flag, idle("the table of this configuration shows every value")] = False
     log_level: Annotated[str | None, idle('set the level of the logger "zero_full" instead')] = None
     debug: DebugConfig = DebugConfig()
-    # Parallelism of other kinds.
+    # Other kinds of parallelism.
     sequence_parallel_size: Annotated[
         Count, missing("sequence parallelism has not landed in zero_full yet", "use 1")
     ] = 1
@@ -341,7 +341,7 @@ class Config(Strict):
     hybrid_engine: Annotated[
         Section, missing("", "call the engine, or generate inside unwrap_model_for_generation", "enabled")
     ] = {}
-    # What changes the batches, the model or the optimizer while training runs.
+    # Features that change the batches, the model or the optimizer during training.
     elasticity: Annotated[Given, removed("0.19.8", "give the batch sizes as numbers", "enabled")] = {}
     autotuning: Annotated[Section, missing("", "tune before, and give the numbers found", "enabled")] = {}
     curriculum_learning: Annotated[Given, removed("0.19.8", "order the data in your sampler", "enabled")] = {}
@@ -353,7 +353,7 @@ class Config(Strict):
         Given, removed("0.19.7", "compress in your model; remove the section")
     ] = {}
     sparse_attention: Annotated[Given, removed("0.19.7", "use it in your model; remove the section")] = {}
-    # What only looks on, or serves a part that this package does not have.
+    # Monitoring, and sections for parts that this package does not have.
     activation_checkpointing: Annotated[
         Section, idle("call torch.utils.checkpoint in your model, it needs no settings")
     ] = {}

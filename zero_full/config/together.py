@@ -1,8 +1,8 @@
-"""What values of a configuration cannot be had together, and which of them another one makes void.
+"""Rules between several keys of a configuration: conflicting values, and values without effect.
 
-These rules are the only ones about more than one key, and their functions are written in the small part of
-Python that `site/hooks/rules_in_js.py` translates: the page that checks a configuration runs the same rules.
-What is more than that (a call that it does not know, a comprehension) stops the build of the site.
+All rules about more than one key are in this module. Its functions use a subset of Python that
+`site/hooks/rules_in_js.py` translates, so the website's configuration checker runs the same rules. Other
+syntax (an unknown call, a comprehension) stops the build of the site.
 """
 
 from collections.abc import Iterator
@@ -20,16 +20,16 @@ PARAMETERS = "zero_optimization.offload_param"
 
 
 class Rule(NamedTuple):
-    """That a rule applies to a key. Whoever collects them leaves out those that `read` a mistaken value."""
+    """A violated rule, with its key. The caller drops rules that `read` an invalid value."""
 
     key: str
     why: str
-    remedy: str  # empty: the key has no effect, which is no mistake
-    read: tuple[str, ...]  # the other keys that it depends on
+    remedy: str  # empty: the key has no effect, which is no error
+    read: tuple[str, ...]  # other keys that the rule depends on
 
 
 def clashes(config: Config, world_size: int) -> Iterator[Rule]:
-    """Values that are fine by themselves and cannot be had beside another one."""
+    """Yield the conflicts between values that are valid individually."""
     yield from precision_clashes(config)
     zero, stage = config.zero_optimization, config.zero_optimization.stage
     mics, hpz = zero.mics_shard_size, zero.zero_hpz_partition_size
@@ -55,7 +55,7 @@ def clashes(config: Config, world_size: int) -> Iterator[Rule]:
 
 
 def precision_clashes(config: Config) -> Iterator[Rule]:
-    """About fp16 and bf16."""
+    """Yield conflicts of fp16 and bf16."""
     fp16, bf16 = config.fp16, config.bf16
     if fp16.enabled and bf16.enabled:
         yield Rule(
@@ -87,7 +87,7 @@ def precision_clashes(config: Config) -> Iterator[Rule]:
 
 
 def offload_clashes(config: Config) -> Iterator[Rule]:
-    """About where state and parameters wait."""
+    """Yield conflicts of offloading."""
     stage = config.zero_optimization.stage
     state, parameters = config.zero_optimization.offload_optimizer, config.zero_optimization.offload_param
     for key, section, what in ((STATE, state, "state is"), (PARAMETERS, parameters, "parameters are")):
@@ -129,7 +129,7 @@ def offload_clashes(config: Config) -> Iterator[Rule]:
 
 
 def delay_clashes(config: Config) -> Iterator[Rule]:
-    """About updates that count one step late."""
+    """Yield conflicts of delayed updates, which take effect one step late."""
     state, parameters = config.zero_optimization.offload_optimizer, config.zero_optimization.offload_param
     if state is not None and state.delay_update_after is not None:
         key, device, other = f"{STATE}.delay_update_after", f"{STATE}.device", "leave one of them out"
@@ -153,7 +153,7 @@ def delay_clashes(config: Config) -> Iterator[Rule]:
 
 
 def argument_clashes(config: Config) -> Iterator[Rule]:
-    """About an optimizer's arguments that are somebody else's."""
+    """Yield optimizer arguments that the engine handles itself."""
     if config.optimizer is not None and "max_grad_norm" in config.optimizer.params:
         yield Rule(
             "optimizer.params.max_grad_norm",
@@ -164,7 +164,7 @@ def argument_clashes(config: Config) -> Iterator[Rule]:
 
 
 def batch_clashes(config: Config, world_size: int) -> Iterator[Rule]:
-    """Batch sizes of which the third is no whole number, or that contradict each other."""
+    """Yield conflicts of the three batch sizes: contradictions, and a third one that is no whole number."""
     train, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
     steps = config.gradient_accumulation_steps
     product = micro * steps * world_size
@@ -191,7 +191,7 @@ def batch_clashes(config: Config, world_size: int) -> Iterator[Rule]:
 
 
 def idle_together(config: Config) -> Iterator[Rule]:
-    """Keys without effect because of another one. One that has its default is not worth a word."""
+    """Yield keys without effect because of another one. The caller drops keys with default values."""
     if config.prescale_gradients:
         why = "prescale_gradients divides by the world size before the reduction"
         yield Rule("gradient_predivide_factor", why, "", ())
@@ -218,7 +218,7 @@ def idle_together(config: Config) -> Iterator[Rule]:
 
 
 def assumed(config: Config) -> Iterator[Rule]:
-    """Defaults in which versions of DeepSpeed differ. Nothing is said about a key that is written."""
+    """Yield keys whose defaults differ between versions of DeepSpeed. The caller drops keys that are set."""
     yield Rule(
         "gradient_clipping",
         f"gradients are clipped to a norm of {config.gradient_clipping}, as by DeepSpeed since 0.19.3, which "
@@ -229,7 +229,7 @@ def assumed(config: Config) -> Iterator[Rule]:
 
 
 def unread_together(config: Config) -> Iterator[Rule]:
-    """Keys that nobody reads because of another one, as whoever writes them expects: not worth a warning."""
+    """Yield keys that are not read because of another one, as users expect, so without a warning."""
     fp16, autocast, enabled = config.fp16, config.torch_autocast, ("fp16.enabled", "torch_autocast.enabled")
     scales = fp16.enabled or (autocast.enabled and autocast.dtype == "fp16")
     if not scales:

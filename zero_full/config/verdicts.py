@@ -1,6 +1,6 @@
-"""A verdict on every key of a JSON text: what the engine would say of it, with line and column.
+"""Judge every key of a JSON configuration, with line and column, as the engine would.
 
-`resolve` and this have one source, `examine`. The page that checks a configuration has the same verdicts.
+`resolve` and this module both use `examine`. The website's configuration checker gives the same verdicts.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,8 +14,8 @@ from zero_full.config.resolve import Examined, examine, in_file, known_rules, re
 from zero_full.config.schema import Config
 from zero_full.config.together import MICRO, STEPS, TRAIN, unread_together
 
-# A value is honoured; is what happens without it, too; is read by nobody, and need not be; is without effect,
-# which is worth a warning; is not there, and its default may surprise; cannot be used; only torch knows.
+# Honoured; equal to the default; not read, as expected; without effect, with a warning; missing, with a
+# default that may surprise; invalid; known to torch only.
 VerdictKind = Literal["ok", "default", "unread", "no effect", "assumed", "refused", "unknown"]
 IN_TORCH = "only `python -m zero_full check` knows: it asks the installed torch"
 IN_A_RUN = (
@@ -24,20 +24,20 @@ IN_A_RUN = (
 
 
 class Verdict(NamedTuple):
-    """On one key of a text."""
+    """The judgement on one key of a configuration text."""
 
-    path: Route  # () for the text as a whole
+    path: Route  # () for the whole text
     line: int
     column: int
     kind: VerdictKind
     message: str = ""
     remedy: str = ""
-    text: str = ""  # message and remedy as one sentence that names the key
+    text: str = ""  # message and remedy as one sentence with the key
 
 
 @dataclass(frozen=True)
 class Checked:
-    """A text's verdicts in the order of the text; and the configuration, as far as there is one."""
+    """The verdicts in the order of the text, and the configuration if the text can be parsed."""
 
     verdicts: tuple[Verdict, ...]
     world: int
@@ -45,9 +45,9 @@ class Checked:
 
 
 def check(text: str, world_size: int | None) -> Checked:
-    """All that is to be said about a configuration for this many data-parallel ranks.
+    """Check a configuration text for this many data-parallel ranks.
 
-    None: for as many as it was written for, as far as it says that.
+    None: for the number of ranks that its batch and group sizes imply.
     """
     if world_size is not None:
         refuse_no_world(world_size)
@@ -76,7 +76,7 @@ def _unusable(error: NotJsonError, world: int) -> Checked:
 
 
 def implied_world(config: Any) -> int:
-    """For how many ranks a configuration was written, as far as it says that."""
+    """Return the number of ranks that a configuration's batch and group sizes imply, at least 1."""
     if not isinstance(config, Mapping):
         return 1
     train, micro, steps = (_count(config, key) for key in (TRAIN, MICRO, STEPS))
@@ -89,7 +89,7 @@ def implied_world(config: Any) -> int:
 
 
 def _count(config: Mapping[str, Any], key: str) -> int:
-    """The number under this key; 0 if there is none, or no sensible one."""
+    """Return the number under this key, or 0 if it is missing or invalid."""
     value = config.get(key)
     if isinstance(value, float) and value.is_integer():
         value = int(value)
@@ -97,7 +97,7 @@ def _count(config: Mapping[str, Any], key: str) -> int:
 
 
 def _calm(parsed: Parsed, examined: Examined, said: list[Verdict]) -> Iterator[Verdict]:
-    """About each key that nothing is said about and that holds no keys with verdicts of their own."""
+    """Yield verdicts on the keys without a notice, except sections whose keys have their own."""
     loud = {_key_of(parsed.nearest(verdict.path)) for verdict in said}
     refused = {verdict.path for verdict in said if verdict.kind == "refused"}
     keys = [path for path in parsed.places if path and path == _key_of(path)]
@@ -116,12 +116,12 @@ def _calm(parsed: Parsed, examined: Examined, said: list[Verdict]) -> Iterator[V
 
 
 def _key_of(path: Route) -> Route:
-    """The key whose value this is, or is an item of."""
+    """Return the path of the key that holds this value or list item."""
     return tuple(takewhile(lambda name: isinstance(name, str), path))
 
 
 class _Lookup:
-    """What there is to know about a key that nothing is said about."""
+    """Lookup of the verdict on keys without a notice."""
 
     def __init__(self, examined: Examined) -> None:
         self.entries: dict[Route, report.Entry] = {
@@ -131,7 +131,7 @@ class _Lookup:
         self.unread: dict[Route, str] = {tuple(rule.key.split(".")): rule.why for rule in rules}
 
     def verdict(self, path: Route) -> tuple[VerdictKind, str]:
-        """(kind, message) for a key by its first name."""
+        """Return (kind, message) for a key under its canonical name."""
         entry = self.entries.get(path)
         if path in (("optimizer", "type"), ("scheduler", "type")) and entry:
             return "unknown", IN_A_RUN

@@ -1,4 +1,4 @@
-"""Models that are constructed without memory and get their values later, one parameter at a time."""
+"""Deferred initialization: construct models without memory and compute parameter values in `initialize`."""
 
 from zero_full.construct.handover import Deferred
 from zero_full.construct.init import Init

@@ -1,4 +1,4 @@
-"""Whose values count, where ranks that share a model have different ones."""
+"""Choose the rank that broadcasts a tensor's initial values, where ranks have computed different ones."""
 
 import hashlib
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ from zero_full.shard.group.process_groups import Pair
 
 @dataclass(frozen=True)
 class Told:
-    """What a rank tells the others about its values."""
+    """One rank's report of its initial values: a digest of each, and newer values on other ranks."""
 
     digests: dict[str, bytes]
     elsewhere: dict[str, Elsewhere]
 
 
 class Everyone:
-    """The ranks of a pair, by their places in it. All of them must make the same calls."""
+    """All ranks of a pair of process groups, by index. All of them must make the same calls."""
 
     def __init__(self, pair: Pair) -> None:
         self.pair = pair
@@ -28,7 +28,7 @@ class Everyone:
         self.ranks: list[int] = pair.everyones(this_rank(), "ranks")
 
     def who_speaks(self, mine: Told) -> dict[int, list[str]]:
-        """The names of the values that each speaker sends, by its place; the same on all ranks."""
+        """Return the names of the tensors that each rank must send, by its index. Equal on all ranks."""
         short = hashlib.blake2b(repr(sorted(mine.digests.items())).encode()).digest(), bool(mine.elsewhere)
         if set(self.pair.everyones(short, "values")) == {(short[0], False)}:
             return {}
@@ -41,7 +41,7 @@ class Everyone:
         return dict(sorted(speaking.items()))
 
     def hear(self, speaker: int, tensor: Tensor, what: str) -> Tensor:
-        """The speaker's values of this tensor. On other ranks the tensor may be written over."""
+        """Broadcast a tensor from the rank `speaker`. Other ranks' tensors may be overwritten."""
         raw = tensor.contiguous().view(-1).view(torch.uint8)
         if not raw.numel():
             return tensor

@@ -1,20 +1,21 @@
-"""Construct a model without memory for it; get its values later, one parameter at a time.
+"""Deferred initialization: record a model's construction, and replay it later, one parameter at a time.
 
-[Note: recording and replay] While a `recorder` records, tensors have a shape and no values. Every operation
-that would have made or changed values runs on the meta device, and is written down. `replay` runs them on the
+[Note: recording and replay] While a `recorder` is active, tensors have a shape and no values. Every operation
+that creates or changes values runs on the meta device and is recorded. `replay` runs the operations on the
 CPU and delivers each parameter as soon as it is complete, so that about one parameter is in memory at a time.
-The values are bit for bit those of plain construction on the CPU:
+The values equal those of plain construction on the CPU, bit for bit:
 
-    order      Operations that draw random numbers run in the recorded order, even if what they draw is
-               overwritten later. Others run as late as possible: when a draw or a delivery needs them.
-    versions   An operation that overwrites a whole storage starts a new `Value`. Nothing connects it with
-               what the storage held before, so a default initialisation that is replaced keeps no memory.
-    numbers    To notice when a constructor seeds a generator, the recorder seeds it after each draw with a
-               random mark. A generator at a mark stands for "as after that draw"; at anything else, the
-               constructor has set it. (See [Note: a generator between recordings].)
+    order      Operations that draw random numbers run in the recorded order, even if their results are
+               overwritten later. Other operations run as late as possible: when a draw or a delivery needs
+               them.
+    versions   An operation that overwrites a whole storage starts a new `Value`, independent of the previous
+               one. So a default initialization that is replaced later takes no memory.
+    numbers    To detect that a constructor seeds a generator, the recorder seeds it after each draw with a
+               random mark. A generator at a mark stands for its state after that draw. Any other state was
+               set by the constructor. (See [Note: a generator between recordings].)
 
-After construction the recording goes on: what is done to the model then is one more operation. What cannot be
-recorded is an error: above all, reading values (`.item()`, `if tensor:`) before there are any.
+Recording continues after construction: later changes of the model are recorded as well. An operation that
+cannot be recorded raises an error: above all, reading values (`.item()`, `if tensor:`).
 """
 
 from collections import defaultdict
@@ -37,39 +38,39 @@ from zero_full.nested import leaves, mapped, tensors_in
 
 META = torch.device("meta")
 
-# These do not read what they write to. Nor do others read an argument that is called `out`.
+# Operations that do not read the tensor they write. (No operation reads its argument `out`.)
 BLIND = "zero_ fill_ copy_ normal_ uniform_ random_ bernoulli_ exponential_ log_normal_ cauchy_ geometric_"
-# Batch norms change these arguments, and their schemas do not say so.
+# Arguments that batch norms change although their schemas do not declare it.
 UNTOLD = "running_mean", "running_var"
-# These leave a tensor from a file what it is, but for its type.
+# Operations that keep the values of a tensor from a file. Only the dtype may change.
 FAITHFUL = "aten::_to_copy", "aten::clone"
 
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """The rank that has this value's newest version, because of GatheredParameters(modifier_rank)."""
+    """The rank that holds the newest version of a value, by GatheredParameters(modifier_rank)."""
 
     rank: int
-    since: tuple[str, ...] = ()  # what every rank has done to it afterwards, by its own knowledge
+    since: tuple[str, ...] = ()  # later operations of this rank, to compare with other ranks
 
 
 class Recording:
-    """The recorded operations, and what is known of the tensors that they work on."""
+    """The recorded operations, and the state of the tensors that they use."""
 
     def __init__(self) -> None:
         self._ops: list[Op] = []
-        self._values: dict[int, Value] = {}  # what each meta storage holds now, by the storage's identity
+        self._values: dict[int, Value] = {}  # current value of each meta storage, by the storage's identity
         self._written: set[Value] = set()
         self.streams, self.names = RandomStreams(), Names()
-        self.states: dict[int, Tensor] = {}  # of generators, by mark, where a replay has found them out
-        self.files: dict[Value, Any] = {}  # where initialize will read it
-        self.beside_files = WeakIdKeyDictionary()  # modules -> their real tensors that it will read, too
+        self.states: dict[int, Tensor] = {}  # generator states by mark, as far as a replay has computed them
+        self.files: dict[Value, Any] = {}  # file from which initialize will read a value
+        self.beside_files = WeakIdKeyDictionary()  # module -> its real tensors that initialize will read, too
         self.elsewhere: dict[Value, Elsewhere] = {}
-        self.is_construction = True  # what happens now, as opposed to a later edit
+        self.is_construction = True  # False while changes after construction are recorded
 
     @property
     def rng_state_before(self) -> Tensor:
-        """The state of torch's generator that replay starts from. It may be set to another rank's."""
+        """State of torch's default generator from which replay starts. Can be set to another rank's."""
         return self.streams.main.before
 
     @rng_state_before.setter
@@ -85,13 +86,13 @@ class Recording:
         to_the_end: bool = True,
         remember: bool = False,
     ) -> None:
-        """Call `deliver(tensor, real)` once for each wanted tensor, as soon as its values are there.
+        """Compute the wanted tensors, and call `deliver(tensor, real)` once for each when it is complete.
 
-        `real` is all of it, on the CPU; its memory is free when nobody keeps it.
+        `real` is the full tensor on the CPU. Its memory is freed after the call unless `deliver` keeps it.
 
-        to_the_end   draw all numbers that construction draws, and take generators there, where nobody has
-                     used them since and `rng_state_before` is not another rank's
-        remember     the generators' states, so that the next replay need not draw what it does not deliver
+        to_the_end   make all random draws of construction, and set the generators to their final states,
+                     unless they were used since or `rng_state_before` is another rank's
+        remember     keep the generators' states, so that the next replay can skip draws that it does not need
         """
         by_value: dict[Value, list[Tensor]] = defaultdict(list)
         for tensor in {id(tensor): tensor for tensor in wanted}.values():
@@ -108,14 +109,14 @@ class Recording:
                 {stream: (mark, player.state_at(stream, mark)) for stream, mark in ends.items()}
             )
 
-    # What happens --------------------------------------------------------------------------------
+    # Recording -----------------------------------------------------------------------------------
 
     def add(self, func: Any, args: Any, kwargs: Any, out: Any, tensors: list[Tensor]) -> None:
-        """Write down an operation that has just run on the meta device, on these tensors."""
+        """Record an operation that has just run on the meta device, on these tensors."""
         targets = _targets(func, args, kwargs, tensors)
         made, draws = list(leaves(out)), draws_numbers(func)
         changes = bool(targets or draws or any(map(self._is_new, made))) and "empty" not in func.name()
-        if not changes:  # a view, or memory without values
+        if not changes:  # a view, or uninitialized memory
             for tensor in filter(is_recorded, tensors):
                 self.value_of(tensor)
             for leaf in made:
@@ -133,7 +134,7 @@ class Recording:
         self._note(Op(func, args, kwargs, born, reads, writes, torch.get_default_dtype(), draw), func.name())
 
     def add_whole(self, func: Any, kwargs: dict[str, Any]) -> None:
-        """Write down a function of `nn.init` that could not run without values."""
+        """Record a function of `nn.init` that cannot run without values."""
         self._refuse(func.__name__, kwargs, True)
         refs = self._refs([kwargs["tensor"]], {id(kwargs["tensor"]): True})
         draw = self.streams.draw(generator_in(kwargs))
@@ -154,7 +155,7 @@ class Recording:
             self.elsewhere |= dict.fromkeys(op.writes, since)
 
     def _refuse(self, name: str, given: Any, draws: bool) -> None:
-        """RuntimeError if this operation would have to run before something that initialize does."""
+        """Raise RuntimeError if this operation depends on something that only initialize will do."""
         if self.files and name not in FAITHFUL:
             self.refuse_if_from_file(name, filter(is_recorded, tensors_in(given)))
         if draws and not self.is_construction and self.streams.has_strayed(generator_in(given)):
@@ -166,7 +167,7 @@ class Recording:
             )
 
     def read_later(self, file: Any, modules: Iterable[nn.Module]) -> None:
-        """Note that initialize will read the parameters and buffers of these modules from a file."""
+        """Record that initialize will read the parameters and buffers of these modules from a file."""
         for module in modules:
             real: dict[str, Tensor] = {}
             for name, tensor in saved_in(module):
@@ -178,15 +179,15 @@ class Recording:
             self.beside_files[module] = real
 
     def newest_of(self, tensor: Tensor) -> Elsewhere | None:
-        """Which other rank has newer values of this tensor, or None."""
+        """Return the rank that has newer values of this tensor, or None."""
         return self.elsewhere.get(self.value_of(tensor))
 
     def file_of(self, tensor: Tensor) -> Any:
-        """The file from which initialize will read this tensor, or None."""
+        """Return the file from which initialize will read this tensor, or None."""
         return self.files.get(self.value_of(tensor))
 
     def refuse_if_from_file(self, what: str, tensors: Iterable[Tensor]) -> None:
-        """RuntimeError if initialize has yet to read one of these tensors from a file."""
+        """Raise RuntimeError if initialize has yet to read one of these tensors from a file."""
         values = [self.value_of(tensor) for tensor in tensors] if self.files else []
         fixed = [value for value in values if value in self.files]
         if fixed:
@@ -198,7 +199,7 @@ class Recording:
     # Tensors and their values --------------------------------------------------------------------
 
     def value_of(self, tensor: Tensor) -> Value:
-        """The value that a tensor's storage holds now."""
+        """Return the current value of a tensor's storage."""
         value = self._values.get(id(tensor.untyped_storage()))
         if value is None:
             names = self.names.where(lambda twin: twin is tensor)
@@ -207,16 +208,16 @@ class Recording:
         return value
 
     def is_empty(self, tensor: Tensor) -> bool:
-        """Whether nothing was ever written to its memory."""
+        """Return whether the tensor's memory was never written."""
         return tensor.numel() > 0 and self.value_of(tensor) not in self._written
 
     def name_of(self, tensor: Tensor) -> str:
-        """The tensor's name for the text of an error."""
+        """Return the tensor's name, for error messages."""
         value = self._values.get(id(tensor.untyped_storage()))
         return self.names_of([] if value is None else [value])
 
     def names_of(self, values: Iterable[Value]) -> str:
-        """The parameters and buffers that these are, or that they were made from, for an error's text."""
+        """Return the names of the parameters and buffers with these values or their sources, for messages."""
         wanted = set(values)
         found = self._names(wanted)
         if not found:
@@ -236,7 +237,7 @@ class Recording:
         return Ref(self.value_of(tensor), tensor.shape, tensor.stride(), offset, tensor.dtype)
 
     def _refs(self, tensors: list[Tensor], targets: dict[int, bool]) -> dict[int, Ref]:
-        """A reference to each meta tensor, by identity. Targets come last: they may overlap with sources."""
+        """Return a reference to each meta tensor, by identity. Targets last, as they may overlap sources."""
         recorded = {id(tensor): tensor for tensor in tensors if is_recorded(tensor)}
         refs = {i: self._ref(tensor) for i, tensor in recorded.items() if i not in targets}
         for i, blind in targets.items():
@@ -258,7 +259,7 @@ class Recording:
         return isinstance(leaf, Tensor) and id(leaf.untyped_storage()) not in self._values
 
     def _born(self, leaf: Any) -> Ref | None:
-        """A reference to an operation's result if its storage is new; else None."""
+        """Return a reference to an operation's result if its storage is new, else None."""
         if not self._is_new(leaf):
             return None
         self._values[id(leaf.untyped_storage())] = Value(leaf.untyped_storage())
@@ -266,7 +267,7 @@ class Recording:
 
 
 def saved_in(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The names and tensors that a module itself, without its children, has in its state dict."""
+    """Yield the names and tensors that a module itself, without its children, has in its state dict."""
     yield from module.named_parameters(recurse=False, remove_duplicate=False)
     for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
         if is_saved(module, name):
@@ -274,18 +275,18 @@ def saved_in(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def is_recorded(leaf: Any) -> bool:
-    """Whether this is a tensor on the meta device, which has no values."""
+    """Return whether this is a tensor on the meta device, which has no values."""
     return isinstance(leaf, Tensor) and leaf.device == META
 
 
 @cache
 def draws_numbers(func: Any) -> bool:
-    """Whether an operation gives random results."""
+    """Return whether an operation draws random numbers."""
     return torch.Tag.nondeterministic_seeded in func.tags
 
 
 def written(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Tensor, str]]:
-    """The tensors that an operation changes, and the arguments' names."""
+    """Yield the tensors that an operation changes, with the arguments' names."""
     for position, name in _written_arguments(func):
         given = args[position] if position < len(args) else kwargs.get(name)
         yield from ((tensor, name) for tensor in tensors_in(given))
@@ -302,13 +303,13 @@ def _written_arguments(func: Any) -> list[tuple[int, str]]:
 
 
 def generator_in(args: Any) -> Generator:
-    """The generator that an operation was given, or else torch's own."""
+    """Return the generator in an operation's arguments, or else torch's default generator."""
     given = [leaf for leaf in leaves(args) if isinstance(leaf, Generator)]
     return given[0] if given else torch.default_generator
 
 
 def _targets(func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> dict[int, bool]:
-    """The tensors that an operation changes, by identity, and whether it does so without reading them."""
+    """Return the tensors that an operation changes, by identity, and whether it overwrites them unread."""
     if not _written_arguments(func):
         return {}
     overwrites = func.name().removeprefix("aten::").split(".")[0] in BLIND.split()
@@ -320,7 +321,7 @@ def _targets(func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> dict[i
 
 
 def _told(args: Any) -> str:
-    """An operation's arguments in words that are the same on every rank that does the same."""
+    """Return an operation's arguments as text that is equal on all ranks that run the same operation."""
 
     def told(leaf: Any) -> Any:
         if isinstance(leaf, Ref):

@@ -1,8 +1,8 @@
-"""`GatheredParameters` before `initialize`: recorded tensors get values, for as long as the context lasts.
+"""`GatheredParameters` before `initialize`: give recorded tensors values while the context lasts.
 
-Their values are made by replay. What the modifier rank has changed is recorded as one more operation, a copy
-of the tensor that it has changed; so only that rank keeps it in memory. The others take note that theirs is
-not the newest (`Elsewhere`), and hear it when they ask again.
+Replay computes the values. A change by the modifier rank is recorded as one more operation, a copy from the
+changed tensor, so only that rank keeps it in memory. The other ranks note that their values are outdated
+(`Elsewhere`), and receive the new ones at the next context.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,9 +27,9 @@ from zero_full.shard.group.recorded import opened, record_of
 def gathered(
     tensors: Sequence[Tensor], rank: int | None, resting: Callable[[], AbstractContextManager[None]]
 ) -> Iterator[None]:
-    """Inside, these tensors have values, and nothing is recorded.
+    """Give these tensors values inside the context, and record nothing.
 
-    `rank` is the one whose changes count; None: there must not be any.
+    `rank` is the modifier rank, whose changes are kept; None: a change raises.
     """
     records = {tensor: record_of(tensor) for tensor in tensors}
     _check(records, rank)
@@ -65,7 +65,7 @@ def _check(records: dict[Tensor, Record], rank: int | None) -> None:
 
 
 def _open(keeper: Keeper, closed: dict[Tensor, Record]) -> None:
-    """Replay the values of these tensors and put them in."""
+    """Compute the values of these tensors by replay, and assign them."""
     behind = {id(record.twin): tensor for tensor, record in closed.items()}
     recording, twins = keeper.recording, [record.twin for record in closed.values()]
     recording.refuse_if_from_file("GatheredParameters", twins)
@@ -92,9 +92,9 @@ def _show(tensor: Tensor, real: Tensor) -> None:
 
 
 def _refuse_other_kinds(borrowed: dict[str, Tensor]) -> None:
-    """DisagreementError on every rank if a tensor that is to be sent is another one on some rank.
+    """Raise DisagreementError on every rank if a tensor to broadcast differs in shape or dtype.
 
-    Who has changed it may have given it another shape or type, and the others would make no room for that.
+    The modifier rank may have changed the shape or dtype, and other ranks' buffers would not match.
     """
     if not borrowed:
         return
@@ -117,7 +117,7 @@ def _refuse_other_kinds(borrowed: dict[str, Tensor]) -> None:
 
 
 def _borrow(real: Tensor, rank: int) -> None:
-    """Take this rank's values, which are the newest. All ranks take part: groups are not known yet."""
+    """Broadcast the newest values from `rank` to all ranks. Sub-groups are not known yet."""
     place = device_of(dist.group.WORLD)
     sent = real.to(place).contiguous()
     if sent.numel():
@@ -126,7 +126,7 @@ def _borrow(real: Tensor, rank: int) -> None:
 
 
 def _print(tensor: Tensor) -> Any:
-    """What differs after any change: torch's count of writes, and a checksum for writes that it misses."""
+    """Return a fingerprint of the tensor: torch's version counter, and a checksum for untracked writes."""
     return version_of(tensor), tensor.dtype, tuple(tensor.shape), checksum(tensor)
 
 

@@ -1,4 +1,4 @@
-"""Functions of torch that are not what they seem, when they are given recorded tensors."""
+"""Torch functions that need special handling on recorded tensors, which have no values yet."""
 
 import inspect
 from collections.abc import Callable
@@ -24,33 +24,33 @@ from zero_full.construct.recorded import (
 )
 from zero_full.nested import mapped, tensors_in
 
-# Functions of nn.init that draw again, depending on values, or where nobody sees it.
+# Functions of nn.init whose draws depend on values or cannot be observed. They are recorded as one operation.
 WHOLE: dict[str, Any] = {"trunc_normal": nn.init.trunc_normal_, "sparse_": nn.init.sparse_}
 RESHAPING = {
     getattr(Tensor, f"{name}_")
     for name in (*("as_strided", "resize", "resize_as", "set", "squeeze", "unsqueeze"), "t", "transpose")
 } | {Tensor.swapaxes_, Tensor.swapdims_}
-Shells = dict[int, Recorded]  # by the identity of their twins
+Shells = dict[int, Recorded]  # recorded tensors by the identity of their twins
 
 
 @dataclass(frozen=True)
 class FunctionCall:
-    """A function and what it is given: the twins of recorded tensors."""
+    """A torch function and its arguments, with twins in place of recorded tensors."""
 
     func: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     shells: Shells
     keeper: Keeper
-    constructs: bool  # as opposed to a later edit
+    constructs: bool  # during construction; False: a later change
 
     def run(self) -> Any:
-        """Call the function, or what stands in for it here."""
+        """Call the function or its replacement."""
         special = (SPECIAL if self.shells else FROM_DATA).get(self.func)
         return special(self) if special else self.func(*self.args, **self.kwargs)
 
     def dressed(self, out: Any) -> Any:
-        """The result with recorded tensors instead of their twins. (torch functions are disabled.)"""
+        """Return the result with recorded tensors in place of twins. (torch functions are disabled.)"""
         if self.func in RESHAPING:
             for shell in self.shells.values():
                 show_twin(shell)
@@ -58,7 +58,7 @@ class FunctionCall:
 
 
 def bare(keeper: Keeper, given: Any, shells: Shells) -> Any:
-    """The nest with twins instead of recorded tensors, which are noted in `shells`."""
+    """Replace recorded tensors in a nested structure by their twins, and add them to `shells`."""
 
     def twin(leaf: Any) -> Any:
         if not isinstance(leaf, Recorded):
@@ -76,7 +76,7 @@ def bare(keeper: Keeper, given: Any, shells: Shells) -> Any:
 
 
 def dressed(keeper: Keeper, out: Any, shells: Shells) -> Any:
-    """The nest with recorded tensors instead of their twins."""
+    """Replace twins in a nested structure by their recorded tensors."""
 
     def shell(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.is_meta:
@@ -87,9 +87,9 @@ def dressed(keeper: Keeper, out: Any, shells: Shells) -> Any:
 
 
 def _is_left_alone(call: FunctionCall) -> bool:
-    """The answer to `tensor.is_meta`. As a rule no: who asks would leave the tensor without values.
+    """Return the result of `tensor.is_meta`: False, as callers skip initialization on the meta device.
 
-    But some are recorded as one operation, with the arguments in the frame that asks.
+    Some functions of nn.init are recorded as one operation here, with the arguments in the caller's frame.
     """
     frame = inspect.currentframe()
     while frame and frame.f_globals.get("__name__", "").startswith("zero_full.construct."):
@@ -117,7 +117,7 @@ def _do_with_both(call: FunctionCall) -> Any:
 
 
 def _detach(call: FunctionCall) -> Any:
-    """Detach without recording it: every parameter is made by this."""
+    """Detach without recording, as every parameter is made by this."""
     return instance_of(Tensor, call.args[0])
 
 
@@ -127,7 +127,7 @@ def _index(call: FunctionCall) -> Any:
 
 
 def _real_index(index: Any) -> Any:
-    """The same index with lists and arrays as real tensors, so that their numbers are kept."""
+    """Convert lists and arrays in an index to real tensors, so that their values are kept."""
     if isinstance(index, tuple):
         return tuple(_real_index(part) for part in index)
     is_numbers = isinstance(index, list) or (hasattr(index, "__array__") and not isinstance(index, Tensor))
@@ -138,10 +138,10 @@ def _real_index(index: Any) -> Any:
 
 
 def _from_data(call: FunctionCall) -> Any:
-    """A recorded tensor with this data, which the meta device would forget.
+    """Make a recorded tensor with this data, which the meta device would lose.
 
-    One without elements has nothing to forget and stays on the CPU. By `torch.tensor([]).device` transformers
-    asks whether it constructs on the meta device, where it would not initialise anything.
+    A tensor without elements stays on the CPU. transformers checks `torch.tensor([]).device`, and would
+    initialize nothing on the meta device.
     """
     func, args, kwargs = call.func, call.args, call.kwargs
     if func == Tensor.new_tensor:
@@ -156,9 +156,10 @@ def _from_data(call: FunctionCall) -> Any:
 
 
 def _set_data(call: FunctionCall) -> None:
-    """`target.data = source`, where at least one of them is recorded.
+    """Assign `target.data = source`, where at least one of them is recorded.
 
-    (Of a target that is not, torch only tells while `Init` lasts. `initialize` notices others.)
+    (If the target is not recorded, torch reports the assignment only inside `Init`. `initialize` detects
+    later ones.)
     """
     bare, source = call.args
     target, recording = call.shells.get(id(bare)), call.keeper.recording
@@ -178,13 +179,13 @@ def _set_data(call: FunctionCall) -> None:
         reveal(target, source)
 
 
-# Places ----------------------------------------------------------------------------------------------
+# Devices ---------------------------------------------------------------------------------------------
 
 
 def _stay(call: FunctionCall) -> Any:
-    """`to`, `cpu` and `cuda` convert, but do not move: initialize places the model.
+    """Run `to`, `cpu` or `cuda` without moving the tensor: initialize places the model. The dtype may change.
 
-    What is on the CPU already is not copied, as usual; what would be a copy elsewhere is one here.
+    A move to the CPU makes no copy, as usual. A move to another device makes a copy.
     """
     tensor, *rest = call.args
     if not is_recorded(tensor):
@@ -208,12 +209,12 @@ def _stay(call: FunctionCall) -> Any:
 
 
 def _named(rest: list[Any]) -> dict[str, Any]:
-    """The arguments that can follow the first in `to(dtype, non_blocking, copy)`, by name."""
+    """Return by name the arguments that follow the first one in `to(dtype, non_blocking, copy)`."""
     return {"copy": rest[1]} if rest[1:] else {}
 
 
 def _type(call: FunctionCall) -> Any:
-    """`tensor.type()` of the shell: of the twin, torch would say torch.meta.FloatTensor."""
+    """Return `tensor.type()` of the shell: for the twin it would be torch.meta.FloatTensor."""
     if len(call.args) > 1 or call.kwargs:
         return call.func(*call.args, **call.kwargs)
     with without_functions():

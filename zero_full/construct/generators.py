@@ -1,16 +1,16 @@
-"""Random numbers that are recorded now and drawn later. See [Note: recording and replay] in `deferred`.
+"""Record random draws and make them at replay. See [Note: recording and replay] in `deferred`.
 
-[Note: a generator between recordings] Drawing on the meta device leaves a generator alone. While operations
-are recorded, it is at a *mark* instead: a random seed that nobody else sets, which stands for "as after that
-draw". When the recording pauses, the generator gets back the state that it had, with a *stamp* that stands
-for the mark: another `initial_seed()`, which changes no number that it gives. So three cases differ when the
-recording goes on:
+[Note: a generator between recordings] A draw on the meta device does not advance a generator. While
+operations are recorded, the generator is at a *mark* instead: a unique random seed that stands for its state
+after a draw. When the recording pauses, the generator gets its previous state back, with a *stamp* that
+stands for the mark: another `initial_seed()`, which does not affect its numbers. So three cases can be
+distinguished when the recording resumes:
 
-    stamped, as we left it   nobody has used the generator: go on as after that draw
-    stamped, another state   somebody has drawn from it, and missed the numbers that are only recorded
-    not stamped              somebody has set it: go on from there
+    stamped, same state      the generator was not used: continue after that draw
+    stamped, another state   user code has drawn from it, without the numbers that are only recorded
+    not stamped              user code has set it: continue from the new state
 
-The stamp goes when replay knows the state after the last draw.
+The stamp is removed when replay has computed the state after the last draw.
 """
 
 import logging
@@ -28,32 +28,32 @@ from zero_full._compat import with_initial_seed
 from zero_full.shard.group.checksum import digest
 
 PATIENCE = 300  # seconds to wait while another thread uses torch's generator
-STAMP = int.from_bytes(b"zero", "little") << 32  # what stamps begin with; more than 62 bits, as no mark has
+STAMP = int.from_bytes(b"zero", "little") << 32  # prefix of stamps; above 62 bits, so no mark collides
 CPU = torch.device("cpu")
 log = logging.getLogger("zero_full")
 
-_torchs_generator = Lock()  # one for the process, as the generator is
-_stamps = count()  # no two alike in a process, or one rank would take another's for its own
+_torchs_generator = Lock()  # process-wide, like torch's default generator
+_stamps = count()  # unique in the process, to tell apart ranks that are threads
 
 
 class RandomStream:
-    """A generator's random numbers. See [Note: a generator between recordings]."""
+    """The recorded draws from one generator. See [Note: a generator between recordings]."""
 
     def __init__(self, generator: Generator) -> None:
         self.generator, self.before, self.is_own = generator, generator.get_state(), True
         seed = generator.initial_seed()
-        self.seed = 0 if _is_stamp(seed) else seed  # a stamp is left by a model that nobody has initialized
+        self.seed = 0 if _is_stamp(seed) else seed  # a stamp remains from a model that was not initialized
         self.marks: set[int] = set()
         self.returned_to: set[int] = set()
         self.first = self.mark()
         self.shown = self.left = self.before
         self.numbers_left = b""
-        self.resume_at: int | None = None  # a mark
-        self.stamps: dict[int, tuple[int | None, bytes]] = {}  # the mark, and what numbers were left with it
-        self.has_strayed = False  # somebody has drawn from it while it showed a state of before
+        self.resume_at: int | None = None  # mark to resume at
+        self.stamps: dict[int, tuple[int | None, bytes]] = {}  # stamp -> mark, digest of numbers
+        self.has_strayed = False  # user code has drawn from it while recorded draws were pending
 
     def mark(self) -> int:
-        """Bring the generator to a state that nobody else sets."""
+        """Seed the generator with a new unique mark."""
         self.last = randbits(62)
         self.generator.manual_seed(self.last)
         self.marks.add(self.last)
@@ -61,11 +61,11 @@ class RandomStream:
         return self.last
 
     def at_mark(self) -> bool:
-        """Whether its next numbers depend on draws that are only recorded."""
+        """Return whether its next numbers depend on draws that are only recorded."""
         return self.generator.initial_seed() in self.marks
 
     def place(self) -> Tensor | int:
-        """What the generator's next numbers follow: a draw's mark, or a state that it was set to since."""
+        """Return the origin of the next numbers: a draw's mark, or a state set since."""
         seed = self.generator.initial_seed()
         if seed not in self.marks:
             return self.generator.get_state()
@@ -74,39 +74,39 @@ class RandomStream:
         return seed
 
     def start_from(self, state: Tensor) -> None:
-        """Make replay begin from this state."""
+        """Set the state from which replay starts."""
         self.is_own = self.is_own and torch.equal(state, self.before)
         self.before = state
 
     def pause(self) -> None:
-        """Leave no mark in the generator."""
+        """Replace a mark in the generator by its previous state with a stamp."""
         self.resume_at = None
         if self.at_mark():
             self.place()
             self.resume_at, stamp = self.generator.initial_seed(), STAMP + next(_stamps)
-            on_cpu = self.generator.device == CPU  # the only kind whose states can be stamped
+            on_cpu = self.generator.device == CPU  # only CPU generator states can be stamped
             self.generator.set_state(with_initial_seed(self.shown, stamp) if on_cpu else self.shown)
             self.stamps[stamp] = self.resume_at, self._numbers()
         self.left, self.numbers_left = self.generator.get_state(), self._numbers()
 
     def look(self) -> int | None:
-        """The mark of the draw that its next numbers follow; None: somebody has set it or used it."""
+        """Return the mark of the draw before the next numbers; None if user code has set or used it."""
         self.shown, stamp = self.generator.get_state(), self.generator.initial_seed()
         if not torch.equal(self.shown, self.left):
-            # A stamp that is not ours is another rank's, if ranks are threads: they share torch's generator.
+            # An unknown stamp is of another rank that is a thread: these share torch's default generator.
             mark, numbers = self.stamps.get(stamp, (self.resume_at, self.numbers_left))
             self.has_strayed = _is_stamp(stamp) and numbers != self._numbers()
             self.resume_at = mark if _is_stamp(stamp) and not self.has_strayed else None
         return self.resume_at
 
     def resume(self) -> None:
-        """Go on where recorded construction has left it, unless it has been set or used since."""
+        """Return to the last mark, unless user code has set or used the generator since."""
         mark = self.look()
         if mark is not None:
             self.generator.manual_seed(mark)
 
     def settle(self, mark: int | None, state: Tensor) -> None:
-        """The state at a mark is known: take the generator there, if it is ours and nobody has used it."""
+        """Set the generator to its known state at a mark, unless it was used or belongs to another rank."""
         now = self.look()
         if now is not None and now == mark and self.is_own:
             self.generator.set_state(state)
@@ -120,7 +120,7 @@ class RandomStream:
         self.left, self.resume_at = self.generator.get_state(), None
 
     def _numbers(self) -> bytes:
-        """A digest that is the same for generators that give the same numbers."""
+        """Return a digest that is equal for generators that produce the same numbers."""
         state = self.generator.get_state()
         return digest(with_initial_seed(state, 0) if self.generator.device == CPU else state)
 
@@ -131,15 +131,15 @@ def _is_stamp(seed: int) -> bool:
 
 @dataclass(frozen=True)
 class Draw:
-    """Where an operation's random numbers come from."""
+    """The origin of an operation's random numbers."""
 
     stream: RandomStream
-    start: Tensor | int  # a state, or the mark of the draw before
-    mark: int  # stands for the generator's state afterwards
+    start: Tensor | int  # a generator state, or the mark of the previous draw
+    mark: int  # stands for the generator's state after the draw
 
 
 class RandomStreams:
-    """The generators that a construction draws from: torch's own and what it was given."""
+    """All generators that a construction draws from: torch's default one, and those in arguments."""
 
     def __init__(self) -> None:
         self.main = RandomStream(torch.default_generator)
@@ -149,49 +149,49 @@ class RandomStreams:
         return iter(self._all.values())
 
     def of(self, generator: Generator) -> RandomStream:
-        """A generator's stream; from now on, its numbers are only recorded."""
+        """Return a generator's stream. From the first call on, its draws are recorded."""
         if id(generator) not in self._all:
             self._all[id(generator)] = RandomStream(generator)
         return self._all[id(generator)]
 
     def has_marked(self, generator: Generator) -> bool:
-        """Whether the generator cannot give real numbers, because those before are only recorded."""
+        """Return whether the generator cannot draw yet, because earlier draws are only recorded."""
         return id(generator) in self._all and self._all[id(generator)].at_mark()
 
     def has_strayed(self, generator: Generator) -> bool:
-        """Whether somebody has drawn from the generator and missed numbers that are only recorded."""
+        """Return whether user code has drawn from the generator while recorded draws were pending."""
         return id(generator) in self._all and self._all[id(generator)].has_strayed
 
     def draw(self, generator: Generator) -> Draw:
-        """Record that numbers are drawn."""
+        """Record a draw."""
         stream = self.of(generator)
         return Draw(stream, stream.place(), stream.mark())
 
     def ends(self) -> dict[RandomStream, int]:
-        """Marks of the draws that generators follow now."""
+        """Return the mark of the last draw of each generator that was not set or used since."""
         with alone_with_torchs_generator():
             return {stream: mark for stream in self if (mark := stream.look()) is not None}
 
     def settle(self, known: Mapping[RandomStream, tuple[int, Tensor]]) -> None:
-        """Bring generators to their real states, where these marks and states are known."""
+        """Set the generators to their real states, where these marks and states are known."""
         with alone_with_torchs_generator():
             for stream in self:
                 stream.settle(*known.get(stream, (None, stream.before)))
 
     def pause(self) -> None:
-        """Leave no mark in any generator."""
+        """Pause all generators."""
         for stream in self:
             stream.pause()
 
     def resume(self) -> None:
-        """Go on recording."""
+        """Resume all generators."""
         for stream in self:
             stream.resume()
 
 
 @contextmanager
 def alone_with_torchs_generator() -> Iterator[None]:
-    """Inside, no other rank that is a thread of this process can use torch's generator."""
+    """Lock torch's default generator against other ranks that are threads of this process."""
     if not _torchs_generator.acquire(timeout=PATIENCE):
         raise RuntimeError(f"another thread has been constructing its model for {PATIENCE} s")
     try:
@@ -202,7 +202,7 @@ def alone_with_torchs_generator() -> Iterator[None]:
 
 @contextmanager
 def as_torchs_generator(generator: Generator) -> Iterator[None]:
-    """Inside, torch's generator is in this one's state: for operations that take no generator."""
+    """Run the context with torch's default generator in this state, for operations without the argument."""
     with alone_with_torchs_generator():
         kept = torch.get_rng_state()
         torch.set_rng_state(generator.get_state())

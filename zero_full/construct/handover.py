@@ -1,10 +1,10 @@
-"""What `initialize` does with a model that `Init` has recorded: everybody gets the first rank's values.
+"""Hand a recorded model over to `initialize`: every rank gets the first rank's initial values.
 
-[Note: the first rank's values] Every rank replays its own recording, from the first rank's random numbers. As
-a rule that gives the same values everywhere, so nothing has to be sent. What a constructor does differently
-by rank (it loads weights on rank 0, or asks NumPy for random numbers) shows in a digest of each value. What
-differs is sent by the first rank, which plays it again; or by another, if that was the last to change it in
-GatheredParameters(modifier_rank).
+[Note: the first rank's values] Every rank replays its own recording, with the first rank's random number
+state. Usually that gives equal values on all ranks, so nothing is sent. A constructor may behave differently
+by rank: it may load weights on rank 0, or use NumPy's random numbers. Digests of all values show such
+differences. The first rank replays and broadcasts the tensors that differ. If another rank was the last to
+change one in GatheredParameters(modifier_rank), that rank broadcasts it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,15 +25,15 @@ from zero_full.shard.group.parameters import is_released, nothing
 from zero_full.shard.group.process_groups import Pair
 from zero_full.shard.group.recorded import opened
 
-Put = Callable[[Parameter, Tensor], None]  # gives a parameter its values
-Deliver = Callable[[str, Tensor], None]  # gets a name and its values
+Put = Callable[[Parameter, Tensor], None]  # sets a parameter's values
+Deliver = Callable[[str, Tensor], None]  # receives a name and its values
 
 
 class Deferred:
-    """A model's parameters and buffers, if some of them have no values yet.
+    """The parameters and buffers of a model of which some may have no values yet.
 
-    Making one puts them on the device, where they take no memory. They stay the same objects, so
-    an optimizer may know them already. If `initialize` fails, they are what they were.
+    Creating this object moves the recorded ones to the device, where they take no memory. They stay the same
+    objects, as an optimizer may hold them already. If `initialize` fails, this is undone.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
@@ -42,23 +42,23 @@ class Deferred:
         for name, tensor in self.named.items():
             _refuse_unfit(name, tensor)
         refuse_overlaps(_extents(self.named))
-        # As they are made: `initialize` has compared these between the ranks, and a flat buffer may give a
-        # parameter the type that it is trained in.
+        # Shapes and dtypes of construction, which `initialize` has compared between ranks. Sharding may
+        # change a parameter's dtype later.
         self.made_as = {name: (tensor.shape, tensor.dtype) for name, tensor in self.named.items()}
-        self.weights = _files(model, self.named)  # that were named instead of initial values
+        self.weights = _files(model, self.named)  # files to read in place of initial values
         recorded = {name: tensor for name, tensor in self.named.items() if isinstance(tensor, Recorded)}
         self.records = {name: tensor._record for name, tensor in recorded.items()}
         self.attributes = {tensor: tensor._record for tensor in _attributes(model, recorded.values())}
         self.recorders = self._recorders()
-        self.parameters: set[Parameter] = set()  # that get their values in `fill`
-        self.real: dict[str, Tensor] = {}  # values of those that are not recorded
+        self.parameters: set[Parameter] = set()  # parameters whose values `fill` sets
+        self.real: dict[str, Tensor] = {}  # values of tensors that are not recorded
         here.undo.append(self._take_back)
         for name, tensor in recorded.items():
             self.records[name].keeper.recording.names.given[name] = self.records[name].twin
             reveal(tensor, nothing(tensor.dtype, device).expand(tensor.shape))
 
     def _recorders(self) -> list[Recorder]:
-        """The recorders of any part of the model, or of random numbers for a part that was replaced since."""
+        """Return the recorders of the model's tensors, also if these tensors were replaced since."""
         records = (*self.records.values(), *self.attributes.values())
         found = dict.fromkeys(cast(Recorder, record.keeper) for record in records)
         last = latest()
@@ -71,7 +71,7 @@ class Deferred:
             conceal(self.named[name], record)
 
     def refuse_strangers(self, groups: Iterable[dict[str, Any]]) -> None:
-        """ValueError if an optimizer has recorded parameters that the model has not."""
+        """Raise ValueError if an optimizer has recorded parameters that are not in the model."""
         for param in (p for group in groups for p in group["params"]):
             if isinstance(param, Recorded):
                 raise ValueError(
@@ -80,7 +80,7 @@ class Deferred:
                 )
 
     def meet(self, pair: Pair) -> None:
-        """If the model is recorded on one rank, all ranks fill theirs. Every rank must call this."""
+        """Exchange random states. If the model is recorded on any rank, all ranks fill it. Collective."""
         self.everyone = Everyone(pair)
         states = pair.everyones([r.recording.rng_state_before for r in self.recorders], "random states")
         if any(states):
@@ -91,21 +91,21 @@ class Deferred:
     # Values --------------------------------------------------------------------------------------
 
     def fill(self, put: Put) -> None:
-        """Replay: `put` gets every parameter with its values, one at a time."""
+        """Replay the recording, and call `put` with every parameter and its values, one at a time."""
         self.digests: dict[str, bytes] = {}
 
         def deliver(name: str, real: Tensor) -> None:
             self.digests[name] = digest(real) if len(self.everyone.ranks) > 1 else b""
             self._put(name, real, put)
 
-        # What is neither parameter nor buffer is this rank's own affair, as without Init.
+        # Other tensors of the model may differ between ranks, as without Init.
         _play(self.recorders, self.attributes, _reveal, to_the_end=False)
         for recorder, state in zip(self.recorders, self.first_states, strict=False):
             recorder.recording.rng_state_before = state
         self._deliver(list(self.named), deliver, to_the_end=True)
 
     def share(self, put: Put) -> None:
-        """Send values that count to ranks that have others. Every rank must call this."""
+        """Broadcast the tensors that differ between ranks. Every rank must call this."""
         for speaker, names in self.everyone.who_speaks(Told(self.digests, self._elsewhere())).items():
             self._hear(speaker, names, put)
         for recorder in self.recorders:
@@ -120,14 +120,14 @@ class Deferred:
         _play(self.recorders, records, deliver, to_the_end, remember)
 
     def _hear(self, speaker: int, names: list[str], put: Put) -> None:
-        """Take the speaker's values, in the order in which the speaker makes them."""
+        """Receive the tensors `names` from the rank `speaker`, in the order of its replay."""
         everyone, device = self.everyone, self.device
         number = torch.empty(1, dtype=torch.int64, device=device)
 
         def say(name: str, real: Tensor) -> None:
             everyone.hear(speaker, number.fill_(names.index(name)), "a name")
             everyone.hear(speaker, real.to(device), name)
-            self._put(name, real, put)  # again: memory without values is not the same twice
+            self._put(name, real, put)  # again, as uninitialized memory differs between replays
 
         if everyone.here == speaker:
             self._deliver(names, say, to_the_end=False)
@@ -173,7 +173,7 @@ def _reveal(tensor: Recorded, real: Tensor) -> None:
 
 
 def _attributes(model: nn.Module, others: Iterable[Tensor]) -> Iterator[Recorded]:
-    """Recorded tensors, also in lists and the like, that are neither parameters nor buffers."""
+    """Yield recorded tensors in attributes, also nested ones, that are neither parameters nor buffers."""
     usual, seen = vars(nn.Module()).keys(), set(map(id, others))
     for module in model.modules():
         for name, value in vars(module).items():
@@ -182,7 +182,7 @@ def _attributes(model: nn.Module, others: Iterable[Tensor]) -> Iterator[Recorded
                     yield tensor
 
 
-# Refusals --------------------------------------------------------------------------------------------
+# Checks ----------------------------------------------------------------------------------------------
 
 
 def _refuse_unfit(name: str, tensor: Tensor) -> None:
@@ -200,10 +200,10 @@ def _refuse_unfit(name: str, tensor: Tensor) -> None:
 
 
 def _extents(named: Mapping[str, Tensor]) -> Iterator[Extent]:
-    """Where the parameters lie that have values, or will have recorded ones."""
+    """Yield the memory ranges of all parameters that are real or recorded."""
     for name, tensor in named.items():
         twin = twin_of(tensor)
-        # What another engine has released is refused later.
+        # A later check raises on parameters that another engine has sharded.
         is_real = twin is None and tensor.requires_grad and not is_released(tensor)
         if isinstance(tensor, Parameter) and (twin is not None or is_real) and tensor.numel():
             memory = 0 if twin is None else id(twin.untyped_storage())
@@ -212,7 +212,10 @@ def _extents(named: Mapping[str, Tensor]) -> Iterator[Extent]:
 
 
 def _files(model: nn.Module, named: Mapping[str, Tensor]) -> list[Any]:
-    """The files that `Init(weights=...)` was given for this model; ValueError if they would undo a change."""
+    """Return the files of `Init(weights=...)` for this model.
+
+    Raises ValueError if reading them would overwrite a change.
+    """
     files: dict[Any, None] = {}
     covered: dict[nn.Module, dict[str, Tensor]] = {}
     for tensor in named.values():

@@ -1,12 +1,12 @@
-"""`Init`: construct a model that is larger than one rank's memory.
+"""The context manager `Init`: construct a model that is larger than one rank's memory.
 
     with zero_full.Init():
         model = Model()
     engine, optimizer, _, _ = zero_full.initialize(model=model, config=config)
 
-Inside the context the model is constructed without memory, and what its constructors do is recorded (see
-`deferred.py`). So is what is done to the model afterwards. `initialize` replays that, one parameter at a
-time, and every rank keeps its slices. The values are the first rank's, as plainly constructed on its CPU.
+Inside the context the model is constructed without memory, and the operations of its constructors are
+recorded (see `deferred.py`). So are later changes of the model. `initialize` replays them, one parameter at a
+time, and every rank keeps its shards. The values equal those of plain construction on the first rank's CPU.
 """
 
 import logging
@@ -21,7 +21,7 @@ from zero_full.construct.recorder import Session, here, latest
 
 log = logging.getLogger("zero_full")
 
-# DeepSpeed's other arguments, and why nothing needs them.
+# DeepSpeed's other arguments, and why they have no effect.
 DECIDED_LATER = "initialize decides that"
 IDLE = {
     "data_parallel_group": DECIDED_LATER,
@@ -38,19 +38,20 @@ IDLE = {
 
 
 class Init:
-    """A context in which a model is constructed that is larger than one rank's memory.
+    """Context manager to construct a model that is larger than one rank's memory.
 
-    Nothing is allocated there: what constructors do is recorded, and so is what is done to the model
-    afterwards. `initialize` replays that, one parameter at a time, and every rank keeps its slices. The
-    values are the first rank's, as plainly constructed on its CPU.
+    No memory is allocated: the operations of constructors are recorded, and so are later changes of the
+    model. `initialize` replays them, one parameter at a time, and every rank keeps its shards. The values
+    equal those of plain construction on the first rank's CPU.
 
-    module    a model that is constructed already: then there is nothing to do here
+    module    a model that exists already; then nothing is recorded
     enabled   False: construct as usual
-    dtype     the floating-point dtype to construct in; None: as usual
-    weights   a safetensors file, index or directory to start from: each rank reads only its slices
-    others    DeepSpeed's other arguments, with a warning that says why they have no effect
+    dtype     the floating-point dtype to construct in; None: torch's default dtype
+    weights   a safetensors file, index or directory with initial values; each rank reads only its shards
+    others    DeepSpeed's other arguments, which have no effect and cause a warning with the reason
 
-    One inside another belongs to it. Several in turn are one construction, until a model is initialized.
+    A nested context joins the outer one. Consecutive contexts share one recording, until a model is
+    initialized.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class Init:
         self._stacks: list[ExitStack] = []
 
     def __enter__(self) -> "Init":
-        """Begin to record."""
+        """Start recording."""
         stack, usual_dtype = ExitStack(), torch.get_default_dtype()
         stack.callback(torch.set_default_dtype, usual_dtype)
         if self.dtype is not None:

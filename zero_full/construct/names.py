@@ -1,4 +1,4 @@
-"""What the tensors of a construction are called, for errors: by the modules that they are registered in."""
+"""Names of recorded tensors for error messages, from the modules that they are registered in."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,17 +14,17 @@ from zero_full.construct.recorded import twin_of
 
 
 class Names:
-    """Knows the modules that were made while it watched."""
+    """Registry of the modules that were constructed while it watched."""
 
     def __init__(self) -> None:
-        self.modules = WeakIdKeyDictionary()  # -> what keeps the owner alive
-        self.given: dict[str, Tensor] = {}  # twins whose names somebody has told
+        self.modules = WeakIdKeyDictionary()  # module -> finalizer that keeps the owner alive
+        self.given: dict[str, Tensor] = {}  # twins by explicitly given names
 
     @contextmanager
     def watching(self, is_recording: Callable[[], bool], owner: Any) -> Iterator[None]:
-        """Remember every module that gets a tensor or a part while this thread's operations are recorded.
+        """Register every module that gets a tensor or a child while this thread's operations are recorded.
 
-        The owner is kept alive by them, also if in the end they have other tensors.
+        The modules keep the owner alive, even if their recorded tensors are replaced.
         """
 
         def tensor(module: nn.Module, name: str, tensor: Any) -> None:
@@ -47,12 +47,12 @@ class Names:
             self.modules[module] = finalize(module, id, owner)
 
     def let_go(self) -> None:
-        """Stop keeping the owner alive."""
+        """Stop keeping the owner alive through the modules."""
         for keeper in self.modules.values():
             keeper.detach()
 
     def where(self, is_wanted: Callable[[Tensor], bool]) -> list[str]:
-        """Names of the tensors whose twin is wanted."""
+        """Return the names of the tensors whose twin is wanted."""
         found = {name: None for name, twin in self.given.items() if is_wanted(twin)}
         known = list(self.modules)
         inner = {id(child) for module in known for child in module.children()}
@@ -65,7 +65,7 @@ class Names:
 
 
 def refuse_lazy(name: str, tensor: Any) -> None:
-    """ValueError for a parameter of a lazy module, which has no shape before the first forward."""
+    """Raise ValueError for a parameter of a lazy module, which has no shape before the first forward."""
     if is_lazy(tensor):
         raise ValueError(
             f"{name} has no shape yet: give its module the sizes (nn.Linear instead of nn.LazyLinear), or "

@@ -1,4 +1,4 @@
-"""DeepSpeed's name for two contexts of torch's."""
+"""`OnDevice`, DeepSpeed's context manager for a default device and dtype."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,9 +10,9 @@ import torch
 def OnDevice(  # noqa: N802 (DeepSpeed's name, which scripts write)
     dtype: torch.dtype | None = None, device: torch.device | str = "meta", enabled: bool = True
 ) -> Iterator[None]:
-    """Tensors made in this block are on `device`, and floating-point ones have `dtype` if none is given.
+    """Make tensors on `device`, with `dtype` as the default floating-point dtype, inside the context.
 
-    On "meta" a model has shapes and no values. `Init` makes models whose values `initialize` can find.
+    On "meta" a model has shapes and no values, and `initialize` cannot compute these. With `Init` it can.
     """
     usual = torch.get_default_dtype()
     if not enabled:

@@ -1,4 +1,4 @@
-"""Operations are below functions: on recorded tensors they run on the meta device, and are recorded."""
+"""Dispatch mode that runs operations on recorded tensors on the meta device, and records them."""
 
 from contextlib import suppress
 from typing import Any
@@ -16,13 +16,13 @@ from zero_full.nested import mapped, tensors_in
 
 
 class Operations(TorchDispatchMode):
-    """Records operations on meta tensors, and lets others be."""
+    """Dispatch mode that records operations on meta tensors, and runs others unchanged."""
 
     def __init__(self, keeper: Keeper) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.keeper, self.recording = keeper, keeper.recording
         self.is_on = True
-        self.depth = 0  # functions that are being done
+        self.depth = 0  # number of torch functions in progress
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -30,7 +30,7 @@ class Operations(TorchDispatchMode):
             return func(*args, **kwargs)
         if self.depth:
             return self._record(func, args, kwargs)
-        with without_functions():  # there was no function: `torch.Tensor(2, 3)` is a constructor
+        with without_functions():  # a constructor such as `torch.Tensor(2, 3)`, not a torch function
             shells: Shells = {}
             args, kwargs = bare(self.keeper, args, shells), bare(self.keeper, kwargs, shells)
             return dressed(self.keeper, self._record(func, args, kwargs), shells)
@@ -46,7 +46,7 @@ class Operations(TorchDispatchMode):
                 raise no_values(self.recording, f"{func} on a tensor of device='cpu'", ())
             return func(*args, **kwargs)
         out = _on_meta(self.recording, func, args, kwargs)
-        if torch.Tag.inplace_view not in func.tags:  # those change what a tensor shows, not what is there
+        if torch.Tag.inplace_view not in func.tags:  # in-place views change the shape, not the values
             self.recording.add(func, args, kwargs, out, tensors)
         return out
 
@@ -54,9 +54,9 @@ class Operations(TorchDispatchMode):
 def _is_made_anew(
     func: Any, args: Any, tensors: list[Tensor], recorded: list[Tensor], device: torch.device
 ) -> bool:
-    """Whether this makes a recorded tensor, although it names a device.
+    """Return whether an operation with an explicit device still makes a recorded tensor.
 
-    Without values (as `torch.Tensor(2, 3)` does), with random ones, or like another that is recorded.
+    These are uninitialized tensors (`torch.Tensor(2, 3)`), random ones, and ones made like a recorded tensor.
     """
     if tensors:
         return bool(recorded) and func.name() != "aten::_to_copy"
@@ -65,14 +65,14 @@ def _is_made_anew(
 
 
 def _on_meta(recording: Recording, func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operation on the meta device, for the shapes of its results."""
+    """Run an operation on the meta device, to get the shapes of its results."""
     given = args, kwargs
     if any(tensor.device != META for tensor, _ in written(func, args, kwargs)):
         raise no_values(recording, f"{func} into a tensor of device='cpu'", given)
-    with suppress(RuntimeError):  # some do not like real tensors among the others
+    with suppress(RuntimeError):  # some operations reject a mix of real and meta tensors
         out = func(*args, **kwargs)
         if all(tensor.device == META for tensor in tensors_in(out)):
-            return out  # others make room beside a real tensor, and leave it empty
+            return out  # others would return an uninitialized real tensor
     args, kwargs = mapped(lambda leaf: leaf.to(META) if isinstance(leaf, Tensor) else leaf, given)
     try:
         return func(*args, **kwargs)
@@ -83,7 +83,7 @@ def _on_meta(recording: Recording, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def no_values(recording: Recording, what: str, given: Any) -> NoValuesError:
-    """The error for an operation that would read values that are only recorded."""
+    """Make the error for an operation that would read values of recorded tensors."""
     names = recording.names_of(map(recording.value_of, filter(is_recorded, tensors_in(given))))
     return NoValuesError(
         f"{what} needs values of {names}, as .item() and `if tensor` do, and before zero_full.initialize "

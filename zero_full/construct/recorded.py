@@ -1,14 +1,14 @@
-"""What a model's tensors are between `Init` and `initialize`.
+"""Recorded tensors: the tensors of a model between `Init` and `initialize`, without values.
 
-[Note: recorded tensors] A `Recorded` has two sides. Its *shell* is what everybody holds, from the constructor
-to the last training step: a tensor on the CPU of the right shape and type that shows NaN, as a released
-parameter does. Its *twin* is on the meta device; what is done with the tensor is done with the twin, and
-recorded. When there are values, the shell gets them and becomes an ordinary tensor or parameter: the same
+[Note: recorded tensors] A `Recorded` has two sides. Its *shell* is the object that user code holds, from the
+constructor to the last training step: a CPU tensor of the right shape and dtype that shows NaN, like a
+released parameter. Its *twin* is on the meta device. Operations on the tensor run on the twin and are
+recorded. When values are available, the shell gets them and becomes an ordinary tensor or parameter: the same
 object.
 
-Whatever torch does with a `Recorded` goes through `__torch_function__`. The twin answers questions
-(ABOUT_VALUES). Gradients and hooks are the shell's, and so is the device, once the model is constructed. What
-hands out memory is refused (NEEDS_MEMORY). Everything else is the keeper's business: it records it.
+All torch functions on a `Recorded` go through `__torch_function__`. Queries of shape, dtype and the like use
+the twin (ABOUT_VALUES). Gradients and hooks belong to the shell, and so does the device, once the model is
+constructed. Functions that expose memory raise (NEEDS_MEMORY). The keeper runs and records all others.
 """
 
 from collections.abc import Iterator, Sequence
@@ -76,46 +76,46 @@ NOT_TOLD = (
 
 
 class Keeper(Protocol):
-    """What records the operations on a tensor."""
+    """Interface of the object that records the operations on a tensor."""
 
     recording: Any
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Record it, and return what `func` would."""
+        """Record a call, and return the result of `func`."""
 
     def name_of(self, twin: Tensor) -> str:
-        """What this tensor is called in its model, for an error's text."""
+        """Return the tensor's name in its model, for error messages."""
 
     def gathered(self, tensors: Sequence[Tensor], rank: int | None) -> AbstractContextManager[None]:
-        """Inside, these tensors have values: see `GatheredParameters`."""
+        """Return a context in which these tensors have values: see `GatheredParameters`."""
 
 
 class Record:
-    """What is behind a recorded tensor."""
+    """The data behind a recorded tensor: its twin, keeper and parameter class."""
 
-    kind: type[Parameter] | None = None  # None: it is no parameter
+    kind: type[Parameter] | None = None  # class of the parameter; None: a plain tensor
     # Inside GatheredParameters (see `edits`):
-    users = 0  # such contexts
-    rank: int | None = None  # whose changes count
-    shown: Any = None  # what it was at first
-    is_borrowed = False  # from the rank that has changed it last
-    accepted: Any = None  # what it was at the end of a context that may change it
+    users = 0  # number of contexts
+    rank: int | None = None  # modifier rank
+    shown: Any = None  # fingerprint at the start
+    is_borrowed = False  # received from the rank that has changed it last
+    accepted: Any = None  # fingerprint at the end of a context with a modifier rank
 
     def __init__(self, keeper: Keeper, twin: Tensor) -> None:
         self.keeper, self.twin = keeper, twin
 
     @property
     def name(self) -> str:
-        """The tensor's name for the text of an error."""
+        """The tensor's name, for error messages."""
         return self.keeper.name_of(self.twin)
 
     def gathered(self, tensors: Sequence[Tensor], rank: int | None) -> AbstractContextManager[None]:
-        """Inside, these tensors have values: see `GatheredParameters`."""
+        """Return a context in which these tensors have values: see `GatheredParameters`."""
         return self.keeper.gathered(tensors, rank)
 
 
 class Recorded(ParameterInWaiting):
-    """See [Note: recorded tensors]."""
+    """A tensor without values whose operations are recorded. See [Note: recorded tensors]."""
 
     _record: Record
 
@@ -131,11 +131,11 @@ class Recorded(ParameterInWaiting):
         return next(recorded_in((args, kwargs)))._record.keeper.run(func, args, kwargs)
 
     def is_parameter(self) -> bool:
-        """Whether somebody has made a parameter of it."""
+        """Return whether this is a parameter."""
         return self._record.kind is not None
 
     def become_parameter(self, kind: type[Parameter]) -> None:
-        """From now on it is a parameter of this class."""
+        """Turn this tensor into a parameter of this class."""
         self._record.kind = kind
         _become(self, _recorded_kind(kind))
 
@@ -170,12 +170,12 @@ class Recorded(ParameterInWaiting):
 
 @cache
 def _recorded_kind(kind: type[Parameter] | None) -> type[Recorded]:
-    """The class of a recorded parameter of this kind. A plain one needs none: torch asks for a flag."""
+    """Return the class of a recorded parameter: `Recorded` itself for a plain one, as torch checks a flag."""
     return Recorded if kind in (None, Parameter) else cast(Any, type)(kind.__name__, (Recorded, kind), {})
 
 
 def refuse(tensor: Recorded, what: str) -> NoReturn:
-    """Raise NoValuesError: `what` needs the tensor's values."""
+    """Raise NoValuesError, because `what` needs the tensor's values."""
     raise NoValuesError(
         f"{what} needs values of {tensor._record.name}, which come in zero_full.initialize: do it then, or "
         "inside zero_full.GatheredParameters"
@@ -183,17 +183,17 @@ def refuse(tensor: Recorded, what: str) -> NoReturn:
 
 
 def recorded_in(nested: Any) -> Iterator[Recorded]:
-    """The recorded tensors in a nest of values."""
+    """Yield the recorded tensors in a nested structure."""
     return (tensor for tensor in tensors_in(nested) if isinstance(tensor, Recorded))
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether it is neither recorded nor on the meta device."""
+    """Return whether the tensor is neither recorded nor on the meta device."""
     return not isinstance(tensor, Recorded) and not tensor.is_meta
 
 
 def twin_of(tensor: Any) -> Tensor | None:
-    """The twin of a recorded tensor, also inside GatheredParameters; None for another tensor."""
+    """Return the twin of a recorded tensor, also inside GatheredParameters, or None for other tensors."""
     record = record_of(tensor) if isinstance(tensor, Tensor) else None
     return None if record is None else cast(Tensor, record.twin)
 
@@ -212,29 +212,29 @@ def _shown(dtype: torch.dtype, shape: torch.Size) -> Tensor:
 
 
 def is_empty_shell(tensor: Tensor) -> bool:
-    """Whether this is no recorded tensor, but was made from one by something that nobody has recorded."""
+    """Return whether an unrecorded operation has made this tensor from a recorded one."""
     if isinstance(tensor, Recorded) or tensor.device != CPU or tensor.layout != torch.strided:
         return False
     return identity_of(tensor.untyped_storage()) == identity_of(_nothing(tensor.dtype).untyped_storage())
 
 
 def shell_of(keeper: Keeper, twin: Tensor) -> Recorded:
-    """A new recorded tensor. (torch functions are disabled, here and in `show_twin`.)"""
-    shown = _shown(twin.dtype, twin.shape).data  # with a version of its own
+    """Make a new recorded tensor. (torch functions are disabled, here and in `show_twin`.)"""
+    shown = _shown(twin.dtype, twin.shape).data  # with its own version counter
     made: Recorded = instance_of(Recorded, shown)
     made._record = Record(keeper, twin)
     return made
 
 
 def show_twin(tensor: Recorded) -> None:
-    """Give the shell its twin's shape and type, which may have changed."""
+    """Update the shell to its twin's shape and dtype, which may have changed."""
     twin = tensor._record.twin
     if tensor.shape != twin.shape or tensor.dtype != twin.dtype:
         tensor.data = _shown(twin.dtype, twin.shape)
 
 
 def reveal(tensor: Recorded, real: Tensor) -> Record:
-    """Give a recorded tensor its values: from now on it is an ordinary one. Returns its record."""
+    """Assign values to a recorded tensor, which makes it an ordinary one. Returns its record."""
     behind = tensor._record
     with without_functions():
         tensor.data = real
@@ -244,7 +244,7 @@ def reveal(tensor: Recorded, real: Tensor) -> Record:
 
 
 def conceal(tensor: Tensor, behind: Record) -> None:
-    """Make a tensor a recorded one again."""
+    """Turn a tensor back into a recorded one."""
     with without_functions():
         tensor.data = _shown(behind.twin.dtype, behind.twin.shape)
     _become(tensor, _recorded_kind(behind.kind))
@@ -252,5 +252,5 @@ def conceal(tensor: Tensor, behind: Record) -> None:
 
 
 def _become(tensor: Tensor, kind: type[Tensor]) -> None:
-    """Change the tensor's class, as torch does when a lazy parameter gets a shape."""
+    """Change the tensor's class, as torch does when it materializes a lazy parameter."""
     cast(Any, tensor).__class__ = kind

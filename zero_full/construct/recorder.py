@@ -1,7 +1,7 @@
-"""Sessions: the times in which a thread's operations are recorded. See [Note: recording and replay].
+"""Recording sessions: periods in which a thread's operations are recorded. See [Note: recording and replay].
 
-A session lasts as long as `Init`, or as one operation on a recorded tensor afterwards. While it *rests*,
-torch works as usual.
+A session lasts as long as an `Init` context or, after that, one operation on a recorded tensor. While a
+session *rests*, torch works as usual.
 """
 
 import threading
@@ -29,45 +29,45 @@ Result = TypeVar("Result")
 
 
 class Recorder:
-    """A recording, and how it goes on."""
+    """Owner of a recording, which starts sessions to continue it."""
 
     def __init__(self) -> None:
         self.recording: Recording = Recording()
         self.is_played = False
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Record what is done to a tensor."""
+        """Run and record a torch function on a recorded tensor."""
         session = here.session
         if session is not None and session.is_on and session.recorder is self:
-            return session.do(func, args, kwargs)  # torch's own code does it
+            return session.do(func, args, kwargs)  # called by torch's own code, inside a session
         with Session(self):
             return func(*args, **kwargs)
 
     def gathered(self, tensors: Sequence[Tensor], rank: int | None) -> AbstractContextManager[None]:
-        """A context in which these tensors have values."""
+        """Return a context in which these tensors have values."""
         return gathered(tensors, rank, resting)
 
     def name_of(self, twin: Tensor) -> str:
-        """What a tensor is called in its model, for an error's text."""
+        """Return a tensor's name in its model, for error messages."""
         return self.recording.name_of(twin)
 
     def has_made(self, model: nn.Module) -> bool:
-        """Whether some of its modules were constructed here."""
+        """Return whether some modules of this model were constructed in this recording."""
         return any(module in self.recording.names.modules for module in model.modules())
 
     def has_made_more(self, model: nn.Module) -> bool:
-        """Whether there are modules that are not in this model."""
+        """Return whether this recording has constructed modules outside of this model."""
         inside = set(map(id, model.modules()))
         return any(id(module) not in inside for module in self.recording.names.modules)
 
     def has_played(self) -> None:
-        """Note that a model has got its values: what is constructed later belongs to another recording."""
+        """Mark the recording as replayed, so that later constructions start a new one."""
         self.is_played = True
         self.recording.names.let_go()
 
 
 class Session:
-    """See the module's docstring. Without a recorder it begins a recording."""
+    """A period in which a thread's operations are recorded. Without a recorder it starts a new recording."""
 
     def __init__(self, recorder: Recorder | None, constructs: bool = False) -> None:
         self._recorder, self.constructs = recorder, constructs or recorder is None
@@ -76,7 +76,7 @@ class Session:
         self.at_the_end: Callable[[], None] = lambda: None
 
     def __enter__(self) -> "Session":
-        """Begin to record."""
+        """Start recording."""
         self.outer = here.session
         self.usual_device = torch.get_default_device() if self.outer is None else self.outer.place.device
         if self.constructs and self.usual_device == META:
@@ -101,7 +101,7 @@ class Session:
         self.end()
 
     def end(self) -> None:
-        """Stop recording for good."""
+        """Stop recording permanently."""
         if self.is_on:
             self.rest()
         if not self.is_over:
@@ -109,13 +109,13 @@ class Session:
             self.at_the_end()
 
     def go_on(self) -> None:
-        """Record again after a rest."""
+        """Resume recording after `rest`."""
         self._alone()
         self.recorder.recording.streams.resume()
         self._switch(True)
 
     def rest(self) -> None:
-        """Let torch work as usual."""
+        """Pause recording, so that torch works as usual."""
         self._switch(False)
         self.recorder.recording.streams.pause()
         self.alone.__exit__(None, None, None)
@@ -131,12 +131,12 @@ class Session:
 
     @property
     def recorder(self) -> Recorder:
-        """The recorder whose session this is."""
+        """The recorder of this session."""
         assert self._recorder is not None
         return self._recorder
 
     def do(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call a function of torch on the twins of recorded tensors."""
+        """Call a torch function on the twins of recorded tensors."""
         first = args[0] if args else None
         if isinstance(first, Recorded):
             if func in ABOUT_VALUES or func in DEVICE:
@@ -162,7 +162,7 @@ class Session:
 
 
 class _Functions(TorchFunctionMode):
-    """Hands every call of a torch function to the session."""
+    """Torch function mode that passes every call to the session."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -173,29 +173,29 @@ class _Functions(TorchFunctionMode):
 
 
 class _Here(threading.local):
-    session: Session | None = None  # of this thread
+    session: Session | None = None  # session of this thread
     latest: "weakref.ref[Recorder] | None" = None
-    rests = 0  # how many times somebody has asked for it
+    rests = 0  # number of `resting` contexts
 
     def __init__(self) -> None:
-        self.undo: list[Callable[[], None]] = []  # what `initialize` has done to models
+        self.undo: list[Callable[[], None]] = []  # functions that undo the changes by `initialize`
 
 
-here = _Here()  # torch calls our code without an argument of ours; each thread, so each rank, has its own
+here = _Here()  # thread-local, as torch's callbacks pass no context; ranks may be threads
 
 
 def latest() -> Recorder | None:
-    """The last recorder of this thread, if its model waits for initialize; else None."""
+    """Return this thread's last recorder if its model is not initialized yet, else None."""
     found = here.latest() if here.latest is not None else None
     return None if found is None or found.is_played else found
 
 
 @contextmanager
 def recorder() -> Iterator[Recording]:
-    """Construct models inside without memory for them. See [Note: recording and replay].
+    """Record the construction of models inside the context. See [Note: recording and replay].
 
-    With an explicit `device="cpu"`, `torch.zeros` and others whose values are known at once stay real;
-    empty and random tensors are recorded all the same. torch's generator moves on at replay, not here.
+    With an explicit `device="cpu"`, tensors of known values such as `torch.zeros` stay real. Uninitialized
+    and random tensors are recorded nevertheless. torch's default generator advances at replay, not here.
     """
     with Session(None) as session:
         yield session.recorder.recording
@@ -203,7 +203,7 @@ def recorder() -> Iterator[Recording]:
 
 @contextmanager
 def resting() -> Iterator[None]:
-    """Inside, nothing is recorded in this thread. If a model gets its values there, the session is over."""
+    """Pause recording in this thread. If a model is initialized inside the context, the session ends."""
     session = here.session if here.session is not None and here.session.is_on else None
     here.rests += 1
     try:
@@ -219,7 +219,7 @@ def resting() -> Iterator[None]:
 
 
 def outside_recording(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """The function, made so that `Init` records nothing of it. If it fails, models are what they were."""
+    """Decorator: run a function without recording. If it raises, undo its changes to recorded models."""
 
     @wraps(function)
     def outside(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:

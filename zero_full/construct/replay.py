@@ -1,4 +1,4 @@
-"""Run recorded operations on the CPU, one parameter's at a time. `deferred` records them and says why."""
+"""Replay recorded operations on the CPU, one parameter at a time. See `deferred` for the recording."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
@@ -16,14 +16,14 @@ from zero_full.shard.group.checksum import checksum
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """What a storage holds from one complete overwrite to the next."""
+    """The contents of a storage between two complete overwrites."""
 
-    storage: torch.UntypedStorage  # kept alive, or else another could get its identity
+    storage: torch.UntypedStorage  # kept alive, so that its identity is not reused
 
 
 @dataclass(frozen=True)
 class Ref(Leaf):
-    """A tensor that replay makes: a window into a value."""
+    """Reference to a tensor that replay makes: a view of a value."""
 
     value: Value
     size: torch.Size
@@ -41,11 +41,11 @@ class Held(Leaf):
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Held":
-        """Hold this tensor's memory, also if the tensor is given other data later."""
+        """Keep this tensor's memory, even if `tensor.data` is assigned later."""
         return cls(tensor.detach(), checksum(tensor))
 
     def has_changed(self) -> bool:
-        """Whether anybody has written to it, or to an array in the same memory."""
+        """Return whether the memory was written since, also by an array that shares it."""
         return checksum(self.tensor) != self.checksum
 
 
@@ -56,7 +56,7 @@ class Op:
     func: Any
     args: Any
     kwargs: Any
-    outputs: list[Ref | None]  # None: not a new storage
+    outputs: list[Ref | None]  # None: the result has no new storage
     reads: list[Value]
     writes: list[Value]
     default_dtype: torch.dtype
@@ -64,22 +64,24 @@ class Op:
 
     @property
     def touches(self) -> list[Value]:
-        """All values it needs in memory, each once."""
+        """All values that the operation reads or writes, each once."""
         return list(dict.fromkeys(self.reads + self.writes))
 
 
 LoadOptions = Mapping[Value, list[Tensor]]
 
 
-# In which order --------------------------------------------------------------------------------------
+# Scheduling ------------------------------------------------------------------------------------------
 
 
 def needed(
     ops: Iterable[Op], wanted: Iterable[Value], ends: Iterable[int], known: Container[int]
 ) -> list[Op]:
-    """The operations that make what is wanted, what those read, and the draws that they or the `ends` follow.
+    """Return the operations that replay must run, in recorded order.
 
-    A draw's numbers follow the draw before, unless the generator's state there is known.
+    These make the wanted values and their inputs, directly or indirectly. They also make the random draws
+    that precede such an operation or an end state in `ends`. A draw depends on the one before it, unless the
+    generator's state after that one is known.
     """
     live: set[Value | int] = {*wanted, *(end for end in ends if end not in known)}
     kept = []
@@ -93,12 +95,12 @@ def needed(
 
 
 def schedule(ops: list[Op], wanted: LoadOptions) -> list[Op]:
-    """The order to run them in: draws as recorded, and after each what completes values that waited."""
+    """Order the operations: draws as recorded, and after each the operations that it lets complete."""
     after = _dependencies(ops)
     makers: dict[Value, list[Op]] = {value: [] for value in wanted}
     draws = [op for op in ops if op.draw]
     numbers = {op: number for number, op in enumerate(draws)}
-    step: dict[Op, int] = {}  # the last draw that must have run before
+    step: dict[Op, int] = {}  # number of the last draw that each operation depends on
     for op in ops:
         step[op] = numbers[op] if op.draw else max((step[earlier] for earlier in after[op]), default=-1)
         for value in op.writes:
@@ -112,7 +114,7 @@ def schedule(ops: list[Op], wanted: LoadOptions) -> list[Op]:
 
 
 def _dependencies(ops: list[Op]) -> dict[Op, list[Op]]:
-    """For each operation those that must run before: that wrote what it touches, or read what it writes."""
+    """Return each operation's predecessors: writers of its values, and readers of values that it writes."""
     writer: dict[Value, Op] = {}
     readers: dict[Value, list[Op]] = defaultdict(list)
     after: dict[Op, list[Op]] = {}
@@ -127,7 +129,7 @@ def _dependencies(ops: list[Op]) -> dict[Op, list[Op]]:
 
 
 def _each_after_its_own(goals: list[Op], after: dict[Op, list[Op]]) -> list[Op]:
-    """The goals in order, each right after what it depends on."""
+    """Return the goals in order, each directly after its dependencies."""
     order: dict[Op, None] = {}
     for goal in goals:
         todo = [goal]
@@ -139,11 +141,11 @@ def _each_after_its_own(goals: list[Op], after: dict[Op, list[Op]]) -> list[Op]:
     return list(order)
 
 
-# With real tensors -----------------------------------------------------------------------------------
+# Execution -------------------------------------------------------------------------------------------
 
 
 class Player:
-    """Runs operations; holds only what a later one needs."""
+    """Executor of recorded operations. Keeps only values that a later operation needs."""
 
     def __init__(
         self,
@@ -156,10 +158,10 @@ class Player:
         self.deliver, self.wanted, self.names = deliver, wanted, names
         self.real: dict[Value, torch.UntypedStorage] = {}
         self.absent: set[Value] = set()
-        self.generators: dict[RandomStream, Generator] = {}  # its own: others may use theirs meanwhile
-        self.places: dict[RandomStream, int | None] = {}  # the marks that they are at
-        self.states = dict(known)  # by mark
-        self.keeps_all = False  # states; otherwise those that are returned to
+        self.generators: dict[RandomStream, Generator] = {}  # copies: user code may use the originals
+        self.places: dict[RandomStream, int | None] = {}  # current mark of each generator
+        self.states = dict(known)  # generator states, by mark
+        self.keeps_all = False  # keep all states, not only those that a later draw returns to
         for stream in streams:
             self.generators[stream] = Generator(CPU)
             self.generators[stream].set_state(stream.before)
@@ -170,7 +172,7 @@ class Player:
         """Run all operations; deliver each wanted value after its last use."""
         uses = Counter(value for op in ops for value in op.touches)
         for value in self.wanted:
-            if value not in uses:  # never written: delivered as empty as it was made
+            if value not in uses:  # never written: delivered uninitialized
                 self._hand_out(value)
         for op in ops:
             self._run(op)
@@ -184,7 +186,7 @@ class Player:
                     self._hand_out(value)
 
     def state_at(self, stream: RandomStream, place: Tensor | int) -> Tensor:
-        """The generator's state at this mark."""
+        """Return the generator's state at this mark."""
         self._go_to(stream, place)
         return self.generators[stream].get_state()
 
@@ -254,9 +256,9 @@ class Player:
         assert result.dtype == ref.dtype
         if place == (ref.offset, ref.size, ref.stride):
             self.real[ref.value] = result.untyped_storage()
-        elif result.shape != ref.size:  # a by-product that the CPU leaves empty, as of a batch norm in eval
+        elif result.shape != ref.size:  # an extra output that the CPU leaves empty, as of batch norm in eval
             self.absent.add(ref.value)
-        else:  # laid out otherwise than the meta device said
+        else:  # the CPU result has another layout than the meta result
             self._tensor(ref).copy_(result)
 
 

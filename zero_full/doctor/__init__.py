@@ -1,4 +1,4 @@
-"""What `python -m zero_full doctor` tells about this machine, and how fast it moves data."""
+"""The command `python -m zero_full doctor`: report on this machine, and measure its bandwidths."""
 
 from zero_full.doctor.machine import accelerators, distributed, launcher, problems, report
 

@@ -1,6 +1,6 @@
-"""How fast this machine moves what waits on the host or on a disk: `python -m zero_full doctor --measure`.
+"""Measure the bandwidths that offloading uses: memory, device and disk (`doctor --measure`).
 
-One process moves at a time, and nothing else should: other work and other ranks share what is measured.
+A single process measures. Other work on the machine, and later other ranks, share the bandwidth.
 """
 
 import os
@@ -17,13 +17,13 @@ from zero_full.formatting import human
 from zero_full.kernels.files import BlockIO, aligned_empty, describe
 
 Rows = list[tuple[str, str]]
-PIECE = 2**26  # bytes that are copied at a time, or are one transfer
-MOST = 64  # such pieces in a file
-SECONDS = 2.0  # for each kind of copy
+PIECE = 2**26  # bytes per copy or transfer
+MOST = 64  # largest number of pieces in the file
+SECONDS = 2.0  # per kind of copy
 
 
 def memory_rows(seconds: float = SECONDS, piece: int = PIECE) -> Rows:
-    """Copies within the host's memory, and to and from an accelerator if there is one."""
+    """Measure copies within host memory, and to and from an accelerator if one is available."""
     source, target = (torch.ones(piece, dtype=torch.uint8) for _ in range(2))
     threads = torch.get_num_threads()
     within = _rate(lambda: target.copy_(source), piece, seconds)
@@ -49,7 +49,7 @@ def _copied(to: Tensor, source: Tensor) -> None:
 
 
 def disk_rows(place: str, seconds: float = SECONDS, piece: int = PIECE) -> Rows:
-    """Files in this directory, as state that waits there is moved: one is written, read and removed."""
+    """Measure the disk of a directory as NVMe offloading uses it: write, read and delete a file."""
     directory = Path(place)
     if not directory.is_dir():
         raise MeasureError(f"{place} is no directory: give one on the disk that is to be measured")
@@ -59,7 +59,7 @@ def disk_rows(place: str, seconds: float = SECONDS, piece: int = PIECE) -> Rows:
         how = describe(directory)
         with tempfile.NamedTemporaryFile(dir=directory, prefix=".zero_full_") as file, BlockIO() as io:
             buffer = aligned_empty(piece, torch.uint8)
-            buffer.copy_(torch.randint(256, (piece,), dtype=torch.uint8))  # zeros may cost a disk nothing
+            buffer.copy_(torch.randint(256, (piece,), dtype=torch.uint8))  # a disk may compress zeros
             most = _room(directory, piece)
             count, writing = _repeated(lambda n: _write(io, file.name, buffer, n), most, seconds)
             again, reading = _repeated(lambda n: _read(io, file.name, buffer, n), count, seconds)
@@ -74,7 +74,7 @@ def disk_rows(place: str, seconds: float = SECONDS, piece: int = PIECE) -> Rows:
 
 
 def _room(directory: Path, piece: int) -> int:
-    """How many pieces a file may have, so that half of what is free stays so."""
+    """Return the number of pieces that use at most half of the free space."""
     found = os.statvfs(directory)
     free = found.f_bavail * found.f_frsize
     if free < 2 * piece:
@@ -84,7 +84,7 @@ def _room(directory: Path, piece: int) -> int:
 
 def _write(io: BlockIO, path: str, buffer: Tensor, number: int) -> None:
     io.write(path, buffer, number * buffer.nbytes).wait()
-    io.sync(path)  # the disk's own cache counts, the system's does not
+    io.sync(path)  # the system's page cache must not count, while the disk's own cache may
 
 
 def _read(io: BlockIO, path: str, buffer: Tensor, number: int) -> None:
@@ -92,7 +92,7 @@ def _read(io: BlockIO, path: str, buffer: Tensor, number: int) -> None:
 
 
 def _repeated(move: Callable[[int], object], most: int, seconds: float) -> tuple[int, float]:
-    """How often it was done until the time was up, and how long that took."""
+    """Call `move` until the time is up. Returns the number of calls and the elapsed seconds."""
     begin, count = time.perf_counter(), 0
     while count < most and (not count or time.perf_counter() - begin < seconds):
         move(count)
@@ -101,7 +101,7 @@ def _repeated(move: Callable[[int], object], most: int, seconds: float) -> tuple
 
 
 def _rate(copy: Callable[[], object], size: int, seconds: float) -> float:
-    """Bytes a second, after a first time that makes pages and starts threads."""
+    """Return bytes per second, after a first copy that allocates pages and starts threads."""
     copy()
     count, elapsed = _repeated(lambda number: copy(), 10**6, seconds)
     return count * size / elapsed

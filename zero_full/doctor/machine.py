@@ -1,7 +1,7 @@
-"""What `python -m zero_full doctor` prints: what is here, what is used, and what is wrong with it.
+"""Report of `python -m zero_full doctor`: what is installed, what is used, and problems with remedies.
 
-It looks, and starts nothing: no process group, no device memory, unless it is asked to measure. It has to
-work where the rest of the package cannot, so every import may fail, that of anything else of ours, too.
+It only inspects: it starts no process group and allocates no device memory, except with --measure. It must
+work where the rest of the package fails, so every import may fail, including those of zero_full itself.
 """
 
 import importlib
@@ -22,7 +22,7 @@ Rows = list[tuple[str, str]]
 
 
 def report() -> str:
-    """All sections as plain text in two columns, as wide as the terminal."""
+    """Return all sections as plain text in two columns, wrapped to the terminal's width."""
     sections = {
         "zero_full": package(),
         "machine": machine(),
@@ -43,7 +43,7 @@ def report() -> str:
 
 
 def problems() -> list[str]:
-    """What keeps the package from running, each with its remedy."""
+    """Return the problems that prevent the package from running, each with its remedy."""
     least = ".".join(map(str, TORCH_AT_LEAST))
     found = []
     torch, reason = imported("torch")
@@ -58,9 +58,9 @@ def problems() -> list[str]:
 
 
 def main(measure: str | None = None) -> int:
-    """Print the report; 0 if all is well, else 1 and a line for each problem.
+    """Print the report and a line for each problem. Returns the exit code: 0 without problems, else 1.
 
-    `measure`: bandwidths are measured, too: within memory, and of this directory's disk unless it is "".
+    `measure`: also measure bandwidths, of memory and, unless it is "", of this directory's disk.
     """
     print(report())
     found = problems()
@@ -74,7 +74,7 @@ def main(measure: str | None = None) -> int:
 
 
 def measured(place: str) -> list[str]:
-    """Print bandwidths line by line, for they take their time; returns what could not be measured."""
+    """Print bandwidths line by line, as each takes seconds. Returns errors of the measurement."""
     bandwidth, reason = imported("zero_full.doctor.bandwidth")
     if bandwidth is None:
         return [f"nothing can be measured: {reason}"]
@@ -91,7 +91,7 @@ def measured(place: str) -> list[str]:
 
 
 def package() -> Rows:
-    """Versions of ourselves and of what we stand on."""
+    """Return the versions of zero_full, Python and the required packages."""
     torch, reason = imported("torch")
     least = ".".join(map(str, TORCH_AT_LEAST))
     if torch is None:
@@ -109,7 +109,7 @@ def package() -> Rows:
 
 
 def machine() -> Rows:
-    """Processors, threads and memory."""
+    """Return the platform, processors, threads and memory."""
     torch, _ = imported("torch")
     threads = os.environ.get("OMP_NUM_THREADS")
     rows = [
@@ -123,14 +123,14 @@ def machine() -> Rows:
 
 
 def usable_cpus() -> int:
-    """How many CPUs this process may use, which an affinity mask may limit."""
+    """Return the number of CPUs that this process may use, limited by its affinity mask."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def memory() -> str:
-    """The memory of the machine, and the limit of the container if there is one."""
+    """Return the memory of the machine, and the container's limit if it is lower."""
     try:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
@@ -146,7 +146,7 @@ def memory() -> str:
 
 
 def accelerators() -> Rows:
-    """Devices that torch sees, or why there are none."""
+    """Return the devices that torch finds, or the reason why it finds none."""
     torch, _ = imported("torch")
     if torch is None:
         return [("none", "torch is not usable")]
@@ -159,13 +159,13 @@ def accelerators() -> Rows:
 
 
 def cuda_device(torch: Any, index: int) -> str:
-    """Name, memory and compute capability; asks for nothing that starts work on the device."""
+    """Return name, memory and compute capability, without starting work on the device."""
     known = torch.cuda.get_device_properties(index)
     return f"{known.name}, {in_gib(known.total_memory)}, compute capability {known.major}.{known.minor}"
 
 
 def why_no_cuda(torch: Any) -> str:
-    """Why torch sees no CUDA device: the build, the environment or the driver."""
+    """Return why torch finds no CUDA device: the build, the environment or the driver."""
     built_for = torch.version.cuda or torch.version.hip
     if built_for is None:
         return "this torch is built for CPU only; pytorch.org has builds for GPUs"
@@ -177,7 +177,7 @@ def why_no_cuda(torch: Any) -> str:
 
 
 def distributed() -> Rows:
-    """Backends and what the collectives run on."""
+    """Return the available backends and their collectives."""
     torch, _ = imported("torch")
     if torch is None or not distributed_available(torch):
         return [("available", "no")]
@@ -186,7 +186,7 @@ def distributed() -> Rows:
 
 
 def collective_strategies() -> list[tuple[str, str]]:
-    """Each available backend and how reduce-scatter and all-gather travel over it."""
+    """Return each available backend with its implementation of reduce-scatter and all-gather."""
     torch, _ = imported("torch")
     if torch is None or not distributed_available(torch):
         return []
@@ -203,7 +203,7 @@ def collective_strategies() -> list[tuple[str, str]]:
 
 
 def launcher() -> Rows:
-    """The variables that a launcher sets, and what to do without one."""
+    """Return the variables that a launcher sets, and the rank that follows from them."""
     launch, reason = imported("zero_full.start.launch")
     if launch is None:
         return [("unknown", reason)]
@@ -219,7 +219,7 @@ def launcher() -> Rows:
 
 
 def launcher_problems() -> list[str]:
-    """The errors that `init_distributed` would raise here."""
+    """Return the errors that `init_distributed` would raise in this environment."""
     launch, _ = imported("zero_full.start.launch")
     if launch is None:
         return []
@@ -235,7 +235,7 @@ def launcher_problems() -> list[str]:
 
 
 def pydantic_problems() -> list[str]:
-    """A line if pydantic, which reads the configuration, is missing or too old."""
+    """Return a problem if pydantic, which validates the configuration, is missing or too old."""
     least = ".".join(map(str, PYDANTIC_AT_LEAST))
     remedy = f"remedy: pip install 'pydantic>={least}'"
     pydantic, reason = imported("pydantic")
@@ -246,14 +246,14 @@ def pydantic_problems() -> list[str]:
 
 
 def safetensors_problems() -> list[str]:
-    """A line if safetensors, which reads and writes weights, is missing."""
+    """Return a problem if safetensors, which reads and writes weights, is missing."""
     safetensors, reason = imported("safetensors")
     missing = f"safetensors cannot be imported ({reason}), remedy: pip install safetensors"
     return [missing] if safetensors is None else []
 
 
 def optional_packages() -> Rows:
-    """Packages that are never needed, and their versions."""
+    """Return the versions of optional packages."""
     return [
         ("numpy", installed("numpy") or "not installed"),
         ("deepspeed", f"{installed('deepspeed') or 'not installed'} (not needed)"),
@@ -261,18 +261,18 @@ def optional_packages() -> Rows:
 
 
 def compiled_ops() -> Rows:
-    """What each operator runs on, and the reason if it is not a compiled one."""
+    """Return the implementation of each operator, and the reason if it is not compiled."""
     load, reason = imported("zero_full.kernels.load")
     return [("none", f"torch is not usable: {reason}")] if load is None else list(load.rows())
 
 
 def distributed_available(torch: Any) -> bool:
-    """Whether this build of torch has torch.distributed."""
+    """Return whether this build of torch has torch.distributed."""
     return hasattr(torch, "distributed") and bool(torch.distributed.is_available())
 
 
 def imported(name: str) -> tuple[Any, str]:
-    """The module, or None and the reason. A broken installation raises more than ImportError."""
+    """Import a module: return it, or None and the reason. Broken installations raise any exception."""
     try:
         return importlib.import_module(name), ""
     except Exception as error:
@@ -280,7 +280,7 @@ def imported(name: str) -> tuple[Any, str]:
 
 
 def installed(distribution: str) -> str | None:
-    """The version of an installed distribution, which is not imported; else None."""
+    """Return the version of a distribution without importing it, or None if it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -288,18 +288,18 @@ def installed(distribution: str) -> str | None:
 
 
 def release_of(text: str) -> tuple[int, ...]:
-    """Major and minor release of a version: (2, 11) of "2.11.0+cpu"."""
+    """Return the major and minor release of a version: (2, 11) for "2.11.0+cpu"."""
     found = re.match(r"(\d+)\.(\d+)", text)
     return tuple(map(int, found.groups())) if found else (0,)
 
 
 def in_gib(size: int) -> str:
-    """A number of bytes in GiB, as text."""
+    """Format a number of bytes in GiB."""
     return f"{size / 2**30:.1f} GiB"
 
 
 def text_of(path: str) -> str:
-    """The file's text; empty if this system has no such file."""
+    """Return a file's text, or an empty string if it cannot be read."""
     try:
         return Path(path).read_text()
     except OSError:

@@ -1,1 +1,1 @@
-"""The engine: one training step out of micro-batches; its parts save, report, stop and load data."""
+"""The engine: one training step out of micro-batches, with parts that log, stop at signals and load data."""

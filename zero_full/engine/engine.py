@@ -1,50 +1,84 @@
-"""The engine: one training step out of micro-batches. It owns no numerics.
+"""The engine: one training step out of micro-batches. The numerics are the optimizer's.
 
-    forward    the model's own
-    backward   scales the loss; gradients are averaged on the way (`shard/passes/reduce.py`)
-    step       at the end of a step's last micro-batch: optimizer, schedule, counters; else nothing
+    forward    run the module
+    backward   scale the loss and run autograd; hooks reduce the gradients (`shard/passes/reduce.py`)
+    step       at the gradient accumulation boundary: optimizer, schedule, counters; else only count
 
-`engine.backward(loss)` and `engine.scale(loss).backward()` divide by the number of micro-batches, as
-DeepSpeed's do. Plain `loss.backward()` works, too; with several micro-batches the key
-`plain_backward_divides` says who divides.
+`engine.backward(loss)` and `engine.scale(loss).backward()` divide the loss by the number of micro-batches, as
+DeepSpeed's do. Plain `loss.backward()` works as well. With several micro-batches the key
+`plain_backward_divides` says whether zero_full or the training loop divides.
+
+Parts that only some runs have are None in all others: `reporting` logs a line every few steps, `stopping`
+saves and exits after a signal, `recorder` writes a flight recording.
 """
 
 import logging
 import os
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from zero_full.checkpoint import (
+    Extras,
+    LoadOptions,
+    SaveOptions,
+    Unmatched,
+    load_weights,
+    save_16bit_model,
+    save_checkpoint,
+    save_weights,
+    wait_for_checkpoint,
+)
+from zero_full.comm.topology import this_rank
 from zero_full.config import Resolved
 from zero_full.engine.forward_hooks import ModelCalls, watch_losses
 from zero_full.engine.loader import RankLoader
 from zero_full.engine.queries import DeepSpeedQueries
 from zero_full.engine.reporting import Reporting
-from zero_full.engine.saving import Saving
-from zero_full.engine.stopping import Stopping
+from zero_full.engine.saving import load_run, load_run_state, run_state
+from zero_full.engine.stopping import ClientState, Stopping
 from zero_full.engine.stopwatch import Stopwatch
 from zero_full.flight.recorder import STEPS, FlightRecorder
 from zero_full.precision.dtypes import NAMES
+from zero_full.shard.access.gathered_parameters import copy_on_cpu, load_whole_state_dict, whole_state_dict
 from zero_full.shard.access.offload_states import OffloadedStates
 from zero_full.shard.guards.unfinished_step import COUNTED
 from zero_full.shard.passes.backward import Rules
 from zero_full.shard.step.optimizer import ZeroOptimizer
+from zero_full.shard.step.stop_signals import SIGNALS
+from zero_full.shard.step.wrapped_optimizer import NO_JOIN
 
 log = logging.getLogger("zero_full")
+COUNTERS = ("micro_steps", "global_steps", "global_samples", "skipped_steps")  # what a checkpoint keeps
+AWAY = "%s while states are offloaded: call reload_states first"
+NO_COPY = (
+    "an engine cannot be copied or pickled: it holds connections to other ranks. Copy engine.module (at "
+    "stage 3 inside zero_full.GatheredParameters), or save engine.state_dict()"
+)
 STANDS_STILL = (
     "the schedule of the configuration (%s) stands still: two steps were taken by optimizer.step(), which "
     "does not move it. Call engine.step() instead, or call step() of the schedule that initialize returns"
 )
 
 
-class Engine(DeepSpeedQueries, Reporting, Saving, Stopping):
-    """A model under care. What it does not know itself, it asks the module."""
+class Engine(DeepSpeedQueries):
+    """Trains a module, sharded. Attributes that the engine does not have are the module's.
+
+    module               the model; its hooks gather parameters and reduce gradients
+    optimizer            steps this rank's shards
+    resolved             the configuration
+    device               this rank's device
+    lr_scheduler         moves after every step that was applied; None: none
+    training_dataloader  this rank's micro-batches, whose place in the data checkpoints keep; None: none
+    world_size           data-parallel ranks
+    """
 
     def __init__(
         self,
@@ -64,32 +98,37 @@ class Engine(DeepSpeedQueries, Reporting, Saving, Stopping):
         self.micro_steps = self.global_steps = self.skipped_steps = 0
         # None: the configuration has no batch size
         self.global_samples: int | None = 0 if self.config.train_micro_batch_size_per_gpu else None
-        self.stopwatch = Stopwatch(device, self.config.wall_clock_breakdown)
         self._micro_batches = self.config.gradient_accumulation_steps
-        self._boundary: bool | None = None  # what the user says, if anything
-        self._kept_back = False  # the user has said, since the last step, that it was none
-        self._scaled_loss: weakref.ref[Tensor] | None = None  # the last one
-        self._stepping = self._stepped = False
-        self._forwards = 0  # training ones of this engine since the last step
+        self._boundary: bool | None = None  # set by set_gradient_accumulation_boundary; None: count
+        self._denied_boundary = False  # the user has set it to False since the last step
+        self._scaled_loss: weakref.ref[Tensor] | None = None  # the last result of `scale`
+        self._stepping = False  # inside `step`
+        self._stepped = False  # the last call of `step`, or of the optimizer's, was at a boundary
+        self._forwards = 0  # training forwards of this engine since the last step
         self._passes = 0  # backward passes until the last step
-        self._schedule_at: dict[str, Any] | None = None  # after the last plain step
-        self._has_told = False  # that it stands still
+        self._schedule_at: dict[str, Any] | None = None  # its state after the last plain step
+        self._warned_of_schedule = False
         self.offloaded = OffloadedStates(optimizer)
-        self.recorder: FlightRecorder | None = None
         self.kept: dict[str, Any] = {}  # see `keep_in_checkpoint`
-        self._save_at_stop: Callable[[], Any] | None = None  # see `on_signal`
+        self.stopwatch = Stopwatch(device, self.config.wall_clock_breakdown)
+        self._timed = self.stopwatch.phases()
+        self.recorder: FlightRecorder | None = None  # see `record`
+        self._recorded: AbstractContextManager[None] = nullcontext()  # around a forward
+        self.stopping: Stopping | None = None  # see `on_signal`
+        self.reporting: Reporting | None = None
+        if (self.config.steps_per_print or self.stopwatch.on) and this_rank() == 0:
+            every = self.config.steps_per_print or 0
+            self.reporting = Reporting(module, optimizer, every, self.stopwatch, device, world_size)
         optimizer.reducer.backward.rules = Rules(
-            self.is_gradient_accumulation_boundary,
-            self._plain_divisor,
-            self._refuse_unscaled,
-            self.loss_scale,
-            optimizer.report.note_plain_loss,
-            self._adds_up,
+            is_boundary=self.is_gradient_accumulation_boundary,
+            plain_divisor=self._plain_divisor,
+            refuse_unscaled=self._check_scaled,
+            note_loss=optimizer.report.note_plain_loss,
+            adds_up=self._adds_up,
         )
         self._calls = self._watch_calls()
-        self._watch_pace()
         optimizer.at_step.append(self._count_step)
-        optimizer.register_step_post_hook(self._report_plain_step)
+        optimizer.register_step_post_hook(self._end_plain_step)
 
     def _watch_calls(self) -> ModelCalls:
         autocast, section = None, self.config.torch_autocast
@@ -106,25 +145,23 @@ class Engine(DeepSpeedQueries, Reporting, Saving, Stopping):
 
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
         """Run the module's forward, and return what it returns."""
-        self._refuse_parked("forward")
+        if self.optimizer.offloaded.copies:
+            raise RuntimeError(AWAY % "forward")
         self.optimizer.look_at_model()
-        if self.recorder is not None:
-            self.recorder.begin("forward")
-        try:
-            with self.stopwatch.measure("forward"):
-                outputs = self.module(*inputs, **named_inputs)
-        finally:
-            if self.recorder is not None:
-                self.recorder.end("forward")
+        with self._recorded, self._timed["forward"]:
+            outputs = self.module(*inputs, **named_inputs)
+        if not torch.is_grad_enabled():
+            return outputs
         backward = self.optimizer.reducer.backward
-        if torch.is_grad_enabled() and self.module.training and not backward.inside_autograd():
+        if self.module.training and not backward.inside_autograd():  # inside: a recomputed forward
             self._forwards += 1
-            self._count_tokens(inputs, named_inputs)
-        is_watched = torch.is_grad_enabled() and not self._calls.gates  # which do it themselves
-        return watch_losses(backward, outputs) if is_watched else outputs
+            if self.reporting is not None:
+                self.reporting.count_tokens(inputs, named_inputs)
+        # With a loss scale the hooks of ModelCalls watch the outputs.
+        return outputs if self._calls.gates else watch_losses(backward, outputs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Backward of a scalar loss; returns it divided by the number of micro-batches."""
+        """Run backward from a scalar loss. Returns the loss divided by the number of micro-batches."""
         if self.optimizer.closed:
             raise RuntimeError("backward after destroy: initialize the model again")
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -133,8 +170,9 @@ class Engine(DeepSpeedQueries, Reporting, Saving, Stopping):
         is_scaled = self._scaled_loss is not None and self._scaled_loss() is loss
         if scale_wrt_gas and self._micro_batches > 1 and not is_scaled:
             loss = loss / self._micro_batches
-        scaled = loss if is_scaled else self.optimizer.scaler.times(loss)
-        with self.stopwatch.measure("backward"):
+        scaler = self.optimizer.scaler
+        scaled = loss if is_scaled or scaler.scale == 1 else scaler.times(loss)
+        with self._timed["backward"]:
             if not is_scaled:
                 self.optimizer.report.note_loss(loss)
             self.optimizer.reducer.begin(divided=True, scaled=True)
@@ -147,9 +185,9 @@ class Engine(DeepSpeedQueries, Reporting, Saving, Stopping):
         return loss
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss over the number of micro-batches times the loss scale: what `engine.backward` starts from.
+        """Return the loss divided by the number of micro-batches and multiplied by the loss scale.
 
-        For a `backward` of your own: `engine.scale(loss).backward()`.
+        For a loop that calls autograd itself: `engine.scale(loss).backward()` is `engine.backward(loss)`.
         """
         loss = loss / self._micro_batches
         self.optimizer.report.note_loss(loss)
@@ -158,7 +196,7 @@ class Engine(DeepSpeedQueries, Reporting, Saving, Stopping):
         return scaled
 
     def _plain_divisor(self) -> float:
-        """What gradients of a plain `loss.backward()` are divided by; an error if the file does not say."""
+        """Return the divisor of gradients of a plain `loss.backward()`; raise if it is not configured."""
         steps, divides = self._micro_batches, self.config.plain_backward_divides
         if steps > 1 and divides is None:
             raise RuntimeError(
@@ -170,7 +208,7 @@ class Engine(DeepSpeedQueries, Reporting, Saving, Stopping):
         return float(steps) if divides else 1.0
 
     def division_rule(self) -> str:
-        """Who divides the loss by the micro-batches of a step, in words; "" where there is one of them."""
+        """Say which calls divide the loss by the number of micro-batches; "" if a step has only one."""
         steps, divides = self._micro_batches, self.config.plain_backward_divides
         if steps == 1:
             return ""
@@ -181,7 +219,8 @@ class Engine(DeepSpeedQueries, Reporting, Saving, Stopping):
         }[divides]
         return f"engine.backward(loss) divides by gradient_accumulation_steps {steps}; {plain}"
 
-    def _refuse_unscaled(self) -> None:
+    def _check_scaled(self) -> None:
+        """Raise if the run has a loss scale: a backward pass has brought gradients without it."""
         if self.optimizer.scaler.scale != 1:
             raise RuntimeError(
                 "a backward pass has brought gradients without the loss scale, which a step would divide "
@@ -189,42 +228,47 @@ class Engine(DeepSpeedQueries, Reporting, Saving, Stopping):
                 "whole and let it return its loss"
             )
 
-    def _refuse_parked(self, call: str) -> None:
-        if self.offloaded.moved:
-            raise RuntimeError(f"{call} while states are offloaded: call reload_states first")
-
     # One step ------------------------------------------------------------------------------------
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """After every micro-batch. On a step's last one the optimizer moves, unless gradients overflow."""
-        self._refuse_parked("step")
+        """End a micro-batch. At the accumulation boundary step the optimizer, unless gradients overflow.
+
+        lr_kwargs  keyword arguments of the schedule's step
+        """
+        if self.optimizer.offloaded.copies:
+            raise RuntimeError(AWAY % "step")
         if self.optimizer.reducer.no_sync:
-            raise RuntimeError("step inside no_sync: leave the block first, its gradients are not averaged")
+            raise RuntimeError(
+                "step inside no_sync or coalesce_grad_reduction: leave the block first, its gradients are "
+                "not averaged"
+            )
         self._stepping = True
         try:
             self._stepped = self.is_gradient_accumulation_boundary()
             if self._stepped:
-                with self.stopwatch.measure("step"):
+                with self._timed["step"]:
                     self.optimizer.unfinished.run(partial(self._take_step, lr_kwargs or {}))
-                self._report()
+                if self.reporting is not None:
+                    self.reporting.log_step(self.global_steps, self.skipped_steps)
             else:
                 self.micro_steps += 1
         finally:
             self._stepping = False
-        if self._stepped:
-            self._stop_if_asked()
+        if self._stepped and self.stopping is not None:
+            self.stopping.stop_if_requested()
 
     def _take_step(self, lr_kwargs: Mapping[str, Any]) -> None:
+        """Step the optimizer, which calls `_count_step`; then clear gradients and move the schedule."""
         unfinished = self.optimizer.unfinished
         try:
-            self.optimizer.step()  # which counts it
+            self.optimizer.step()
         except Exception:
-            if unfinished.phase == COUNTED:  # of a hook after the step, which is taken all the same
+            if unfinished.phase == COUNTED:  # a hook after the step has raised: the step counts all the same
                 self._end_step(lr_kwargs)
                 unfinished.is_over()
             raise
         if self.optimizer.last is None:
-            self.micro_steps += 1  # not before: who catches an error may call again
+            self.micro_steps += 1  # only now: after an error the caller may call `step` again
             raise RuntimeError(
                 "step without gradients: since the last step no backward pass has reached a parameter that "
                 "is trained, on any rank (is backward missing, or was zero_grad called after it?)"
@@ -233,69 +277,373 @@ class Engine(DeepSpeedQueries, Reporting, Saving, Stopping):
 
     def _end_step(self, lr_kwargs: Mapping[str, Any]) -> None:
         self.optimizer.zero_grad()
-        if self.was_step_applied() and self.lr_scheduler is not None:
+        assert self.optimizer.last is not None
+        if self.optimizer.last.applied and self.lr_scheduler is not None:
             try:
                 self.lr_scheduler.step(**lr_kwargs)
-            except Exception:  # the schedule's own, which is at its end for example
+            except Exception:  # the schedule is at its end, for example: nothing of the step is missing
                 self.optimizer.unfinished.is_over()
                 raise
 
     def _count_step(self) -> None:
-        """In every step of the optimizer, as soon as it has had its effect."""
-        if self._stepping:
-            self.micro_steps += 1
-        else:  # a loop that calls the optimizer's step itself
-            self._stepped = True
-            self.micro_steps += self._micro_batches - self.micro_steps % self._micro_batches
-        self.global_steps += 1
-        self._kept_back = False
-        samples = self._samples_of_this_step()
-        self._pace.count(samples)
-        if self.global_samples is not None:
-            self.global_samples += samples
-        if not self.was_step_applied():
-            self.skipped_steps += 1
+        """Count a step of the optimizer, applied or skipped. The optimizer calls this in every step.
 
-    def _report_plain_step(self, *step: Any) -> None:
-        """After a step of the optimizer: of a loop that calls it itself, and not `step`."""
-        if not self._stepping and self.optimizer.last is not None:
-            self._report()
-            self._look_at_schedule()
-
-    def _look_at_schedule(self) -> None:
-        """After a plain step: the file's schedule moves in `step`, or the loop moves it, or nobody does."""
-        if self.config.scheduler is None or self.lr_scheduler is None:
-            return
-        at = self.lr_scheduler.state_dict()
-        if at == self._schedule_at and not self._has_told:
-            self._has_told = True
-            log.warning(STANDS_STILL, self.config.scheduler.type)
-        self._schedule_at = at
-
-    def _samples_of_this_step(self) -> int:
-        """Those of its forwards: one batch may have several backward passes, see [Note: recomputed parts].
-
-        Passes are counted where the module was called without the engine, or out of training mode.
+        Samples are those of the step's forwards, because one forward may have several backward passes (see
+        [Note: recomputed parts]). If the module was called directly or in evaluation mode, backward passes
+        are counted instead.
         """
         passes = self.optimizer.reducer.backward.count
         micro_batches = self._forwards or passes - self._passes
         self._forwards, self._passes = 0, passes
-        if self.global_samples is None:
-            return 0
-        if self.config.managed_gradient_accumulation and self._stepping:
-            return self.train_batch_size()
-        return self.train_micro_batch_size_per_gpu() * self.world_size * micro_batches
+        if self._stepping:
+            self.micro_steps += 1
+            if self.config.managed_gradient_accumulation:
+                micro_batches = self._micro_batches
+        else:  # the loop calls the optimizer's step itself
+            self._stepped = True
+            self.micro_steps += self._micro_batches - self.micro_steps % self._micro_batches
+        samples = 0
+        if self.global_samples is not None:
+            samples = self.config.train_micro_batch_size_per_gpu * self.world_size * micro_batches
+            self.global_samples += samples
+        self.global_steps += 1
+        self._denied_boundary = False
+        assert self.optimizer.last is not None
+        if not self.optimizer.last.applied:
+            self.skipped_steps += 1
+        if self.reporting is not None:
+            self.reporting.pace.count(samples)
+
+    def _end_plain_step(self, *step: Any) -> None:
+        """Log a step that the loop took by `optimizer.step()`; `step` logs its own."""
+        if self._stepping or self.optimizer.last is None:
+            return
+        if self.reporting is not None:
+            self.reporting.log_step(self.global_steps, self.skipped_steps)
+        if self.config.scheduler is not None and self.lr_scheduler is not None:
+            self._check_schedule_moves(self.config.scheduler.type)
+
+    def _check_schedule_moves(self, name: str) -> None:
+        """Warn once if the configuration's schedule has not moved between two plain steps."""
+        at = self.lr_scheduler.state_dict()
+        if at == self._schedule_at and not self._warned_of_schedule:
+            self._warned_of_schedule = True
+            log.warning(STANDS_STILL, name)
+        self._schedule_at = at
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clear the gradients. `step` does this already."""
+        self.optimizer.zero_grad(set_to_none)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Keep the gradients of this block's backward passes on this rank, until a later pass reduces them.
+
+        At stage 2 this saves traffic and costs the memory that the stage saves.
+        """
+        with self.optimizer.reducer.keep_back():
+            yield
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Average the gradients of all backward passes in this block once, when it ends.
+
+        For several losses of one step. If the block raises, nothing is averaged.
+        """
+        with self.no_sync():
+            yield
+        if not self.optimizer.reducer.no_sync:  # else at the end of the outer block
+            self.optimizer.reducer.flush()
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Return whether the current micro-batch is the step's last."""
+        if self._boundary is not None:
+            return self._boundary
+        if not self.config.managed_gradient_accumulation:
+            return self._stepping  # every call of `step` is a boundary
+        return (self.micro_steps + 1) % self._micro_batches == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Set whether the current micro-batch is the step's last; None: go back to counting."""
+        if not self.config.managed_gradient_accumulation:
+            raise RuntimeError("managed_gradient_accumulation is false: every call of step is the boundary")
+        self._boundary = is_boundary
+        self._denied_boundary = self._denied_boundary or is_boundary is False
+
+    def _adds_up(self) -> bool:
+        """Return whether a step may have several micro-batches. Equal on all ranks, [Note: what travels]."""
+        managed = self.config.managed_gradient_accumulation
+        return self._micro_batches > 1 or not managed or self._denied_boundary
+
+    def allreduce_gradients(self) -> None:
+        """Average the gradients now instead of in `step`. Every rank must call this."""
+        self.optimizer.reducer.flush()
+        self.optimizer.reducer.reduce_late()
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the samples of a step, by another number of micro-batches. Call it between steps."""
+        each = self.train_micro_batch_size_per_gpu() * self.world_size
+        if self.micro_steps % self._micro_batches:
+            raise RuntimeError("the batch size can change between steps, not inside one")
+        if train_batch_size < 1 or train_batch_size % each:
+            raise ValueError(
+                f"train_batch_size {train_batch_size} is not a multiple of {each}, micro-batch x ranks"
+            )
+        self._micro_batches, self.micro_steps = train_batch_size // each, 0
+
+    # Checkpoints ---------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+        asynchronous: bool = False,
+    ) -> bool:
+        """Save a checkpoint of this run in `save_dir/tag`. Every rank must call this between steps.
+
+        tag           None: global_stepN
+        client_state  plain data of the caller, which `load_checkpoint` returns; rank 0's is saved
+        save_latest   make this the checkpoint that `load_checkpoint` loads without a tag
+        asynchronous  return once everything is copied to host memory; write it during the next steps
+
+        Returns True, or raises on every rank and keeps the checkpoints that the folder has. A failure after
+        an asynchronous save has returned is raised by the next step, save, load, `wait_for_checkpoint` or
+        `destroy`. A step that raises it has changed nothing and may be called again.
+        """
+        self._check_between_steps("save_checkpoint")
+        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+        keep_last = self.config.checkpoint.keep_last
+        options = SaveOptions(save_latest, exclude_frozen_parameters, keep_last, asynchronous)
+        save_checkpoint(self.module, self.optimizer, save_dir, tag, client_state, self._extras(), options)
+        return True
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait until an asynchronous save is complete; raise if it has failed."""
+        wait_for_checkpoint(self.optimizer)
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        drop_errors: bool = False,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Load a checkpoint, at any number of ranks, stage and precision. Every rank must call this.
+
+        tag                       None: the checkpoint that the folder's file `latest` names
+        load_module_strict        False: parameters and buffers may be missing or additional, with a warning
+        load_optimizer_states     False: skip optimizer state, random number generators, loss scale and the
+                                  objects of `keep_in_checkpoint`
+        load_lr_scheduler_states  False: the schedule stays as it is
+        load_module_only          True: load weights and buffers only, no optimizer state and no counters
+        drop_errors               True: drop the compression errors and local steps that each rank of 1-bit
+                                  and 0/1 Adam has. Another number of ranks cannot use them
+
+        Returns the checkpoint's folder and the client state. Without a tag and without `latest` returns
+        (None, None), as DeepSpeed does. If anything is wrong, raises CheckpointError on every rank, and
+        nothing has changed.
+        """
+        self._check_outside_step("load_checkpoint")
+        options = LoadOptions(
+            load_module_strict,
+            load_optimizer_states,
+            load_lr_scheduler_states,
+            load_module_only,
+            drop_errors or self.config.checkpoint.drop_errors,
+        )
+        found = load_run(self.module, self.optimizer, load_dir, tag, options, self._extras())
+        if found is None:
+            return None, None
+        self._load_counters(found.counters)
+        return str(found.path), found.client_state
+
+    def keep_in_checkpoint(self, **objects: Any) -> None:
+        """Add objects to every checkpoint, such as a data loader. Each rank saves and loads its own state.
+
+        objects  by name, with `state_dict` and `load_state_dict`; their state is plain data
+
+        Another number of ranks can load a state only if all ranks saved the same.
+        """
+        for name, each in objects.items():
+            if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
+                raise TypeError(f"{name} has no state_dict and load_state_dict, so it cannot be saved")
+        self.kept |= objects
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's part of the run, for `load_state_dict` on the same rank, between steps."""
+        self._check_between_steps("state_dict")
+        return run_state(self.module, self.optimizer, self.lr_scheduler, self._counters())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue bit for bit where `state_dict` was called. Every rank loads its own part."""
+        self._check_outside_step("load_state_dict")
+        load_run_state(self.module, self.optimizer, self.lr_scheduler, state)
+        self._load_counters(state["counters"])
+
+    def _extras(self) -> Extras:
+        """Return what a checkpoint holds besides the module and the optimizer."""
+        kept = dict(self.kept)
+        if self.training_dataloader is not None:
+            kept["training_dataloader"] = self.training_dataloader
+        return Extras(self.lr_scheduler, self._counters(), kept)
+
+    def _counters(self) -> dict[str, int | None]:
+        return {name: getattr(self, name) for name in COUNTERS}
+
+    def _load_counters(self, saved: Mapping[str, Any]) -> None:
+        for name in COUNTERS:
+            if name != "global_samples" or self.global_samples is not None:  # None: no batch size to count by
+                setattr(self, name, saved.get(name, getattr(self, name)))
+        # Loading clears the gradients of an unfinished step, and so what was counted for it.
+        self._forwards, self._passes = 0, self.optimizer.reducer.backward.count
+        if self.micro_steps % self._micro_batches:  # the saved run had another number of micro-batches
+            self.micro_steps = self.global_steps * self._micro_batches
+
+    def _check_between_steps(self, call: str) -> None:
+        """Raise between the micro-batches of a step: a checkpoint does not hold their gradients."""
+        self._check_outside_step(call)
+        after = self.micro_steps % self._micro_batches
+        if self.config.managed_gradient_accumulation and self._boundary is None and after:
+            raise RuntimeError(
+                f"{call} after {after} of a step's {self._micro_batches} micro-batches: save after the "
+                "step's last one"
+            )
+
+    def _check_outside_step(self, call: str) -> None:
+        """Raise inside `step`."""
+        if self._stepping:
+            raise RuntimeError(
+                f"{call} inside engine.step(), by a hook: the weights are of this step already, and counters "
+                "and schedule still of the one before. Call it after engine.step()"
+            )
+
+    # Weights -------------------------------------------------------------------------------------
+
+    def module_state_dict(self, keep: Callable[[Tensor], Any] = copy_on_cpu) -> dict[str, Any]:
+        """Return the module's state dict, with whole parameters. Every rank must call this.
+
+        keep  makes the value of an entry from its tensor, which is released afterwards; by default a CPU copy
+        """
+        return whole_state_dict(self.module, self.optimizer, keep)
+
+    def load_module_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Load whole parameters and update the master weights. Every rank must pass the same values."""
+        load_whole_state_dict(self.module, self.optimizer, state, strict)
+
+    def save_weights(
+        self,
+        directory: str | PathLike[str],
+        dtype: torch.dtype | None = None,
+        max_shard_bytes: int = 5 * 10**9,
+        names: Callable[[str], str | None] | None = None,
+        filename: str = "model.safetensors",
+    ) -> None:
+        """Write whole parameters and persistent buffers as safetensors. Every rank must call this.
+
+        dtype            convert floating-point tensors to it, from the fp32 master weights if the run has
+                         them; None: the dtype of training
+        max_shard_bytes  bytes of a file, at most; more tensors than that become several files and an index
+        names            maps a tensor's name in the module to its name in the file, or to None to leave the
+                         tensor out; the same on every rank
+        """
+        save_weights(self.module, self.optimizer, directory, dtype, max_shard_bytes, names, filename)
+
+    def load_weights(
+        self,
+        path: str | PathLike[str],
+        strict: bool = True,
+        names: Callable[[str], str | None] | None = None,
+    ) -> Unmatched:
+        """Read weights from safetensors; each rank reads its slices. Every rank must call this.
+
+        path    a .safetensors file, an index, or a folder with model.safetensors or its index
+        strict  False: tensors that the file lacks keep their values, and unexpected ones are ignored
+        names   maps a tensor's name in the module to its name in the file, or to None to not load it
+
+        Returns the names of missing and of unexpected tensors. The optimizer's state stays as it is.
+        """
+        return load_weights(self.module, self.optimizer, path, strict, names)
+
+    def save_16bit_model(
+        self,
+        save_dir: str | Path,
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write the weights to one file, by torch.save or as safetensors. Every rank must call this."""
+        return save_16bit_model(
+            self.module, self.optimizer, save_dir, save_filename, exclude_frozen_parameters
+        )
+
+    # Signals and recordings ----------------------------------------------------------------------
+
+    def on_signal(
+        self,
+        save_dir: str | Path,
+        signals: Iterable[int] = SIGNALS,
+        tag: str | None = None,
+        client_state: ClientState | None = None,
+    ) -> None:
+        """Finish the step, save a checkpoint and exit with 0 on all ranks, if any rank gets a signal.
+
+        Every rank must call this in the main thread of its process. Call it right after `load_checkpoint`:
+        until then the signals do what they always do.
+
+        save_dir      the folder and
+        tag           the tag for `save_checkpoint`
+        signals       by default SIGTERM and SIGUSR1
+        client_state  a mapping, read when the run is saved, or a function that returns one then
+
+        `engine.step` finishes the step in which the ranks agree on the signal, waits until the checkpoint is
+        complete and raises SystemExit(0). A step that is skipped because of an overflow counts. A further
+        signal has no effect. SIGKILL ends the process at once, and the last complete checkpoint stays. A
+        signal after the last step has no effect either: the script runs to its end.
+
+        Previous handlers of these signals are not called until `destroy` restores them. A loop that ends
+        itself, or does not call `engine.step`, uses `optimizer.watch_signals()` instead.
+        """
+        stopping = Stopping(self.optimizer, self.save_checkpoint, save_dir, tag, client_state)
+        stopping.watch(signals)
+        if self.stopping is None:
+            self.optimizer.register_step_pre_hook(self._check_step_of_engine)
+        self.stopping = stopping
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether a watched signal has come to any rank. Equal on all ranks; a step updates it."""
+        return self.optimizer.stop_requested
+
+    def _check_step_of_engine(self, *step: Any) -> None:
+        """Raise if the loop calls `optimizer.step()` although `on_signal` needs `engine.step()`."""
+        if not self._stepping:
+            raise RuntimeError(
+                "optimizer.step() after on_signal, which saves and exits in engine.step(): call that, or "
+                "optimizer.watch_signals() instead of on_signal, and look at optimizer.stop_requested after "
+                "each step"
+            )
+
+    def join_hook(self, **options: Any) -> None:
+        """Raise: torch's `Join` asks for this."""
+        raise RuntimeError(NO_JOIN)
 
     def record(self, path: str | Path, steps: int = STEPS) -> FlightRecorder:
-        """Record what this rank does and holds, and keep the last `steps` steps. Call it on every rank.
+        """Record collectives, passes and memory of the last `steps` steps. Call it on every rank.
 
-        path   the file in which all ranks' recordings are put together when they end: by `close` of what is
-               returned, at the end of a `with` block of it, by `destroy`, with the process, or when a
-               collective fails. It is for the player on the site's page "One step, animated", and for
-               `python -m zero_full replay PATH`. Until then each rank writes into PATH.parts
+        path   the file for the recording of all ranks. `python -m zero_full replay PATH` prints it, and the
+               player on the site's page "One step, animated" shows it
 
-        Ranks need not call it at the same moment, and may in the middle of a step. OSError if nothing can be
-        written there.
+        Each rank writes into the folder PATH.parts until its recording ends: by `close` of the recorder that
+        this returns, at the end of its `with` block, by `destroy`, with the process, or when a collective
+        fails. The last rank to end merges the parts into the file.
+
+        Ranks may call it at different moments, also in the middle of a step. Raises OSError if the folder
+        cannot be written.
         """
         if steps < 1:
             raise ValueError(f"record keeps at least 1 step, not {steps!r}")
@@ -309,56 +657,8 @@ class Engine(DeepSpeedQueries, Reporting, Saving, Stopping):
             "step": self.global_steps + 1,
         }
         self.recorder = FlightRecorder(path, self.optimizer, about, steps)
+        self._recorded = self.recorder.during("forward")
         return self.recorder
-
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Let go of the gradients. `step` has done it already."""
-        self.optimizer.zero_grad(set_to_none)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Gradients of backward passes in this block stay on this rank, whole, until a later one.
-
-        At stage 2 that saves traffic and costs the memory which the stage saves.
-        """
-        with self.optimizer.reducer.keep_back():
-            yield
-
-    @contextmanager
-    def coalesce_grad_reduction(self) -> Iterator[None]:
-        """Gradients of all backward passes in this block are averaged together, once, when it ends.
-
-        For several losses of one step. If the block raises, nothing is averaged.
-        """
-        with self.no_sync():
-            yield
-        if not self.optimizer.reducer.no_sync:  # else the outer block's end
-            self.optimizer.reducer.flush()
-
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the current micro-batch is the step's last."""
-        if self._boundary is not None:
-            return self._boundary
-        if not self.config.managed_gradient_accumulation:
-            return self._stepping  # whoever calls `step` decides
-        return (self.micro_steps + 1) % self._micro_batches == 0
-
-    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Say yourself whether the current micro-batch is the step's last; None: count again."""
-        if not self.config.managed_gradient_accumulation:
-            raise RuntimeError("managed_gradient_accumulation is false: every call of step is the boundary")
-        self._boundary = is_boundary
-        self._kept_back = self._kept_back or is_boundary is False
-
-    def _adds_up(self) -> bool:
-        """Whether a step may have several micro-batches, as all ranks know: see [Note: what travels]."""
-        managed = self.config.managed_gradient_accumulation
-        return self._micro_batches > 1 or not managed or self._kept_back
-
-    def allreduce_gradients(self) -> None:
-        """Average the gradients now, instead of in `step`."""
-        self.optimizer.reducer.flush()
-        self.optimizer.reducer.reduce_late()
 
     # The module ----------------------------------------------------------------------------------
 
@@ -381,7 +681,7 @@ class Engine(DeepSpeedQueries, Reporting, Saving, Stopping):
                 f"neither Engine nor {type(self.module).__name__} has an attribute {name!r}"
             ) from None
 
-    # States off the device --------------------------------------------------------------------------
+    # Memory --------------------------------------------------------------------------------------
 
     def offload_states(
         self,
@@ -390,25 +690,25 @@ class Engine(DeepSpeedQueries, Reporting, Saving, Stopping):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Move state off the device until `reload_states`: all, or the kinds in `offload_states.KINDS`."""
+        """Move state off the device until `reload_states`: the kinds of `offload_states.KINDS`; None: all."""
         self.offloaded.offload(include, torch.device(device), pin_memory)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Bring back what `offload_states` has moved."""
+        """Move back to the device what `offload_states` has moved."""
         self.offloaded.reload()
 
     def empty_partition_cache(self) -> None:
-        """Release what is gathered, and give the allocator's free memory back."""
+        """Release gathered parameters, and return cached device memory of torch's allocator."""
         if self.optimizer.gatherer is not None:
             self.optimizer.gatherer.release_all()
         if torch.accelerator.is_available():
             torch.accelerator.empty_cache()
 
     def destroy(self, gather: bool = False) -> None:
-        """Take the engine off the model, which keeps its parameters.
+        """Remove the engine's hooks from the model, close the recording and free this rank's shards.
 
-        At stage 3 they stay released. With `gather`, which every rank must ask for, they become whole again.
-        In a process that was forked from the engine's it does nothing: what would end is the parent's.
+        The model keeps its parameters. At stage 3 they stay released, unless every rank passes `gather`: then
+        they become whole. In a process that was forked from the engine's this does nothing.
         """
         if os.getpid() != self.made_in:
             return
@@ -420,9 +720,3 @@ class Engine(DeepSpeedQueries, Reporting, Saving, Stopping):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(NO_COPY)
-
-
-NO_COPY = (
-    "an engine cannot be copied or pickled: it holds connections to other ranks. Copy engine.module (at "
-    "stage 3 inside zero_full.GatheredParameters), or save engine.state_dict()"
-)

@@ -1,8 +1,9 @@
-"""What happens around every call of the model, through the engine or not.
+"""Hooks around every call of the model, through the engine or directly.
 
-fp16      the outputs pass a gate: on the way back it multiplies gradients by the loss scale, if nobody has
-autocast  forward runs inside `torch.autocast`
-casts     floating-point inputs get the parameters' type
+loss scale  outputs pass an autograd function that multiplies their gradients by the loss scale in backward,
+            unless the loss was scaled already
+autocast    forward runs inside `torch.autocast`
+fp16 casts  floating-point inputs are converted to the parameters' dtype
 """
 
 from collections.abc import Callable
@@ -14,13 +15,20 @@ from torch import Tensor, nn
 
 from zero_full._compat import calling_ddp
 from zero_full.nested import leaves, mapped
+from zero_full.precision.scaler import StaticScale
 from zero_full.shard.passes.backward import BackwardPass
 from zero_full.shard.passes.module_hooks import Hook
+from zero_full.shard.passes.reduce import GradientReducer
 from zero_full.shard.step.optimizer import ZeroOptimizer
 
 
 class ModelCalls:
-    """The hooks around every call of the model; none, if none of the three things is wanted."""
+    """Registers the hooks that the run needs, on `model`; without any of the three, none.
+
+    gates     scale the gradients of outputs
+    casts_to  the dtype for floating-point inputs; None: leave them
+    autocast  makes the context of a forward; None: none
+    """
 
     def __init__(
         self,
@@ -30,8 +38,9 @@ class ModelCalls:
         casts_to: torch.dtype | None = None,
         autocast: Callable[[], torch.autocast] | None = None,
     ) -> None:
-        self.optimizer, self.gates, self.casts_to, self.autocast = optimizer, gates, casts_to, autocast
-        self.autocasts: list[torch.autocast] = []  # of the calls that are under way: a model may call itself
+        self.reducer, self.scaler = optimizer.reducer, optimizer.scaler
+        self.gates, self.casts_to, self.autocast = gates, casts_to, autocast
+        self.autocasts: list[torch.autocast] = []  # entered and not left: a model may call itself
         self.hooks = []
         if gates or casts_to is not None or autocast is not None:
             before, after = Hook(model, self.before), Hook(model, self.after)
@@ -48,8 +57,8 @@ class ModelCalls:
         return mapped(self._cast, (args, kwargs)) if self.casts_to is not None else None
 
     def after(self, args: Any, output: Any) -> Any:
-        """Leave autocast; put the gate behind the outputs."""
-        if self.autocasts:  # this is called, too, if another hook has failed before ours
+        """Leave autocast; put the gradient scaling behind the outputs."""
+        if self.autocasts:  # empty if another hook raised before `before` ran
             self.autocasts.pop().__exit__(None, None, None)
         return mapped(self._gated, output) if self.gates and torch.is_grad_enabled() else None
 
@@ -65,19 +74,20 @@ class ModelCalls:
     def _gated(self, output: Any) -> Any:
         if not isinstance(output, Tensor) or not output.requires_grad:
             return output
-        # Not a hook: gradients that reach an output on their way from another one are scaled already.
-        gated: Tensor = _Gate.apply(output, self.optimizer)  # type: ignore[no-untyped-call]
+        # A function and not a hook: a hook on an output would also scale the gradients that flow through it
+        # from another output, which are scaled already.
+        gated: Tensor = _Gate.apply(output, self.reducer, self.scaler)  # type: ignore[no-untyped-call]
         return gated
 
 
 class FirstCall:
-    """Looks, at the first call of a model, whether another wrapper calls it that averages gradients, too."""
+    """Raises at the model's first call if DistributedDataParallel makes it, which averages gradients, too."""
 
     def __init__(self, model: nn.Module) -> None:
         self.handle = model.register_forward_pre_hook(Hook(model, self.look))
 
     def look(self, args: Any) -> None:
-        """RuntimeError if there is one; else do not look again."""
+        """Raise RuntimeError inside DistributedDataParallel; else remove the hook."""
         if calling_ddp() is not None:
             raise RuntimeError(
                 "DistributedDataParallel calls a model whose gradients zero_full averages: they would be "
@@ -91,11 +101,15 @@ class FirstCall:
 
 
 def watch_losses(backward: BackwardPass, outputs: Any) -> Any:
-    """The outputs; `backward` is told when autograd reaches one of them that is a loss.
+    """Call `backward.reach(loss)` when autograd reaches a loss among the outputs. Returns the outputs.
 
-    Of several each becomes a view: gradients on their way from one to another, of which it is made, pass the
-    other's view by.
+    A loss is a tensor without dimensions that requires gradients. If the outputs have several, each is
+    replaced by a view of its own. One loss may be computed from another, whose gradients then flow from the
+    first to the second and do not pass the second one's view.
     """
+    if isinstance(outputs, Tensor):
+        is_loss = outputs.requires_grad and outputs.dim() == 0
+        return _watched(backward, False, outputs) if is_loss else outputs
     several = sum(map(_is_loss, leaves(outputs))) > 1
     return mapped(partial(_watched, backward, several), outputs)
 
@@ -113,21 +127,20 @@ def _is_loss(output: Any) -> bool:
 
 
 class _Gate(torch.autograd.Function):
-    """The identity on the way forward; on the way back it scales the gradient, if nobody has done so."""
+    """The identity in forward; in backward multiplies the gradient by the loss scale, once."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, optimizer: ZeroOptimizer) -> Tensor:
-        """The output as it is."""
-        ctx.optimizer, ctx.output = optimizer, output.detach()
+    def forward(ctx: Any, output: Tensor, reducer: GradientReducer, scaler: StaticScale) -> Tensor:
+        """Return the output unchanged."""
+        ctx.reducer, ctx.scaler, ctx.output = reducer, scaler, output.detach()
         return output.view_as(output)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        """The gradient, scaled."""
-        optimizer, output = ctx.optimizer, ctx.output
-        backward, scale = optimizer.reducer.backward, optimizer.scaler.scale
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        """Return the scaled gradient."""
+        output, backward, scale = ctx.output, ctx.reducer.backward, ctx.scaler.scale
         if backward.running and backward.scaled:
-            return grads[0], None
+            return grads[0], None, None
         if scale != 1 and output.dim():
             raise RuntimeError(
                 "with a loss scale, gradients must be scaled before they reach the model's outputs, or small "
@@ -136,8 +149,8 @@ class _Gate(torch.autograd.Function):
                 "torch's GradScaler"
             )
         if not backward.running:
-            optimizer.reducer.begin()
+            ctx.reducer.begin()
         if output.dim() == 0:
             backward.reach(output)
         backward.gated = True
-        return grads[0] * scale, None
+        return grads[0] * scale, None, None

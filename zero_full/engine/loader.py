@@ -1,8 +1,8 @@
-"""Data for ranks: the loader that `initialize` makes, loaders without an end, and loops that end together.
+"""Data loading: the sharded loader of `initialize`, a repeating loader, and loops that end on all ranks.
 
 [Note: the place in the data] In a pass, all ranks together take the next samples of one shuffled order. So
-the place is two numbers, whatever the number of ranks and the size of a batch: which pass it is, and how many
-samples of it all ranks together have had.
+the place is two numbers: the number of the pass, and the samples that all ranks together have taken from it.
+They do not depend on the number of ranks or the size of a batch.
 """
 
 import signal
@@ -21,19 +21,18 @@ from zero_full._compat import device_of
 
 @dataclass
 class DataPlace:
-    """Where in the data all ranks are."""
+    """The place in the data of all ranks together. See [Note: the place in the data]."""
 
     number: int = 0  # of the pass
-    samples: int = 0  # of it, that all ranks together have had
+    samples: int = 0  # taken from this pass, all ranks
 
 
 class RankLoader:
-    """Micro-batches of this rank; every pass over it is shuffled anew, the same way on all ranks.
+    """Yields this rank's micro-batches. Every pass is shuffled anew, with the same order on all ranks.
 
-    Its state is the place behind the batch that was handed out last, see [Note: the place in the data].
-    After a load the next loop goes on there, also in a pass that was left by `break`. (Without a load, a loop
-    after `break` begins a new pass.) An IterableDataset is read from its beginning for that, and what was had
-    is thrown away.
+    Its state is the place after the last batch that it yielded, see [Note: the place in the data]. After a
+    load the next loop continues at that place, also in a pass that was left by `break`. Without a load, a
+    loop after `break` begins a new pass. An IterableDataset is read from its beginning to reach the place.
     """
 
     def __init__(
@@ -49,10 +48,10 @@ class RankLoader:
         self.collate_fn, self.drop_last = collate_fn, drop_last
         self.in_order = isinstance(dataset, IterableDataset)
         self.place = DataPlace()
-        self.begun = False  # whether there is an iterator for the place
-        self.loads = 0
-        # torch draws a number whenever an iterator begins: not from the generator of the loop, because a run
-        # that is resumed in the middle of a pass begins one more
+        self.begun = False  # an iterator has started at the place
+        self.loads = 0  # calls of load_state_dict
+        # torch draws a number whenever an iterator starts. It has a generator of its own: a run that resumes
+        # in the middle of a pass starts one iterator more, and would draw other numbers from the global one.
         self.generator = torch.Generator()
 
     def __iter__(self) -> Iterator[Any]:
@@ -63,21 +62,21 @@ class RankLoader:
                 place.samples = passed = passed + each
                 yield batch
                 if self.loads != loads and not self.begun:
-                    break  # a checkpoint was loaded in the middle of a loop, which goes on from there
+                    break  # a checkpoint was loaded inside the loop: continue from its place
             else:
                 if self.place is place:
                     self.place, self.begun = DataPlace(place.number + 1), False
                 return
 
     def _begin(self) -> DataPlace:
-        """The place that an iterator begins at."""
-        if self.begun:  # another loop has left its pass, or is still at it
+        """Return the place at which a new iterator starts."""
+        if self.begun:  # an earlier loop was left in this pass, or is still running
             self.place = DataPlace(self.place.number + 1)
         self.begun = True
         return self.place
 
     def _rest(self, place: DataPlace) -> DataLoader[Any]:
-        """This rank's batches from a place to the end of the pass."""
+        """Return a loader of this rank's batches from a place to the end of the pass."""
         if isinstance(self.dataset, IterableDataset):
             had = -(-place.samples // self.world)
             rest = _Behind(self.dataset, had) if had else self.dataset
@@ -88,19 +87,19 @@ class RankLoader:
         return DataLoader(dataset, collate_fn=self.collate_fn, generator=self.generator, **how)
 
     def __len__(self) -> int:
-        """Batches of a whole pass."""
+        """Return the number of batches in a whole pass."""
         return len(self._rest(DataPlace()))
 
     def state_dict(self) -> dict[str, int]:
-        """The place, which is the same on all ranks after each of their steps."""
+        """Return the place, which is equal on all ranks after the same number of batches."""
         return {"pass": self.place.number, "samples": self.place.samples, "of": self._samples()}
 
     def _samples(self) -> int:
-        """How many there are; -1 if nobody knows."""
+        """Return the number of samples; -1 for an IterableDataset."""
         return -1 if isinstance(self.dataset, IterableDataset) else len(self.dataset)  # type: ignore[arg-type]
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from a place, at this number of ranks and with this size of a batch."""
+        """Continue from a saved place, with this run's number of ranks and batch size."""
         if state["of"] != self._samples():
             raise ValueError(
                 f"the data had {state['of']} samples when this was saved, and has {self._samples()} now, so "
@@ -111,7 +110,7 @@ class RankLoader:
 
 
 class _Deal(Sampler[list[int]]):
-    """The batches of one rank from a place to the end of the pass, as numbers of samples."""
+    """Batch sampler of one rank, from a place to the end of the pass."""
 
     def __init__(self, loader: RankLoader, place: DataPlace) -> None:
         self.loader, self.place = loader, place
@@ -128,7 +127,7 @@ class _Deal(Sampler[list[int]]):
             yield batch.tolist()
 
     def _numbers(self) -> Tensor:
-        """Dealt in turn, as by DistributedSampler: who would have one less gets one of the first again."""
+        """Return this rank's samples, dealt in turn; ranks that would have one less repeat a first one."""
         generator = torch.Generator().manual_seed(self.place.number)
         order = torch.randperm(self.numel, generator=generator, device="cpu")
         turns = torch.arange(self.each, device="cpu") * self.loader.world
@@ -136,7 +135,7 @@ class _Deal(Sampler[list[int]]):
 
 
 class _Behind(IterableDataset[Any]):
-    """What of a dataset comes after some samples of this rank."""
+    """An IterableDataset without its first `had` samples."""
 
     def __init__(self, dataset: IterableDataset[Any], had: int) -> None:
         self.dataset, self.had = dataset, had
@@ -146,10 +145,10 @@ class _Behind(IterableDataset[Any]):
 
 
 def leave_signals(worker_id: int) -> None:
-    """For `DataLoader(..., worker_init_fn=zero_full.leave_signals)`: its processes do not end at a signal.
+    """Ignore SIGTERM and SIGUSR1: for `DataLoader(..., worker_init_fn=zero_full.leave_signals)`.
 
-    torchrun and Slurm send a signal to these processes, too. If it ended them, their rank would have no data
-    for the step after which it is to be saved, and an error instead.
+    torchrun and Slurm send their signals to the loader's worker processes as well. If a signal ended a
+    worker, its rank could not finish the step after which `on_signal` saves.
     """
     for name in ("SIGTERM", "SIGUSR1"):
         if hasattr(signal, name):
@@ -157,9 +156,9 @@ def leave_signals(worker_id: int) -> None:
 
 
 class RepeatingLoader:
-    """Repeats a loader for ever. Attributes that it does not have are the loader's.
+    """Repeats a loader without end. Attributes that it does not have are the loader's.
 
-    A sampler with `set_epoch` is told each new pass, so that it shuffles anew.
+    Calls `set_epoch` of the loader's sampler before each new pass, so that it shuffles anew.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -194,7 +193,7 @@ class RepeatingLoader:
         return len(self.loader)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "loader":  # while it is copied, there is none
+        if name == "loader":  # a copy under construction has no attributes yet
             raise AttributeError(name)
         return getattr(self.loader, name)
 
@@ -206,8 +205,8 @@ def synced(batches: Iterable[Any], group: dist.ProcessGroup | None = None) -> It
     """Yield (batch, whether it counts) until no rank has a batch left.
 
     At stage 3 every rank takes part in every forward. A rank that runs out of batches before the others gets
-    its last one again, which does not count. The ranks ask each other before each batch; over NCCL alone,
-    without gloo beside it, the host waits for the device to hear the answer.
+    its last one again, which does not count. An all-reduce before each batch tells how many ranks have
+    another one. Over NCCL the host waits for its result, unless the group has gloo as well.
     """
     iterator, batch = iter(batches), NOTHING
     while True:
@@ -222,7 +221,7 @@ def synced(batches: Iterable[Any], group: dist.ProcessGroup | None = None) -> It
 
 
 def _everyones(more: bool, none: bool, group: dist.ProcessGroup | None) -> list[int]:
-    """How many ranks have another batch; and of each rank, by number, whether it has had none at all."""
+    """Return how many ranks have another batch, then for each rank whether it never had one."""
     if not dist.is_initialized():
         return [int(more), int(none)]
     everyone = group if group is not None else dist.group.WORLD

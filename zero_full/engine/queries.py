@@ -1,4 +1,4 @@
-"""What an engine is asked about its run and its configuration."""
+"""DeepSpeed's getters: methods that only read an engine's state and configuration."""
 
 import os
 from typing import Any
@@ -12,74 +12,73 @@ from zero_full.shard.step.optimizer import ZeroOptimizer
 
 
 class DeepSpeedQueries:
-    """The questions that DeepSpeed's engine answers, with its names."""
+    """The getters of DeepSpeed's engine, under their names. `Engine` sets the attributes they read."""
 
     config: Config
     optimizer: ZeroOptimizer
-    world_size: int
-    micro_steps: int
-    _stepped: bool
-    _micro_batches: int
+    world_size: int  # data-parallel ranks
+    _stepped: bool  # the last call of `step` was at a gradient accumulation boundary
+    _micro_batches: int  # of a step
 
     def was_step_applied(self) -> bool:
-        """Whether the last call of `step` moved the parameters; in the middle of a step it does not."""
+        """Return whether the last call of `step` updated the parameters: at a boundary, no overflow."""
         return self._stepped and self.optimizer.last is not None and self.optimizer.last.applied
 
     def get_global_grad_norm(self) -> float | None:
-        """The norm of the last step's averaged gradients, unscaled and before clipping.
+        """Return the norm of the last step's averaged gradients, unscaled and before clipping.
 
-        None before the first step, and in fp32 without clipping: nothing needs it there, and it costs a
-        pass over the gradients. Set a large gradient_clipping to have it.
+        None before the first step, and in fp32 without clipping, where no step needs the norm: it costs a
+        pass over the gradients. Set a large gradient_clipping to have it computed.
         """
         return None if self.optimizer.last is None else self.optimizer.last.grad_norm
 
     def get_lr(self) -> list[float]:
-        """The learning rate of every parameter group."""
+        """Return the learning rate of every parameter group."""
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def get_mom(self) -> list[Any]:
-        """The momentum, or Adam's betas, of every parameter group."""
+        """Return the momentum, or Adam's betas, of every parameter group."""
         return [group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]
 
     @property
     def basic_optimizer(self) -> Optimizer:
-        """The optimizer that is wrapped, for what only it knows, such as a Lamb's `get_lamb_coeffs`."""
+        """The wrapped optimizer, for methods of its own such as Lamb's `get_lamb_coeffs`."""
         return self.optimizer.base
 
     def loss_scale(self) -> float:
-        """The loss scale of the next backward."""
+        """Return the loss scale of the next backward pass."""
         return self.optimizer.scaler.scale
 
     def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale adapts itself."""
+        """Return whether the loss scale is dynamic."""
         return isinstance(self.optimizer.scaler, DynamicScale)
 
     def traffic(self) -> dict[str, int]:
-        """Bytes this rank has sent so far, by kind of collective."""
+        """Return the bytes that this rank has sent so far, by kind of collective."""
         return dict(self.optimizer.groups.traffic.sent)
 
     def moved(self) -> dict[str, int]:
-        """Bytes moved so far for what waits on the host or a disk, by way: copied down, up, read, written."""
+        """Return the bytes that offload has moved, by direction: down to the host, up, read, written."""
         flow, waiting = self.optimizer.parts.flow, self.optimizer.waiting
         copied = flow.copied.sent if flow is not None else {}
         return {**copied, **waiting.tier.moved(), **waiting.shelf.moved()}
 
     @property
     def global_rank(self) -> int:
-        """This process's rank among all."""
+        """This process's rank in the world."""
         return this_rank()
 
     @property
     def local_rank(self) -> int:
-        """This process's rank among those on its host."""
+        """This process's rank on its host."""
         return int(os.environ.get("LOCAL_RANK", "0"))
 
     def train_batch_size(self) -> int:
-        """How many samples a step takes, over all ranks and micro-batches."""
+        """Return the samples of a step, over all ranks and micro-batches."""
         return self.train_micro_batch_size_per_gpu() * self._micro_batches * self.world_size
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """How many samples a rank takes in a micro-batch."""
+        """Return the samples of one rank's micro-batch."""
         size = self.config.train_micro_batch_size_per_gpu
         if not size:
             raise RuntimeError(
@@ -88,40 +87,29 @@ class DeepSpeedQueries:
         return size
 
     def gradient_accumulation_steps(self) -> int:
-        """How many micro-batches a step takes."""
+        """Return the number of micro-batches in a step."""
         return self._micro_batches
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """(samples a step, samples a rank and micro-batch, micro-batches a step)."""
+        """Return (samples in a step, samples in a rank's micro-batch, micro-batches in a step)."""
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self._micro_batches
 
-    def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Take so many samples a step from now on, by changing the number of micro-batches."""
-        each = self.train_micro_batch_size_per_gpu() * self.world_size
-        if self.micro_steps % self._micro_batches:
-            raise RuntimeError("the batch size can change between steps, not inside one")
-        if train_batch_size < 1 or train_batch_size % each:
-            raise ValueError(
-                f"train_batch_size {train_batch_size} is not a multiple of {each}, micro-batch x ranks"
-            )
-        self._micro_batches, self.micro_steps = train_batch_size // each, 0
-
     def zero_optimization_stage(self) -> int:
-        """The stage: 0, 1, 2 or 3."""
+        """Return the ZeRO stage: 0, 1, 2 or 3."""
         return self.optimizer.settings.stage
 
     def zero_optimization(self) -> bool:
-        """Whether anything is sharded."""
+        """Return whether optimizer state is sharded: stage 1 or higher."""
         return self.zero_optimization_stage() > 0
 
     def fp16_enabled(self) -> bool:
-        """Whether parameters are fp16."""
+        """Return whether parameters are fp16."""
         return self.config.fp16.enabled
 
     def bfloat16_enabled(self) -> bool:
-        """Whether parameters are bf16."""
+        """Return whether parameters are bf16."""
         return self.config.bf16.enabled
 
     def gradient_clipping(self) -> float:
-        """The largest gradient norm that a step takes; 0 if any. By default 1.0, DeepSpeed's since 0.19.3."""
+        """Return the norm to which gradients are clipped; 0: never. Default 1.0, DeepSpeed's since 0.19.3."""
         return self.config.gradient_clipping

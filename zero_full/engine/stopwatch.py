@@ -1,41 +1,54 @@
-"""`wall_clock_breakdown`: where the time of a step goes."""
+"""`wall_clock_breakdown`: the seconds that a step spends in forward, backward and the optimizer's step."""
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
 
 import torch
 
 from zero_full.formatting import duration
 
+PHASES = ("forward", "backward", "step")
+
 
 class Stopwatch:
-    """Adds up seconds by name. Off, it costs nothing; on, it waits for the device at every reading."""
+    """Adds up the seconds of each phase. On, it synchronizes with the device at every reading."""
 
     def __init__(self, device: torch.device, on: bool) -> None:
         self.device, self.on = device, on
-        self.seconds: dict[str, float] = defaultdict(float)
+        self.seconds: dict[str, float] = defaultdict(float)  # by phase, since the last lap
 
-    def _now(self) -> float:
+    def phases(self) -> dict[str, AbstractContextManager[None]]:
+        """Return a context manager for each phase that times its block; off, all are the same empty one."""
+        if not self.on:
+            return dict.fromkeys(PHASES, nullcontext())
+        return {phase: Timed(self, phase) for phase in PHASES}
+
+    def now(self) -> float:
+        """Return the time in seconds, after all work that is queued on the device."""
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
         return time.perf_counter()
 
-    @contextmanager
-    def measure(self, name: str) -> Iterator[None]:
-        """Add the time of the block to `name`."""
-        if not self.on:
-            yield
-            return
-        start = self._now()
-        try:
-            yield
-        finally:
-            self.seconds[name] += self._now() - start
-
     def lap(self, steps: int) -> str:
-        """The times of a step, the mean of so many, as text. They start from zero again."""
+        """Return the mean times of a step over `steps` steps, as text, and reset them to zero."""
         told = ", ".join(f"{name} {duration(seconds / steps)}" for name, seconds in self.seconds.items())
         self.seconds.clear()
         return told or "nothing to time: forward, backward and step were not the engine's"
+
+
+class Timed:
+    """Reusable context manager: adds the seconds of its block to one phase of a stopwatch."""
+
+    def __init__(self, stopwatch: Stopwatch, phase: str) -> None:
+        self.stopwatch, self.phase = stopwatch, phase
+        self.starts: list[float] = []  # of the blocks that are open: a forward may run inside a forward
+
+    def __enter__(self) -> None:
+        self.starts.append(self.stopwatch.now())
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stopwatch.seconds[self.phase] += self.stopwatch.now() - self.starts.pop()

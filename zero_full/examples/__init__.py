@@ -1,1 +1,1 @@
-"""Scripts to start from."""
+"""Example training scripts to start from."""

@@ -1,9 +1,10 @@
-"""Train sharded, export, and use the weights where there is no zero_full.
+"""Train a sharded model, export its weights, and load them in plain PyTorch without zero_full.
 
     torchrun --standalone --nproc-per-node 2 -m zero_full.examples.export_and_reload --out weights
     python -m zero_full.examples.export_and_reload --reload weights
 
-The first prints the trained model's loss; the second reads the files into plain PyTorch and prints the same.
+The first command prints the trained model's loss. The second loads the files in plain PyTorch and prints the
+same loss.
 """
 
 import argparse
@@ -23,7 +24,7 @@ CONFIG = {
 
 
 class Next(nn.Module):
-    """Says which of 50 words follows; words come in and go out through the same table."""
+    """Model that predicts the next of 50 words, with tied input and output embeddings."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,18 +34,18 @@ class Next(nn.Module):
         self.out.weight = self.words.weight
 
     def forward(self, words: Tensor) -> Tensor:
-        """The loss."""
+        """Return the loss."""
         scores = self.out(self.think(self.words(words)))
         return nn.functional.cross_entropy(scores, (7 * words + 3) % 50)
 
 
 def sentence(number: int) -> Tensor:
-    """32 words."""
+    """Return 32 random words."""
     return torch.randint(50, (32,), generator=torch.Generator().manual_seed(number))
 
 
 def train(out: Path) -> float | None:
-    """Ten steps at stage 3, then an export. Returns the loss afterwards, on the first rank."""
+    """Train ten steps at stage 3 and export the weights. Returns the final loss on rank 0, else None."""
     import zero_full
     from zero_full.checkpoint import save_weights
 
@@ -61,7 +62,7 @@ def train(out: Path) -> float | None:
 
 
 def reload(folder: Path) -> float:
-    """The loss of the same sentence, by plain PyTorch."""
+    """Load the weights in plain PyTorch, and return the loss of the same sentence."""
     model = Next()
     safetensors.torch.load_model(model, folder / "model.safetensors")
     with torch.no_grad():
@@ -69,7 +70,7 @@ def reload(folder: Path) -> float:
 
 
 def main() -> int:
-    """Print the loss."""
+    """Train or reload, and print the loss."""
     parser = argparse.ArgumentParser(description="train sharded, export, reload in plain PyTorch")
     parser.add_argument("--out", type=Path, default=Path("weights"), metavar="DIR", help="where to export to")
     parser.add_argument("--reload", type=Path, metavar="DIR", help="what to read instead of training")

@@ -1,9 +1,9 @@
-"""A DeepSpeed script, with one line changed: the import.
+"""Run a DeepSpeed script on zero_full with one line changed: the import.
 
     torchrun --standalone --nproc-per-node 2 -m zero_full.examples.from_deepspeed --dtype bf16
 
-A small convolutional network learns to tell ten kinds of made-up 32 x 32 pictures apart. The configuration
-is a DeepSpeed JSON file as it stands (`ds_config.json` beside this file).
+A small convolutional network learns to classify synthetic 32 x 32 pictures of ten kinds. The configuration is
+an unchanged DeepSpeed JSON file (`ds_config.json` in this folder).
 """
 
 import argparse
@@ -23,7 +23,7 @@ CONFIG = Path(__file__).with_name("ds_config.json")
 
 
 class Net(nn.Module):
-    """Two convolutions and three layers: 62,006 parameters."""
+    """Network of two convolutions and three linear layers: 62,006 parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,13 +35,13 @@ class Net(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """A score for each kind."""
+        """Return a score for each kind."""
         scores: Tensor = self.answers(self.pictures(x).flatten(1))
         return scores
 
 
 def pictures(count: int = 1600) -> TensorDataset:
-    """Ten patterns under a lot of noise."""
+    """Make pictures of ten patterns with strong noise."""
     generator = torch.Generator().manual_seed(0)
     patterns = torch.randn(10, 3, 32, 32, generator=generator)
     labels = torch.randint(10, (count,), generator=generator)
@@ -49,7 +49,7 @@ def pictures(count: int = 1600) -> TensorDataset:
 
 
 def configuration(args: argparse.Namespace) -> dict[str, Any]:
-    """The file's, with the precision and stage of the command line."""
+    """Return the file's configuration with the precision and stage of the command line."""
     config: dict[str, Any] = json.loads(CONFIG.read_text(encoding="utf-8"))
     config["bf16"]["enabled"] = args.dtype == "bf16"
     config["fp16"]["enabled"] = args.dtype == "fp16"
@@ -58,7 +58,7 @@ def configuration(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Train, and print the loss and how many answers are right."""
+    """Train, and print the loss and the accuracy."""
     parser = argparse.ArgumentParser(description="a DeepSpeed script on zero_full")
     parser.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], default="fp32")
     parser.add_argument("--stage", type=int, default=2)

@@ -1,11 +1,11 @@
-"""Train a model that is larger than the memory of any of its processes.
+"""Train a model that is larger than the memory of each of its processes.
 
     torchrun --nproc-per-node 4 -m zero_full.examples.larger_than_memory
 
-Every process limits itself to less than the model takes in 32-bit numbers; building it as usual fails with
-an out-of-memory error (`--plain` shows that). Inside `zero_full.Init` nothing is allocated, and `initialize`
-lets every process keep its slices: parameters, gradients and SGD's momentum, 3/4 of the model's bytes at 4
-processes. It needs Linux, whose limits it sets and whose /proc it reads.
+Every process limits its memory to less than the model's size in fp32. So plain construction fails with an
+out-of-memory error (`--plain` shows that). `zero_full.Init` allocates nothing, and after `initialize` every
+process keeps only its shards: parameters, gradients and SGD's momentum, 3/4 of the model's bytes at 4
+processes. This example needs Linux for memory limits and /proc.
 """
 
 import argparse
@@ -38,42 +38,42 @@ CONFIG = {
 
 
 class Tower(nn.Module):
-    """Equal layers, one after the other."""
+    """Model of equal linear layers in sequence."""
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The mean square of what comes out."""
+        """Return the mean square of the output."""
         for layer in self.layers:
             x = x + torch.tanh(layer(x))
         return x.square().mean()
 
 
 def in_use() -> int:
-    """Bytes of data that this process has reserved, as the limit counts them."""
+    """Return the bytes of data that this process has reserved, as counted for the limit."""
     status = Path("/proc/self/status").read_text()
     return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmData")) * 1024
 
 
 def give_memory_back() -> None:
-    """Let the C library return every large block that is freed.
+    """Make the C library return every large freed block to the system.
 
-    By default it keeps blocks of up to 32 MiB, which is faster; but glibc before 2.38 cannot use a hole again
-    for an aligned block of the same size, and gathering unit after unit would leave a hole for each.
+    By default it keeps blocks of up to 32 MiB, which is faster. But glibc before 2.38 cannot reuse a hole for
+    an aligned block of the same size. So gathering one unit after the other would leave a hole for each.
     """
     m_mmap_threshold = -3
     ctypes.CDLL(None).mallopt(m_mmap_threshold, 2**20)
 
 
 def limit_memory(room: int) -> None:
-    """This process may reserve so many bytes more. Windows of shared memory do not count."""
+    """Limit this process to `room` more bytes. Shared memory does not count."""
     resource.setrlimit(resource.RLIMIT_DATA, (in_use() + room, resource.RLIM_INFINITY))
 
 
 def main() -> int:
-    """Limit the memory, build, train a few steps."""
+    """Limit the memory, construct the model and train a few steps."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=48)

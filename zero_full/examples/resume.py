@@ -1,15 +1,15 @@
-"""Train, stop when a signal asks for it, and go on from there, with as many ranks as there are then.
+"""Train, save and stop on a signal, and resume with any number of ranks.
 
     torchrun --standalone --nproc-per-node 3 -m zero_full.examples.resume --out run
     torchrun --standalone --nproc-per-node 2 -m zero_full.examples.resume --out run --stage 1
 
-End the first one as you like: with Ctrl-C or `kill` it finishes its step, saves and exits; after `kill -9`
-the last checkpoint is there. The second one goes on, in the middle of an epoch if need be. With any number of
-ranks a step is 12 samples, so the losses are those of a run that was never stopped, but for rounding.
+Stop the first run in any way. On Ctrl-C or `kill` it finishes its step, saves and exits. After `kill -9` its
+last checkpoint remains. The second run resumes from it, even in the middle of an epoch. A step is 12 samples
+with any number of ranks, so the losses equal those of an uninterrupted run, except for rounding.
 
     torchrun --standalone --nproc-per-node 2 -m zero_full.examples.resume --out run --config ds.json
 
-takes all choices from a file of yours: to try another optimizer, precision or stage.
+reads your own configuration, to try another optimizer, precision or stage.
 """
 
 import argparse
@@ -39,14 +39,14 @@ CONFIG: dict[str, Any] = {
 
 
 def samples(count: int = 132) -> TensorDataset:
-    """Numbers, and what a network that nobody knows makes of them."""
+    """Make random inputs and the outputs of a fixed random network, as targets."""
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(count, 16, generator=generator)
     return TensorDataset(inputs, torch.tanh(inputs @ torch.randn(16, 4, generator=generator)))
 
 
 def mean_of_ranks(loss: Tensor) -> float:
-    """For the log."""
+    """Return the mean loss of all ranks, for the log."""
     total = loss.detach().clone()
     if dist.is_initialized():
         dist.all_reduce(total)
@@ -55,14 +55,14 @@ def mean_of_ranks(loss: Tensor) -> float:
 
 
 def configuration(args: argparse.Namespace) -> dict[str, Any]:
-    """The file's, or the one above; with the stage of the command line, if it says one."""
+    """Return the file's configuration or the default one, with the stage of the command line if given."""
     config: dict[str, Any] = json.loads(args.config.read_text(encoding="utf-8")) if args.config else CONFIG
     stage = {} if args.stage is None else {"stage": args.stage}
     return config | {"zero_optimization": config.get("zero_optimization", {}) | stage}
 
 
 def main() -> int:
-    """Go on, or begin."""
+    """Resume from a checkpoint, or start."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="a folder that all hosts share")
     parser.add_argument("--config", type=Path, help="a JSON file")
@@ -84,19 +84,19 @@ def main() -> int:
     dtype = next(engine.parameters()).dtype
 
     progress: dict[str, Any] = {"epoch": 0}
-    _, saved = engine.load_checkpoint(args.out)  # (None, None) if there is none yet
+    _, saved = engine.load_checkpoint(args.out)  # (None, None) without a checkpoint
     progress |= saved or {}
     signals = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
     engine.on_signal(args.out, signals, client_state=progress)
     while progress["epoch"] < args.epochs:
-        for inputs, wanted in loader:  # behind the last batch before the save
+        for inputs, wanted in loader:  # continues after the last batch before the save
             made = engine(inputs.to(engine.device, dtype))
             loss = nn.functional.mse_loss(made.float(), wanted.to(engine.device))
             engine.backward(loss)
             shown = mean_of_ranks(loss)
             if engine.global_rank == 0:
                 print(f"step {engine.global_steps}: loss {shown:.6f}, {engine.world_size} ranks", flush=True)
-            engine.step()  # after a signal it saves and exits
+            engine.step()  # after a signal, it saves and exits
             if engine.global_steps % args.save_every == 0:
                 engine.save_checkpoint(args.out, client_state=progress)
             time.sleep(args.pause)

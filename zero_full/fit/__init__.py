@@ -1,10 +1,10 @@
-"""Which stage does a Hugging Face model need on this machine? Its config.json is enough.
+"""Find the lowest ZeRO stage at which a Hugging Face model fits on a machine, from its config.json.
 
     python -m zero_full fit --hf-config config.json --world 8 --memory 80GB
 
-`families.txt` describes the families that are known, `read.py` makes a model of that shape on the meta
-device, and `zero_full.plan` counts its bytes, stage by stage, until one fits. Only activations are estimated,
-see [Note: activations] in `saved.py`: to run the model itself, transformers would have to be there.
+`families.txt` describes the supported model families. `read.py` makes a model of that shape on the meta
+device, and `zero_full.plan` counts its bytes, stage by stage, until one fits. Only activations are estimated:
+see [Note: activations] in `saved.py`. To run the model itself, transformers would be required.
 """
 
 from zero_full.errors import FitError

@@ -1,4 +1,4 @@
-"""The lowest stage that fits, and why those below it do not."""
+"""Choose the lowest stage that fits, with the reasons why others do not."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from zero_full.plan import Plan, human, plan
 
 HOST, FILE = "cpu", "nvme"
 STATE = "offload_optimizer"
-LADDER = (  # stages, and where the optimizer's state waits: each costs more time than the one before
+LADDER = (  # (stage, offload device of the optimizer state), by increasing time per step
     (0, ""),
     (1, ""),
     (2, ""),
@@ -20,9 +20,9 @@ LADDER = (  # stages, and where the optimizer's state waits: each costs more tim
     (3, HOST),
     (3, FILE),
 )
-TIGHT = 10  # less than one part in so many left is too little for all that nobody counts here
+TIGHT = 10  # less than 1/10 left is tight, as fragmentation and libraries are not counted
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}
-PRECISIONS: dict[str, tuple[str, int, dict[str, Any]]] = {  # what is said, bytes of a parameter, keys
+PRECISIONS: dict[str, tuple[str, int, dict[str, Any]]] = {  # description, bytes per parameter, keys
     "fp32": ("32 bits", 4, {}),
     "mixed": ("16 bits; master and gradients in fp32", 2, BF16),
     "mixed16": (
@@ -36,31 +36,31 @@ OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-4}}
 
 @dataclass(frozen=True)
 class Machine:
-    """Hosts that are alike. In bytes; None: nobody said how much, so nothing waits there."""
+    """A cluster of equal hosts. Sizes are in bytes; None: not given, so nothing is offloaded there."""
 
     hosts: int
-    gpus: int  # on each host
-    memory: int  # of each
-    host_memory: int | None = None  # of a host
-    disk: int | None = None
+    gpus: int  # per host
+    memory: int  # per GPU
+    host_memory: int | None = None  # per host
+    disk: int | None = None  # per host
 
     @property
     def world(self) -> int:
-        """All ranks."""
+        """The number of ranks."""
         return self.hosts * self.gpus
 
 
 @dataclass(frozen=True)
 class Run:
-    """What is trained with, beside the model."""
+    """The training options besides the model and the machine."""
 
     batch: Batch
-    micro_batches: int = 1  # in a step
+    micro_batches: int = 1  # per step
     precision: str = "mixed"
-    path: str = "/local_nvme"  # for files
+    path: str = "/local_nvme"  # directory of spill files
 
     def config(self, stage: int, place: str) -> dict[str, Any]:
-        """The finished configuration; `place` is where the optimizer's state waits, "" the GPU."""
+        """Return the complete configuration. `place`: offload device of the optimizer state; "": the GPU."""
         path = {"nvme_path": self.path} if place == FILE else {}
         away = {STATE: {"device": place, **path}} if place else {}
         return {
@@ -75,16 +75,16 @@ class Run:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run, and whether it fits."""
+    """A configuration with its memory plan, and whether it fits."""
 
     config: dict[str, Any]
     plan: Plan
-    verdict: str  # "yes", "perhaps" if nobody knows its activations, "tight" or "no"
+    verdict: str  # "yes", "perhaps" if activations are unknown, "tight" or "no"
     reason: str
 
     @property
     def name(self) -> str:
-        """In words."""
+        """The stage and offload device as text."""
         zero = self.config["zero_optimization"]
         places = {"": "", HOST: ", state on the host", FILE: ", state in a file"}
         return f"stage {zero['stage']}{places[zero.get(STATE, {}).get('device', '')]}"
@@ -92,14 +92,14 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Fit:
-    """All that was tried, in order, and what was chosen."""
+    """The candidates that were tried, in order, and the chosen one."""
 
     candidates: tuple[Candidate, ...]
     chosen: Candidate | None
 
 
 def fit(shape: Shape, machine: Machine, run: Run) -> Fit:
-    """Try one after the other; the stages in any case, the others until one fits with room to spare."""
+    """Try all stages without offloading, then offloading until a candidate fits that is not tight."""
     _check_positions(shape, run.batch.context)
     model = shape.model()
     tried: list[Candidate] = []
@@ -123,7 +123,7 @@ def _check_positions(shape: Shape, context: int) -> None:
 
 
 def rungs(machine: Machine) -> Iterator[tuple[int, str]]:
-    """Those for which the machine has a place."""
+    """Yield the entries of `LADDER` that this machine has memory or disk for."""
     for stage, place in LADDER:
         has_host = machine.host_memory is not None or not place
         if has_host and (machine.disk is not None or place != FILE):
@@ -135,7 +135,7 @@ def _best(tried: Sequence[Candidate]) -> Candidate | None:
 
 
 def _judged(made: Plan, machine: Machine) -> tuple[str, str]:
-    """Whether it fits, and what there is to say about it."""
+    """Return the verdict and the reason."""
     places = [("on the GPU", made.peak, machine.memory)]
     if made.host:
         places.append(("on the host", machine.gpus * made.host, machine.host_memory or 0))

@@ -16,7 +16,7 @@ from zero_full.plan import human
 
 
 def main(options: argparse.Namespace) -> int:
-    """Print what was asked for. 1: nothing fits."""
+    """Run `python -m zero_full fit`. Returns the exit code: 1 if nothing fits."""
     if options.write and not Path(options.write).parent.is_dir():
         raise FitError(f"--write: {Path(options.write).parent} is no directory; make it first")
     shape, machine, run = read(options.hf_config), _machine(options), _run(options)
@@ -111,7 +111,7 @@ def _answer(shape: Shape, machine: Machine, run: Run, found: Fit) -> Iterator[st
 
 
 def _what_next(machine: Machine, run: Run) -> str:
-    """What was not tried."""
+    """Return a hint with the options that were not tried."""
     ways = [
         *(["--checkpointing"] if not run.batch.checkpoints else []),
         *(["--host-memory"] if machine.host_memory is None else []),

@@ -1,23 +1,23 @@
-"""How `families.txt` is read: of each family, what its config.json says in which key, and its modules.
+"""Parser of `families.txt`, which describes the config.json keys and the modules of each model family.
 
-`[llama] LlamaForCausalLM` begins a family: the `model_type` of config.json, and transformers' class. Then
-lines give sizes names:
+`[llama] LlamaForCausalLM` begins a family: the `model_type` of config.json, and transformers' class. The next
+lines define named sizes:
 
-    width = hidden_size               a key of config.json, which must be there
-    kv = num_key_value_heads or heads     what transformers takes where the key is missing or null
-    bias = attention_bias or no       a key that is true or false
-    sparse := layers-dense            computed
-    require head_norm is none         all else is not known; none is missing, null, false, 0 or empty
-    saved 16 layer: 16*width+8*inner  bytes a token of activations, at 16 bits: [Note: activations]
+    width = hidden_size               a required key of config.json
+    kv = num_key_value_heads or heads     a key with transformers' default for a missing or null value
+    bias = attention_bias or no       a boolean key
+    sparse := layers-dense            a computed size
+    require head_norm is none         the only supported value; none is missing, null, false, 0 or empty
+    saved 16 layer: 16*width+8*inner  bytes of activations per token, at 16 bits: [Note: activations]
 
-`if bias` and `unless bias` at the end of a line make it count only then; of two lines with one name, the
-first that counts does. After an empty line come the modules, each inside the one above that is less indented:
+`if bias` and `unless bias` at the end of a line are conditions. Of several lines with one name, the first one
+whose condition holds is used. After an empty line come the modules, nested by indentation:
 
     lm_head: vocabulary width same if tied; vocabulary
 
-is a module with a matrix `weight`, which is the model's first parameter once more if `tied`, and a vector
-`bias`. `.name: ...` is a parameter that the module itself holds. `*layers` is as many modules in a list,
-which is never called itself. Sizes are sums of products, and `/` must leave no remainder.
+is a module with a matrix `weight`, which is the model's first parameter again if `tied`, and a vector `bias`.
+`.name: ...` is another parameter of the module itself. `*layers` is a list of that many modules, which is
+never called itself. Sizes are sums of products, and `/` must leave no remainder.
 """
 
 import re
@@ -28,13 +28,13 @@ from itertools import takewhile
 from pathlib import Path
 
 FILE = Path(__file__).with_name("families.txt")
-Sizes = Mapping[str, int]  # by name; what is true is 1, what is false 0
+Sizes = Mapping[str, int]  # by name; booleans are 1 and 0
 Term = tuple[int, tuple[str | int, ...], tuple[str | int, ...]]  # 1 or -1, factors, divisors
 WHEN = re.compile(r"(.*?)(?: (if|unless) (\w+))?")
 
 
 class RemainderError(ValueError):
-    """A division that leaves one: factors and divisors, as they are written."""
+    """Raised for a division with a remainder, with the names of dividend and divisor."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Expression:
     terms: tuple[Term, ...]
 
     def value(self, sizes: Sizes) -> int:
-        """With these sizes. Raises RemainderError."""
+        """Evaluate with these sizes. Raises RemainderError."""
         total = 0
         for sign, factors, divisors in self.terms:
             product, divisor = _product(factors, sizes), _product(divisors, sizes)
@@ -63,18 +63,18 @@ def _product(names: Sequence[str | int], sizes: Sizes) -> int:
 
 @dataclass(frozen=True)
 class Size:
-    """A name, and where its value is from."""
+    """A named size, and the origin of its value."""
 
     name: str
-    key: str | None  # in config.json
-    default: Expression | bool | None  # None: the key must be there
-    least: int
-    when: str  # "bias", "!bias" or "", always
+    key: str | None  # in config.json; None: computed
+    default: Expression | bool | None  # None: the key is required
+    least: int  # minimum
+    when: str  # condition: "bias", "!bias", or "" for always
 
 
 @dataclass(frozen=True)
 class Requirement:
-    """What a key must say; None: nothing."""
+    """The only supported value of a key; None: missing or empty."""
 
     key: str
     value: Expression | bool | None
@@ -87,13 +87,13 @@ class Weight:
 
     name: str
     shape: tuple[Expression, ...]
-    same: str | None  # when it is the model's first parameter; None: never
+    same: str | None  # condition under which it is the model's first parameter; None: never
     when: str
 
 
 @dataclass(frozen=True)
 class Node:
-    """A module, or as many as `count` says in the list around them."""
+    """A module, or `count` equal modules in a list."""
 
     name: str
     count: Expression | None
@@ -102,30 +102,30 @@ class Node:
 
     @property
     def is_list(self) -> bool:
-        """It is never called itself."""
+        """Whether this is a module list, which is never called itself."""
         return any(node.count is not None for node in self.inside)
 
 
 @dataclass(frozen=True)
 class Family:
-    """All models of one `model_type`."""
+    """The description of one `model_type`."""
 
     model_type: str
-    model: str  # the class in transformers
+    model: str  # class in transformers
     sizes: tuple[Size, ...]
     requirements: tuple[Requirement, ...]
-    saved: Mapping[str, Expression]  # "16 layer", "16 outside", and the same for 32
+    saved: Mapping[str, Expression]  # by "16 layer", "16 outside", "32 layer", "32 outside"
     modules: tuple[Node, ...]
 
 
 def holds(when: str, sizes: Sizes) -> bool:
-    """Whether a condition does."""
+    """Return whether a condition holds."""
     return not when or bool(sizes[when.lstrip("!")]) != when.startswith("!")
 
 
 @cache
 def families() -> dict[str, Family]:
-    """All that are known, by `model_type`."""
+    """Return all supported families, by `model_type`."""
     text = "\n".join(line for line in FILE.read_text().splitlines() if not line.startswith("#"))
     made = [_family(part) for part in re.split(r"^\[", text, flags=re.MULTILINE)[1:]]
     return {family.model_type: family for family in made}
@@ -152,7 +152,7 @@ def _family(text: str) -> Family:
 
 
 def _conditional(line: str) -> tuple[str, str]:
-    """The line without its condition, and that."""
+    """Split a line into its text and its condition."""
     found = WHEN.fullmatch(line)
     assert found is not None
     return found[1], {"if": "", "unless": "!", None: ""}[found[2]] + (found[3] or "")
@@ -200,7 +200,7 @@ def _is_inside(head: str, line: str) -> bool:
 
 
 def _nodes(lines: Sequence[str]) -> Iterator[Node]:
-    """Each that is indented as little as the first one, with what is inside."""
+    """Yield the modules at the first line's indentation, each with its children."""
     rest = list(lines)
     while rest:
         head = rest[0]

@@ -1,4 +1,4 @@
-"""From a model's config.json to its shape: the sizes of its family, and a model of that shape."""
+"""Read a model's config.json: the sizes of its family, and a model of that shape on the meta device."""
 
 import json
 import math
@@ -24,26 +24,26 @@ from zero_full.fit.grammar import (
 )
 from zero_full.formatting import shown
 
-MOST = 10**9  # of any size
+MOST = 10**9  # largest value of any size
 MOST_LAYERS = 1000
-MOST_NUMEL = 10**12  # of a parameter
+MOST_NUMEL = 10**12  # elements of a parameter
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What decides about a model's bytes."""
+    """The family and sizes of a model, which determine its memory."""
 
     family: Family
     sizes: Sizes
-    notes: tuple[str, ...]  # what config.json does not say, and transformers takes
+    notes: tuple[str, ...]  # defaults of transformers that were used for missing keys
 
     def model(self) -> nn.Module:
-        """Modules and parameters as transformers' class has them, on the meta device; nobody can call it."""
+        """Make transformers' modules and parameters on the meta device. They cannot be called."""
         return Maker(self.family, self.sizes).of(Node("", None, (), self.family.modules))
 
 
 def read(path: str | Path) -> Shape:
-    """Of this config.json."""
+    """Read the shape of a model from the file config.json."""
     try:
         config = json.loads(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
@@ -54,7 +54,7 @@ def read(path: str | Path) -> Shape:
 
 
 def shape_of(config: Any) -> Shape:
-    """Of what a config.json says. A key that is missing is named, and never guessed."""
+    """Read the shape from the contents of a config.json. A missing required key raises FitError."""
     if not isinstance(config, Mapping):
         raise FitError(f"a config.json is an object of keys and values, not {shown(config)}")
     family = _family(config)
@@ -95,7 +95,7 @@ def _architecture(config: Mapping[str, Any], family: Family) -> Iterator[str]:
 
 
 def _value(size: Size, config: Mapping[str, Any], family: Family, sizes: Sizes) -> tuple[int, list[str]]:
-    """And what there is to say about it."""
+    """Return a size's value, and notes about a default."""
     given = None if size.key is None else config.get(size.key)
     if given is not None:
         return _given(size, given), []
@@ -130,7 +130,7 @@ def _computed(expression: Expression, family: Family, sizes: Sizes) -> int:
 
 
 def key_of(family: Family, name: str) -> str:
-    """What config.json calls a size."""
+    """Return the config.json key of a size."""
     return next((size.key for size in family.sizes if size.name == name and size.key), name)
 
 
@@ -149,14 +149,14 @@ def _check(requirement: Requirement, config: Mapping[str, Any], family: Family, 
 
 
 class Maker:
-    """Makes modules of parameters without values."""
+    """Builder of modules on the meta device."""
 
     def __init__(self, family: Family, sizes: Sizes) -> None:
         self.family, self.sizes = family, sizes
         self.first: nn.Parameter | None = None
 
     def of(self, node: Node) -> nn.Module:
-        """A module with all that is in it."""
+        """Make a module with its parameters and children."""
         made = nn.ModuleList() if node.is_list else Described()
         for weight in node.weights:
             if holds(weight.when, self.sizes):
@@ -168,7 +168,7 @@ class Maker:
         return made
 
     def parameter(self, same: str | None, shape: tuple[Expression, ...]) -> nn.Parameter:
-        """Its own, or the model's first one."""
+        """Make a parameter, or return the model's first one if they are tied."""
         if same is not None and holds(same, self.sizes):
             assert self.first is not None
             return self.first
@@ -183,7 +183,7 @@ class Maker:
 
 
 class Described(nn.Module):
-    """A module that is known by its parameters only."""
+    """A module of which only the parameters are known."""
 
     def forward(self) -> None:
-        """Nobody calls it."""
+        """Do nothing. It is defined because a module with a forward counts as called."""

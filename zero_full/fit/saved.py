@@ -1,15 +1,15 @@
-"""What a forward of one of these models leaves behind for its backward, without running it.
+"""Estimate the activations that a forward pass saves for backward, without running the model.
 
-[Note: activations] Per token a model saves, in each layer and outside of them, so many bytes for each element
-of its streams. The numbers in `families.txt` are what `zero_full.plan` finds in transformers' own models,
-with parameters of 16 or 32 bits; tests/hf measures them again. They are for sdpa attention without dropout,
-which saves its masks, and without padding, for which there would be a mask of attention. No scores are saved
-but where a family says `heads*context`. With activation checkpointing a layer saves what came into it, and
-one layer at a time is computed again, and then saves the rest.
+[Note: activations] Per token, a model saves a fixed number of bytes for each element of its hidden states, in
+each layer and outside of the layers. The numbers in `families.txt` are those that `zero_full.plan` measures
+for transformers' own models, with parameters of 16 or 32 bits; tests/hf measures them again. They are for
+sdpa attention without dropout, which would save its masks, and without padding, which would need an attention
+mask. Attention scores are saved only in families with `heads*context`. With activation checkpointing, a layer
+saves its input only. Backward recomputes one layer at a time, which then saves the rest.
 
-[Note: the loss] Where backward begins, transformers' loss has made more of the logits than is saved: a copy
-in 32 bits, and gradients. With a large vocabulary that is more than anything else. `LOSS` is what a process
-was measured to take beyond the formula, at the most, for each logit: Llama, GPT-2, Gemma 2, BERT and Falcon.
+[Note: the loss] At the start of backward, transformers' loss has more tensors of the logits' size than are
+saved: a copy in 32 bits, and gradients. With a large vocabulary these are the largest part. `LOSS` is the
+largest memory per logit that was measured beyond the formula, with Llama, GPT-2, Gemma 2, BERT and Falcon.
 """
 
 from dataclasses import dataclass
@@ -17,25 +17,25 @@ from dataclasses import dataclass
 from zero_full.fit.grammar import Sizes
 from zero_full.fit.read import Shape
 
-LOSS = {2: 10, 4: 12}  # bytes, by those of a parameter
+LOSS = {2: 10, 4: 12}  # bytes per parameter -> bytes per logit
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch."""
+    """The size of one micro-batch."""
 
     sequences: int
-    context: int  # tokens in each
+    context: int  # tokens per sequence
     checkpoints: bool = False  # activation checkpointing, layer by layer
 
     @property
     def tokens(self) -> int:
-        """In all sequences."""
+        """The number of tokens in all sequences."""
         return self.sequences * self.context
 
 
 def activations(shape: Shape, batch: Batch, parameter_bytes: int) -> int | None:
-    """Bytes of activations at the most. None: nobody has measured this family in this precision."""
+    """Return the peak bytes of activations; None if this family was not measured in this precision."""
     saved, bits = shape.family.saved, 8 * parameter_bytes
     if f"{bits} layer" not in saved:
         return None
@@ -48,6 +48,6 @@ def activations(shape: Shape, batch: Batch, parameter_bytes: int) -> int | None:
 
 
 def with_loss(shape: Shape, batch: Batch, parameter_bytes: int) -> int | None:
-    """The same, where backward begins: [Note: the loss]."""
+    """Return the bytes of activations at the start of backward. See [Note: the loss]."""
     saved, logits = activations(shape, batch, parameter_bytes), batch.tokens * shape.sizes["vocabulary"]
     return None if saved is None else saved + LOSS[parameter_bytes] * logits

@@ -1,4 +1,4 @@
-"""An answer as what one types next."""
+"""Format the result as commands and code to copy."""
 
 from zero_full.fit.choice import PRECISIONS, Machine, Run
 from zero_full.fit.read import Shape
@@ -7,7 +7,7 @@ MASKED, CAUSAL = "AutoModelForMaskedLM", "AutoModelForCausalLM"
 
 
 def torchrun(machine: Machine) -> str:
-    """The line that starts it, on every host the same."""
+    """Return the command that starts the run, equal on every host."""
     if machine.hosts == 1:
         return f"torchrun --standalone --nproc-per-node {machine.gpus} train.py"
     meeting = "--rdzv-backend c10d --rdzv-endpoint HOST:29500 --rdzv-id 1"
@@ -15,9 +15,9 @@ def torchrun(machine: Machine) -> str:
 
 
 def snippet(shape: Shape, run: Run) -> str:
-    """What stands in train.py before the loop: no rank constructs the whole model.
+    """Return the code of train.py before the training loop, with deferred initialization.
 
-    It says the dtype, for config.json's may be another one than the plan's.
+    It sets the dtype, since that of config.json may differ from the plan's.
     """
     auto = MASKED if shape.family.model.endswith("ForMaskedLM") else CAUSAL
     dtype = "torch.float32" if PRECISIONS[run.precision][1] == 4 else "torch.bfloat16"

@@ -1,9 +1,11 @@
-"""The flight recorder: what every rank did in its last steps, on disk while it happens.
+"""The flight recorder: writes each rank's last steps to disk as they happen.
 
-recorder.py   listens to one rank's collectives, passes and steps
-black_box.py     takes its events to disk, a bounded number of them
-parts.py      finds and reads what the ranks have left
-clocks.py     brings the ranks' clocks together
-timeline.py   makes one recording of all ranks: which call met which, who waited for whom
-picture.py    prints a recording
+recorder.py   records one rank's collectives, passes, steps and memory
+black_box.py  writes its events to two files of bounded size
+parts.py      reads the files of all ranks
+clocks.py     aligns the ranks' clocks
+timeline.py   merges the ranks' events into one recording: matching calls, and which rank waited for which
+captions.py   describes a moment of a recording in a sentence
+picture.py    prints a recording as text
+command.py    `python -m zero_full replay`
 """

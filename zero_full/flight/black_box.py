@@ -1,11 +1,12 @@
-"""One rank's events on their way to disk: lines of JSON, in two files that take turns.
+"""One rank's events on disk: lines of JSON, in two files that take turns.
 
-[Note: black box] A line belongs to the system as soon as it is written: it is there afterwards, whether the
-process is killed, aborted by its backend, or hangs. Nothing is flushed to the disk itself, so it costs a copy
-in memory; what a power cut leaves is another matter.
+[Note: black box] Once written, a line is in the system's page cache. It survives if the process is killed,
+aborted by its backend, or hangs. Nothing calls fsync, so a line costs a copy in memory, and a power cut may
+lose it.
 
-When a file has enough steps or events, the other one is emptied and goes on. So there are always the last
-`steps` steps, never more than twice as many, and each file says at its start how much was dropped before.
+When a file has enough steps or events, the other file is emptied and written next. So the two files always
+hold the last `steps` steps and never more than twice as many. Each file states at its start how many steps
+and events were dropped before it.
 """
 
 import json
@@ -19,22 +20,22 @@ from typing import Any
 from zero_full.flight.parts import DONE, FORMAT, file_of, folder_of
 
 log = logging.getLogger("zero_full")
-EVENTS = 20_000  # in one file, whatever the number of steps
-FULL = "%s cannot be written any more (%s): nothing is recorded from here on"
+EVENTS = 20_000  # in one file, at most
+FULL = "writing the recording %s failed (%s): it ends here"
 
 
 class BlackBox:
-    """Writes lines for one rank. Threads may share it."""
+    """Writes one rank's events. Threads may share it."""
 
     def __init__(self, path: Path, rank: int, about: Mapping[str, Any], steps: int) -> None:
-        """OSError if something cannot be written there."""
+        """Open both files, which begin with `about`. OSError if the folder cannot be written."""
         self.path, self.rank, self.about, self.steps = path, rank, dict(about), steps
         self.lock = threading.Lock()
         folder = folder_of(path)
         folder.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
             raise IsADirectoryError(f"{path} is a folder")
-        path.unlink(missing_ok=True)  # an earlier recording
+        path.unlink(missing_ok=True)  # the file of an earlier recording
         folder.joinpath(DONE.format(rank)).unlink(missing_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         self.files = [os.open(file_of(folder, rank, number), flags, 0o644) for number in (0, 1)]
@@ -53,7 +54,7 @@ class BlackBox:
         os.write(self.files[self.turns % 2], f"{line}\n".encode())
 
     def write(self, line: Mapping[str, Any], ends_step: bool = False) -> None:
-        """One line; nothing, once the disk has refused one."""
+        """Write one event. After a failed write, which is logged, do nothing."""
         text = json.dumps(line, separators=(",", ":"))
         with self.lock:
             if self.files:
@@ -83,7 +84,7 @@ class BlackBox:
         self._begin()
 
     def finish(self, how: str) -> None:
-        """The last line. Whoever looks sees that this rank has ended its recording."""
+        """Write how the recording ended, close the files, and mark this rank as done."""
         self.write({"ended": how})
         with self.lock:
             if self.files:

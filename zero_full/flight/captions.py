@@ -1,4 +1,4 @@
-"""What a recording says at each moment, in words."""
+"""Captions: a title and a sentence or two for each moment of a recording."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,21 +16,21 @@ TITLES = {
     "backward": "Backward",
     "step": "Update",
 }
-BETWEEN = "between"  # two steps
-AT_ONCE_US = 100  # closer together than this, ranks have come at the same time
-NAMED = 3  # ranks in a sentence
+BETWEEN = "between"  # the moment after a step
+AT_ONCE_US = 100  # microseconds; ranks that arrive closer together than this count as simultaneous
+NAMED = 3  # ranks named in a sentence, at most
 
 
 @dataclass(frozen=True)
 class Scene:
-    """A frame, and what is known of the ranks that are missing in it."""
+    """A frame, and where the ranks are that are missing in it."""
 
     frame: Mapping[str, Any]
-    whereabouts: Mapping[int, str]
+    whereabouts: Mapping[int, str]  # by missing rank, the rest of a sentence about it
 
 
 def caption(told: Scene) -> tuple[str, str]:
-    """A title, and a sentence or two."""
+    """Return the title and the text of a frame."""
     frame = told.frame
     if frame["what"] == BETWEEN:
         return f"After step {frame['step']}", "This is what each rank keeps between steps."
@@ -40,7 +40,7 @@ def caption(told: Scene) -> tuple[str, str]:
 
 
 def called(what: str, name: str) -> str:
-    """The same, in the middle of a sentence."""
+    """Return the name of a call, to stand inside a sentence."""
     title = TITLES.get(what, what).lower()
     return f"{title} of {name}" if name else title
 
@@ -81,13 +81,13 @@ def _lengths(frame: Mapping[str, Any]) -> str:
 
 
 def ms(us: int) -> str:
-    """Microseconds as milliseconds, in three digits."""
+    """Format microseconds as milliseconds with three digits."""
     value = us / 1000
     return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} ms"
 
 
 def ranks_told(ranks: Sequence[int]) -> str:
-    """As in "ranks 0, 1 and 2": a long list is cut."""
+    """Format ranks as in "ranks 0, 1 and 2"; a long list ends in "and 5 others"."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if len(ranks) > NAMED + 1:

@@ -1,21 +1,21 @@
-"""One clock for all ranks.
+"""Alignment of the ranks' clocks.
 
-[Note: clocks] Every rank counts microseconds from when it began to record. But nobody leaves a collective
-before the last rank has come to it, and then all leave within moments. So two ranks' clocks differ by the
-difference of their ends of the same collective: the median over all that both have made. Ranks that have no
-collective in common are compared through others. What has failed is left out, and a broadcast: its source
-may leave early.
+[Note: clocks] Every rank counts microseconds from the start of its own recording. No rank leaves a collective
+before the last one has entered it, and then all leave at nearly the same time. So the offset between two
+ranks' clocks is the difference between their end times of the same collective: the median over all that both
+have completed. Ranks without a common collective are compared through other ranks. Failed collectives do not
+count, nor do broadcasts, whose source may leave early.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 
-Ends = Mapping[int, int]  # of one collective, by rank
+Ends = Mapping[int, int]  # by rank: when it left one collective, in microseconds of its clock
 ONE_SIDED = ("broadcast",)
 
 
 def offsets(ranks: Sequence[int], meetings: Iterable[Ends]) -> dict[int, int]:
-    """What to take from each rank's clock, so that all show the first one's. Unknown ranks are left out."""
+    """Return what to subtract from each rank's clock to get the first's, if the two can be compared."""
     met = [ends for ends in meetings if len(ends) > 1]
     known = {ranks[0]: 0} if ranks else {}
     while True:

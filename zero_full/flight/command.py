@@ -1,4 +1,4 @@
-"""`python -m zero_full replay`: a recording as text."""
+"""`python -m zero_full replay`: print a recording."""
 
 import json
 from contextlib import suppress
@@ -12,7 +12,7 @@ from zero_full.flight.timeline import newest, put_together, recording_of
 
 
 def replay(path: Path, moments: bool = False) -> int:
-    """Print a recording. What ranks have left and nobody has put together is put together first."""
+    """Print a recording. Merge the ranks' files first, if they are newer. `moments`: also every moment."""
     recording, made = opened(path)
     if made:
         print(f"{path} was put together of what the ranks have left in {folder_of(path)}")
@@ -22,9 +22,9 @@ def replay(path: Path, moments: bool = False) -> int:
 
 
 def opened(path: Path) -> tuple[dict[str, Any], bool]:
-    """A recording, and whether its file was made or renewed just now; RecordingError if there is none."""
+    """Return a recording, and whether its file was merged just now. RecordingError if there is none."""
     folder = folder_of(path)
-    with suppress(FileNotFoundError):  # the ranks have put it together meanwhile
+    with suppress(FileNotFoundError):  # the ranks have merged their files meanwhile
         if folder.is_dir() and (not path.exists() or _has_news(path, folder)):
             try:
                 return put_together(path), True
@@ -46,5 +46,5 @@ def opened(path: Path) -> tuple[dict[str, Any], bool]:
 
 
 def _has_news(path: Path, folder: Path) -> bool:
-    """Whether a rank has written since."""
+    """Return whether a rank has written since the recording was merged."""
     return newest(folder) > path.stat().st_mtime_ns

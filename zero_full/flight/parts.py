@@ -1,4 +1,4 @@
-"""What the ranks leave beside the recording: a folder with two files a rank, see [Note: black box]."""
+"""The folder of a recording in progress: two files for each rank, see [Note: black box]."""
 
 import json
 import re
@@ -10,40 +10,40 @@ from typing import Any
 from zero_full.errors import RecordingError
 
 FORMAT, VERSION = "zero_full recording", 1
-DONE = "rank{}.done"  # an empty file: this rank has ended its recording
-CLOSED, LEFT = "closed", "its process or its engine ended"  # how a rank's recording can end without failing
+DONE = "rank{}.done"  # an empty file: this rank's recording has ended
+CLOSED, LEFT = "closed", "its process or its engine ended"  # how a recording ends without a failure
 NAME = re.compile(r"rank(\d+)\.([01])\.jsonl")
 
 
 @dataclass
 class Happening:
-    """A collective, or a pass of one rank. Times are microseconds of its own clock."""
+    """An event: a collective or a pass of one rank. Times are microseconds of the rank's own clock."""
 
     what: str
     name: str
     start: int
     step: int
-    held: dict[str, int]  # bytes by kind when it began
+    held: dict[str, int]  # bytes by kind at the start
     end: int | None = None
-    sent: int = 0
-    group: int = -1  # which of its communicators; -1: none
-    call: int = 0  # how many calls this communicator had made before
-    beside: bool = False  # on another thread than the passes
-    failed: str = ""
+    sent: int = 0  # bytes
+    group: int = -1  # index of the rank's communicator; -1: not a collective
+    call: int = 0  # number of this call among the communicator's
+    beside: bool = False  # on another thread than forward, backward and step
+    failed: str = ""  # the error; "": none
 
 
 @dataclass
 class RankTrace:
-    """What one rank has left."""
+    """The events in one rank's files."""
 
     rank: int
-    about: dict[str, Any]  # of the run
+    about: dict[str, Any]  # facts of the run, from the start of the file
     happenings: list[Happening] = field(default_factory=list)
-    ends: dict[int, int] = field(default_factory=dict)  # of steps, by number
+    ends: dict[int, int] = field(default_factory=dict)  # by number of a step: when it ended
     dropped_steps: int = 0
     dropped_events: int = 0
-    ended: str = ""  # CLOSED, LEFT or what has failed; "": it was still recording, or was killed
-    last: int = 0  # when something was heard of it
+    ended: str = ""  # CLOSED, LEFT or an error; "": still recording, or killed
+    last: int = 0  # the time of its last event
 
     @property
     def groups(self) -> list[list[int]]:
@@ -53,35 +53,35 @@ class RankTrace:
 
 
 def folder_of(path: Path) -> Path:
-    """Where the ranks write while they record."""
+    """Return the folder in which the ranks write while they record."""
     return path.with_name(f"{path.name}.parts")
 
 
 def file_of(folder: Path, rank: int, number: int) -> Path:
-    """One of a rank's two files."""
+    """Return the path of one of a rank's two files: `number` is 0 or 1."""
     return folder / f"rank{rank}.{number}.jsonl"
 
 
 def ranks_in(folder: Path) -> set[int]:
-    """The ranks that have begun to record here."""
+    """Return the ranks that have a file in the folder."""
     return {int(found[1]) for each in folder.glob("*.jsonl") if (found := NAME.fullmatch(each.name))}
 
 
 def all_done(folder: Path, ranks: int) -> bool:
-    """Whether every rank of so many that has begun here has ended; not where nobody has."""
-    begun = [rank for rank in ranks_in(folder) if rank < ranks]  # an earlier run may have had more
+    """Return whether some of the run's `ranks` ranks have recorded here, and all of those have ended."""
+    begun = [rank for rank in ranks_in(folder) if rank < ranks]  # an earlier run may have had more ranks
     return bool(begun) and all(folder.joinpath(DONE.format(rank)).exists() for rank in begun)
 
 
 def read_parts(folder: Path) -> list[RankTrace]:
-    """What each rank has left of the newest run; RecordingError if there is nothing."""
+    """Read the files of all ranks of the newest run. RecordingError if the folder has none."""
     by_rank: dict[int, list[Path]] = {}
     for each in sorted(folder.glob("*.jsonl")):
         if found := NAME.fullmatch(each.name):
             by_rank.setdefault(int(found[1]), []).append(each)
     parts = [part for rank, files in sorted(by_rank.items()) if (part := _read_part(rank, files))]
     if not parts:
-        raise RecordingError(f"{folder} has nothing of a recording")
+        raise RecordingError(f"{folder} contains no recording")
     newest = max(parts, key=lambda part: part.about["started"]).about["run"]
     return [part for part in parts if part.about["run"] == newest]
 
@@ -114,7 +114,7 @@ def _read_part(rank: int, files: Sequence[Path]) -> RankTrace | None:
 def _take(
     part: RankTrace, line: dict[str, Any], step: int, held: dict[str, int], open_ones: dict[int, Happening]
 ) -> int:
-    """Take one line in; returns the step that is under way after it."""
+    """Add one line to `part`. Returns the number of the step that follows the line."""
     part.last = max(part.last, int(line.get("t", 0)))
     if "ended" in line:
         part.ended = line["ended"]
@@ -124,7 +124,7 @@ def _take(
         open_ones[line["n"]] = made
         part.happenings.append(made)
     elif "n" in line:
-        if (over := open_ones.pop(line["n"], None)) is not None:  # else it has begun before what is kept
+        if (over := open_ones.pop(line["n"], None)) is not None:  # else its start was dropped
             over.end, over.failed = line["t"], line.get("failed", "")
     elif "step" in line:
         part.ends[step] = line["t"]
@@ -133,7 +133,7 @@ def _take(
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines that are whole: the last one may be under way."""
+    """Yield the complete lines: the last one may be half written."""
     for text in path.read_text(errors="replace").splitlines():
         try:
             line = json.loads(text)

@@ -1,4 +1,4 @@
-"""A recording as text, at most 80 columns wide: each rank's time as a row of letters, and what it means."""
+"""A recording as text, at most 80 columns wide: a row of letters for each rank and step, and a legend."""
 
 import textwrap
 from collections import Counter
@@ -27,12 +27,12 @@ LETTERS = {
 MEANING = "f forward  b backward  u update  R reduce-scatter  G all-gather  A all-reduce\n"
 MEANING += "T all-to-all  B broadcast  S sum  O objects  ~ waits for another rank  . other"
 WAITS, OTHER = "~", "."
-BESIDE = " beside "  # on another thread than the passes
+BESIDE = " beside "  # label of the row for other threads than that of forward, backward and step
 Frame = Mapping[str, Any]
 
 
 def picture(recording: Mapping[str, Any], moments: bool = False) -> Iterator[str]:
-    """The lines. `moments`: every moment, too, with its sentence."""
+    """Yield the lines. `moments`: also a caption for every moment."""
     frames: Sequence[Frame] = recording["frames"]
     yield from _about(recording)
     if not frames:
@@ -90,7 +90,7 @@ def _step(recording: Mapping[str, Any], frames: Sequence[Frame], step: int) -> I
 
 
 def _row(frames: Sequence[Frame], rank: int, first: int, last: int, columns: int) -> str:
-    """One letter a column: what took most of its time."""
+    """Return one letter for each column: the event that took most of its time."""
     slot = max(1, last - first) / columns
     took = [Counter[str]() for _ in range(columns)]
     passes = [Counter[str]() for _ in range(columns)]
@@ -114,7 +114,7 @@ def _letter(calls: Counter[str], passes: Counter[str], whole: float) -> str:
 
 
 def _ranks(recording: Mapping[str, Any]) -> Iterator[str]:
-    """What each rank waited, for whom, and held at most."""
+    """Yield a table: each rank's waiting time, for which rank, its peak memory, how its recording ended."""
     yield f"{'':8}{'waited':>10}  {'most of it for':22}{'held at most':>14}  its recording was"
     for rank in recording["present"]:
         mine = recording["waits"][rank]
@@ -134,5 +134,5 @@ def _moment(frame: Frame) -> Iterator[str]:
 
 
 def _folded(text: str, wide: int = WIDE) -> Iterator[str]:
-    """The text in lines."""
+    """Yield the text in lines of at most `wide` columns."""
     yield from textwrap.wrap(printable(text), wide)

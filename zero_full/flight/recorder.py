@@ -1,10 +1,10 @@
-"""What one rank tells of itself while it trains: its collectives, its passes and steps, and what it holds.
+"""The recorder of one rank: its collectives, passes, steps and memory, while it trains.
 
-The recorder hears of a collective from the ledger that all communicators of an engine share, of a backward
-pass from `BackwardPass`, of a step from the optimizer's hooks, of a forward from the engine. None of them
-does anything for it unless there is one.
+The traffic ledger of an engine's communicators calls the recorder for each collective, `BackwardPass` for
+each backward pass, the optimizer's hooks for each step, and the engine for each forward. It registers itself
+with them when it is created, so a run without a recorder pays nothing.
 
-On an accelerator nobody waits for the device: times are when the host has queued the work.
+On an accelerator the recorder does not synchronize: times are when the host has queued the work.
 """
 
 import logging
@@ -32,8 +32,8 @@ from zero_full.shard.access.held_bytes import HeldBytes
 from zero_full.shard.step.optimizer import ZeroOptimizer
 
 log = logging.getLogger("zero_full")
-STEPS = 3
-FEW = 16  # ranks: of so many each one that fails puts together what there is, of more only the first
+STEPS = 3  # kept, by default
+FEW = 16  # ranks; up to this many, every failing rank merges all files; of more, only the first one
 SEEN = "what each rank did last: python -m zero_full replay %s"
 LATER = "%s could not be put together (%s); later it can: python -m zero_full replay %s"
 
@@ -44,7 +44,7 @@ class FlightRecorder:
     def __init__(
         self, path: str | Path, optimizer: ZeroOptimizer, about: Mapping[str, Any], steps: int
     ) -> None:
-        """`about`: of the run, for whoever reads the recording. OSError if nothing can be written there."""
+        """Begin to record. `about`: facts of the run. OSError if `path` cannot be written."""
         self.path, self.rank = Path(path).absolute(), this_rank()
         groups = optimizer.groups
         self.places = {id(group): place for place, group in enumerate(groups.communicators)}
@@ -64,8 +64,8 @@ class FlightRecorder:
             "keeps": steps,
         }
         self.box = BlackBox(self.path, self.rank, whole, steps)
-        self.chapter = -1  # the file that knows what was held last
-        self.open: dict[str, int] = {}  # passes, by kind
+        self.chapter = -1  # the turn of the file that has the last `held`
+        self.open: dict[str, int] = {}  # by kind of pass: the number of the event that has not ended
         self.traffic, self.backward = groups.traffic, optimizer.reducer.backward
         self.hooks = [
             optimizer.register_step_pre_hook(lambda *_: self.begin("step")),
@@ -79,7 +79,7 @@ class FlightRecorder:
 
     @property
     def closed(self) -> bool:
-        """Whether nothing is recorded any more."""
+        """Whether the recording has ended."""
         return not self.finish.alive
 
     def __enter__(self) -> "FlightRecorder":
@@ -91,7 +91,7 @@ class FlightRecorder:
         self.close("" if error is None else f"{kind.__name__ if kind else ''}: {error}")
 
     def close(self, failure: str = "") -> None:
-        """End the recording. The file is complete when the last rank has ended its own."""
+        """End the recording. The file is complete once every rank has ended its own."""
         self._end(failure or CLOSED)
         for hook in self.hooks:
             hook.remove()
@@ -100,19 +100,19 @@ class FlightRecorder:
                 calls.remove(call)
 
     def _end(self, how: str) -> None:
-        """Nothing is written any more. What is called meanwhile, perhaps on another thread, does nothing."""
+        """Stop writing. Calls that are in progress on other threads then do nothing."""
         if self.finish.detach() is not None:
             self.traffic.listener = None
             _finish(self.box, how)
 
-    # What is told ----------------------------------------------------------------------------------
+    # Events ----------------------------------------------------------------------------------------
 
     def _now(self) -> int:
         return (time.perf_counter_ns() - self.begun_at) // 1000
 
     def _begin(self, what: str, more: Mapping[str, Any]) -> int:
         number = next(self.numbers)
-        with self.lock:  # so that what was held last is what the file says
+        with self.lock:  # `held` must be the last value in the file
             line: dict[str, Any] = {"n": number, "t": self._now(), "what": what, **more}
             held, chapter = self.held_bytes.now(), self.box.turns
             if held != self.held or chapter != self.chapter:
@@ -122,7 +122,7 @@ class FlightRecorder:
         return number
 
     def collective(self, call: CollectiveCall, make: Callable[[], None]) -> None:
-        """Make a call, and note when it began and ended; where it fails, that is the recording's end."""
+        """Run the collective `make`, and write when it began and ended. If it fails, end the recording."""
         more: dict[str, Any] = {"name": call.name, "group": self.places.get(id(call.by), -1)}
         more |= {"call": call.number} | ({"sent": call.sent} if call.sent else {})
         if threading.get_ident() != self.home and not self.backward.inside_autograd():
@@ -143,16 +143,20 @@ class FlightRecorder:
             self._end(reason)
 
     def begin(self, what: str) -> None:
-        """A pass or a step begins. One of the same kind that has not ended has failed."""
+        """Write that a pass or a step begins. An earlier one that has not ended has failed: end it."""
         self.end(what)
         if not self.closed:
             self.open[what] = self._begin(what, {})
 
     def end(self, what: str) -> None:
-        """It ends; if nobody knows when it began, nothing is said."""
+        """Write that a pass or a step has ended, if its beginning was recorded."""
         number = self.open.pop(what, None)
         if number is not None and not self.closed:
             self.box.write({"n": number, "t": self._now()})
+
+    def during(self, what: str) -> "PassRecord":
+        """Return a reusable context manager that records its block as a pass of this kind."""
+        return PassRecord(self, what)
 
     def _backward_begins(self) -> None:
         self.begin("backward")
@@ -161,7 +165,7 @@ class FlightRecorder:
         self.end("backward")
 
     def end_step(self) -> None:
-        """A step of the optimizer is over: what it keeps is counted anew."""
+        """Write that a step of the optimizer has ended, and the memory that the rank holds between steps."""
         self.end("step")
         if not self.closed:
             self.held_bytes.settle()
@@ -171,10 +175,25 @@ class FlightRecorder:
                 self.box.write({"step": self.box.step, "t": self._now()}, ends_step=True)
 
 
-def _finish(box: BlackBox, how: str = LEFT) -> None:
-    """This rank has ended; the last one of those that share this folder puts the recording together.
+class PassRecord:
+    """Reusable context manager: its block is a pass in a recording. Does nothing once the recording ended."""
 
-    So do those that do not end by `close`: the others may never end.
+    def __init__(self, recorder: FlightRecorder, what: str) -> None:
+        self.recorder, self.what = recorder, what
+
+    def __enter__(self) -> None:
+        self.recorder.begin(self.what)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.recorder.end(self.what)
+
+
+def _finish(box: BlackBox, how: str = LEFT) -> None:
+    """End this rank's part; merge the parts into a recording if this rank is the last of its folder.
+
+    A rank that did not end by `close` merges as well, because the others may never end.
     """
     box.finish(how)
     folder = folder_of(box.path)
@@ -182,14 +201,14 @@ def _finish(box: BlackBox, how: str = LEFT) -> None:
         alone = how != CLOSED and (not box.path.exists() or len(ranks_in(folder)) <= FEW)
         if alone or all_done(folder, box.about["ranks"]):
             put_together(box.path)
-    except FileNotFoundError:  # another rank was as fast, and has done it
+    except FileNotFoundError:  # another rank has merged the parts at the same time
         pass
     except (OSError, RecordingError) as error:
         log.warning(LATER, box.path, error, box.path)
 
 
 def _run_id() -> str:
-    """The same on all ranks, and no other recording's: all ranks begin their recordings in the same order."""
+    """Return an id of this recording, equal on all ranks, which begin their recordings in the same order."""
     mine = f"{time.time_ns():x}"
     if not dist.is_initialized():
         return mine

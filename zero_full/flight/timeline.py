@@ -1,8 +1,9 @@
-"""From what each rank has left to one recording of all: a list of moments, in the animation's form.
+"""Merge the ranks' events into one recording: a list of frames, in the format of the site's player.
 
-A moment is a collective with all ranks that have made it, or a pass of all ranks. `live` and `sent` have a
-number for each rank, as in the player's own steps; a recording says beside it when each rank came (`start`)
-and left (`end`), how long it has `waited` and for whom (`last`), and who has not come (`missing`).
+A frame is a collective with all ranks that made it, or a pass of all ranks. It has a value for each rank:
+bytes held (`live`) and `sent`, as in the player's own animations, when the rank arrived (`start`) and left
+(`end`), and how long it `waited`. `last` is the rank that the others waited for; `missing` are the ranks that
+did not arrive.
 """
 
 import json
@@ -27,55 +28,55 @@ from zero_full.flight.parts import (
     read_parts,
 )
 
-MOST = 200_000  # numbers of all ranks together that a recording keeps: what is more could not be looked at
-TRIES = 3
+MOST = 200_000  # events of all ranks together in a recording; earlier ones are dropped
+TRIES = 3  # to merge while other ranks still write
 Key = tuple[Any, ...]
 PASSES = ("forward", "backward", "step", BETWEEN)
 
 
 @dataclass
 class Moment:
-    """One thing that several ranks have done."""
+    """A collective or a pass, with the event of each rank that took part."""
 
     what: str
     name: str
     step: int
-    ranks: Sequence[int]  # who should do it
+    ranks: Sequence[int]  # all that should take part
     by: dict[int, Happening]
 
 
 def put_together(path: Path) -> dict[str, Any]:
-    """Make the file of what the ranks have left beside it; of all ranks, what they have left goes.
+    """Merge the ranks' files into the recording at `path`. If all ranks have ended, delete the files.
 
     FileNotFoundError if another rank has done so meanwhile.
     """
     folder, aside = folder_of(path), path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        for _ in range(TRIES):  # another rank may write meanwhile, and put together more than this one
+        for _ in range(TRIES):  # another rank may write meanwhile, and merge a longer recording
             known = newest(folder)
             parts = read_parts(folder)
             made = recording_of(parts)
             aside.write_text(json.dumps(made, separators=(",", ":")))
-            os.utime(aside, ns=(known, known))  # what is newer than that is not in it
+            os.utime(aside, ns=(known, known))  # `command.opened` merges again if a file is newer
             if known == newest(folder):
                 break
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
     if made["present"] == list(range(made["ranks"])) and all(part.ended for part in parts):
-        # Away at once: another rank that is reading it must find all of it, or nothing.
+        # Renamed first: another rank that reads the folder must find all of it, or nothing.
         with suppress(OSError):
             shutil.rmtree(folder.rename(aside))
     return made
 
 
 def newest(folder: Path) -> int:
-    """When the last of the ranks has written there."""
+    """Return when a rank last wrote to the folder, in nanoseconds."""
     return max((each.stat().st_mtime_ns for each in folder.iterdir()), default=0)
 
 
 def recording_of(parts: Sequence[RankTrace]) -> dict[str, Any]:
-    """All ranks' parts as one recording."""
+    """Return the recording of all ranks' parts."""
     about, by_rank = parts[0].about, {part.rank: part for part in parts}
     first = _first_step(parts)
     for part in parts:
@@ -112,7 +113,7 @@ def recording_of(parts: Sequence[RankTrace]) -> dict[str, Any]:
 
 
 def waits(frames: Sequence[Mapping[str, Any]], ranks: int) -> list[list[tuple[int, int]]]:
-    """Of each rank, for whom it has waited and how many microseconds, the longest first."""
+    """Return for each rank a list of (rank it waited for, microseconds), the longest first."""
     found = [Counter[int]() for _ in range(ranks)]
     for frame in frames:
         whom = frame["missing"][0] if frame["missing"] else frame["last"]
@@ -126,7 +127,7 @@ KEPT = ("ranks", "stage", "precision", "device", "micro_batches", "started", "ke
 
 
 def _first_step(parts: Sequence[RankTrace]) -> int:
-    """The first step that is kept: as many complete ones as were asked for, and what came after them."""
+    """Return the first step to keep, so that `keeps` complete steps remain, and the events after them."""
     complete = sorted({step for part in parts for step in part.ends})
     keeps = int(parts[0].about["keeps"])
     return complete[-keeps] if len(complete) > keeps else 0
@@ -158,7 +159,7 @@ def _moments(by_rank: Mapping[int, RankTrace]) -> Iterator[Moment]:
 
 
 def _meetings(moments: Sequence[Moment]) -> Iterator[dict[int, int]]:
-    """The ends of collectives that all their ranks have made."""
+    """Yield the end times, by rank, of collectives that all their ranks have completed."""
     for moment in moments:
         if moment.what not in (*PASSES, *ONE_SIDED) and len(moment.by) == len(moment.ranks):
             ends = {r: each.end for r, each in moment.by.items() if each.end is not None and not each.failed}
@@ -167,7 +168,7 @@ def _meetings(moments: Sequence[Moment]) -> Iterator[dict[int, int]]:
 
 
 class Frames:
-    """The moments, told."""
+    """Iterates over the frames of a recording, in order of time."""
 
     def __init__(
         self, by_rank: Mapping[int, RankTrace], moments: Sequence[Moment], kinds: Sequence[str], ranks: int
@@ -193,7 +194,7 @@ class Frames:
         ends = {rank: each.end for rank, each in moment.by.items()}
         last = None if is_pass or missing or len(starts) < 2 else max(starts, key=lambda rank: starts[rank])
         until = {rank: self.until if end is None else end for rank, end in ends.items()}
-        if last is not None:  # who has failed before has waited no longer
+        if last is not None:  # a rank that failed earlier has stopped waiting
             until = {rank: min(end, starts[last]) for rank, end in until.items()}
         waited = {rank: until[rank] - starts[rank] if last is not None or missing else 0 for rank in starts}
         frame = {
@@ -219,14 +220,14 @@ class Frames:
         return [values.get(rank, otherwise) for rank in range(self.ranks)]
 
     def _knows(self, rank: int, moment: Moment) -> bool:
-        """Whether this rank would have told of it: it was recording when the others came."""
+        """Return whether this rank was recording when the others arrived."""
         part, came = self.by_rank.get(rank), min(each.start for each in moment.by.values())
         if part is None or not part.happenings:
             return False
         return part.happenings[0].start <= came and not (part.ended == CLOSED and part.last <= came)
 
     def _whereabouts(self, rank: int, moment: Moment) -> str:
-        """What a rank did that did not come: the call in whose place, or where it was last seen."""
+        """Describe where a missing rank is: at another call in place of this one, or at its last event."""
         part = self.by_rank[rank]
         mine = next(iter(moment.by.values()))
         if (each := self.calls.get((rank, mine.group, mine.call))) is not None:

@@ -1,4 +1,4 @@
-"""Compiled operators: csrc/ built and loaded, and beside each operator what it means in plain torch.
+"""Compiled operators: csrc/ built and loaded, with a reference in plain torch for each operator.
 
-Nothing is imported here, so that `build` can be used without torch.
+This file imports nothing, so that `build` can be used without torch.
 """

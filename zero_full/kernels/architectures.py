@@ -1,7 +1,7 @@
 """GPU architectures: which ones to compile for, and which devices a library serves.
 
-An architecture is written as people write it: "90" is machine code for compute capability 9.0 and later 9.x,
-"90a" for exactly 9.0, and "90+PTX" brings code that the driver translates for any newer device, too.
+An architecture is written as for nvcc: "90" is machine code for compute capability 9.0 and later 9.x, "90a"
+for exactly 9.0, and "90+PTX" adds code that the driver translates for any newer device.
 """
 
 import os
@@ -10,13 +10,13 @@ from collections.abc import Collection, Sequence
 
 from zero_full.kernels.toolchain import BuildError
 
-DEFAULT = "80;90;100+PTX"  # where no device can be asked: those of these that nvcc knows
+DEFAULT = "80;90;100+PTX"  # without a device: those of these that nvcc knows
 VARIABLE = "ZERO_FULL_CUDA_ARCHS"
-Device = tuple[int, int]  # its compute capability
+Device = tuple[int, int]  # a compute capability
 
 
 def parsed(text: str) -> tuple[str, ...]:
-    """The architectures in "8.0, 9.0+PTX"."""
+    """Parse a list of architectures such as "8.0, 9.0+PTX"."""
     found = []
     for each in re.split(r"[;, ]+", text.strip()):
         match = re.fullmatch(r"(\d+)\.?(\d?)(a?)(\+PTX)?", each)
@@ -27,7 +27,7 @@ def parsed(text: str) -> tuple[str, ...]:
 
 
 def options(architectures: Sequence[str]) -> list[str]:
-    """nvcc's options."""
+    """nvcc's options for these architectures."""
     flags = []
     for each in architectures:
         number = each.removesuffix("+PTX")
@@ -38,9 +38,9 @@ def options(architectures: Sequence[str]) -> list[str]:
 
 
 def chosen(known: Collection[int], devices: Collection[Device]) -> tuple[str, ...]:
-    """What to compile for with an nvcc that knows `known`.
+    """The architectures to compile for, with an nvcc that knows `known`.
 
-    That is what ZERO_FULL_CUDA_ARCHS names; else the devices; without any, what of DEFAULT nvcc knows.
+    They are those of ZERO_FULL_CUDA_ARCHS; else those of the devices; else those of DEFAULT that nvcc knows.
     """
     if text := os.environ.get(VARIABLE):
         asked = parsed(text)
@@ -67,7 +67,7 @@ def _best(device: Device, known: Collection[int]) -> str:
 
 
 def serves(architectures: Collection[str], device: Device) -> bool:
-    """Whether one of them runs on the device, as far as their names tell."""
+    """Whether code for one of these architectures runs on the device."""
     return is_native(architectures, device) or any(
         each.endswith("+PTX") and "a" not in each and _number(each) <= 10 * device[0] + device[1]
         for each in architectures
@@ -75,7 +75,7 @@ def serves(architectures: Collection[str], device: Device) -> bool:
 
 
 def is_native(architectures: Collection[str], device: Device) -> bool:
-    """Whether one of them is the device's machine code, which needs no translation."""
+    """Whether one of these architectures is machine code of the device, which needs no translation."""
     for each in architectures:
         major, minor = divmod(_number(each), 10)
         if (major, minor) == device or ("a" not in each and major == device[0] and minor < device[1]):

@@ -1,11 +1,11 @@
-"""Compiles csrc/ into two libraries: the CPU's operators, and the GPU's.
+"""Compile csrc/ into two libraries: operators for the CPU, and for GPUs.
 
-Like `toolchain` and `places` it needs neither torch nor anything else but the standard library.
+Like `toolchain` and `places` this module needs only the standard library, and not torch.
 
-[Note: names] zf_cuda-WHAT-80_90+PTX-HOW.so: WHAT is a hash of what a library is made from, as far as every
-machine can tell (sources, options, torch); then come the GPUs that it is for; HOW is a hash of the compilers.
-Whoever looks for a library takes any with the right WHAT that serves the devices, so that a machine without
-compilers, or with others than the installation had, finds it, too. Whoever compiles makes the full name.
+[Note: names] zf_cuda-WHAT-80_90+PTX-HOW.so: WHAT is a hash of everything that any machine knows of the build
+(sources, options, torch). The GPU architectures follow. HOW is a hash of the compilers. A search takes any
+library with the right WHAT that serves the devices, so a machine without compilers, or with others than those
+of the installation, finds it. A build makes the full name.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from zero_full.kernels.toolchain import BuildError, Toolchain, toolchain, torch_
 
 PACKAGE = Path(__file__).resolve().parents[1]
 PARTS = ("cpu", "cuda")
-MADE_OF = {  # of csrc/
+MADE_OF = {  # the files of csrc/ in each library
     "cpu": ("core/*", "cpu/*", "io/*", "bind.h", "bind_cpu.cpp", "bind_io.cpp"),
     "cuda": ("core/*", "cuda/*", "bind.h", "bind_cuda.cpp"),
 }
@@ -37,12 +37,12 @@ COMMON = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=of
 KERNEL = ["-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd"]
 CUDA = ["-std=c++17", "-O3", "-fmad=false", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
 BINDING = [f"-DTORCH_TARGET_VERSION={ABI}"]
-LEVELS = ("v2", "v3", "v4")  # of x86-64; other machines have the first, which is what their compiler does
-Stamp = tuple[int, int]  # of a file: another one of the same name has another
+LEVELS = ("v2", "v3", "v4")  # of x86-64; on other machines only the first, with the compiler's defaults
+Stamp = tuple[int, int]  # a file's identity, which differs for another file of the same name
 
 
 class CompileError(BuildError):
-    """Why a command failed, and whether it would fail again: a compiler that found a mistake would."""
+    """A command failed. `lasting`: it would fail again, as with a mistake in the source."""
 
     def __init__(self, reason: str, lasting: bool) -> None:
         super().__init__(reason)
@@ -84,7 +84,7 @@ def _taken_apart(file_name: str) -> Name | None:
 
 
 def name_for(part: str, tools: Toolchain, devices: Sequence[Device] = ()) -> Name:
-    """The name of what these compilers would make; see `architectures.chosen` for which GPUs."""
+    """The name of the library that these compilers would make, for the GPUs of `architectures.chosen`."""
     wanted = architectures.chosen(tools.gpus, devices) if part == "cuda" else ()
     return Name(part, what(part), wanted, _hash(tools.identity.encode()))
 
@@ -110,9 +110,9 @@ def _hash(*parts: bytes) -> str:
 
 
 def find(part: str, devices: Sequence[Device] = ()) -> list[Path]:
-    """The libraries that serve all devices, the best first: machine code, then the newest.
+    """The libraries that serve all devices, the best first: native machine code, then the newest.
 
-    NotTrustedError if somebody else may have written one, and there is no other; see `places`.
+    NotTrustedError if there is only one that other users can have written; see `places`.
     """
     prefix = f"zf_{part}-{what(part)}-"
     found: list[Path] = []
@@ -134,7 +134,7 @@ def find(part: str, devices: Sequence[Device] = ()) -> list[Path]:
 
 
 def stamp(path: Path) -> Stamp:
-    """What tells this file from another that takes its place."""
+    """The identity of a file, which differs for a file that replaces it."""
     status = path.stat()
     return status.st_ino, status.st_mtime_ns
 
@@ -150,11 +150,11 @@ def build(
     broken: Mapping[Path, Stamp] | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Path:
-    """The path of the library in `directory`, compiled now unless another process has just done it.
+    """Compile the library in `directory`, unless another process has just done it, and return its path.
 
-    One process compiles and the others wait for it, so all ranks of a run may call this. A mistake that the
-    same compilers have found before is not looked for again, unless `again`. Files in `broken` are replaced.
-    `tell` hears how far it is.
+    One process compiles and the others wait for it, so all ranks of a run may call this. If the same
+    compilers have failed before with a lasting error, it is raised again, unless `again`. Files in `broken`
+    are replaced. `tell` is called with messages about the progress.
     """
     places.refuse_here()
     began = time.time()
@@ -179,13 +179,13 @@ def build(
 
 
 def last_failure(part: str, directory: Path, devices: Sequence[Device] = ()) -> str | None:
-    """The mistake for which the same compilers could not make the same library before."""
+    """The error with which the same compilers have failed to make the same library before."""
     target = directory / str(name_for(part, toolchain(part), devices))
     return _last_failure(target, time.time())
 
 
 def _last_failure(target: Path, began: float) -> str | None:
-    """The failure that lasts, or is younger than `began`: then who was waiting need not try itself."""
+    """The noted failure if it is lasting, or newer than `began`: then another process has just tried."""
     try:
         noted = json.loads(target.with_suffix(".failed").read_text())
         return str(noted["reason"]) if noted["lasting"] or noted["at"] >= began else None
@@ -200,7 +200,7 @@ def _note(target: Path, error: CompileError) -> None:
 
 
 def commands(part: str, tools: Toolchain, wanted: Sequence[str], directory: Path) -> dict[Path, list[str]]:
-    """The command that makes each object file; the GPU's for the architectures that are wanted."""
+    """The command for each object file, for GPUs with the architectures in `wanted`."""
     csrc, found = sources(), {}
     bindings = ["bind_cuda.cpp"] if part == "cuda" else ["bind_cpu.cpp", "bind_io.cpp"]
     for name in bindings:
@@ -226,12 +226,12 @@ def commands(part: str, tools: Toolchain, wanted: Sequence[str], directory: Path
 
 
 def includes(tools: Toolchain) -> list[str]:
-    """The compiler's options for headers: torch's as a system's, whose warnings are not shown."""
+    """The compiler's options for headers. torch's are system headers, whose warnings are not shown."""
     return ["-isystem", str(tools.torch / "include"), f"-I{sources()}"]
 
 
 def link_command(part: str, tools: Toolchain, objects: list[Path], target: Path) -> list[str]:
-    """The command that links the objects. Torch itself is found when the library is loaded."""
+    """The command that links the objects. torch's libraries are resolved when the library is loaded."""
     names = [str(each) for each in objects]
     lib = tools.torch / "lib"
     if part == "cpu":
@@ -240,7 +240,7 @@ def link_command(part: str, tools: Toolchain, objects: list[Path], target: Path)
         return [tools.cxx, "-shared", *complete, "-o", str(target), *names, *libraries]
     assert tools.nvcc is not None
     libraries = ["-ltorch_cpu", "-lc10"]
-    # A torch without CUDA can still be linked with, so that a machine without a GPU can check all of this.
+    # Linking works with a torch without CUDA, so that a machine without a GPU can test the build.
     libraries += ["-ltorch_cuda"] if (lib / "libtorch_cuda.so").exists() else []
     return [tools.nvcc, "-ccbin", tools.cxx, "-shared", "-o", str(target), *names, f"-L{lib}", *libraries]
 
@@ -266,17 +266,17 @@ def _compile_and_link(
         try:
             _run(link_command(part, tools, list(jobs), Path(partial)))
             Path(partial).chmod(0o755)
-            Path(partial).replace(target)  # who looks sees all of it, or nothing
+            Path(partial).replace(target)  # atomic: other processes see a complete library or none
         finally:
             Path(partial).unlink(missing_ok=True)
 
 
 def _usable_cpus() -> int:
-    """Those that an affinity mask leaves: more compilers than these would only take memory."""
+    """The number of CPUs in the affinity mask: more compilers would only need more memory."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-# A mistake has a place in a source, or is the linker's or nvcc's word; a machine in need may say that, too.
+# A lasting error has a place in a source, or is the linker's or nvcc's. A lack of resources is not lasting.
 MISTAKE = re.compile(
     r"^.+:\d+:(\d+:)? (fatal )?error: |^.+\(\d+\): (catastrophic )?error|^(nvcc|ptxas) (fatal|error)"
     r"|undefined reference|unrecognized (command.line )?option|cannot find -l",

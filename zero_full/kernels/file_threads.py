@@ -1,6 +1,6 @@
-"""The threads behind `files.BlockIO`: C++ ones (csrc/io), or Python's where nothing is compiled.
+"""The threads of `files.BlockIO`: in C++ (csrc/io), or in Python where nothing is compiled.
 
-They are not operators of torch: csrc/bind_io.cpp says why.
+They are no operators of torch; csrc/bind_io.cpp has the reason.
 """
 
 import ctypes
@@ -13,14 +13,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-END_OF_FILE = -1  # in the place of an errno
-NO_MEMORY = -2  # in the place of a transfer's number
-REFUSED = (errno.EINVAL, errno.EFAULT)  # by O_DIRECT: this file's blocks; memory that cannot be pinned
-POLL_MILLISECONDS = 100  # how long Ctrl-C may wait
+END_OF_FILE = -1  # instead of an errno
+NO_MEMORY = -2  # instead of a transfer's number
+REFUSED = (errno.EINVAL, errno.EFAULT)  # O_DIRECT's errors for unaligned blocks and unpinnable memory
+POLL_MILLISECONDS = 100  # the delay of Ctrl-C, at most
 
 
 class Span(NamedTuple):
-    """A stretch of memory and of a file, open as `file` and, for when that fails, as `buffered`."""
+    """A range of memory and of a file, which is open as `file` and, as a fallback, as `buffered`."""
 
     file: int
     buffered: int
@@ -30,14 +30,14 @@ class Span(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """An errno, 0 if there is none, and where in the file it happened."""
+    """An errno, or 0, and the offset in the file at which it happened."""
 
     error: int
     at: int
 
 
 class Threads(Protocol):
-    """The threads that move blocks. `close` finishes what was started and ends them."""
+    """The threads that read and write blocks. `close` finishes all transfers and ends the threads."""
 
     @property
     def close(self) -> Callable[[], object]: ...  # noqa: D102
@@ -46,24 +46,24 @@ class Threads(Protocol):
         """Start a transfer, and return at once. `keep` is not freed before the transfer ends."""
 
     def finish(self, started: Any) -> Failure:
-        """Wait for all blocks of a transfer. May be called again until it is forgotten."""
+        """Wait for all blocks of a transfer. May be called repeatedly before `forget`."""
 
     def forget(self, started: Any) -> None:
-        """Let go of what is known of a finished transfer."""
+        """Free the records of a finished transfer."""
 
 
 class PythonThreads:
-    """Python's threads, for when nothing is compiled. System calls do not hold the interpreter's lock."""
+    """Threads in Python, if nothing is compiled. System calls release the GIL."""
 
     def __init__(self, threads: int) -> None:
         self._pool = ThreadPoolExecutor(threads, "zero_full_io")
 
     def start(self, spans: list[Span], block: int, write: bool, keep: object) -> Any:
-        """Queue the blocks. Each holds `keep`, because a pool that nobody holds still finishes its jobs."""
+        """Queue the blocks. Each refers to `keep`, because an unreferenced pool still finishes its jobs."""
         failures: list[Failure] = []
 
         def work(span: Span, keep: object = keep) -> None:
-            if not failures:  # else the rest of it is not worth the time
+            if not failures:  # else the transfer has failed already
                 failure = transfer_block(span, write)
                 failures.extend([failure] if failure.error else [])
 
@@ -89,7 +89,7 @@ class PythonThreads:
         return failures[0] if failures else Failure(0, 0)
 
     def forget(self, started: Any) -> None:
-        """Do nothing: the transfer's jobs are all there is."""
+        """Do nothing: a transfer has no records but its jobs."""
 
     def close(self) -> None:
         """Wait for all blocks, and end the threads."""
@@ -97,7 +97,7 @@ class PythonThreads:
 
 
 def transfer_block(span: Span, write: bool) -> Failure:
-    """Move one stretch, as csrc/io/block_io.cpp does; Python itself goes on after an interruption."""
+    """Read or write one range, as csrc/io/block_io.cpp does. Python retries interrupted calls."""
     file, buffered, memory, left, offset = span
     while left:
         part = (ctypes.c_char * left).from_address(memory)
@@ -141,7 +141,7 @@ def _functions(library: Path) -> ctypes.CDLL:
 
 
 class CompiledThreads:
-    """The pool of csrc/io. One that is forgotten is closed before its tensors are freed, also at exit."""
+    """The pool of csrc/io. A finalizer closes it before its tensors are freed, also at exit."""
 
     def __init__(self, library: Path, threads: int) -> None:
         self._functions = _functions(library)
@@ -168,7 +168,7 @@ class CompiledThreads:
         return Failure(found.error, found.at)
 
     def forget(self, started: int) -> None:
-        """The number is used up."""
+        """Free the records of a transfer, whose number is not used again."""
         self._functions.zf_io_forget(self._pool, started)
 
 

@@ -1,18 +1,18 @@
-"""Tensors in files, read and written by a few threads beside the computation.
+"""Asynchronous reads and writes of tensors in files, by a few threads.
 
     with BlockIO() as io:
         state = aligned_empty(numel, torch.float32)
         reading = io.read("rank0.state", state)  # returns at once
-        ...                                      # `state` is nobody's business until
+        ...                                      # do not use `state` before
         reading.wait()
 
-[Note: direct and buffered] The page cache costs a copy and memory, and a training state that is larger than
-memory only drives everything else out of it. So whole pages of the file go past it (O_DIRECT) where the file
-system allows that and the tensor's memory is aligned as the device wants; `aligned_empty` always is. What is
-left at the two ends goes through the cache. The border lies between two pages, so no page of a transfer is
-reached in both ways; between one transfer and the next the kernel itself keeps cache and disk the same.
+[Note: direct and buffered] The page cache costs a copy and memory, and a training state larger than memory
+evicts everything else from it. So whole pages of the file bypass it (O_DIRECT) where the file system allows
+that and the tensor's memory has the alignment that the device needs, as from `aligned_empty`. The two ends
+of a transfer are buffered. The boundaries are page boundaries, so no page of a transfer is accessed in both
+ways. Between transfers the kernel keeps cache and disk coherent.
 
-The threads are C++ (csrc/io), or Python's where nothing is compiled: what this module says holds for both.
+The threads are in C++ (csrc/io), or in Python where nothing is compiled. This module describes both.
 """
 
 import contextlib
@@ -52,23 +52,23 @@ AnyPath = str | os.PathLike[str]
 
 
 class Event(Protocol):
-    """What can be waited for, as a `torch.cuda.Event`."""
+    """An event that can be waited for, such as a `torch.cuda.Event`."""
 
     def synchronize(self) -> object:
-        """Return when it has happened."""
+        """Wait for the event."""
 
 
 class Opened(NamedTuple):
-    """A file, open once or twice, and what O_DIRECT asks of offsets (and lengths) and of memory."""
+    """A file, open once or twice, and the alignment of offsets, lengths and memory that O_DIRECT needs."""
 
     buffered: FileIO
     direct: FileIO | None
     unit: int
     memory_unit: int
-    why: str  # there is no `direct`
+    why: str  # the reason why there is no `direct`
 
     def close(self) -> None:
-        """Close the file. Raises errors that the file system has kept back until now."""
+        """Close the file. Raises errors that the file system has deferred."""
         try:
             if self.direct is not None:
                 self.direct.close()
@@ -100,7 +100,7 @@ def _open(path: str, write: bool, direct: bool) -> Opened:
 
 
 def _units(file: int) -> tuple[int, int]:
-    """The units that O_DIRECT asks of memory and of offsets: 0 if it does not work, a page if unknown."""
+    """The alignment of memory and of offsets for O_DIRECT: 0 if unsupported, a page if unknown."""
     statx = getattr(_libc(), "statx", None)
     at_empty_path, statx_dioalign, answer = 0x1000, 0x2000, ctypes.create_string_buffer(256)
     if statx is None or statx(file, b"", at_empty_path, statx_dioalign, answer):
@@ -115,17 +115,17 @@ def _libc() -> ctypes.CDLL:
 
 
 def _make_room(file: int, end: int) -> None:
-    """Make the file as long as it will be, with blocks of its own, if the file system can do that at once.
+    """Allocate the file's final length, if the file system can do that at once.
 
-    Writes past its end that go around the page cache would wait for each other.
+    Otherwise direct writes past the end of the file would wait for each other.
     """
     fallocate, size = getattr(_libc(), "fallocate", None), os.fstat(file).st_size
     if fallocate is not None and end > size:
-        fallocate(file, 0, ctypes.c_int64(size), ctypes.c_int64(end - size))  # the writes say what is wrong
+        fallocate(file, 0, ctypes.c_int64(size), ctypes.c_int64(end - size))  # an error is left to the writes
 
 
 def _spans(memory: int, size: int, offset: int, opened: Opened) -> list[Span]:
-    """A transfer cut into head, whole units and tail; see [Note: direct and buffered]."""
+    """Divide a transfer into head, whole units and tail; see [Note: direct and buffered]."""
     end, unit, buffered = offset + size, opened.unit, opened.buffered.fileno()
     begin, stop, direct = end, end, buffered
     if opened.direct is not None and (memory - offset) % opened.memory_unit == 0:
@@ -137,11 +137,11 @@ def _spans(memory: int, size: int, offset: int, opened: Opened) -> list[Span]:
 
 
 class Transfer:
-    """A tensor on its way, which this keeps alive. Leave it and its storage alone until it has arrived."""
+    """A read or write of a tensor, which is kept alive. Do not use its storage before `wait`."""
 
     def __init__(self, io: "BlockIO", path: str, tensor: Tensor, offset: int, write: bool) -> None:
         self.path, self.offset, self.bytes, self.write = path, offset, tensor.nbytes, write
-        self._io, self._tensor = io, tensor.detach()  # the memory, whatever becomes of `tensor.data`
+        self._io, self._tensor = io, tensor.detach()  # keeps the memory if `tensor.data` is replaced
         self._opened = _open(path, write, io.direct)
         self._spans = _spans(tensor.data_ptr(), self.bytes, offset, self._opened)
         self._lock = threading.Lock()
@@ -150,7 +150,7 @@ class Transfer:
 
     @property
     def direct_bytes(self) -> int:
-        """How many of its bytes go past the page cache."""
+        """Number of bytes that bypass the page cache."""
         return sum(span.bytes for span in self._spans if span.file != span.buffered)
 
     def _begin(self) -> None:
@@ -161,7 +161,7 @@ class Transfer:
         self._started = self._io.threads.start(self._spans, block, self.write, (self._tensor, self._opened))
 
     def wait(self) -> None:
-        """Wait until the tensor has arrived. Raises the first error, each time that it is called."""
+        """Wait for the transfer. Raises its first error, at every call."""
         if self._failure is None:
             self._io._check_process()
             self._finish()
@@ -170,7 +170,7 @@ class Transfer:
             raise error
 
     def _finish(self) -> None:
-        """Wait, and let go of files and tensor. Who is interrupted in it can go through it again."""
+        """Wait, and release files and tensor. Can be repeated after an interruption."""
         with self._lock:
             failure = self._failure
             if failure is None:
@@ -180,7 +180,7 @@ class Transfer:
                 del self._tensor
 
     def _close(self, failure: Failure) -> Failure:
-        """The failure, or what closing the files adds."""
+        """Close the files, and return the failure, or that of closing."""
         if not self._opened.buffered.closed:
             self._file_size = os.fstat(self._opened.buffered.fileno()).st_size
         try:
@@ -203,13 +203,13 @@ class Transfer:
 class BlockIO:
     """Threads that read and write tensors in blocks. Close it, or use `with`.
 
-    Transfers that overlap in a file or in memory must be waited for in between. What was written is seen by
-    every reader, and survives a crash of the machine only after `sync`. Several Python threads may use it; a
-    forked child may not. Do not fork while something is read: open(2) says why, under O_DIRECT.
+    Wait between transfers that overlap in a file or in memory. Written data is visible to every reader, and
+    survives a crash of the machine only after `sync`. Several Python threads may use it; a forked child may
+    not. Do not fork during a read: open(2) has the reason, under O_DIRECT.
 
-    A device may still have copies to or from a tensor in its queue, if they did not block. A transfer begins
-    when `after`, an event behind them, has happened. Without one, a transfer of pinned memory first waits for
-    all that the current device has queued.
+    A device may still have non-blocking copies to or from a tensor in its queue. A transfer waits for
+    `after`, an event behind them. Without one, a transfer of pinned memory waits for all queued work of the
+    current device.
     """
 
     def __init__(
@@ -231,23 +231,23 @@ class BlockIO:
         self._lock = threading.Lock()  # guards what follows
         self._closed = False
         self._in_flight: dict[Transfer, None] = {}  # the oldest first
-        self._failed: dict[Transfer, None] = {}  # and nobody knows yet
+        self._failed: dict[Transfer, None] = {}  # with errors that were not raised yet
 
     @property
     def compiled(self) -> bool:
-        """Whether the threads are C++."""
+        """Whether the threads are in C++."""
         return isinstance(self.threads, CompiledThreads)
 
     def write(self, path: AnyPath, tensor: Tensor, offset: int = 0, after: Event | None = None) -> Transfer:
-        """Put the tensor's bytes at `offset` into the file: made if missing, as long at once, never cut."""
+        """Write the tensor's bytes at `offset`. The file is created or extended, and never truncated."""
         return self._start(path, tensor, offset, after, write=True)
 
     def read(self, path: AnyPath, tensor: Tensor, offset: int = 0, after: Event | None = None) -> Transfer:
-        """Fill the tensor with the bytes at `offset` of the file."""
+        """Read the bytes at `offset` of the file into the tensor."""
         return self._start(path, tensor, offset, after, write=False)
 
     def wait(self) -> None:
-        """Wait until everything has arrived. Raises the first error that no `Transfer.wait` has raised."""
+        """Wait for all transfers. Raises the first error that no `Transfer.wait` has raised."""
         self._check_process()
         with self._lock:
             transfers = list(self._in_flight)
@@ -259,7 +259,7 @@ class BlockIO:
             raise error
 
     def sync(self, path: AnyPath) -> None:
-        """Wait for all transfers, then until the file and its name would survive a crash."""
+        """Wait for all transfers, and sync the file and its directory, to survive a crash."""
         self.wait()
         directory = Path(path).resolve().parent
         for name, flush in ((path, os.fdatasync), (directory, os.fsync)):
@@ -270,7 +270,7 @@ class BlockIO:
                 os.close(file)
 
     def close(self) -> None:
-        """Finish all transfers and end the threads. Raises as `wait` does."""
+        """Finish all transfers and end the threads. Raises the errors of `wait`."""
         self._check_process()
         with self._lock:
             self._closed = True
@@ -283,7 +283,7 @@ class BlockIO:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        # What went wrong first is not hidden behind what went wrong here.
+        # Do not replace an error of the `with` block by one of `close`.
         with contextlib.suppress(OSError, RuntimeError) if error is not None else contextlib.nullcontext():
             self.close()
 
@@ -310,8 +310,8 @@ class BlockIO:
             return next(iter(self._in_flight)) if full else None
 
     def _arrived(self, transfer: Transfer, failure: Failure) -> bool:
-        """Note how a transfer ended, unless that is done. Was it still to be done?"""
-        with self._lock:  # so that nobody sees one without the other
+        """Note the end of a transfer. Returns False if it was noted before."""
+        with self._lock:  # both change together
             if transfer not in self._in_flight:
                 return False
             self._failed |= {transfer: None} if failure.error else {}
@@ -344,7 +344,7 @@ def _check_tensor(tensor: Tensor) -> None:
 
 
 def _settle(tensor: Tensor, after: Event | None) -> None:
-    """Wait until nothing that a device has queued changes or reads the tensor, as far as we can know."""
+    """Wait for the event or, for pinned memory without one, for the current device."""
     if after is not None:
         after.synchronize()
     elif tensor.is_pinned():
@@ -352,9 +352,9 @@ def _settle(tensor: Tensor, after: Event | None) -> None:
 
 
 def aligned_empty(numel: int, dtype: torch.dtype, pin: bool = False) -> Tensor:
-    """A flat tensor that begins at a page; pinned if wanted and there is CUDA."""
+    """Allocate a flat tensor that begins at a page boundary, pinned if wanted and CUDA is available."""
     size, pin = numel * dtype.itemsize, pin and torch.cuda.is_available()
-    # Pinned memory begins at a page by itself, and sizes become powers of two: a page more may double them.
+    # Pinned memory is page-aligned, and its size a power of two, which one more page may double.
     room = torch.empty(size if pin else size + PAGE, dtype=torch.uint8, pin_memory=pin)
     if room.data_ptr() % PAGE and pin:
         room = torch.empty(size + PAGE, dtype=torch.uint8, pin_memory=True)
@@ -368,9 +368,9 @@ class Description:
 
     compiled: bool
     direct: bool
-    unit: int  # whole units of this many bytes go past the page cache
-    memory_unit: int  # if the tensor's memory is a multiple of this
-    why: str  # not direct
+    unit: int  # bytes: whole units bypass the page cache
+    memory_unit: int  # bytes: alignment of the tensor's memory for that
+    why: str  # the reason if not direct
 
     def __str__(self) -> str:
         threads = "compiled threads" if self.compiled else "Python threads"
@@ -380,7 +380,7 @@ class Description:
 
 
 def describe(path: AnyPath) -> Description:
-    """Find out, with a temporary file, how files in this directory (or this file's) are read and written."""
+    """Test, with a temporary file, how files in this directory (or this file's) are read and written."""
     place = Path(path).resolve()
     directory = place if place.is_dir() else place.parent
     with tempfile.NamedTemporaryFile(dir=directory, prefix=".zero_full_") as file:

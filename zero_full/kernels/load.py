@@ -1,9 +1,9 @@
-"""Loads the compiled operators of a device, or builds them on first use, or says why not.
+"""Load the compiled operators of a device, build them on first use, or give the reason for the fallback.
 
-[Note: CUDA] No GPU has run those kernels yet, so they are used only by who asks for them. And a library can
-be right and not run here: its code may be for another GPU, or the CUDA runtime that nvcc has put into it
-newer than the driver. So one kernel is started and waited for before torch hears of the operators; if that
-fails, the reference is used from the beginning, and no step throws.
+[Note: CUDA] The CUDA kernels have not run on a GPU yet, so they are opt-in. And a good library may not run on
+this machine: its code may be for another GPU, or the CUDA runtime that nvcc has linked into it may be newer
+than the driver. So one kernel is run before the operators are registered with torch. If that fails, the
+reference is used from the beginning, and no step raises.
 """
 
 import ctypes
@@ -29,27 +29,28 @@ Otherwise = Callable[[str, Sequence[Device], Mapping[Path, Stamp]], Path]
 
 
 class DoesNotRunError(BuildError):
-    """Why a library that is there is of no use on this device. See [Note: CUDA]."""
+    """An existing library does not run on this device. See [Note: CUDA]."""
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """One part's library, or the reason why there is none and the reference is used."""
+    """One part's library, or the reason why the reference is used instead."""
 
     path: Path | None
     reason: str = ""
-    is_loud: bool = False  # somebody has asked for it, or may have put something in its place
+    is_loud: bool = False  # warn: the user has asked for the library, or it is not trusted
 
 
+@functools.cache
 def operators(device: torch.device) -> Any:
-    """`torch.ops.zero_full`, with the compiled versions for this device loaded where that is possible."""
+    """`torch.ops.zero_full`, after loading the compiled versions for this device if possible."""
     load(device)
     return torch.ops.zero_full
 
 
 @functools.cache
 def load(device: torch.device) -> Loaded:
-    """Find or build the device's library, and load it, once in a process. Building takes up to a minute."""
+    """Find or build the device's library, and load it, once per process. Building takes up to a minute."""
     found = _load(device.type, functools.partial(_open, device), _build)
     if found.path is not None:
         log.info("compiled operators for %s: %s", device.type, found.path)
@@ -60,19 +61,20 @@ def load(device: torch.device) -> Loaded:
 
 
 def look(part: str) -> Loaded:
-    """What `load` would find, without building anything or starting a kernel: for the doctor."""
+    """Find what `load` would, without building a library or running a kernel: for the doctor."""
     return _load(part, _look_into, _why_not_built)
 
 
+@functools.cache
 def compiled_for(device: torch.device) -> bool:
-    """Whether operators on such a device are the compiled ones."""
+    """Whether the operators on this device are the compiled ones."""
     return load(device).path is not None
 
 
 def build_now(part: str, tell: Callable[[str], None]) -> Path:
-    """The library of the compilers that are here; tried again, if it failed before. For `zero_full build`.
+    """Build the library of this machine's compilers, also if that failed before: for `zero_full build`.
 
-    `tell` hears how far it is.
+    `tell` is called with messages about the progress.
     """
     places.refuse_here()
     devices = capabilities() if part == "cuda" else ()
@@ -114,7 +116,7 @@ def _reason(error: Exception) -> str:
 
 
 def _first_that_works(part: str, use: Callable[[str, Path], object], otherwise: Otherwise) -> Path:
-    """The best library that can be used. One that cannot be opened, as on an older host, is built anew."""
+    """The best library that works. One that cannot be opened, as on an older host, is rebuilt."""
     devices = capabilities() if part == "cuda" else ()
     refused: dict[Path, Exception] = {}
     broken: dict[Path, Stamp] = {}
@@ -159,7 +161,7 @@ def _refuse(path: Path, said: bytes | None) -> None:
 
 
 def _look_into(part: str, path: Path) -> Any:
-    """Open a library, and refuse it if its versions do not fit. Nothing is started on a device."""
+    """Open a library, and raise if its versions do not fit. Runs nothing on a device."""
     if part == "cpu":
         torch.ops.load_library(path)
         return None
@@ -173,7 +175,7 @@ def _look_into(part: str, path: Path) -> Any:
 
 
 def _versions(path: Path) -> str:
-    """Which CUDA the library has, which the driver serves, and which torch has."""
+    """The CUDA versions of the library, the driver and torch, as text."""
     library = ctypes.CDLL(str(path))
     numbers = [library.zf_cuda_runtime(), library.zf_cuda_driver()]
     ours, drivers = (f"{each // 1000}.{each % 1000 // 10}" for each in numbers)

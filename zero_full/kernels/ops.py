@@ -1,7 +1,7 @@
-"""The operators `torch.ops.zero_full.*`: one schema each, and the reference behind it.
+"""The operators `torch.ops.zero_full.*`: their schemas, with the reference as the fallback.
 
-The compiled versions register themselves for CPU and CUDA when `load` finds or builds them; on every other
-device, and where nothing could be built, torch falls back on the reference.
+The compiled versions register themselves for CPU and CUDA when `load` loads them. On other devices, and if
+nothing could be built, torch calls the reference.
 """
 
 from collections.abc import Callable
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from zero_full.kernels import reference
 
-# What an operator's arguments mean, and what its caller must have looked at before, is in `reference`.
-LIBRARY = torch.library.Library("zero_full", "DEF")  # torch has one set of operators in a process
+# The meaning of arguments, and the caller's obligations, are in `reference`.
+LIBRARY = torch.library.Library("zero_full", "DEF")  # one set of operators per process
 Fake = Callable[..., Any]
 
 SCHEMAS = {

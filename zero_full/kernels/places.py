@@ -1,8 +1,8 @@
-"""The folders in which compiled libraries are, who may have written there, and the lock for who compiles.
+"""The directories of compiled libraries, their permissions, and the lock during a build.
 
-[Note: trust] Whoever writes a library runs code in every process that loads it. The package's own folder is
-trusted as the package is. The cache is trusted if nobody but this user and root can write to it. Windows does
-not say that of a file in this way, and has no flock: nothing is compiled or loaded there.
+[Note: trust] The author of a library runs code in every process that loads it. The package's own directory is
+trusted like the package. The cache is trusted if only this user and root can write to it. Windows has neither
+these permissions nor flock: nothing is compiled or loaded on it.
 """
 
 import contextlib
@@ -27,20 +27,20 @@ NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
 class NotTrustedError(BuildError):
-    """Why a library that is there is not loaded. See [Note: trust]."""
+    """Other users may have written the library. See [Note: trust]."""
 
 
 def refuse_here() -> None:
-    """BuildError where operators are not compiled at all. See [Note: trust]."""
+    """Raise BuildError on systems without compiled operators. See [Note: trust]."""
     if fcntl is None or not hasattr(os, "geteuid"):
         raise BuildError("they are compiled on Linux and macOS only: elsewhere torch's own are used")
 
 
 def caches() -> list[Path]:
-    """The folders to look in for what was built on first use. What is built now goes to the first.
+    """The directories to search for libraries that were built on first use. New ones go to the first.
 
-    That is ZERO_FULL_CACHE; else zero_full in the user's cache; where there is no home that can be written
-    to, a folder among the temporary ones.
+    It is ZERO_FULL_CACHE, else zero_full in the user's cache, else, without a writable home, a directory
+    among the temporary ones.
     """
     if chosen := os.environ.get("ZERO_FULL_CACHE"):
         return [Path(chosen)]
@@ -59,7 +59,7 @@ def _users_cache() -> Path | None:
 
 
 def _can_be_made(directory: Path) -> bool:
-    """Whether it is there, or can be made, and written to."""
+    """Whether the directory is writable, or can be made."""
     for place in (directory, *directory.parents):
         try:
             place.stat()
@@ -72,7 +72,7 @@ def _can_be_made(directory: Path) -> bool:
 
 
 def libraries(directory: Path, prefix: str) -> list[Path]:
-    """The libraries there whose names begin so; NotTrustedError if somebody else may have written one."""
+    """The libraries with this prefix; NotTrustedError if other users may have written one."""
     if directory != BUILT:
         check_folder(directory)
     try:
@@ -88,7 +88,7 @@ def libraries(directory: Path, prefix: str) -> list[Path]:
 
 
 def check_folder(directory: Path) -> None:
-    """NotTrustedError if others may put libraries there. A folder that is not there is fine."""
+    """Raise NotTrustedError if other users may write to the directory. It may be missing."""
     try:
         folder = directory.resolve(strict=True)
         inside = {place: place.lstat() for place in (directory, folder)}
@@ -122,7 +122,7 @@ def _others_may_write(status: os.stat_result) -> bool:
 
 
 def make(directory: Path) -> None:
-    """Make the folder and those above it. Those of a cache are this user's only, and are checked."""
+    """Make the directory and its parents. Those of a cache are private to this user, and are checked."""
     if directory == BUILT:
         directory.mkdir(parents=True, exist_ok=True)
         return
@@ -135,9 +135,9 @@ def make(directory: Path) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Inside, this process holds a lock on the file. The lock ends with the process; the file stays.
+    """Hold a lock on the file in the `with` block. The lock ends with the process; the file stays.
 
-    Where the file system has no locks, every process goes on at once, and the log says so.
+    On a file system without locks every process continues at once, with a warning.
     """
     with path.open("w") as file:
         try:

@@ -1,10 +1,10 @@
-"""Each operator in plain torch: its meaning, the tests' oracle, and what runs where nothing is compiled.
+"""The reference of each operator in plain torch: its definition, the tests' oracle and the fallback.
 
-[Note: blocks of integers] A payload holds `numel` numbers as bytes: first integers of 8 or 4 bits, then an
-fp32 scale for each block of them. Four-bit integers are two to a byte, the first in the low half. A block
-with a number that is not finite has the scale NaN: all of it comes out as NaN. Of more than one dimension the
-last is a row, with a payload of its own, and rows may lie anywhere. One more dimension of payloads than of
-numbers, the first, are terms that are added up.
+[Note: blocks of integers] A payload holds `numel` numbers as bytes: integers of 8 or 4 bits, then an fp32
+scale for each block of them. A byte has two 4-bit integers, the first in the low half. A block with a number
+that is not finite has the scale NaN, so all of it is decoded as NaN. With several dimensions the last one is
+a row, which has its own payload, and rows need not be contiguous. If payloads have one more dimension than
+numbers, the first one, they are terms of a sum.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 FINITE = torch.finfo(torch.float32)
-PIECE = {"cpu": 2**17}  # numbers in work at a time: few enough for the cache...
+PIECE = {"cpu": 2**17}  # numbers processed at a time: few enough for the cache...
 PIECE_ELSEWHERE = 2**24  # ...or many enough that starting kernels costs little
 
 
@@ -37,11 +37,11 @@ def adam_step(
     decoupled: bool,
     factor: float,
 ) -> None:
-    """Adam on gradients times `factor`; masters are copied to `copies`, if there are any.
+    """A step of Adam with gradients times `factor`; masters are copied to `copies`, if there are any.
 
-    A copy that is not what its master rounds to was written by somebody: the master takes its value first.
-    `decoupled` is AdamW's decay. `steps` are this step's numbers, from 1. All is computed in fp32; of fp64
-    masters, which no compiled operator takes, in fp64.
+    An element of a copy that is not its rounded master was written by the user: the master adopts it first.
+    `decoupled` is AdamW's decay. `steps` are the numbers of this step, from 1. Computation is in fp32, and in
+    fp64 for fp64 masters, which no compiled operator takes.
     """
     adam = Adam(lr, beta1, beta2, eps, weight_decay, decoupled, factor)
     for i, master in enumerate(masters):
@@ -54,7 +54,7 @@ def adam_step(
 
 
 class Adam(NamedTuple):
-    """Its options, and what it makes of a tensor."""
+    """The options of Adam, and its update of one tensor."""
 
     lr: float
     beta1: float
@@ -67,9 +67,11 @@ class Adam(NamedTuple):
     def step(
         self, master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The new master and moments, not yet rounded to their types; each operation as the compiled ones."""
+        """The new master and moments before rounding, by the same operations as the compiled kernels."""
         wide = _wide(master)
-        first, second = (1 - beta ** step.double() for beta in (self.beta1, self.beta2))  # nobody waits
+        first, second = (
+            1 - beta ** step.double() for beta in (self.beta1, self.beta2)
+        )  # without a device-to-host wait
         step_size, root_scale = (self.lr / first).to(wide), (1 / second.sqrt()).to(wide)
         p, m, v, g = (each.to(wide) for each in (master, exp_avg, exp_avg_sq, grad))
         g = g * self.factor
@@ -98,10 +100,10 @@ def adam_step_stochastic(
     decoupled: bool,
     factor: float,
 ) -> None:
-    """Adam whose bf16 masters, and moments if they are bf16, are rounded stochastically.
+    """A step of Adam with stochastic rounding of bf16 masters, and of bf16 moments.
 
-    Chance is a function of the parameter's key, the step and the element's place in the parameter, of which
-    `places` has that of each tensor's first element.
+    Random bits are a function of the parameter's key, the step and the element's index in the parameter.
+    `places` are the indices of the tensors' first elements.
     """
     adam = Adam(lr, beta1, beta2, eps, weight_decay, decoupled, factor)
     for i, kept in enumerate(zip(masters, exp_avgs, exp_avg_sqs, strict=True)):
@@ -117,14 +119,14 @@ GOLDEN = 0x9E3779B9
 
 
 def rounded_by(values: Tensor, drawn: Tensor) -> Tensor:
-    """bf16 neighbours of fp32 numbers: the farther from zero if what is cut off and 16 drawn bits carry."""
+    """Round fp32 numbers to bf16: away from zero if the low 16 bits plus 16 random bits carry."""
     rounded = (values.view(torch.int32).long() + (drawn & 0xFFFF)) & 0xFFFF0000
     low = (rounded >> 16).to(torch.int32).to(torch.int16).view(torch.bfloat16)
     return torch.where(values.isnan(), values.bfloat16(), low)
 
 
 def draws(key: int, step: Tensor, place: int, numel: int) -> tuple[Tensor, Tensor, Tensor]:
-    """For each element 16 bits or more for its master, its first and its second moment."""
+    """Random bits, at least 16, of each element for its master and for its first and second moment."""
     number = step.long() & WORD
     first = _scrambled((key & WORD) ^ _scrambled(number))
     second = _scrambled(((key >> 32 & WORD) + _scrambled(number ^ GOLDEN)) & WORD)
@@ -135,14 +137,14 @@ def draws(key: int, step: Tensor, place: int, numel: int) -> tuple[Tensor, Tenso
 
 
 def _scrambled(x: Tensor) -> Tensor:
-    """The last part of MurmurHash3, on 32-bit numbers in int64. Factors are less 2**32: nothing overflows."""
+    """The finalizer of MurmurHash3, on 32-bit numbers in int64. Factors minus 2**32 avoid overflow."""
     for shift, factor in ((16, 0x85EBCA6B - 2**32), (13, 0xC2B2AE35 - 2**32)):
         x = (x ^ x >> shift) * factor & WORD
     return x ^ x >> 16
 
 
 def unless_written(master: Tensor, copy: Tensor) -> Tensor:
-    """The master, with the copy's value wherever the copy is not what the master rounds to."""
+    """The master, with the copy's value where that is not the rounded master."""
     rounded = master.to(copy.dtype)
     same = rounded.view(torch.int16) == copy.view(torch.int16)
     return torch.where(same, master, copy.to(master.dtype))
@@ -160,9 +162,9 @@ def lamb_norms(
     eps_inside_sqrt: bool,
     factor: float,
 ) -> Tensor:
-    """LAMB's first half: new moments, and for each tensor the sums of squares of it and of its update.
+    """LAMB's first half: update moments, and return the squared norms of each tensor and of its update.
 
-    Who has a part of a tensor only adds up what all parts say before `lamb_step`.
+    If tensors are shards, the caller sums these over all shards of a tensor before `lamb_step`.
     """
     norms = []
     for p, g, m, v in zip(masters, grads, exp_avgs, exp_avg_sqs, strict=True):
@@ -192,9 +194,9 @@ def lamb_step(
     min_trust: float,
     max_trust: float,
 ) -> None:
-    """LAMB's second half: each tensor moves by `lr` times its trust ratio, the norm of it over its update's.
+    """LAMB's second half: a step of `lr` times the trust ratio, each tensor's norm over its update's.
 
-    The ratio is kept between the bounds, and is 1 if either norm is zero.
+    The ratio is clamped to the bounds, and is 1 if either norm is zero.
     """
     for i, p in enumerate(masters):
         update = _lamb_update(p, exp_avgs[i], exp_avg_sqs[i], eps, weight_decay, eps_inside_sqrt)
@@ -218,14 +220,14 @@ def _lamb_update(
 
 
 def _wide(p: Tensor) -> torch.dtype:
-    """In what type numbers of such masters are computed."""
+    """The dtype of computation for a master."""
     return torch.promote_types(p.dtype, torch.float32)
 
 
 def unscale_norm_check(gradients: Sequence[Tensor], factor: float) -> tuple[Tensor, Tensor]:
-    """Multiply in place; return the sum of squares in fp64, and the first non-finite place or -1.
+    """Multiply in place; return the sum of squares in fp64, and the first non-finite index or -1.
 
-    Elements are counted through all tensors.
+    The index counts the elements of all tensors.
     """
     device = gradients[0].device if gradients else None
     total = torch.zeros((), dtype=torch.float64, device=device)
@@ -247,14 +249,14 @@ def unscale_norm_check(gradients: Sequence[Tensor], factor: float) -> tuple[Tens
 
 
 def sign_pack(values: Tensor | None, error: Tensor, ends: Tensor, l1: bool) -> tuple[Tensor, Tensor]:
-    """Pack the signs of `values + error`, eight to a byte, and return them with a scale for each piece.
+    """Pack the signs of `values + error`, eight per byte, and return them with a scale for each piece.
 
-    Pieces end at `ends`; what lies behind is padding and has the scale 0. A scale is the root mean square, or
-    with `l1` the mean size. `error` becomes what scale times sign gets wrong now. Zero counts as plus; the
-    last byte is filled up with zeros. `values` None: all that is wanted is in `error` already.
+    Pieces end at `ends`; elements behind the last end are padding with the scale 0. A scale is the root mean
+    square, or with `l1` the mean magnitude. `error` becomes the difference to scale times sign. Zero counts
+    as positive; the last byte is padded with zeros. `values` None: `error` has the values already.
 
-    A number that is not finite makes its piece's scale and errors NaN, and errors stay NaN: look for overflow
-    before. `ends` must ascend and stay inside, which on a GPU is looked at only with ZERO_FULL_CHECK_ENDS=1.
+    A number that is not finite makes its piece's scale and errors NaN, and errors stay NaN: check for
+    overflow before. `ends` must ascend within bounds, which a GPU checks only with ZERO_FULL_CHECK_ENDS=1.
     """
     wanted = error if values is None else values.float() + error
     starts = [0, *ends.tolist()]
@@ -269,7 +271,7 @@ def sign_pack(values: Tensor | None, error: Tensor, ends: Tensor, l1: bool) -> t
 
 
 def sign_unpack_mean(packed: Tensor, scales: Tensor, ends: Tensor, out: Tensor, add: bool) -> None:
-    """Write the mean of the rows, each its signs times its scales, to `out`, or add it to what is there."""
+    """Write the mean of the rows, each of signs times scales, to `out`, or add it to `out`."""
     places = torch.arange(8, device=packed.device, dtype=torch.uint8)
     total = torch.zeros(len(out), dtype=torch.float32, device=out.device)
     for row, scale in zip(packed, scales, strict=True):
@@ -286,7 +288,7 @@ def _scale(piece: Tensor, l1: bool) -> Tensor:
 
 
 def _spread(scales: Tensor, ends: Tensor, numel: int) -> Tensor:
-    """A tensor with the scale of every element; 0 behind the last end."""
+    """Expand scales to elements; 0 behind the last end."""
     sizes = ends.diff(prepend=ends.new_zeros(1))
     return torch.nn.functional.pad(scales.repeat_interleave(sizes), (0, numel - int(ends[-1])))
 
@@ -295,7 +297,7 @@ def _spread(scales: Tensor, ends: Tensor, numel: int) -> Tensor:
 
 
 class Part(NamedTuple):
-    """Where a run of numbers, which begins with a block and with a byte, lies in tensor and payload."""
+    """The position in tensor and payload of a run of numbers, which starts at a block and at a byte."""
 
     numbers: slice
     integers: slice
@@ -303,19 +305,19 @@ class Part(NamedTuple):
 
 
 def payload_bytes(numel: int, bits: int, block: int) -> int:
-    """How many bytes so many numbers become. See [Note: blocks of integers]."""
+    """Bytes of the payload of `numel` numbers. See [Note: blocks of integers]."""
     return value_bytes(numel, bits) + 4 * -(-numel // block)
 
 
 def value_bytes(numel: int, bits: int) -> int:
-    """How many of these bytes are integers."""
+    """Bytes of the integers in a payload."""
     return -(-numel * bits // 8)
 
 
 def quantize_blocks(numbers: Tensor, payload: Tensor, bits: int, block: int) -> None:
-    """Round to the nearest of the 2**bits - 1 multiples of a scale that reach as far as the block does.
+    """Round to the nearest of the 2**bits - 1 multiples of a scale that cover the range of the block.
 
-    No number is off by more than half a scale.
+    The error of a number is at most half a scale.
     """
     for row in _places(numbers):
         _quantize_row(numbers[row], payload[row], bits, block)
@@ -331,16 +333,16 @@ def _quantize_row(numbers: Tensor, payload: Tensor, bits: int, block: int) -> No
     for part in _parts(numbers, bits, block):
         rows = _in_rows(numbers[part.numbers], block)
         scales[part.scales] = fitting = _fitting(rows, 2 ** (bits - 1) - 1)
-        rows.div_(fitting[:, None]).round_().nan_to_num_(0)  # 0 / 0 is NaN, too
+        rows.div_(fitting[:, None]).round_().nan_to_num_(0)  # of 0 / 0 as well
         integers = rows.to(torch.int8).flatten()[: numbers[part.numbers].numel()]
         values[part.integers] = integers if bits == 8 else _pack(integers)
     payload[values.numel() :] = scales.view(torch.uint8)
 
 
 def dequantize_blocks(payload: Tensor, out: Tensor, bits: int, block: int, add: bool) -> None:
-    """Write the payload's numbers to `out`, or add them to what is there.
+    """Write the payload's numbers to `out`, or add them to `out`.
 
-    The terms of a row, which must be fp32 then, are added up one after the other.
+    The terms of a row, for which `out` must be fp32, are added in order.
     """
     terms = payload if payload.dim() > out.dim() else payload[None]
     for row in _places(out):
@@ -373,7 +375,7 @@ def _parts(numbers: Tensor, bits: int, block: int) -> Iterator[Part]:
 
 
 def _in_rows(flat: Tensor, block: int) -> Tensor:
-    """An fp32 copy with a row for each block, the last one filled up with zeros."""
+    """An fp32 copy with a row for each block, the last one padded with zeros."""
     blocks = -(-flat.numel() // block)
     rows = torch.empty(blocks * block, dtype=torch.float32, device=flat.device)
     rows[: flat.numel()] = flat
@@ -382,9 +384,9 @@ def _in_rows(flat: Tensor, block: int) -> Tensor:
 
 
 def _fitting(rows: Tensor, largest: int) -> Tensor:
-    """The scales that make each row's largest number `largest`; 0 for zeros, NaN if one is not finite."""
+    """Scales that map each row's largest magnitude to `largest`; 0 for zeros, NaN for non-finite rows."""
     reach = rows.abs().amax(dim=1)
-    # Far from where numbers lose bits, and not so far that the largest integer comes back as inf.
+    # Above subnormal numbers, and below scales with which the largest integer decodes to inf.
     scales = reach.div(largest).clamp_(FINITE.tiny, FINITE.max / largest * (1 - FINITE.eps))
     return scales.masked_fill_(reach == 0, 0).masked_fill_(~reach.isfinite(), float("nan"))
 
@@ -396,5 +398,5 @@ def _pack(integers: Tensor) -> Tensor:
 
 
 def _unpack(packed: Tensor) -> Tensor:
-    """Two integers of each byte. The right shift brings the sign."""
+    """Unpack two integers of each byte. The right shift extends the sign."""
     return torch.stack((packed << 4 >> 4, packed >> 4), dim=1).flatten()

@@ -1,7 +1,7 @@
-"""The compilers, which versions they are, and where torch is.
+"""The compilers with their versions, and the directory of torch.
 
-Standard library only, and torch is looked for, not imported: the installation runs this where torch is
-installed but not importable, and so does the doctor where torch is broken.
+This module uses the standard library only, and finds torch without importing it: the installation may have
+torch installed but not importable, and the doctor must work with a broken torch.
 """
 
 import contextlib
@@ -15,16 +15,16 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-CHANGES_NVCC = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")  # variables with options that nvcc adds to its own
+CHANGES_NVCC = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")  # variables with further options of nvcc
 
 
 class BuildError(RuntimeError):
-    """Why there is no library, and what to do about it."""
+    """There is no library: the reason, and a remedy."""
 
 
 @dataclass(frozen=True)
 class Toolchain:
-    """The compilers, and where torch is."""
+    """The compilers, and the directory of torch."""
 
     cxx: str
     nvcc: str | None
@@ -32,17 +32,17 @@ class Toolchain:
 
     @property
     def identity(self) -> str:
-        """What the compilers say of themselves, what else changes their work, and the C library's version."""
+        """The versions of the compilers and of the C library, and variables that change nvcc's options."""
         said = [_answer(path, "--version") or "" for path in (self.cxx, self.nvcc) if path is not None]
         with contextlib.suppress(AttributeError, ValueError, OSError):
-            said.append(os.confstr("CS_GNU_LIBC_VERSION") or "")  # a library wants one that is as new
+            said.append(os.confstr("CS_GNU_LIBC_VERSION") or "")  # a library needs one at least as new
         if self.nvcc is not None:
             said += [f"{name}={os.environ.get(name, '')}" for name in CHANGES_NVCC]
         return "\n".join(said)
 
     @property
     def gpus(self) -> frozenset[int]:
-        """The architectures that nvcc makes code for, as in 90."""
+        """The architectures that nvcc supports, such as 90."""
         assert self.nvcc is not None
         said = _answer(self.nvcc, "--list-gpu-arch") or ""
         found = frozenset(map(int, re.findall(r"^compute_(\d+)$", said, re.MULTILINE)))
@@ -52,7 +52,7 @@ class Toolchain:
 
 
 def toolchain(part: str) -> Toolchain:
-    """The compilers that a part needs: $CXX, else the usual names; $CUDA_HOME's nvcc, else the path's."""
+    """The compilers of a part: $CXX, else the usual names; nvcc of $CUDA_HOME, else of the path."""
     cxx = _first_that_works([os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"])
     if cxx is None:
         wanted = os.environ.get("CXX")
@@ -69,7 +69,7 @@ def toolchain(part: str) -> Toolchain:
 
 
 def torch_home() -> Path:
-    """Torch's directory. An isolated build cannot import torch, but sees where the environment keeps it."""
+    """The directory of torch, which an isolated build cannot import but finds in the environment."""
     places = [Path(sysconfig.get_path(kind)) / "torch" for kind in ("platlib", "purelib")]
     with contextlib.suppress(ImportError, ValueError):
         spec = importlib.util.find_spec("torch")
@@ -83,7 +83,7 @@ def torch_home() -> Path:
 
 @functools.cache
 def _answer(path: str, question: str) -> str | None:
-    """What a compiler prints for an option; None if it does not run."""
+    """The output of a compiler for an option; None if it does not run."""
     try:
         done = subprocess.run([path, question], capture_output=True, text=True, errors="replace", timeout=60)
     except (OSError, subprocess.TimeoutExpired):

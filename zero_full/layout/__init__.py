@@ -1,4 +1,4 @@
-"""Where every element lives, as integers: no tensors, no devices, no process groups."""
+"""Layouts of flat buffers as integers: no tensors, no devices, no process groups."""
 
 from zero_full.layout.balance import Share, deal_work
 from zero_full.layout.flat import FlatLayout, Fragment

@@ -1,20 +1,20 @@
-"""Who does the work on which whole tensor: dealt evenly, and beside that where most of the tensor lies."""
+"""Assign whole tensors to ranks: balanced work first, then the rank that holds most of the tensor."""
 
 from collections.abc import Iterable, Sequence
 from heapq import heapreplace
 
-Share = tuple[int, int]  # a rank, and how many elements of a tensor it has
+Share = tuple[int, int]  # a rank, and the number of a tensor's elements that it holds
 
 
 def deal_work(
     works: Sequence[int], shares: Sequence[Sequence[Share]], world: int, rounds: int = 1
 ) -> list[tuple[int, int]]:
-    """For each tensor the rank that works on it, and in which of so many rounds.
+    """Return for each tensor the rank that works on it, and the round (of `rounds`) in which it does.
 
-    `works` says how much there is to do on each tensor, and `shares` where it lies. No rank has more to do
-    than the busiest one would have if the largest tensors were dealt first, each to the rank that has least;
-    as far as that allows, a tensor goes to the rank that has most of it. In every round a rank has about the
-    same share of its work.
+    `works` are the costs of the tensors, and `shares` say which ranks hold them. The bound on a rank's total
+    cost is that of the greedy schedule, which deals the costliest tensors first, each to the rank with the
+    least so far. Within that bound a tensor goes to the rank that holds most of it. A rank's work is spread
+    about evenly over the rounds.
     """
     order = sorted(range(len(works)), key=lambda each: (-works[each], each))
     dealt = _to_who_has_least(works, order, world)
@@ -43,7 +43,7 @@ def _to_who_is_near(
     loads, owners = [0] * world, [0] * len(works)
     least = [(0, rank) for rank in range(world)]
     for each in order:
-        while loads[least[0][1]] != least[0][0]:  # it was given something since
+        while loads[least[0][1]] != least[0][0]:  # its load has grown since it was pushed
             heapreplace(least, (loads[least[0][1]], least[0][1]))
         by_size = sorted(shares[each], key=lambda share: (-share[1], share[0]))
         fitting = (rank for rank, _ in by_size if loads[rank] + works[each] <= limit)

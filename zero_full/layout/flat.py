@@ -1,4 +1,4 @@
-"""Parameters laid end to end in one flat buffer that is cut evenly over the ranks of a group."""
+"""The layout of a flat buffer: parameters end to end, cut evenly over the ranks of a group."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -6,15 +6,15 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class Fragment:
-    """The elements of one parameter that one rank owns. Ranges are (start, stop), in elements."""
+    """The range of one parameter's elements that one rank owns. Ranges are (start, stop), in elements."""
 
-    index: int  # which of the layout's parameters
+    index: int  # of the parameter in the layout
     param_range: tuple[int, int]  # counted in the flattened parameter
     flat_range: tuple[int, int]  # counted in the whole flat buffer
 
     @property
     def numel(self) -> int:
-        """How many elements it has."""
+        """Number of elements."""
         return self.flat_range[1] - self.flat_range[0]
 
 
@@ -22,9 +22,9 @@ class Fragment:
 class FlatLayout:
     """Parameters of `numels` elements in a row, each starting at a multiple of `alignment`.
 
-    Every rank's slice is a multiple of `alignment * copies`, so that copies and kernels never start at an
-    odd address, and `copies` ranks that hold the same slice can share the work of averaging it. What lies
-    between is padding: zeros that are moved along and never looked at.
+    Every rank's slice is a multiple of `alignment * copies`, so that copies and kernels start at aligned
+    addresses, and `copies` ranks that hold the same slice can share the work of averaging it. The gaps are
+    padding: zeros that are communicated and never read.
     """
 
     numels: tuple[int, ...]
@@ -38,7 +38,7 @@ class FlatLayout:
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """Where each parameter starts in the flat buffer."""
+        """The first element of each parameter in the flat buffer."""
         starts, position = [], 0
         for numel in self.numels:
             starts.append(position)
@@ -47,30 +47,32 @@ class FlatLayout:
 
     @cached_property
     def shard(self) -> int:
-        """Elements in each rank's slice."""
+        """Number of elements in each rank's slice."""
         end = _rounded_up(self.starts[-1] + self.numels[-1], self.alignment) if self.numels else 0
         return _rounded_up(-(-end // self.world), self.alignment * self.copies)
 
-    @property
+    @cached_property
     def total(self) -> int:
-        """Elements of the whole buffer, padding included."""
+        """Number of elements of the buffer, padding included."""
         return self.shard * self.world
 
     @property
     def padding(self) -> int:
-        """Elements that belong to no parameter."""
+        """Number of elements of the buffer that belong to no parameter."""
         return self.total - sum(self.numels)
 
+    @cached_property
+    def windows(self) -> tuple[slice, ...]:
+        """The slice of the flat buffer of each parameter."""
+        pairs = zip(self.starts, self.numels, strict=True)
+        return tuple(slice(start, start + numel) for start, numel in pairs)
+
     def slice_of(self, rank: int) -> slice:
-        """The part of the flat buffer that belongs to `rank`."""
+        """The slice of the flat buffer of `rank`."""
         return slice(rank * self.shard, (rank + 1) * self.shard)
 
-    def window(self, index: int) -> slice:
-        """Where parameter `index` lies in the flat buffer."""
-        return slice(self.starts[index], self.starts[index] + self.numels[index])
-
     def fragments(self, rank: int) -> list[Fragment]:
-        """The pieces that `rank` owns: at most one of each parameter, in order; empty ones are left out."""
+        """The fragments that `rank` owns, at most one of each parameter, in order and without empty ones."""
         own = self.slice_of(rank)
         fragments = []
         for index, start in enumerate(self.starts):
@@ -81,7 +83,7 @@ class FlatLayout:
         return fragments
 
     def shares(self, index: int) -> list[tuple[int, int]]:
-        """The ranks that own elements of parameter `index`, in order, and how many each."""
+        """The ranks that own elements of parameter `index`, in order, each with its number of elements."""
         start, numel, shares = self.starts[index], self.numels[index], []
         while numel:
             rank = start // self.shard
@@ -92,7 +94,7 @@ class FlatLayout:
 
     @cached_property
     def owned(self) -> tuple[int, ...]:
-        """Elements of parameters that each rank owns: its slice without padding."""
+        """For each rank, the number of elements in its slice without padding."""
         owned = [0] * self.world
         for index in range(len(self.numels)):
             for rank, here in self.shares(index):

@@ -1,31 +1,31 @@
-"""In which order parameters are laid out, and which of them travel together."""
+"""Orders of parameters in flat buffers, and their division into buckets."""
 
 from collections.abc import Hashable, Sequence
 
 
 def in_order(count: int) -> list[int]:
-    """The order in which the model lists its parameters."""
+    """The order of `model.parameters()`."""
     return list(range(count))
 
 
 def backward_order(count: int) -> list[int]:
-    """The last parameter first: roughly the order in which backward completes gradients."""
+    """The reverse order: roughly the one in which backward completes gradients."""
     return list(reversed(range(count)))
 
 
 def round_robin(indices: Sequence[int], world: int) -> list[int]:
-    """The indices dealt like cards to `world` hands, hand after hand: neighbours get different owners."""
+    """Deal the indices like cards to `world` hands and list hand after hand: neighbours change owners."""
     return [index for hand in range(world) for index in indices[hand::world]]
 
 
 def deal(
     order: Sequence[int], numels: Sequence[int], kinds: Sequence[Hashable], limit: int
 ) -> list[list[int]]:
-    """Parameters in buckets of one kind and at most `limit` elements; a larger one travels alone.
+    """Divide parameters into buckets of one kind and at most `limit` elements.
 
-    A bucket is closed when it is full. Kinds that alternate do not close each other's buckets, so a bf16
-    model with a few fp32 norms has as few collectives as its sizes allow. The answer is sorted by when a
-    bucket is complete, because that is when it can leave.
+    A parameter larger than `limit` has a bucket of its own. A bucket is closed when it is full, and not by a
+    parameter of another kind, so a bf16 model with a few fp32 norms has as few collectives as its sizes
+    allow. Buckets are sorted by their last parameter in `order`, when they are complete and can be reduced.
     """
     buckets: list[list[int]] = []
     open_bucket: dict[Hashable, int] = {}

@@ -1,4 +1,4 @@
-"""From DeepSpeed's names to ours, in scripts and configurations: `python -m zero_full migrate`."""
+"""Migrate DeepSpeed scripts and check their configurations: `python -m zero_full migrate`."""
 
 from zero_full.errors import MigrateError
 from zero_full.migrate.command import check, main, migrate

@@ -1,4 +1,4 @@
-"""What a DeepSpeed script asks for beside names: arguments, methods of engines, configurations."""
+"""Find uses of DeepSpeed beyond names: arguments, engine methods, parameter attributes, configurations."""
 
 import ast
 import re
@@ -9,16 +9,16 @@ from zero_full.migrate.names import ARGUMENTS, ENGINE, FOREIGN, PARAMETER
 from zero_full.migrate.scopes import ROOT
 from zero_full.migrate.script import Leftover, Rewrite
 
-POSITIONAL = 6  # arguments of initialize before the first one that is not here
-BY_NAME = {  # functions that take the name of a package
+POSITIONAL = 6  # positional arguments of initialize before the first unsupported one
+BY_NAME = {  # functions that take a package name
     *("import_module", "__import__", "find_spec", "importorskip", "version", "metadata", "getLogger"),
 }
 ASKS = {"hasattr", "getattr", "setattr", "delattr"}
-OPEN = object()  # a value that is known only when the script runs
+OPEN = object()  # marks a value that is computed at run time
 
 
 def look_at_calls(rewrite: Rewrite) -> Iterator[Leftover]:
-    """What a change of names does not settle, with its line."""
+    """Yield the uses that renaming does not solve, with their lines."""
     engines = set(_engines(rewrite))
     missing = missing_of_engines()
     for node in ast.walk(rewrite.tree):
@@ -48,7 +48,7 @@ def _marks(node: ast.expr, names: Iterable[ast.expr]) -> Iterator[Leftover]:
 
 
 def configurations(rewrite: Rewrite) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The configurations that stand in the script, with their lines; computed values are left out."""
+    """Yield the literal configurations in the script, with their lines. Computed values are left out."""
     assigned: dict[str, list[ast.expr]] = {}
     for node in ast.walk(rewrite.tree):
         for target in node.targets if isinstance(node, ast.Assign) else ():
@@ -79,7 +79,7 @@ def _literal(node: ast.expr) -> Any:
 
 
 def _engines(rewrite: Rewrite) -> Iterator[str]:
-    """The names that the script gives to engines, which `initialize` returns first."""
+    """Yield the names of variables that hold engines: the first result of `initialize`."""
     for node in ast.walk(rewrite.tree):
         if not isinstance(node, ast.Assign):
             continue
@@ -95,10 +95,10 @@ def _engines(rewrite: Rewrite) -> Iterator[str]:
 
 
 def missing_of_engines() -> dict[str, str]:
-    """DeepSpeed's methods that ours has not, and what to do instead."""
+    """Return the methods of DeepSpeed's engine that zero_full's lacks, with advice."""
     try:
         from zero_full.engine.engine import Engine
-    except ImportError:  # without torch a script can be looked at, too
+    except ImportError:  # without torch, assume that all are missing
         return ENGINE
     return {name: text for name, text in ENGINE.items() if not hasattr(Engine, name)}
 

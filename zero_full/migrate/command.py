@@ -1,8 +1,7 @@
-"""`python -m zero_full migrate`: a DeepSpeed script becomes one of ours, and its JSON file is checked.
+"""Run `python -m zero_full migrate`: rewrite a DeepSpeed script for zero_full, and check its JSON file.
 
-The script is read and not run. Printed are a unified diff and, with their lines, the things that have no
-counterpart here; `--write` changes the files. What this looks for, and what it makes of it, is in
-`names.py`.
+The script is not executed. The output is a unified diff and, with line numbers, the names without a
+counterpart. `--write` changes the files. The table of names is in `names.py`.
 """
 
 import difflib
@@ -20,17 +19,17 @@ from zero_full.migrate.script import Leftover, Rewrite
 
 
 class Migrated(NamedTuple):
-    """What became of a script. Lines are counted in the script as it was."""
+    """A migrated script with findings. Line numbers are those of the original."""
 
     source: str
     result: str
     findings: list[Leftover]
-    remarks: list[Leftover]  # nothing has to be done about these
-    moved: Callable[[int], int]  # a line's number in the result
+    remarks: list[Leftover]  # warnings that need no action
+    moved: Callable[[int], int]  # converts a line number to that of the result
 
 
 def main(files: Sequence[str], write: bool = False, world: int | None = None) -> int:
-    """Look at each file; 1 if anything is left to do by hand, else 0."""
+    """Migrate each file. Returns the exit code: 1 if anything is left to do by hand, else 0."""
     left = 0
     for path in map(Path, files):
         if path.suffix not in (".py", ".json"):
@@ -44,7 +43,7 @@ def main(files: Sequence[str], write: bool = False, world: int | None = None) ->
 
 
 def migrate(source: str, world: int | None = None) -> Migrated:
-    """A script's new text and what is left to do. SyntaxError if it is no Python of this version."""
+    """Rewrite a script and list what is left to do. Raises SyntaxError if this Python cannot parse it."""
     rewrite = Rewrite(source)
     findings, remarks = set(look_at_calls(rewrite)), set[Leftover]()
     for line, config in configurations(rewrite):
@@ -76,7 +75,7 @@ def _script(path: Path, write: bool, world: int | None) -> int:
 
 
 def _read(path: Path) -> tuple[str, str]:
-    """The file's text, with line ends as they are, and its encoding."""
+    """Return the file's text, with its line ends unchanged, and its encoding."""
     try:
         with path.open("rb") as file:
             encoding, _ = tokenize.detect_encoding(file.readline)
@@ -86,7 +85,7 @@ def _read(path: Path) -> tuple[str, str]:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write all of the file or nothing. Its permissions stay."""
+    """Replace the file atomically. Its permissions stay."""
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with os.fdopen(os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
@@ -109,7 +108,7 @@ def _diff(path: Path, migrated: Migrated) -> Iterator[str]:
 
 
 def check(config: Mapping[str, Any], world: int | None) -> tuple[list[str], list[str]]:
-    """(errors, warnings) of a configuration in a script, without the values that only the run knows."""
+    """Return (errors, warnings) of a configuration in a script, without values computed at run time."""
     if not {"train_batch_size", "train_micro_batch_size_per_gpu"} & config.keys():
         config = {**config, "train_micro_batch_size_per_gpu": 1}
     try:
@@ -122,7 +121,7 @@ def check(config: Mapping[str, Any], world: int | None) -> tuple[list[str], list
 def _missing_optimizer(config: Mapping[str, Any]) -> Iterator[str]:
     try:
         from zero_full.optim.build import class_of
-    except ImportError:  # without torch a configuration can be looked at, too
+    except ImportError:  # without torch, skip the optimizer's name
         return
     kind = (config.get("optimizer") or {}).get("type")
     if isinstance(kind, str):

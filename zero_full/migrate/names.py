@@ -1,7 +1,7 @@
-"""What each name of DeepSpeed's is called here, and what to do where there is none.
+"""Table of DeepSpeed's names with their counterparts in zero_full, or advice for names without one.
 
-One table for the command `python -m zero_full migrate` and for the page that explains it. Names are those of
-DeepSpeed 0.19, in the module where its documentation has them; `ALIASES` are other ways to the same.
+The command `python -m zero_full migrate` and its page on the site use the same table. Names are those of
+DeepSpeed 0.19, in the modules of its documentation. `ALIASES` are other import paths of the same objects.
 """
 
 ACCESS = [
@@ -15,7 +15,7 @@ LEAVES = [
     *("set_z3_leaf_module", "set_z3_leaf_modules_by_name", "set_z3_leaf_modules_by_suffix"),
 ]
 SCHEDULES = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
-PLACES = {  # module of DeepSpeed's -> (our module, names that stay the same)
+PLACES = {  # DeepSpeed's module -> (zero_full's module, names that stay the same)
     "deepspeed": ("zero_full", ["initialize", "init_distributed", "add_config_arguments", "OnDevice"]),
     "deepspeed.zero": (
         "zero_full",
@@ -37,7 +37,7 @@ NAMES = {
 }
 MODULES = {
     **{old: new for old, (new, _) in PLACES.items()},
-    "deepspeed.comm": "torch.distributed",  # all that torch has; the others are in NOT_IN_TORCH
+    "deepspeed.comm": "torch.distributed",  # except the names in NOT_IN_TORCH
 }
 ALIASES = {
     "deepspeed.runtime.zero": "deepspeed.zero",
@@ -46,7 +46,7 @@ ALIASES = {
     "deepspeed.runtime.engine": "deepspeed",
     "deepspeed.runtime.config.DeepSpeedConfigError": "deepspeed.DeepSpeedConfigError",
     "deepspeed.runtime.dataloader.RepeatingLoader": "deepspeed.utils.RepeatingLoader",
-    "deepspeed.utils.z3_leaf_module": "deepspeed.utils",  # of the same name as a function in it
+    "deepspeed.utils.z3_leaf_module": "deepspeed.utils",  # a module with the name of a function in it
     "deepspeed.utils.tensor_fragment": "deepspeed.utils",
 }
 NOT_IN_TORCH = {
@@ -62,7 +62,7 @@ INFERENCE = (
     "zero_full.initialize without an optimizer shards a model for forward; for fast inference save the "
     "weights and load them into another library"
 )
-INSTEAD = {  # the longest that a name begins with counts
+INSTEAD = {  # advice by prefix of a name; the longest prefix applies
     "deepspeed": "remove it, or do it in plain torch",
     "deepspeed.DeepSpeedConfig": "zero_full.config.resolve(config, world_size) reads and checks it",
     "deepspeed.runtime.config": "zero_full.config.resolve(config, world_size) reads and checks it",
@@ -114,7 +114,7 @@ INSTEAD = {  # the longest that a name begins with counts
     "deepspeed.zero.TiledLinear": "torch.nn.Linear",
     "deepspeed.zero.ZeroParamStatus": "zero_full.GatheredParameters, around whole parameters, too",
 }
-ENGINE = {  # what scripts ask of an engine, unless ours has it by now
+ENGINE = {  # advice for engine attributes, unless zero_full's engine has them
     "save_fp16_model": "engine.save_16bit_model",
     "_zero3_consolidated_16bit_state_dict": "engine.module_state_dict(), on every rank",
     "_consolidated_16bit_state_dict": "engine.module_state_dict(), on every rank",
@@ -125,18 +125,18 @@ ENGINE = {  # what scripts ask of an engine, unless ours has it by now
     "train_batch": "there are no pipelines: forward, backward and step in a loop",
     "eval_batch": "there are no pipelines: forward under torch.no_grad()",
 }
-PARAMETER = {  # what DeepSpeed writes on parameters: a test for it is false here, and nobody would notice
+PARAMETER = {  # attributes that DeepSpeed adds to parameters; tests for these are silently false here
     "ds_id": "leave the test out: GatheredParameters and safe_get_... take any parameter",
     "ds_status": "leave the test out: GatheredParameters and safe_get_... take any parameter",
     "ds_numel": "p.numel(), which is right for released parameters, too",
     "ds_shape": "p.shape, which is right for released parameters, too",
     "ds_tensor": "zero_full.safe_get_local_fp32_param(p)",
 }
-ARGUMENTS = {  # of initialize
+ARGUMENTS = {  # advice for arguments of initialize
     "distributed_port": "pass it to zero_full.init_distributed before",
     "mesh_param": "pass a named torch mesh as mesh=",
 }
-FOREIGN = {  # what other libraries do with DeepSpeed, and would do with it still
+FOREIGN = {  # classes by which other libraries run DeepSpeed itself -> the library
     "HfDeepSpeedConfig": "transformers",
     "HfTrainerDeepSpeedConfig": "transformers",
     "DeepSpeedPlugin": "accelerate",
@@ -145,7 +145,7 @@ FOREIGN = {  # what other libraries do with DeepSpeed, and would do with it stil
 
 
 def canonical(path: str) -> str:
-    """The documented path of a name of DeepSpeed's."""
+    """Return the documented path of a DeepSpeed name."""
     for length in range(path.count(".") + 1, 0, -1):
         head, rest = ".".join(path.split(".")[:length]), path.split(".")[length:]
         if head in ALIASES and (rest or head not in NAMES):
@@ -154,7 +154,7 @@ def canonical(path: str) -> str:
 
 
 def target_of(path: str) -> str | None:
-    """What this name of DeepSpeed's is called here; None: nothing is."""
+    """Return the counterpart of a DeepSpeed name, or None."""
     path = canonical(path)
     module, _, name = path.rpartition(".")
     if path in NAMES or path in MODULES:
@@ -163,12 +163,12 @@ def target_of(path: str) -> str | None:
 
 
 def is_module(path: str) -> bool:
-    """Whether the name's counterpart here is a module, whose names are all in these tables."""
+    """Return whether the name's counterpart is a module, whose names are all in these tables."""
     return canonical(path) in MODULES
 
 
 def instead_of(path: str) -> str:
-    """What to do where nothing here has this name."""
+    """Return advice for a name without a counterpart."""
     parts = canonical(path).split(".")
     heads = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
     return next(INSTEAD[head] for head in heads if head in INSTEAD)

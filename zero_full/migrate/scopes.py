@@ -1,4 +1,4 @@
-"""Where a script imports DeepSpeed, and which names mean it, scope by scope. Nothing is executed."""
+"""Find a script's imports of DeepSpeed and the uses of these names, by scope. The script is not executed."""
 
 import ast
 from collections.abc import Iterable, Iterator
@@ -11,21 +11,21 @@ Comprehension = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 
 @dataclass(eq=False)
 class Binding:
-    """A local name that an import gives to something of DeepSpeed's."""
+    """A local name bound by an import of DeepSpeed."""
 
     statement: ast.Import | ast.ImportFrom
     alias: ast.alias
     local: str
-    path: str  # what the local name stands for
+    path: str  # full DeepSpeed name
     scope: "Scope"
     block: list[ast.stmt]
     uses: list["Use"] = field(default_factory=list)
-    clash: bool = False  # the scope gives the same name to something else, too
+    clash: bool = False  # the scope also binds this name to another object
 
 
 @dataclass(frozen=True)
 class Use:
-    """A name and the attributes taken of it, as in `deepspeed.zero.Init`."""
+    """A name with its chain of attributes, such as `deepspeed.zero.Init`."""
 
     nodes: tuple[ast.expr, ...]  # the name, then one for each attribute
     names: tuple[str, ...]  # the attributes
@@ -33,7 +33,7 @@ class Use:
 
 @dataclass(eq=False)
 class Scope:
-    """What a module, function or class binds."""
+    """The names bound by a module, function, class or comprehension."""
 
     above: "Scope | None"
     is_class: bool = False
@@ -42,7 +42,7 @@ class Scope:
     of_module: set[str] = field(default_factory=set)  # declared global
 
     def find(self, name: str) -> list[Binding]:
-        """What the name means here, if it is of DeepSpeed's."""
+        """Return the DeepSpeed imports that this name refers to, if any."""
         scope: Scope | None = self
         while scope is not None:
             if name in scope.imports:
@@ -56,13 +56,13 @@ class Scope:
 
 
 class Scopes(ast.NodeVisitor):
-    """All bindings of a script with all their uses."""
+    """All DeepSpeed bindings of a script with their uses."""
 
     def __init__(self, tree: ast.Module) -> None:
         self.top = self.scope = Scope(None)
         self.bindings: list[Binding] = []
         self.loads: list[tuple[Scope, str, Use]] = []
-        self.fallbacks: list[tuple[Scope, ast.Name]] = []  # `deepspeed = None` where the import fails
+        self.fallbacks: list[tuple[Scope, ast.Name]] = []  # `deepspeed = None` in case the import fails
         self.blocks = {id(s): block for block in _blocks(tree) for s in block}
         self.visit(tree)
         self._settle()
@@ -86,7 +86,7 @@ class Scopes(ast.NodeVisitor):
     # Imports ------------------------------------------------------------------------------------
 
     def visit_Import(self, node: ast.Import) -> None:
-        """`import deepspeed.zero` binds `deepspeed`, `import deepspeed.zero as z` binds `z`."""
+        """Bind `deepspeed` for `import deepspeed.zero`, or `z` for `import deepspeed.zero as z`."""
         for alias in node.names:
             local = alias.asname or alias.name.split(".")[0]
             if alias.name.split(".")[0] == ROOT:
@@ -95,7 +95,7 @@ class Scopes(ast.NodeVisitor):
                 self._bind(local)
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
-        """`from deepspeed.zero import Init`."""
+        """Bind the names of a statement such as `from deepspeed.zero import Init`."""
         ours = node.level == 0 and (node.module or "").split(".")[0] == ROOT
         for alias in node.names:
             local = alias.asname or alias.name
@@ -113,14 +113,14 @@ class Scopes(ast.NodeVisitor):
     # Uses ---------------------------------------------------------------------------------------
 
     def visit_Name(self, node: ast.Name) -> None:
-        """A use, or another meaning of the name."""
+        """Record a use, or another binding of the name."""
         if isinstance(node.ctx, ast.Load):
             self.loads.append((self.scope, node.id, Use((node,), ())))
         else:
             self._bind(node.id)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
-        """A chain of attributes, taken as one use."""
+        """Record a chain of attributes as one use."""
         chain: list[ast.expr] = [node]
         while isinstance(chain[-1], ast.Attribute):
             chain.append(chain[-1].value)
@@ -133,7 +133,7 @@ class Scopes(ast.NodeVisitor):
             self.generic_visit(node)
 
     def visit_Assign(self, node: ast.Assign) -> None:
-        """An assignment. `deepspeed = None` belongs to the import that may have failed."""
+        """Record the targets of an assignment. `deepspeed = None` is a fallback for a failed import."""
         nothing = isinstance(node.value, ast.Constant) and node.value.value in (None, False)
         for target in node.targets:
             if nothing and isinstance(target, ast.Name) and target.id not in self.scope.of_module:
@@ -145,7 +145,7 @@ class Scopes(ast.NodeVisitor):
     # Scopes -------------------------------------------------------------------------------------
 
     def visit_FunctionDef(self, node: Function) -> None:
-        """Arguments are names of the function's; defaults and annotations are read outside."""
+        """Enter a function's scope with its arguments. Defaults and annotations belong to the outer scope."""
         inside: list[ast.AST] = [node.body] if isinstance(node, ast.Lambda) else [*node.body]
         if not isinstance(node, ast.Lambda):
             self._bind(node.name)
@@ -157,22 +157,22 @@ class Scopes(ast.NodeVisitor):
         self._enter(Scope(self.scope, others={each.arg for each in every}), inside)
 
     def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> None:
-        """The same as any function."""
+        """Enter an async function's scope."""
         self.visit_FunctionDef(node)
 
     def visit_Lambda(self, node: ast.Lambda) -> None:
-        """The same as any function."""
+        """Enter a lambda's scope."""
         self.visit_FunctionDef(node)
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        """Names of a class are not seen by its functions."""
+        """Enter a class's scope, whose names are not visible in its functions."""
         self._bind(node.name)
         for outside in (*node.decorator_list, *node.bases, *node.keywords):
             self.visit(outside)
         self._enter(Scope(self.scope, is_class=True), list(node.body))
 
     def visit(self, node: ast.AST) -> None:
-        """Visit a node; comprehensions are scopes, too."""
+        """Visit a node. Comprehensions have a scope of their own."""
         if isinstance(node, Comprehension):
             self._enter(Scope(self.scope), ast.iter_child_nodes(node))
         else:
@@ -187,17 +187,17 @@ class Scopes(ast.NodeVisitor):
     # Other ways to bind -------------------------------------------------------------------------
 
     def visit_Global(self, node: ast.Global) -> None:
-        """Names that are the module's."""
+        """Record names declared global."""
         self.scope.of_module.update(node.names)
 
     def visit_ExceptHandler(self, node: ast.ExceptHandler) -> None:
-        """`except Error as name`."""
+        """Bind the name of `except Error as name`."""
         if node.name:
             self._bind(node.name)
         self.generic_visit(node)
 
     def visit_MatchAs(self, node: ast.MatchAs) -> None:
-        """`case Pattern() as name`, and `case name`."""
+        """Bind the name of `case Pattern() as name` or `case name`."""
         if node.name:
             self._bind(node.name)
         self.generic_visit(node)

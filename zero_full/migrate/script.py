@@ -1,4 +1,4 @@
-"""A DeepSpeed script with our names: spans of its text are replaced, all the rest stays as it is written."""
+"""Rewrite a DeepSpeed script: replace the text of names and imports, and keep the rest unchanged."""
 
 import ast
 import io
@@ -16,14 +16,14 @@ WIDTH = 110
 
 
 class Leftover(NamedTuple):
-    """Something that is left to do by hand."""
+    """A task that is left to do by hand, with its line."""
 
     line: int
     text: str
 
 
 class Made(NamedTuple):
-    """One import of a new name."""
+    """An import that the result needs."""
 
     module: str
     name: str | None = None  # None: `import module`
@@ -31,14 +31,14 @@ class Made(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The import's text without `import`, and without `from module`."""
+        """The import's text without `import` and `from module`."""
         name = self.name or self.module
         return name if self.local in (None, name) else f"{name} as {self.local}"
 
 
 @dataclass
 class Text:
-    """A script as characters, and what is to be replaced in it."""
+    """A script's text and its pending replacements."""
 
     source: str
     edits: list[tuple[int, int, str]] = field(default_factory=list)
@@ -52,26 +52,26 @@ class Text:
         self.newline = "\r\n" if "\r\n" in self.source else "\n"
 
     def at(self, line: int, column: int) -> int:
-        """The place in the text of a line and column, which counts bytes of UTF-8, as Python's does."""
+        """Return the text offset of a line and column. Columns count UTF-8 bytes, as in `ast`."""
         before = self.lines[line - 1].encode()[:column].decode()
         return self.starts[line - 1] + len(before)
 
     def span(self, node: ast.stmt | ast.expr | ast.alias) -> tuple[int, int]:
-        """The places of a node's first character and behind its last one."""
+        """Return the start and end offsets of a node."""
         assert node.end_lineno is not None and node.end_col_offset is not None
         return self.at(node.lineno, node.col_offset), self.at(node.end_lineno, node.end_col_offset)
 
     def replace(self, start: int, stop: int, text: str) -> None:
-        """Note a replacement; `result` makes it."""
+        """Add a replacement, which `result` applies."""
         self.edits.append((start, stop, text))
 
     def moved(self, line: int) -> int:
-        """The number that a line has in the result."""
+        """Return a line's number in the result."""
         before = {edit for edit in self.edits if edit[1] <= self.starts[line - 1]}
         return line + sum(new.count("\n") - self.source[a:b].count("\n") for a, b, new in before)
 
     def result(self) -> str:
-        """The text with all replacements made."""
+        """Return the text with all replacements applied."""
         text = self.source
         for start, stop, new in sorted(set(self.edits), reverse=True):
             text = text[:start] + new + text[stop:]
@@ -79,16 +79,16 @@ class Text:
 
 
 class Rewrite:
-    """A script, and what becomes of its names."""
+    """The rewriting of one script."""
 
     def __init__(self, source: str) -> None:
         self.text = Text(source)
         self.tree = ast.parse(source)
         self.scopes = Scopes(self.tree)
         self.findings: set[Leftover] = set()
-        self.meant: dict[ast.expr, str] = {}  # names and attributes -> what they are here
+        self.meant: dict[ast.expr, str] = {}  # node of a name or attribute -> its name in zero_full
         self.has_torch = "torch" in self.scopes.top.others
-        self.made: set[tuple[int, Made]] = set()  # per block
+        self.made: set[tuple[int, Made]] = set()  # imports written so far, per block
         statements: dict[ast.Import | ast.ImportFrom, list[Binding]] = {}
         for binding in self.scopes.bindings:
             statements.setdefault(binding.statement, []).append(binding)
@@ -97,13 +97,13 @@ class Rewrite:
         self._annotations()
 
     def result(self) -> str:
-        """The new text, which parses as the old one did."""
+        """Return the new text, after checking that it can be parsed."""
         made = self.text.result()
         ast.parse(made)
         return made
 
     def miss(self, node: ast.stmt | ast.expr | ast.alias, path: str) -> None:
-        """Note that this name has no counterpart here."""
+        """Record that this name has no counterpart."""
         self.findings.add(
             Leftover(node.lineno, f"{path} has no counterpart here. Instead: {instead_of(path)}")
         )
@@ -111,7 +111,7 @@ class Rewrite:
     # One name -----------------------------------------------------------------------------------
 
     def _binding(self, binding: Binding) -> list[Made | None]:
-        """The imports that take the place of this one; None: it stays, because something still needs it."""
+        """Return the imports that replace this one. None in the list: keep it, as a use still needs it."""
         if binding.alias.name == "*":
             self.findings.add(
                 Leftover(binding.statement.lineno, "import the names that are used, one by one")
@@ -126,7 +126,7 @@ class Rewrite:
         if not (binding.uses or target):
             self.miss(binding.statement, binding.path)
         module = MODULES.get(canonical(binding.path), "")
-        # Torch's module takes the place of deepspeed.comm in any case: the two do not share a world.
+        # Always replace deepspeed.comm by torch's module, because the two do not share a process group.
         needed = any(hit is None for _, hit in found) and module != COMM
         stays = [None] if needed or not (binding.uses or target) else []
         local = self._kept_local(binding, module) if not stays else None
@@ -140,12 +140,12 @@ class Rewrite:
         return [*stays, *made]
 
     def _kept_local(self, binding: Binding, module: str) -> str | None:
-        """The local name if it can go on to stand for the module."""
+        """Return the local name if it can be kept for the new module."""
         by_name = isinstance(binding.statement, ast.Import) and binding.alias.asname is not None
         return binding.local if binding.clash or by_name or module == COMM else None
 
     def _found(self, binding: Binding, use: Use) -> tuple[str, int] | None:
-        """(its name here, how many attributes that replaces), or None and a finding."""
+        """Return (new name, number of attributes that it replaces), or None after adding a finding."""
         for count in range(len(use.names), -1, -1):
             path = ".".join([binding.path, *use.names[:count]])
             target = target_of(path)
@@ -160,14 +160,14 @@ class Rewrite:
         return None
 
     def _is_written(self, use: Use, count: int) -> bool:
-        """Whether the text is where the parser says: in strings with expressions it may not be."""
+        """Return whether the text is at the parser's position, which may be wrong in f-strings."""
         start, stop = self.text.span(use.nodes[0])[0], self.text.span(use.nodes[count])[1]
         name = use.nodes[0]
         assert isinstance(name, ast.Name)
         return re.sub(r"\s", "", self.text.source[start:stop]) == ".".join([name.id, *use.names[:count]])
 
     def _use(self, use: Use, target: str, count: int, local: str | None, module: str) -> Made | None:
-        """Write the new name, and tell which import it needs besides the local name that is kept."""
+        """Write the new name. Returns the import that it needs, unless the kept local name suffices."""
         inside = local is not None and f"{target}.".startswith(f"{module}.")
         name = f"{local}{target[len(module) :]}" if inside else target
         self.meant[use.nodes[count]] = target
@@ -215,7 +215,7 @@ class Rewrite:
     def _in_place(
         self, statement: ast.Import | ast.ImportFrom, outcome: dict[ast.alias, list[Made | None]]
     ) -> bool:
-        """Change names only, where one name becomes one: layout and comments stay."""
+        """Replace names only, if each becomes a single name, so that layout and comments stay."""
         made = [new[0] for new in outcome.values() if len(new) == 1]
         if len(made) < len(outcome):
             return False
@@ -236,7 +236,7 @@ class Rewrite:
         return True
 
     def _comments(self, statement: ast.stmt) -> list[str]:
-        """The comments inside a statement, which is written anew."""
+        """Return the comments inside a statement that will be rewritten."""
         start, stop = self.text.span(statement)
         tokens = tokenize.generate_tokens(io.StringIO(self.text.source[start:stop]).readline)
         return [token.string for token in tokens if token.type == tokenize.COMMENT]
@@ -253,7 +253,7 @@ class Rewrite:
 def _written(
     statement: ast.Import | ast.ImportFrom, outcome: dict[ast.alias, list[Made | None]]
 ) -> Iterator[str]:
-    """The statements that take the place of this one, what stays first."""
+    """Yield the statements that replace this one, starting with the names that stay."""
     kept = [f"{a.name} as {a.asname}" if a.asname else a.name for a, new in outcome.items() if None in new]
     made = list(dict.fromkeys(m for new in outcome.values() for m in new if m is not None))
     if kept:

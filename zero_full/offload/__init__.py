@@ -1,4 +1,4 @@
-"""Where owned state waits between steps: beside the parameters, or where there is room. Parameters, too."""
+"""Offload of optimizer state and parameters: device, host memory, NVMe."""
 
 from zero_full.errors import CopyError
 from zero_full.offload.host_device_copies import Flow

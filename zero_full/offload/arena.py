@@ -1,12 +1,12 @@
-"""One piece of host memory for all that a rank keeps there, exactly as large as that.
+"""One allocation of host memory for all offloaded tensors of a rank, page-locked if wanted.
 
-[Note: arena] All rooms are known before the first is taken, so the memory never grows. It is anonymous pages
-of the system's: what nobody has written to yet takes none. Where it is to be page-locked it is registered
-with CUDA chunk by chunk, because drivers refuse very large registrations. A copy to or from a device must not
-cross from one registration to the next, so a chunk ends between two rooms, and one larger room is a chunk by
-itself. torch's own pinned memory is not used: it rounds sizes up to powers of two, and keeps what is freed.
+[Note: arena] The sizes of all rooms are known before the first is taken, so the memory never grows. Its pages
+are anonymous and take no memory until they are written. Page-locked memory is registered with CUDA chunk by
+chunk, because drivers reject very large registrations. A copy to or from a device must not cross
+from one registration to the next, so a chunk ends between two rooms, and a larger room is a chunk by itself.
+torch's own pinned memory is not used: it rounds sizes up to powers of two, and caches freed memory.
 
-A room stays valid as long as somebody holds it; the pages go back to the system with the last of them.
+A room stays valid while a tensor refers to it. The pages are freed with the last room.
 """
 
 import mmap
@@ -24,7 +24,7 @@ PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device of this p
 
 
 class Places:
-    """Where rooms of these sizes lie, in bytes, and where chunks begin and end."""
+    """The layout of rooms of these sizes, in bytes, and of chunks."""
 
     def __init__(self, sizes: Sequence[int], chunk: int = CHUNK) -> None:
         self.starts: list[int] = []
@@ -41,24 +41,24 @@ class Places:
 
     @property
     def chunks(self) -> list[tuple[int, int]]:
-        """First byte and size of each."""
+        """First byte and size of each chunk."""
         return [(start, stop - start) for start, stop in pairwise(self.borders)]
 
 
 class Arena:
-    """See [Note: arena]."""
+    """Host memory divided into rooms. See [Note: arena]."""
 
     def __init__(self, sizes: Sequence[int], cudart: Any = None, chunk: int = CHUNK) -> None:
-        """`sizes`: of the rooms, in bytes. `cudart`: by what they are page-locked; None: they are not."""
+        """`sizes`: bytes of the rooms. `cudart`: the CUDA runtime that page-locks them; None: pageable."""
         sizes = [size for size in sizes if size]
         places = Places(sizes, chunk)
         self.size = places.size
-        self.free: dict[int, list[int]] = {}  # first bytes of the rooms that nobody has taken, by size
+        self.free: dict[int, list[int]] = {}  # first bytes of the free rooms, by size
         for size, start in zip(reversed(sizes), reversed(places.starts), strict=True):
             self.free.setdefault(size, []).append(start)
         self.memory = _pages(self.size) if self.size else None
         self.locked, self.closed = 0, False
-        # Before the pages go back to the system they must not be registered any more, also if nobody closes.
+        # The registration must end before the pages are freed, also without a call of `close`.
         registered: list[int] = []
         self._unlock = weakref.finalize(self, _unregister, cudart, registered, self.memory)
         self._unlock.atexit = False
@@ -70,20 +70,20 @@ class Arena:
                 self.locked += size
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor | None:
-        """A room of this size, filled with zeros; None if there is no such room, or no more of them."""
+        """Take a free room of this size, filled with zeros; None if there is none."""
         if numel and (starts := self.free.get(numel * dtype.itemsize)):
             assert self.memory is not None
             return torch.frombuffer(self.memory, dtype=dtype, count=numel, offset=starts.pop())
         return None
 
     def close(self) -> None:
-        """Nothing is page-locked any more, and no room can be taken."""
+        """End the page-locking. No room can be taken afterwards."""
         self._unlock()
         self.locked, self.closed, self.memory, self.free = 0, True, None, {}
 
 
 def _pages(size: int) -> mmap.mmap:
-    """Memory of its own, which a forked child gets a copy of as of any other."""
+    """Map private anonymous pages, of which a forked child has a copy."""
     try:
         if not hasattr(mmap, "MAP_PRIVATE"):  # Windows, where no process is forked
             return mmap.mmap(-1, size)
@@ -114,9 +114,9 @@ def _allowed() -> str:
 
 
 def _unregister(cudart: Any, pointers: list[int], memory: mmap.mmap | None) -> None:
-    """`memory` is kept until then."""
+    """End the registrations. The argument `memory` keeps the pages until then."""
     if pointers:
-        torch.cuda.synchronize()  # copies may be on their way
+        torch.cuda.synchronize()  # copies may be in flight
     while pointers:
         cudart.cudaHostUnregister(pointers.pop())
 

@@ -1,18 +1,19 @@
-"""What flows between a device and the host that keeps its state: gradients down, parameters up.
+"""Copies of a run whose optimizer state is on the host: gradients down, parameters up.
 
-[Note: flow] Copies run beside the device's work and the host's, on three threads of a rank:
+[Note: flow] Copies run beside the work of device and host, on three threads of a rank:
 
-    down      averaged gradient slices, each as soon as it is there, while backward goes on
-    on host   what is left to do with them: adding up micro-batches, and the sum of squares for the norm
-    up        parameters' slices, while later parts are still stepped
+    down      slices of averaged gradients, each as soon as it is reduced, during backward
+    on host   the work on these slices: accumulation over micro-batches, and the sum of squares for the norm
+    up        slices of parameters, while later parts are still stepped
 
-A slice of the device is kept until its copy is done, and at most UNDER_WAY of them are: who makes another
-one waits. Where the host's slice has values already, or another type, a copy goes through staging memory.
+A slice on the device is kept until its copy is done. There are at most UNDER_WAY such slices; making another
+one waits. If the host's slice has values already, or another dtype, a copy goes through a staging buffer.
 
-Sums of squares are one number for each bucket, made when its last gradients are down, and added up in the
-order of the buckets: the same bits whenever copies are done. A slice that was written since is summed again.
+There is one sum of squares per parameter group, computed when its last gradients are on the host. They are
+added in the order of groups, so bits do not depend on the timing of copies. A slice written since is summed
+again.
 
-Who wants values waits for them, and is told what has failed. A failure stays until the gradients are let go.
+Reading values waits for their copies and raises their errors. An error stays until the gradients are dropped.
 """
 
 from collections import deque
@@ -31,12 +32,12 @@ from zero_full.offload.copies import Copier
 from zero_full.precision.norms import squared_norm
 
 HOST = torch.device("cpu")
-UNDER_WAY = 2  # slices of the device at a time that wait for their copies
+UNDER_WAY = 2  # slices on the device with pending copies, at most
 Room = Callable[[int, torch.dtype, torch.device], Tensor]
 
 
 class Flow:
-    """See [Note: flow]. One for each rank."""
+    """The threads and staging buffers of one rank's copies. See [Note: flow]."""
 
     def __init__(
         self,
@@ -46,21 +47,21 @@ class Flow:
         sums: bool,
         lane: Callable[[str], Lane] = Thread,
     ) -> None:
-        """`room` reserves host memory. `copiers`: down and up. `sums`: somebody will ask for the norm."""
+        """`room` allocates host memory. `copiers`: down and up. `sums`: the norm will be needed."""
         self.room, self.device, self.sums = room, device, sums
         self.down, self.up = copiers
         names = ("gradients-down", "gradients-on-host", "parameters-up")
         self.going_down, self.on_host, self.going_up = (lane(f"zero_full-{name}") for name in names)
-        self.copied = Traffic()  # bytes, by what and which way
+        self.copied = Traffic()  # bytes, by kind and direction
         self.under_way: deque[tuple[Pending, Tensor]] = deque()
         self.stages = [_Stage() for _ in range(UNDER_WAY)]
 
     def wait_for_turn(self) -> None:
-        """Until one more slice of the device may wait for its copy."""
+        """Wait until one more slice on the device may have a pending copy."""
         self._wait_until(UNDER_WAY - 1)
 
     def wait_for_copies(self) -> None:
-        """Until nothing of the device is copied from. What has failed is told to who wants the values."""
+        """Wait for all copies from the device. Reading their values raises their errors."""
         self._wait_until(0)
 
     def _wait_until(self, left: int) -> None:
@@ -70,14 +71,14 @@ class Flow:
                 pending.wait()
 
     def send_down(self, target: Tensor, source: Tensor, after: Pending) -> Pending:
-        """Begin a copy of gradients that are on the device, to memory that is free after that job."""
+        """Begin a copy of gradients to host memory that is free when the job `after` is done."""
         pending = self.going_down.submit(_Copy(self.down, target, source, after), [], [])
         self.under_way.append((pending, source))
         self.copied.add("gradients down", source.nbytes)
         return pending
 
     def fetch(self, target: Tensor, source: Tensor) -> None:
-        """Copy parameters from the device, and wait."""
+        """Copy parameters from the device to the host, and wait."""
         self.copied.add("parameters down", source.nbytes)
         self.going_down.submit(_Copy(self.down, target, source, Done()), [], []).wait()
 
@@ -87,39 +88,39 @@ class Flow:
         return self.going_up.submit(_Copy(self.up, target, source, Done()), [], [])
 
     def stage(self, numel: int, dtype: torch.dtype) -> "_Stage":
-        """Host memory on the way of one copy; the next one gets another. All are as large as the largest."""
+        """Return the staging buffer of the next copy. They alternate, and all are as large as the largest."""
         size = numel * dtype.itemsize
         if self.stages[0].memory.numel() < size:
-            for each in self.stages:  # copies that are under way keep what they have
+            for each in self.stages:  # pending copies keep their memory
                 each.memory = self.room(size, torch.uint8, self.device)
         self.stages.append(self.stages.pop(0))
         return self.stages[-1]
 
     def held(self) -> list[Tensor]:
-        """The host memory that is nobody else's."""
+        """The staging buffers."""
         return [stage.memory for stage in self.stages if stage.memory.numel()]
 
     def close(self) -> None:
-        """Wait for what is under way, and end the threads."""
+        """Wait for pending copies, and end the threads."""
         self.wait_for_copies()
         for lane in (self.going_down, self.on_host, self.going_up):
             lane.close()
 
 
 class _Stage:
-    """Memory for one slice."""
+    """A staging buffer for one slice."""
 
     def __init__(self) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8)
-        self.free: Pending = Done()  # when the slice that was there last is done with
+        self.free: Pending = Done()  # the job that last used the buffer
 
     def of(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """So many elements of it."""
+        """The first `numel` elements, in this dtype."""
         return self.memory[: numel * dtype.itemsize].view(dtype)
 
 
 class _Copy:
-    """A job. When it is over it keeps no memory."""
+    """A job of a copy, which drops its tensors when it runs."""
 
     def __init__(self, copier: Copier, target: Tensor, source: Tensor, after: Pending) -> None:
         self.copier, self.after, self.mark = copier, after, copier.mark()
@@ -128,28 +129,28 @@ class _Copy:
     def __call__(self) -> None:
         pair, self.pair = self.pair, None
         assert pair is not None
-        with suppress(Exception):  # of another copy: whose values that spoils hears of it
+        with suppress(Exception):  # of another copy: reading its values raises it
             self.after.wait()
         self.copier.copy(*pair, self.mark)
 
 
 class HostSlice:
-    """A bucket's averaged gradients of this rank, on the host: they come, and add up there."""
+    """This rank's slice of a parameter group's averaged gradients, copied to and accumulated on the host."""
 
     def __init__(self, flow: Flow, name: str, numel: int, dtype: torch.dtype) -> None:
         self.flow, self.name, self.numel, self.dtype = flow, name, numel, dtype
-        self.copied: Pending = Done()  # what came last from the device is not needed there any more
-        self.pending: Pending = Done()  # all that was sent is here
-        self.squares, self.squared_version = 0.0, -1  # of which version of the memory
-        self.on_last: Callable[[], None] = lambda: None  # the last ones of a step are on their way
+        self.copied: Pending = Done()  # the last copy, after which the device's slice is free
+        self.pending: Pending = Done()  # the last job on the host, after which values are complete
+        self.squares, self.squared_version = 0.0, -1  # the version of `memory` that was summed
+        self.on_last: Callable[[], None] = lambda: None  # called when a step's last copy is queued
 
     @cached_property
     def memory(self) -> Tensor:
-        """The values, which perhaps are not there yet: `arrived`."""
+        """The host's memory for the slice. Its values are complete after `arrived`."""
         return self.flow.room(self.numel, self.dtype, self.flow.device)
 
     def receive(self, source: Tensor, adds: bool, last: bool) -> None:
-        """What is on the device comes, and is added if `adds`. `last`: nothing more comes in this step."""
+        """Copy or, if `adds`, accumulate a slice from the device. `last`: it is the last one of this step."""
         flow, memory = self.flow, self.memory
         stage = flow.stage(source.numel(), source.dtype) if adds or source.dtype != memory.dtype else None
         target = memory if stage is None else stage.of(source.numel(), source.dtype)
@@ -178,16 +179,16 @@ class HostSlice:
         self.squared_version = version_of(self.memory)
 
     def let_go(self) -> None:
-        """Until the device's values may be written over. What has failed is told to who wants the values."""
+        """Wait until the slice on the device may be overwritten. Reading the values raises errors."""
         with suppress(Exception):
             self.copied.wait()
 
     def zero(self) -> Tensor:
-        """Nothing has come, which counts as zeros."""
+        """Set the slice to zeros, because no gradients have been copied."""
         return self.arrived().zero_()
 
     def arrived(self) -> Tensor:
-        """The values, when all that was sent is here. They may be written."""
+        """Wait for all copies and return the values, which may be written. Raises CopyError."""
         try:
             self.pending.wait()
         except Exception as error:
@@ -198,13 +199,13 @@ class HostSlice:
         return self.memory
 
     def squared(self) -> float:
-        """The sum of squares of the values as they are now."""
+        """The sum of squares of the present values."""
         if version_of(self.arrived()) != self.squared_version:
             self.flow.on_host.submit(self._square, [], []).wait()
         return self.squares
 
     def forget(self) -> None:
-        """What has come, or is on its way, is not wanted any more."""
+        """Drop the values, and wait for pending copies."""
         with suppress(Exception):
             self.pending.wait()
         self.pending = self.copied = Done()

@@ -1,8 +1,8 @@
-"""Is there enough memory on the hosts? Asked before any is taken, because later the kernel ends a process.
+"""Check host memory before it is allocated, because the kernel kills processes that exceed it later.
 
-Each rank says what it needs and which limits it sees. A limit is shared by all ranks that name the same
-`whose`: what is free on a machine by all of its processes, a control group's by those in it; a process has
-one of its own. What the system's files do not say is no limit.
+Each rank reports its need and the limits that it sees. Ranks that name the same `whose` share a limit: a
+machine's free memory, a control group's, or a process's own. A value that is missing in the system's files is
+no limit.
 """
 
 import mmap
@@ -17,12 +17,12 @@ ROOT = Path("/")
 
 
 class GroupFiles(NamedTuple):
-    """Where one kind of control groups says what about memory."""
+    """The files of one version of control groups about memory."""
 
     base: str
     limit: str
     usage: str
-    given_back: tuple[str, ...]  # lines of memory.stat: what the kernel drops before it runs out
+    given_back: tuple[str, ...]  # lines of memory.stat: memory that the kernel can reclaim
 
 
 SECOND = GroupFiles(
@@ -38,24 +38,24 @@ FIRST = GroupFiles(
 
 @dataclass(frozen=True)
 class Limit:
-    """Memory that is left for some processes, in bytes."""
+    """A limit on the memory of some processes."""
 
     name: str  # for a message
-    whose: str
-    free: int
+    whose: str  # equal for all processes that share the limit
+    free: int  # bytes
     remedy: str
 
 
 @dataclass(frozen=True)
 class Need:
-    """What one rank needs, in bytes, and the limits that it is under."""
+    """One rank's need, in bytes, and the limits on it."""
 
     size: int
     limits: tuple[Limit, ...]
 
 
 def refusal(needs: Mapping[int, Need]) -> str | None:
-    """Why these ranks cannot have what they need, the same text on all of them; None: they can."""
+    """The error message if the needs exceed a limit, equal on all ranks; None if there is enough memory."""
     under: dict[str, list[tuple[int, Limit]]] = {}
     for need in needs.values():
         for limit in need.limits:
@@ -74,12 +74,12 @@ def refusal(needs: Mapping[int, Need]) -> str | None:
 
 
 def gib(size: int) -> str:
-    """Bytes in GiB, or in MiB where that says more."""
+    """Bytes in GiB, or in MiB below one GiB."""
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
 
 
 def limits_here(host: str, root: Path = ROOT) -> Iterator[Limit]:
-    """All that this process is under. `host`: a name that no other machine has."""
+    """The limits on this process. `host`: a unique name of the machine."""
     free = re.search(r"MemAvailable:\s+(\d+) kB", _text(root / "proc/meminfo"))
     if free:
         yield Limit("MemAvailable", host, int(free[1]) * 1024, "end what else needs this host's memory")
@@ -88,7 +88,7 @@ def limits_here(host: str, root: Path = ROOT) -> Iterator[Limit]:
 
 
 def _of_control_groups(host: str, root: Path) -> Iterator[Limit]:
-    """Those of the group that this process is in, and of those around it, as far as they can be seen."""
+    """The limits of this process's control group and of its visible ancestors."""
     try:
         around = str((root / "proc/self/ns/cgroup").readlink())
     except OSError:
@@ -111,7 +111,7 @@ def _of_control_groups(host: str, root: Path) -> Iterator[Limit]:
 
 
 def _used(place: Path, files: GroupFiles) -> int | None:
-    """Bytes in use that the kernel cannot take back when it runs out."""
+    """Bytes in use that the kernel cannot reclaim."""
     usage, stat = _number(place / files.usage), _text(place / "memory.stat")
     if usage is None:
         return None

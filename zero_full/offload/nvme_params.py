@@ -1,20 +1,20 @@
-"""Slices of parameters that wait in a file, and are read ahead of the gather that needs them (ZeRO-Infinity).
+"""Parameter slices in a file, prefetched before the gathers that need them (ZeRO-Infinity).
 
-[Note: reading ahead] The gatherer knows in which order units come. It asks for as many of them as buffers
-have room for; a lane reads them one after the other, each by several threads at once, past the page cache
-where the file system can do that. A gather copies a slice from its buffer to where it belongs, and the buffer
-takes a later one. In the first pass nobody knows the order: a slice is read when it is needed.
+[Note: reading ahead] The gatherer knows the order of units, and prefetches as many slices as fit in the
+buffers. A lane reads one slice after the other, each by several threads, past the page cache where the file
+system supports that. A gather copies a slice from its buffer to the gathered buffer, and frees it for a later
+slice. In the first pass the order is unknown: a slice is read when it is needed.
 
-[Note: writing behind] What a step has updated is written on the same lane, while the step goes on. Whoever
-looks at a slice waits for that first, and what is read later comes behind it on the lane.
+[Note: writing behind] Slices that a step has updated are written on the same lane, while the step goes on.
+Access to a slice waits for its write. Reads that are queued later follow the write on the lane.
 
-A slice at rest is a window into the file (see `spill_file.py`). What others write to it is noticed: a read
-that has begun before is repeated. The system keeps page cache and disk the same.
+A slice at rest is a window into the file (see `spill_file.py`). If the window is written by user code after a
+prefetch has begun, the read is repeated. The system keeps page cache and disk coherent.
 
-[Note: what can go wrong] What a step has written has checksums, which are compared when it is read again. A
-slice that cannot be written stays in memory, and so do all after it: the step is finished, everything can be
-saved, and the next step is refused on all ranks. A slice that cannot be read becomes NaN, so that every rank
-goes on to where all are told: the end of the pass or the step.
+[Note: what can go wrong] Written slices have checksums, which are compared when they are read. A slice that
+cannot be written stays in memory, and so do all later ones: the step is finished, everything can be saved,
+and the next step raises on all ranks. A slice that cannot be read becomes NaN, so that every rank continues
+to the end of the pass or step, where all of them raise.
 """
 
 import logging
@@ -44,21 +44,21 @@ log = logging.getLogger("zero_full")
 
 @dataclass(eq=False)
 class Buffer:
-    """Memory for a slice on its way."""
+    """A buffer for a slice that is read or written."""
 
     memory: Tensor
-    numel: int  # of the slice's type
+    numel: int  # elements of the slice's dtype
     copied: Any = None  # the event behind a copy to the device
 
     def synchronize(self) -> None:
-        """Until no device reads it."""
+        """Wait until no copy to a device reads the buffer."""
         if self.copied is not None:
             self.copied.synchronize()
             self.copied = None
 
 
 class Buffers:
-    """Buffers with so many elements at a time, in use or free for the next slice of the same size."""
+    """A pool of buffers, in use or free for a slice of the same size, with a limit on their elements."""
 
     def __init__(self, numel: int, pinned: bool) -> None:
         self.limit, self.pinned = numel, pinned
@@ -67,7 +67,7 @@ class Buffers:
         self.lock = threading.Lock()
 
     def take(self, size: int, itemsize: int, exceed: bool = False) -> Buffer | None:
-        """A buffer of so many bytes; None if that would be too many, unless that is to be allowed."""
+        """Take a buffer of `size` bytes; None if that would exceed the limit, unless `exceed`."""
         numel = size // itemsize
         with self.lock:
             for buffer in self.free:
@@ -83,7 +83,7 @@ class Buffers:
             return Buffer(aligned_empty(size, torch.uint8, pin=self.pinned), numel)
 
     def give(self, buffer: Buffer) -> None:
-        """It is used no more, but by a copy that `buffer.copied` tells of."""
+        """Return a buffer, which only the copy behind `buffer.copied` may still read."""
         with self.lock:
             if self.numel <= self.limit:
                 self.free.append(buffer)
@@ -91,23 +91,23 @@ class Buffers:
                 self.numel -= buffer.numel
 
     def clear(self) -> None:
-        """Let go of what is free."""
+        """Free the unused buffers."""
         with self.lock:
             self.free.clear()
 
 
 class Reading:
-    """A slice that comes near."""
+    """The read of a slice into a buffer."""
 
     def __init__(self, slice_: "FileSlice", buffer: Buffer) -> None:
         self.slice, self.buffer = slice_, buffer
-        self.version = version_of(slice_.at_rest)  # of the slice at rest, when it began
+        self.version = version_of(slice_.at_rest)  # when the read began
         self.has_sums = self.version == slice_.summed
-        self.wrong = ""  # in words, if nobody has written to it meanwhile
+        self.wrong = ""  # the error, which counts if the slice was not written meanwhile
         self.pending = slice_.shelf.lane.submit(self._read, [], [])
 
     def _read(self) -> None:
-        """On the lane: fill the buffer, and compare checksums where they are known."""
+        """Fill the buffer, and compare checksums where they are known. Runs on the lane."""
         slice_, shelf, memory = self.slice, self.slice.shelf, self.buffer.memory
         if slice_.kept is not None:
             return
@@ -120,7 +120,7 @@ class Reading:
             self.wrong = "" if torch.equal(page_sums(memory), slice_.sums) else DAMAGED
 
     def wait(self) -> bool:
-        """Wait for it. Returns False if somebody has written to the slice at rest since it began."""
+        """Wait for the read. Returns False if the slice at rest was written since it began."""
         self.pending.wait()
         if self.slice.kept is None and self.version != version_of(self.slice.at_rest):
             return False
@@ -131,7 +131,7 @@ class Reading:
 
 
 class FileSlice(Slice):
-    """A slice in a file. See the notes above."""
+    """A slice in a file. See [Note: reading ahead] and [Note: writing behind]."""
 
     apart, kind = True, "disk"
 
@@ -139,17 +139,18 @@ class FileSlice(Slice):
         self.shelf, self.dtype, self.size = shelf, dtype, numel * dtype.itemsize
         self.room = max(whole_pages(self.size), PAGE)
         self.at = shelf.file.take(self.size)
-        super().__init__(shelf.file.window(self.at, self.size).view(dtype).data)  # writes are counted apart
+        # `data`: torch counts writes to this tensor separately from writes to the window.
+        self.at_rest = shelf.file.window(self.at, self.size).view(dtype).data
         self.reading: Reading | None = None
-        self.lent: Buffer | None = None  # to the optimizer, during a step
+        self.lent: Buffer | None = None  # the buffer that the optimizer updates during a step
         self.writing: Pending | None = None
-        self.kept: Tensor | None = None  # in memory, as it could not be written
-        self.sums: Tensor | None = None  # of what was written last ...
+        self.kept: Tensor | None = None  # the bytes in memory, after a failed write
+        self.sums: Tensor | None = None  # checksums of the last write ...
         self.summed = -1  # ... and the version of the slice at rest then
 
     @property
-    def values(self) -> Tensor:
-        """The slice at rest: a window into the file."""
+    def values(self) -> Tensor:  # type: ignore[override]
+        """The slice at rest, a window into the file, once its last write is done."""
         if self.writing is not None:
             self.writing.wait()
             self.writing = None
@@ -163,7 +164,7 @@ class FileSlice(Slice):
     # Reading -------------------------------------------------------------------------------------
 
     def begin(self, ahead: bool = False) -> bool:
-        """Begin to read it, if there is a buffer; for who needs it now there always is."""
+        """Begin to read the slice, if there is a buffer. Without `ahead` there always is one."""
         if self.kept is None and self.reading is None:
             buffer = self.shelf.buffer_for(self, ahead)
             if buffer is None:
@@ -176,16 +177,16 @@ class FileSlice(Slice):
         return True
 
     def give_up(self) -> None:
-        """What is read is not needed."""
+        """Drop a prefetch."""
         reading, self.reading = self.reading, None
         if reading is not None:
             reading.pending.wait()
             self.shelf.buffers.give(reading.buffer)
 
     def _arrive(self) -> Buffer | None:
-        """The buffer in which the values are; None: they are kept in memory."""
+        """Wait for the buffer with the values; None if they are kept in memory."""
         reading, self.reading = self.reading, None
-        if reading is None and self.kept is None:  # by who asks for all at once, such as an undone change
+        if reading is None and self.kept is None:  # not prefetched, as when a change is undone
             reading = Reading(self, self.shelf.buffer_beyond(self))
         if reading is None:
             return None
@@ -197,7 +198,7 @@ class FileSlice(Slice):
         return None
 
     def copy_to(self, place: Tensor) -> None:
-        """Wait until it is read, and put it into the gathered buffer."""
+        """Wait for the read, and copy the values into the gathered buffer."""
         buffer = self._arrive()
         if buffer is None:
             assert self.kept is not None
@@ -211,7 +212,7 @@ class FileSlice(Slice):
     # A step --------------------------------------------------------------------------------------
 
     def fetch(self, device: torch.device) -> Tensor:
-        """The values where they are stepped: on a CPU the buffer, which is written afterwards."""
+        """The values where they are stepped: on a CPU the buffer itself, which `update` writes."""
         self._take_back()
         self.begin()
         buffer = self._arrive()
@@ -225,7 +226,7 @@ class FileSlice(Slice):
         return values
 
     def _take_back(self) -> Buffer | None:
-        """What was lent to a step that has failed, or has updated something else."""
+        """Take the buffer back from a step that has failed or has updated another tensor."""
         buffer, self.lent = self.lent, None
         if buffer is not None:
             self.shelf.buffers.give(buffer)
@@ -249,7 +250,7 @@ class FileSlice(Slice):
         self.writing = self.shelf.lane.submit(partial(self._write, buffer), [], [])
 
     def _write(self, buffer: Buffer) -> None:
-        """On the lane: put a slice into the file; or keep it, if that fails or has failed."""
+        """Write a slice to the file, or keep it after a failed write. Runs on the lane."""
         try:
             if not self.shelf.failure:
                 self.sums = page_sums(buffer.memory)
@@ -264,7 +265,7 @@ class FileSlice(Slice):
 
 
 class BlockShelf(ShelfBehindMemory):
-    """Slices wait in a file without a name. See the notes above."""
+    """The store of slices in an unnamed file. See the notes at the top."""
 
     apart, can_lose = True, True
 
@@ -273,61 +274,61 @@ class BlockShelf(ShelfBehindMemory):
         self.file, self.directory, self.place, self.buffers = file, file.directory, file.place, buffers
         self.reach, self.advice = buffers.limit, file.advice
         self.lane = Thread("zero_full-parameters")
-        self.ahead: set[FileSlice] = set()  # what is read ahead, and is not needed yet
+        self.ahead: set[FileSlice] = set()  # prefetched and not yet used
         self.read_bytes = self.written_bytes = 0
         self.failure = self.lost = ""
 
     def close(self) -> None:
-        """End threads and file. Slices stay what they are as long as somebody has them."""
+        """End threads and file. Slices stay valid while they are referenced."""
         self.lane.close()
         self.file.end()
         self.buffers.clear()
 
     def moved(self) -> dict[str, int]:
-        """Whole slices."""
+        """Bytes of parameters read and written so far, by whole slices."""
         return {"parameters read": self.read_bytes, "parameters written": self.written_bytes}
 
     def refuse_too_little(self, need: int) -> None:
-        """OSError if the disk has not so much space."""
+        """Raise OSError if the disk does not have `need` free bytes."""
         refuse_more_than_free(self.directory, need)
 
     def put(self, values: Tensor) -> Slice:
-        """A slice with these values, which are being written."""
+        """Make a slice and begin to write these values."""
         slice_ = FileSlice(self, values.numel(), values.dtype)
         slice_.update(values)
         return slice_
 
     def reserve(self, numel: int, dtype: torch.dtype, device: torch.device) -> Slice:
-        """A slice of zeros, as new space in a file is."""
+        """Make a slice of zeros, which new space in a file consists of."""
         return FileSlice(self, numel, dtype)
 
     # Buffers -------------------------------------------------------------------------------------
 
     def buffer_for(self, slice_: FileSlice, ahead: bool = False) -> Buffer | None:
-        """A buffer; for what is only read ahead None, if there are enough already."""
+        """Take a buffer; None if there is no room and the slice is only prefetched (`ahead`)."""
         buffer = self.buffers.take(slice_.room, slice_.dtype.itemsize)
         if buffer is not None or ahead:
             return buffer
         self.give_up_ahead()
-        self.lane.drain()  # what is written gives its own back
+        self.lane.drain()  # writes return their buffers
         return self.buffer_beyond(slice_)
 
     def buffer_beyond(self, slice_: FileSlice) -> Buffer:
-        """A buffer, though there may be enough already."""
+        """Take a buffer, beyond the limit if there is no room."""
         buffer = self.buffers.take(slice_.room, slice_.dtype.itemsize, exceed=True)
         assert buffer is not None
         return buffer
 
     def give_up_ahead(self) -> None:
-        """Let go of what was read ahead and not used."""
+        """Drop prefetched slices that were not used."""
         for slice_ in self.ahead:
             slice_.give_up()
         self.ahead.clear()
 
-    # What has gone wrong -------------------------------------------------------------------------
+    # Errors --------------------------------------------------------------------------------------
 
     def lose(self, why: str) -> None:
-        """Some slice cannot be read."""
+        """Note and log that a slice cannot be read."""
         if not self.lost:
             self.lost = (
                 f"parameters that wait in {self.directory} cannot be read: {why}. Go on from the last "
@@ -336,7 +337,7 @@ class BlockShelf(ShelfBehindMemory):
             log.error("%s", self.lost)
 
     def fail(self, error: OSError) -> None:
-        """Some slice cannot be written."""
+        """Note and log that a slice cannot be written."""
         self.failure = (
             f"parameters cannot be written to {self.directory}: {error}. They stay in memory, and the step "
             "was finished: save a checkpoint now, after zero_grad, and go on from it with a disk that can be "

@@ -1,23 +1,23 @@
-"""State that waits in a file, and comes into memory for its own part of a step (ZeRO-Infinity).
+"""Optimizer state in a file, in memory during its own part of a step only (ZeRO-Infinity).
 
-[Note: two buffers] A step goes over the parts in order. While one is stepped in one buffer, a lane beside it
-writes the part before from the other buffer and then reads the part behind into it:
+[Note: two buffers] A step takes the parts in order. While one is stepped in one buffer, a lane writes the
+previous part from the other buffer and then reads the next part into it:
 
     stepped      0            1            2            3
     lane      read 1     write 0 read 2   write 1 read 3   write 2      write 3
 
-So memory holds two parts, and a step takes as long as the longer of computing and moving. Parts move past the
-page cache where the file system allows it.
+So memory holds two parts, and a step takes as long as the longer of computation and transfer. Transfers
+bypass the page cache where the file system allows it.
 
-[Note: at rest] Between steps the tensors of a part are windows into the file, seen as memory. Whoever reads
-or writes them (a checkpoint, `safe_get_full_fp32_param`, a load) needs to know nothing of all this, and the
-system takes and drops pages as memory allows. All tensors of a part lie side by side there, as in the buffer.
-What a first step or a load has made lies in ordinary memory until it is put away for the first time.
+[Note: at rest] Between steps the tensors of a part are windows into the file, mapped as memory. So code that
+reads or writes them (a checkpoint, `safe_get_full_fp32_param`, a load) does not depend on the tier, and the
+system caches and drops their pages as memory allows. The tensors of a part are contiguous in the file, as in
+the buffer. Tensors made by a first step or a load are in ordinary memory until they are first written.
 
-[Note: what can go wrong] What is written has checksums, which are compared when it is read again. A part that
-cannot be written stays in memory, and so do all after it: the step is finished, everything can be saved, and
-the next step is refused on all ranks. A part that cannot be read is lost: its tensors become NaN, and the
-step fails on all ranks.
+[Note: what can go wrong] Written parts have checksums, which are compared when they are read. A part that
+cannot be written stays in memory, and so do all later ones: the step is finished, everything can be saved,
+and the next step raises on all ranks. A part that cannot be read is lost: its tensors become NaN, and the
+step raises on all ranks.
 """
 
 import ctypes
@@ -57,22 +57,22 @@ TensorsOf = Callable[[Any], list[Tensor]]
 
 @dataclass(frozen=True)
 class BlockTier(HostTier):
-    """State waits in a file without a name in `path`, one for each rank, and is stepped on the host.
+    """ZeRO-Infinity: state is in an unnamed file in `path`, one for each rank, and is stepped on the host.
 
-    Or this rank's slices of parameters wait there, and are read ahead of their use.
+    As the tier of parameters: this rank's slices are in such a file and are prefetched.
     """
 
     path: str | Path = ""
     part_numel: int = 2**24  # elements stepped at a time, or one slice of parameters if that has more
-    buffer_numel: int = 2**27  # of parameters, in buffers at a time; more if one unit needs more
-    memory_numel: int = 0  # of parameters, that stay in memory
+    buffer_numel: int = 2**27  # elements of parameters in buffers; more if one unit needs more
+    memory_numel: int = 0  # elements of parameters that stay in memory
     threads: int = 4
-    block_bytes: int = 2**20  # read or written by a thread at a time
-    direct: bool = True  # past the page cache, where the file system can do that
+    block_bytes: int = 2**20  # per read or write of a thread
+    direct: bool = True  # bypass the page cache (O_DIRECT) where the file system supports it
     kind = "disk"
 
     def __post_init__(self) -> None:
-        """Raise ValueError for what cannot be meant."""
+        """Raise ValueError for options that are out of range or not supported on a disk."""
         if self.ratio != 1:
             raise ValueError(f"ratio must be 1 where all of the state waits in a file, not {self.ratio!r}")
         if not str(self.path):
@@ -86,15 +86,15 @@ class BlockTier(HostTier):
 
     @property
     def copied_numel(self) -> int:  # type: ignore[override]
-        """No more than buffers can take."""
+        """Elements of parameters that a step copies at a time: at most the buffers' size."""
         return min(Tier.copied_numel, self.buffer_numel)
 
     def open(self, rooms: Sequence[int], device: torch.device) -> Tier:
-        """With file, buffers and threads."""
+        """Return the tier of a run, with its file, buffers and threads."""
         return OpenBlocks(self, self._file())
 
     def shelf(self, device: torch.device) -> Shelf:
-        """With a file and threads of its own."""
+        """The store of parameter slices, with its own file and threads."""
         buffers = Buffers(self.buffer_numel, self.pin_memory and device.type != "cpu")
         return BlockShelf(self._file(), buffers, self.memory_numel, HostTier(self.pin_memory).shelf(device))
 
@@ -104,12 +104,12 @@ class BlockTier(HostTier):
 
 
 class Block:
-    """The tensors of one slice, side by side: in a buffer while they are stepped, in the file at rest."""
+    """The contiguous layout of a slice's tensors: in a buffer during their step, in the file at rest."""
 
     def __init__(self, tensors: Sequence[Tensor], before: tuple[int, int] | None) -> None:
-        """Lay them out: the first one is the master, of which others may be windows.
+        """Lay out the tensors. The first is the master, of which others may be views.
 
-        `before`: where in the file they were until now, and how many bytes that are.
+        `before`: first byte and size in the file of the block that this one replaces.
         """
         self.before = before
         master, self.size, self.places = tensors[0], 0, list[int]()
@@ -118,12 +118,12 @@ class Block:
             self.places.append(tensor.data_ptr() - master.data_ptr() if inside else self.size)
             if not inside:
                 self.size += _apart(tensor.nbytes)
-        self.begin: int | None = None  # in the file, if it is there
-        self.sums: Tensor | None = None  # checksums of what is there
-        self.at: list[int] = []  # addresses of the tensors, where they were put last
-        self.versions: list[int] = []  # of the tensors, at rest
-        self.rests = False  # the tensors are windows into the file
-        self.kept: Tensor | None = None  # all bytes, if they could not be written
+        self.begin: int | None = None  # first byte in the file; None: not written yet
+        self.sums: Tensor | None = None  # checksums of the bytes in the file
+        self.at: list[int] = []  # the tensors' addresses after the last `put`
+        self.versions: list[int] = []  # the tensors' versions after the last `put`
+        self.rests = False  # whether the tensors are windows into the file
+        self.kept: Tensor | None = None  # the bytes in memory, after a failed write
 
     @property
     def room(self) -> int:
@@ -132,15 +132,15 @@ class Block:
 
     @property
     def space(self) -> tuple[int, int] | None:
-        """What it, or what was before it, has of the file."""
+        """First byte and size in the file of this block, or of the one that it replaces."""
         return self.before if self.begin is None else (self.begin, self.room)
 
     def is_of(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether these are its tensors, and where it has put them."""
+        """Whether these are the tensors of the last `put`, at the same addresses."""
         return [tensor.data_ptr() for tensor in tensors] == self.at
 
     def windows(self, tensors: Sequence[Tensor], memory: Tensor, copy: bool) -> list[Tensor]:
-        """Where they would lie in this memory; `copy`: with the values that they have."""
+        """Views of `memory` for the tensors; `copy`: with their values."""
         found = []
         for tensor, place, inside in zip(tensors, self.places, self.inside, strict=True):
             found.append(memory[place : place + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
@@ -149,7 +149,7 @@ class Block:
         return found
 
     def put(self, tensors: Sequence[Tensor], memory: Tensor, copy: bool = False) -> None:
-        """The tensors lie in this memory from now on; `copy`: with the values that they have."""
+        """Make the tensors views of `memory`; `copy`: with their values."""
         windows = self.windows(tensors, memory, copy)
         for tensor, window in zip(tensors, windows, strict=True):
             tensor.data = window
@@ -157,12 +157,12 @@ class Block:
         self.versions = [version_of(tensor) for tensor in tensors]
 
     def was_written(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether somebody has written to the tensors at rest."""
+        """Whether the tensors at rest were written since the last `put`."""
         return [version_of(tensor) for tensor in tensors] != self.versions
 
 
 def bytes_of_block(sizes: Iterable[int]) -> int:
-    """What a block of tensors of so many bytes has in a buffer and in the file."""
+    """The size of a block of tensors of these sizes, in a buffer and in the file."""
     return whole_pages(sum(map(_apart, sizes)))
 
 
@@ -172,7 +172,7 @@ def _apart(size: int) -> int:
 
 @dataclass
 class Turn:
-    """A part on its way through a step: each slice's block and window into the buffer."""
+    """A part during a step: each slice's block and window into the buffer."""
 
     part: Sequence[Any]
     blocks: list[Block]
@@ -181,7 +181,7 @@ class Turn:
 
 
 class OpenBlocks(Tier):
-    """A `BlockTier` in a run. See the notes above."""
+    """A `BlockTier` in a run. See the notes at the top."""
 
     apart, kind, moves = True, BlockTier.kind, True
 
@@ -192,12 +192,12 @@ class OpenBlocks(Tier):
         self.lane = Thread("zero_full-blocks")
         self.buffers = [torch.empty(0, dtype=torch.uint8)] * 2
         self.blocks: weakref.WeakKeyDictionary[Any, Block] = weakref.WeakKeyDictionary()
-        self.rooms: dict[int, tuple[int, int]] = {}  # by address: where in the file, how many bytes
+        self.rooms: dict[int, tuple[int, int]] = {}  # by address: first byte in the file, size
         self.read_bytes = self.written_bytes = 0
         self.failure = self.lost = ""
 
     def close(self) -> None:
-        """End threads and file. Tensors at rest stay what they are as long as somebody has them."""
+        """End threads and file. Tensors at rest stay valid while they are referenced."""
         self.lane.close()
         self.file.end()
         self.buffers.clear()
@@ -205,19 +205,19 @@ class OpenBlocks(Tier):
         self.lost = self.lost or GONE
 
     def held(self) -> Sequence[Tensor]:
-        """The buffers."""
+        """The two buffers."""
         return [buffer for buffer in self.buffers if buffer.numel()]
 
     def moved(self) -> dict[str, int]:
-        """Whole blocks. What a checkpoint or a load reads and writes at rest is not counted."""
+        """Bytes of blocks read and written by steps. Access at rest, as by a checkpoint, is not counted."""
         return {"read from disk": self.read_bytes, "written to disk": self.written_bytes}
 
     def refuse_too_little(self, need: int) -> None:
-        """OSError if the disk has not so much space."""
+        """Raise OSError if the disk does not have `need` free bytes."""
         refuse_more_than_free(self.directory, need)
 
     def room(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A window into the file."""
+        """Allocate a window into the file."""
         size = numel * dtype.itemsize
         begin = self.file.take(size)
         window = self.file.window(begin, size)
@@ -225,11 +225,11 @@ class OpenBlocks(Tier):
         return window.view(dtype)
 
     def fetch(self, tensor: Tensor) -> Tensor:
-        """A copy on the host; on a CPU the tensor itself."""
+        """Return a copy on the host, or a CPU tensor itself."""
         return self.host.fetch(tensor)
 
     def flow(self, device: torch.device, sums: bool) -> Flow | None:
-        """The host's: what travels does not go through the file."""
+        """The copies of the host tier: gradients and parameters do not pass through the file."""
         return self.host.flow(device, sums)
 
     # A step --------------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ class OpenBlocks(Tier):
     def in_turn(
         self, parts: Sequence[Sequence[Owned]], tensors_of: Callable[[Owned], list[Tensor]]
     ) -> Generator[Sequence[Owned]]:
-        """See [Note: two buffers]."""
+        """Yield each part when it is in its buffer. See [Note: two buffers]."""
         try:
             turn = self._begin(parts[0], tensors_of, 0) if parts else None
             for number, part in enumerate(parts):
@@ -253,7 +253,7 @@ class OpenBlocks(Tier):
             self._settle(parts, tensors_of)
 
     def _begin(self, part: Sequence[Any], tensors_of: TensorsOf, number: int) -> Turn:
-        """Begin to read a part, behind what the lane has to do already."""
+        """Queue the read of a part on the lane."""
         blocks = [self._block_of(owned, tensors_of(owned)) for owned in part]
         windows, there = self._windows(number % 2, blocks), list[tuple[Block, Tensor, Tensor | None]]()
         for owned, block, window in zip(part, blocks, windows, strict=True):
@@ -262,7 +262,7 @@ class OpenBlocks(Tier):
         return Turn(part, blocks, windows, self.lane.submit(partial(self._read, there), [], []))
 
     def _block_of(self, owned: Any, tensors: list[Tensor]) -> Block:
-        """What was put away last; a new one, in which nothing is yet, if there are other tensors now."""
+        """The slice's block; a new one, with nothing in the file, if its tensors have changed."""
         block = self.blocks.get(owned)
         if block is None or not block.is_of(tensors):
             before = self.rooms.pop(tensors[0].data_ptr(), None) if block is None else block.space
@@ -270,15 +270,15 @@ class OpenBlocks(Tier):
         return block
 
     def _windows(self, which: int, blocks: Sequence[Block]) -> list[Tensor]:
-        """Room for each block in one of the two buffers, which grows until it has held the largest part."""
+        """A window for each block into one of the two buffers, which grows to the largest part."""
         size = sum(block.room for block in blocks)
         if self.buffers[which].numel() < size:
-            self.lane.drain()  # nothing is under way from the old one
+            self.lane.drain()  # no transfer uses the old buffer
             self.buffers[which] = aligned_empty(size, torch.uint8)
         return list(self.buffers[which][:size].split([block.room for block in blocks]))
 
     def _read(self, there: Sequence[tuple[Block, Tensor, Tensor | None]]) -> None:
-        """On the lane: fill windows with what is in the file, and compare checksums where they are known."""
+        """Read blocks, and compare checksums where they are known. Runs on the lane."""
         for block, window, sums in there:
             assert block.begin is not None
             try:
@@ -292,21 +292,21 @@ class OpenBlocks(Tier):
                 self.lost = self.lost or UNREADABLE.format(self.directory, wrong)
 
     def _arrive(self, turn: Turn, tensors_of: TensorsOf) -> None:
-        """The tensors of a part are in its buffer."""
+        """Wait for a part, and make its tensors views of the buffer."""
         turn.reading.wait()
         for owned, block, window in zip(turn.part, turn.blocks, turn.windows, strict=True):
             if block.kept is None:
                 block.put(tensors_of(owned), window, copy=block.begin is None)
 
     def _leave(self, turn: Turn, tensors_of: TensorsOf) -> None:
-        """Begin to write a part. Its tensors are at rest, as soon as that is done."""
+        """Begin to write a part, whose tensors become windows into the file."""
         for owned, block, window in zip(turn.part, turn.blocks, turn.windows, strict=True):
             tensors = tensors_of(owned)
-            if not block.is_of(tensors):  # the step has made some of them
+            if not block.is_of(tensors):  # the step has made new tensors
                 block = self.blocks[owned] = Block(tensors, block.space)
                 window = aligned_empty(block.room, torch.uint8)
                 block.put(tensors, window, copy=True)
-                _trim()  # what the step has made was memory in many pieces
+                _trim()  # the new tensors were many small allocations
             if block.kept is None:
                 self._put_away(block, tensors, window)
 
@@ -328,7 +328,7 @@ class OpenBlocks(Tier):
         self.lane.submit(partial(self._write, block, window), [], [])
 
     def _write(self, block: Block, window: Tensor) -> None:
-        """On the lane: put a block into the file; or keep it, if that fails or has failed."""
+        """Write a block to the file, or keep it after a failed write. Runs on the lane."""
         assert block.begin is not None
         try:
             if not self.failure:
@@ -349,7 +349,7 @@ class OpenBlocks(Tier):
         log.error("%s", self.failure)
 
     def _settle(self, parts: Sequence[Sequence[Any]], tensors_of: TensorsOf) -> None:
-        """Everything is at rest, or kept."""
+        """End a step: all tensors are at rest, or kept in memory."""
         self.lane.drain()
         for owned in (owned for part in parts for owned in part):
             block, tensors = self.blocks.get(owned), tensors_of(owned)
@@ -357,17 +357,17 @@ class OpenBlocks(Tier):
                 continue
             if block.kept is not None:
                 block.put(tensors, block.kept)
-            elif not block.rests and block.is_of(tensors):  # somebody has ended the step between two places
+            elif not block.rests and block.is_of(tensors):  # the step was interrupted
                 self._take_out(owned, tensors, block)
 
     def _take_out(self, owned: Any, tensors: Sequence[Tensor], block: Block) -> None:
-        """From a buffer, which others will use. What the file has of them is not wanted any more."""
+        """Copy tensors out of a buffer that will be reused. Their bytes in the file are obsolete."""
         block = self.blocks[owned] = Block(tensors, block.space)
         block.put(tensors, aligned_empty(block.room, torch.uint8), copy=True)
 
 
 def _trim() -> None:
-    """Give the system back what was freed: glibc would keep it, as much as all state together."""
+    """Return freed memory to the system: glibc would keep as much as the whole state."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -1,13 +1,13 @@
-"""Where stage 3 keeps this rank's slices of parameters that nobody uses at the moment.
+"""Storage of this rank's parameter slices at stage 3, between their gathers.
 
-    beside the model    in memory of its device: a `Shelf`
-    on the host         page-locked if wanted: a `HostShelf`
-    in a file           read ahead of their use: `nvme_params.py`
+    on the device    beside the model: a `Shelf`
+    on the host      page-locked if wanted: a `HostShelf`
+    in a file        prefetched before their use: `nvme_params.py`
 
-[Note: slices at rest] A slice at rest can be seen as a tensor, `values`, wherever it is. So whoever reads or
-writes it outside a pass (a checkpoint, a load, `GatheredParameters`) needs to know nothing of all this. A
-gather copies the slice to its place in the gathered buffer, on the lane on which the collective follows.
-After a step the optimizer hands over the new values.
+[Note: slices at rest] `values` is a slice at rest as a tensor, wherever it is stored. So code that reads or
+writes slices outside a pass (a checkpoint, a load, `GatheredParameters`) does not depend on the storage. A
+gather copies the slice to its place in the gathered buffer, on the lane of the all-gather. After a step the
+optimizer passes the new values to `update`.
 """
 
 import sys
@@ -22,34 +22,31 @@ from zero_full.offload.arena import Arena
 
 
 class Slice:
-    """One rank's part of a flat buffer, in memory of the model's device. See [Note: slices at rest]."""
+    """One rank's slice of a flat buffer, in device memory. See [Note: slices at rest]."""
 
-    apart = False  # whether it lies elsewhere than what it is gathered to
-    kind = "parameters"  # under which name its bytes are told
+    apart = False  # whether it is stored off the device
+    kind = "parameters"  # the name of its bytes in reports
+
+    values: Tensor  # the slice at rest, to be read or written now
 
     def __init__(self, values: Tensor) -> None:
-        self.at_rest = values
-
-    @property
-    def values(self) -> Tensor:
-        """The slice, to be read or written now."""
-        return self.at_rest
+        self.values = values
 
     def begin(self, ahead: bool = False) -> bool:
-        """It is gathered next. Returns whether it can come near now; `ahead`: nobody waits for it yet."""
+        """Prefetch the slice for a gather. Returns False if there is no room, which `ahead` allows."""
         return True
 
     def copy_to(self, place: Tensor) -> None:
-        """Put the values into the gathered buffer: on the lane that gathers."""
-        place.copy_(self.at_rest)
+        """Copy the values into the gathered buffer, on the lane of the all-gather."""
+        place.copy_(self.values)
 
     def fetch(self, device: torch.device) -> Tensor:
         """The values on the device where they are stepped."""
         return self.values.to(device)
 
     def update(self, updated: Tensor) -> None:
-        """After a step: the new values, which may be what was fetched."""
-        if updated is not self.at_rest:
+        """Store the values after a step. `updated` may be the tensor that was fetched."""
+        if updated is not self.values:
             self.values.copy_(updated)
 
 
@@ -59,14 +56,13 @@ class SliceOnHost(Slice):
     apart, kind = True, "host"
 
     def __init__(self, values: Tensor, arena: Arena) -> None:
-        """`arena`: of which the values are all."""
-        super().__init__(values)
-        self.arena = arena  # whose memory is page-locked for as long
-        self.copied: Any = None  # the event behind the last copy, which may still be under way
+        """`arena`: the memory of `values`."""
+        self.at_rest, self.arena = values, arena
+        self.copied: Any = None  # the event behind the last copy, which may be pending
 
     @property
-    def values(self) -> Tensor:
-        """The slice, from which nothing is being copied."""
+    def values(self) -> Tensor:  # type: ignore[override]
+        """The slice at rest, once the last copy from it is done."""
         if self.copied is not None:
             self.copied.synchronize()
             self.copied = None
@@ -80,62 +76,62 @@ class SliceOnHost(Slice):
 
 
 class Shelf:
-    """Slices stay beside the model."""
+    """The store of slices on the model's device, and the base of the others."""
 
-    apart = False  # whether slices wait elsewhere than beside the model
-    can_lose = False  # whether `lost` may ever say something
-    reach = sys.maxsize  # elements of slices that may come near at a time
-    place = ""  # which disk of this host it is on
-    advice = ""  # in words, what whoever has chosen it should know about it
-    failure = ""  # in words, why no further step can be taken
-    lost = ""  # in words, which parameters are gone
+    apart = False  # whether slices are stored off the device
+    can_lose = False  # whether `lost` may ever be set
+    reach = sys.maxsize  # elements of slices that may be prefetched at a time
+    place = ""  # the disk of this host that it uses
+    advice = ""  # a hint for the user about this choice
+    failure = ""  # the reason why no further step can be taken
+    lost = ""  # the message about parameters that could not be read
 
     def of(self, numel: int) -> "Shelf":
-        """The one that takes a slice of so many elements; ask once for each."""
+        """The store for a slice of `numel` elements. Call it once for each slice."""
         return self
 
     def kinds(self, numels: Sequence[int]) -> list[str]:
-        """Under which names the bytes of slices of so many elements will be told, in this order."""
+        """The names in reports of slices of these sizes, in this order."""
         return [Slice.kind] * len(numels)
 
     def moved(self) -> dict[str, int]:
-        """Bytes moved so far between memory and what is farther away, by which way."""
+        """Bytes moved so far between memory and disk, by direction."""
         return {}
 
     def put(self, values: Tensor) -> Slice:
-        """A slice with a copy of these values."""
+        """Store a copy of these values."""
         return Slice(values.clone())
 
     def reserve(self, numel: int, dtype: torch.dtype, device: torch.device) -> Slice:
-        """A slice of zeros."""
+        """Store zeros."""
         return Slice(torch.zeros(numel, dtype=dtype, device=device))
 
     def give_up_ahead(self) -> None:
-        """Let go of what was read ahead and not used."""
+        """Drop prefetched slices that were not used."""
 
     def refuse_too_little(self, need: int) -> None:
-        """OSError if there is no room for so many bytes, of all ranks of this host in the same `place`."""
+        """Raise OSError if `need` bytes, of all ranks of this host, do not fit in `place`."""
 
     def close(self) -> None:
-        """Let go of files and threads."""
+        """Close files and threads."""
 
 
 class ShelfBehindMemory(Shelf):
-    """What memory does not take waits farther away: on a disk."""
+    """A store that keeps the first slices in memory and the others on a disk."""
 
     def __init__(self, memory_numel: int, in_memory: Shelf) -> None:
-        """`in_memory`: what takes the first slices, with so many elements together."""
+        """`in_memory`: the store of the first slices, up to `memory_numel` elements together."""
         self.left, self.in_memory = memory_numel, in_memory
 
     def of(self, numel: int) -> Shelf:
-        """Memory takes the first ones."""
+        """The store in memory while there is room, then this one."""
         if numel > self.left:
             return self
         self.left -= numel
         return self.in_memory
 
     def kinds(self, numels: Sequence[int]) -> list[str]:
-        """What memory does not take is on the disk."""
+        """The names in reports: "disk" for slices that do not fit in memory."""
         left, found = self.left, []
         for numel, in_memory in zip(numels, self.in_memory.kinds(numels), strict=True):
             found.append("disk" if numel > left else in_memory)
@@ -144,33 +140,33 @@ class ShelfBehindMemory(Shelf):
 
 
 class HostShelf(Shelf):
-    """Slices wait in the host's memory: for a model on an accelerator."""
+    """The store in host memory, for a model on an accelerator."""
 
     apart = True
 
     def __init__(self, cudart: Any = None) -> None:
-        """`cudart`: by what each slice is page-locked, in memory of just its size; None: it is not."""
+        """`cudart`: the CUDA runtime that page-locks each slice, at its exact size; None: pageable."""
         self.cudart = cudart
         self.arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
 
     def kinds(self, numels: Sequence[int]) -> list[str]:
-        """All are on the host."""
+        """The names in reports: "host" for all slices."""
         return [SliceOnHost.kind] * len(numels)
 
     def put(self, values: Tensor) -> Slice:
-        """A copy on the host."""
+        """Store a copy on the host."""
         slice_ = self.reserve(values.numel(), values.dtype, values.device)
         slice_.values.copy_(values)
         return slice_
 
     def reserve(self, numel: int, dtype: torch.dtype, device: torch.device) -> Slice:
-        """Zeros on the host."""
+        """Store zeros on the host."""
         arena = Arena([numel * dtype.itemsize], self.cudart)
         self.arenas.add(arena)
         values = arena.take(numel, dtype)
         return SliceOnHost(torch.zeros(0, dtype=dtype) if values is None else values, arena)
 
     def close(self) -> None:
-        """Nothing is page-locked any more. Slices stay what they are as long as somebody has them."""
+        """End the page-locking. Slices stay valid while they are referenced."""
         for arena in self.arenas:
             arena.close()

@@ -1,12 +1,11 @@
-"""A file for what does not fit in memory, which nobody else sees and which ends with its process.
+"""An unnamed temporary file for tensors that do not fit in memory. It ends with its process.
 
-It has no name: it is opened and taken out of its directory at once, so the system gives its space back when
-the process ends, however it ends, and no other run can take it for its own. What is in it need not survive a
-crash, so nothing is ever forced to the disk.
+The file is unlinked as soon as it is open, so the system frees its space when the process ends, however it
+ends, and no other run can open it. Its contents need not survive a crash, so nothing is synced to the disk.
 
-Space is taken when it is asked for (`take`), so a disk that is full says so then and not in the middle of a
-write. Each piece of it can be seen as memory (`window`), and is mapped once: the system reads and writes its
-pages as they are used, and drops them when memory is short.
+`take` allocates space at once, so a full disk is an error of `take` and not of a later write. Each allocation
+can be mapped as memory (`window`), once: the system reads and writes its pages as they are used, and drops
+them when memory is short.
 """
 
 import ctypes
@@ -24,44 +23,42 @@ from zero_full.kernels.files import PAGE, BlockIO, Event, Transfer
 from zero_full.offload.limits import limits_here
 
 DAMAGED = (
-    "what is read is not what was written, by a fault of the disk or by somebody who has written through "
-    "`.data` or numpy, which nobody hears of (write to the tensors themselves)"
+    "the bytes in the file are not what was written: the disk is faulty, or they were written through "
+    "`.data` or numpy, which is not noticed (write to the tensors themselves)"
 )
 IN_MEMORY = (
     "nvme_path: {} is in this host's memory (tmpfs), so what waits there takes as much of that as with the "
     'device "cpu", and more time: give a directory on a disk'
 )
 MEMORY = (0x01021994, 0x858458F6)  # tmpfs and ramfs, as in linux/magic.h
-LOST = 0xFF  # a byte; so many of them are NaN in every type
+LOST = 0xFF  # a byte that, repeated, is NaN in every floating-point dtype
 KEEP_SIZE, PUNCH_HOLE = 0x01, 0x02  # as in linux/falloc.h
 
 
 def whole_pages(size: int) -> int:
-    """So many bytes, or a few more."""
+    """Round bytes up to whole pages."""
     return -(-size // PAGE) * PAGE
 
 
 def free_bytes(directory: Path) -> int:
-    """What this process may still write there."""
+    """Bytes that this process may still write to the directory's disk."""
     found = os.statvfs(directory)
     free = found.f_bavail * found.f_frsize
-    # A file system in memory promises more than there is: half of it all, whatever is in use.
+    # A file system in memory reports half of all memory, also if less is free.
     return min([free, *(limit.free for limit in limits_here(""))]) if is_in_memory(directory) else free
 
 
 def is_in_memory(directory: Path) -> bool:
-    """Whether what is written there takes the host's memory."""
+    """Whether the directory's file system is in the host's memory."""
     found = (ctypes.c_long * 64)()  # begins with the kind of file system
     known = ctypes.CDLL(None).statfs(os.fsencode(directory), found) == 0
     return known and int(found[0]) in MEMORY
 
 
 def directory_of(path: str | Path) -> Path:
-    """What a user means by it. ValueError for what would become a strange directory below this one."""
+    """The directory for a path with `~`. ValueError for an unexpanded variable or an unknown user."""
     if "$" in str(path) and not Path(path).exists():
-        raise ValueError(
-            f"nvme_path: {path} has a variable in it, and nobody fills it in: give the directory"
-        )
+        raise ValueError(f"nvme_path: {path} has a variable in it, which is not expanded: give the directory")
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
@@ -69,13 +66,13 @@ def directory_of(path: str | Path) -> Path:
 
 
 def refuse_here(directory: Path) -> None:
-    """OSError where a file without a name cannot be reached."""
+    """Raise OSError on systems where an unnamed file cannot be reopened."""
     if not Path("/proc/self/fd").is_dir():
         raise OSError(f"{directory}: state can wait in a file only where /proc is, which is on Linux")
 
 
 def refuse_more_than_free(directory: Path, need: int) -> None:
-    """OSError if the disk has not so much space for the ranks of this host."""
+    """Raise OSError if the disk does not have `need` free bytes for the ranks of this host."""
     refuse_here(directory)
     free = free_bytes(directory)
     if need > free:
@@ -86,32 +83,32 @@ def refuse_more_than_free(directory: Path, need: int) -> None:
 
 
 def page_sums(memory: Tensor) -> Tensor:
-    """A checksum of each page: the sum of its words."""
+    """A checksum of each page: the sum of its 64-bit words."""
     return memory.view(torch.int64).view(-1, PAGE // 8).sum(1)
 
 
 class ScratchFile:
-    """See the module's docstring."""
+    """An unnamed file, with its space and its threads. See the top of this module."""
 
     def __init__(self, directory: Path, io: BlockIO) -> None:
-        """`io`: its own, which ends with it."""
+        """`io`: the threads of this file, which `end` closes."""
         refuse_here(directory)
         self.directory, self.io, self.size = directory, io, 0
         file = _nameless(directory)
-        self.place = str(os.fstat(file).st_dev)  # which disk of this host it is on
+        self.place = str(os.fstat(file).st_dev)  # the disk of this host
         self.advice = IN_MEMORY.format(directory) if is_in_memory(directory) else ""
         self.path = f"/proc/self/fd/{file}"
-        self._file, self._windows = file, dict[int, Tensor]()  # by where they begin
+        self._file, self._windows = file, dict[int, Tensor]()  # by their first byte
         self.close = weakref.finalize(self, os.close, file)
 
     def end(self) -> None:
-        """Close it. Its space is free when nobody holds a window either."""
+        """Close the file. Its space is freed with the last window."""
         self.io.close()
         self.close()
         self._windows.clear()
 
     def take(self, size: int) -> int:
-        """Take space for so many bytes; returns where it begins. OSError if there is none."""
+        """Allocate `size` bytes and return the first one. OSError if the disk is full."""
         begin, size = self.size, whole_pages(size)
         try:
             os.posix_fallocate(self._file, begin, max(size, PAGE))
@@ -127,25 +124,25 @@ class ScratchFile:
         return begin
 
     def give_back(self, begin: int, size: int) -> None:
-        """The space that was taken there is free again."""
+        """Free the space of an allocation."""
         self._windows.pop(begin, None)
         give = getattr(ctypes.CDLL(None), "fallocate", None)
-        if give is not None:  # else it is free when the file ends
+        if give is not None:  # else it is freed with the file
             give(self._file, KEEP_SIZE | PUNCH_HOLE, ctypes.c_int64(begin), ctypes.c_int64(whole_pages(size)))
 
     def window(self, begin: int, size: int) -> Tensor:
-        """These bytes, as memory, of a piece that was taken: from its begin."""
+        """The first `size` bytes of an allocation, as memory."""
         window = self._windows.get(begin)
         if window is None or window.numel() < size:
             window = self._windows[begin] = _mapped(self._file, begin, max(size, 1))
         return window[:size]
 
     def write(self, tensor: Tensor, begin: int, after: Event | None = None) -> Transfer:
-        """Put a tensor there. `after`: when a device is done with its memory."""
+        """Write a tensor at `begin`. `after`: an event behind the device's work on its memory."""
         return self.io.write(self.path, tensor, begin, after)
 
     def read(self, tensor: Tensor, begin: int, after: Event | None = None) -> Transfer:
-        """Fill a tensor with what is there. `after`: when a device is done with its memory."""
+        """Read a tensor from `begin`. `after`: an event behind the device's work on its memory."""
         return self.io.read(self.path, tensor, begin, after)
 
 
@@ -165,10 +162,10 @@ def _nameless(directory: Path) -> int:
 
 
 def _mapped(file: int, begin: int, size: int) -> Tensor:
-    """These bytes of the file as memory, as long as somebody holds the tensor.
+    """Map bytes of the file as a tensor, until it is freed.
 
-    Neither `torch.from_file` nor `mmap` of Python will do: the first begins where the file does, the second
-    keeps a descriptor for each piece.
+    `torch.from_file` maps from the start of a file only, and Python's `mmap` keeps a file descriptor open for
+    each mapping.
     """
     lead = begin % mmap.ALLOCATIONGRANULARITY
     system, whole = ctypes.CDLL(None, use_errno=True), lead + size

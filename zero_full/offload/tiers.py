@@ -1,22 +1,22 @@
-"""Tiers: where masters and moments wait between steps, and where they are stepped.
+"""Offload tiers: where masters and moments are stored between steps, and where they are stepped.
 
-[Note: tiers] Owned state is made in a tier's `room`, and the optimizer steps it there. Before a step
-`fetch` brings an averaged gradient to where the state is; afterwards the new values go to the parameters'
-slice, wherever that waits (`param_store.py`). With state on the host (ZeRO-Offload) the device holds neither
-masters nor moments, and what travels are gradients one way and parameters the other. Where the host's memory
-is not the device's they travel beside the work: `flow`. State that waits farther away comes nearer for its
-own part of a step only: `in_turn`.
+[Note: tiers] Masters and moments are allocated by a tier's `room`, and the optimizer steps them there. Before
+a step `fetch` copies an averaged gradient to the state. Afterwards the new values go to the slice of the
+parameters, wherever it is stored (`param_store.py`). With state on the host (ZeRO-Offload) the device holds
+neither masters nor moments; gradients are copied down and parameters up. For an accelerator these copies run
+beside other work: `flow`. State on a disk is in memory during its own part of a step only: `in_turn`.
 
-A tier is a choice that a run makes. `open` makes of it what one rank needs in the run.
+A tier is a choice of the user. `open` returns the tier of one rank in a run, with its memory and files.
 
-[Note: part of the state] With a `ratio` below 1 only so much of the state waits elsewhere, by elements: that
-of the parameters whose gradients come first in backward. What comes last, the first layers, stays on the
-device, where its step need not wait for a copy.
+[Note: part of the state] With a `ratio` below 1 only this share of the state, by elements, is offloaded: that
+of the parameters whose gradients come first in backward. The state of the first layers, whose gradients come
+last, stays on the device, where its step does not wait for a copy.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TypeVar
 
 import torch
@@ -27,92 +27,94 @@ from zero_full.offload.copies import Copier, StreamCopier
 from zero_full.offload.host_device_copies import Flow
 from zero_full.offload.param_store import HostShelf, Shelf
 
-Owned = TypeVar("Owned")  # what is stepped: a slice of parameters
+Owned = TypeVar("Owned")  # a slice of parameters that is stepped
 CPU = torch.device("cpu")
 GONE = "the optimizer's state has waited off the device, and destroy has let go of it: save before destroy"
 
 
 class Tier(ABC):
-    """See [Note: tiers]."""
+    """Base of the tiers. See [Note: tiers]."""
 
-    apart: bool  # whether masters never lie in the parameters' own memory
-    kind = "optimizer"  # under which name its bytes are told
+    apart: bool  # whether masters always have their own memory, and never the parameters'
+    kind = "optimizer"  # the name of its bytes in reports
     ratio: float = 1.0  # see [Note: part of the state]
-    part_numel: int | None = None  # elements that are stepped at a time; None: as many as there are
-    step_early = False  # whether slices are stepped beside backward, on a guess: [Note: early steps]
-    early_bytes: int | None = None  # that this may cost; None: twice what slices have there
-    delay_after: int | None = None  # updates that end with their step, None: all: [Note: delayed updates]
-    moves = False  # whether state lies elsewhere between steps than in them, and may get `lost` on the way
-    copied_numel = 2**24  # elements of parameters that wait there, of which a step has copies at a time
-    place = ""  # which disk of this host it is on, while it is open
-    advice = ""  # in words, what whoever has chosen it should know about it
-    failure = ""  # in words, why no further step can be taken
-    lost = ""  # in words, what of the state is gone
+    part_numel: int | None = None  # elements that are stepped at a time; None: all
+    step_early = False  # whether slices are stepped speculatively during backward: [Note: early steps]
+    early_bytes: int | None = None  # host memory for that; None: twice that of the slices
+    delay_after: int | None = (
+        None  # updates before the first delayed one, None: never: [Note: delayed updates]
+    )
+    moves = False  # whether state is read and written in every step, and may be `lost`
+    copied_numel = 2**24  # elements of offloaded parameters that a step has copies of at a time
+    place = ""  # the disk of this host that it uses, while it is open
+    advice = ""  # a hint for the user about this choice
+    failure = ""  # the reason why no further step can be taken
+    lost = ""  # the message about state that could not be read
 
     def open(self, rooms: Sequence[int], device: torch.device) -> "Tier":
-        """The same with what it needs in a run: memory, files, buffers and threads.
+        """Return the tier of a run, with its memory, files, buffers and threads.
 
-        `rooms`: the bytes of each `room` that will be asked for, by parameters on `device`.
+        `rooms`: bytes of each later call of `room`, for parameters on `device`.
         """
         return self
 
     def close(self) -> None:  # noqa: B027
-        """Let go of all that."""
+        """Free the memory, and close files and threads."""
 
     def held(self) -> Sequence[Tensor]:
-        """Host memory that it keeps beside the rooms."""
+        """Host buffers of the tier, beside the rooms."""
         return []
 
     def moved(self) -> dict[str, int]:
-        """Bytes moved so far between memory and what is farther away, by which way."""
+        """Bytes moved so far between memory and disk, by direction."""
         return {}
 
     def shelf(self, device: torch.device) -> Shelf:
-        """What keeps slices of parameters of `device` there. They are not stepped there."""
+        """The store of parameter slices in this tier, for a model on `device`."""
         return Shelf()
 
     def refuse_too_little(self, need: int) -> None:  # noqa: B027
-        """OSError if there is no room for so many bytes, of all ranks of this host in the same `place`."""
+        """Raise OSError if `need` bytes, of all ranks of this host, do not fit in `place`."""
 
     @abstractmethod
     def room(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for state of parameters that are on `device`. It is not filled."""
+        """Allocate uninitialized memory for state of parameters on `device`."""
 
     @abstractmethod
     def fetch(self, tensor: Tensor) -> Tensor:
-        """This tensor of the device, or a copy of it, where state is stepped."""
+        """Return a tensor of the device, or its copy, where state is stepped."""
 
     def in_turn(
         self, parts: Sequence[Sequence[Owned]], tensors_of: Callable[[Owned], list[Tensor]]
     ) -> Generator[Sequence[Owned]]:
-        """Yield each part when its state is where it is stepped. `tensors_of`: all that is to wait of one."""
+        """Yield each part when its state is in memory. `tensors_of`: the tensors of a slice to be stored."""
         yield from parts
 
     def flow(self, device: torch.device, sums: bool) -> Flow | None:
-        """What brings gradients from this device and parameters to it; None: nothing has to be copied."""
+        """The copies of gradients from `device` and parameters to it; None: nothing has to be copied."""
         return None
 
 
 @dataclass(frozen=True)
 class DeviceTier(Tier):
-    """State stays beside the parameters. A master of their own type is their memory."""
+    """No offload: state is on the device. A master of the parameters' dtype shares their memory."""
 
     apart = False
 
     def room(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory on the parameters' device."""
+        """Allocate memory on the parameters' device."""
         return torch.empty(numel, dtype=dtype, device=device)
 
     def fetch(self, tensor: Tensor) -> Tensor:
-        """The tensor itself."""
+        """Return the tensor itself."""
         return tensor
 
 
 @dataclass(frozen=True)
 class HostTier(Tier):
-    """State waits in host memory and is stepped there. Copies wait until they are done."""
+    """ZeRO-Offload: state is in host memory and is stepped there."""
 
-    pin_memory: bool = False  # masters in page-locked memory, which CUDA copies faster; else no difference
+    pin_memory: bool = False  # page-locked memory, which CUDA copies faster
     ratio: float = 1.0
     step_early: bool = False
     early_bytes: int | None = None
@@ -121,7 +123,7 @@ class HostTier(Tier):
     kind = "host"
 
     def __post_init__(self) -> None:
-        """Raise ValueError for what cannot be meant."""
+        """Raise ValueError for options that are out of range or exclude each other."""
         if not 0 <= self.ratio <= 1:
             raise ValueError(f"ratio must be from 0 to 1, not {self.ratio!r}")
         if self.delay_after is None:
@@ -139,79 +141,80 @@ class HostTier(Tier):
         return self.pin_memory and device.type == "cuda"
 
     def open(self, rooms: Sequence[int], device: torch.device) -> Tier:
-        """With an arena, page-locked if that was asked for and makes a difference."""
+        """Return the tier with an arena, which is page-locked for CUDA if `pin_memory`."""
         arena = Arena(rooms, torch.cuda.cudart() if self.locks(device) else None)
         return OpenHost(**vars(self), arena=arena)
 
     def room(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Host memory."""
+        """Allocate host memory."""
         return torch.empty(numel, dtype=dtype, device=CPU, pin_memory=self.locks(device))
 
     def fetch(self, tensor: Tensor) -> Tensor:
-        """A copy on the host; on a CPU the tensor itself."""
+        """Return a copy on the host, or a CPU tensor itself."""
         return tensor.to(CPU)
 
     def copiers(self, device: torch.device) -> tuple[Copier, Copier] | None:
-        """Down and up, which an accelerator does at once; None: the host's memory is the device's."""
+        """The copies down and up, which run at once; None if the device's memory is the host's."""
         if device.type in ("cpu", "meta"):
             return None
         return StreamCopier(device), StreamCopier(device)
 
     def flow(self, device: torch.device, sums: bool) -> Flow | None:
-        """On three threads, which start when there is something to do."""
+        """Copies on three threads, which start with their first job."""
         copiers = self.copiers(device)
         return None if copiers is None else Flow(self.room, device, copiers, sums)
 
     def shelf(self, device: torch.device) -> Shelf:
-        """Host memory; of a model on the CPU, its own."""
+        """The store in host memory; for a model on the CPU, the model's own memory."""
         cudart = torch.cuda.cudart() if self.locks(device) else None
         return Shelf() if device.type == "cpu" else HostShelf(cudart)
 
 
 @dataclass(frozen=True)
 class OpenHost(HostTier):
-    """A `HostTier` in a run: what was foreseen is in the arena, and anything else beside it."""
+    """A `HostTier` in a run, whose arena has the rooms that were announced to `open`."""
 
     arena: Arena = field(kw_only=True)
 
     def room(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Host memory."""
+        """Take a room of the arena, or allocate host memory."""
         room = self.arena.take(numel, dtype)
         return super().room(numel, dtype, device) if room is None else room
 
     @property
     def lost(self) -> str:  # type: ignore[override]
-        """All of it, after the end."""
+        """The message about the state, which is freed when the run ends."""
         return GONE if self.arena.closed else ""
 
     def close(self) -> None:
-        """Nothing is page-locked any more."""
+        """Free the arena."""
         self.arena.close()
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """All that waits elsewhere in a run: state in a tier, slices of parameters on a shelf."""
+    """The offload of a run: the tier of optimizer state and the store of parameter slices."""
 
     tier: Tier
     shelf: Shelf
 
-    @property
+    @cached_property
     def can_lose(self) -> bool:
-        """Whether `lost` may ever say something."""
+        """Whether `lost` may ever be more than an empty string."""
         return self.tier.moves or self.shelf.can_lose
 
     @property
     def lost(self) -> str:
-        """In words, what is gone."""
+        """The message about state or parameters that could not be read; "" if there are none."""
         return self.tier.lost or self.shelf.lost
 
     @property
     def trouble(self) -> str:
-        """In words, why no further step can be taken."""
-        return self.lost or self.tier.failure or self.shelf.failure
+        """The reason why no further step can be taken; "" if there is none."""
+        tier, shelf = self.tier, self.shelf
+        return tier.lost or shelf.lost or tier.failure or shelf.failure
 
     def close(self) -> None:
-        """Let go of files, buffers and threads."""
+        """Close files, buffers and threads."""
         self.tier.close()
         self.shelf.close()

@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedules, by the names that a configuration gives them."""
+"""Optimizers and learning-rate schedules, and how they step sharded parameters."""
 
 from zero_full.optim.build import build_optimizer, parameter_groups, served_stages
 from zero_full.optim.elementwise import check_elementwise

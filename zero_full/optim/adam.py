@@ -1,6 +1,6 @@
-"""What Adam means here: which class of torch's, in which form, and when its fused kernel runs.
+"""DeepSpeed's Adam and AdamW as torch's classes and arguments, and where torch's fused kernels are used.
 
-Our own (`shard/fused_adam.py`) stands in for torch's step, with these options and this state, where it can.
+Where it can, `fused_adam.py` replaces torch's step, with the same options and state.
 """
 
 import warnings
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-# Adagrad's came to CPU first and to GPUs later; elsewhere the choice is left to torch.
+# Device types with a fused kernel in all supported versions of torch. On others torch chooses.
 FUSED_ON = {
     torch.optim.Adam: {"cpu", "cuda", "mps", "xpu"},
     torch.optim.AdamW: {"cpu", "cuda", "mps", "xpu"},
@@ -22,7 +22,7 @@ FUSED_ON = {
 def fused_if_possible(
     kind: type[Optimizer], groups: Iterable[Mapping[str, Any]], options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """`fused=True` if torch has such a kernel here and the user asked for nothing that excludes it."""
+    """Return `fused=True` if torch has a fused kernel for these parameters and no option excludes it."""
     devices = FUSED_ON.get(kind, set())
     params = [p for group in groups for p in group["params"]]
     broken = kind is torch.optim.SGD and any(p.device.type == "cpu" and p.element_size() < 4 for p in params)
@@ -32,7 +32,7 @@ def fused_if_possible(
             "(pytorch issue 191763, in 2.13 and before); set it to false unless your torch is newer",
             stacklevel=3,
         )
-    # Nor can fused SGD give some parameters their momentum later than others, as those that are used late.
+    # Fused SGD also fails if some parameters get their momentum buffer later, because they are used later.
     broken = broken or (kind is torch.optim.SGD and bool(options.get("momentum")))
     if broken or "fused" in options or options.get("foreach") or options.get("differentiable"):
         return {}
@@ -41,13 +41,13 @@ def fused_if_possible(
 
 
 def adam_class(name: str, adam_w_mode: bool) -> type[Optimizer]:
-    """As in DeepSpeed, "Adam" is AdamW, whose decay is decoupled, unless `adam_w_mode` is false."""
+    """torch's class: as in DeepSpeed, "Adam" is AdamW (decoupled decay) unless `adam_w_mode` is false."""
     return torch.optim.AdamW if name == "adamw" or adam_w_mode else torch.optim.Adam
 
 
 def adam_options(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments for torch's class: DeepSpeed's own are taken out and its defaults put in."""
+    """The arguments of torch's class, without DeepSpeed's own and with DeepSpeed's defaults."""
     options = {key: value for key, value in params.items() if key not in ("adam_w_mode", "torch_adam")}
     if not params.get("torch_adam"):
-        options.setdefault("weight_decay", 0.0)  # torch's AdamW decays by 0.01 when nothing is said
+        options.setdefault("weight_decay", 0.0)  # torch's AdamW has 0.01
     return options

@@ -1,4 +1,4 @@
-"""Adam's update of a piece whose variance has a count of its own, because it is not updated in every step."""
+"""Adam's update for pieces whose variance has its own step count: it is not updated in every step."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +14,7 @@ Options = Mapping[str, Any]
 def averages_of(
     piece: Piece, state: dict[str, Any], kept: Sequence[str] = ("exp_avg", "exp_avg_sq")
 ) -> dict[str, Any]:
-    """A piece's state, made if there is none: how often each average was updated, and those that are kept."""
+    """A piece's state, created if missing: the update counts of both moments, and the moments in `kept`."""
     if not state:
         state["step"] = state["variance_step"] = 0
         for name in kept:
@@ -23,25 +23,25 @@ def averages_of(
 
 
 def rate(state: Mapping[str, Any], group: Options, more: int = 0) -> float:
-    """The learning rate, corrected for a momentum that began at zero, `more` steps from now."""
+    """The learning rate with the momentum's bias correction, `more` steps from now."""
     lr = float(group["lr"])
     return lr / (1 - group["betas"][0] ** (state["step"] + more)) if group["bias_correction"] else lr
 
 
 def correction(state: Mapping[str, Any], group: Options) -> float:
-    """By what the variance is divided, for it began at zero: by the updates that it has really had."""
+    """The variance's bias correction, by the number of its own updates."""
     return 1 - float(group["betas"][1]) ** state["variance_step"] if group["bias_correction"] else 1.0
 
 
 def spread(state: Mapping[str, Any], group: Options) -> Tensor:
-    """The root of the variance, corrected."""
+    """The denominator of the update: the root of the corrected variance, with eps."""
     variance: Tensor = state["exp_avg_sq"] / correction(state, group)
     eps = group["eps"]
     return variance.add_(eps).sqrt_() if group["eps_inside_sqrt"] else variance.sqrt_().add_(eps)
 
 
 def learn(state: dict[str, Any], group: Options, gradient: Tensor) -> None:
-    """The averages that are kept take an averaged gradient."""
+    """Update the moments with an averaged gradient."""
     state["step"] += 1
     state["variance_step"] += 1
     state["exp_avg"].lerp_(gradient, 1 - group["betas"][0])
@@ -51,21 +51,21 @@ def learn(state: dict[str, Any], group: Options, gradient: Tensor) -> None:
 
 
 def put(piece: Piece, value: Tensor) -> None:
-    """The piece and its copy become this."""
+    """Write a value to the piece and its copy."""
     piece.master.copy_(value)
     if piece.copy is not None:
         piece.copy.copy_(value)
 
 
 def move(piece: Piece, state: Mapping[str, Any], group: Options, over: Tensor) -> None:
-    """The piece steps along its momentum over the spread, and shrinks by the decay."""
+    """Update the piece by its momentum over `over`, with decoupled weight decay."""
     take_copy(piece)
     value = piece.master.float() * (1 - float(group["lr"]) * group["weight_decay"])
     put(piece, value.addcdiv_(state["exp_avg"], over, value=-rate(state, group)))
 
 
 def adam(pieces: Sequence[Piece], states: Mapping[int, dict[str, Any]], groups: Any, factor: float) -> None:
-    """An ordinary step of AdamW; `states` by the pieces' ids. The operator does what it knows."""
+    """Take a step of AdamW, by the operator where it knows the options; `states` by the pieces' ids."""
     for some in alike(pieces):
         group = groups[some[0].group]
         if not group["bias_correction"] or group["eps_inside_sqrt"]:

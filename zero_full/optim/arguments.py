@@ -1,4 +1,4 @@
-"""Names and values as they come out of a JSON file or a script, checked before a constructor sees them."""
+"""Check names and values from a JSON file or a script before a constructor gets them."""
 
 import difflib
 import inspect
@@ -14,7 +14,7 @@ from zero_full.formatting import shown
 
 LARGEST = torch.finfo(torch.float32).max
 MOST_STEPS = 10**12
-# What torch's optimizers call a number that cannot be negative; others, such as Adafactor's beta2_decay, can.
+# Arguments of torch's optimizers that cannot be negative; others, such as Adafactor's beta2_decay, can.
 NOT_NEGATIVE = (
     *("lr", "eps", "weight_decay", "momentum", "lr_decay", "initial_accumulator_value"),
     *("muon_lr", "adam_lr", "ns_eps"),
@@ -25,17 +25,17 @@ FLAGS_OR_NONE = ("foreach", "fused")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """`; did you mean ...?` if a known name is close, else nothing."""
+    """A hint for an error message: `; did you mean ...?` if a known name is close, else ""."""
     by_lower = {each.lower(): each for each in known}
     close = difflib.get_close_matches(name.lower(), by_lower, n=1)
     return f"; did you mean {by_lower[close[0]]}?" if close else ""
 
 
 def check_signature(key: str, target: Callable[..., Any], params: Mapping[str, Any]) -> None:
-    """Refuse arguments that `target` does not have and ask for those that it cannot do without.
+    """Raise ValueError for arguments that `target` does not have, and for missing ones without a default.
 
-    `key` says where in the configuration `params` stand. The first argument, parameters or an optimizer,
-    is ours to give and cannot come from a file.
+    `key` is the place of `params` in the configuration. The first argument, parameters or an optimizer, is
+    not in `params`.
     """
     known = dict(list(inspect.signature(target).parameters.items())[1:])
     name = getattr(target, "__name__", str(target))
@@ -51,10 +51,10 @@ def check_signature(key: str, target: Callable[..., Any], params: Mapping[str, A
 def checked_options(
     target: Callable[..., Any], options: Mapping[str, Any], named: Callable[[str], str]
 ) -> dict[str, Any]:
-    """An optimizer's options with lists as tuples and 0 and 1 as booleans, or ValueError.
+    """Return an optimizer's options with lists as tuples and 0 and 1 as booleans, or raise ValueError.
 
-    A value must be of the kind of the argument's default. `named` gives an option's name in messages. What
-    `target` has no argument for stays as it is.
+    A value must be of the kind of the argument's default. `named` gives an option's name in messages. Options
+    that are no arguments of `target` are returned unchanged.
     """
     known = inspect.signature(target).parameters
     return {
@@ -80,14 +80,14 @@ def _checked(key: str, name: str, default: Any, value: Any) -> Any:
 
 
 def flag(key: str, value: Any) -> bool:
-    """The value as a boolean, which may also be 1 or 0; else ValueError."""
+    """Return a boolean, also for 1 and 0, or raise ValueError."""
     if isinstance(value, bool) or (isinstance(value, int) and value in (0, 1)):
         return bool(value)
     raise ValueError(f"{key} must be true or false, not {shown(value)}")
 
 
 def finite_number(key: str, value: Any, least: float = 0.0, most: float = LARGEST) -> Any:
-    """The number, also a tensor of one element; ValueError if it is out of bounds, inf or NaN."""
+    """Return a number or a tensor of one element; ValueError if it is out of bounds, inf or NaN."""
     is_tensor = isinstance(value, Tensor) and value.numel() == 1
     is_number = is_tensor or (isinstance(value, Real) and not isinstance(value, bool))
     if is_number and least <= value <= most:
@@ -101,7 +101,7 @@ def finite_number(key: str, value: Any, least: float = 0.0, most: float = LARGES
 def finite_numbers(
     key: str, value: Any, count: int, least: float = 0.0, most: float = LARGEST
 ) -> tuple[Any, ...]:
-    """A list of `count` such numbers, as a tuple; else ValueError."""
+    """Return a list of `count` finite numbers as a tuple, or raise ValueError."""
     listed = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else []
     if len(listed) != count:
         raise ValueError(f"{key} must be a list of {count} numbers, not {shown(value)}")
@@ -109,13 +109,13 @@ def finite_numbers(
 
 
 def pair_of_betas(key: str, value: Any) -> tuple[Any, ...]:
-    """Two weights of averages, as floats, which torch asks for; else ValueError."""
+    """Return two betas as floats, which torch wants, or raise ValueError."""
     pair = finite_numbers(key, value, 2, most=BELOW_1)
     return tuple(beta if isinstance(beta, Tensor) else float(beta) for beta in pair)
 
 
 def at_least(key: str, value: Any, least: int) -> int:
-    """The value as an integer of at least `least`, also given as 1e3; else ValueError."""
+    """Return an integer of at least `least`, also for a float such as 1e3, or raise ValueError."""
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     if not is_number or value != value // 1 or value < least:
         raise ValueError(f"{key} must be a whole number of at least {least}, not {shown(value)}")
@@ -125,5 +125,5 @@ def at_least(key: str, value: Any, least: int) -> int:
 
 
 def as_call(function: str, params: Mapping[str, Any]) -> str:
-    """The call as it would be written: `Adam(lr=1)`."""
+    """The source of a call, as in `Adam(lr=1)`."""
     return f"{function}({', '.join(f'{name}={shown(value)}' for name, value in params.items())})"

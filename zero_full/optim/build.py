@@ -1,4 +1,4 @@
-"""From a configuration's `optimizer` section to a torch optimizer."""
+"""Build the torch optimizer of a configuration's `optimizer` section."""
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,8 +23,8 @@ NOT_LANDED = {
     "muadamw": "AdamW",
     "musgd": "SGD",
 }
-OURS = {"adam_w_mode", "torch_adam"}  # they choose between torch's classes
-# DeepSpeed's switches that our classes do not have, at the value which they have anyway.
+OURS = {"adam_w_mode", "torch_adam"}  # options that choose between torch's classes
+# DeepSpeed's switches that our classes lack: the only value that is allowed, and the reason.
 Fixed = Mapping[str, tuple[bool | str, str]]
 OF_TORCH: Fixed = {
     "bias_correction": (True, "torch always corrects the bias; remove it"),
@@ -47,9 +47,9 @@ FIXED: dict[str, Fixed] = {
 def build_optimizer(
     type: str, params: Mapping[str, Any], groups: list[dict[str, Any]], model: nn.Module | None = None
 ) -> Optimizer:
-    """The optimizer of that name, in any case, over `groups`; a group's own options win over `params`.
+    """Build the optimizer of that name (in any case) over `groups`, whose own options win over `params`.
 
-    `model`: what the parameters are of, for a rule that must know which of them are hidden matrices.
+    `model`: the model with the parameters, from which Muon learns which of them are hidden matrices.
     """
     if not isinstance(type, str):
         raise ValueError(f"optimizer.type must be the name of an optimizer, not {shown(type)}")
@@ -83,7 +83,7 @@ def build_optimizer(
 
 
 def parameter_groups(given: Iterable[Any]) -> list[dict[str, Any]]:
-    """Parameters, or groups of them, as groups that can be looked at more than once."""
+    """Return parameters, or groups of parameters, as a list of groups with lists."""
     if not isinstance(given, Iterable):
         raise TypeError(f"model_parameters must be parameters, or groups of them, not {shown(given)}")
     everything = list(given)
@@ -117,7 +117,7 @@ def _checked(kind: Any, number: int, group: Mapping[str, Any]) -> dict[str, Any]
 
 
 def class_of(type: str) -> Any:
-    """The class of an optimizer that has this name, in any case; ValueError if there is none."""
+    """The optimizer class of this name, in any case; ValueError if there is none."""
     name = type.lower()
     if name in NOT_LANDED:
         instead = NOT_LANDED[name]
@@ -133,7 +133,7 @@ def class_of(type: str) -> Any:
 
 
 def served_stages(type: str) -> Sequence[int]:
-    """The stages at which an optimizer of this name can step."""
+    """The ZeRO stages that an optimizer of this name supports."""
     stages: Sequence[int] = getattr(class_of(type), "zero_full_stages", (0, 1, 2, 3))
     return stages
 

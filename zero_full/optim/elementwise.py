@@ -1,8 +1,8 @@
 """Which optimizers may step on flat pieces of parameters.
 
-A rank holds a range of a flat buffer: pieces of tensors, cut anywhere, in one dimension. An update that
-looks at each element alone cannot tell. One that looks at rows, columns, norms or products would silently
-compute something else, so it is refused unless it says that it knows.
+A rank holds a range of a flat buffer: pieces of tensors, cut anywhere, in one dimension. An elementwise
+update is the same on pieces. One that uses rows, columns, norms or products would silently compute something
+else, so it raises unless its class declares that it can step pieces.
 """
 
 import inspect
@@ -35,7 +35,7 @@ NOT_ELEMENTWISE: dict[type[Optimizer], str] = {
 
 
 def check_elementwise(optimizer: Optimizer, allow_untested: bool = False) -> None:
-    """Raise TypeError, with the reason and the remedy, unless the optimizer may step on cut tensors."""
+    """Raise TypeError, with the reason and a remedy, unless the optimizer may step on pieces."""
     kind, name = type(optimizer), type(optimizer).__name__
     if _declares(kind, "zero_full_elementwise") or _declares(kind, "zero_full_stepper"):
         return
@@ -56,7 +56,7 @@ def check_elementwise(optimizer: Optimizer, allow_untested: bool = False) -> Non
 
 
 def own_stepper(optimizer: Optimizer, step: Any) -> Stepper | None:
-    """What the optimizer brings to step pieces of parameters in the place of its `step`, if anything."""
+    """The optimizer's own stepper, from its `zero_full_stepper`; None if it has none."""
     if not hasattr(optimizer, "zero_full_stepper"):
         return None
     kind = type(optimizer)
@@ -70,7 +70,7 @@ def own_stepper(optimizer: Optimizer, step: Any) -> Stepper | None:
 
 
 def _declares(kind: type[Optimizer], attribute: str) -> bool:
-    """Whether a class declares this of its own `step`; a subclass with another `step` does not inherit it."""
+    """Whether the class declares this attribute. A subclass that overrides `step` does not inherit it."""
     for each in kind.__mro__:
         if attribute in vars(each):
             return bool(vars(each)[attribute]) and _same_step(kind, each)
@@ -78,6 +78,6 @@ def _declares(kind: type[Optimizer], attribute: str) -> bool:
 
 
 def _same_step(one: type, other: type) -> bool:
-    """Whether both classes have the same `step`, below the wrapper that torch puts around it."""
+    """Whether both classes have the same `step`, without torch's wrapper."""
     steps = [inspect.unwrap(each.step) if hasattr(each, "step") else None for each in (one, other)]
     return steps[0] is steps[1]

@@ -1,13 +1,13 @@
-"""Adam in one sweep: unscaling, clipping, the update and the low-precision copy touch each number once.
+"""Fused Adam: unscaling, clipping, the update and the low-precision copy in one pass over memory.
 
-Torch does these one after the other, each a pass over memory, which is what they wait for. The sweep stands
-in for a torch Adam or AdamW and keeps its options and its state as torch does; anything that could notice the
-difference (a subclass, another step, a variant that the operator does not know) gets torch's own step.
+torch makes a pass for each of these, and memory bandwidth is what they wait for. The fused step replaces that
+of a torch Adam or AdamW and keeps its options and its state in torch's form. An optimizer that would behave
+differently (a subclass, an overridden step, a variant that the operator lacks) is stepped by torch.
 """
 
 import hashlib
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from typing import Any
 
@@ -20,31 +20,33 @@ from zero_full.kernels.load import compiled_for, operators
 from zero_full.optim.step import Kind, Peers, Piece, Stepper, alike, moments_of, steps_as_its_class
 from zero_full.precision.dtypes import Dtypes
 
+ADAMS = (torch.optim.Adam, torch.optim.AdamW)
 GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 MASTERS = (torch.float32, torch.bfloat16)
 VARIANTS = ("amsgrad", "maximize", "capturable", "differentiable", "foreach")
-NUMBERS = ("lr", "eps", "weight_decay")
 
 
 def is_plain_adam(base: Optimizer, step: Any = None) -> bool:
-    """Whether its step (or `step`, if that is another) is torch's own and does no more than the operator."""
-    is_adam = type(base) in (torch.optim.Adam, torch.optim.AdamW)
-    if not is_adam or not steps_as_its_class(base, step or base.step):
+    """Whether the step of `base` (or `step`) is torch's own and the operator computes the same."""
+    if type(base) not in ADAMS or not steps_as_its_class(base, step or base.step):
         return False
-    return all(_is_plain_group(group) for group in base.param_groups)
-
-
-def _is_plain_group(group: Mapping[str, Any]) -> bool:
-    plain = not any(group.get(variant) for variant in VARIANTS) and group.get("fused") is not False
-    numbers = [*(group[name] for name in NUMBERS), *group["betas"]]
-    return plain and not any(isinstance(number, Tensor) for number in numbers)
+    for group in base.param_groups:
+        if group.get("fused") is False:
+            return False
+        for variant in VARIANTS:
+            if group.get(variant):
+                return False
+        for number in (group["lr"], group["eps"], group["weight_decay"], *group["betas"]):
+            if isinstance(number, Tensor):
+                return False
+    return True
 
 
 def warn_of_second_moments_that_stay(base: Optimizer, dtypes: Dtypes) -> None:
     """Warn if Adam's second moment would be kept in too few bits to become smaller.
 
-    A step without a gradient makes it (1 - beta2) of itself smaller, and a change of less than half of the
-    distance to the next number is rounded away.
+    A step with a zero gradient reduces it by the factor 1 - beta2. A change of less than half the distance to
+    the next number is rounded away.
     """
     if not isinstance(base, torch.optim.Adam) or dtypes.rounding_seed is not None:  # and AdamW
         return
@@ -63,33 +65,42 @@ def warn_of_second_moments_that_stay(base: Optimizer, dtypes: Dtypes) -> None:
 
 
 class FusedAdam(Stepper):
-    """Steps pieces in the place of a torch optimizer."""
+    """Steps pieces by the fused operator, in the place of a torch Adam or AdamW."""
 
     fuses = is_alone = True
+    takes_parts: bool = True
+    is_apart: bool = False
 
     def __init__(self, base: Optimizer, own_step: Any, dtypes: Dtypes) -> None:
-        self.base, self.own_step, self.dtypes = base, own_step, dtypes
-        self.groups: Sequence[Mapping[str, Any]] | None = None  # None: those of `base`, as they are
-        self.compiled_for = compiled_for
+        self.base, self.own_step = base, own_step
+        self.groups: Sequence[Mapping[str, Any]] | None = None  # None: the groups of `base`, as they are now
+        self.moments = {master: dtypes.moments_of(master) for master in MASTERS}
+        self.compiled_for: Callable[[torch.device], bool] = compiled_for
         self.chances = None if dtypes.rounding_seed is None else Chances(dtypes.rounding_seed)
-        self._refuse_what_rounds_to_the_nearest([])
+        if self.chances is not None:
+            self._check_stochastic_rounding([])
         warn_of_second_moments_that_stay(base, dtypes)
 
     def takes(self, kinds: Collection[Kind]) -> bool:
-        """Whether it can, for all of them, and is faster than torch, or says something that torch cannot."""
-        self._refuse_what_rounds_to_the_nearest(kinds)
-        return is_plain_adam(self.base, self.own_step) and all(self._takes(*kind) for kind in kinds)
+        """Whether to step these kinds of masters here, and not by torch's own step.
 
-    def _takes(self, master: torch.dtype, gradient: torch.dtype, device: torch.device) -> bool:
-        if not _can(master, gradient):
+        This is asked before each step, because the groups' options may have been edited. torch's step is as
+        good where moments have the master's dtype and this device has no compiled operators.
+        """
+        if self.chances is not None:
+            self._check_stochastic_rounding(kinds)
+        if not is_plain_adam(self.base, self.own_step):
             return False
-        says_more = self.dtypes.moments_of(master) != master or self.chances is not None
-        return says_more or self.compiled_for(device)
+        for master, gradient, device in kinds:
+            if master not in MASTERS or gradient not in GRADIENTS:
+                return False
+            needs_ours = self.chances is not None or self.moments[master] != master
+            if not (needs_ours or self.compiled_for(device)):
+                return False
+        return True
 
-    def _refuse_what_rounds_to_the_nearest(self, kinds: Collection[Kind]) -> None:
-        """Raise if stochastic rounding was asked for, and another step than this one would be taken."""
-        if self.chances is None:
-            return
+    def _check_stochastic_rounding(self, kinds: Collection[Kind]) -> None:
+        """Raise TypeError if another stepper, which would round to the nearest, would take the step."""
         if not is_plain_adam(self.base, self.own_step):
             raise TypeError(
                 "bf16.stochastic_rounding: only torch's Adam and AdamW are stepped so, without a step of "
@@ -97,23 +108,23 @@ class FusedAdam(Stepper):
                 f"{type(self.base).__name__}"
             )
         for master, gradient, _ in kinds:
-            if not _can(master, gradient):
+            if master not in MASTERS or gradient not in GRADIENTS:
                 raise TypeError(
                     f"bf16.stochastic_rounding: there is none for masters in {master} with gradients in "
                     f"{gradient}: masters must be in bf16 or fp32, gradients in 16 or 32 bits"
                 )
 
     def step(self, pieces: Sequence[Piece], factor: float, peers: Peers) -> None:
-        """Masters, state and copies change."""
+        """Update masters, state and copies: one call of the operator for each kind of pieces."""
+        groups = self.base.param_groups if self.groups is None else self.groups
         for some in alike(pieces):
             master = some[0].master
-            dtype, by = self.dtypes.moments_of(master.dtype), operators(master.device)
             chances = self.chances if master.dtype == torch.bfloat16 else None
-            groups = self.base.param_groups if self.groups is None else self.groups
-            sweep(by, some, dtype, groups[some[0].group], factor, chances)
+            by, moments = operators(master.device), self.moments[master.dtype]
+            sweep(by, some, moments, groups[some[0].group], factor, chances)
 
     def with_these_options(self) -> "FusedAdam":
-        """The same with the groups' options of now. A list among them (`betas`) may be written to later."""
+        """Copy this rule with the groups' present options, lists such as `betas` included."""
         made = copy(self)
         made.groups = [{key: copy(value) for key, value in g.items()} for g in self.base.param_groups]
         return made
@@ -123,23 +134,19 @@ class FusedAdam(Stepper):
         return {} if self.chances is None else {"rounding_seed": self.chances.seed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The seed that is saved counts, not the configuration's: who goes on rounds as if never stopped."""
+        """Continue with the saved seed, not the configured one: rounding is that of an uninterrupted run."""
         if self.chances is not None and "rounding_seed" in state:
             self.chances = Chances(int(state["rounding_seed"]))
 
 
-def _can(master: torch.dtype, gradient: torch.dtype) -> bool:
-    return master in MASTERS and gradient in GRADIENTS
-
-
 class Chances:
-    """What the operator draws from for each parameter, beside the step and the element."""
+    """Keys of stochastic rounding: the random bits depend on parameter, step and element."""
 
     def __init__(self, seed: int) -> None:
         self.seed, self.keys = seed, dict[str, int]()
 
     def key(self, name: str) -> int:
-        """64 bits for a parameter, whichever rank has a piece of it."""
+        """The 64-bit key of a parameter, equal on all ranks."""
         if name not in self.keys:
             made = hashlib.blake2b(f"{self.seed} {plain(name)}".encode(), digest_size=8).digest()
             self.keys[name] = int.from_bytes(made, "little", signed=True)
@@ -154,26 +161,35 @@ def sweep(
     factor: float,
     chances: Chances | None = None,
 ) -> None:
-    """Step pieces that are alike, with moments of this type and a group's options, by these operators."""
-    states = [moments_of(piece, moments) for piece in pieces]
-    steps = [state["step"] for state in states]
-    foreach_add(steps, 1)
-    lists: tuple[list[Any], ...] = (
-        [piece.master for piece in pieces],
-        [piece.gradient.contiguous() for piece in pieces if piece.gradient is not None],
-        [state["exp_avg"] for state in states],
-        [state["exp_avg_sq"] for state in states],
-        steps,
+    """Update pieces of one kind with a group's options, by one call of `adam_step` of these operators.
+
+    `moments`: the dtype of moments that do not exist yet. `chances`: round bf16 stochastically, by these.
+    """
+    masters, gradients, averages, squares, steps = (
+        list[Any](),
+        list[Any](),
+        list[Any](),
+        list[Any](),
+        list[Any](),
     )
-    about: tuple[list[Any], ...]
-    if chances is None:
-        step, about = by.adam_step, ([piece.copy for piece in pieces if piece.copy is not None],)
-    else:
-        step = by.adam_step_stochastic
-        about = ([chances.key(piece.name) for piece in pieces], [piece.param_range[0] for piece in pieces])
-    step(
-        *lists,
-        *about,
+    copies, keys, places = list[Tensor](), list[int](), list[int]()
+    for piece, state in zip(pieces, moments_of(pieces, moments), strict=True):
+        assert piece.gradient is not None
+        masters.append(piece.master)
+        gradients.append(piece.gradient.contiguous())
+        averages.append(state["exp_avg"])
+        squares.append(state["exp_avg_sq"])
+        steps.append(state["step"])
+        if piece.copy is not None:
+            copies.append(piece.copy)
+        if chances is not None:
+            keys.append(chances.key(piece.name))
+            places.append(piece.param_range[0])
+    # On a CPU torch takes a quarter of the time to add a list of tensors as to add one number.
+    foreach_add(steps, [steps[0].new_ones(())] * len(steps) if steps[0].is_cpu else 1)
+    (by.adam_step if chances is None else by.adam_step_stochastic)(
+        *(masters, gradients, averages, squares, steps),
+        *((copies,) if chances is None else (keys, places)),
         float(group["lr"]),
         *group["betas"],
         group["eps"],

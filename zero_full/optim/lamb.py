@@ -1,4 +1,4 @@
-"""LAMB: Adam's direction for each parameter, in a length that fits the parameter's own."""
+"""LAMB: Adam's update, with a step size in proportion to each parameter's norm."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,22 +23,23 @@ from zero_full.optim.step import (
 
 
 class Coefficients(Optimizer):
-    """An optimizer that knows how far the last step has moved each parameter."""
+    """An optimizer that reports the LAMB coefficients of its last step."""
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
-        self.ratios: list[Callable[[], Iterable[tuple[Tensor, float]]]] = []  # of the last step, by parts
+        # Read the coefficients of the last step: a function for each part.
+        self.ratios: list[Callable[[], Iterable[tuple[Tensor, float]]]] = []
         super().__init__(params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """What was pickled, copied or loaded has not stepped yet."""
+        """Restore a pickle, a copy or a state dict, which has no last step."""
         super().__setstate__(state)
         self.ratios = []
 
     @property
     def lamb_coeffs(self) -> dict[Tensor, float]:
-        """The factor, norm over norm between its bounds, of each parameter that the last step has moved.
+        """The coefficient of each parameter that the last step moved: the ratio of norms within its bounds.
 
-        Under zero_full every rank has those of all parameters. The device is waited for once.
+        Under zero_full every rank has those of all parameters. Reading them waits for the device once.
         """
         found = [(param, ratio) for part in self.ratios for param, ratio in part()]
         ratios = {id(param): ratio for param, ratio in found}
@@ -51,10 +52,10 @@ class Coefficients(Optimizer):
 
 
 class Lamb(Coefficients):
-    """Moves each parameter by `lr` times its norm over its update's norm, kept between two bounds.
+    """Adam with a coefficient for each parameter: its norm over its update's norm, within two bounds.
 
-    The defaults are DeepSpeed's. As there, the bias correction scales the step, not the norms' ratio, which
-    is 1 where either norm is zero. At every stage the norms are those of whole parameters.
+    The defaults are DeepSpeed's. As in DeepSpeed, the bias correction scales the step and not the ratio of
+    norms, which is 1 where either norm is zero. At every stage the norms are those of whole parameters.
     """
 
     def __init__(
@@ -88,24 +89,24 @@ class Lamb(Coefficients):
         super().add_param_group({**_checked(options), "params": options["params"]})
 
     def zero_full_stepper(self) -> Stepper:
-        """What steps pieces of parameters."""
+        """The stepper of sharded parameters."""
         return LambStep(self)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Move every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         return step_alone(self, closure)
 
 
 @dataclass(frozen=True)
 class Ratios:
-    """How long parameters and their updates were in a part of a step."""
+    """Squared norms of the parameters, and of their updates, in a part of a step."""
 
     params: Sequence[Tensor]
-    squares: Tensor  # two sums for each: of the parameter and of its update
+    squares: Tensor  # a row for each: of the parameter, and of its update
     bounds: Mapping[int, tuple[float, float]]  # by the parameter's id
 
     def read(self) -> Iterator[tuple[Tensor, float]]:
-        """Each parameter's factor, as the operator has found it."""
+        """Each parameter with its coefficient, computed as in the operator."""
         norms = torch.zeros(self.squares.shape) if self.squares.is_meta else self.squares.sqrt()
         for param, (weight, change) in zip(self.params, norms.tolist(), strict=True):
             least, most = self.bounds[id(param)]
@@ -113,7 +114,7 @@ class Ratios:
 
 
 class LambStep(Stepper):
-    """In two halves, with one sum of two numbers a parameter between them."""
+    """LAMB's step in two halves, with one all-reduce of two numbers per parameter in between."""
 
     fuses = True
 
@@ -121,13 +122,13 @@ class LambStep(Stepper):
         self.optimizer = optimizer
 
     def begin(self, pieces: Sequence[Piece]) -> None:
-        """Every rank looks at all groups, which may have been edited: all fail, or none."""
+        """Check the options of all groups, which may have been edited, so that all ranks raise, or none."""
         for group in self.optimizer.param_groups:
             _checked(group)
         self.take_bounds()
 
     def take_bounds(self) -> None:
-        """A step begins, whose coefficients are kept in these."""
+        """Note the bounds of the coefficients for this step."""
         self.bounds: dict[int, tuple[float, float]] = {}
         for group in self.optimizer.param_groups:
             bounds = group["min_coeff"], group["max_coeff"]
@@ -135,8 +136,8 @@ class LambStep(Stepper):
         self.optimizer.ratios = []
 
     def step(self, pieces: Sequence[Piece], factor: float, peers: Peers) -> None:
-        """Masters, state and copies change."""
-        together = list(alike(pieces))
+        """Update masters, state and copies."""
+        together = alike(pieces)
         ordered = [piece for some in together for piece in some]
         norms = [self._first_half(some, factor) for some in together]
         device = pieces[0].master.device if pieces else None
@@ -152,7 +153,7 @@ class LambStep(Stepper):
         group = self._group(pieces)
         for piece in pieces:
             take_copy(piece)
-        states = [moments_of(p, torch.promote_types(p.master.dtype, torch.float32)) for p in pieces]
+        states = moments_of(pieces, torch.promote_types(pieces[0].master.dtype, torch.float32))
         norms: Tensor = operators_for(pieces).lamb_norms(
             [piece.master for piece in pieces],
             [piece.gradient.contiguous() for piece in pieces if piece.gradient is not None],
@@ -192,14 +193,14 @@ class LambStep(Stepper):
         return group
 
 
-WITHOUT = {  # what DeepSpeed's FusedLamb has arguments for, and this has not
+WITHOUT = {  # arguments of DeepSpeed's FusedLamb that must have their defaults
     "max_grad_norm": "clipping is not the optimizer's; use gradient_clipping in the configuration",
     "amsgrad": "LAMB has no such variant",
 }
 
 
 def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's options, of the right kind and in their bounds; ValueError if one is not."""
+    """Return a group's options with checked types and ranges, or raise ValueError."""
     for name, reason in WITHOUT.items():
         if options.get(name):
             raise ValueError(f"{name} cannot be {options[name]}: {reason}")
@@ -209,7 +210,7 @@ def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_bounds(options: Mapping[str, Any]) -> None:
-    """ValueError unless the coefficient's bounds are two, in order."""
+    """Raise ValueError unless 0 <= min_coeff <= max_coeff."""
     least, most = options["min_coeff"], options["max_coeff"]
     if not 0 <= least <= most:
         raise ValueError(f"min_coeff must be from 0 to max_coeff, {most}, not {least}")

@@ -1,4 +1,4 @@
-"""Lion: the sign of an interpolated momentum, and half of Adam's memory."""
+"""Lion: updates by the sign of an interpolated momentum, with half of Adam's state."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,9 +11,9 @@ from zero_full.optim.step import loss_of
 
 
 class Lion(Optimizer):
-    """Moves every element by `lr`, in the direction of a momentum that leans towards the newest gradient.
+    """Moves every element by `lr` against the sign of its momentum, interpolated with the newest gradient.
 
-    The defaults are DeepSpeed's. An element whose momentum and gradient are zero stays where it is.
+    The defaults are DeepSpeed's. An element whose momentum and gradient are zero does not move.
     """
 
     zero_full_elementwise = True
@@ -30,7 +30,7 @@ class Lion(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Move every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         loss = loss_of(closure)
         for group in self.param_groups:
             lr, (beta1, beta2) = float(group["lr"]), group["betas"]

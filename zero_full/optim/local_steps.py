@@ -1,4 +1,4 @@
-"""When 0/1 Adam's ranks meet, and where each has gone since."""
+"""0/1 Adam's local steps: intervals between synchronizations, and a rank's movement since the last one."""
 
 from collections.abc import Sequence
 
@@ -6,18 +6,18 @@ from torch import Tensor
 
 
 class Interval:
-    """How many steps lie between two events; doubles after every `patience` counts, up to `longest`."""
+    """The number of steps between two events. It doubles after every `patience` counts, up to `longest`."""
 
     def __init__(self, patience: int, longest: float = float("inf")) -> None:
         self.patience, self.longest = patience, longest
         self.length, self.counted = 1, 0
 
     def is_due(self, step: int) -> bool:
-        """Whether the event is in this step."""
+        """Whether the event falls on this step."""
         return step % self.length == 0
 
     def count(self) -> None:
-        """One more; perhaps the interval grows."""
+        """Count an event, and double the interval if it is time."""
         self.counted += 1
         if self.counted >= self.patience:
             self.counted = 0
@@ -25,9 +25,12 @@ class Interval:
 
 
 class Walk:
-    """Where a rank went since all were together. The numbers are the same on all ranks, by piece."""
+    """A rank's movement since the last synchronization.
+
+    `rates` and `kept` have a number for each piece, equal on all ranks.
+    """
 
     def __init__(self, anchor: Tensor, walked: Tensor, rates: Sequence[float], kept: Sequence[float]) -> None:
         self.anchor, self.walked = anchor, walked
-        self.rates = list(rates)  # the sum of the learning rates
-        self.kept = list(kept)  # the product of what decays have left
+        self.rates = list(rates)  # sums of the learning rates
+        self.kept = list(kept)  # products of the factors of weight decay

@@ -1,16 +1,16 @@
-"""Muon: a hidden matrix moves by its momentum made orthogonal; all else is stepped by AdamW.
+"""Muon: orthogonalized momentum for hidden matrices, and AdamW for all other parameters.
 
 [Note: whose update is which] Muon is for matrices between hidden layers. Embeddings, output heads, biases and
-norms are AdamW's. A parameter's class and shape do not tell which a matrix is, so somebody must say it:
+norms are AdamW's. A parameter's class and shape do not tell which a matrix is, so the user must:
 
     param.use_muon = True       DeepSpeed's mark, on a parameter
     {"params": ..., "use_muon": True}   for a whole group
     use_muon=lambda name, p: ...        for all of `model.named_parameters()`
-    muon_groups(model)          the rule that a configuration file gets: what has two dimensions, is no
-                                nn.Embedding's weight and has neither `embed` nor `lm_head` in its name
+    muon_groups(model)          the rule of configuration files: parameters of two dimensions that are no
+                                nn.Embedding's weight and have neither `embed` nor `lm_head` in the name
 
-DeepSpeed's own rule knows names only, so that GPT-2's `wte` is Muon's there; and it takes what has three
-dimensions and more, which is AdamW's here.
+DeepSpeed's own rule goes by names only, so it gives GPT-2's `wte` to Muon, and also parameters of three and
+more dimensions, which are AdamW's here.
 """
 
 import logging
@@ -35,18 +35,18 @@ OF_ADAM = ("betas", "eps")
 RATES = {True: ("muon_lr", 0.02), False: ("adam_lr", 3e-4)}
 METHODS = ("standard", "gram")
 ADJUSTMENTS = (None, "original", "match_rms_adamw")
-MOST_STEPS = 99  # Newton-Schulz takes 5; torch refuses more
+MOST_STEPS = 99  # of Newton-Schulz, whose default is 5; torch.optim.Muon allows no more
 State = dict[str, Any]
 
 
 class Muon(Optimizer):
-    """Moves a matrix by `lr` along its momentum, whose singular values have become about 1 first.
+    """Moves a matrix by `lr` along its orthogonalized momentum, whose singular values are about 1.
 
-    What is no matrix, and what is not to be one of Muon's, is stepped by AdamW with `betas` and `eps`. There
-    is a parameter group for each, and `use_muon` says which is Muon's: on a parameter (`param.use_muon =
-    True`), as a group's key, or as a function of name and parameter. `muon_groups` makes them by a rule.
+    All other parameters are stepped by AdamW with `betas` and `eps`. Each of the two has its parameter
+    groups, and `use_muon` assigns parameters to Muon: on a parameter (`param.use_muon = True`), as a group's
+    key, or as a function of name and parameter. `muon_groups` makes such groups by a rule.
 
-    lr           of both; `muon_lr` and `adam_lr` win over it, and a group's own `lr` over all of them. None:
+    lr           of both. `muon_lr` and `adam_lr` have precedence, and a group's own `lr` before these. None:
                  0.02 for Muon and 3e-4 for AdamW
     adjust_lr_fn "original" (also None) makes steps of tall matrices larger, by sqrt(rows / columns);
                  "match_rms_adamw" gives steps the size of AdamW's, so that its rate and decay can be used
@@ -57,7 +57,7 @@ class Muon(Optimizer):
     torch's OneCycleLR and CyclicLR need cycle_momentum=False: they would move either `momentum` or `betas` in
     all groups, and each group has one of them.
 
-    Names and updates are those of torch.optim.Muon, whose `eps` is called `ns_eps` here; names that
+    Names and updates are those of torch.optim.Muon, except that its `eps` is `ns_eps` here. Names that
     DeepSpeed has, and all defaults, are DeepSpeed's. At every stage the update is that of whole matrices.
     """
 
@@ -97,14 +97,14 @@ class Muon(Optimizer):
             "use_muon": use_muon,
         }
         self.options = _checked(given)
-        # Not momentum and betas: torch's schedules would move what these name in all groups, and each group
-        # has one of them. So they say that there is no momentum that they could move.
+        # No momentum and betas among the defaults: torch's schedules would change either in all groups, and
+        # each group has only one. Without both they report that there is no momentum to change.
         super().__init__(params, {name: self.options[name] for name in ("lr", "weight_decay")})
         if not any(group["use_muon"] for group in self.param_groups):
             log.warning("Muon has no hidden matrix here: AdamW steps all parameters")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group for the matrices among these parameters, and one for all else."""
+        """Add a group for the matrices among these parameters, and one for the others."""
         for name in (name for name, _ in RATES.values() if name in param_group):
             raise ValueError(f"a parameter group cannot have {name}: what it has of its own is called lr")
         options = {**self.options, **{k: v for k, v in param_group.items() if k != "params"}}
@@ -132,20 +132,20 @@ class Muon(Optimizer):
         super().add_param_group({**group, "params": params})
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy needs."""
+        """The state of a copy or pickle, with the options of both rules."""
         return {**super().__getstate__(), "options": self.options}
 
     def zero_full_stepper(self) -> Stepper:
-        """What steps pieces of parameters."""
+        """The stepper of sharded parameters."""
         return MuonStep(self)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Move every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         return step_alone(self, closure)
 
 
 class MuonStep(Stepper):
-    """AdamW on pieces; momentum on pieces; then matrix by matrix."""
+    """Steps AdamW's pieces and Muon's momenta, and then gathers and orthogonalizes matrix by matrix."""
 
     fuses = True
 
@@ -153,13 +153,13 @@ class MuonStep(Stepper):
         self.optimizer = optimizer
 
     def begin(self, pieces: Sequence[Piece]) -> None:
-        """Every rank looks at all groups, which may have been edited: all fail, or none."""
+        """Check the options of all groups, which may have been edited, so that all ranks raise, or none."""
         for number, group in enumerate(self.optimizer.param_groups):
             _checked(group)
             _refuse_without_effect(number, group)
 
     def step(self, pieces: Sequence[Piece], factor: float, peers: Peers) -> None:
-        """Masters, state and copies change."""
+        """Update masters, state and copies."""
         groups: Sequence[Mapping[str, Any]] = self.optimizer.param_groups
         by_adam = [piece for piece in pieces if not groups[piece.group]["use_muon"]]
         for some in alike(by_adam):
@@ -169,8 +169,9 @@ class MuonStep(Stepper):
 
 
 class Orthogonal:
-    """The part of a step that needs whole matrices. What ranks bring and are given is bf16, and loses nothing
-    by it: Newton-Schulz begins by rounding to bf16, and ends in it.
+    """The part of a step that needs whole matrices.
+
+    Ranks send bf16. That loses nothing, because Newton-Schulz begins by rounding to bf16, and ends in it.
     """
 
     wire = torch.bfloat16
@@ -179,11 +180,11 @@ class Orthogonal:
         self.groups, self.factor = groups, factor
 
     def concerns(self, whole: Whole) -> bool:
-        """Whether it is one of Muon's matrices."""
+        """Whether the parameter is Muon's."""
         return bool(self.groups[whole.group]["use_muon"])
 
     def work(self, whole: Whole) -> int:
-        """Multiplications in Newton-Schulz."""
+        """The number of multiplications in Newton-Schulz."""
         group = self.groups[whole.group]
         small, large = sorted(whole.shape)
         if group["ns_method"] == "gram":
@@ -191,7 +192,7 @@ class Orthogonal:
         return int(group["ns_steps"]) * small * small * (2 * large + small)
 
     def bring(self, piece: Piece) -> Tensor:
-        """The momentum, which has become newer, or what Nesterov makes of it."""
+        """Update the momentum and return it, or Nesterov's combination with the gradient."""
         group, master, gradient = self.groups[piece.group], piece.master, piece.gradient
         assert gradient is not None
         if "momentum_buffer" not in piece.state:
@@ -203,13 +204,13 @@ class Orthogonal:
         return update.to(self.wire).reshape(-1)
 
     def of_whole(self, whole: Whole, values: Tensor) -> Tensor:
-        """Made orthogonal."""
+        """Orthogonalize the matrix."""
         group = self.groups[whole.group]
         by = orthogonalized_by_gram if group["ns_method"] == "gram" else orthogonalized
         return by(values, int(group["ns_steps"]), group["ns_coefficients"], group["ns_eps"])
 
     def take(self, piece: Piece, values: Tensor) -> None:
-        """Move the piece."""
+        """Update the piece along its part of the orthogonalized matrix."""
         group, master = self.groups[piece.group], piece.master
         take_copy(piece)
         lr = float(group["lr"])
@@ -220,9 +221,9 @@ class Orthogonal:
 
 
 def orthogonalized(matrix: Tensor, steps: int, coefficients: Sequence[float], eps: float) -> Tensor:
-    """A matrix of the same singular vectors, whose singular values are about 1, by Newton-Schulz in bf16.
+    """Return the matrix with its singular values set to about 1, by Newton-Schulz in bf16.
 
-    `coefficients` are those of an odd polynomial of degree 5, which is applied so often.
+    `coefficients` are those of an odd polynomial of degree 5, which is applied `steps` times.
     """
     first, third, fifth = coefficients
     is_tall = matrix.shape[0] > matrix.shape[1]
@@ -237,10 +238,11 @@ def orthogonalized(matrix: Tensor, steps: int, coefficients: Sequence[float], ep
 
 
 def orthogonalized_by_gram(matrix: Tensor, steps: int, coefficients: Sequence[float], eps: float) -> Tensor:
-    """The same polynomials, of the small matrix `x @ x.T` alone.
+    """Orthogonalize by iterating on the Gram matrix `x @ x.T`, which is small for a long matrix.
 
-    Each step multiplies x from the left by a polynomial of its Gram matrix, and these commute: all of them
-    are multiplied first, in fp32 because errors of a Gram matrix grow with its steps, and x only at the end.
+    Each step multiplies x from the left by a polynomial of its Gram matrix, and these factors commute. So
+    they are multiplied first, in fp32 because errors of a Gram matrix grow with the steps, and x is
+    multiplied by their product at the end.
     """
     first, third, fifth = coefficients
     is_tall = matrix.shape[0] > matrix.shape[1]
@@ -266,12 +268,12 @@ def _adjustment(kind: str | None, shape: torch.Size) -> float:
 
 
 def _wide(master: Tensor) -> torch.dtype:
-    """In what type averages are kept."""
+    """The dtype of the moments and momenta of a master."""
     return torch.promote_types(master.dtype, torch.float32)
 
 
 def _refuse_without_effect(number: int, group: Mapping[str, Any]) -> None:
-    """Raise if somebody has edited a group in a way that cannot be followed."""
+    """Raise ValueError for an edit of a group that would have no effect."""
     is_muons = group["use_muon"]
     if any(name not in group for name in (OF_MUON if is_muons else OF_ADAM)):
         raise ValueError(
@@ -283,7 +285,7 @@ def _refuse_without_effect(number: int, group: Mapping[str, Any]) -> None:
 
 
 def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's options, of the right kind and in their bounds; ValueError if one is not."""
+    """Return a group's options with checked types and ranges, or raise ValueError."""
     checked = checked_options(Muon, {k: v for k, v in options.items() if k != "params"}, str)
     rule = checked["use_muon"]
     if not (rule is None or isinstance(rule, bool) or callable(rule)):
@@ -303,15 +305,15 @@ def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
     return checked
 
 
-# Whose update is which ---------------------------------------------------------------------------
+# Muon's parameters and AdamW's -------------------------------------------------------------------
 
 
 def muon_groups(model: nn.Module, groups: Iterable[Mapping[str, Any]] | None = None) -> list[dict[str, Any]]:
-    """Parameter groups for `Muon`: hidden matrices, and what AdamW steps.
+    """Make parameter groups for `Muon`: hidden matrices, and the parameters of AdamW.
 
-    Hidden is, where neither a parameter's `use_muon` nor its group's says it, what has two dimensions, is no
-    embedding's weight and has neither `embed` nor `lm_head` in its name. Of `groups` each is cut in two;
-    None: all that is trained is one.
+    Unless `use_muon` of a parameter or of its group says otherwise, a parameter is a hidden matrix if it has
+    two dimensions, is no embedding's weight and has neither `embed` nor `lm_head` in its name. Each of
+    `groups` is divided in two. None: one group with all trained parameters.
     """
     named: dict[Parameter, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
@@ -341,9 +343,9 @@ def muon_groups(model: nn.Module, groups: Iterable[Mapping[str, Any]] | None = N
 
 
 def _uses_muon(name: str | None, param: Any, rule: Any) -> bool:
-    """Whether a parameter is Muon's: by its own mark, by the group's word, by a function of its name."""
+    """Whether a parameter is Muon's: by its own `use_muon`, the group's, or a function of its name."""
     if not isinstance(param, Tensor):
-        return False  # torch says what it is
+        return False  # torch raises for it
     told: Any = getattr(param, "use_muon", None)
     if told is None and callable(rule):
         if name is None:

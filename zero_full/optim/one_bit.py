@@ -1,8 +1,8 @@
-"""What 1-bit rules have in common: pieces in one flat buffer, its average at one bit, what each rank has.
+"""Base classes of 1-bit Adam, 1-bit LAMB and 0/1 Adam: a compressed average of one flat buffer.
 
-[Note: errors and walks] Between two steps most of what such a rule keeps is the same on all ranks. What
-differs from rank to rank is what was wanted and not said yet (the errors), and while ranks step apart also
-where each has gone. It is saved for each rank, and means nothing to other ranks, or to as many others.
+[Note: errors and walks] Between two steps most of the state of such a rule is equal on all ranks. The
+compression errors differ between ranks, and during local steps also the ranks' movements (walks). Both are
+saved for each rank, and can be restored on the same rank of the same world size only.
 """
 
 import logging
@@ -23,7 +23,7 @@ from zero_full.optim.step import Average, Peers, Piece, Stepper
 log = logging.getLogger("zero_full")
 
 MASK = "exp_avg_mask"
-FIXED = {  # DeepSpeed's options that can only have one value here
+FIXED = {  # DeepSpeed's options that must be off, and why
     "max_grad_norm": "clipping is not the optimizer's: use gradient_clipping, or Settings(clip=...)",
     "amsgrad": "the largest variance so far cannot be known at one bit an element",
     "cuda_aware": "torch.distributed knows by itself what its MPI can send",
@@ -31,42 +31,42 @@ FIXED = {  # DeepSpeed's options that can only have one value here
 
 
 class OneBitOptimizer(Optimizer):
-    """An optimizer that needs the other ranks: `zero_full.initialize` makes of it one that can step."""
+    """An optimizer that averages over the ranks itself. It can be stepped by an engine only."""
 
-    zero_full_stages: tuple[int, ...] = (0,)  # at which it can be stepped
-    shares_variance = False  # each rank keeps its part only: stage 1
-    model_options: Mapping[str, Any]  # those that are the whole model's, not a group's
+    zero_full_stages: tuple[int, ...] = (0,)  # supported ZeRO stages
+    shares_variance = False  # whether the variance is sharded, at stage 1
+    model_options: Mapping[str, Any]  # options of the whole model, not of a group
 
     def __init__(self, params: Any, options: Mapping[str, Any], whole: Mapping[str, Any]) -> None:
         _refuse_fixed(whole)
         kept = {name: value for name, value in whole.items() if name not in FIXED}
         kept["per_tensor_scales"] = flag("per_tensor_scales", kept["per_tensor_scales"])
-        self.model_options = MappingProxyType(kept)  # what is written later would have no effect
+        self.model_options = MappingProxyType(kept)  # read-only: later changes would have no effect
         if not (self.backend is None or isinstance(self.backend, str)):
             raise ValueError(f"comm_backend_name must be a name, not {shown(self.backend)}")
         super().__init__(params, self.checked(options))
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles, in which torch has groups, state and defaults only."""
+        """The state of a copy or pickle, with the options of the model."""
         return {**super().__getstate__(), "model_options": dict(self.model_options)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """From a copy or a pickle; torch calls it in its constructor, too."""
+        """Restore a copy or a pickle. torch's constructor calls this as well."""
         super().__setstate__(state)
         self.model_options = MappingProxyType(dict(self.model_options))
 
     @property
     def backend(self) -> str | None:
-        """Over what its author wants ranks to talk; None: over whatever they do."""
+        """The communication backend that the user requires; None: any."""
         name: str | None = self.model_options["comm_backend_name"]
         return name
 
     def steps_option(self, name: str) -> int:
-        """One of the options that count steps; ValueError unless it is a whole number above 0."""
+        """Return an option that counts steps; ValueError unless it is a positive integer."""
         return at_least(name, self.model_options[name], 1)
 
     def checked(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """A group's options, of the right kind and in their bounds; ValueError if one is not."""
+        """Return a group's options with checked types and ranges, or raise ValueError."""
         _refuse_fixed(options)
         for name in self.model_options.keys() & options.keys():
             raise ValueError(f"{name} is the whole model's and cannot be a parameter group's")
@@ -81,7 +81,7 @@ class OneBitOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Refused: a step averages over the ranks, which this object does not know."""
+        """Raise RuntimeError: a step averages over the ranks, which this object does not know."""
         raise RuntimeError(
             f"{type(self).__name__} averages over the ranks by itself, so it cannot step alone: pass it to "
             "zero_full.initialize or zero_full.assemble.shard, also on one process"
@@ -115,7 +115,7 @@ def _checked_masks(given: Any, params: Sequence[Tensor]) -> list[Tensor | None]:
 
 
 class Fused:
-    """Pieces end to end, as flat fp32 buffers have them."""
+    """The layout of pieces end to end in flat fp32 buffers."""
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
         self.pieces = list(pieces)
@@ -127,16 +127,16 @@ class Fused:
         self.device = pieces[0].master.device if pieces else torch.device("cpu")
 
     def new(self) -> Tensor:
-        """A buffer of zeros."""
+        """Make a buffer of zeros."""
         return torch.zeros(self.numel, dtype=torch.float32, device=self.device)
 
     def windows(self, flat: Tensor) -> Iterator[tuple[Piece, Tensor]]:
-        """Each piece, and its part of a buffer in the piece's shape."""
+        """Each piece with its part of a buffer, in the piece's shape."""
         for piece, (start, stop) in zip(self.pieces, self.ranges, strict=True):
             yield piece, flat[start:stop].view(piece.master.shape)
 
     def filled(self, value_of: Callable[[Piece], Tensor | None]) -> Tensor:
-        """A buffer of what pieces have; zeros where that is nothing."""
+        """Make a buffer of the pieces' values; zeros for pieces whose value is None."""
         flat = self.new()
         for piece, window in self.windows(flat):
             if (value := value_of(piece)) is not None:
@@ -144,13 +144,13 @@ class Fused:
         return flat
 
     def digest(self) -> int:
-        """A checksum of what is where: buffers of another one cannot be used."""
+        """A checksum of the layout. Buffers with another checksum cannot be loaded."""
         return zlib.crc32(repr([(piece.group, tuple(piece.shape)) for piece in self.pieces]).encode())
 
 
 # The stepper -------------------------------------------------------------------------------------
 
-FEW = 8  # gradients: of less, the mean square is now and then far from what more of them would give
+FEW = 8  # gradients; the mean square of fewer can be far from that of many
 WORKER, SERVER, MADE_FOR = "worker_error", "server_error", "made_for"
 OF_ERRORS = {WORKER: "worker", SERVER: "server", MADE_FOR: "made_for"}
 NEW_RUN = (
@@ -160,40 +160,40 @@ NEW_RUN = (
 
 
 class OneBitStep(Stepper):
-    """What steppers have in common that average by themselves. See [Note: errors and walks]."""
+    """Base of the steppers with compressed averages. See [Note: errors and walks]."""
 
     fuses = True
     moves_without_gradient = True
-    learning = 0  # steps in which the variance is learned
+    learning = 0  # steps in which the variance is updated
 
     def __init__(self, optimizer: OneBitOptimizer) -> None:
         self.optimizer = optimizer
-        self.steps = 0  # that were taken
+        self.steps = 0  # taken so far
         self.fused = Fused([])
         self.by: Average | None = None
-        self.masks: list[Any] = []  # of the groups, by which that was made
+        self.masks: list[Any] = []  # of the groups, when `by` was made
         self.errors: Any = None
-        self.errors_of = ""  # of what
-        self.loaded: dict[str, Tensor] = {}  # errors, until there is something to put them into
+        self.errors_of = ""  # the quantity whose compression errors these are
+        self.loaded: dict[str, Tensor] = {}  # loaded errors, until `errors` is made
         self.peers = Peers()
-        self.warned: set[str] = set()  # of too few updates
+        self.warned: set[str] = set()  # parameters with few updates that were logged
 
     @property
     def takes_parts(self) -> bool:
-        """No: an average takes the whole model."""
+        """False: an average covers the whole model."""
         return False
 
     def attach(self, pieces: Sequence[Piece], peers: Peers) -> None:
-        """The buffer is laid out: there are no errors, or they were given up, or `closed_to_newcomers`."""
+        """Lay out the buffer. Errors of another layout were dropped: see `closed_to_newcomers`."""
         self.fused, self.peers = Fused(pieces), peers
 
     def closed_to_newcomers(self) -> str:
-        """All phases but the first."""
+        """The reason in every phase but the first."""
         name = type(self.optimizer).__name__
         if self.steps >= self.learning:
             return (
-                f"{name} has frozen the variance after {self.learning} steps, so nobody would know how far "
-                "to step. Save a checkpoint, and load it without the optimizer's state "
+                f"{name} has frozen the variance after {self.learning} steps, and the parameter would "
+                "have none. Save a checkpoint, and load it without the optimizer's state "
                 "(load_optimizer_states=False) in a new run, in which it is trained from the beginning and "
                 "the variance is learned anew"
             )
@@ -203,11 +203,11 @@ class OneBitStep(Stepper):
 
     @property
     def averages(self) -> bool:
-        """While the variance is learned."""
+        """True while the variance is updated."""
         return self.steps < self.learning
 
     def begin(self, pieces: Sequence[Piece]) -> None:
-        """Every rank looks at all groups, which may have been edited: all fail, or none."""
+        """Check the options of all groups, which may have been edited, so that all ranks raise, or none."""
         for number, group in enumerate(self.optimizer.param_groups):
             self.optimizer.checked(group)
             if group.get(MASK) is not None and self.by is None:
@@ -222,7 +222,7 @@ class OneBitStep(Stepper):
     # Averages ------------------------------------------------------------------------------------
 
     def average(self, flat: Tensor, what: str) -> Tensor:
-        """The buffer becomes the average of everyone's. Where it raises nothing has changed."""
+        """Average the buffer over the ranks, in place. If this raises, nothing has been changed."""
         if self.by is None:
             self._make_average()
         assert self.by is not None
@@ -242,7 +242,7 @@ class OneBitStep(Stepper):
         self.masks = [group.get(MASK) for group in self.optimizer.param_groups]
 
     def _mask(self) -> Tensor | None:
-        """Which elements travel: None if no group says so."""
+        """The elements to be sent, as a bool buffer; None if no group has a mask."""
         masks = {
             param: mask
             for group in self.optimizer.param_groups
@@ -259,12 +259,12 @@ class OneBitStep(Stepper):
         return full != 0
 
     def _params(self) -> Iterator[tuple[Piece, Any]]:
-        """Each piece and its parameter."""
+        """Each piece with its parameter."""
         owners: Mapping[Any, Any] = self.optimizer.state.owners  # type: ignore[attr-defined]
         return ((piece, owners[piece.master]) for piece in self.fused.pieces)
 
     def newest_momenta(self, pieces: Sequence[Piece], factor: float) -> Tensor:
-        """A buffer of all momenta, with this rank's gradients times the factor in them."""
+        """Make a buffer of all momenta, updated with this rank's gradients times `factor`."""
         given = {id(piece): piece.gradient for piece in pieces}
 
         def newest(piece: Piece) -> Tensor | None:
@@ -278,18 +278,18 @@ class OneBitStep(Stepper):
         return self.fused.filled(newest)
 
     def refuse_without_variance(self, pieces: Sequence[Piece]) -> None:
-        """RuntimeError if a parameter has had no gradient while the variance was learned."""
+        """Raise RuntimeError if a parameter has had no gradient before the variance was frozen."""
         late = [piece.name for piece in pieces if not self._updates(piece)]
         if late:
             raise RuntimeError(
                 f"{listed(late)}: no gradient has come while {type(self.optimizer).__name__} has learned the "
-                f"variance, of which it has frozen what there was before step {self.steps + 1}, so nobody "
-                "knows how far to step. Train it from the beginning, or freeze the variance later"
+                f"variance, which was frozen before step {self.steps + 1}. Without a variance its step size "
+                "is unknown. Train it from the beginning, or freeze the variance later"
             )
         self.warn_of_few_updates()
 
     def warn_of_few_updates(self) -> None:
-        """Say, once of each, which variance is of so few gradients that steps over it can be far too long."""
+        """Warn, once per parameter, of variances from few gradients, which can make steps far too long."""
         counts = {piece.name: self._updates(piece) for piece in self.fused.pieces}
         few = {name: count for name, count in counts.items() if 0 < count < FEW}
         new = sorted(few.keys() - self.warned, key=lambda name: (few[name], name))
@@ -305,7 +305,7 @@ class OneBitStep(Stepper):
             )
 
     def _updates(self, piece: Piece) -> int:
-        """How many gradients a variance is of."""
+        """The number of gradients that a piece's variance has averaged."""
         return int((self.known(piece) or {}).get("variance_step", 0))
 
     # State ---------------------------------------------------------------------------------------
@@ -320,31 +320,31 @@ class OneBitStep(Stepper):
         return self.optimizer.state.get(piece.master) or None
 
     def held(self) -> list[Tensor]:
-        """What is kept beside the pieces' state."""
+        """The compression errors."""
         return [*([] if self.errors is None else (self.errors.worker, self.errors.server)), *self._loaded()]
 
     def _loaded(self) -> Iterator[Tensor]:
         return (tensor for name, tensor in self.loaded.items() if name != MADE_FOR)
 
     def own_tensors(self) -> dict[str, Tensor]:
-        """What this rank alone has."""
+        """This rank's compression errors."""
         if self.errors is None:
             return dict(self.loaded)
         told = self.errors.state_dict()
         return {name: told[theirs] for name, theirs in OF_ERRORS.items()} if told["worker"].numel() else {}
 
     def state_dict(self) -> dict[str, Any]:
-        """How far it is, the same on every rank."""
+        """The number of steps, and checks for `refuse_state` and `refuse_own`: equal on every rank."""
         layout = self._layout()
         return {"steps": self.steps, "errors_of": self.errors_of, "layout": layout, "learning": self.learning}
 
     def _layout(self) -> int:
-        """A checksum of what is where in the buffer, and of what travels."""
+        """A checksum of the buffer's layout and mask."""
         mask, layout = self._mask(), self.fused.digest()
         return layout if mask is None else zlib.crc32(mask.cpu().numpy().tobytes(), layout)
 
     def refuse_state(self, state: Mapping[str, Any]) -> None:
-        """ValueError if the variance is frozen there, and would be learned for another time here."""
+        """Raise ValueError if the saved variance is frozen and this run would freeze it at another step."""
         was = state.get("learning", self.learning)
         if was != self.learning and state["steps"] >= was:
             raise ValueError(
@@ -353,11 +353,11 @@ class OneBitStep(Stepper):
             )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` has returned. What ranks had of their own comes after that."""
+        """Continue from a saved `state_dict`. `load_own` follows."""
         self.steps, self.errors_of = state["steps"], state["errors_of"]
 
     def refuse_own(self, state: Mapping[str, Any]) -> None:
-        """ValueError unless what ranks had of their own can be loaded into this, going by `state_dict`."""
+        """Raise ValueError if the saved errors have another layout or mask than this run's buffer."""
         layout = self._layout()
         if state.get("layout", layout) != layout:
             raise ValueError(
@@ -367,6 +367,6 @@ class OneBitStep(Stepper):
             )
 
     def load_own(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore what `own_tensors` has returned; nothing means that it is given up."""
+        """Restore the compression errors. Without tensors they are dropped."""
         self.loaded = {name: tensors[name].clone() for name in OF_ERRORS if name in tensors}
         self.by = self.errors = None

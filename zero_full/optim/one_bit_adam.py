@@ -1,4 +1,4 @@
-"""1-bit Adam: the variance is learned first and frozen then; after that only signs of the momentum travel."""
+"""1-bit Adam: after warm-up steps the variance is frozen, and only signs of the momentum are sent."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -10,26 +10,26 @@ from zero_full.optim.step import Peers, Piece, Stepper
 
 
 class OneBitAdam(OneBitOptimizer):
-    """AdamW for `freeze_step` steps; then its variance stays, and the momentum is averaged at one bit.
+    """AdamW for `freeze_step` steps; then its variance is frozen, and the momentum is averaged at one bit.
 
-    freeze_step        steps with averaged gradients, in which the variance is learned
-    bias_correction    of both averages, as Adam has it: the momentum's by all steps, the variance's by those
-                       in which it was updated
-    per_tensor_scales  one sign scale for each parameter; False: one for all, which is worse, as measured, and
-                       the more so the more gradients of parameters differ in size
-    comm_backend_name  "nccl", "gloo", "mpi" or "hccl": over what ranks must talk; None: over what they do
+    freeze_step        warm-up steps with averaged gradients, in which the variance is updated
+    bias_correction    of both moments, as in Adam: the momentum's by all steps, the variance's by those in
+                       which it was updated
+    per_tensor_scales  one sign scale per parameter; False: one for the model, which was measured to be worse,
+                       the more the sizes of gradients differ between parameters
+    comm_backend_name  "nccl", "gloo", "mpi" or "hccl": the backend that is required; None: any
     exp_avg_mask       an option of a parameter group: for each of its parameters None, or a tensor that is 0
                        where the momentum stays zero, such as at positions that never occur. One bit cannot
-                       say zero. (What never had a gradient while the variance was learned stays where it is,
-                       but for the decay.)
+                       encode zero. (An element that had no gradient during the warm-up does not move,
+                       except by weight decay.)
 
-    Stage 0 only. What DeepSpeed 0.19.6 does otherwise: its `bias_correction` and `eps_inside_sqrt` have no
-    effect and the bias is never corrected (bias_correction=False here); there its first call takes no step;
-    one scale for a whole group (per_tensor_scales=False is one for the model); each rank clips by its own
-    norm; an overflow may reach the errors; a resumed run forgets them.
+    Stage 0 only. Differences to DeepSpeed 0.19.6: its `bias_correction` and `eps_inside_sqrt` have no effect
+    and the bias is never corrected (bias_correction=False here); its first call takes no step; one scale
+    serves a whole group (per_tensor_scales=False is one for the model); each rank clips by its own norm; an
+    overflow may reach the errors; a resumed run forgets them.
 
-    A parameter that has no gradient in a step of the second phase, and had one before, counts as one whose
-    gradient is zero. Its momentum is fp32, and the variance too.
+    A parameter that has no gradient in a step of the second phase, and had one before, is stepped as if its
+    gradient were zero. Momentum and variance are fp32.
     """
 
     def __init__(
@@ -69,26 +69,26 @@ class OneBitAdam(OneBitOptimizer):
         self.steps_option("freeze_step")
 
     def zero_full_stepper(self) -> Stepper:
-        """What steps pieces of parameters."""
+        """The stepper of sharded parameters."""
         return OneBitAdamStep(self)
 
 
 class OneBitAdamStep(OneBitStep):
-    """AdamW's step by averaged gradients; then steps along a momentum that is averaged."""
+    """Steps of AdamW with averaged gradients, then steps with an averaged momentum."""
 
     def __init__(self, optimizer: OneBitAdam) -> None:
         super().__init__(optimizer)
         self.learning = optimizer.steps_option("freeze_step")
 
     def phases(self) -> dict[str, Callable[[], None]]:
-        """For plans."""
+        """Warm-up steps and steps at one bit, for plans."""
         return {
             "the variance is learned": partial(setattr, self, "steps", 0),
             "the momentum at one bit": partial(setattr, self, "steps", self.learning),
         }
 
     def step(self, pieces: Sequence[Piece], factor: float, peers: Peers) -> None:
-        """Masters, state and copies change."""
+        """Update masters, state and copies."""
         if self.averages:
             states = {id(p): averages_of(p, self.optimizer.state[p.master]) for p in pieces}
             adam(pieces, states, self.optimizer.param_groups, factor)

@@ -1,11 +1,11 @@
-"""1-bit LAMB: LAMB learns how far each parameter goes; after that only signs of the momentum travel.
+"""1-bit LAMB: after warm-up steps coefficients are scaled, and only signs of the momentum are sent.
 
-[Note: coefficients at one bit] LAMB moves a parameter by its norm over its update's norm. At one bit that
-would follow the noise of the signs. So while gradients are averaged exactly, the mean of each parameter's
-coefficient is learned, and then multiplied by a factor that follows the gradients' size: of two momenta in a
-row the averaged gradient between them is known, and of it a variance that goes on (`exp_avg_sq_fresh`) beside
-the one that stays. The factor is the largest ratio of their roots. It is kept between bounds, and changes by
-a small part from step to step.
+[Note: coefficients at one bit] LAMB scales a parameter's step by its norm over its update's norm. At one bit
+that ratio would follow the noise of the signs. So the warm-up steps average each parameter's coefficient, and
+later steps multiply this mean by a factor that follows the size of gradients. Two successive averaged momenta
+give the averaged gradient between them, and from it a variance that is still updated (`exp_avg_sq_fresh`)
+beside the frozen one. The factor is the largest ratio of their roots, within bounds, and changes by a small
+part from step to step.
 """
 
 import zlib
@@ -27,27 +27,27 @@ State = dict[str, Any]
 
 
 class OneBitLamb(OneBitOptimizer, Coefficients):
-    """LAMB for `freeze_step` steps; then its variance stays, and the momentum is averaged at one bit.
+    """LAMB for `freeze_step` steps; then its variance is frozen, and the momentum is averaged at one bit.
 
-    freeze_step              steps with averaged gradients. They are `Lamb`'s, with its options
-    coeff_beta               how much of its past the mean of a coefficient keeps in such a step
-    factor_max, factor_min   bounds of what that mean is multiplied by afterwards
-    factor_threshold         by which part of itself that factor may change in a step
-    per_tensor_scales        one sign scale for each parameter; False: one for all, and each momentum is
-                             multiplied so that all had one size when the variance was frozen
-    comm_backend_name        "nccl", "gloo", "mpi" or "hccl": over what ranks must talk; None: what they do
-    exp_avg_mask             as `OneBitAdam`'s
+    freeze_step              warm-up steps with averaged gradients: those of `Lamb`, with its options
+    coeff_beta               decay of the mean of a coefficient in a warm-up step
+    factor_max, factor_min   bounds of the factor by which that mean is multiplied afterwards
+    factor_threshold         largest relative change of that factor in a step
+    per_tensor_scales        one sign scale per parameter; False: one for the model, and momenta are sent with
+                             factors that made their sizes equal when the variance was frozen
+    comm_backend_name        "nccl", "gloo", "mpi" or "hccl": the backend that is required; None: any
+    exp_avg_mask             as in `OneBitAdam`
 
-    `lamb_coeffs` and `get_lamb_coeffs()` tell the coefficients of the last step, as `Lamb`'s do.
+    `lamb_coeffs` and `get_lamb_coeffs()` return the coefficients of the last step, as in `Lamb`.
 
-    Stage 0 only. What DeepSpeed 0.19.6 does otherwise: its `bias_correction` and `eps_inside_sqrt` have no
-    effect and the bias is never corrected (bias_correction=False here); the mean of a coefficient begins at
-    zero, which a short `freeze_step` does not make up for; a parameter that has had no coefficient never
-    moves afterwards; elements that never had a gradient keep the factor from falling below 1; one scale for
-    a whole group; each rank clips by its own norm; a resumed run forgets the errors.
+    Stage 0 only. Differences to DeepSpeed 0.19.6: its `bias_correction` and `eps_inside_sqrt` have no effect
+    and the bias is never corrected (bias_correction=False here); its mean of a coefficient begins at zero,
+    which a short `freeze_step` does not make up for; a parameter without a coefficient never moves
+    afterwards; elements that never had a gradient keep the factor from falling below 1; one scale serves a
+    whole group; each rank clips by its own norm; a resumed run forgets the errors.
 
-    A parameter that has no gradient in a step of the second phase, and had one before, counts as one whose
-    gradient is zero.
+    A parameter that has no gradient in a step of the second phase, and had one before, is stepped as if its
+    gradient were zero.
     """
 
     def __init__(
@@ -103,18 +103,18 @@ class OneBitLamb(OneBitOptimizer, Coefficients):
         self.steps_option("freeze_step")
 
     def checked(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """A group's options, of the right kind and in their bounds; ValueError if one is not."""
+        """Return a group's options with checked types and ranges, or raise ValueError."""
         checked = super().checked(options)
         check_bounds(checked)
         return checked
 
     def zero_full_stepper(self) -> Stepper:
-        """What steps pieces of parameters."""
+        """The stepper of sharded parameters."""
         return OneBitLambStep(self)
 
 
 class OneBitLambStep(OneBitStep):
-    """LAMB's step by averaged gradients; then steps along a momentum that is averaged."""
+    """Steps of LAMB with averaged gradients, then steps with an averaged momentum."""
 
     optimizer: OneBitLamb
 
@@ -124,19 +124,19 @@ class OneBitLambStep(OneBitStep):
         self.learning = optimizer.steps_option("freeze_step")
 
     def phases(self) -> dict[str, Callable[[], None]]:
-        """For plans."""
+        """Warm-up steps and steps at one bit, for plans."""
         return {
             "coefficients are learned": partial(setattr, self, "steps", 0),
             "the momentum at one bit": partial(setattr, self, "steps", self.learning),
         }
 
     def begin(self, pieces: Sequence[Piece]) -> None:
-        """Every rank looks at all groups, which may have been edited: all fail, or none."""
+        """Check the options of all groups, which may have been edited, so that all ranks raise, or none."""
         super().begin(pieces)
         self.lamb.take_bounds()
 
     def step(self, pieces: Sequence[Piece], factor: float, peers: Peers) -> None:
-        """Masters, state and copies change."""
+        """Update masters, state and copies."""
         if self.averages:
             self.lamb.step(pieces, factor, peers)
             self._learn(pieces)
@@ -146,7 +146,7 @@ class OneBitLambStep(OneBitStep):
         self.steps += 1
 
     def _learn(self, pieces: Sequence[Piece]) -> None:
-        """The mean of each coefficient. Where a norm was zero there was none."""
+        """Update the mean of each coefficient. A parameter with a norm of zero had none."""
         beta, coeffs = self.optimizer.model_options["coeff_beta"], self.optimizer.lamb_coeffs
         stepped = {id(piece) for piece in pieces}
         for piece, param in self._params():
@@ -158,14 +158,14 @@ class OneBitLambStep(OneBitStep):
                     state["coeff_weight"] = beta * state.get("coeff_weight", 0.0) + 1 - beta
 
     def _layout(self) -> int:
-        """With one scale for all, what travels is in other units."""
+        """The checksum of the base class. With one scale for the model the buffer has other units."""
         layout = super()._layout()
         return layout if self.optimizer.model_options["per_tensor_scales"] else zlib.crc32(b"sizes", layout)
 
     # At one bit ----------------------------------------------------------------------------------
 
     def _along_the_average(self, pieces: Sequence[Piece], factor: float) -> None:
-        """See [Note: coefficients at one bit]."""
+        """Step with the averaged momentum. See [Note: coefficients at one bit]."""
         sizes, momenta = self._sizes(), self.newest_momenta(pieces, factor)
         for piece, window in self.fused.windows(momenta):
             if id(piece) in sizes:
@@ -180,7 +180,7 @@ class OneBitLambStep(OneBitStep):
         self._move()
 
     def _sizes(self) -> dict[int, float]:
-        """By what each momentum is multiplied on its way, so that one scale fits all; by the piece's id."""
+        """Factors of the momenta in the buffer that make one sign scale fit all, by the pieces' ids."""
         if self.optimizer.model_options["per_tensor_scales"]:
             return {}
         known = [(piece, state) for piece, state in self._known() if piece.master.numel()]
@@ -193,7 +193,7 @@ class OneBitLambStep(OneBitStep):
         return {id(piece): usual / size if size > 0 else 1.0 for (piece, _), size in pairs}
 
     def _move(self) -> None:
-        """Each parameter by its coefficient. The host reads the norms of all of them at once."""
+        """Update each parameter by its coefficient. The host reads the norms of all of them at once."""
         known = [(piece, state) for piece, state in self._known() if piece.master.numel()]
         for piece, _ in known:
             take_copy(piece)
@@ -212,7 +212,7 @@ class OneBitLambStep(OneBitStep):
     def _coefficient(
         self, state: State, group: Mapping[str, Any], ratio: float, along: float, update: float
     ) -> float:
-        """Of one parameter: its variances' ratio, and the norms of its update without decay and with."""
+        """The coefficient for a ratio of variances, and norms of the update without and with decay."""
         options, last = self.optimizer.model_options, state.get("last_factor", 1.0)
         part = min(1.0, along / update) if group["weight_decay"] and update > 0 else 1.0
         factor = (ratio if ratio > 0 else 1.0) * part + (1 - part)
@@ -230,7 +230,7 @@ class OneBitLambStep(OneBitStep):
 
 
 def _remember(state: State, group: Mapping[str, Any], momentum: Tensor) -> None:
-    """The averaged momentum, and what its change says about the gradient. One bit cannot say zero."""
+    """Store the averaged momentum, and update the fresh variance by the gradient that its change implies."""
     beta1, beta2 = group["betas"]
     momentum = momentum * (state["exp_avg_sq"] > 0)
     gradient = (momentum - beta1 * state["exp_avg"]).div_(1 - beta1)
@@ -249,15 +249,15 @@ def _root(variance: Tensor, group: Mapping[str, Any]) -> Tensor:
 
 
 def _along(piece: Piece, state: State, group: Mapping[str, Any]) -> Tensor:
-    """The update without decay, in fp32."""
+    """The update without weight decay, in fp32."""
     update: Tensor = state["exp_avg"] / _root(state["exp_avg_sq"], group)
     return update.float()
 
 
 def _about(piece: Piece, state: State, group: Mapping[str, Any]) -> Tensor:
-    """The largest ratio of both variances' roots, and the norms of the update without decay and with."""
+    """The largest ratio of the variances' roots, and the update's norms without and with decay."""
     frozen, fresh = state["exp_avg_sq"], state[FRESH]
-    if group["bias_correction"]:  # as little of the fresh one as the frozen one has had
+    if group["bias_correction"]:  # with the frozen variance's bias correction
         beta2, count = group["betas"][1], state["variance_step"]
         fresh = fresh * ((1 - beta2**count) / (1 - beta2 ** (count + state["frozen_step"])))
     ratios = (_root(frozen, group) / _root(fresh, group)).masked_fill_(frozen == 0, 0.0)
@@ -267,7 +267,7 @@ def _about(piece: Piece, state: State, group: Mapping[str, Any]) -> Tensor:
 
 
 def _step_size(state: State, group: Mapping[str, Any]) -> float:
-    """The learning rate, corrected for averages that began at zero, as `Lamb` corrects it."""
+    """The learning rate with the bias corrections of `Lamb`."""
     lr, (beta1, beta2) = float(group["lr"]), group["betas"]
     if not group["bias_correction"]:
         return lr
@@ -276,5 +276,5 @@ def _step_size(state: State, group: Mapping[str, Any]) -> float:
 
 
 def _read(numbers: Tensor) -> Any:
-    """On the host; a plan's have no values."""
+    """Read numbers on the host. Those of a plan, on the meta device, are zeros."""
     return (torch.zeros(numbers.shape) if numbers.is_meta else numbers).tolist()

@@ -1,8 +1,8 @@
-"""Learning rates that change while training: DeepSpeed's five schedules, and torch's by their names.
+"""Learning-rate schedules: DeepSpeed's five, and torch's by their names.
 
-A schedule is stepped after an optimizer step that was applied, so iteration 0 is what the *second* optimizer
-step uses. The first one uses what the constructor writes, which is the value at iteration -1: the lower end
-of a warm-up, a cycle or a range test. A step skipped for overflow does not move the schedule.
+A schedule is stepped after an optimizer step that was applied, so the *second* optimizer step uses the rate
+of iteration 0. The first one uses the rate that the constructor writes, that of iteration -1: the lower end
+of a warm-up, a cycle or a range test. A step skipped for overflow does not advance the schedule.
 """
 
 import math
@@ -31,7 +31,7 @@ BETA2_OF_ONE_CYCLE = 0.99
 
 
 def warmup_gain(it: int, steps: int, kind: str) -> float:
-    """From 0 to 1 during the first `steps` iterations, along a logarithm or a line; then 1."""
+    """The gain of a warm-up: from 0 to 1 during `steps` iterations, logarithmic or linear; then 1."""
     if it < 0:
         return 0.0
     if it >= steps:
@@ -40,24 +40,27 @@ def warmup_gain(it: int, steps: int, kind: str) -> float:
 
 
 def linear_decay(it: int, start: int, total: int) -> float:
-    """From 1 at iteration `start` to 0 at `total`, along a line."""
+    """A linear decay from 1 at iteration `start` to 0 at `total`."""
     return max(0.0, (total - it) / max(1.0, total - start))
 
 
 def cosine_decay(it: int, start: int, total: int, floor: float) -> float:
-    """From 1 just before iteration `start` along half a cosine to `floor` just before `total`; then level."""
+    """A half cosine from 1 just before iteration `start` to `floor` just before `total`; then `floor`."""
     progress = min(1.0, (it - start + 1) / max(1, total - start))
     return max(0.0, floor + (1 - floor) * (1 + math.cos(math.pi * progress)) / 2)
 
 
 def range_test_gain(it: int, size: int, rate: float, staircase: bool) -> float:
-    """1 at the start, and `rate` more after every `size` iterations, evenly or in stairs."""
+    """A gain of 1 at the start that grows by `rate` every `size` iterations, evenly or in stairs."""
     intervals = (it + 1) / size
     return 1 + rate * (math.floor(intervals) if staircase else intervals)
 
 
 def triangle(it: int, first: int, second: int, stairs: tuple[int, int]) -> float:
-    """Where a cycle is between its lower end, 0, and its upper, 1; a count of stairs makes that half jump."""
+    """The position in a cycle between its lower end, 0, and its upper end, 1.
+
+    `stairs`: the number of stairs of the rising and of the falling half; 0: that half is a line.
+    """
     position = (it + 1) % (first + second)
     rising = position <= first
     done, size, count = (
@@ -80,25 +83,25 @@ class Schedule:
         raise NotImplementedError
 
     def get_lr(self) -> list[float]:
-        """What the schedule prescribes now, one number a parameter group."""
+        """The learning rate of each parameter group at the present iteration."""
         return self.lr_at(self.last_batch_iteration)
 
     def get_last_lr(self) -> list[float]:
-        """What was last written, one number a parameter group."""
+        """The learning rates that were last written, one per parameter group."""
         return list(self._last_lr)
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Go to the next iteration, or to the given one."""
+        """Advance to the next iteration, or to the given one, and write its learning rates."""
         following = self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
         self.last_batch_iteration = at_least("last_batch_iteration", following, -1)
         self._write()
 
     def state_dict(self) -> dict[str, int]:
-        """How far the schedule is. Its shape is not saved: the configuration has it."""
+        """The present iteration. Options are not saved: the configuration has them."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`'s answer; the learning rates are written at once."""
+        """Continue from a saved `state_dict`, and write the learning rates at once."""
         if "last_batch_iteration" not in state:
             raise ValueError(
                 f"the saved state of a {type(self).__name__} has a last_batch_iteration, this one has "
@@ -123,7 +126,7 @@ class Schedule:
 
 
 class LRRangeTest(Schedule):
-    """A learning rate that grows for ever, to see where training breaks."""
+    """A learning rate that grows without end, to find the one at which training diverges."""
 
     def __init__(
         self,
@@ -141,13 +144,13 @@ class LRRangeTest(Schedule):
         super().__init__(optimizer, last_batch_iteration)
 
     def lr_at(self, it: int) -> list[float]:
-        """The lower end of each group times a factor that grows."""
+        """The lower end of each group times a growing factor."""
         gain = range_test_gain(it, self.size, self.rate, self.staircase)
         return [low * gain for low in self.min_lrs]
 
 
 class WarmupLR(Schedule):
-    """From `warmup_min_lr` up to `warmup_max_lr`, or to each group's own rate if that is None; then level."""
+    """A warm-up from `warmup_min_lr` to `warmup_max_lr` (None: each group's own rate); then constant."""
 
     def __init__(
         self,
@@ -165,17 +168,17 @@ class WarmupLR(Schedule):
         super().__init__(optimizer, last_batch_iteration)
 
     def gain(self, it: int) -> float:
-        """How far from the lower end, 0, to the upper end, 1."""
+        """The position between the lower end, 0, and the upper end, 1."""
         return warmup_gain(it, self.warmup_steps, self.warmup_type)
 
     def lr_at(self, it: int) -> list[float]:
-        """Between the two ends, by `gain`."""
+        """The learning rates between the two ends, by `gain`."""
         gain = self.gain(it)
         return [low + (high - low) * gain for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
 
 class WarmupDecayLR(WarmupLR):
-    """A warm-up, then down along a line to `warmup_min_lr` at `total_num_steps`."""
+    """A warm-up, then a linear decay to `warmup_min_lr` at `total_num_steps`."""
 
     def __init__(
         self,
@@ -193,16 +196,16 @@ class WarmupDecayLR(WarmupLR):
         )
 
     def gain(self, it: int) -> float:
-        """Up to 1, then down to 0."""
+        """The position between the ends: up to 1, then down to 0."""
         if it < self.warmup_steps:
             return super().gain(it)
         return linear_decay(it, self.warmup_steps, self.total_steps)
 
 
 class WarmupCosineLR(Schedule):
-    """Multiplies each group's own rate: up to 1 in a warm-up, then down a cosine to `cos_min_ratio`.
+    """A factor on each group's own rate: a warm-up to 1, then a cosine decay to `cos_min_ratio`.
 
-    As in DeepSpeed, the very first optimizer step has a rate of 0, whatever `warmup_min_ratio` says.
+    As in DeepSpeed, the first optimizer step has a rate of 0, regardless of `warmup_min_ratio`.
     """
 
     def __init__(
@@ -223,7 +226,7 @@ class WarmupCosineLR(Schedule):
         super().__init__(optimizer, last_batch_iteration)
 
     def ratio(self, it: int) -> float:
-        """What each group's own rate is multiplied with."""
+        """The factor on each group's own rate."""
         if it < 0:
             return 0.0
         if it >= self.warmup_steps:
@@ -232,7 +235,7 @@ class WarmupCosineLR(Schedule):
         return self.warmup_min_ratio + (1 - self.warmup_min_ratio) * gain
 
     def get_lr_ratio(self) -> float:
-        """`ratio` now, under DeepSpeed's name."""
+        """The present `ratio`, under DeepSpeed's name."""
         return self.ratio(self.last_batch_iteration)
 
     def lr_at(self, it: int) -> list[float]:
@@ -241,13 +244,12 @@ class WarmupCosineLR(Schedule):
         return [base * ratio for base in self.base_lrs]
 
 
-@dataclass(eq=False, repr=False)  # for its arguments: an __init__ with fourteen of them says nothing more
+@dataclass(eq=False, repr=False)  # in place of an __init__ with fourteen arguments
 class OneCycle(Schedule):
-    """Up to `cycle_max_lr` and back to `cycle_min_lr`, while beta1 goes down and back; then both decay.
+    """A cycle up to `cycle_max_lr` and back, while beta1 goes down and back; then both decay.
 
-    As in DeepSpeed, beta2 is 0.99 all the while, and the very first optimizer step has `cycle_min_mom`.
-    Both are left alone if `cycle_momentum` is false or the optimizer has no betas. No `decay_step_size`
-    means no decay.
+    As in DeepSpeed, beta2 is 0.99 throughout, and the first optimizer step has `cycle_min_mom`. Betas do not
+    change if `cycle_momentum` is false or the optimizer has none. Without `decay_step_size` nothing decays.
     """
 
     optimizer: Optimizer
@@ -255,9 +257,9 @@ class OneCycle(Schedule):
     cycle_max_lr: Rates
     decay_lr_rate: float = 0.0
     cycle_first_step_size: int = 2000
-    cycle_second_step_size: int | None = None  # as long as the first
-    cycle_first_stair_count: int = 0  # no stairs
-    cycle_second_stair_count: int | None = None  # as many as in the first half
+    cycle_second_step_size: int | None = None  # None: as long as the first
+    cycle_first_stair_count: int = 0  # 0: no stairs
+    cycle_second_stair_count: int | None = None  # None: as many as in the first half
     decay_step_size: int = 0
     cycle_momentum: bool = True
     cycle_min_mom: Rates = 0.8
@@ -290,14 +292,14 @@ class OneCycle(Schedule):
         super().__init__(self.optimizer, self.last_batch_iteration)
 
     def lr_at(self, it: int) -> list[float]:
-        """On the triangle during the cycle, then the lower end divided by what grows."""
+        """The learning rates: the cycle, then the lower end divided by a growing factor."""
         if it < self.first + self.second:
             height = triangle(it, self.first, self.second, self.stairs)
             return [low + (high - low) * height for low, high in self.lrs]
         return [low / self._decay(it, self.decay_lr_rate) for low, _ in self.lrs]
 
     def mom_at(self, it: int) -> list[float]:
-        """Beta1 of each group: on the triangle upside down, then the upper end times what grows."""
+        """Beta1 of each group: the inverted cycle, then the upper end times a growing factor."""
         if it < 0:
             return [low for low, _ in self.moms]
         if it < self.first + self.second:
@@ -306,7 +308,7 @@ class OneCycle(Schedule):
         return [high * self._decay(it, self.decay_mom_rate) for _, high in self.moms]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """The betas of each group now, or None if they are left alone; DeepSpeed's name."""
+        """The present betas of each group, or None if they do not change; DeepSpeed's name."""
         moms = self.mom_at(self.last_batch_iteration)
         return [(mom, BETA2_OF_ONE_CYCLE) for mom in moms] if self.cycle_momentum else None
 
@@ -335,7 +337,7 @@ OURS: dict[str, type[Schedule]] = {
 
 
 def build_scheduler(type: str, params: Mapping[str, Any], optimizer: Optimizer) -> Any:
-    """The schedule which a configuration's `scheduler` section names, DeepSpeed's or torch's."""
+    """Build the schedule of a configuration's `scheduler` section, DeepSpeed's or torch's."""
     known = {**schedules_of_torch(), **OURS}
     if not isinstance(type, str):
         raise ValueError(f"scheduler.type must be the name of a schedule, not {shown(type)}")
@@ -370,7 +372,7 @@ def _per_group(optimizer: Optimizer, key: str, value: Rates, most: float = LARGE
 def _warmup(steps: int, kind: str) -> tuple[int, str]:
     if kind not in ("log", "linear"):
         raise ValueError(f"warmup_type must be 'log' or 'linear', not {shown(kind)}")
-    # Of one step there is no logarithm to divide by.
+    # At least 2, because the gain divides by the logarithm of the steps.
     return max(2, at_least("warmup_num_steps", steps, 0)), kind
 
 

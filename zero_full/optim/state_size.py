@@ -1,4 +1,4 @@
-"""How much an optimizer will keep of each element, asked before there is memory for any of it."""
+"""Measure the bytes of optimizer state per element, before memory for the state is allocated."""
 
 from collections import defaultdict
 from typing import Any
@@ -12,14 +12,14 @@ from zero_full.optim.fused_adam import is_plain_adam
 from zero_full.optim.step import Peers, Piece, Stepper, TorchStep
 from zero_full.precision.dtypes import Dtypes
 
-SHAPE = torch.Size((2, 4))  # of the parameter that is stepped to find out: a matrix, as Muon wants one
+SHAPE = torch.Size((2, 4))  # of the parameter of the trial step: a matrix, as Muon wants one
 
 
 def bytes_kept(base: Optimizer, group: int, master: torch.dtype, dtypes: Dtypes) -> int | None:
-    """For each element of a parameter in this group with a master of this type. None: nobody knows.
+    """Bytes of state per element for this group and dtype of masters. None: unknown.
 
-    A copy of the optimizer steps a few zeros. Only classes of torch's and ours are tried, for nobody could
-    notice it of those.
+    A copy of the optimizer takes a step on a few zeros. Only classes of torch and zero_full are tried: a
+    user's class may have side effects.
     """
     if is_plain_adam(base):
         return 2 * dtypes.moments_of(master).itemsize
@@ -27,23 +27,23 @@ def bytes_kept(base: Optimizer, group: int, master: torch.dtype, dtypes: Dtypes)
         return None
     try:
         state = _state_after_a_step(_twin_of(base), group, master)
-    except Exception:  # what it says about this, it will say about the first real step, and better there
+    except Exception:  # the first real step will raise it, with the names of parameters
         return None
     return sum(v.nbytes for v in state.values() if isinstance(v, Tensor) and v.dim()) // SHAPE.numel()
 
 
 def takes_parts(base: Optimizer) -> bool:
-    """Whether it can step a part of its parameters at a time."""
+    """Whether the optimizer can step a part of its parameters at a time."""
     twin = _twin_of(base)
     try:
         stepper: Stepper = own_stepper(twin, twin.step) or TorchStep(twin, twin.step)
-    except TypeError:  # which will be told when it is to step
+    except TypeError:  # raised again when the run is assembled
         return False
     return stepper.takes_parts
 
 
 def _twin_of(base: Optimizer) -> Optimizer:
-    """The same options, without parameters, state, or what somebody has put around its `step`."""
+    """Copy the optimizer with its options, but without parameters, state and an overridden `step`."""
     twin: Optimizer = object.__new__(type(base))
     mine = {key: value for key, value in vars(base).items() if key != "step"}
     groups = [{**group, "params": []} for group in base.param_groups]

@@ -1,41 +1,40 @@
-"""By which rule owned state moves: a stepper steps the pieces that this rank owns of parameters.
+"""Update rules on sharded parameters: a stepper updates the pieces that this rank owns.
 
-[Note: steppers] A step of training is one `begin`, one `step` for each part of the pieces, and one `end`:
-what counts steps, or is called at every step, is so once. A piece is a range of a parameter's elements, in
-one dimension; where nothing is cut it is the whole parameter, in its own shape.
+[Note: steppers] A step of training is one `begin`, one `step` for each part of the pieces, and one `end`, so
+a counter in `begin` counts each step once. A piece is a range of a parameter's elements, in one dimension.
+Where parameters are not sharded it is the whole parameter, in its own shape.
 
-A rule that needs more than pieces asks the `Peers`, which every rank must ask equally often, also one that
-owns no piece. `add_up` gives sums over all elements of a parameter, such as its norm. `by_whole` puts whole
-parameters together: each comes to one rank, which does the work on it, and what is made of it is cut again.
+A rule that needs more than its own pieces calls the `Peers`. Every rank must call them equally often, even a
+rank that owns no piece. `add_up` sums over all elements of a parameter, as for a norm. `by_whole` gathers
+whole parameters: each on one rank, which computes on it, and scatters the result.
 
-An optimizer brings its own stepper by a method `zero_full_stepper` that returns one.
+An optimizer provides its own stepper by a method `zero_full_stepper` that returns one.
 
-[Note: state of whole parameters] What a rule keeps in `piece.state` is cut with the piece: one value for each
-element, or a number. So a checkpoint loads at any layout. State in a shape of its own, such as Adafactor's
-rows and columns or Shampoo's factors, belongs to the whole parameter. The rule names these entries in
-`whole_entries`:
+[Note: state of whole parameters] State in `piece.state` is sharded with the piece: a value for each element,
+or a number. So a checkpoint loads at any layout. State in another shape, such as Adafactor's rows and columns
+or Shampoo's factors, belongs to the whole parameter. The rule names these entries in `whole_entries`:
 
-    without a `whole_rule`   every rank that has a piece keeps the entry in `piece.state`. It must be the same
-                             tensor on all of them, as it is when it is made of what `add_up` has returned
-    with a `whole_rule`      the parameter's owner alone keeps it, in the dict that `WholeRule.state` returns.
-                             Owners are dealt once and stay, as their state would otherwise have to travel
+    without a `whole_rule`   every rank that has a piece keeps the entry in `piece.state`. It must have equal
+                             values on these ranks, as results of `add_up` have
+    with a `whole_rule`      the parameter's owner alone keeps it, in the dict that `OwnerRule.state` returns.
+                             Owners are assigned once and stay, because their state does not move
 
-Either is saved once, and given to whoever keeps it in the run that loads it.
+Either is saved once, and loaded by the ranks that keep it in the new run.
 
-[Note: own gradients] A rule may have to see this rank's own gradient before anybody averages it. While its
-`averages` is False, gradients stay what each rank's backward passes have brought; that needs whole state on
-every rank. Ranks still agree on the step: it is skipped on all of them if one has a gradient that is not
-finite. The norm by which gradients are clipped is one number for all, the root of the mean of the squared
-norms of all ranks' own gradients: at least the averaged gradient's norm, and equal to it where all ranks have
-the same. What a rule averages by itself it averages with what `Peers.compressed` makes.
+[Note: own gradients] A rule may need this rank's own gradient, before it is averaged. While `averages` is
+False, gradients are not reduced. That needs whole state on every rank. Ranks still agree on the step: all of
+them skip it if one has a gradient that is not finite. The norm for clipping is one number on all ranks, the
+root of the mean of the squared norms of the ranks' own gradients. It is at least the averaged gradient's
+norm, and equal to it where all ranks have the same gradient. The rule averages with the object that
+`Peers.compressed` makes.
 
-[Note: a rank's own state] Such a rule may keep what differs from rank to rank, and ranks may even have other
-parameters for a while. Then `common` says what all agree on, which is what is saved as the parameters, and
-`own_tensors` what this rank has beside it: a checkpoint has that for each rank. It can be restored where it
-was saved; elsewhere it must be given up, which somebody has to ask for.
+[Note: a rank's own state] Such a rule may keep state that differs between ranks, and even parameters may
+differ for some steps. Then `common` returns the values on which all ranks agree, which are saved as the
+parameters, and `own_tensors` this rank's own state, which a checkpoint has for each rank. It can be restored
+on the same rank of the same world size only; on others it must be dropped, which the user has to ask for.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -47,106 +46,106 @@ from zero_full._compat import hooks_aside, is_wrapped_by_schedule, without_hooks
 from zero_full.kernels import reference
 from zero_full.kernels.load import operators
 
-Kind = tuple[torch.dtype, torch.dtype, torch.device]  # of masters and of their gradients, and where they are
+Kind = tuple[torch.dtype, torch.dtype, torch.device]  # of masters: dtype, dtype of their gradients, device
 
 
 @dataclass(frozen=True)
 class Whole:
-    """A parameter, as all ranks know it that have pieces of such."""
+    """Identity of a parameter: name, shape and group, equal on every rank."""
 
     name: str
     shape: torch.Size
-    group: int  # which of the optimizer's parameter groups
+    group: int  # number of its parameter group
 
 
 @dataclass(eq=False)
 class Piece:
-    """What this rank owns of a parameter."""
+    """The elements of a parameter that this rank owns, with their gradient and state."""
 
     name: str  # of the parameter
     shape: torch.Size  # of the whole parameter
-    param_range: tuple[int, int]  # which of its elements
-    group: int  # which of the optimizer's parameter groups
-    master: Tensor  # what moves
-    gradient: Tensor | None = None  # averaged; only while the piece is stepped
-    copy: Tensor | None = None  # the parameter's own elements, if they are of another type; only then, too
-    state: dict[str, Any] = field(default_factory=dict)  # what the rule remembers
+    param_range: tuple[int, int]  # (start, stop) in the flattened parameter
+    group: int  # number of its parameter group
+    master: Tensor  # the values that are updated
+    gradient: Tensor | None = None  # averaged; set during a step only
+    copy: Tensor | None = None  # the parameter's elements, if their dtype is not the master's; in a step only
+    state: dict[str, Any] = field(default_factory=dict)  # the optimizer's state of the piece
 
     @property
     def whole(self) -> Whole:
-        """The parameter."""
+        """The parameter that this is a piece of."""
         return Whole(self.name, self.shape, self.group)
 
 
 class WholeRule(Protocol):
-    """What `Peers.by_whole` is to do."""
+    """An update that needs whole parameters, for `Peers.by_whole`."""
 
-    wire: torch.dtype  # of what ranks bring and are given
+    wire: torch.dtype  # of the values that ranks send
 
     def concerns(self, whole: Whole) -> bool:
-        """Whether this parameter is to be put together. All ranks must say the same."""
+        """Whether to gather this parameter. All ranks must return the same."""
 
     def work(self, whole: Whole) -> int:
-        """How much there is to do on it, as a number to compare. All ranks must say the same."""
+        """The cost of `of_whole`, to balance it over the ranks. All ranks must return the same."""
 
     def bring(self, piece: Piece) -> Tensor:
-        """What this rank has to say of a piece: one number for each element."""
+        """This rank's contribution, a tensor of the piece's size."""
 
     def of_whole(self, whole: Whole, values: Tensor) -> Tensor:
-        """What is made of all that was brought, in the parameter's shape. It may write over `values`."""
+        """The result for the gathered `values`, both in the parameter's shape. May overwrite `values`."""
 
     def take(self, piece: Piece, values: Tensor) -> None:
-        """The piece is given its elements of that."""
+        """Update a piece with its elements of the result."""
 
 
 class OwnerRule(WholeRule, Protocol):
-    """A rule whose owners keep state, for whole parameters: their owners stay the same ranks."""
+    """A rule that keeps state of whole parameters, each on one rank, its owner."""
 
     def state(self, whole: Whole) -> dict[str, Tensor]:
-        """What this rank, the owner, keeps of the parameter: the same dict at every call."""
+        """The state that this rank, the owner, keeps of the parameter: the same dict at every call."""
 
 
 class Totals(NamedTuple):
-    """One row of numbers about each whole parameter that any rank steps now."""
+    """A row of sums for each parameter of which any rank steps a piece now."""
 
     params: list[Tensor]
     rows: Tensor
-    places: list[int]  # of the parameters of this rank's pieces, among them
+    places: list[int]  # for each of this rank's pieces, the row of its parameter
 
 
 class Average(Protocol):
-    """What `Peers.compressed` makes: averages over ranks of a flat buffer, at one bit an element each way."""
+    """A compressed all-reduce of a flat buffer, at one bit per element: made by `Peers.compressed`."""
 
-    sent: int  # bytes that this rank sends for one of them
+    sent: int  # bytes that this rank sends per average
 
     def new_errors(self) -> Any:
-        """What this rank has wanted to say and has not said yet: nothing. The caller keeps it.
+        """Make this rank's compression errors, all zero. The caller keeps them between averages.
 
-        It has `zero_`, `state_dict` and `load_state_dict`.
+        They have `zero_`, `state_dict` and `load_state_dict`.
         """
 
     def average(self, x: Tensor, out: Tensor, errors: Any, what: str) -> None:
-        """`out`, in fp32, becomes the average of everyone's `x`, and may be it; `errors` change.
+        """Write the average over the ranks' `x` to `out`, in fp32, and update `errors`. `out` may be `x`.
 
-        Something that is not finite raises an error on all ranks, by which the step is skipped, and changes
-        nothing: so a stepper changes nothing before its last average of a step.
+        A value that is not finite raises an error on all ranks, and the step is skipped. Then nothing has
+        been changed, so a stepper must not change anything before the last average of its step.
         """
 
 
 class Peers:
-    """The ranks that have the other pieces of the same parameters. This class is for one rank alone."""
+    """Communication with the ranks that own other pieces. This class serves a single rank."""
 
     def totals(self, pieces: Sequence[Piece], rows: Tensor) -> Totals:
-        """Given one row of numbers about each piece: sums over all pieces of each parameter."""
+        """Sum rows of numbers, one for each piece, over all pieces of each parameter."""
         return Totals([piece.master for piece in pieces], rows, list(range(len(pieces))))
 
     def add_up(self, pieces: Sequence[Piece], rows: Tensor) -> Tensor:
-        """Given one row of numbers about each piece: for each, the sum over all pieces of its parameter."""
+        """Sum rows of numbers as `totals` does, and return the row of its parameter for each piece."""
         totals = self.totals(pieces, rows)
         return totals.rows[totals.places]
 
     def by_whole(self, pieces: Sequence[Piece], rule: WholeRule) -> None:
-        """Do what the rule says about these and the others' pieces of the same parameters."""
+        """Gather the parameters that concern the rule, compute on each of them, and update their pieces."""
         for piece in pieces:
             if rule.concerns(piece.whole):
                 brought = rule.bring(piece).view(piece.shape)
@@ -154,169 +153,172 @@ class Peers:
 
     @property
     def place(self) -> tuple[int, int]:
-        """Which rank this is, of how many that average."""
+        """This rank and the number of ranks, of those that average gradients."""
         return 0, 1
 
     def all_gather(self, whole: Tensor, what: str) -> None:
-        """Everyone's part becomes everyone's. `whole` is as many equal parts as there are ranks."""
+        """All-gather in place: `whole` consists of one equal part per rank."""
 
     def compressed(
         self, numel: int, tensors: Sequence[tuple[int, int]] | None = None, mask: Tensor | None = None
     ) -> Average:
-        """Make what averages flat buffers of so many elements. Every rank must call this with the same.
+        """Make a compressed all-reduce for flat buffers of `numel` elements. Every rank must call it alike.
 
-        `tensors`: their ranges in the buffer, in order; each has a scale of its own. None: all is one.
-        `mask`: bool, False where an element stays zero and does not travel.
+        `tensors`: ranges of the buffer, in order, each with its own scale. None: one scale for the buffer.
+        `mask`: bool, False where an element stays zero and is not sent.
         """
         raise NotImplementedError("there are no ranks to average with")
 
 
 class Stepper:
-    """An update rule: it moves the pieces that this rank owns of parameters. A rule of yours derives from it.
+    """An update rule for the pieces of parameters that this rank owns. Derive your own rules from it.
 
     A step of training is one `begin`, one `step` for each part of the pieces, and one `end`. A piece is a
-    range of a parameter's elements, in one dimension; where nothing is cut it is the whole parameter, in its
-    own shape. A rule that needs more than its pieces asks the `Peers` that `step` is given, on every rank
-    equally often. The optimizer has a method `zero_full_stepper` that returns its rule.
+    range of a parameter's elements, in one dimension. Where parameters are not sharded it is the whole
+    parameter, in its own shape. A rule that needs more than its own pieces calls the `Peers` that `step` is
+    given, on every rank equally often. The optimizer has a method `zero_full_stepper` that returns its rule.
+
+    Properties such as `takes_parts` may be class attributes of a rule in which they are constant.
     """
 
-    # True: `step` multiplies gradients by its factor and takes them in any type. It minds copies: elements
-    # that are not what their master rounds to were written by somebody, and count; all are written then.
-    # False: gradients are multiplied already and of the master's type, and there are no copies.
+    # True: `step` multiplies gradients by its factor, takes them in any dtype, and reads and writes copies.
+    # An element of a copy that is not its rounded master was written by the user: it replaces the master.
+    # False: gradients are multiplied before and have the master's dtype, and there are no copies.
     fuses = False
-    # True: `step` asks no peers, needs no `begin` and `end`, and remembers nothing but the pieces' state.
+    # True: `step` calls no peers, needs no `begin` and `end`, and has no state but the pieces'.
     is_alone = False
-    # True: a parameter that has state and gets no gradient counts as one whose gradient is zero.
+    # True: a parameter that has state and gets no gradient is stepped as if its gradient were zero.
     moves_without_gradient = False
 
     @property
     def takes_parts(self) -> bool:
-        """Whether `step` may be called for a part of the pieces at a time."""
+        """Whether `step` may be called several times in a step, each time with a part of the pieces."""
         return True
 
     @property
     def whole_entries(self) -> frozenset[str]:
-        """The names of state entries that belong to whole parameters, not to pieces' elements."""
+        """Names of the state entries that belong to whole parameters, not to elements of pieces."""
         return frozenset()
 
     @property
     def whole_rule(self) -> OwnerRule | None:
-        """The rule by which owners keep state of whole parameters; None: they keep none."""
+        """The rule whose owners keep state of whole parameters; None: there are no owners."""
         return None
 
     @property
     def averages(self) -> bool:
-        """Whether the gradients of the step to come are averaged over the ranks.
+        """Whether the gradients of the next step are averaged over the ranks.
 
-        If not, they stay what this rank's backward passes have brought, which needs whole state on every
-        rank. All ranks must say the same, and the same from a step's first backward pass until `step`.
+        If not, each rank keeps its own gradients, which needs whole state on every rank. All ranks must
+        return the same, and must not change it between a step's first backward pass and `step`.
         """
         return True
 
     def attach(self, pieces: Sequence[Piece], peers: Peers) -> None:
-        """These are all the pieces that it will step, and the ranks that it can ask at any time.
+        """Note all pieces to be stepped, and the peers, which may be called at any time.
 
-        Once before the first step, and whenever parameters are trained that were frozen till then.
+        Called once before the first step, and again when frozen parameters begin to be trained.
         """
 
     def closed_to_newcomers(self) -> str:
-        """Why a parameter that was frozen until now cannot be trained from now on, and what helps; or ""."""
+        """The reason, with a remedy, why a frozen parameter cannot be unfrozen now; "" if it can."""
         return ""
 
     def begin(self, pieces: Sequence[Piece]) -> None:
-        """A step begins. `pieces`: all that this rank owns, also what has no gradient now."""
+        """Begin a step. `pieces`: all that this rank owns, including those without a gradient."""
 
     def step(self, pieces: Sequence[Piece], factor: float, peers: Peers) -> None:
-        """Move these pieces, all of which have a gradient. Gradients count times `factor`."""
+        """Update these pieces by their gradients times `factor`. All of them have a gradient."""
         raise NotImplementedError
 
     def end(self) -> None:
-        """The step is over, or has failed."""
+        """End a step, also one that has failed."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What it remembers beside the pieces' state: the same on every rank, plain data."""
+        """The rule's own state, beside that of the pieces: plain data, the same on every rank."""
         return {}
 
     def refuse_state(self, state: Mapping[str, Any]) -> None:
-        """ValueError if a run cannot go on here from what `state_dict` has returned there."""
+        """Raise ValueError if this run cannot continue from a saved `state_dict`."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` has returned."""
+        """Continue from a saved `state_dict`."""
 
     def phases(self) -> dict[str, Callable[[], None]]:
-        """What its steps are like at different times, in order; each lets the next one be such. For plans."""
+        """The kinds of steps of a run, in order: a function for each that puts the rule there. For plans."""
         return {}
 
     def with_these_options(self) -> "Stepper":
-        """A copy that keeps the groups' options of now, whatever becomes of them. Only if it `is_alone`."""
+        """Copy this rule with the groups' present options, which later edits do not change. If `is_alone`."""
         raise NotImplementedError
 
-    # What differs from rank to rank: see [Note: a rank's own state] ------------------------------
+    # State that differs between ranks: see [Note: a rank's own state] ----------------------------
 
     @property
     def is_apart(self) -> bool:
-        """Whether ranks have parameters of their own now."""
+        """Whether parameters differ between ranks now."""
         return False
 
     def meet(self) -> None:
-        """Let all ranks have the same parameters again. Every rank must call this."""
+        """Make parameters equal on all ranks again. Every rank must call this."""
 
     def common(self, piece: Piece) -> Tensor:
-        """What all ranks agree that a piece is."""
+        """The values of a piece on which all ranks agree."""
         return piece.master
 
     @property
     def own_entries(self) -> frozenset[str]:
-        """The entries of the pieces' state that differ from rank to rank now."""
+        """Names of the entries of the pieces' state that differ between ranks now."""
         return frozenset()
 
     def held(self) -> list[Tensor]:
-        """The memory that it keeps beside the pieces' state."""
+        """The rule's own tensors, beside the pieces' state."""
         return []
 
     @property
     def cut_entries(self) -> frozenset[str]:
-        """The entries of the pieces' state of which each rank keeps a part only."""
+        """Names of the entries of the pieces' state that are sharded though the pieces are whole."""
         return frozenset()
 
     def cut_state(self) -> Iterator[tuple[Piece, str, int, Tensor]]:
-        """This rank's parts of these: of which piece, which entry, from where on, the values.
+        """This rank's shards of `cut_entries`: the piece, the entry's name, the first element, the values.
 
-        All ranks together have it whole. A load makes it whole state of the pieces, before `load_own`.
+        The shards of all ranks make up the whole. A load puts the whole into the pieces' state first, and
+        `load_own` shards it again.
         """
         return iter(())
 
     def cut_tensors(self) -> dict[str, Tensor]:
-        """The parts of `cut_state`, and what is made of them, for `load_own` on the same rank of as many."""
+        """The shards and tensors derived from them, for `load_own` on the same rank and world size."""
         return {}
 
     def own_tensors(self) -> dict[str, Tensor]:
-        """What this rank alone has, by name, between two steps."""
+        """State of this rank alone between two steps, by name."""
         return {}
 
     def refuse_own(self, state: Mapping[str, Any]) -> None:
-        """ValueError unless `load_own` can restore what was saved together with this `state_dict`."""
+        """Raise ValueError unless `load_own` can restore tensors saved together with this `state_dict`."""
 
     def load_own(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore what `own_tensors` has returned, after all else. Nothing: what there is is given up."""
+        """Restore `own_tensors`, after everything else. Without tensors, drop this rank's own state."""
 
 
 class TorchStep(Stepper):
-    """Any torch optimizer, by its own `step`, with the pieces in the place of its parameters."""
+    """The `step` of any torch optimizer, with pieces in the groups' lists of parameters."""
 
     def __init__(self, optimizer: Optimizer, own_step: Callable[[], Any]) -> None:
         self.optimizer, self.own_step = optimizer, own_step
-        # Once, and not in each step: one that was cut short may have left pieces in the groups.
+        # Noted once, and not in each step: an interrupted step may have left pieces in the groups.
         self.shown = [group["params"] for group in optimizer.param_groups]
 
     @property
     def takes_parts(self) -> bool:
-        """Only if nobody can tell: a class of ours or torch's, whose step nobody has replaced."""
+        """True for classes of torch and of zero_full whose `step` was not overridden on this instance."""
         known = type(self.optimizer).__module__.split(".")[0] in ("torch", "zero_full")
         return known and steps_as_its_class(self.optimizer, self.own_step)
 
     def begin(self, pieces: Sequence[Piece]) -> None:
-        """The groups list pieces."""
+        """Put the pieces into the groups."""
         groups = self.optimizer.param_groups
         for group in groups:
             group["params"] = []
@@ -324,7 +326,7 @@ class TorchStep(Stepper):
             groups[piece.group]["params"].append(piece.master)
 
     def step(self, pieces: Sequence[Piece], factor: float, peers: Peers) -> None:
-        """What has no gradient now stays as it is."""
+        """Run the optimizer's step with the pieces' gradients. Pieces without one stay as they are."""
         for piece in pieces:
             piece.master.grad = piece.gradient
         try:
@@ -334,7 +336,7 @@ class TorchStep(Stepper):
                 piece.master.grad = None
 
     def _step(self) -> None:
-        """Without hooks: they see the whole step from outside, and parameters instead of pieces."""
+        """Step without hooks, which run once per step, with parameters in the groups instead of pieces."""
         if steps_as_its_class(self.optimizer, self.own_step):
             without_hooks(self.optimizer)()
             return
@@ -342,45 +344,59 @@ class TorchStep(Stepper):
             self.own_step()
 
     def end(self) -> None:
-        """The groups list parameters again."""
+        """Put the parameters back into the groups."""
         for group, params in zip(self.optimizer.param_groups, self.shown, strict=True):
             group["params"] = params
 
 
 def steps_as_its_class(optimizer: Optimizer, step: Any) -> bool:
-    """Whether nobody has put another `step` into this one object, but for schedules, which only watch."""
+    """True unless `step` was overridden on this instance (LR schedulers wrap it and are ignored)."""
     return getattr(step, "__func__", None) is type(optimizer).step or is_wrapped_by_schedule(step)
 
 
-def alike(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-    """The pieces, those together that an operator can take at once: of one group, types and device."""
+def alike(pieces: Sequence[Piece]) -> Collection[list[Piece]]:
+    """Split the pieces into lists for one call of an operator each: one group, one device, equal dtypes."""
     together: dict[Any, list[Piece]] = {}
     for piece in pieces:
-        kinds = [None if t is None else t.dtype for t in (piece.master, piece.gradient, piece.copy)]
-        together.setdefault((piece.group, *kinds, piece.master.device), []).append(piece)
-    yield from together.values()
+        master, gradient, copy = piece.master, piece.gradient, piece.copy
+        kind = (
+            piece.group,
+            master.device,
+            master.dtype,
+            None if gradient is None else gradient.dtype,
+            None if copy is None else copy.dtype,
+        )
+        if kind in together:
+            together[kind].append(piece)
+        else:
+            together[kind] = [piece]
+    return together.values()
 
 
-def moments_of(piece: Piece, dtype: torch.dtype) -> dict[str, Tensor]:
-    """A piece's state as torch's Adam has it, made in this type if there is none: step and two averages."""
-    state, master = piece.state, piece.master
-    if not state:
-        state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
-        state["exp_avg"] = torch.zeros_like(master, dtype=dtype)
-        state["exp_avg_sq"] = torch.zeros_like(master, dtype=dtype)
-    if state["step"].device != master.device or state["step"].dtype != torch.float32:
-        state["step"] = state["step"].to(master.device, torch.float32)
-    return state
+def moments_of(pieces: Sequence[Piece], dtype: torch.dtype) -> list[dict[str, Tensor]]:
+    """Each piece's state as torch's Adam keeps it: `step` and two moments, created in `dtype` if missing."""
+    states = []
+    for piece in pieces:
+        state, device = piece.state, piece.master.device
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+            state["exp_avg"] = torch.zeros_like(piece.master, dtype=dtype)
+            state["exp_avg_sq"] = torch.zeros_like(piece.master, dtype=dtype)
+        step = state["step"]
+        if step.device != device or step.dtype != torch.float32:
+            state["step"] = step.to(device, torch.float32)
+        states.append(state)
+    return states
 
 
 def take_copy(piece: Piece) -> None:
-    """The master takes what somebody has written to its copy."""
+    """Update the master with values that the user's code wrote to its copy."""
     if piece.copy is not None:
         piece.master.copy_(reference.unless_written(piece.master, piece.copy))
 
 
 def operators_for(pieces: Sequence[Piece]) -> Any:
-    """The compiled ones, for all that they take; else the plain ones, which take everything."""
+    """The compiled operators if they take these pieces, else the reference, which takes any."""
     given = [t for piece in pieces for t in (piece.master, piece.gradient) if t is not None]
     fine = (torch.float32, torch.bfloat16, torch.float16)
     takes = all(t.dtype in fine for t in given) and all(
@@ -391,7 +407,7 @@ def operators_for(pieces: Sequence[Piece]) -> Any:
 
 @torch.no_grad()
 def step_alone(optimizer: Any, closure: Callable[[], float] | None) -> float | None:
-    """One step of an optimizer that brings a stepper, where no rank has other pieces of its parameters."""
+    """Step an optimizer by its stepper without an engine: its parameters are whole on this rank."""
     loss = loss_of(closure)
     groups = optimizer.param_groups
     listed = [
@@ -411,7 +427,7 @@ def step_alone(optimizer: Any, closure: Callable[[], float] | None) -> float | N
 
 
 def loss_of(closure: Callable[[], float] | None) -> float | None:
-    """What a closure that was passed to `step` returns, with gradients enabled meanwhile."""
+    """Call a closure that was passed to `step`, with gradients enabled, and return its result."""
     if closure is None:
         return None
     with torch.enable_grad():

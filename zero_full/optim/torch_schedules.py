@@ -1,7 +1,8 @@
-"""Torch's learning-rate schedules by their names, tried out before they are believed.
+"""torch's learning-rate schedules by name, tried out before they are used.
 
-Their constructors look at few of their arguments, so a mistake shows when the schedule is stepped: after the
-first optimizer step, after a thousand, or never. So they are checked, and stepped once on a stand-in.
+Their constructors check few arguments, so a mistake shows when the schedule is stepped: after the first
+optimizer step, after a thousand, or never. So arguments are checked here, and the schedule is stepped once
+with a dummy optimizer.
 """
 
 import inspect
@@ -16,13 +17,13 @@ from torch.optim import Optimizer, lr_scheduler
 
 from zero_full.optim.arguments import BELOW_1, LARGEST, as_call, finite_number, flag
 
-NUMBERS = ("gamma", "step_size", "T_max", "T_0")  # without a default, which would say it
+NUMBERS = ("gamma", "step_size", "T_max", "T_0")  # without a default that would show their type
 PER_GROUP = ("base_lr", "max_lr", "base_momentum", "max_momentum")  # numbers, or lists of them
-HAVE_SCHEDULES_INSIDE = ("ChainedScheduler", "SequentialLR")  # which know the optimizer they were made for
+HAVE_SCHEDULES_INSIDE = ("ChainedScheduler", "SequentialLR")  # made for another optimizer than the dummy
 
 
 def schedules_of_torch() -> dict[str, Any]:
-    """torch's schedules by name."""
+    """The classes of torch's schedules, by name."""
     found = {name: getattr(lr_scheduler, name) for name in dir(lr_scheduler)}
     return {
         name: each
@@ -34,7 +35,7 @@ def schedules_of_torch() -> dict[str, Any]:
 
 
 def checked_schedule(kind: Any, params: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments if each is of the kind that it must be; else ValueError."""
+    """Return the arguments with checked types, or raise ValueError."""
     checked, declared = dict(params), inspect.signature(kind).parameters
     for name, value in params.items():
         key, default = f"scheduler.params.{name}", declared[name].default
@@ -49,7 +50,7 @@ def checked_schedule(kind: Any, params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def try_out(kind: Any, params: Mapping[str, Any], optimizer: Optimizer) -> None:
-    """ValueError if such a schedule cannot be stepped."""
+    """Raise ValueError if a schedule with these arguments cannot be stepped."""
     if kind.__name__ in HAVE_SCHEDULES_INSIDE:
         return
     stand_in = _StandIn(optimizer)
@@ -58,11 +59,11 @@ def try_out(kind: Any, params: Mapping[str, Any], optimizer: Optimizer) -> None:
             warnings.simplefilter("ignore")
             made = kind(stand_in, **params)
             stand_in.step()
-            made.step()  # not often: some schedules refuse more steps than they were made for
+            made.step()  # once: some schedules raise after their last step
         rates = [float(group["lr"]) for group in stand_in.param_groups]
         if not all(map(math.isfinite, rates)):
             raise ValueError(f"the learning rate becomes {rates[0]}")
-    except Exception as error:  # whatever comes, it comes from these arguments
+    except Exception as error:  # of any kind: it comes from these arguments
         raise ValueError(
             f"scheduler.params: {as_call(kind.__name__, params)} cannot be stepped: "
             f"{type(error).__name__}: {error}"
@@ -70,7 +71,7 @@ def try_out(kind: Any, params: Mapping[str, Any], optimizer: Optimizer) -> None:
 
 
 class _StandIn(Optimizer):
-    """An optimizer with the options of another one's groups, and nothing to move."""
+    """A dummy optimizer with the options of another one's groups."""
 
     def __init__(self, other: Optimizer) -> None:
         groups = [

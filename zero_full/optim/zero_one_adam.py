@@ -1,20 +1,19 @@
-"""0/1 Adam: exact gradients ever more rarely, one bit in between, and later steps that each rank takes alone.
+"""0/1 Adam: exact averages at growing intervals, one-bit averages in between, and later local steps.
 
-[Note: three kinds of steps] Until `var_freeze_step` all ranks stay together. When the variance is due they
-average gradients exactly, and both averages of Adam take them; in the steps between, gradients are averaged
-at one bit and only the momentum takes them. After `var_freeze_step` the variance stays, so that a step is
-linear in the momentum: each rank steps by its own gradient, adds up where it went (`walk`), and at ever
-longer intervals they meet. They go back to where they parted (`anchor`), take the average of their walks, at
-one bit, instead of their own, and make of it a momentum for all.
+[Note: three kinds of steps] Until `var_freeze_step` parameters are equal on all ranks. When the variance is
+due, gradients are averaged exactly and update both moments of Adam. In other steps gradients are
+averaged at one bit and update the momentum only. After `var_freeze_step` the variance is frozen, so a step is
+linear in the momentum. Each rank takes local steps by its own gradient and sums them (`walk`). At growing
+intervals the ranks synchronize: they return to the parameters of the last synchronization (`anchor`), average
+their walks at one bit, step by the average, and derive a common momentum from it.
 
-A walk adds up momenta times learning rates, before they are divided by the spread, which is the same on all
-ranks. Walk and anchor are there while ranks are apart. Ranks that have met have the same bits.
+A walk sums momenta times learning rates, before the division by the denominator of Adam, which is equal on
+all ranks. Walk and anchor exist during local steps. Synchronized ranks have equal bits.
 
-[Note: a walk at any rate] What travels is the walk over the sum of its learning rates, which is a mean of
-momenta, times the steps of a whole interval: a sum of momenta. So what has not been said of it when the rate
-was large, or the walk long, does not come back as a huge momentum when the rate is small, or `meet` has ended
-the walk early. Where the rate was zero each rank's momentum stands for it: all ranks have the same one after
-a meeting.
+[Note: a walk at any rate] Ranks send the walk over the sum of its learning rates, which is a mean of momenta,
+times the steps of a whole interval: a sum of momenta. So compression errors of a large rate, or of a long
+walk, do not become a huge momentum when the rate is small, or when `meet` ends a walk early. If the rate was
+zero, each rank sends its momentum, so that all ranks have the same one after the synchronization.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,33 +33,33 @@ ROOTS = "roots"
 
 
 class ZeroOneAdam(OneBitOptimizer):
-    """Adam that communicates less and less.
+    """Adam with growing intervals between synchronizations.
 
-    Until `var_freeze_step` gradients are averaged: exactly when the variance is due, which is ever more
-    rarely, and at one bit a value in between. Afterwards the variance stays, each rank steps by its own
-    gradient, and at ever longer intervals they meet and average where they went, at one bit.
+    Until `var_freeze_step` gradients are averaged: exactly when the variance is due, at growing intervals,
+    and at one bit per value in between. Afterwards the variance is frozen, each rank takes local steps by its
+    own gradient, and at growing intervals the ranks average their movements at one bit.
 
-    var_freeze_step     steps in which the variance is learned and all ranks stay together
-    var_update_scaler   so many exact averages until the interval between two of them doubles
-    local_step_scaler   so many steps until the interval between two meetings doubles
-    local_step_clipper  the longest such interval
-    bias_correction     of both averages, as Adam has it: the momentum's by all steps, the variance's by those
-                        in which it was updated
-    per_tensor_scales   one sign scale for each parameter; False: one for all, which is worse, as measured
-    comm_backend_name   "nccl", "gloo", "mpi" or "hccl": over what ranks must talk; None: over what they do
-    exp_avg_mask        as `OneBitAdam`'s
+    var_freeze_step     steps in which the variance is updated and parameters are equal on all ranks
+    var_update_scaler   exact averages until the interval between two of them doubles
+    local_step_scaler   local steps until the interval between two synchronizations doubles
+    local_step_clipper  the longest such interval, in steps
+    bias_correction     of both moments, as in Adam: the momentum's by all steps, the variance's by those in
+                        which it was updated
+    per_tensor_scales   one sign scale per parameter; False: one for the model, which was measured to be worse
+    comm_backend_name   "nccl", "gloo", "mpi" or "hccl": the backend that is required; None: any
+    exp_avg_mask        as in `OneBitAdam`
 
-    Stage 0; and stage 1, at which the variance is cut.
+    Stages 0 and 1. At stage 1 the variance is sharded.
 
-    In the middle of an interval each rank has parameters of its own, of which `engine.optimizer.meet()` makes
-    common ones: call it before you evaluate or export. A checkpoint needs no meeting.
+    Between two synchronizations each rank has its own parameters. `engine.optimizer.meet()` makes them equal:
+    call it before you evaluate or export. A checkpoint does not need it.
 
-    What DeepSpeed 0.19.6 does otherwise: its `bias_correction` and `eps_inside_sqrt` have no effect and the
-    bias is never corrected (bias_correction=False here); there its first call takes no step, and a rank that
-    is alone leaves its momentum as it is between exact averages; the decay is part of the walk, and so of
-    the momentum after it; errors of walks are added to others at another learning rate as they are, so that
-    the momentum grows when the rate falls; ranks differ by rounding after they have met; one scale for a
-    whole group; each rank clips by its own norm; a resumed run begins its intervals anew.
+    Differences to DeepSpeed 0.19.6: its `bias_correction` and `eps_inside_sqrt` have no effect and the bias
+    is never corrected (bias_correction=False here); its first call takes no step, and a single rank does not
+    update its momentum between exact averages; weight decay is part of the walk, and so of the momentum
+    after it; errors of walks are carried unchanged to another learning rate, so the momentum grows when the
+    rate falls; ranks differ by rounding after a synchronization; one scale serves a whole group; each rank
+    clips by its own norm; a resumed run begins its intervals anew.
     """
 
     def __init__(
@@ -109,12 +108,12 @@ class ZeroOneAdam(OneBitOptimizer):
     zero_full_stages = (0, 1)
 
     def zero_full_stepper(self) -> Stepper:
-        """What steps pieces of parameters."""
+        """The stepper of sharded parameters."""
         return ZeroOneAdamStep(self)
 
 
 class ZeroOneAdamStep(OneBitStep):
-    """See [Note: three kinds of steps]."""
+    """The stepper of 0/1 Adam. See [Note: three kinds of steps]."""
 
     def __init__(self, optimizer: ZeroOneAdam) -> None:
         super().__init__(optimizer)
@@ -122,21 +121,21 @@ class ZeroOneAdamStep(OneBitStep):
         self.exact = Interval(optimizer.steps_option("var_update_scaler"))
         longest = optimizer.steps_option("local_step_clipper")
         self.meeting = Interval(optimizer.steps_option("local_step_scaler"), longest)
-        self.frozen = False  # a step without the others was taken
-        self.walk: Walk | None = None  # while ranks are apart
-        self.numbers: list[Any] = []  # of a walk that is loaded
-        self.shrunk = 1.0  # the interval by a load with a smaller `local_step_clipper`, and errors with it
+        self.frozen = False  # whether a local step was taken
+        self.walk: Walk | None = None  # during local steps
+        self.numbers: list[Any] = []  # `rates` and `kept` of a walk that is being loaded
+        self.shrunk = 1.0  # factor of a loaded interval, and of errors, by a smaller `local_step_clipper`
         self.shares = optimizer.shares_variance
         self.shared: SharedVariance | None = None
 
     def attach(self, pieces: Sequence[Piece], peers: Peers) -> None:
-        """At stage 1 this rank's part of the variance is laid out."""
+        """Lay out the buffer and, at stage 1, this rank's shard of the variance."""
         super().attach(pieces, peers)
         if self.shares and pieces:
             self.shared = SharedVariance(self.fused, peers)
 
     def closed_to_newcomers(self) -> str:
-        """At stage 1 from the first step on, which has cut the variance into parts."""
+        """The reason of the base class; at stage 1 also one from the first step on."""
         reason = super().closed_to_newcomers()
         if not reason and self.shared is not None and any(map(self.known, self.fused.pieces)):
             reason = f"at stage 1 each rank keeps a part of the others' variance. {NEW_RUN}"
@@ -144,21 +143,21 @@ class ZeroOneAdamStep(OneBitStep):
 
     @property
     def steps_alone(self) -> bool:
-        """Whether the step to come is one that each rank takes by its own gradient."""
+        """Whether the next step is a local one, by this rank's own gradient."""
         return self.frozen or self.steps >= self.learning
 
     @property
     def averages(self) -> bool:
-        """When the variance is due."""
+        """True if the variance is due in the next step."""
         return not self.steps_alone and self.exact.is_due(self.steps + 1)
 
     @property
     def is_apart(self) -> bool:
-        """Whether ranks have parameters of their own now."""
+        """True between two synchronizations: each rank has its own parameters."""
         return self.walk is not None
 
     def phases(self) -> dict[str, Callable[[], None]]:
-        """For plans: those that its intervals leave."""
+        """The kinds of steps that these intervals allow, for plans."""
         found: dict[str, Callable[[], None]] = {"exact gradients": partial(self._pretend, 1, False, 0)}
         if self.learning > self.exact.patience:
             found["gradients at one bit"] = partial(self._pretend, 2, False, 0)
@@ -171,7 +170,7 @@ class ZeroOneAdamStep(OneBitStep):
         self.frozen, self.steps = frozen, steps
 
     def step(self, pieces: Sequence[Piece], factor: float, peers: Peers) -> None:
-        """Masters, state and copies change."""
+        """Update masters, state and copies."""
         if self.steps_alone:
             self.refuse_without_variance(pieces)
             self._alone(pieces, factor)
@@ -201,7 +200,7 @@ class ZeroOneAdamStep(OneBitStep):
         return averages_of(piece, self.optimizer.state[piece.master], kept)
 
     def _correction(self, piece: Piece) -> float:
-        """Of a piece without variance, which is zero, there is none."""
+        """The bias correction of a piece's variance; 1 if it has none yet."""
         state = self.known(piece)
         learned = state is not None and state["variance_step"]
         return correction(state, self.group_of(piece)) if state is not None and learned else 1.0
@@ -214,7 +213,7 @@ class ZeroOneAdamStep(OneBitStep):
         return root.square_().add_(eps).sqrt_() if group["eps_inside_sqrt"] else root.add_(eps)
 
     def _moves(self, piece: Piece, state: Mapping[str, Any]) -> Tensor:
-        """Where there was a gradient: one bit cannot say zero."""
+        """Elements that have had a gradient, as a bool tensor: one bit cannot encode a zero momentum."""
         moves: Tensor = (state[VARIANCE] if self.shared is None else self.shared.root(piece)) > 0
         return moves
 
@@ -239,10 +238,10 @@ class ZeroOneAdamStep(OneBitStep):
                 if state["variance_step"]:
                     self._move(piece, state)
 
-    # Apart ---------------------------------------------------------------------------------------
+    # Local steps ---------------------------------------------------------------------------------
 
     def _alone(self, pieces: Sequence[Piece], factor: float) -> None:
-        """A step by this rank's own gradient, or in the place of an interval's last one the meeting."""
+        """Take a local step by this rank's own gradient. The last one of an interval synchronizes instead."""
         for piece in pieces:
             take_copy(piece)
         momenta = self.newest_momenta(pieces, factor)
@@ -276,7 +275,7 @@ class ZeroOneAdamStep(OneBitStep):
         return Walk(anchor, self.fused.new(), [0.0] * count, [1.0] * count)
 
     def _meet(self, walk: Walk, momenta: Tensor) -> None:
-        """See [Note: a walk at any rate]. `momenta`: this rank's newest."""
+        """Synchronize: average the walks. `momenta`: this rank's newest. See [Note: a walk at any rate]."""
         steps = self.meeting.length
         rates = [total / steps for total in walk.rates]
         walked = walk.walked.clone()
@@ -284,7 +283,7 @@ class ZeroOneAdamStep(OneBitStep):
         for (_, window), (_, momentum), mean_rate in both:
             if mean_rate:
                 window.div_(mean_rate)
-            else:  # nobody has moved, and each has a momentum of its own
+            else:  # no rank has moved, and the momenta differ
                 window.copy_(momentum).mul_(steps)
         mean = self.average(walked, "walks")
         together = zip(self.fused.windows(mean), self.fused.windows(walk.anchor), strict=True)
@@ -296,7 +295,7 @@ class ZeroOneAdamStep(OneBitStep):
         self.walk = None
 
     def meet(self) -> None:
-        """End the interval now. Every rank must call this."""
+        """Synchronize now, before the end of the interval. Every rank must call this."""
         if self.walk is not None:
             self._meet(self.walk, self._momenta())
 
@@ -306,7 +305,7 @@ class ZeroOneAdamStep(OneBitStep):
     # State ---------------------------------------------------------------------------------------
 
     def common(self, piece: Piece) -> Tensor:
-        """What all ranks have of a piece: while they are apart, where they parted."""
+        """The piece, as of the last synchronization if ranks have taken local steps since."""
         place = self.fused.place.get(id(piece))
         if self.walk is None or place is None:
             return piece.master
@@ -315,31 +314,31 @@ class ZeroOneAdamStep(OneBitStep):
 
     @property
     def own_entries(self) -> frozenset[str]:
-        """The momentum, while ranks are apart."""
+        """The momentum, during local steps."""
         return frozenset((MOMENTUM,)) if self.is_apart else frozenset()
 
     def held(self) -> list[Tensor]:
-        """What is kept beside the pieces' state."""
+        """The compression errors, the shard and roots of the variance, walk and anchor."""
         variance = [] if self.shared is None else [self.shared.values, self.shared.roots]
         return super().held() + variance + ([] if self.walk is None else [self.walk.anchor, self.walk.walked])
 
     @property
     def cut_entries(self) -> frozenset[str]:
-        """The variance, at stage 1."""
+        """The variance, at stage 1, where it is sharded."""
         return frozenset() if self.shared is None else frozenset((VARIANCE,))
 
     def cut_state(self) -> Iterator[tuple[Piece, str, int, Tensor]]:
-        """This rank's part of the variance."""
+        """This rank's shard of the variance."""
         for piece, start, values in [] if self.shared is None else self.shared.parts():
             if self.known(piece) is not None:
                 yield piece, VARIANCE, start, values
 
     def cut_tensors(self) -> dict[str, Tensor]:
-        """The same, and everyone's roots."""
+        """This rank's shard of the variance, and the roots of all of it."""
         return {} if self.shared is None else {VARIANCE: self.shared.values, ROOTS: self.shared.roots}
 
     def own_tensors(self) -> dict[str, Tensor]:
-        """What this rank alone has."""
+        """This rank's compression errors and, during local steps, its walk, parameters and momentum."""
         own = super().own_tensors()
         if self.walk is None:
             return own
@@ -347,22 +346,22 @@ class ZeroOneAdamStep(OneBitStep):
         return own | {WALK: self.walk.walked, PARAMETERS: masters, MOMENTUM: self._momenta()}
 
     def state_dict(self) -> dict[str, Any]:
-        """How far it is, the same on every rank."""
+        """The steps, the intervals and the numbers of the walk: equal on every rank."""
         intervals = [[each.length, each.counted] for each in (self.exact, self.meeting)]
         walk = self.walk
         numbers = [] if walk is None else [walk.rates, walk.kept]
         return {**super().state_dict(), "intervals": intervals, "frozen": self.frozen, "walk": numbers}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` has returned. What ranks had of their own comes after that."""
+        """Continue from a saved `state_dict`. `load_own` follows."""
         super().load_state_dict(state)
         for interval, (length, counted) in zip((self.exact, self.meeting), state["intervals"], strict=True):
             interval.length, interval.counted = int(min(length, interval.longest)), counted
-            self.shrunk = interval.length / length  # the last one's: of meetings
+            self.shrunk = interval.length / length  # of the last one: `meeting`
         self.frozen, self.numbers = state["frozen"], state["walk"]
 
     def load_own(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore what `own_tensors` has returned; nothing means that it is given up."""
+        """Restore errors, walk, parameters and momentum. Without tensors they are dropped."""
         super().load_own(tensors)
         for tensor in self._loaded():
             tensor.mul_(self.shrunk)

@@ -1,23 +1,23 @@
-"""How much memory will a run need? An answer before there is a machine: bytes a rank, bytes sent a step.
+"""Predict the memory of a training run without running it: bytes per rank, and bytes sent per step.
 
     plan(model, "ds_config.json", world=64).table()
     python -m zero_full plan --model my_models:llama_7b --config ds_config.json --world 64 --stages
 
-The model may be on the meta device: nothing is allocated.
+The model may be on the meta device. No memory is allocated for it.
 
-[Note: what is exact] A plan is the runtime itself, run for a step on the meta device as the first of `world`
-ranks (`rehearsal.py`). Parameters, buffers, gradients, master, optimizer state and traffic are what a rank's
-ledger shows, to the byte. What passes within a step is, row by row, the most at one time on an accelerator;
-a CPU holds on to a reduced buffer for the next bucket, and makes wider copies of 16-bit numbers to sum them.
+[Note: what is exact] A plan runs the runtime itself for one step on the meta device, as the first of `world`
+ranks (`rehearsal.py`). Parameters, buffers, gradients, master weights, optimizer state and traffic equal a
+rank's ledger, to the byte. Each row of temporary memory is its peak within a step on an accelerator. A CPU
+needs more: it keeps a reduced buffer for the next bucket, and sums 16-bit numbers in wider copies.
 
-A plan's step calls modules in the order in which they are listed, each once, see [Note: a pretended pass].
-On that depend stage 3's traffic and gathered parameters, and which gradients are on their way together.
+A plan's step calls each module once, in the order of registration: see [Note: a pretended pass]. Stage 3's
+traffic and gathered parameters depend on this order, and so does the set of gradients in flight at one time.
 
-The rows' worst moments need not be the same: the peak, which adds them up, is the worst that can come
-together. Activations are what autograd saves on the way forward, each storage once, and the outputs; of what
-it makes and drops on the way back only gradients of parameters are counted, and not what it recomputes.
+The rows may peak at different times. The total peak adds them up, so it is an upper bound. Activations are
+the storages that autograd saves in forward, each counted once, and the outputs. Of the temporaries of
+backward, only parameter gradients are counted, not other gradients and not recomputed activations.
 
-Not predicted at all: the allocator's fragmentation, what an accelerator's context and libraries take, NCCL's
+Not predicted: fragmentation of the allocator, the memory of an accelerator's context and libraries, NCCL's
 buffers, temporaries of an optimizer's own step, and its step counters.
 """
 

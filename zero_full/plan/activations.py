@@ -1,4 +1,4 @@
-"""What a forward leaves behind for its backward."""
+"""Measure the activations that a forward pass saves for backward."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -14,10 +14,10 @@ from zero_full.precision.dtypes import Dtypes
 
 
 def activations(model: nn.Module, inputs: Sequence[Tensor], dtypes: Dtypes) -> int:
-    """Bytes that a forward leaves behind for its backward, with its inputs and outputs.
+    """Return the bytes that a forward pass saves for backward, with its inputs and outputs.
 
-    Fake tensors and not meta ones: on meta, attention takes a way that saves all scores, which neither a CPU
-    nor a GPU does.
+    Uses fake tensors instead of meta tensors. On the meta device, attention uses a kernel that saves all
+    scores, unlike on a CPU or a GPU.
     """
     seen: dict[int, torch.UntypedStorage] = {}
     own: dict[int, torch.UntypedStorage] = {}
@@ -25,7 +25,7 @@ def activations(model: nn.Module, inputs: Sequence[Tensor], dtypes: Dtypes) -> i
     def note(into: dict[int, torch.UntypedStorage], value: Any) -> Any:
         if isinstance(value, Tensor):
             storage = value.untyped_storage()
-            into[identity_of(storage)] = storage  # kept, or another one might get its number
+            into[identity_of(storage)] = storage  # kept alive, so that its identity is not reused
         return value
 
     with FakeTensorMode(), torch.device("cpu"):

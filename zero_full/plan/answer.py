@@ -1,4 +1,4 @@
-"""What a plan says, and how it looks."""
+"""The result of a memory plan, and its output as a table or JSON."""
 
 import json
 from collections.abc import Sequence
@@ -29,68 +29,68 @@ NAMES = {
     "peak": "peak",
     "sent": "sent in a step",
 }
-LACKING = "+ activations"  # behind a peak, where nobody has said what a batch is
+LACKING = "+ activations"  # shown after the peak if activations are unknown
 
 
 @dataclass(frozen=True)
 class Phase:
-    """Bytes in a step of one of several kinds, of an optimizer whose steps are not all alike."""
+    """Bytes of one kind of step, for an optimizer with several kinds, such as warmup and compressed steps."""
 
     name: str
-    moments: int  # kept behind such a step
-    update: int
-    sent: int
-    saved: int
+    moments: int  # optimizer state after the step
+    update: int  # peak of temporary memory in the update
+    sent: int  # sent by this rank in the step
+    saved: int  # in a checkpoint after the step
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Bytes on the rank that holds most, by kind.
+    """Predicted bytes on the rank with the most memory, by kind.
 
-    What is kept, and what is sent in a step, is what a rank's ledger shows, to the byte. What passes within a
-    step is, kind by kind, the most at one time on an accelerator; the peak adds these up, which is the worst
-    that can come together. Not in it: what an allocator leaves unused, and what a device's libraries take.
+    Persistent memory and traffic equal a rank's ledger, to the byte. Temporary memory is the peak of each
+    kind within a step on an accelerator. The total peak adds these up, so it is an upper bound. Fragmentation
+    of the allocator and the memory of a device's libraries are not included.
     """
 
     stage: int
     world: int
     numel: int  # elements of the model's parameters
-    # Kept from step to step; gradients until `zero_grad`, which the engine calls after the step.
+    # Persistent between steps. Gradients last until `zero_grad`, which the engine calls after the step.
     parameters: int
     buffers: int
     gradients: int
-    master: int  # a copy of what this rank owns of the parameters, if those have 16 bits
-    moments: int  # what the optimizer remembers
-    communication: int  # windows in shared memory
-    host: int  # beside that, and not on the device: what waits in the host's memory
-    pinned: int  # of that, in page-locked memory
-    disk: int  # what waits in this rank's file
-    saved: int  # in a checkpoint by this rank: an asynchronous save keeps a copy in the host's memory
-    # Beside that, at a step's worst moment.
-    gathered: int  # whole parameters of units, while they are used
-    buckets: int  # gradients that are not reduced yet, or are being reduced
-    activations: int | None  # None: nobody has said what a batch is
-    update: int  # what the step makes for the optimizer; by then the three above are gone
-    sent: int  # bytes that this rank sends in a step
-    down: int  # copied in a step from the device to the host, for state that waits there
-    up: int  # and back
-    read: int  # from the file in a step
-    written: int  # and to it
-    phases: tuple[Phase, ...] = ()  # where there are some, the same numbers above are those of the largest
+    master: int  # this rank's fp32 master weights, if parameters are 16-bit
+    moments: int  # optimizer state
+    communication: int  # shared-memory windows
+    host: int  # offloaded to host memory; not part of the device's bytes
+    pinned: int  # page-locked part of `host`
+    disk: int  # offloaded to this rank's spill file
+    saved: int  # this rank's part of a checkpoint; an asynchronous save keeps a copy in host memory
+    # Temporary, at the peak within a step.
+    gathered: int  # all-gathered parameters in use
+    buckets: int  # gradients before or during their reduction
+    activations: int | None  # None: unknown, as no inputs were given
+    update: int  # temporaries of the optimizer step, after the three above are freed
+    sent: int  # sent by this rank in a step
+    down: int  # copied from the device to the host in a step, for offloaded state
+    up: int  # copied from the host to the device in a step
+    read: int  # read from the spill file in a step
+    written: int  # written to the spill file in a step
+    phases: tuple[Phase, ...] = ()  # kinds of steps, if several; the numbers above are those of the largest
 
     @property
     def between_steps(self) -> int:
-        """All that is kept."""
+        """Bytes of persistent memory on the device."""
         return sum(getattr(self, kind) for kind in KEPT)
 
     @property
     def peak(self) -> int:
-        """The most at one time: in backward, or while the optimizer steps. Without activations if unknown."""
+        """Peak bytes, in backward or in the optimizer step. Without activations if these are unknown."""
         backward = self.gathered + self.buckets + (self.activations or 0)
         return self.between_steps + max(backward, self.update)
 
     def table(self) -> str:
-        """Every kind in human units and in bytes, and the totals."""
+        """Return a table of all kinds and totals, in readable units and in bytes."""
         rows = [
             *((f"  {name}", getattr(self, kind)) for kind, name in KEPT.items()),
             (NAMES["between_steps"], self.between_steps),
@@ -122,7 +122,7 @@ class Plan:
         return "\n".join(lines)
 
     def as_json(self) -> str:
-        """One line with every number."""
+        """Return all numbers as one line of JSON."""
         whole = self.activations is not None
         sums = {"between_steps": self.between_steps, "peak": self.peak, "peak_has_activations": whole}
         return json.dumps({**asdict(self), **sums})
@@ -137,7 +137,7 @@ def _named(name: str, size: int | None) -> str:
 
 
 def side_by_side(plans: Sequence[Plan]) -> str:
-    """A column for each stage. What none of them has is left out."""
+    """Return a table with a column for each stage. Rows that are zero at all stages are left out."""
     lines = [
         f"{plans[0].world:,} ranks, {plans[0].numel:,} parameters: bytes a rank",
         _row("stage", [str(each.stage) for each in plans]),

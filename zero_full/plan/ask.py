@@ -1,4 +1,4 @@
-"""From a model and a configuration to plans."""
+"""Make memory plans from a model and a configuration."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -32,14 +32,14 @@ def plan(
     device: str = "cuda",
     expert_parallel: int | None = None,
 ) -> Plan:
-    """What the rank that holds most will hold, with `world` data-parallel ranks.
+    """Predict the memory of the largest of `world` data-parallel ranks.
 
-    model    as one rank has it: of experts, those that live there
+    model    the model of one rank, with only that rank's experts
     config   a dict or the path of a JSON file, as for `initialize`; batch sizes may be missing
-    inputs   tensors like a micro-batch's positional inputs, on meta if you like; without them activations
-             are unknown
-    device   where it will run: only on "cpu" are there windows of shared memory
-    expert_parallel  how many neighbours hold different experts, if parameters are marked as experts
+    inputs   tensors like a micro-batch's positional inputs, possibly on the meta device; without them
+             activations are unknown
+    device   the device type of the run; only "cpu" uses shared-memory windows
+    expert_parallel  the number of consecutive ranks with different experts, if the model has experts
     """
     resolved, cluster = _resolved(config, world), Cluster(world, expert_parallel, device)
     return _plan(model, resolved, cluster, _activations(model, resolved.config, inputs))
@@ -54,28 +54,28 @@ def plan_stages(
     device: str = "cuda",
     expert_parallel: int | None = None,
 ) -> list[Plan]:
-    """A plan for every stage that the optimizer can serve, whatever the config says, to choose from.
+    """Make a plan for every stage that the optimizer supports, regardless of the config's stage.
 
-    model    as one rank has it: of experts, those that live there
+    model    the model of one rank, with only that rank's experts
     config   a dict or the path of a JSON file, as for `initialize`; batch sizes may be missing
-    inputs   tensors like a micro-batch's positional inputs, on meta if you like; without them activations
-             are unknown, and missing in the peak
-    device   where it will run: only on "cpu" are there windows of shared memory
-    expert_parallel  how many neighbours hold different experts, if parameters are marked as experts
+    inputs   tensors like a micro-batch's positional inputs, possibly on the meta device; without them
+             activations are unknown and missing in the peak
+    device   the device type of the run; only "cpu" uses shared-memory windows
+    expert_parallel  the number of consecutive ranks with different experts, if the model has experts
     """
     resolved, cluster = _resolved(config, world), Cluster(world, expert_parallel, device)
     left = _activations(model, resolved.config, inputs)
     stages: Sequence[int] = STAGES
-    with suppress(ValueError):  # of a name that nobody knows, which the first plan tells
+    with suppress(ValueError):  # an unknown optimizer name, on which the first plan raises
         stages = STAGES if (chosen := resolved.config.optimizer) is None else served_stages(chosen.type)
     return [_plan(model, _at_stage(resolved, stage), cluster, left) for stage in stages]
 
 
 def _resolved(config: Any, world: int) -> Resolved:
-    """The checked configuration; with micro-batches of 1 where it does not say."""
+    """Resolve the configuration, with a micro-batch size of 1 if it has no batch sizes."""
     given: Any = config.model_dump(exclude_unset=True) if isinstance(config, Config) else config
     if isinstance(given, str | Path):
-        with suppress(ConfigError):  # `resolve` tells what is wrong
+        with suppress(ConfigError):  # `resolve` raises it again
             content = read(Path(given)).value
             given = content if _lacks_batch(content) else given
     return resolve({**given, MICRO: 1} if _lacks_batch(given) else given, world)
@@ -100,7 +100,7 @@ def _plan(model: nn.Module, resolved: Resolved, cluster: Cluster, left: int | No
         rehearsed = Rehearsal(model, resolved, cluster)
     except ConfigError:
         raise
-    except (TypeError, ValueError) as error:  # what `initialize` would say
+    except (TypeError, ValueError) as error:  # the errors that `initialize` would raise
         raise PlanError(str(error)) from error
     return Plan(
         stage=resolved.config.zero_optimization.stage,
@@ -113,7 +113,7 @@ def _plan(model: nn.Module, resolved: Resolved, cluster: Cluster, left: int | No
 
 
 def _largest(rehearsed: Rehearsal) -> dict[str, int]:
-    """Bytes by kind, in the phase that has most of it."""
+    """Return the bytes by kind, each from the phase in which it is largest."""
     found = {"sent": rehearsed.sent, **rehearsed.passing(), **rehearsed.kept()}
     for phase in rehearsed.phases:
         for kind in ("moments", "update", "sent", "saved"):

@@ -18,7 +18,7 @@ from zero_full.precision.dtypes import NAMES
 
 
 def main(options: argparse.Namespace) -> int:
-    """Print what `python -m zero_full plan` was asked for."""
+    """Run `python -m zero_full plan` and return the exit code."""
     model = model_of(options.model)
     inputs = [input_of(text) for text in options.batch]
     make = plan_stages if options.stages else lambda *given, **named: [plan(*given, **named)]
@@ -32,7 +32,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def model_of(name: str) -> nn.Module:
-    """The model that `module:function` makes, on the meta device."""
+    """Call `module:function` on the meta device and return the model."""
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:
         raise PlanError(f'--model {name}: give it as module:function, such as "my_models:llama_7b"')
@@ -61,7 +61,7 @@ def _module(name: str) -> Any:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # it is there, and misses something itself
+            raise  # the module exists, but an import inside it fails
         raise PlanError(
             f"--model {name}:...: there is no module {error.name}; run this in the folder that has it"
         ) from None
@@ -75,7 +75,7 @@ def _attribute(module: Any, name: str) -> Any:
 
 
 def input_of(text: str) -> Tensor:
-    """ "2x1024:int64" as a tensor without values."""
+    """Make a meta tensor from a description such as "2x1024:int64"."""
     found = re.fullmatch(r"(\d+(?:x\d+)*):(\w+)", text)
     dtype = NAMES.get(found[2], getattr(torch, found[2], None)) if found else None
     if found is None or not isinstance(dtype, torch.dtype):

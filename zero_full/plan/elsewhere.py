@@ -1,4 +1,4 @@
-"""What stands in, in a plan, for the host's memory and for files of the optimizer's state."""
+"""Simulated offload tiers for a plan: host memory, and the spill file of the optimizer state."""
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
@@ -19,23 +19,23 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class PretendedHost(HostTier):
-    """Where state waits that is on no device: for a plan, on the meta device, too, and unwatched."""
+    """Simulated host tier: its tensors are on the meta device and not counted as device memory."""
 
     watch: Watch = field(kw_only=True)
     planned: torch.device = field(kw_only=True)
 
     def room(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """No memory."""
+        """Make a tensor without memory."""
         with self.watch.of(None):
             return torch.empty(numel, dtype=dtype, device=META)
 
     def fetch(self, tensor: Tensor) -> Tensor:
-        """A copy, as if it were elsewhere."""
+        """Return a copy, as a host-to-device copy would."""
         with self.watch.of(None):
             return tensor.clone()
 
     def flow(self, device: torch.device, sums: bool) -> Flow | None:
-        """Copies as from the device that is planned for, each done at once."""
+        """Return the host-device copies of the planned device, which complete immediately."""
         if self.planned.type == "cpu":
             return None
         copier = PretendedCopier()
@@ -44,10 +44,10 @@ class PretendedHost(HostTier):
 
 @dataclass(frozen=True)
 class PretendedFile(PretendedHost):
-    """The same for state that waits in a file, which is not there either."""
+    """Simulated NVMe tier: optimizer state in a spill file."""
 
     part_numel: int | None = None
-    # Bytes of each block of each part, in the last step.
+    # Bytes of each block of each part in the last step.
     blocks: list[list[int]] = field(default_factory=list)
     kind = BlockTier.kind
     moves = True
@@ -55,21 +55,21 @@ class PretendedFile(PretendedHost):
     def in_turn(
         self, parts: Sequence[Sequence[Any]], tensors_of: Callable[[Any], list[Tensor]]
     ) -> Generator[Sequence[Any]]:
-        """Each part, and what it has in a buffer and in the file behind the step."""
+        """Yield each part, and record the sizes of its blocks in the file after the step."""
         self.blocks.clear()
         for part in parts:
             yield part
-            self.blocks.append([bytes_of_block(_sizes(tensors_of(owned))) for owned in part])
+            self.blocks.append([bytes_of_block(_sizes(tensors_of(group))) for group in part])
 
     @property
     def buffers(self) -> int:
-        """Two of them, each as large as the largest part that comes into it, beginning with a page."""
+        """Bytes of the two staging buffers: each has the size of its largest part, plus a page."""
         parts = [sum(part) for part in self.blocks]
         return sum(max(turn) + PAGE for turn in (parts[::2], parts[1::2]) if turn)
 
 
 def _sizes(tensors: Sequence[Tensor]) -> list[int]:
-    """Of those that are no windows of the first one."""
+    """Return the bytes of the first tensor, and of the others unless they are views of it."""
     first, *others = tensors
     mine = first.untyped_storage()
     return [
@@ -79,10 +79,10 @@ def _sizes(tensors: Sequence[Tensor]) -> list[int]:
 
 
 class PretendedCopier:
-    """Copies nothing."""
+    """Simulated copier, which copies nothing."""
 
     def mark(self) -> None:
-        """Nothing is queued."""
+        """Do nothing: no copy is queued."""
 
     def copy(self, target: Tensor, source: Tensor, after: None) -> None:
-        """There are no values."""
+        """Do nothing: the tensors have no values."""

@@ -1,4 +1,4 @@
-"""Whole parameters on their way, in a plan: the first rank is played, and the one that has most to do."""
+"""Plan the exchange of whole parameters (such as for Muon): simulate the first rank and the busiest one."""
 
 from collections.abc import Container, Mapping, Sequence
 
@@ -10,15 +10,15 @@ from zero_full.comm.fake_ranks import PretendedGroup
 from zero_full.comm.lane import Lane
 from zero_full.optim.step import Piece, Whole, WholeRule
 from zero_full.plan.watch import Watch
-from zero_full.shard.group.master import Owned
+from zero_full.shard.group.parameter_group import TrainedGroup
 from zero_full.shard.group.parameters import Member
 from zero_full.shard.step.peers import Owners, PartPeers, Round
 
-AT_WORK = 3  # how often what is worked on is in memory: as it came, as it is now, and as it will be next
+AT_WORK = 3  # copies in memory of the parameter being updated: input, current value, next value
 
 
 class PlannedRule:
-    """A rule, as one rank follows it. What it makes of pieces is for `kind`."""
+    """A whole-parameter rule as one simulated rank runs it. Memory of its pieces counts as `kind`."""
 
     def __init__(self, rule: WholeRule, watch: Watch, kind: str | None, is_first: bool) -> None:
         self.rule, self.watch, self.kind, self.is_first = rule, watch, kind, is_first
@@ -26,50 +26,52 @@ class PlannedRule:
         self.of_whole = rule.of_whole
 
     def bring(self, piece: Piece) -> Tensor:
-        """Only the first rank has pieces."""
+        """Return the piece's contribution: an empty tensor, except on the first rank."""
         if not self.is_first:
             return torch.empty_like(piece.master, dtype=self.wire)
         with self.watch.of(self.kind):
             return self.rule.bring(piece)
 
     def take(self, piece: Piece, values: Tensor) -> None:
-        """As above."""
+        """Apply the result to the piece, on the first rank only."""
         if self.is_first:
             with self.watch.of(self.kind):
                 self.rule.take(piece, values)
 
 
 class AllRanks:
-    """What stands in for the other ranks in a part of a step, and counts the bytes that each rank sends."""
+    """Simulation of all ranks in the exchange, which counts the bytes that each rank sends."""
 
     def __init__(self, watch: Watch) -> None:
         self.watch = watch
         self.sent: dict[Communicator, list[int]] = {}  # by rank
 
-    def peers(self, part: Sequence[Owned], used: Container[Member], lane: Lane, owners: Owners) -> PartPeers:
-        """Of this part."""
+    def peers(
+        self, part: Sequence[TrainedGroup], used: Container[Member], lane: Lane, owners: Owners
+    ) -> PartPeers:
+        """Return the simulated peers for this part of the step."""
         return PlannedPeers(self, part, used, lane, owners)
 
 
 class PlannedPeers(PartPeers):
-    """Plays the first rank, and then the busiest one, if that is another."""
+    """Simulated peers: run the exchange as the first rank, and again as the busiest rank if it is another."""
 
     def __init__(
         self,
         everyone: AllRanks,
-        part: Sequence[Owned],
+        part: Sequence[TrainedGroup],
         used: Container[Member],
         lane: Lane,
         owners: Owners,
     ) -> None:
         super().__init__(part, used, lane, owners)
         self.everyone = everyone
-        self.kind = None if any(owned.tier.apart for owned in part) else "update"
+        self.kind = None if any(group.master.tier.apart for group in part) else "update"
 
     def travel(
         self, rounds: Sequence[Round], ranks: Communicator, rule: WholeRule, mine: Mapping[str, Piece]
     ) -> None:
-        """The memory that it takes is for the update."""
+        """Run the exchange. Its memory counts as `update`."""
         everyone, other = self.everyone, _busiest(rounds, ranks.size)
         with everyone.watch.of("update"):
             planned = PlannedRule(rule, everyone.watch, self.kind, is_first=True)
@@ -82,12 +84,12 @@ class PlannedPeers(PartPeers):
         sent = everyone.sent.setdefault(ranks, [0] * ranks.size)
         for one in rounds:
             for (start, owner), numel in one.ways.items():
-                sent[start] += numel * rule.wire.itemsize  # there
-                sent[owner] += numel * rule.wire.itemsize  # and back
+                sent[start] += numel * rule.wire.itemsize  # to the owner
+                sent[owner] += numel * rule.wire.itemsize  # the result, back from the owner
 
 
 def _busiest(rounds: Sequence[Round], world: int) -> int:
-    """The rank through whose memory most goes: what it sends and is sent, and its largest parameter."""
+    """Return the rank with the most memory traffic: bytes sent and received, and its largest parameter."""
     most, largest = [0] * world, [0] * world
     for one in rounds:
         for way, numel in one.ways.items():

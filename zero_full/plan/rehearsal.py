@@ -1,12 +1,13 @@
-"""The runtime on the meta device: a step of one rank of many, without values and without the others.
+"""Rehearsal: run a training step of one rank on the meta device, without values and without other ranks.
 
-Dealing, hooks, buckets, collectives and the optimizer are those of a run. Three things stand in for what is
-not there: the model's shadow (`shadow.py`), groups whose collectives move nothing (`comm/fake_ranks.py`), and
-a lane on which reductions and gathers come as late as they can (`Late` in `comm/lane.py`).
+Sharding, hooks, buckets, collectives and the optimizer are those of a real run. Three parts are replaced. The
+model is replaced by its shadow (`shadow.py`), and process groups by groups whose collectives do nothing
+(`comm/fake_ranks.py`). The lane is one that completes reductions and gathers as late as possible (`Late` in
+`comm/lane.py`).
 
-[Note: the rank that holds most] The first one is rehearsed. All ranks hold slices of the same size. They
-differ in how much of a slice is padding, of which an optimizer keeps no state; in what it keeps of which
-parameter; and in the whole parameters that they own for the update (`everyone.py`).
+[Note: the rank that holds most] The first rank is rehearsed. All ranks hold shards of the same size. They
+differ in three ways: in the padding within a shard, which has no optimizer state; in the state per element,
+which can depend on the parameter; and in the whole parameters that they own for the update (`everyone.py`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -49,22 +50,22 @@ from zero_full.shard.step.optimizer import ZeroOptimizer
 from zero_full.start.argument_checks import check_optimizer
 from zero_full.start.from_config import scaler_of, settings_of, shard_ranks_of
 
-NO_OPTIMIZER = OptimizerConfig(type="AdamW")  # where the config leaves it to the script
+NO_OPTIMIZER = OptimizerConfig(type="AdamW")  # assumed if the configuration has no optimizer
 Returned = TypeVar("Returned")
 META, CPU = torch.device("meta"), torch.device("cpu")
-DIFFERENT = 3  # of a step's micro-batches: the first, the last, and all in between, which are alike
+DIFFERENT = 3  # micro-batches to rehearse: the first, the last, and one for all in between, which are equal
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Where a run will be."""
+    """The ranks and the device of the planned run."""
 
-    world: int  # data-parallel ranks
-    experts: int | None  # ranks, neighbours, that hold different experts
+    world: int  # number of data-parallel ranks
+    experts: int | None  # number of consecutive ranks that hold different experts
     device: str
 
     def topology(self, config: Config) -> Topology:
-        """The groups of the first rank."""
+        """Return the process groups of the first rank, simulated."""
         everyone, size = range(self.world), self.experts
         topology = Topology(data=PretendedGroup(everyone, 0))
         if size is not None:
@@ -75,7 +76,7 @@ class Cluster:
 
 
 class Rehearsal:
-    """A model and its optimizer as the first rank has them, after a step and before its gradients are let go.
+    """The model and optimizer of the first rank, after a step and before its gradients are freed.
 
     See [Note: the rank that holds most].
     """
@@ -83,18 +84,18 @@ class Rehearsal:
     def __init__(self, model: nn.Module, resolved: Resolved, cluster: Cluster) -> None:
         self.config, self.cluster, self.shadow = resolved.config, cluster, shadow_of(model)
         self.watch, self.traffic = Watch(), Traffic()
-        self.copied: dict[str, int] = {}  # in a step, for state that waits on the host: bytes each way
-        self.file: PretendedFile | None = None  # of the optimizer's state
-        self.shelf: PretendedFileShelf | None = None  # of parameters
-        self.parameters_read = self.parameters_written = 0  # in a step
-        self.pinned = self.early = 0  # bytes on the host: page-locked, and for steps on a guess
+        self.copied: dict[str, int] = {}  # bytes copied in a step between device and host, by direction
+        self.file: PretendedFile | None = None  # spill file of the optimizer state
+        self.shelf: PretendedFileShelf | None = None  # spill file of the parameters
+        self.parameters_read = self.parameters_written = 0  # bytes in a step
+        self.pinned = self.early = 0  # bytes of host memory: page-locked, and for speculative steps
         self.optimizer = self._optimizer()
         self.engine = Engine(self.shadow, self.optimizer, resolved, CPU)
         with self.watch:
             if self.optimizer.parts.sites:
-                self._step(1)  # till then nobody knows in which order modules are called
+                self._step(1)  # records the order in which modules are called
                 self.optimizer.zero_grad()
-            self.watch.begin(flat.full for flat in self.optimizer.flats() if flat.released_at_rest)
+            self.watch.begin(flat.full for flat in self.optimizer.parts.flats if flat.released_at_rest)
             self.sent = self._step(self.config.gradient_accumulation_steps)
         self.holdings = self.optimizer.holdings()
         self.most = {kind: self.watch.most(kind) for kind in ("gathered", "buckets", "update")}
@@ -128,7 +129,7 @@ class Rehearsal:
         for options in (base.defaults, *base.param_groups):
             _as_on_meta(options)
         steppers, planned = made.steppers, torch.device(self.cluster.device)
-        places = {CPU if owned.tier.apart else planned for owned in parts.owned}
+        places = {CPU if group.master.tier.apart else planned for group in parts.trained}
         steppers.fused_adam.compiled_for = lambda device: all(map(compiled_for, places))
         self.everyone = AllRanks(self.watch)
         steppers.peers_of = self.everyone.peers
@@ -139,15 +140,18 @@ class Rehearsal:
         return made
 
     def _dealt(self, dealer: Dealer, base: torch.optim.Optimizer, chosen: Settings) -> Sharded:
-        """Of state that waits on the host, no bytes are for the device. `chosen`: what a run would have."""
+        """Shard the model. Offloaded state is not counted as device memory.
+
+        `chosen` are the settings of the real run.
+        """
         drafts, planned = dealer.draft(self.shadow), torch.device(self.cluster.device)
         dealer.settings, settings = chosen, dealer.settings
         memory = host_memory(base, dealer, drafts, planned)
         dealer.settings, self.early = settings, memory.early
         parts = dealer.deal(drafts)
-        for owned in parts.owned:
-            if owned.tier.apart:
-                owned.fetch = self.watch.around(None, owned.fetch)  # type: ignore[method-assign]
+        for group in parts.trained:
+            if group.master.tier.apart:
+                group.master.fetch = self.watch.around(None, group.master.fetch)  # type: ignore[method-assign]
         if isinstance(chosen.tier, HostTier) and chosen.tier.locks(planned):
             self.pinned = Places([*memory.rooms, *memory.passing]).size
         return parts
@@ -168,9 +172,9 @@ class Rehearsal:
     # A step --------------------------------------------------------------------------------------
 
     def _passes(self, boundaries: Sequence[bool]) -> list[tuple[int, int]]:
-        """Forward and backward for each micro-batch, which may be the boundary.
+        """Run forward and backward for each micro-batch. `boundaries`: which are accumulation boundaries.
 
-        Returns the bytes that each sends, and those of parameters that it reads.
+        Returns, for each, the bytes sent and the bytes of parameters read from the spill file.
         """
         found = []
         for is_boundary in boundaries:
@@ -186,11 +190,11 @@ class Rehearsal:
         return found
 
     def _read(self) -> int:
-        """Bytes of parameters read from a file so far."""
+        """Return the bytes of parameters read from the spill file so far."""
         return self.shelf.read if self.shelf is not None else 0
 
     def _step(self, micro_batches: int) -> int:
-        """A whole step. Returns the bytes that are sent in it."""
+        """Run a whole step and return the bytes sent in it."""
         self.traffic.clear()
         self.everyone.sent.clear()
         flow = self.optimizer.parts.flow
@@ -203,7 +207,7 @@ class Rehearsal:
             self.optimizer.step()
         sent, again = (size * (micro_batches - count) for size in (passes[1] if count > 1 else (0, 0)))
         downs, ups = (copied.sent[what] for what in ("gradients down", "parameters up"))
-        if self.optimizer.settings.frees_gradients:  # they go down in each pass
+        if self.optimizer.settings.frees_gradients:  # gradients are copied to the host in each pass
             downs = downs // count * micro_batches
         self.copied = {"down": downs, "up": ups}
         if self.shelf is not None:
@@ -212,7 +216,7 @@ class Rehearsal:
         return self.traffic.total() + sent + self._more(self.everyone.sent)
 
     def _phases(self) -> Iterator[Phase]:
-        """A step of each kind, of an optimizer that has several."""
+        """Run a step of each kind, for an optimizer that has several."""
         stepper = self.optimizer.contents.stepper
         for name, begin in stepper.phases().items():
             self.optimizer.zero_grad()
@@ -225,15 +229,15 @@ class Rehearsal:
             )
             yield Phase(name, moments, self.watch.most("update"), sent, self._saved())
 
-    # What it shows -------------------------------------------------------------------------------
+    # Results -------------------------------------------------------------------------------------
 
     def kept(self) -> dict[str, int]:
-        """Bytes from step to step, by kind."""
-        done = {member.param for flat in self.optimizer.flats() for member in flat.members}
+        """Return the bytes of persistent memory and of traffic, by kind."""
+        done = {member.param for group in self.optimizer.parts.groups for member in group.members}
         elsewhere = [p for p in self.shadow.parameters() if p not in done]
         host, owned = (bytes_behind(self.holdings.get(kind, [])) for kind in ("host", "optimizer"))
-        here = (each for each in self.optimizer.owned if each.is_separate and not each.tier.apart)
-        master = bytes_behind(each.master for each in here)
+        masters = (group.master for group in self.optimizer.trained)
+        master = bytes_behind(m.values for m in masters if m.is_separate and not m.tier.apart)
         surplus_here, surplus_there = (self._more(self._states(apart)) for apart in (False, True))
         return {
             "parameters": bytes_behind([*self.holdings["parameters"], *elsewhere]),
@@ -249,7 +253,7 @@ class Rehearsal:
         }
 
     def _waiting(self, host: int, surplus: int) -> dict[str, int]:
-        """What does not wait on the device, and what of it moves in a step."""
+        """Return the bytes offloaded to host memory and disk, and the disk traffic of a step."""
         if self.file is None:
             waits = host + surplus + self.early + (self._aside() if self.delays else 0)
             state = 0
@@ -265,40 +269,42 @@ class Rehearsal:
         }
 
     def _aside(self) -> int:
-        """Gradients that a delayed update keeps: see [Note: delayed updates]."""
-        away = [owned for owned in self.optimizer.owned if owned.tier.apart and not owned.bucket.asleep]
-        types = (owned.dtype if owned.flow is None else owned.bucket.accumulate for owned in away)
-        return sum(o.flat.shard.numel() * dtype.itemsize for o, dtype in zip(away, types, strict=True))
+        """Return the bytes of gradients that a delayed update keeps: see [Note: delayed updates]."""
+        away = [group for group in self.optimizer.trained if group.master.tier.apart and not group.asleep]
+        types = (
+            group.master.dtype if group.master.flow is None else group.gradients.accumulate for group in away
+        )
+        return sum(group.layout.shard * dtype.itemsize for group, dtype in zip(away, types, strict=True))
 
     def _saved(self) -> int:
         taken = Taken(self.shadow, self.optimizer, exclude_frozen=False)
         return saved_bytes(taken, self.optimizer, self.cluster.experts or 1)
 
     def passing(self) -> dict[str, int]:
-        """The most bytes at a time of what comes and goes within a step, by kind."""
+        """Return the peak bytes of temporary memory within a step, by kind."""
         return self.most
 
     def _states(self, apart: bool) -> dict[Communicator, list[int]]:
-        """Bytes of the optimizer's state that waits there, by the ranks that share it."""
+        """Return each rank's bytes of optimizer state, offloaded (`apart`) or not, by communicator."""
         known, bytes_of = self.optimizer.base.state, dict[tuple[int, torch.dtype], int]()
         states: dict[Communicator, list[int]] = {}
-        for owned in (each for each in self.optimizer.owned if each.tier.apart is apart):
-            ranks = states.setdefault(owned.flat.ranks, [0] * owned.flat.ranks.size)
-            for member in owned.flat.members if not owned.bucket.asleep else ():
-                kind = member.group, owned.master.dtype
-                piece = owned.pieces.get(member)
+        for group in (each for each in self.optimizer.trained if each.master.tier.apart is apart):
+            ranks = states.setdefault(group.ranks, [0] * group.ranks.size)
+            for member in group.members if not group.asleep else ():
+                kind = member.group, group.master.values.dtype
+                piece = group.master.pieces.get(member)
                 if piece is not None:
                     bytes_of[kind] = (
                         bytes_behind(_state_in([known.get(piece.master, {})])) // piece.master.numel()
                     )
                 elif kind not in bytes_of:
-                    bytes_of[kind] = self._bytes_of(member, owned.master.dtype)
-                for rank, numel in owned.flat.layout.shares(member.index):
+                    bytes_of[kind] = self._bytes_of(member, group.master.values.dtype)
+                for rank, numel in group.layout.shares(member.index):
                     ranks[rank] += numel * bytes_of[kind]
         return states
 
     def _bytes_of(self, member: Member, dtype: torch.dtype) -> int:
-        """What a rule of its own keeps of each element of a parameter of which the first rank has nothing."""
+        """Return the state bytes per element of a parameter that has no elements on the first rank."""
         stepper, master = (
             self.optimizer.steppers.own,
             torch.empty(member.param.shape, dtype=dtype, device=META),
@@ -313,7 +319,7 @@ class Rehearsal:
         return bytes_behind(_state_in([piece.state])) // master.numel()
 
     def _more(self, by_ranks: Mapping[Communicator, Sequence[int]]) -> int:
-        """Bytes that another rank has more than this one. See [Note: the rank that holds most]."""
+        """Return how much the largest rank exceeds the first. See [Note: the rank that holds most]."""
         groups, neighbours = self.optimizer.groups, self.cluster.experts or 1
         dense = by_ranks.get(groups.dense.shard, [0])
         experts = [0] if groups.expert is None else by_ranks.get(groups.expert.shard, [0])
@@ -324,14 +330,14 @@ class Rehearsal:
         return max(totals) - totals[0]
 
     def _windows(self) -> int:
-        """Of shared memory, if all ranks are on one host."""
+        """Return the bytes of shared-memory windows, if all ranks are on one host."""
         groups = [each for each in self.optimizer.groups.communicators if each.size > 1]
         shared = self.cluster.device == "cpu" and self.optimizer.settings.shared_memory
         return len(groups) * window_of(HALF) if shared else 0
 
 
 def _refuse(act: Callable[[], Returned]) -> Returned:
-    """What `act` returns; what it raises is wrong with the configuration."""
+    """Call `act`, and raise its TypeError or ValueError as ConfigError."""
     try:
         return act()
     except (TypeError, ValueError) as error:
@@ -339,13 +345,13 @@ def _refuse(act: Callable[[], Returned]) -> Returned:
 
 
 def _as_on_meta(options: dict[str, Any]) -> None:
-    """Without the options that torch refuses on meta. Who steps is the same, and the state."""
-    if options.get("capturable"):  # a fused sweep would not do
+    """Drop options that torch rejects on the meta device. The same stepper is chosen, with the same state."""
+    if options.get("capturable"):  # the fused kernel is not used for capturable optimizers
         options.update(capturable=False, fused=False)
     elif options.get("fused"):
         options["fused"] = None
 
 
 def _state_in(states: Iterable[Mapping[str, Any]]) -> list[Tensor]:
-    """The tensors in these. Counters do not count."""
+    """Return the tensors in these states, without step counters."""
     return [t for state in states for t in state.values() if isinstance(t, Tensor) and t.dim()]

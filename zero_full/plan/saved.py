@@ -1,8 +1,8 @@
-"""The bytes that the rank with the most of them saves, which an asynchronous save copies.
+"""Compute the largest number of bytes that one rank saves, which an asynchronous save copies.
 
-Ranks save as much as the first one, which is rehearsed, but for this: of a flat buffer another rank may have
-less padding, and so more elements; what several ranks have they share, and the first of them has what cannot
-be divided; and only the first of them saves buffers.
+The rehearsal covers the first rank. Other ranks differ from it in three ways. They may have less padding in a
+flat buffer, and so more elements. Replicas divide the saving of equal data, and the first of them saves the
+remainder. Only the first of them saves buffers.
 """
 
 from collections.abc import Sequence
@@ -11,12 +11,15 @@ from dataclasses import replace
 from zero_full._compat import plain
 from zero_full.checkpoint.save import Taken, share_of
 from zero_full.shard.contents.state import entry_of
-from zero_full.shard.group.parameters import FlatParameter
+from zero_full.shard.group.parameters import FlatParameters
 from zero_full.shard.step.optimizer import ZeroOptimizer
 
 
 def saved_bytes(taken: Taken, optimizer: ZeroOptimizer, neighbours: int) -> int:
-    """On the rank with the most. `neighbours`: ranks side by side that hold different experts, or 1."""
+    """Return the bytes saved by the rank with the most.
+
+    `neighbours` is the number of consecutive ranks that hold different experts, or 1.
+    """
     groups = optimizer.groups
     pairs = groups.dense, groups.expert or groups.dense
     dense, experts = ([0] * pair.shard.size for pair in pairs)
@@ -24,7 +27,7 @@ def saved_bytes(taken: Taken, optimizer: ZeroOptimizer, neighbours: int) -> int:
         totals = experts if flat.kind.expert else dense
         for rank in range(len(totals)):
             totals[rank] += _share(flat, rank, sizes)
-    most = dict[int, int]()  # by place among those that have the same: of the first, and of all others alike
+    most = dict[int, int]()  # largest total by index among the replicas
     for rank in range(max(len(dense), neighbours * len(experts))):
         place = rank // neighbours % len(experts)
         total = dense[rank % len(dense)] + experts[place]
@@ -34,10 +37,10 @@ def saved_bytes(taken: Taken, optimizer: ZeroOptimizer, neighbours: int) -> int:
     return own + max(total + _of_whole(taken, place * across) for place, total in most.items())
 
 
-def _cut(taken: Taken, optimizer: ZeroOptimizer) -> dict[FlatParameter, list[int]]:
-    """How many bytes are saved for an element of each parameter of each flat buffer: values and state.
+def _cut(taken: Taken, optimizer: ZeroOptimizer) -> dict[FlatParameters, list[int]]:
+    """Return the saved bytes per element, values and state, of each parameter of each flat buffer.
 
-    Of what the rehearsed rank has nothing, as many as of another parameter of the optimizer's group.
+    For a parameter without elements on the rehearsed rank, another one of its parameter group is used.
     """
     by_name, by_group = dict[str, int](), dict[int, int]()
     for chunk in taken.cut:
@@ -45,23 +48,23 @@ def _cut(taken: Taken, optimizer: ZeroOptimizer) -> dict[FlatParameter, list[int
             key, _ = entry_of(chunk.key) or (chunk.key, "")
             name = key.partition("/")[2]
             by_name[name] = by_name.get(name, 0) + chunk.values.itemsize
-    named = [(flat, member, plain(member.name)) for flat in optimizer.flats() for member in flat.members]
+    named = [(flat, member, plain(member.name)) for flat in optimizer.parts.flats for member in flat.members]
     for _, member, name in named:
         if name in by_name:
             by_group.setdefault(member.group, by_name[name])
-    found: dict[FlatParameter, list[int]] = {}
+    found: dict[FlatParameters, list[int]] = {}
     for flat, member, name in named:
         found.setdefault(flat, []).append(by_name.get(name, by_group.get(member.group, 0)))
     return found
 
 
-def _share(flat: FlatParameter, rank: int, sizes: Sequence[int]) -> int:
-    """The bytes that a rank of the flat buffer's saves, the first of those that have the same."""
+def _share(flat: FlatParameters, rank: int, sizes: Sequence[int]) -> int:
+    """Return the bytes of a flat buffer that a rank saves, as the first of its replicas."""
     fragments, holders = flat.layout.fragments(rank), flat.across.size
     return sum(-(-fragment.numel // holders) * sizes[fragment.index] for fragment in fragments)
 
 
 def _of_whole(taken: Taken, place: int) -> int:
-    """Bytes of what every rank has, as the one with this place among them saves it."""
+    """Return the bytes of replicated tensors that the replica with this index saves."""
     chunks = (replace(chunk, holder=(place, chunk.holder[1])) for chunk in taken.whole)
     return sum(share_of(chunk).values.nbytes for chunk in chunks)

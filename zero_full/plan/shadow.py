@@ -1,9 +1,9 @@
-"""A model's shadow on the meta device: the same modules, names and shapes; forward only uses parameters.
+"""Shadow of a model on the meta device: the same modules, names and shapes, with a simulated forward.
 
-[Note: a pretended pass] Modules are called in the order in which the model lists them, each once, outer ones
-around inner ones; each uses its own parameters first. What travels is one number without a value. So autograd
-brings every parameter's gradient, last first, and all hooks of the runtime are called as in a real pass. Two
-modules that hold the same parameter both use it.
+[Note: a pretended pass] Modules are called once each, in the order of registration, and nested as in the
+model. Each uses its own parameters first, then calls its children. The activation is a scalar on the meta
+device. So autograd produces every parameter's gradient, in reverse order, and all hooks of the runtime run as
+in a real pass. Two modules that hold the same parameter both use it.
 """
 
 from collections.abc import Iterator
@@ -17,12 +17,12 @@ from zero_full._compat import held_by
 
 
 def shadow_of(model: nn.Module) -> nn.Module:
-    """Modules of the same classes with the same attributes, but for parameters, buffers and hooks."""
+    """Copy a model's modules, with the same classes and attributes, without hooks and on the meta device."""
     return _Maker().of(model)
 
 
 def new_pass(shadow: nn.Module) -> None:
-    """Before its forward: no module was called yet."""
+    """Prepare the shadow for another forward: forget which modules were called."""
     vars(shadow)["forward"].called.clear()
 
 
@@ -37,13 +37,13 @@ class _Maker:
             return self.modules[module]
         made: nn.Module = object.__new__(type(module))
         self.modules[module] = made
-        vars(made).update({**vars(module), **vars(nn.Module())})  # its own dictionaries, and no hooks
+        vars(made).update({**vars(module), **vars(nn.Module())})  # new dictionaries, without hooks
         for name, param in _own(module.named_parameters):
             nn.Module.register_parameter(made, name, self._parameter(param))
         for name, buffer in _own(module.named_buffers):
             nn.Module.register_buffer(made, name, self._tensor(buffer))
         _, children = held_by(module)
-        for name, child in children.items():  # one that has two names has them here, too
+        for name, child in children.items():  # includes a second name of the same child
             if child is not None:
                 nn.Module.add_module(made, name, self.of(child))
         vars(made)["forward"] = PretendedForward(made, self.called)
@@ -75,7 +75,7 @@ class PretendedForward:
         self.module, self.called = module, called
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Use what the module holds itself, then call the modules in it."""
+        """Use the module's own parameters, then call its children."""
         for param in self.module.parameters(recurse=False):
             if param.requires_grad:
                 x = _Use.apply(x, param)  # type: ignore[no-untyped-call]
@@ -89,16 +89,16 @@ class PretendedForward:
 
 
 class _Use(torch.autograd.Function):
-    """Uses a parameter: its gradient comes in backward."""
+    """Autograd function that uses a parameter, so that backward produces its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, param: Tensor) -> Tensor:
-        """The same number."""
+        """Return a copy of the activation."""
         ctx.like = param.shape, param.dtype, param.device
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        """The same, and a gradient: of zeros, where there are values."""
+        """Pass the gradient on, and return a zero gradient for the parameter."""
         shape, dtype, device = ctx.like
         return grad, torch.zeros(shape, dtype=dtype, device=device)

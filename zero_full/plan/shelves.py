@@ -1,4 +1,4 @@
-"""What stands in, in a plan, for where slices of parameters wait. See `offload/param_store.py`."""
+"""Simulated parameter stores for a plan, in place of those in `offload/param_store.py`."""
 
 import torch
 from torch import Tensor
@@ -12,33 +12,33 @@ from zero_full.plan.watch import Watch
 
 
 def pretended_shelf(tier: Tier, planned: torch.device, watch: Watch) -> Shelf:
-    """What keeps slices of a model on this device."""
+    """Return the simulated parameter store of a tier. `planned` is the device of the real run."""
     if not isinstance(tier, HostTier):
         return Shelf()
-    # On a CPU host memory is the device's.
+    # On a CPU, host memory is device memory.
     on_host = Shelf() if planned.type == "cpu" else PretendedShelf(tier.locks(planned))
     return PretendedFileShelf(tier, on_host, watch, planned) if isinstance(tier, BlockTier) else on_host
 
 
 def page_locked(shelf: Shelf) -> int:
-    """Bytes of slices and buffers that are."""
+    """Return the page-locked bytes of slices and staging buffers."""
     if isinstance(shelf, PretendedFileShelf):
         return page_locked(shelf.in_memory) + (shelf.buffers if shelf.locks else 0)
     return shelf.locked if isinstance(shelf, PretendedShelf) else 0
 
 
 class PretendedSlice(Slice):
-    """A slice in host memory: on the meta device, too."""
+    """A parameter slice in simulated host memory, on the meta device."""
 
     apart, kind = True, "host"
 
     def fetch(self, device: torch.device) -> Tensor:
-        """A copy, as if it were elsewhere."""
+        """Return a copy, as a host-to-device copy would."""
         return self.values.clone()
 
 
 class PretendedShelf(Shelf):
-    """Where such slices are."""
+    """Simulated store of parameter slices in host memory."""
 
     apart = True
 
@@ -46,13 +46,16 @@ class PretendedShelf(Shelf):
         self.locks, self.locked = locks, 0  # bytes
 
     def put(self, values: Tensor) -> Slice:
-        """No memory."""
+        """Store a slice without allocating memory."""
         self.locked += Places([values.nbytes]).size if self.locks else 0
         return PretendedSlice(torch.empty_like(values))
 
 
 class PretendedFileShelf(ShelfBehindMemory):
-    """Slices in a file. It takes buffers as a run does, so that the most at a time is known."""
+    """Simulated store of parameter slices in a spill file.
+
+    It takes staging buffers in the same order as a real run, so that their peak is known.
+    """
 
     apart = can_lose = True
 
@@ -61,18 +64,18 @@ class PretendedFileShelf(ShelfBehindMemory):
         self.reach = tier.buffer_numel
         self.watch, self.on_cpu, self.locks = watch, planned.type == "cpu", tier.locks(planned)
         self.disk = self.read = self.written = 0  # bytes
-        self.used: list[PretendedFileSlice] = []  # what has a buffer now
-        self.ahead: list[PretendedFileSlice] = []
-        self.buffers = 0  # bytes in them, at the most
+        self.used: list[PretendedFileSlice] = []  # slices that have a staging buffer
+        self.ahead: list[PretendedFileSlice] = []  # prefetched slices, not used yet
+        self.buffers = 0  # peak bytes of staging buffers
 
     def put(self, values: Tensor) -> Slice:
-        """Room in the file."""
+        """Store a slice in the file."""
         made = PretendedFileSlice(self, torch.empty_like(values))
         self.disk += made.room
         return made
 
     def take(self, slice_: "PretendedFileSlice", ahead: bool = False) -> bool:
-        """Give it a buffer; what is only read ahead gets none, if there are enough already."""
+        """Take a staging buffer for a slice. Returns False for a prefetch if the buffers are in use."""
         if sum(each.numel for each in self.used) + slice_.numel > self.reach:
             if ahead:
                 return False
@@ -82,14 +85,14 @@ class PretendedFileShelf(ShelfBehindMemory):
         return True
 
     def give_up_ahead(self) -> None:
-        """Let go of what was read ahead and not used."""
+        """Release the buffers of prefetched slices that were not used."""
         for slice_ in self.ahead:
             self.used.remove(slice_)
         self.ahead.clear()
 
 
 class PretendedFileSlice(PretendedSlice):
-    """A slice in a file, which is not there."""
+    """A parameter slice in a simulated spill file."""
 
     kind = "disk"
 
@@ -99,7 +102,7 @@ class PretendedFileSlice(PretendedSlice):
         self.numel = self.room // values.itemsize
 
     def begin(self, ahead: bool = False) -> bool:
-        """It takes a buffer."""
+        """Begin to read: take a staging buffer. `ahead`: as a prefetch. Returns False without a buffer."""
         if self not in self.shelf.used:
             if not self.shelf.take(self, ahead):
                 return False
@@ -110,7 +113,7 @@ class PretendedFileSlice(PretendedSlice):
         return True
 
     def copy_to(self, place: Tensor) -> None:
-        """It has been read, and the buffer is free again."""
+        """Read the slice, copy it, and release the buffer."""
         self._read()
         self.shelf.used.remove(self)
         super().copy_to(place)
@@ -120,14 +123,14 @@ class PretendedFileSlice(PretendedSlice):
         self.shelf.read += self.room
 
     def fetch(self, device: torch.device) -> Tensor:
-        """What has been read: on a CPU the buffer itself."""
+        """Read the slice and return it on the device: on a CPU, the staging buffer itself."""
         self._read()
         with self.shelf.watch.of(None if self.shelf.on_cpu else self.shelf.watch.kind):
             return super().fetch(device)
 
     def update(self, updated: Tensor) -> None:
-        """The new values are written from a buffer."""
-        if updated is not self.at_rest:
+        """Write new values to the file from a staging buffer."""
+        if updated is not self.values:
             self.begin()
             self.shelf.written += self.room
         if self in self.shelf.used:

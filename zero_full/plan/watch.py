@@ -1,4 +1,4 @@
-"""Bytes that come and go while the runtime is at work, by what they are for."""
+"""Track allocations and frees of tensor storages in the rehearsal, by purpose."""
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -14,29 +14,29 @@ from zero_full._compat import TorchDispatchMode, identity_of, reads_value, retur
 from zero_full.nested import tensors_in
 
 Returned = TypeVar("Returned")
-WHOLE = 0  # stands in the log for all buffers that grow and shrink
+WHOLE = 0  # number in the log of all buffers that are resized
 
 
 class Watch(TorchDispatchMode):
-    """Writes down every storage that an operation makes, and when it is gone.
+    """Dispatch mode that logs every new storage and its end.
 
-    A single number counts nothing. Who asks for the value of one that has none is told 1.
+    Tensors without dimensions are not counted. Reading a value from the meta device (`.item()`) returns 1.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.whole: dict[int, torch.UntypedStorage] = {}
         self.size_of_whole = 0
-        self.kind: str | None = None  # what is made now is for; None: nothing that counts
-        self.log: list[tuple[str, int, int]] = []  # for what, which storage, and bytes that came or went
+        self.kind: str | None = None  # purpose of new storages; None: do not count them
+        self.log: list[tuple[str, int, int]] = []  # purpose, storage number, bytes allocated or freed
         self.alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.numbers = count(WHOLE + 1)
         self.makes_new: dict[Any, bool] = {}
 
     def begin(self, whole: Iterable[Tensor]) -> None:
-        """Forget what was. `whole` are buffers that are there already, and empty now and then.
+        """Clear the log. `whole` are existing buffers that are resized between empty and full.
 
-        Their size is looked at whenever somebody copies into one: that is what one has grown for.
+        Their total size is logged at every copy into one of them, since a buffer grows right before a copy.
         """
         self.log.clear()
         self.alive.clear()
@@ -61,7 +61,7 @@ class Watch(TorchDispatchMode):
         return self.makes_new[func]
 
     def _counts(self, tensor: Tensor) -> bool:
-        """What is not on the meta device is on nobody's."""
+        """Return whether the tensor stands for device memory: only those on the meta device do."""
         return tensor.is_meta and tensor.dim() > 0
 
     def _look_at_whole(self) -> None:
@@ -80,7 +80,7 @@ class Watch(TorchDispatchMode):
 
     @contextmanager
     def of(self, kind: str | None) -> Iterator[None]:
-        """What is made in this block is for that."""
+        """Count storages made in this block as `kind`."""
         before, self.kind = self.kind, kind
         try:
             yield
@@ -88,7 +88,7 @@ class Watch(TorchDispatchMode):
             self.kind = before
 
     def around(self, kind: str | None, call: Callable[..., Returned]) -> Callable[..., Returned]:
-        """The same call, with all it makes for that."""
+        """Wrap `call` so that storages it makes count as `kind`."""
 
         def watched(*given: Any) -> Returned:
             with self.of(kind):
@@ -97,7 +97,7 @@ class Watch(TorchDispatchMode):
         return watched
 
     def most(self, kind: str) -> int:
-        """The most bytes at a time, without what is still alive."""
+        """Return the peak bytes of this purpose, without storages that are still alive."""
         now = most = 0
         for each, number, size in self.log:
             if each == kind and number not in self.alive:

@@ -1,4 +1,4 @@
-"""In which numbers we compute: dtypes, the loss scale, and what is too large."""
+"""Mixed precision: the dtypes of a run, the loss scale, and the norm of gradients."""
 
 from zero_full.errors import ScaleExhaustedError
 from zero_full.precision.dtypes import Dtypes

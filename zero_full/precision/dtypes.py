@@ -1,4 +1,4 @@
-"""One table of dtypes: every number of a training step has its place in it."""
+"""The dtypes of a training step: parameters, reduction, accumulation, masters, moments and buffers."""
 
 from dataclasses import dataclass
 
@@ -13,18 +13,21 @@ NAMES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "
 
 @dataclass(frozen=True)
 class Dtypes:
-    """`parameter` None: as the model has them. `reduce` None: as the gradients are."""
+    """The dtypes that a run was asked for.
+
+    `parameter` None: the model's own dtypes. `reduce` None: the dtype of the gradients.
+    """
 
     parameter: torch.dtype | None = None
     reduce: torch.dtype | None = None
     accumulate: torch.dtype | None = None
-    buffer: torch.dtype | None = None  # None: as the model has them
-    low_master: bool = False  # master and gradients in the parameters' 16 bits
-    low_state: bool = False  # with such masters: bf16 moments for Adam, too
-    rounding_seed: int | None = None  # of stochastic rounding of Adam's bf16 numbers; None: to the nearest
+    buffer: torch.dtype | None = None  # None: the model's own
+    low_master: bool = False  # masters and gradients in the parameters' 16-bit dtype
+    low_state: bool = False  # with bf16 masters: Adam's moments in bf16 instead of fp32
+    rounding_seed: int | None = None  # seed of Adam's stochastic rounding to bf16; None: to the nearest
 
     def __post_init__(self) -> None:
-        """Raise TypeError for what is no type of floating-point numbers."""
+        """Raise TypeError for a dtype that is not floating-point, ValueError for a seed without effect."""
         if self.rounding_seed is not None and not self.low_master:
             raise ValueError("rounding_seed without low_master: masters in fp32 are not rounded")
         for name in ("parameter", "reduce", "accumulate", "buffer"):
@@ -33,14 +36,14 @@ class Dtypes:
                 raise TypeError(f"{name} must be a floating-point type such as torch.bfloat16, not {dtype!r}")
 
     def of(self, model: torch.dtype) -> torch.dtype:
-        """The parameters' dtype during training, for a parameter that the model has as `model`."""
+        """The dtype during training of a parameter whose dtype in the model is `model`."""
         return self.parameter if self.parameter is not None and model.is_floating_point else model
 
     def of_buffers(self, model: nn.Module) -> dict[str, torch.dtype]:
-        """Every buffer's dtype, by name.
+        """Every buffer's dtype during training, by name.
 
-        They stay as they are: rotary frequencies rounded to 16 bits are off by radians in a long context. But
-        a batch norm with 16-bit weights wants statistics of the same type.
+        Buffers keep their dtype: rotary frequencies rounded to 16 bits are off by radians in a long context.
+        Only the statistics of a batch norm follow its weights, because torch wants both in one dtype.
         """
         found = {}
         for prefix, module in model.named_modules():
@@ -63,11 +66,11 @@ class Dtypes:
         return torch.float32 if master == torch.bfloat16 and not self.low_state else master
 
     def accumulate_of(self, parameter: torch.dtype) -> torch.dtype:
-        """The dtype in which gradients are kept after reduction, and add up over micro-batches."""
+        """The dtype of reduced gradients, in which micro-batches are accumulated."""
         return self.accumulate or self.master_of(parameter)
 
     def table(self, model: torch.dtype) -> dict[str, str]:
-        """Every dtype in words, by what it is of: for the log."""
+        """The dtypes as text for the log, by the kind of tensor."""
         parameter = self.of(model)
         master = self.master_of(parameter)
         rows = {

@@ -1,6 +1,6 @@
 """The loss scale: the factor that keeps small fp16 gradients from vanishing.
 
-There is one rule for every stage. The scale that backward used is the one to divide out; only then may
+One rule serves every stage: gradients are divided by the scale that backward used, and only then does
 `update` change it for the next step.
 """
 
@@ -22,7 +22,7 @@ class StaticScale:
 
     @property
     def scales(self) -> bool:
-        """Whether losses are, or may come to be, multiplied by anything but 1."""
+        """Whether losses are ever multiplied by a factor other than 1."""
         return self.scale != 1
 
     def times(self, loss: Tensor) -> Tensor:
@@ -30,14 +30,14 @@ class StaticScale:
         return loss if self.scale == 1 else loss.float() * self.scale  # in fp16 the product would overflow
 
     def update(self, overflow: bool) -> None:
-        """Do nothing."""
+        """Keep the scale, whether or not gradients have overflowed."""
 
     def state_dict(self) -> dict[str, Any]:
-        """All that is needed to go on."""
+        """The scale and, of a dynamic one, its counters and options."""
         return dict(vars(self))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`'s answer."""
+        """Continue from a `state_dict`; ValueError if it is of the other kind of scale."""
         if state.keys() != vars(self).keys():
             raise ValueError(
                 "the saved loss scale is of another kind (static or dynamic) than the one configured: "
@@ -47,10 +47,10 @@ class StaticScale:
 
 
 class DynamicScale(StaticScale):
-    """A scale that is halved by overflows, and doubled after `window` good steps.
+    """A scale that halves on overflow and doubles after `window` steps without one.
 
-    The first `hysteresis - 1` overflows are forgiven. They are forgiven anew whenever the scale grows, or
-    after every good step if `consecutive_hysteresis`.
+    The first `hysteresis - 1` overflows do not halve it. That allowance is renewed whenever the scale grows,
+    or after every good step if `consecutive_hysteresis`.
     """
 
     def __init__(
@@ -69,11 +69,11 @@ class DynamicScale(StaticScale):
 
     @property
     def scales(self) -> bool:
-        """It is looked for: always."""
+        """True: the scale changes during training."""
         return True
 
     def update(self, overflow: bool) -> None:
-        """Change the scale after a step, whose gradients must be unscaled already."""
+        """Change the scale after a step. Its gradients must have been unscaled before."""
         if overflow:
             self._shrink()
         else:

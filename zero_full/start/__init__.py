@@ -1,1 +1,1 @@
-"""How a run begins: read the launcher, check arguments, compare ranks, translate a configuration."""
+"""The start of a run: read the launcher, check arguments, compare ranks, translate a configuration."""

@@ -1,5 +1,6 @@
-"""What `initialize` was given, before anything is made of it: one sentence for each mistake."""
+"""Validation of the arguments of `initialize`, before anything is built: one sentence for each mistake."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,14 +17,14 @@ from zero_full.formatting import listed
 from zero_full.shard.group.optimizer_state import StateByParameter
 from zero_full.shard.step.wrapped_optimizer import NoOptimizer, unusable_number
 
-# Whoever averages gradients himself would do so a second time.
+# These average gradients themselves, which would then be averaged twice.
 WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
 
 
 def check_arguments(
     model: Any, optimizer: Any, lr_scheduler: Any, wrap: Any, groups: Mapping[str, Any]
 ) -> None:
-    """Raise TypeError or ValueError for what cannot be meant."""
+    """Raise TypeError or ValueError for an argument of the wrong type, or two that exclude each other."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"initialize needs a model, an nn.Module, and got {_kind(model)}")
     if not (optimizer is None or isinstance(optimizer, Optimizer) or callable(optimizer)):
@@ -46,14 +47,14 @@ def check_arguments(
     ):
         value = groups[name]
         fine = value is None or isinstance(value, kind) or value == dist.GroupMember.NON_GROUP_MEMBER
-        if not fine:  # who is no member hears of it later
+        if not fine:  # a rank outside the group gets its own error later
             raise TypeError(f"{name} must be a {kind.__name__}, not {_kind(value)}")
     if groups["mpu"] is not None and not hasattr(groups["mpu"], "get_data_parallel_group"):
         raise TypeError(f"mpu must have get_data_parallel_group(), and {_kind(groups['mpu'])} has not")
 
 
 def check_model(model: nn.Module) -> None:
-    """Raise if the model cannot be laid out as it is."""
+    """Raise if the model's parameters cannot be sharded: wrapped, lazy, DTensors, viewed by buffers."""
     for name, module in model.named_modules():
         if type(module).__name__ in WRAPPERS and type(module).__module__.startswith("torch."):
             raise ValueError(
@@ -71,11 +72,11 @@ def check_model(model: nn.Module) -> None:
                 f"{name} is a DTensor: parallelize_module, fully_shard or from_pretrained(tp_plan=...) has "
                 "sharded it already. Pass the model as it was constructed"
             )
-    _refuse_views(model)
+    _check_views(model)
 
 
-def _refuse_views(model: nn.Module) -> None:
-    """A buffer in a parameter's memory would keep the values of now: parameters get other memory."""
+def _check_views(model: nn.Module) -> None:
+    """Raise for a buffer in a parameter's memory: parameters move to flat buffers, and it would not."""
     named = [
         (name, p) for name, p in model.named_parameters() if has_values(p) and not is_lazy(p) and p.numel()
     ]
@@ -92,14 +93,14 @@ def _refuse_views(model: nn.Module) -> None:
 
 
 def check_training_data(data: Any) -> None:
-    """Raise TypeError for what no loader can be made of."""
+    """Raise TypeError if `data` is neither a dataset nor iterable."""
     has_items = hasattr(data, "__getitem__") and hasattr(data, "__len__")
     if not (data is None or has_items or hasattr(data, "__iter__")):
         raise TypeError(f"training_data must be a dataset, not {_kind(data)}")
 
 
 def check_optimizer(optimizer: Any, model: nn.Module) -> None:
-    """Raise if a step of this optimizer would not train the model as its user believes."""
+    """Raise if the optimizer cannot train the model: wrapped before, unusable options, other parameters."""
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"the function that was passed as optimizer must return one, not {_kind(optimizer)}")
     state: Any = optimizer.state
@@ -107,6 +108,13 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
         raise ValueError(
             "this optimizer was given to an engine before, and steps pieces of that one's parameters: make a "
             "new one of the model's parameters"
+        )
+    if _needs_closure(optimizer) and not hasattr(optimizer, "zero_full_stepper"):
+        name = type(optimizer).__name__
+        raise TypeError(
+            f"{name} cannot step here: its step() needs a closure and may call it many times, and a step "
+            f"here has one backward pass. Use another optimizer, or stage 0 with {name} outside of the "
+            f"engine: call initialize without an optimizer, and {name}.step(closure) in the loop"
         )
     problem = unusable_number(optimizer.param_groups)
     if problem:
@@ -123,11 +131,18 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
         )
 
 
+def _needs_closure(optimizer: Optimizer) -> bool:
+    """Whether `step` has a closure that cannot be left out, as torch's LBFGS has."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
 def check_scale(
     optimizer: Optimizer, model: nn.Module, type_of: Callable[[torch.dtype], torch.dtype]
 ) -> None:
-    """For a run without a loss scale: raise if it would train fp16 parameters. `type_of`: a parameter's dtype
-    during training, from the one that the model has.
+    """Raise if a run without a loss scale would train fp16 parameters.
+
+    type_of  maps the dtype of a model's parameter to its dtype during training
     """
     given = {param for group in optimizer.param_groups for param in group["params"]}
     named = ((name, p) for name, p in model.named_parameters() if p in given and p.requires_grad)
@@ -141,7 +156,7 @@ def check_scale(
 
 
 def untrained(optimizer: Optimizer, model: nn.Module) -> list[str]:
-    """Names of the parameters that require gradients and are in no group of the optimizer."""
+    """Return the names of parameters that require gradients and are in no group of the optimizer."""
     listed_ones = {param for group in optimizer.param_groups for param in group["params"]}
     return [name for name, p in model.named_parameters() if p.requires_grad and p not in listed_ones]
 

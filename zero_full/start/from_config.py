@@ -1,4 +1,4 @@
-"""From a configuration to what the runtime is made of. Nothing is built here."""
+"""Translation of a DeepSpeed configuration into `Settings`, a loss scaler and groups. Builds nothing."""
 
 from dataclasses import replace
 from functools import partial
@@ -15,11 +15,11 @@ from zero_full.precision import Dtypes, DynamicScale, StaticScale
 from zero_full.precision.dtypes import NAMES
 from zero_full.settings import Gathering, Settings
 
-PRIVATE = ("steps_per_print", "wall_clock_breakdown", "debug.record")  # a rank may choose what it prints
+PRIVATE = ("steps_per_print", "wall_clock_breakdown", "debug.record")  # may differ between ranks
 
 
 def settings_of(config: Config) -> Settings:
-    """What the config says about sharding."""
+    """Return the runtime's settings of a configuration."""
     zero, fp16, bf16 = config.zero_optimization, config.fp16, config.bf16
     parameter = torch.float16 if fp16.enabled else torch.bfloat16 if bf16.enabled else None
     dtypes = Dtypes(
@@ -67,13 +67,13 @@ def settings_of(config: Config) -> Settings:
 
 
 def shard_ranks_of(config: Config, data_ranks: int) -> int | None:
-    """Over how many neighbours state is cut; None: over all data-parallel ranks (no `mics_shard_size`)."""
+    """Return how many neighbouring ranks share one copy of the state (`mics_shard_size`); None: all."""
     zero = config.zero_optimization
     return zero.mics_shard_size if zero.mics_shard_size > 0 and zero.stage > 0 and data_ranks > 1 else None
 
 
 def _tier(zero: ZeroConfig, aio: AioConfig) -> Tier:
-    """Where masters and the optimizer's state wait. At stage 0, which a plan may compare, on the device."""
+    """Return the tier of master weights and optimizer state. At stage 0 (of a plan) it is the device."""
     offload = zero.offload_optimizer
     if offload is None or offload.device == "none" or zero.stage == 0:
         return DeviceTier()
@@ -84,7 +84,7 @@ def _tier(zero: ZeroConfig, aio: AioConfig) -> Tier:
 
 
 def _param_tier(zero: ZeroConfig, aio: AioConfig) -> Tier:
-    """Where slices of parameters wait. Below stage 3, which a plan may compare, there are none."""
+    """Return the tier of parameter shards. Below stage 3 (of a plan) parameters stay on the device."""
     offload = zero.offload_param
     if offload is None or offload.device == "none" or zero.stage < 3:
         return DeviceTier()
@@ -105,7 +105,7 @@ def _dtype(name: str | None) -> torch.dtype | None:
 
 
 def is_leaf(leaf: LeafModuleConfig, name: str, module: nn.Module) -> bool:
-    """Whether the config makes this module a unit: by class, by name or by the end of the name."""
+    """Return whether the configuration gathers this module as a whole: by class, name or end of the name."""
     kinds = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(module).__mro__]
     classes = {*kinds, *(kind.rpartition(".")[2] for kind in kinds)}
     by_class = not classes.isdisjoint(leaf.classes)
@@ -113,20 +113,20 @@ def is_leaf(leaf: LeafModuleConfig, name: str, module: nn.Module) -> bool:
 
 
 def _checks_overflow(config: Config) -> bool:
-    """In fp32 the check comes with clipping, which has the norm anyway."""
+    """Return whether a step checks for overflow; in fp32 only with clipping, which has the norm anyway."""
     if config.bf16.enabled:
         return config.bf16.check_grad_overflow
     return scales(config) or config.gradient_clipping > 0
 
 
 def scales(config: Config) -> bool:
-    """Whether gradients pass through fp16 on their way, where small ones need a loss scale."""
+    """Return whether backward runs in fp16, where small gradients need a loss scale."""
     autocast = config.torch_autocast
     return config.fp16.enabled or (autocast.enabled and autocast.dtype == "fp16")
 
 
 def scaler_of(config: Config) -> StaticScale:
-    """What multiplies the loss."""
+    """Return the loss scaler of a configuration."""
     fp16 = config.fp16
     if not scales(config):
         return StaticScale(1.0)
@@ -142,6 +142,6 @@ def scaler_of(config: Config) -> StaticScale:
 
 
 def facts_of_config(config: Config) -> dict[str, Any]:
-    """What of a configuration must be the same on all ranks."""
+    """Return the keys and values that must be equal on all ranks."""
     keys = (entry for entry in entries(config) if entry.remark is None and entry.key not in PRIVATE)
     return {entry.key: entry.value for entry in keys}

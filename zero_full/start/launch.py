@@ -1,10 +1,10 @@
-"""Joining the world: who has started this process, and which rank it is.
+"""`init_distributed`: find out the launcher and the rank of this process, and join the process group.
 
 torch reads `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`. Other launchers set other variables. If
-they were overlooked, every process would train alone, and nobody would notice: so variables that are there in
-part, or are another launcher's, are an error with what to write instead.
+they were ignored, every process would silently train alone. So an incomplete set of variables, or another
+launcher's, raises an error that says what to write instead.
 
-The doctor asks `find_place`, too, where torch may be missing: so torch is imported late.
+The doctor calls `find_place` on machines without torch, so this module imports torch inside functions.
 """
 
 import argparse
@@ -23,24 +23,24 @@ from zero_full.errors import LaunchError
 
 log = logging.getLogger("zero_full")
 LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")  # of one process; an address alone may be meant for others
-PORT = 29500  # torch's, and DeepSpeed's
+OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")  # describe this process; an address alone does not
+PORT = 29500  # the default of torch and DeepSpeed
 HERE = "127.0.0.1"
 REMEDY = "start with torchrun, or unset"
-PATIENCE_S = 5.0  # with the groups of a process that ends by an exception
+PATIENCE_S = 5.0  # seconds for destroying the groups of a process that ends by an exception
 
 
 class Other(NamedTuple):
     """A launcher whose variables torch does not read."""
 
     name: str
-    sizes: tuple[str, ...]  # any of these tells how many processes it has started
+    sizes: tuple[str, ...]  # variables, each with the number of processes it has started
     rank: str
     local_rank: str
     local_size: str = ""
 
 
-OTHERS = (  # those first that may have been started by Slurm themselves
+OTHERS = (  # srun comes after Open MPI and MVAPICH, which Slurm may have started
     Other(
         "Open MPI's mpirun",
         ("OMPI_COMM_WORLD_SIZE",),
@@ -55,24 +55,25 @@ OTHERS = (  # those first that may have been started by Slurm themselves
 
 
 class Place(NamedTuple):
-    """Which rank of how many, and the variables that say it to torch."""
+    """Rank and world size of this process, and the environment variables that torch reads."""
 
     rank: int
     world_size: int
-    by: str
+    by: str  # the launcher, or what else gave the rank
     variables: dict[str, str]
 
 
-# Who we are ------------------------------------------------------------------------------------------
+# The launcher ----------------------------------------------------------------------------------------
 
 
 def find_place(
     environment: Mapping[str, str], discover: bool = True, port: int = PORT, address_needed: bool = True
 ) -> Place | None:
-    """This process among its siblings; None if it is alone; LaunchError if that cannot be told.
+    """Return this process's place in the world. None if it runs alone; LaunchError if that is ambiguous.
 
-    `discover`: Open MPI's variables are read, too, where they are enough. `address_needed` is false for who
-    brings an address along.
+    discover        also read Open MPI's variables, if they are sufficient
+    port            the default of MASTER_PORT
+    address_needed  MASTER_ADDR and MASTER_PORT must be set; False: the caller has an `init_method`
     """
     given = {name: environment[name] for name in (*LAUNCHER, "LOCAL_RANK") if environment.get(name)}
     needed = LAUNCHER if address_needed else LAUNCHER[:2]
@@ -105,9 +106,9 @@ def _rank_of(given: Mapping[str, str]) -> tuple[int, int]:
 
 
 def _size(other: Other, environment: Mapping[str, str]) -> int:
-    """How many processes this launcher says that it has started; 0 if it has not started this one."""
+    """Return how many processes this launcher has started; 0 if it has not started this one."""
     for name in other.sizes:
-        # In a batch script, which is one process, Slurm tells how many tasks there will be.
+        # In a batch script, which is one process, Slurm sets the number of tasks that srun would start.
         if name == "SLURM_NTASKS" and not environment.get("SLURM_STEP_ID"):
             continue
         if environment.get(name, "").isdecimal():
@@ -138,7 +139,7 @@ def _what_to_write(other: Other, size: int, environment: Mapping[str, str], only
     says = f"{told}={size}: {other.name} has started {size} processes"
     if only_address:
         return (
-            f"{says} on several hosts, and nobody says where the first one is: add -x MASTER_ADDR=<its host> "
+            f"{says} on several hosts, and MASTER_ADDR is not set: add -x MASTER_ADDR=<the first host> "
             f"-x MASTER_PORT={PORT} to mpirun, or start torchrun once a host"
         )
     sizes = " and ".join(name for name in other.sizes if environment.get(name))
@@ -165,20 +166,21 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Join the world that the launcher describes, unless this process has. Alone, it does nothing.
+    """Initialize torch.distributed from the launcher's variables. Does nothing if it is initialized already.
 
-    The arguments are DeepSpeed's, in its order. torchrun's variables are read, and Open MPI's unless
-    `auto_mpi_discovery` is false. `rank` and `world_size` can be told instead, beside an `init_method` or
-    MASTER_ADDR and MASTER_PORT. `timeout` None is torch's. `config` has no effect.
+    The arguments are DeepSpeed's, in its order. This reads torchrun's variables, and Open MPI's unless
+    `auto_mpi_discovery` is false. `rank` and `world_size` may be passed instead, together with `init_method`
+    or MASTER_ADDR and MASTER_PORT. `timeout` None is torch's default. `config` has no effect. A process that
+    no launcher started stays alone.
 
-    Each process gets a device: the current one if you have chosen one, else that with the number LOCAL_RANK.
-    Without `dist_backend` torch chooses what fits the devices, such as NCCL; but where several ranks have the
-    same device it is gloo, and slices go through the host's memory. "gloo" keeps everything on the CPU.
+    Each process gets a device: the current one if the script has set one, else number LOCAL_RANK. Without
+    `dist_backend` torch chooses one for the devices, such as NCCL. If several ranks share a device, the
+    backend is gloo, and shards are staged in host memory. "gloo" keeps everything on the CPU.
 
-    torch is not told which device that is (`device_id`): it would open NCCL's communicator of all ranks at
-    once, used or not, and every later group would need all ranks to come, not only its members.
+    The process group is not bound to the device (`device_id`). torch would then open NCCL's communicator of
+    all ranks at once, used or not, and creating a later group would need all ranks, not only its members.
 
-    Who joins by this leaves at exit, too: a process group that is still open then may abort the process.
+    The process group is destroyed at exit: one that is still open may abort the process.
     """
     import torch.distributed as dist
 
@@ -212,7 +214,7 @@ def init_distributed(
 
 
 def _told(rank: int, world_size: int, where: str) -> Place | None:
-    """The place that the arguments tell, or None."""
+    """Return the place that the arguments of `init_distributed` give; None if they give no rank."""
     local = os.environ.get("LOCAL_RANK")
     variables = {"LOCAL_RANK": local} if local else {}
     if rank == world_size == -1:
@@ -246,14 +248,14 @@ def _use(place: Place, backend: str | None, verbose: bool) -> None:
 
 
 def device_problem(local_rank: str | None) -> str | None:
-    """Why LOCAL_RANK tells no device; None if it does, or is not set."""
+    """Return what is wrong with LOCAL_RANK; None if it is a number or not set."""
     if local_rank is None or local_rank.isdecimal():
         return None
     return f"LOCAL_RANK={local_rank} is not a number: {REMEDY} it to run one process"
 
 
 def _join(backend: str | None, where: str, timeout: timedelta | None, rank: int, world_size: int) -> None:
-    """Meet the others and start the process group."""
+    """Connect to the other ranks and initialize the process group."""
     import torch
     import torch.distributed as dist
     from torch.distributed.rendezvous import rendezvous
@@ -270,8 +272,8 @@ def _join(backend: str | None, where: str, timeout: timedelta | None, rank: int,
         backend = _backend_for_devices(store, rank, world_size, backend)
     store = keys_under("default_pg", store)
     dist.init_process_group(backend, timeout=timeout, rank=rank, world_size=world_size, store=store)
-    # Who leaves at once, by an error of its own, would fail those that are still connecting, and they could
-    # not tell the reason.
+    # Wait until all ranks are connected. A rank that fails at once, by an error of its own, would make the
+    # connections of others fail, and hide the reason.
     store = keys_under("zero_full/connected", store)
     if store.add("ranks", 1) == world_size:
         store.set("all", "")
@@ -279,7 +281,7 @@ def _join(backend: str | None, where: str, timeout: timedelta | None, rank: int,
 
 
 def _backend_for_devices(store: Any, rank: int, world_size: int, asked: str | None) -> str | None:
-    """What moves tensors of ranks with these devices. Every rank gets the same answer, or the same error."""
+    """Return the backend for the ranks' devices. Every rank returns the same, or raises the same error."""
     import torch
 
     from zero_full._compat import keys_under
@@ -315,17 +317,17 @@ def _leave() -> None:
     if dist.is_initialized():
         leaving = threading.Thread(target=_destroy, daemon=True)
         leaving.start()
-        # A backend may wait for collectives that will never end, because this rank has raised in the middle.
+        # Destroying may wait for collectives that never end, if this rank has raised in the middle of one.
         leaving.join(PATIENCE_S if hasattr(sys, "last_value") else None)
-    # A thread of gloo's may still wait for the GIL, to let go of the last collective's tensors. Whoever waits
-    # for it while the interpreter ends is ended, and that aborts the process. A sleep hands over the GIL.
+    # A gloo thread may still wait for the GIL, to free the last collective's tensors. A thread that waits for
+    # the GIL while the interpreter shuts down is killed, which aborts the process. The sleep yields the GIL.
     time.sleep(0.05)
 
 
 def _destroy() -> None:
     import torch.distributed as dist
 
-    with suppress(RuntimeError):  # the others may have gone
+    with suppress(RuntimeError):  # other ranks may have exited
         dist.destroy_process_group()
 
 
@@ -333,7 +335,7 @@ def _destroy() -> None:
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the command-line arguments that DeepSpeed scripts have; return the parser."""
+    """Add the command-line arguments of DeepSpeed scripts to the parser, and return it."""
     group = parser.add_argument_group("zero_full")
     group.add_argument(
         "--deepspeed", action="store_true", help="accepted and ignored: there is no other mode"

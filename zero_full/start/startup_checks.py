@@ -1,6 +1,6 @@
-"""Before anything is built: a failure of one rank is everybody's, and ranks that differ are an error.
+"""Checks across ranks before anything is built: raise on all ranks if one fails, or if two differ.
 
-Later there would be no good moment: ranks that differ make other collectives, and wait for each other.
+Ranks that differ would issue different collectives later, and wait for each other without end.
 """
 
 import hashlib
@@ -23,13 +23,13 @@ from zero_full.formatting import ranks_listed
 
 log = logging.getLogger("zero_full")
 Returned = TypeVar("Returned")
-LOOK_S = 0.01  # between looks for a rank that has not come yet
+LOOK_S = 0.01  # seconds between two polls of the store
 Facts = Mapping[str, Any]
-SHOWN = 8  # differences in a message
+SHOWN = 8  # differences in a message, at most
 
 
 def groups_of(topology: Topology) -> list[dist.ProcessGroup]:
-    """Groups that together reach every rank that shares this rank's parameters."""
+    """Return the process groups that together reach every rank that has the same parameters."""
     if topology.shard is not None and topology.replicate is not None:
         return [topology.shard, topology.replicate]
     data = topology.data
@@ -39,12 +39,12 @@ def groups_of(topology: Topology) -> list[dist.ProcessGroup]:
 
 
 def members_of(topology: Topology) -> list[int]:
-    """The ranks in these groups, by their numbers among all."""
+    """Return the global ranks in these groups, sorted."""
     return sorted({rank for group in groups_of(topology) for rank in dist.get_process_group_ranks(group)})
 
 
 def everyones(mine: Any, topology: Topology) -> dict[int, Any]:
-    """The objects of all ranks, by global rank. Every rank must call this."""
+    """Gather an object from every rank, by global rank. Every rank must call this."""
     known = {this_rank(): mine}
     for group in groups_of(topology):
         answers: list[Any] = [None] * group.size()
@@ -62,7 +62,7 @@ def everyones(mine: Any, topology: Topology) -> dict[int, Any]:
 
 
 class RollCall:
-    """Notes in the process group's store which ranks have come to `initialize`."""
+    """Counts in the process group's store which ranks have called `initialize`. Created by every rank."""
 
     def __init__(self, topology: Topology) -> None:
         self.ranks = members_of(topology)
@@ -73,7 +73,7 @@ class RollCall:
             self.store.set(str(this_rank()), "")
 
     def wait(self, patience_s: float) -> None:
-        """Wait until all ranks have come; DesyncError if one does not in time."""
+        """Wait until all ranks have called `initialize`; DesyncError after `patience_s` seconds."""
         deadline = time.monotonic() + patience_s
         while absent := [rank for rank in self.ranks if not self.store.check([str(rank)])]:
             if time.monotonic() > deadline:
@@ -86,9 +86,9 @@ class RollCall:
 
 
 def refuse_shared_devices(topology: Topology, device: torch.device) -> None:
-    """SharedDeviceError on every rank if two have one device, where the backend wants one for each.
+    """Raise SharedDeviceError on every rank if two ranks share a device and the backend does not allow it.
 
-    NCCL itself would hang, or say something about its own duplicate GPU, in its first collective.
+    NCCL itself would hang in its first collective, or report a duplicate GPU.
     """
     if device.type == "cpu" or not (ranks := members_of(topology)):
         return
@@ -107,11 +107,11 @@ def refuse_shared_devices(topology: Topology, device: torch.device) -> None:
 
 
 def attempt(act: Callable[[], Returned], topology: Topology) -> Returned:
-    """What `act` returns; if it fails on any rank, all raise, with the reason. Every rank must call this."""
+    """Call `act` and return its result; if it raises on any rank, raise on all. Every rank must call this."""
     made, failure = None, None
     try:
         made = act()
-    except (DesyncError, SharedDeviceError):  # a rank is missing, or all know: there is nobody to ask
+    except (DesyncError, SharedDeviceError):  # a rank is missing, or all ranks raise this: do not gather
         raise
     except Exception as error:
         failure = error
@@ -127,16 +127,17 @@ def attempt(act: Callable[[], Returned], topology: Topology) -> Returned:
 
 
 def _first_with(text: str | None, failures: Mapping[int, str], ranks: Sequence[int]) -> list[int]:
-    """The ranks that have failed with this text and, if it is the first, those that have not failed."""
+    """Return the ranks that failed with this text. With the first text come the ranks that did not fail."""
     alike = [rank for rank in failures if failures[rank] == text]
     is_first = text == next(iter(failures.values()))
     return alike + [rank for rank in ranks if rank not in failures and is_first]
 
 
 def compare(sections: Mapping[str, Facts], topology: Topology, may_differ: str = "") -> None:
-    """Raise on every rank if any two have different facts; say which. Every rank must call this.
+    """Raise DisagreementError on every rank if facts differ between ranks. Every rank must call this.
 
-    Of the section `may_differ` a difference is allowed: it is a warning in the first rank's log.
+    sections    facts by name of a section
+    may_differ  the section whose differences are only a warning, on the first rank
     """
     digests = {name: _digest(facts) for name, facts in sections.items()}
     known = everyones(digests, topology)
@@ -175,7 +176,7 @@ def _disagreement(known: Mapping[int, Facts], heading: str) -> str:
 
 
 def facts_of(model: nn.Module, base: Optimizer | None) -> dict[str, dict[str, Any]]:
-    """What of a model and its optimizer must be the same everywhere, in sections."""
+    """Return the facts of a model and its optimizer that must be equal on all ranks, in sections."""
     return {
         "optimizer": dict(_optimizer_facts(base)),
         "parameters": dict(_parameter_facts(model, base)),
@@ -190,7 +191,7 @@ def _optimizer_facts(base: Optimizer | None) -> Iterator[tuple[str, Any]]:
         yield "optimizer", None
         return
     yield "optimizer", f"{type(base).__module__}.{type(base).__qualname__}"
-    yield from getattr(base, "model_options", {}).items()  # of an optimizer that averages by itself
+    yield from getattr(base, "model_options", {}).items()  # of an optimizer that reduces gradients itself
     for number, group in enumerate(base.param_groups):
         for key, value in group.items():
             if key != "params":

@@ -1,9 +1,9 @@
-"""DeepSpeed's checkpoints, read without DeepSpeed.
+"""Read DeepSpeed's checkpoints, without DeepSpeed.
 
-    source = open_deepspeed("checkpoints/run7")    a `Source`, or None if nothing of DeepSpeed's is there
+    source = open_deepspeed("checkpoints/run7")    a `Source`, or None if it is no checkpoint of DeepSpeed
 
-`folder` knows files by their names; `ranges` and `model` are what all kinds have in common, and the rest is a
-file a kind: `zero` (stages 1 to 3), `plain` (no ZeRO) and `universal`.
+`folder` recognizes files by their names. `ranges` and `model` have the code that all kinds share. Each kind
+has a module: `zero` (stages 1 to 3), `plain` (without ZeRO) and `universal`.
 """
 
 from zero_full.checkpoint.deepspeed.folder import is_deepspeeds, open_deepspeed

@@ -1,4 +1,4 @@
-"""What lies in a folder, by the names of the files; and how all of that is opened."""
+"""Recognize the files of a DeepSpeed checkpoint by their names, and open them."""
 
 import re
 from dataclasses import dataclass, field
@@ -27,13 +27,13 @@ INTERRUPTED = (
 
 @dataclass
 class TagFolder:
-    """The files of one checkpoint that DeepSpeed has written."""
+    """The files of one DeepSpeed checkpoint."""
 
     path: Path
-    model: Path | None = None  # of stages 0 to 2
-    model_parts: dict[int, Path] = field(default_factory=dict)  # of stage 3, by rank
-    optimizer_parts: dict[int, Path] = field(default_factory=dict)
-    refusals: list[str] = field(default_factory=list)
+    model: Path | None = None  # model state file of stages 0 to 2
+    model_parts: dict[int, Path] = field(default_factory=dict)  # model state files of stage 3, by rank
+    optimizer_parts: dict[int, Path] = field(default_factory=dict)  # optimizer state files, by rank
+    refusals: list[str] = field(default_factory=list)  # reasons why it cannot be read
 
     def __post_init__(self) -> None:
         for path in sorted(self.path.iterdir()):
@@ -43,7 +43,7 @@ class TagFolder:
 
     @property
     def is_deepspeeds(self) -> bool:
-        """Whether any file is of DeepSpeed."""
+        """Whether any file was written by DeepSpeed."""
         files = self.model or self.model_parts or self.optimizer_parts or self.refusals
         return bool(files or self.is_universal)
 
@@ -79,7 +79,7 @@ class TagFolder:
             )
 
     def open(self) -> Source:
-        """The source of these files; CheckpointError if they are not complete, or not of one save."""
+        """Open the checkpoint. Raises CheckpointError if files are missing or of different saves."""
         if self.refusals:
             raise CheckpointError(f"{self.path}: {listed(self.refusals, 3)}")
         if self.is_universal:
@@ -110,7 +110,7 @@ class TagFolder:
         return ZeroSource(self.path, self._models(world), ranks).completed()
 
     def _models(self, world: int | None = None) -> list[ModelStates]:
-        """The files of model states that are needed: all ranks' at stage 3 if parameters are frozen."""
+        """Read the required model state files: at stage 3 with frozen parameters those of all ranks."""
         if self.model is not None:
             return [model_states(self.model)]
         if 0 not in self.model_parts:
@@ -129,14 +129,15 @@ class TagFolder:
 
 
 def is_deepspeeds(folder: Path) -> bool:
-    """Whether a checkpoint of DeepSpeed's can be found there without a tag."""
+    """Return whether the folder has a DeepSpeed checkpoint that can be opened without a tag."""
     return folder.is_dir() and ((folder / "latest_universal").is_file() or TagFolder(folder).is_deepspeeds)
 
 
 def open_deepspeed(folder: Path | str, tag: str | None = None) -> Source | None:
-    """The checkpoint of DeepSpeed in a folder; None if there is nothing of DeepSpeed's.
+    """Open the DeepSpeed checkpoint in a folder; None if the folder has none.
 
-    Without a tag it is what `latest` names, else `latest_universal`. A tag's own folder may be given, too.
+    Without a tag, the file `latest` names the checkpoint, or else `latest_universal`. `folder` may also be
+    the checkpoint's own folder.
     """
     folder = Path(folder)
     place = _place(folder, tag)
@@ -149,7 +150,7 @@ def open_deepspeed(folder: Path | str, tag: str | None = None) -> Source | None:
         return found.open()
     except CheckpointError:
         raise
-    except Exception as error:  # whatever a file says that no version of DeepSpeed has said
+    except Exception as error:  # unexpected contents can cause any exception
         raise CheckpointError(
             f"{place}: the files are not as DeepSpeed up to 0.19.8 writes them: {error!r}"
         ) from error
@@ -167,7 +168,7 @@ def _place(folder: Path, tag: str | None) -> Path | None:
 
 
 def _named(folder: Path, latest: Path) -> Path | None:
-    """The folder that a file names, which whoever wrote it could send anywhere."""
+    """Return the folder that a file names. It must be in `folder`, as the file's text is not trusted."""
     tag = latest.read_text(errors="replace").strip()
     if is_plain(tag) and (folder / tag).is_dir():
         return folder / tag

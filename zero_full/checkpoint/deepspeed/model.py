@@ -1,4 +1,4 @@
-"""The files of model states: the module's state dict, what its parameters are, and how far training was."""
+"""Read DeepSpeed's model state files: the module's state dict, parameter shapes and training counters."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ from zero_full.checkpoint.unpickle import (
 from zero_full.errors import CheckpointError
 from zero_full.shard.contents.state import BUFFERS, PARAMETERS
 
-Shapes = Mapping[str, tuple[int, ...]]  # of parameters by name, in the order in which they lie in a buffer
+Shapes = Mapping[str, tuple[int, ...]]  # parameter shapes by name, in the order of the flat buffer
 
-UNNAMED = "(whose names DeepSpeed has not saved)"  # frozen parameters that were left out
-# Every other key is of the client_state: DeepSpeed puts them side by side.
+UNNAMED = "(whose names DeepSpeed has not saved)"  # stands for frozen parameters that were left out
+# All other keys belong to client_state: DeepSpeed stores both in one dict.
 OWN_KEYS = frozenset(
     (
         *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params"),
@@ -42,52 +42,52 @@ OWN_KEYS = frozenset(
 
 @dataclass(frozen=True)
 class ModelStates:
-    """The content of one such file."""
+    """The content of one model state file."""
 
     path: Path
     content: Mapping[str, Any]
 
     @property
     def module(self) -> Mapping[str, Any]:
-        """The module's state dict. At stage 3 most parameters are empty in it."""
+        """The module's state dict. At stage 3 most of its parameters are empty."""
         module: Mapping[str, Any] = self.content["module"]
         return module
 
     @property
     def trained(self) -> list[Shapes] | None:
-        """Shapes of what the optimizer has, by group, at stage 3 by sub-group; None without ZeRO."""
+        """Shapes of the optimizer's parameters, by group, at stage 3 by sub-group; None without ZeRO."""
         shapes: list[Shapes] | None = self.content.get("param_shapes")
         return shapes
 
     @property
     def frozen(self) -> Shapes:
-        """Shapes of what the optimizer does not have, from stage 2 on."""
+        """Shapes of frozen parameters, from stage 2 on."""
         return self.content.get("frozen_param_shapes") or {}
 
     @property
     def fragments(self) -> Mapping[str, SavedTensor]:
-        """This rank's part of them at stage 3."""
+        """This rank's shards of the frozen parameters, at stage 3."""
         return self.content.get("frozen_param_fragments") or {}
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """DeepSpeed's configuration; nothing if it was a file."""
+        """DeepSpeed's configuration; empty if it was given as a file."""
         config = self.content.get("ds_config")
         return config if isinstance(config, Mapping) else {}
 
     @property
     def world(self) -> int:
-        """How many ranks the run had."""
+        """The number of data-parallel ranks of the run."""
         world = self.content["dp_world_size"]
         return int(world)
 
     @cached_property
     def trained_names(self) -> frozenset[str]:
-        """Names of what the optimizer has."""
+        """Names of the optimizer's parameters."""
         return frozenset(name for shapes in self.trained or [] for name in shapes)
 
     def shared(self, stage: int, world: int) -> dict[str, Any]:
-        """What is the same for all ranks, and no matter of the optimizer."""
+        """Return the data that are equal on all ranks, except those of the optimizer."""
         content = self.content
         found = {
             "counters": self._counters(world),
@@ -104,7 +104,7 @@ class ModelStates:
         return found
 
     def _counters(self, world: int) -> dict[str, int]:
-        """DeepSpeed does not save how many micro-batches there were: it follows from the configuration."""
+        """Return the training counters. DeepSpeed does not save `micro_steps`: compute it from the config."""
         names = ("global_steps", "global_samples", "skipped_steps")
         counters = {name: int(self.content[name]) for name in names if self.content.get(name) is not None}
         each = _accumulated(self.config, world)
@@ -114,7 +114,7 @@ class ModelStates:
 
 
 def _accumulated(config: Mapping[str, Any], world: int) -> int | None:
-    """Micro-batches a step by DeepSpeed's rule; None if that cannot be told."""
+    """Return the gradient accumulation steps by DeepSpeed's rule, or None if they cannot be computed."""
     given = config.get("gradient_accumulation_steps")
     whole, micro = config.get("train_batch_size"), config.get("train_micro_batch_size_per_gpu")
     if isinstance(given, int):
@@ -125,7 +125,11 @@ def _accumulated(config: Mapping[str, Any], world: int) -> int | None:
 
 
 def model_states(path: Path) -> ModelStates:
-    """Read such a file. CheckpointError if it is none, or of a model that is cut across ranks otherwise."""
+    """Read a model state file.
+
+    Raises CheckpointError if it is another file, or if the model has experts or is split across ranks by
+    tensor or pipeline parallelism.
+    """
     content = load_saved(path)
     if not isinstance(content, Mapping) or not {"module", "dp_world_size"} <= content.keys():
         raise CheckpointError(f"{path} is no file of model states that DeepSpeed has written")
@@ -147,13 +151,13 @@ def model_states(path: Path) -> ModelStates:
     return ModelStates(path, content)
 
 
-# Values that the optimizer does not have ---------------------------------------------------------
+# Tensors that are not in the optimizer -----------------------------------------------------------
 
 
 def add_untrained(source: SavedSource, models: list[ModelStates], stage: int) -> None:
-    """Frozen and empty parameters, buffers, and further names of tied parameters.
+    """Add frozen and empty parameters, buffers, and the other names of tied parameters.
 
-    `models` are the ranks' files: one at stages 0 to 2, where the module's state dict has everything.
+    `models` are the ranks' files: a single one at stages 0 to 2, whose state dict is complete.
     """
     first = models[0]
     frozen = dict(_frozen_at_3(source, models) if stage == 3 else _frozen_before_3(source, first))
@@ -178,7 +182,7 @@ def _frozen_before_3(source: SavedSource, model: ModelStates) -> dict[str, int]:
         )
         if not isinstance(value, SavedTensor) or known or _is_buffer(model, name):
             continue
-        if name not in tied or not value.numel:  # DeepSpeed takes all empty ones for tied to each other
+        if name not in tied or not value.numel:  # DeepSpeed considers all empty tensors tied
             source.add(f"{PARAMETERS}/{name}", Cuts.whole(value.shape), [value])
             frozen[name] = value.numel
     return frozen
@@ -209,7 +213,7 @@ def _add_aliases(source: SavedSource, model: ModelStates) -> None:
 
 
 def scaler_state(saved: object) -> dict[str, Any] | None:
-    """DeepSpeed's scaler as `precision.scaler` saves its own; None if it has no equal there."""
+    """Convert DeepSpeed's loss scaler to the state of `precision.scaler`; None if it has no counterpart."""
     if not isinstance(saved, SavedObject):
         return None
     of = saved.attributes
@@ -225,7 +229,7 @@ def scaler_state(saved: object) -> dict[str, Any] | None:
 def dynamic_scale(
     of: Mapping[str, Any], minimum: float, hysteresis: int, lives: int, consecutive: bool
 ) -> dict[str, Any]:
-    """What a scale that follows overflows keeps, under the names of `precision.scaler`."""
+    """Return the state of a dynamic loss scale, under the names of `precision.scaler`."""
     return {
         "scale": float(of["cur_scale"]),
         "window": of["scale_window"],

@@ -1,9 +1,9 @@
-"""Checkpoints of runs without ZeRO, whose optimizer has no names for what it keeps.
+"""Read DeepSpeed checkpoints without ZeRO, whose optimizer state has no parameter names.
 
-[Note: which is whose] A state dict of an optimizer has positions in the place of names. The parameters of a
-group are assumed to come in the model's order, as everybody gives them; which are in which group, and which
-are left out because they are frozen, follows from shapes, and for 16 bits from values, as each master rounds
-to its parameter. If that allows two arrangements, nothing is guessed.
+[Note: which is whose] An optimizer's state dict has indices in place of names. The parameters of a group are
+assumed to be in the model's order, as is usual. The shapes determine which parameter is in which group, and
+which are left out because they are frozen. In 16-bit training the values determine it as well, as each master
+weight rounds to its parameter. If two arrangements are possible, the reader raises an error.
 """
 
 from abc import ABC, abstractmethod
@@ -19,36 +19,39 @@ from zero_full.checkpoint.torch_file import SavedTensor
 from zero_full.errors import CheckpointError
 from zero_full.shard.contents.state import PARAMETERS, STATE
 
-COMPARED = 1024  # elements of a parameter that are compared with its master
+COMPARED = 1024  # elements of a parameter that are compared with its master weights
 
 
 class Row(ABC):
-    """What an optimizer keeps of one group: positions from 0 to `end`, each the beginning of a parameter."""
+    """One parameter group's optimizer state: positions from 0 to `end`, where a parameter can begin."""
 
     end: int
 
     @abstractmethod
     def after(self, position: int, value: SavedTensor) -> int | None:
-        """The position after this parameter; None if it cannot be the one at this position."""
+        """Return the position after this parameter, or None if it does not match at this position."""
 
     @abstractmethod
     def state(self, position: int) -> Mapping[str, Any]:
-        """What is kept of the parameter at this position."""
+        """Return the state of the parameter at this position."""
 
     @abstractmethod
     def parts(self, position: int) -> Iterator[tuple[str, SavedTensor, int]]:
-        """Its tensors: "parameters" or "state/ENTRY", where they are, and from which element on."""
+        """Yield the tensors of the parameter at this position.
+
+        Each has a key prefix ("parameters" or "state/ENTRY"), the stored tensor, and the first element in it.
+        """
 
 
 class ListedRow(Row):
-    """A master (unless the parameter is its own) and a state for each parameter."""
+    """A group with a state and, in 16-bit training, a master weight for each parameter."""
 
     def __init__(self, states: list[dict[str, Any]], masters: list[SavedTensor] | None) -> None:
         self.states, self.masters = states, masters
         self.end = len(states)
 
     def after(self, position: int, value: SavedTensor) -> int | None:
-        """See `Row`."""
+        """Implement `Row`."""
         if position == self.end:
             return None
         if self.masters is not None and not _rounds_to(self.masters[position], 0, value):
@@ -57,11 +60,11 @@ class ListedRow(Row):
         return position + 1 if shapes <= {value.shape} else None
 
     def state(self, position: int) -> Mapping[str, Any]:
-        """See `Row`."""
+        """Implement `Row`."""
         return self.states[position]
 
     def parts(self, position: int) -> Iterator[tuple[str, SavedTensor, int]]:
-        """See `Row`."""
+        """Implement `Row`."""
         if self.masters is not None:
             yield PARAMETERS, self.masters[position], 0
         for entry, part in self.states[position].items():
@@ -70,22 +73,22 @@ class ListedRow(Row):
 
 
 class FlatRow(Row):
-    """One master and one state for all parameters, one after the other. Positions are elements."""
+    """A group with one flat master buffer and one state for all parameters. Positions are elements."""
 
     def __init__(self, state: dict[str, Any], master: SavedTensor) -> None:
         self.common, self.master = state, master
         self.end = master.numel
 
     def after(self, position: int, value: SavedTensor) -> int | None:
-        """See `Row`."""
+        """Implement `Row`."""
         return position + value.numel if value.numel and _rounds_to(self.master, position, value) else None
 
     def state(self, position: int) -> Mapping[str, Any]:
-        """See `Row`."""
+        """Implement `Row`."""
         return self.common
 
     def parts(self, position: int) -> Iterator[tuple[str, SavedTensor, int]]:
-        """See `Row`."""
+        """Implement `Row`."""
         yield PARAMETERS, self.master, position
         for entry, part in self.common.items():
             if isinstance(part, SavedTensor) and part.shape == self.master.shape:
@@ -101,10 +104,10 @@ def _rounds_to(master: SavedTensor, begin: int, value: SavedTensor) -> bool:
 
 
 def arranged(values: Mapping[str, SavedTensor], rows: list[Row]) -> dict[str, tuple[Row, int]] | int:
-    """Each parameter's row and position, without those that are left out; or 0 or 2, if no or many ways.
+    """Return each trained parameter's row and position; 0 if no arrangement matches, 2 if several do.
 
-    See [Note: which is whose]. From parameter to parameter it is known which positions the rows may have
-    arrived at, in how many ways, and what came before.
+    See [Note: which is whose]. Dynamic programming over the parameters: after each, `ways` has the reachable
+    positions of all rows with the number of ways to reach them, and `steps` the predecessors.
     """
     ways = {(0,) * len(rows): 1}
     steps: list[dict[tuple[int, ...], tuple[tuple[int, ...], int | None]]] = []
@@ -137,7 +140,7 @@ def _choices(
 
 
 class PlainSource(SavedSource):
-    """A checkpoint without ZeRO: one file, and the optimizer's state in it."""
+    """A DeepSpeed checkpoint without ZeRO: one file with the optimizer state in it."""
 
     def __init__(self, path: Path, model: ModelStates) -> None:
         super().__init__(path, "DeepSpeed, without ZeRO")
@@ -149,10 +152,10 @@ class PlainSource(SavedSource):
             self._add_trained(values, optimizer)
         add_untrained(self, [model], 0)
         if not optimizer:
-            del self.shared["frozen"]  # nobody knows
+            del self.shared["frozen"]  # unknown without an optimizer
 
     def _parameters(self) -> dict[str, SavedTensor]:
-        """Parameters by their first names; further names become aliases."""
+        """Return the parameters by their first names, and add their other names as aliases."""
         found: dict[str, SavedTensor] = {}
         first: dict[object, str] = {}
         for name, value in self.model.module.items():
@@ -193,7 +196,10 @@ class PlainSource(SavedSource):
             self.shared["scaler"] = scaler
 
     def _scaler(self, optimizer: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Without ZeRO, DeepSpeed forgives no overflows, and saves less: the rest is in its configuration."""
+        """Return the loss scaler's state, or None. Without ZeRO, DeepSpeed saves only a part of it.
+
+        The rest comes from its configuration. The remaining hysteresis is assumed to be the full one.
+        """
         if "cur_scale" not in optimizer:
             return None
         if not optimizer["dynamic_loss_scale"]:
@@ -206,7 +212,7 @@ class PlainSource(SavedSource):
 
 
 def _rows(base: Mapping[str, Any], optimizer: Mapping[str, Any]) -> list[Row]:
-    """The groups of an optimizer, of which DeepSpeed has three kinds without ZeRO."""
+    """Return the parameter groups of one of the three optimizers that DeepSpeed has without ZeRO."""
     states = states_of(base)
     if "fp32_groups_flat" in optimizer:
         masters = optimizer["fp32_groups_flat"]

@@ -1,4 +1,4 @@
-"""A source whose tensors lie in tensors of torch.save's files: one in one, or cut into several."""
+"""Base of the DeepSpeed sources: each tensor is stored in one or several tensors of torch.save files."""
 
 import zlib
 from bisect import bisect_right
@@ -22,37 +22,37 @@ from zero_full.shard.contents.state import STEP
 
 @dataclass(frozen=True)
 class Cuts:
-    """How a flattened tensor is cut into ranges, each of which lies in one of several parts.
+    """The ranges of a flattened tensor, and the location of each in one of several stored parts.
 
-    A parameter's moments are cut as it is: with many ranks this is most of what is known of a checkpoint.
+    A parameter and its moments share one object: with many ranks these are most of a source's memory.
     """
 
     shape: tuple[int, ...]
-    pieces: tuple[tuple[int, int], ...]  # ranges of elements, in order
-    places: tuple[tuple[int, int], ...]  # for each of them: which part it is in, and from which element on
+    pieces: tuple[tuple[int, int], ...]  # (start, stop) of each range, in elements, in order
+    places: tuple[tuple[int, int], ...]  # (part, first element in the part) of each range
 
     @staticmethod
     def of(shape: Iterable[int], ranges: Iterable[tuple[int, int, int, int]]) -> "Cuts":
-        """From part, first element, last one, and place in the part; empty ranges are left out."""
+        """Make cuts from (part, start, stop, first element in the part). Empty ranges are left out."""
         found = [each for each in ranges if each[1] < each[2]]
         pieces = tuple((start, stop) for _, start, stop, _ in found)
         return Cuts(tuple(shape), pieces, tuple((part, begin) for part, _, _, begin in found))
 
     @staticmethod
     def whole(shape: Iterable[int], begin: int = 0) -> "Cuts":
-        """All in one part."""
+        """Make cuts for a tensor that is stored in one part."""
         shape = tuple(shape)
         return Cuts.of(shape, [(0, 0, prod(shape), begin)])
 
     @staticmethod
     def even(shape: Iterable[int], parts: int, begin: int) -> "Cuts":
-        """In equal ranges, the last ones shorter or empty, each in its part from `begin` on: stage 3."""
+        """Make the cuts of stage 3: equal ranges, the last ones shorter or empty, at `begin` of each part."""
         shape = tuple(shape)
         numel, each = prod(shape), even_share(shape, parts)
         return Cuts.of(shape, [(p, p * each, min((p + 1) * each, numel), begin) for p in range(parts)])
 
     def fit(self, parts: Sequence[SavedTensor]) -> bool:
-        """Whether the ranges are all elements, and lie in these parts."""
+        """Return whether the ranges cover all elements and lie within these parts."""
         ends = [0, *(stop for _, stop in self.pieces)]
         complete = [start for start, _ in self.pieces] == ends[:-1] and ends[-1] == prod(self.shape)
         placed = zip(self.pieces, self.places, strict=True)
@@ -62,12 +62,12 @@ class Cuts:
 
 
 def even_share(shape: Iterable[int], parts: int) -> int:
-    """How many elements each of several equal parts has, with padding."""
+    """Return the number of elements in each of `parts` equal parts, with padding."""
     return -(-prod(shape) // parts)
 
 
 class SavedSource(Source):
-    """A source that is made by saying of each tensor where it is."""
+    """A source to which tensors are added with their locations."""
 
     def __init__(self, path: Path, kind: str) -> None:
         self.path, self.kind = path, kind
@@ -78,7 +78,7 @@ class SavedSource(Source):
         self._places: dict[str, tuple[Cuts, Sequence[SavedTensor]]] = {}
 
     def add(self, key: str, cuts: Cuts, parts: Sequence[SavedTensor]) -> None:
-        """A tensor that lies in these parts."""
+        """Add a tensor that is stored in these parts. Raises CheckpointError if they are incomplete."""
         if not cuts.fit(parts) or len({part.dtype for part in parts}) != 1:
             raise CheckpointError(
                 f"{self.path}: the files do not hold all {prod(cuts.shape)} elements of {key}"
@@ -87,31 +87,31 @@ class SavedSource(Source):
         self._places[key] = cuts, parts
 
     def read(self, key: str, start: int, stop: int) -> Tensor:
-        """These elements, all in one of its pieces."""
+        """Read a range of a flattened tensor, within one piece."""
         if start == stop:
             return torch.empty(0, dtype=self.tensors[key].dtype)
         part, first = self._place(key, start)
         return part.read(first, first + stop - start)
 
     def verify(self, key: str, start: int, stop: int) -> None:
-        """See that they are still there: checksums are of whole storages, of which a rank may need little."""
+        """Check that the file still exists. Checksums cover whole storages: see `further_checks`."""
         if start != stop:
             self._place(key, start)[0].archive.confirm()
 
     def further_checks(self) -> Iterator[Callable[[], object]]:
-        """Compare each storage with the checksum that torch.save has written."""
+        """Yield a checksum verification for each storage."""
         parts = {(p.archive.path, p.member): p for _, parts in self._places.values() for p in parts}
         return (part.check for part in parts.values())
 
     def _place(self, key: str, element: int) -> tuple[SavedTensor, int]:
-        """The part that an element is in, and which it is there."""
+        """Return the part that holds an element, and the element's index in it."""
         cuts, parts = self._places[key]
         number = bisect_right(cuts.pieces, (element, inf)) - 1
         part, begin = cuts.places[number]
         return parts[part], begin + element - cuts.pieces[number][0]
 
     def completed(self) -> "SavedSource":
-        """To be called when all is known: gives names as a load has them, and the identity."""
+        """Normalize names and compute the identity, after all tensors were added."""
         self.tensors = {plain(key): stored for key, stored in self.tensors.items()}
         self._places = {plain(key): place for key, place in self._places.items()}
         self.aliases = {plain(alias): plain(name) for alias, name in self.aliases.items()}
@@ -130,14 +130,14 @@ def _plain_names(names: Any) -> Any:
 
 
 def with_values(nest: Any) -> Any:
-    """The nest with tensors in place of what is still in a file."""
+    """Return the nested structure with every `SavedTensor` read from its file."""
     return mapped(lambda leaf: leaf.whole() if isinstance(leaf, SavedTensor) else leaf, nest)
 
 
 def numbers_of(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Those entries of an optimizer's state that are one number for the whole parameter.
+    """Return the entries of a parameter's optimizer state that are single numbers.
 
-    Some of DeepSpeed's optimizers count steps in an int; here, as in torch, a count is a tensor.
+    Some of DeepSpeed's optimizers count steps with an int. It becomes a tensor, as in torch.
     """
     single = {k: v.whole() for k, v in state.items() if isinstance(v, SavedTensor) and not v.shape}
     found = {k: v for k, v in state.items() if isinstance(v, (bool, int, float))} | single
@@ -145,12 +145,12 @@ def numbers_of(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def told(numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """Numbers to be compared and shown."""
+    """Return the numbers as Python values, for comparison and messages."""
     return {k: v.item() if isinstance(v, Tensor) else v for k, v in numbers.items()}
 
 
 def states_of(base: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
-    """The states in an optimizer's state dict, by group. Some optimizers count steps once for a group."""
+    """Return the states in an optimizer's state dict, by group. A group's own step is added to each state."""
     found = []
     for group in base["param_groups"]:
         common = {STEP: group[STEP]} if STEP in group else {}
@@ -160,11 +160,11 @@ def states_of(base: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
 
 
 def options_of(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The options of an optimizer's groups, without which parameters they are of, and how far they are."""
+    """Return the options of an optimizer's groups, without the parameters and the step."""
     return [{k: with_values(v) for k, v in group.items() if k not in ("params", STEP)} for group in groups]
 
 
 def members_of(groups: list[dict[str, Any]], shapes: Iterable[Iterable[str]]) -> list[list[str]]:
-    """The names of each group's parameters. At stage 3 a group may be several sub-groups."""
+    """Return the parameter names of each group. At stage 3 a group may consist of several sub-groups."""
     rest = iter(shapes)
     return [[name for named in islice(rest, len(group["params"])) for name in named] for group in groups]

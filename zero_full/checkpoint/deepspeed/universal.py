@@ -1,12 +1,12 @@
-"""Universal checkpoints, which `ds_to_universal` makes of others: a folder for each parameter.
+"""Read universal checkpoints, which `ds_to_universal` converts from others: a folder for each parameter.
 
-    zero/NAME/fp32.pt, exp_avg.pt, exp_avg_sq.pt    whole; flat if made of stage 3
-    zero/NAME/step.pt                               a number; at stage 3 it is in optimizer_state.pt
-    zero/optimizer_state.pt                         what the first rank's optimizer keeps besides
-    *model_states.pt                                copied
+    zero/NAME/fp32.pt, exp_avg.pt, exp_avg_sq.pt    full tensors; flattened if converted from stage 3
+    zero/NAME/step.pt                               a number; from stage 3 it is in optimizer_state.pt
+    zero/optimizer_state.pt                         the other optimizer state, of the first rank
+    *model_states.pt                                copies of the original files
 
-With parameters that the optimizer does not have, buffers, too, have a folder each, rounded to fp32: these are
-taken from the copied files.
+If some parameters are not in the optimizer, these and the buffers also have a folder each, converted to fp32.
+They are read from the copied files instead.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ from zero_full.shard.contents.state import PARAMETERS, STATE, STEP
 
 
 class UniversalSource(SavedSource):
-    """A universal checkpoint of a model that was not cut by tensor parallelism."""
+    """A universal checkpoint of a model without tensor parallelism."""
 
     def __init__(self, path: Path, models: list[ModelStates]) -> None:
         super().__init__(path, "DeepSpeed, universal")
@@ -48,10 +48,10 @@ class UniversalSource(SavedSource):
             self.shared["scaler"] = scaler
 
     def _refuse_mixed_up(self, stage: int, groups: list[Mapping[str, tuple[int, ...]]]) -> None:
-        """CheckpointError if the converter has looked for parameters where they were not.
+        """Raise CheckpointError if DeepSpeed's converter has mixed up parameters.
 
-        With `round_robin_gradients` they are in another order, which it does not know unless there is padding
-        between them. It changes nothing for at most as many parameters as ranks.
+        `round_robin_gradients` changes the parameters' order in the flat buffer. The converter ignores that,
+        unless there is padding between them. With at most as many parameters as ranks the order is the same.
         """
         model, paddings = self.models[0], self.common.get("param_alignment_paddings") or [[]] * len(groups)
         zero = model.config.get("zero_optimization") or {}
@@ -65,7 +65,7 @@ class UniversalSource(SavedSource):
                 )
 
     def _numbers(self, stage: int, group: int) -> dict[str, Any]:
-        """What the optimizer's state says once for a group, or at stage 3 for a sub-group."""
+        """Return state that the optimizer keeps per group, or at stage 3 per sub-group."""
         if stage == 3:
             base = self.common["optimizer_state_dict"]
             places = [place for each in base["param_groups"] for place in each["params"]]
@@ -91,7 +91,7 @@ class UniversalSource(SavedSource):
             self.numbers[f"{PARAMETERS}/{name}"] = dict(numbers)
 
     def _values(self, path: Path, content: Any, shape: tuple[int, ...]) -> SavedTensor:
-        """The tensor in a file of an entry: by itself, or with how it was merged."""
+        """Return the tensor in a file: the content itself, or an entry beside the merge options."""
         merged = content if isinstance(content, Mapping) else {"param": content}
         unknown = merged.keys() - {"param", "cat_dim"}
         if unknown or merged.get("cat_dim", 0) != 0:

@@ -1,13 +1,13 @@
-"""Checkpoints of stages 1 to 3: every rank has saved its partition of the flat buffers.
+"""Read DeepSpeed checkpoints of stages 1 to 3: every rank has saved its partition of the flat buffers.
 
-[Note: where a parameter lies] At stages 1 and 2 a parameter group is one buffer, parameter after parameter in
-the order of `param_shapes`, cut into equal parts; it is padded at its end, and with `parameter_alignment`
-after each parameter. `param_slice_mappings`, which says the same, is wrong with `round_robin_gradients`.
-At stage 3 every parameter is cut into equal parts, the last ones padded; a sub-group's buffer on a rank
-is these parts one after the other.
+[Note: where a parameter lies] At stages 1 and 2 a parameter group is one flat buffer. It has the parameters
+in the order of `param_shapes` and is divided into equal partitions. It is padded at its end and, with
+`parameter_alignment`, after each parameter. `param_slice_mappings` has the same information, but is wrong
+with `round_robin_gradients`. At stage 3 every parameter is divided into equal parts, the last ones padded. A
+sub-group's buffer on a rank is the concatenation of its parts.
 
-Masters are saved without the padding at the end, moments with it; before it their elements lie in the same
-places.
+Master weights are saved without the padding at the end of the buffer, and moments with it. All other elements
+have the same offsets in both.
 """
 
 from collections.abc import Iterator, Mapping
@@ -37,19 +37,19 @@ from zero_full.shard.contents.state import PARAMETERS, STATE, STEP
 
 @dataclass(frozen=True)
 class RankStates:
-    """One rank's file of optimizer states."""
+    """The content of one rank's optimizer state file."""
 
     path: Path
     content: Mapping[str, Any]
 
     @property
     def stage(self) -> int:
-        """The optimizer for bf16 with fp32 gradients does not say: there is one at stage 1 only."""
+        """The ZeRO stage. DeepSpeed's BF16_Optimizer does not save it, and exists at stage 1 only."""
         return int(self.content.get("zero_stage", 1))
 
     @property
     def world(self) -> int:
-        """How many ranks have saved. Groups with fewer ranks are of experts."""
+        """The number of ranks that have saved. Groups with fewer ranks belong to experts."""
         count = self.content["partition_count"]
         counts = set(count) if isinstance(count, list) else {count}
         if len(counts) != 1:
@@ -58,26 +58,26 @@ class RankStates:
 
     @property
     def masters(self) -> list[SavedTensor]:
-        """By group; at stage 3 by sub-group."""
+        """The master weights, by group, at stage 3 by sub-group."""
         name = "fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"
         masters: list[SavedTensor] = self.content[name]
         return masters
 
     @property
     def base(self) -> Any:
-        """The state dict of the optimizer inside; of an elastic checkpoint a list of states."""
+        """The wrapped optimizer's state dict; in an elastic checkpoint a list of states."""
         return self.content["optimizer_state_dict" if self.stage == 3 else "base_optimizer_state"]
 
     @cached_property
     def states(self) -> list[dict[str, Any]]:
-        """What the optimizer keeps, by group or sub-group."""
+        """The optimizer state, by group or sub-group."""
         if isinstance(self.base, list):
             step = self.content.get("base_optimizer_state_step")
             return [state if step is None else {STEP: step, **state} for state in self.base]
         return list(chain.from_iterable(states_of(self.base)))
 
     def moments(self, group: int) -> dict[str, SavedTensor]:
-        """Those entries of a group's state that have a number for each element."""
+        """Return the entries of a group's state that have one value for each element."""
         master = self.masters[group]
         found = {
             k: v for k, v in self.states[group].items() if isinstance(v, SavedTensor) and len(v.shape) == 1
@@ -87,14 +87,14 @@ class RankStates:
         return {k: v for k, v in found.items() if v.numel == master.numel + self._padding(group)}
 
     def _padding(self, group: int) -> int:
-        """What the moments have at their end and the master does not."""
+        """Return the padding at the end of the moments, which the master weights lack, in elements."""
         if "zero_stage" not in self.content:
             return 0
         return int(self.content["group_paddings"][group])
 
 
 def rank_states(path: Path) -> RankStates:
-    """Read such a file; CheckpointError if it is none."""
+    """Read an optimizer state file. Raises CheckpointError if it is another file or of experts."""
     content = load_saved(path)
     states = content.get("optimizer_state_dict") if isinstance(content, Mapping) else None
     if not isinstance(states, Mapping) or "partition_count" not in states:
@@ -105,7 +105,7 @@ def rank_states(path: Path) -> RankStates:
 
 
 class ZeroSource(SavedSource):
-    """A checkpoint of stage 1, 2 or 3."""
+    """A DeepSpeed checkpoint of stage 1, 2 or 3."""
 
     def __init__(self, path: Path, models: list[ModelStates], ranks: list[RankStates]) -> None:
         first = ranks[0]
@@ -123,7 +123,7 @@ class ZeroSource(SavedSource):
             self._add_group(group, named)
         add_untrained(self, models, first.stage)
         base = first.base
-        # An elastic checkpoint has no options: those that are set stay.
+        # An elastic checkpoint has no options, so the current ones stay.
         groups = [{"params": [0]} for _ in shapes] if isinstance(base, list) else base["param_groups"]
         self.shared["groups"] = options_of(groups)
         self.shared["members"] = members_of(groups, shapes)
@@ -132,7 +132,7 @@ class ZeroSource(SavedSource):
             self.shared["scaler"] = scaler
 
     def _refuse_mixed(self) -> None:
-        """CheckpointError if the ranks' files are not of the same step of the same run."""
+        """Raise CheckpointError if the ranks' files are of different runs or steps."""
         first = self.ranks[0]
         for other in self.ranks[1:]:
             if other.stage != first.stage or len(other.masters) != len(first.masters):
@@ -191,7 +191,10 @@ class ZeroSource(SavedSource):
 
 
 def _overlaps(begin: int, end: int, bounds: list[int]) -> Iterator[tuple[int, int, int, int]]:
-    """The ranges of a parameter that lies at `begin` to `end` in a buffer that is cut at these bounds."""
+    """Yield rank, start and stop in the parameter, and offset in the rank's part, of each of its ranges.
+
+    The parameter occupies `begin` to `end` of a buffer that is divided at `bounds`.
+    """
     for rank, (first, last) in enumerate(pairwise(bounds)):
         start, stop = max(begin, first), min(end, last)
         if start < stop:

@@ -1,1 +1,1 @@
-"""What users read and write of a sharded model: whole parameters, state, gradients, bytes held."""
+"""Access to a sharded model for user code: whole parameters, optimizer state, gradients, memory in use."""

@@ -1,4 +1,4 @@
-"""Whole parameters of a model whose parameters are sharded: to read them, to write them, to save them."""
+"""Whole parameters of a sharded model: `GatheredParameters`, state dicts, and the hooks that guard them."""
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,60 +18,69 @@ from zero_full.comm.topology import this_rank
 from zero_full.formatting import listed
 from zero_full.shard.contents.state import Chunk, OwnPart, kept, put_back
 from zero_full.shard.group.checksum import checksum
-from zero_full.shard.group.parameters import FlatParameter, Member, is_released
+from zero_full.shard.group.optimizer_state import OFFLOADED
+from zero_full.shard.group.parameter_group import ParameterGroup, TrainedGroup
+from zero_full.shard.group.parameters import Member, is_released
 from zero_full.shard.group.recorded import record_of
 from zero_full.shard.group.registry import owner_of
-from zero_full.shard.guards.local_steps import refuse_apart
+from zero_full.shard.step.agreement import told_by_all
 from zero_full.shard.step.optimizer import ZeroOptimizer
 
 LEAVING = "leaving GatheredParameters"
 
 
 def whole_parameters(optimizer: ZeroOptimizer) -> Iterator[tuple[Member, Tensor]]:
-    """Yield every parameter, whole until the next one is asked for. Every rank must iterate to the end."""
+    """Yield every parameter with its whole values, which are valid until the next iteration.
+
+    Every rank must iterate to the end, because each group is all-gathered.
+    """
     if optimizer.gatherer is not None or optimizer.settings.tier.delay_after is not None:
         optimizer.on_every_rank("module_state_dict")
-    refuse_apart(optimizer, "reading whole parameters")
+    optimizer.refuse_apart("reading whole parameters")
     if optimizer.gatherer is not None:
         optimizer.gatherer.refuse_lost()
     optimizer.catch_up()
-    for flat in optimizer.flats():
-        with _gathered(optimizer, [flat]):
-            yield from zip(flat.members, flat.windows, strict=True)
+    for group in optimizer.parts.groups:
+        with _gathered(optimizer, [group]):
+            yield from zip(group.members, group.parameters.windows, strict=True)
 
 
 @contextmanager
-def _gathered(optimizer: ZeroOptimizer, several: Iterable[FlatParameter]) -> Iterator[None]:
-    taken: list[FlatParameter] = []
+def _gathered(optimizer: ZeroOptimizer, several: Iterable[ParameterGroup]) -> Iterator[None]:
+    """Gather these groups within the context. Every rank must pass the same groups in the same order."""
+    taken: list[ParameterGroup] = []
     gatherer = optimizer.gatherer
     try:
-        for flat in several:
+        for group in several:
             if gatherer is not None:
-                gatherer.gather(flat)
-            flat.users += 1
-            taken.append(flat)
+                gatherer.gather(group)
+            group.parameters.users += 1
+            taken.append(group)
         if gatherer is not None and taken:
             gatherer.refuse_lost()
         yield
     finally:
-        for flat in taken:
-            flat.users -= 1
+        for group in taken:
+            group.parameters.users -= 1
             if gatherer is not None:
-                gatherer.release(flat)
+                gatherer.release(group)
 
 
 # The module's state dict -------------------------------------------------------------------------
 
 
 def copy_on_cpu(tensor: Tensor) -> Tensor:
-    """A copy on the CPU, for a state dict: the tensor itself may be released."""
+    """Copy a tensor to the CPU for a state dict, because the tensor itself may be released."""
     return tensor.detach().to("cpu", copy=True)
 
 
 def whole_state_dict(
     module: nn.Module, optimizer: ZeroOptimizer, keep: Callable[[Tensor], Tensor] = copy_on_cpu
 ) -> dict[str, Any]:
-    """The module's state dict with whole parameters, gathered a unit at a time. Every rank must call this."""
+    """Return the module's state dict with whole parameters. Every rank must call this.
+
+    One group is gathered at a time. `keep` returns the value to store for a whole tensor.
+    """
     state = names_and_values(module)
     names: dict[Any, list[str]] = {}
     for name, value in state.items():
@@ -89,8 +98,8 @@ def whole_state_dict(
 def load_whole_state_dict(
     module: nn.Module, optimizer: ZeroOptimizer, state: Mapping[str, Any], strict: bool
 ) -> None:
-    """Take this rank's slices out of a whole state dict, which must be the same on every rank."""
-    refuse_apart(optimizer, "loading parameters")
+    """Load this rank's slices from a whole state dict, which must be the same on every rank."""
+    optimizer.refuse_apart("loading parameters")
     optimizer.catch_up()
     mine, places = names_and_values(module), optimizer.parts.places
     names = {name for name, value in mine.items() if _is_in(value, places)}
@@ -105,7 +114,7 @@ def load_whole_state_dict(
 
 
 def own_state_dict(module: nn.Module, optimizer: ZeroOptimizer) -> dict[str, Any]:
-    """This rank's frozen slices and whole tensors, which the optimizer's state does not have."""
+    """Return this rank's frozen slices and whole tensors, which the optimizer's state dict does not have."""
     own, others = own_and_made(module)
     chunks = chain(optimizer.contents.frozen(), optimizer.contents.whole(own))
     return {"tensors": kept(chunks), "others": {name: copied(value) for name, value in others.items()}}
@@ -113,7 +122,7 @@ def own_state_dict(module: nn.Module, optimizer: ZeroOptimizer) -> dict[str, Any
 
 @torch.no_grad()
 def fitting_chunks(module: nn.Module, optimizer: ZeroOptimizer, part: OwnPart) -> list[Chunk]:
-    """Where the values of a rank's part go; ValueError unless they fit."""
+    """Return the chunks to load a rank's part into; raise ValueError if they do not fit."""
     own, _ = own_and_made(module)
     chunks = [*optimizer.contents.frozen(), *optimizer.contents.whole(own)]
     known = {chunk.key for chunk in chunks} | optimizer.contents.shapes().keys()
@@ -129,19 +138,19 @@ def load_own_state_dict(module: nn.Module, optimizer: ZeroOptimizer, state: Mapp
     chunks = fitting_chunks(module, optimizer, part)
     part.read(chunks)
     put_back(chunks)
-    for flat in optimizer.frozen:
-        flat.node_copy = None
+    for group in optimizer.parts.frozen:
+        group.parameters.node_copy = None
     load_others(module, state["others"])
 
 
 def load_others(module: nn.Module, others: Mapping[str, Any]) -> None:
-    """Give modules back what they have made for their state dict."""
+    """Load the entries that modules and hooks made for their state dict."""
     with _unguarded():
         module.load_state_dict(others, strict=False)
 
 
 def own_and_made(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The module's state dict: its own tensors; and what modules and hooks make for it and take back."""
+    """Split the module's state dict into its own tensors, and entries made by modules and hooks."""
     there = {*module.parameters(), *module.buffers()}
     own, made = dict[str, Any](), dict[str, Any]()
     for name, value in names_and_values(module).items():
@@ -150,7 +159,7 @@ def own_and_made(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def copied(value: Any) -> Any:
-    """The same, which nobody else changes."""
+    """Return an independent copy."""
     return value.detach().clone() if isinstance(value, Tensor) else deepcopy(value)
 
 
@@ -159,7 +168,7 @@ def _is_in(value: Any, params: Container[Any]) -> bool:
 
 
 def names_and_values(module: nn.Module) -> dict[str, Any]:
-    """The module's state dict with the parameters themselves, which may be released."""
+    """Return the module's state dict with the parameter objects themselves, which may be released."""
     with _unguarded():
         state: dict[str, Any] = module.state_dict(keep_vars=True)
     return state
@@ -173,12 +182,14 @@ def _check_names(mine: Mapping[str, Any], given: Mapping[str, Any], strict: bool
         )
 
 
-# For torch's own call of our hooks, which takes no argument from us. Each thread, so each rank, has its own.
+# Read by our state_dict hooks, which torch calls without arguments of ours. A context variable, because each
+# thread has its own, and ranks may be threads.
 _is_guarded = ContextVar("_is_guarded", default=True)
 
 
 @contextmanager
 def _unguarded() -> Iterator[None]:
+    """Disable the state_dict hooks of `guard` within the context."""
     before = _is_guarded.set(False)
     try:
         yield
@@ -187,9 +198,10 @@ def _unguarded() -> Iterator[None]:
 
 
 def guard(module: nn.Module) -> list[RemovableHandle]:
-    """Make `state_dict` and `load_state_dict` of a model raise while a rank alone has not what they ask for.
+    """Make `state_dict` and `load_state_dict` of a model raise while this rank's values are incomplete.
 
-    That is while parameters are released, or each rank has parameters of its own. Returns the hooks.
+    That is while parameters are released, while a delayed update is pending, or while ranks hold different
+    parameters. Returns the hooks.
     """
     handles = []
     for inner in module.modules():
@@ -200,12 +212,13 @@ def guard(module: nn.Module) -> list[RemovableHandle]:
 
 
 def _refuse(call: str, module: nn.Module, *arguments: Any) -> None:
+    """Raise RuntimeError from a state_dict hook if the module's values are incomplete on this rank."""
     if not _is_guarded.get():
         return
     owners = dict.fromkeys(owner_of(p) for p in module.parameters(recurse=False))
     for owner in (owner for owner in owners if owner is not None):
-        refuse_apart(owner, f"{call} of the model")
-        owner.delayed.refuse(f"{call} of the model")
+        owner.refuse_apart(f"{call} of the model")
+        owner.refuse_pending(f"{call} of the model")
     released = [name for name, p in module.named_parameters(recurse=False) if is_released(p)]
     if released:
         raise RuntimeError(
@@ -219,6 +232,7 @@ def _refuse(call: str, module: nn.Module, *arguments: Any) -> None:
 
 
 def _tensors_of(params: Any) -> Iterator[Tensor]:
+    """Yield the tensors of parameters, modules and nested iterables of both."""
     if isinstance(params, Tensor):
         yield params
     elif isinstance(params, nn.Module):
@@ -231,13 +245,13 @@ def _tensors_of(params: Any) -> Iterator[Tensor]:
 
 
 class GatheredParameters:
-    """Inside this context the parameters are whole. Every rank must enter and leave it.
+    """Context in which the parameters are whole. Every rank must enter and leave it.
 
-    params          parameters, modules, and iterables of such; None, as a layer's bias may be, is skipped
-    modifier_rank   the rank whose changes become everybody's; None: there must not be any
+    params          parameters, modules, and iterables of both; None (such as a missing bias) is skipped
+    modifier_rank   the rank that changes values, which all ranks get at the end; None: no rank may change any
 
-    With None, changes that all ranks make alike are an error, too: nobody would know whose to keep. What
-    `Init` has recorded can be gathered before `initialize`, buffers included; it is on the CPU then.
+    With None, even equal changes on all ranks raise, because it is unknown which rank's values to keep.
+    Parameters and buffers that `Init` has recorded can be gathered before `initialize`; they are on the CPU.
     """
 
     def __init__(
@@ -249,7 +263,7 @@ class GatheredParameters:
     ) -> None:
         self.params = list(_tensors_of(params))
         self.modifier_rank, self.enabled = modifier_rank, enabled
-        self.stack: list[tuple[ZeroOptimizer, list[tuple[FlatParameter, Member]], Any]] = []
+        self.stack: list[tuple[ZeroOptimizer, list[tuple[ParameterGroup, Member]], Any]] = []
         self.recorded: AbstractContextManager[Any] = nullcontext()  # of parameters before `initialize`
 
     def __enter__(self) -> None:
@@ -261,14 +275,19 @@ class GatheredParameters:
             self.recorded = record_of(recorded[0]).gathered(recorded, self.modifier_rank)
             self.recorded.__enter__()
         for optimizer, chosen in _by_optimizer(self.params).items():
+            for group, _ in chosen:
+                group.parameters.check_present()
+            if self.modifier_rank is not None and optimizer.states_offloaded:
+                raise RuntimeError(OFFLOADED)  # masters must follow the changes, and may be empty
             optimizer.on_every_rank("GatheredParameters")
-            refuse_apart(optimizer, "GatheredParameters")
+            optimizer.refuse_apart("GatheredParameters")
             if self.modifier_rank is not None:
+                self._check_modifier(optimizer, chosen)
                 optimizer.finish_update()
-            for flat in dict.fromkeys(flat for flat, _ in chosen):
-                if flat in optimizer.owned_of:
-                    optimizer.owned_of[flat].follow_master()
-            context = _gathered(optimizer, dict.fromkeys(flat for flat, _ in chosen))
+            for group in dict.fromkeys(group for group, _ in chosen):
+                if isinstance(group, TrainedGroup):  # user code must see its earlier writes to masters
+                    group.master.follow_master()
+            context = _gathered(optimizer, dict.fromkeys(group for group, _ in chosen))
             context.__enter__()
             self.stack.append((optimizer, chosen, context))
             self._take_back_moved(chosen)
@@ -276,7 +295,7 @@ class GatheredParameters:
 
     @torch.no_grad()
     def __exit__(self, *failure: Any) -> None:
-        """Keep the changes of `modifier_rank`, or make sure that there are none; release."""
+        """Broadcast the changes of `modifier_rank`, or check that there are none; release the parameters."""
         if not self.enabled:
             return
         recorded, self.recorded = self.recorded, nullcontext()
@@ -288,7 +307,7 @@ class GatheredParameters:
                     self._take_back_moved(chosen)
                 gives_up = False
                 problem = self._refuse_changes() if self.modifier_rank is None else self._keep_changes()
-            else:
+            else:  # no collective after an exception: the other ranks may not have raised
                 for optimizer, _, _ in self.stack:
                     optimizer.tell_every_rank(f"{LEAVING} by {failure[0].__name__}: {failure[1]}")
         finally:
@@ -300,66 +319,83 @@ class GatheredParameters:
         if problem:
             raise RuntimeError(problem)
 
-    def _give_back(self, chosen: Sequence[tuple[FlatParameter, Member]], written: set[Member] | None) -> None:
-        """Note that these members' writes are taken over; None: all are given up, after an exception."""
-        for flat in dict.fromkeys(flat for flat, _ in chosen):
-            flat.lent = flat.released_at_rest
-            flat.note_versions(written)
+    def _give_back(
+        self, chosen: Sequence[tuple[ParameterGroup, Member]], written: set[Member] | None
+    ) -> None:
+        """Note that these members' writes were adopted; None: all are discarded, after an exception."""
+        for group in dict.fromkeys(group for group, _ in chosen):
+            # User code may have kept views: `release` must leave them their memory.
+            group.parameters.lent = group.parameters.released_at_rest
+            group.parameters.note_versions(written)
 
-    def _take_back_moved(self, chosen: Sequence[tuple[FlatParameter, Member]]) -> None:
-        for flat in dict.fromkeys(flat for flat, _ in chosen):
-            flat.take_back_moved()
+    def _take_back_moved(self, chosen: Sequence[tuple[ParameterGroup, Member]]) -> None:
+        for group in dict.fromkeys(group for group, _ in chosen):
+            group.parameters.take_back_moved()
 
     def _keep_changes(self) -> str | None:
-        for optimizer, chosen, _ in self.stack:
-            if not self._is_known(optimizer):
-                return (
-                    f"modifier_rank {self.modifier_rank} is not among the ranks that share these parameters"
-                )
-            for flat, member in chosen:
-                window = flat.windows[member.index]
+        """Send the values of `modifier_rank` to all ranks. Returns the message of an error, or None."""
+        for _, chosen, _ in self.stack:
+            for group, member in chosen:
+                window = group.parameters.windows[member.index]
+                # A broadcast as a sum of one rank's values and zeros. A real one would need the index of the
+                # rank in each group.
                 if this_rank() != self.modifier_rank:
                     window.zero_()
-                for group in (flat.ranks, flat.across):
-                    group.sum_numbers(window, f"changes of {member.name}")
-                flat.fill(member, window)
-            for flat in dict.fromkeys(flat for flat, _ in chosen):
-                owned = optimizer.owned_of.get(flat)
+                for ranks in (group.ranks, group.across):
+                    ranks.sum_numbers(window, f"changes of {member.name}")
+                group.parameters.fill(member, window)
+            for group in dict.fromkeys(group for group, _ in chosen):
                 try:
-                    if owned is not None:  # what has not changed keeps the masters' last bits
-                        owned.follow_parameters(released=True)
+                    if isinstance(group, TrainedGroup):  # unchanged elements keep the masters' low bits
+                        group.master.follow_parameters(released=True)
                 except RuntimeError as error:
                     return str(error)
         return None
 
-    def _is_known(self, optimizer: ZeroOptimizer) -> bool:
-        """Whether exactly one rank is the one whose changes count."""
-        found = torch.tensor(
-            [float(this_rank() == self.modifier_rank)], device=optimizer.groups.dense.shard.device
-        )
-        for group in (optimizer.groups.dense.shard, optimizer.groups.dense.across):
-            group.sum_numbers(found, "modifier_rank")
-        return bool(found.item() == 1)
+    def _check_modifier(
+        self, optimizer: ZeroOptimizer, chosen: Sequence[tuple[ParameterGroup, Member]]
+    ) -> None:
+        """Raise on every rank if `modifier_rank` lacks one of the parameters, on any rank.
+
+        The sum over ranks in `_keep_changes` would make such a parameter zero.
+        """
+        pairs: dict[Any, list[str]] = {}
+        for group, member in chosen:
+            pairs.setdefault((group.ranks, group.across), []).append(member.name)
+        lacking = list[str]()
+        for (ranks, across), names in pairs.items():
+            found = torch.tensor([float(this_rank() == self.modifier_rank)], device=ranks.device)
+            for communicator in (ranks, across):
+                communicator.sum_numbers(found, "modifier_rank")
+            if found.item() != 1:
+                lacking += names
+        if lacking := told_by_all(optimizer.groups, lacking, "modifier_rank"):
+            raise RuntimeError(
+                f"modifier_rank {self.modifier_rank} is not among the ranks that share {listed(lacking)}: "
+                "pass a rank that has these parameters. Experts differ between ranks: for those pass, on "
+                "each rank, one of its own expert's group"
+            )
 
     def _fingerprints(self) -> dict[str, tuple[int, int]]:
-        """By name: how often a parameter was written, and a sum over its bits, for what goes round that."""
+        """Return each parameter's version counter, and a checksum for writes that the counter misses."""
         members = [place for _, chosen, _ in self.stack for place in chosen]
         return {
-            member.name: (version_of(member.param), checksum(flat.windows[member.index]))
-            for flat, member in members
+            member.name: (version_of(member.param), checksum(group.parameters.windows[member.index]))
+            for group, member in members
         }
 
     def _refuse_changes(self) -> str | None:
+        """Undo changes on any rank. Returns the error message, equal on all ranks, or None."""
         before, after = self.before, self._fingerprints()
         changed = sorted(name for name in before if before[name] != after[name])
         for optimizer, _, _ in self.stack:
-            for group in optimizer.groups.everyone:
-                changed = sorted(set().union(*group.gather_objects(changed, "changed parameters")))
+            for ranks in optimizer.groups.everyone:
+                changed = sorted(set().union(*ranks.gather_objects(changed, "changed parameters")))
         if not changed:
             return None
         for _, chosen, _ in self.stack:
-            for flat in dict.fromkeys(flat for flat, _ in chosen):
-                flat.collect()  # undo
+            for group in dict.fromkeys(group for group, _ in chosen):
+                group.parameters.collect()  # overwrite them with the ranks' slices, which have not changed
         return (
             f"{', '.join(changed)} changed inside GatheredParameters, and the change was undone: pass "
             "modifier_rank, the rank whose values count"
@@ -368,28 +404,29 @@ class GatheredParameters:
 
 @contextmanager
 def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
-    """A context with the model (an engine's own) and whole parameters, so that generating gathers nothing.
+    """Context with the model (that of an engine) and whole parameters, for generation without collectives.
 
-    Every rank must enter and leave; in between ranks may call the model as often as they like.
+    Every rank must enter and leave it. In between ranks may call the model a different number of times.
     """
     with GatheredParameters(list(model.parameters())):
         yield model if isinstance(model, nn.Module) else model.module
 
 
-def _by_optimizer(params: Iterable[Tensor]) -> dict[ZeroOptimizer, list[tuple[FlatParameter, Member]]]:
-    """By optimizer, those of these parameters that it has, in the same order on every rank."""
+def _by_optimizer(params: Iterable[Tensor]) -> dict[ZeroOptimizer, list[tuple[ParameterGroup, Member]]]:
+    """Sort these parameters by optimizer, in an order that is equal on every rank."""
     wanted = set(params)
     owners = dict.fromkeys(owner for p in params if (owner := owner_of(p)) is not None)
     return {
-        owner: [(v, m) for v in owner.flats() for m in v.members if m.param in wanted] for owner in owners
+        owner: [(group, m) for group in owner.parts.groups for m in group.members if m.param in wanted]
+        for owner in owners
     }
 
 
 def register_external_parameter(module: nn.Module, parameter: Parameter) -> None:
-    """Gather this parameter for `module`, too, which reads it although another module has it."""
+    """Gather this parameter also for `module`, which uses it although it belongs to another module."""
     owner = owner_of(parameter)
     if owner is None:
         raise ValueError("this parameter belongs to no zero_full engine yet: call this after initialize")
     found = _by_optimizer([parameter])[owner]
-    if owner.gatherer is not None and found and found[0][0].released_at_rest:
+    if owner.gatherer is not None and found and found[0][0].parameters.released_at_rest:
         owner.gatherer.add(module, found[0][0])

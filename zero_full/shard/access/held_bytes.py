@@ -1,7 +1,7 @@
-"""How many bytes a rank holds, by kind, cheaply enough to be asked before every collective.
+"""Bytes that a rank holds, by kind, computed cheaply enough for a report at every collective.
 
-Whole parameters and gradients come and go all the time, so their buffers are looked at. What a step alone
-changes (masters, the optimizer's state) is counted after each step. Nobody waits for a device or a disk.
+Gathered parameters and gradients change during a step, so their buffers are looked up each time. Masters and
+optimizer state are counted after each step. Nothing here waits for a device or a disk.
 """
 
 from collections import Counter
@@ -10,29 +10,29 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from zero_full._compat import identity_of
-from zero_full.shard.group.gradients import Bucket
-from zero_full.shard.group.parameters import FlatParameter, GatherState
+from zero_full.shard.group.gradients import FlatGradients
+from zero_full.shard.group.parameters import FlatParameters, GatherState
 from zero_full.shard.step.optimizer import ZeroOptimizer
 
 Sizes = dict[str, int]
 
 
 def bytes_behind(tensors: Iterable[Tensor]) -> int:
-    """The memory of these tensors; what several of them share is counted once."""
+    """Sum the bytes of these tensors' storages; a shared storage is counted once."""
     storages = {identity_of(t.untyped_storage()): t.untyped_storage() for t in tensors}
     return sum(storage.nbytes() for storage in storages.values())
 
 
 class HeldBytes:
-    """The bytes of what `ZeroOptimizer.holdings` returns."""
+    """Bytes of the tensors that `ZeroOptimizer.holdings` returns, by kind."""
 
     def __init__(self, optimizer: ZeroOptimizer) -> None:
         self.optimizer = optimizer
-        self.buckets = [owned.bucket for owned in optimizer.owned]
-        self.at_rest: Counter[str] = Counter()  # slices, which are always there
-        self.gathered: list[tuple[FlatParameter, int]] = []
+        self.gradients = [group.gradients for group in optimizer.trained]
+        self.at_rest: Counter[str] = Counter()  # bytes of slices of released parameters, by kind
+        self.gathered: list[tuple[FlatParameters, int]] = []  # buffers that are gathered for use, with bytes
         self.always = 0  # bytes of parameters that are never released
-        for flat in optimizer.flats():
+        for flat in optimizer.parts.flats:
             if flat.released_at_rest:
                 self.gathered.append((flat, flat.full.nbytes))
                 self.at_rest[flat.slice.kind] += flat.layout.shard * flat.dtype.itemsize
@@ -42,26 +42,26 @@ class HeldBytes:
         self.settle()
 
     def settle(self) -> None:
-        """Count what only a step changes."""
+        """Count tensors that only a step changes."""
         found = self.optimizer.holdings(())
         self.settled = {kind: bytes_behind(tensors) for kind, tensors in found.items()}
         for kind, size in self.at_rest.items():
             self.settled[kind] = self.settled.get(kind, 0) + size
 
     def now(self) -> Sizes:
-        """By kind."""
+        """Return the bytes held now, by kind."""
         parameters = self.at_rest["parameters"] + self.always
         for flat, size in self.gathered:
             if flat.state is not GatherState.SHARDED:
                 parameters += size
             if flat.node_copy is not None:
                 parameters += flat.node_copy.nbytes
-        gradients = sum(map(_gradient_bytes, self.buckets))
+        gradients = sum(map(_gradient_bytes, self.gradients))
         return {**self.settled, "parameters": parameters, "gradients": gradients}
 
 
-def _gradient_bytes(bucket: Bucket) -> int:
-    mine = bucket.grad_slice
-    if bucket.local_grads is None and not bucket.uses_param_grad:  # as a rule, from stage 2 on
-        return 0 if mine is None or bucket.is_down else mine.nbytes
-    return bytes_behind(bucket.gradient_memory())
+def _gradient_bytes(gradients: FlatGradients) -> int:
+    mine = gradients.grad_slice
+    if gradients.local_grads is None and not gradients.uses_param_grad:  # the usual case from stage 2 on
+        return 0 if mine is None or gradients.is_down else mine.nbytes
+    return bytes_behind(gradients.device_memory())

@@ -1,1 +1,1 @@
-"""What state dicts and checkpoints hold of a sharded model and its optimizer."""
+"""Contents of state dicts and checkpoints: ranges of named tensors, and one rank's part of the state."""

@@ -1,16 +1,16 @@
-"""What there is of a run, as ranges of named tensors: one description for state dicts, checkpoints and loads.
+"""The tensors of a run as ranges of named tensors, for state dicts, checkpoints and loads.
 
-A chunk is what this rank has of a tensor, flattened. Its key says what it is:
+A chunk is this rank's range of a tensor, flattened. Its key names the tensor:
 
-    parameters/NAME        a parameter; of what is trained its master, which is the most exact there is
-    state/ENTRY/NAME       what the optimizer keeps of it, element by element: state/exp_avg/layers.0.weight
+    parameters/NAME        a parameter; for a trained one its master weights, which are the most exact values
+    state/ENTRY/NAME       elementwise optimizer state of a parameter: state/exp_avg/layers.0.weight
     buffers/NAME           any other tensor of the module's state dict
-    own/RANK/NAME          what a rank alone has, see [Note: a rank's own state] in `optim/step.py`
+    own/RANK/NAME          state of one rank alone, see [Note: a rank's own state] in `optim/step.py`
 
-Where ranks hold different parameters of one name, the first word tells whose: `parameters@expert1/NAME`.
-What the optimizer keeps of a parameter as a whole, such as `step`, is no chunk but one of its numbers.
+If ranks hold different parameters of the same name, the first word has a suffix: `parameters@expert1/NAME`.
+Optimizer state of a parameter as a whole, such as `step`, is not a chunk but one of its numbers.
 
-A load is done in two steps: `check` finds what is wrong before anything has changed, `fill` changes it.
+A load has two phases: `check` raises before anything has changed, `read` changes the values.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,36 +26,36 @@ from zero_full._compat import plain
 from zero_full.optim.step import Piece, Stepper, Whole
 from zero_full.precision.dtypes import Dtypes
 from zero_full.shard.deal.dealer import Sharded
-from zero_full.shard.group.parameters import FlatParameter
+from zero_full.shard.group.parameter_group import ParameterGroup
 from zero_full.shard.group.process_groups import Groups
 
 PARAMETERS, STATE, BUFFERS, OWN = "parameters", "state", "buffers", "own"
-STEP = "step"  # a number, also of a parameter that has no dimensions
+STEP = "step"  # always a number; other state of a 0-dimensional parameter is elementwise
 
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """What this rank has of a tensor."""
+    """This rank's range of a tensor."""
 
     key: str
     shape: tuple[int, ...]  # of the whole tensor
-    start: int  # of these elements, in the flattened tensor
-    values: Tensor  # these elements, in one dimension: the memory itself, unless `scattered`
-    holder: tuple[int, int] = (0, 1)  # which of how many ranks that have the same elements
-    scattered: Tensor | None = None  # whole tensors whose elements do not lie in order: these are a copy
-    differs: bool = False  # each of these ranks has other values
+    start: int  # first element in the flattened tensor
+    values: Tensor  # the elements, in one dimension: the tensor's own memory, unless `scattered`
+    holder: tuple[int, int] = (0, 1)  # this rank's index among the ranks with the same range, their number
+    scattered: Tensor | None = None  # the whole tensor if it is not contiguous; then `values` is a copy
+    differs: bool = False  # these ranks have different values
 
     @property
     def stop(self) -> int:
-        """Behind these elements, in the flattened tensor."""
+        """The end of the range in the flattened tensor."""
         return self.start + self.values.numel()
 
     def share(self) -> "Chunk":
-        """What this rank saves of it, so that ranks that have the same save it once."""
+        """Return the part that this rank saves, so that ranks with the same range save it once together."""
         place, holders = self.holder
         if holders == 1 or (self.differs and place == 0):
             return self
-        if self.differs:  # the first one's count
+        if self.differs:  # the first rank's values are saved, the others' are dropped
             return replace(self, values=self.values[:0])
         numel = self.values.numel()
         first, last = -(-numel * place // holders), -(-numel * (place + 1) // holders)
@@ -63,38 +63,38 @@ class Chunk:
 
 
 class Values(Protocol):
-    """Where a load gets its values from."""
+    """The source of a load: a checkpoint, or one rank's state dict."""
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Of each tensor, by key."""
+        """The shapes of the whole tensors, by key."""
 
     @property
     def dtypes(self) -> Mapping[str, torch.dtype]:
-        """In which they are stored."""
+        """The dtypes of the stored tensors, by key."""
 
     @property
     def numbers(self) -> Mapping[str, Mapping[str, Any]]:
-        """What the optimizer keeps of each parameter as a whole, by `parameters/NAME`."""
+        """Optimizer state of each parameter as a whole, by `parameters/NAME`."""
 
     def check(self, chunks: Sequence[Chunk]) -> None:
-        """Raise unless these can be read."""
+        """Raise if these chunks cannot be read."""
 
     def read(self, chunks: Sequence[Chunk]) -> None:
-        """Put values into the chunks, converted to their types."""
+        """Copy values into the chunks, converted to their dtypes."""
 
 
-# What there is -----------------------------------------------------------------------------------
+# Present tensors ---------------------------------------------------------------------------------
 
 
 def state_key(key: str, entry: str) -> str:
-    """The key of an entry of the optimizer's state, from that of its parameter."""
+    """Return the key of an entry of the optimizer's state, from the key of its parameter."""
     kind, _, name = key.partition("/")
     return f"{STATE}{kind.removeprefix(PARAMETERS)}/{entry}/{name}"
 
 
 def entry_of(key: str) -> tuple[str, str] | None:
-    """The reverse: the parameter's key and the entry; None if it is no key of the optimizer's state."""
+    """Split a key of the optimizer's state into the parameter's key and the entry; None for other keys."""
     kind, _, rest = key.partition("/")
     entry, _, name = rest.partition("/")
     if kind.partition("@")[0] != STATE:
@@ -103,55 +103,68 @@ def entry_of(key: str) -> tuple[str, str] | None:
 
 
 class Contents:
-    """What one rank has of a run's tensors."""
+    """This rank's chunks of all tensors of a run."""
 
-    def __init__(self, base: torch.optim.Optimizer, parts: Sharded, groups: Groups, dtypes: Dtypes) -> None:
+    def __init__(
+        self,
+        base: torch.optim.Optimizer,
+        parts: Sharded,
+        groups: Groups,
+        dtypes: Dtypes,
+        stepper: Stepper,
+        owners: Mapping[str, int],
+    ) -> None:
+        """`stepper`: knows which state differs between ranks.
+
+        `owners`: by parameter, the rank that keeps its state; see [Note: state of whole parameters].
+        """
         self.base, self.parts, self.groups, self.dtypes = base, parts, groups, dtypes
-        self.stepper = Stepper()  # that knows what of it differs from rank to rank
-        self.owners: Mapping[str, int] = {}  # of whole parameters: see [Note: state of whole parameters]
+        self.stepper, self.owners = stepper, owners
 
     def part(self, expert: bool) -> str:
-        """What tells parameters of one name on different ranks apart; "" where there are none such."""
+        """Return the suffix that distinguishes parameters of the same name on different ranks, or ""."""
         model, experts = self.groups.model, self.groups.between_experts
         part = "" if model is None or model.size == 1 else f"@model{model.rank}"
         return part + (f"@expert{experts.rank}" if expert and experts is not None else "")
 
-    def _key(self, flat: FlatParameter, name: str) -> str:
-        return f"{PARAMETERS}{self.part(flat.kind.expert)}/{plain(name)}"
+    def _key(self, group: ParameterGroup, name: str) -> str:
+        return f"{PARAMETERS}{self.part(group.kind.expert)}/{plain(name)}"
 
     def key_of(self, tensor: Tensor, name: str) -> str:
-        """The key of one of the model's tensors, of which this rank may have nothing."""
+        """Return the key of one of the model's tensors, even if this rank has no element of it."""
         if tensor in self.parts.places:
-            owned, member = self.parts.places[tensor]  # type: ignore[index]
-            return self._key(owned if isinstance(owned, FlatParameter) else owned.flat, member.name)
+            group, member = self.parts.places[tensor]  # type: ignore[index]
+            return self._key(group, member.name)
         kind = PARAMETERS if isinstance(tensor, Parameter) else BUFFERS
         return f"{kind}{self.part(expert=self.groups.expert is not None)}/{plain(name)}"
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of every parameter that is cut, whoever has it, by key."""
+        """Return the shapes of all parameters in flat buffers, by key."""
         return {
-            self._key(flat, m.name): tuple(m.param.shape) for flat in self.parts.flats for m in flat.members
+            self._key(group, m.name): tuple(m.param.shape)
+            for group in self.parts.groups
+            for m in group.members
         }
 
     def pieces(self) -> Iterator[tuple[str, Piece, tuple[int, int]]]:
-        """Every piece that this rank steps, with its parameter's key and who else has the same."""
-        for owned in self.parts.owned:
-            holder = owned.flat.across.rank, owned.flat.across.size
-            for piece in owned.pieces.values():
-                yield self._key(owned.flat, piece.name), piece, holder
+        """Yield the key, the piece and the `Chunk.holder` of every piece that this rank steps."""
+        for group in self.parts.trained:
+            holder = group.across.rank, group.across.size
+            for piece in group.master.pieces.values():
+                yield self._key(group, piece.name), piece, holder
 
     def masters(self) -> Iterator[Chunk]:
-        """What is trained."""
+        """Yield the master weights."""
         for key, piece, holder in self.pieces():
             common = _flat(self.stepper.common(piece))
             yield Chunk(key, tuple(piece.shape), piece.param_range[0], common, holder)
 
     def state(self) -> Iterator[Chunk]:
-        """What the optimizer keeps for each element; ValueError if it keeps something of another shape."""
+        """Yield elementwise and whole-parameter optimizer state; raise ValueError for other shapes."""
         for key, piece, holder in self.pieces():
             for entry, value in self.base.state.get(piece.master, {}).items():
                 if entry in self.stepper.whole_entries:
-                    if piece.param_range[0] == 0:  # others have the same
+                    if piece.param_range[0] == 0:  # ranks with other pieces have equal values
                         yield _whole_chunk(state_key(key, entry), value, holder)
                 elif not _is_number(entry, value, piece):
                     chunk = _state_chunk(state_key(key, entry), piece, value, holder)
@@ -164,34 +177,33 @@ class Contents:
                     )
                 yield _whole_chunk(state_key(key, entry), value, holder)
 
-    def whole_states(self) -> Iterator[tuple[str, FlatParameter, dict[str, Tensor], tuple[int, int]]]:
-        """What this rank keeps of whole parameters as their owner: key, where it lies, state, holder."""
+    def whole_states(self) -> Iterator[tuple[str, ParameterGroup, dict[str, Tensor], tuple[int, int]]]:
+        """Yield the state of parameters that this rank owns as a whole: key, group, state, holder."""
         rule = self.stepper.whole_rule
         if rule is None:
             return
-        for owned in self.parts.owned:
-            flat = owned.flat
-            for member in flat.members if not owned.bucket.asleep else ():
-                if self.owners.get(member.name) == flat.ranks.rank:
+        for group in self.parts.trained:
+            for member in group.members if not group.asleep else ():
+                if self.owners.get(member.name) == group.ranks.rank:
                     whole = Whole(member.name, member.param.shape, member.group)
-                    holder = flat.across.rank, flat.across.size
-                    yield self._key(flat, member.name), flat, rule.state(whole), holder
+                    holder = group.across.rank, group.across.size
+                    yield self._key(group, member.name), group, rule.state(whole), holder
 
     def cut_state(self) -> Iterator[Chunk]:
-        """What the optimizer keeps for each element, and each rank of another part of the elements."""
+        """Yield elementwise state that the optimizer shards by itself, in its own ranges."""
         keys = {id(piece): key for key, piece, _ in self.pieces()}
         for piece, entry, start, values in self.stepper.cut_state():
             yield Chunk(state_key(keys[id(piece)], entry), tuple(piece.shape), start, _flat(values))
 
     def own(self, rank: int) -> Iterator[Chunk]:
-        """What this rank alone has."""
+        """Yield the state of this rank alone."""
         for name, tensor in self.stepper.own_tensors().items():
             yield Chunk(f"{OWN}/{rank}/{name}", tuple(tensor.shape), 0, _flat(tensor))
 
     def numbers(self, every: bool) -> dict[str, dict[str, Any]]:
-        """What the optimizer keeps of whole parameters.
+        """Return the optimizer's numbers by parameter, such as `step`.
 
-        Of each piece of this rank, if `every`; else each parameter's from one rank only.
+        `every`: for each piece of this rank; else each parameter's come from one rank only.
         """
         numbers = {}
         for key, piece, (place, _) in self.pieces():
@@ -204,17 +216,17 @@ class Contents:
         return numbers
 
     def frozen(self) -> Iterator[Chunk]:
-        """What nobody trains and is cut all the same."""
-        for flat in self.parts.frozen:
-            holder = flat.across.rank, flat.across.size
+        """Yield the frozen parameters that are sharded."""
+        for group in self.parts.frozen:
+            flat, holder = group.parameters, (group.across.rank, group.across.size)
             for fragment in flat.fragments():
                 member = flat.members[fragment.index]
                 shape, mine = tuple(member.param.shape), flat.cut(flat.shard, fragment)
-                key = self._key(flat, member.name)
+                key = self._key(group, member.name)
                 yield Chunk(key, shape, fragment.param_range[0], mine.detach(), holder)
 
     def whole(self, named: Mapping[str, Any]) -> Iterator[Chunk]:
-        """Those of a state dict's tensors that every rank has."""
+        """Yield a state dict's tensors that every rank has whole."""
         groups = self.groups
         pair = groups.expert if groups.expert is not None else groups.dense
         place = pair.shard.rank * pair.across.size + pair.across.rank
@@ -226,6 +238,7 @@ class Contents:
 
 
 def _whole_chunk(key: str, value: Any, holder: tuple[int, int]) -> Chunk:
+    """Make the chunk of state of a whole parameter; raise ValueError if it is no tensor."""
     if not isinstance(value, Tensor):
         raise ValueError(
             f"{key.partition('/')[2]} belongs to a whole parameter (whole_entries of its rule) and is a "
@@ -235,6 +248,7 @@ def _whole_chunk(key: str, value: Any, holder: tuple[int, int]) -> Chunk:
 
 
 def _state_chunk(key: str, piece: Piece, value: Any, holder: tuple[int, int]) -> Chunk:
+    """Make the chunk of a state entry: elementwise, or of any shape if this rank owns the whole parameter."""
     if isinstance(value, Tensor) and value.shape == piece.master.shape:
         return Chunk(key, tuple(piece.shape), piece.param_range[0], _flat(value), holder)
     if isinstance(value, Tensor) and piece.master.numel() == prod(piece.shape):
@@ -261,36 +275,36 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def put_back(chunks: Iterable[Chunk]) -> None:
-    """Tensors whose elements do not lie in order take what was put into the copies of them."""
+    """Copy loaded values back to non-contiguous tensors, for which `values` was a copy."""
     for chunk in chunks:
         if chunk.scattered is not None:
             new = chunk.values.view(chunk.shape)
-            if not torch.equal(chunk.scattered, new):  # one number, shown many times, cannot be written
+            if not torch.equal(chunk.scattered, new):  # an expanded tensor cannot be written, even if equal
                 chunk.scattered.detach().copy_(new)
 
 
 class NewState:
-    """The optimizer's state while it is loaded: what is there already is used where it fits."""
+    """The optimizer's state during a load. Existing tensors are reused if they fit."""
 
     def __init__(self, contents: Contents, values: Values) -> None:
         self.contents, self.values = contents, values
-        self.of: dict[str, dict[str, Any]] = {}  # by the key of the parameter
-        self.of_whole: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []  # an owner's, and the new one
+        self.of: dict[str, dict[str, Any]] = {}  # state of a piece, by the key of its parameter
+        self.of_whole: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []  # an owner's state, new state
 
     def chunks(self) -> Iterator[Chunk]:
-        """Room for each entry that there is of this rank's pieces."""
+        """Yield a chunk with memory for each stored entry of this rank's pieces."""
         stored: dict[str, dict[str, str]] = {}
         for key in self.values.shapes:
             if found := entry_of(key):
                 stored.setdefault(found[0], {})[found[1]] = key
         stepper = self.contents.stepper
-        for key, flat, state, _ in self.contents.whole_states():
+        for key, group, state, _ in self.contents.whole_states():
             made: dict[str, Tensor] = {}
             self.of_whole.append((state, made))
             for entry, place in stored.get(key, {}).items():
                 if entry in stepper.whole_entries:
                     shape, dtype = self.values.shapes[place], self.values.dtypes[place]
-                    made[entry] = torch.empty(shape, dtype=dtype, device=flat.kind.device)
+                    made[entry] = torch.empty(shape, dtype=dtype, device=group.kind.device)
                     yield Chunk(place, shape, 0, made[entry].view(-1))
         for key, piece, _ in self.contents.pieces():
             state = self.of[key] = dict(self.values.numbers.get(key, {}))
@@ -304,6 +318,7 @@ class NewState:
                 yield Chunk(place, shape, piece.param_range[0] if is_cut else 0, state[entry].view(-1))
 
     def _room(self, piece: Piece, entry: str, shape: Sequence[int], stored: torch.dtype) -> Tensor:
+        """Return memory to load an entry into: the existing tensor if it fits, else a new one."""
         master, is_whole = piece.master, entry in self.contents.stepper.whole_entries
         if tuple(shape) != tuple(master.shape) and master.numel() != prod(piece.shape) and not is_whole:
             raise ValueError(
@@ -312,7 +327,7 @@ class NewState:
             )
         known = self.contents.base.state.get(master, {}).get(entry)
         if isinstance(known, Tensor) and known.shape == torch.Size(shape) and known.is_contiguous():
-            return known  # the same, as somebody may have kept a window: see `Owned.show`
+            return known  # reused, because user code may have kept a view: see `Master.show`
         dtype = stored
         if isinstance(self.contents.base, torch.optim.Adam):  # and AdamW
             dtype = self.contents.dtypes.moments_of(master.dtype)
@@ -321,7 +336,7 @@ class NewState:
         return torch.empty(shape, dtype=dtype, device=master.device)
 
     def install(self) -> None:
-        """The optimizer's state is what was read."""
+        """Replace the optimizer's state by the state that was read."""
         for state, new in self.of_whole:
             state.clear()
             state.update(new)
@@ -343,7 +358,7 @@ class NewState:
 
 
 def kept(chunks: Iterator[Chunk]) -> dict[str, dict[str, Any]]:
-    """Copies of what this rank has."""
+    """Copy chunks into a dict by key."""
     return {
         chunk.key: {"shape": chunk.shape, "start": chunk.start, "values": chunk.values.clone()}
         for chunk in chunks
@@ -351,7 +366,7 @@ def kept(chunks: Iterator[Chunk]) -> dict[str, dict[str, Any]]:
 
 
 class OwnPart:
-    """What one rank has kept, as `Values`: for ranks that have the same, or less, of each tensor."""
+    """`Values` of one rank's state dict, for a rank with the same ranges of each tensor, or smaller ones."""
 
     def __init__(self, tensors: Mapping[str, Mapping[str, Any]], numbers: Mapping[str, Any]) -> None:
         self.tensors, self.numbers = tensors, numbers
@@ -359,7 +374,7 @@ class OwnPart:
         self.dtypes = {key: each["values"].dtype for key, each in tensors.items()}
 
     def check(self, chunks: Sequence[Chunk]) -> None:
-        """ValueError unless all of these are there."""
+        """Raise ValueError if any of these chunks is missing or has another shape or range."""
         for chunk in chunks:
             name = chunk.key.partition("/")[2]
             if chunk.key not in self.tensors:
@@ -375,7 +390,7 @@ class OwnPart:
                 )
 
     def read(self, chunks: Sequence[Chunk]) -> None:
-        """Put values into the chunks, converted to their types."""
+        """Copy values into the chunks, converted to their dtypes."""
         for chunk in chunks:
             saved = self.tensors[chunk.key]
             first = chunk.start - saved["start"]

@@ -1,1 +1,1 @@
-"""From a model to what is sharded: which parameters lie together, and where they wait."""
+"""Layout of a model: assign its parameters to flat buffers, units and offload tiers."""

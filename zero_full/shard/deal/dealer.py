@@ -1,4 +1,4 @@
-"""From a model and an optimizer to flat buffers, buckets and the modules that need them."""
+"""Assign a model's parameters to parameter groups, and find the modules that need them."""
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,11 +15,12 @@ from zero_full.offload import DeviceTier, Flow, Shelf, Tier
 from zero_full.settings import Settings
 from zero_full.shard.deal.memory_overlap import Extent, refuse_overlaps
 from zero_full.shard.deal.units import Unit, choose_units, kept_whole, size_limit
-from zero_full.shard.group.gradients import Bucket
-from zero_full.shard.group.master import Owned
+from zero_full.shard.group.gradients import FlatGradients, HostGradients, Spares
+from zero_full.shard.group.master import Master
+from zero_full.shard.group.parameter_group import ParameterGroup, TrainedGroup
 from zero_full.shard.group.parameters import (
     FROZEN,
-    FlatParameter,
+    FlatParameters,
     Kind,
     Member,
     as_bytes,
@@ -33,35 +34,35 @@ from zero_full.shard.passes.module_sites import Site
 
 @dataclass(frozen=True)
 class Sharded:
-    """A model's parameters, dealt."""
+    """The parameter groups of a model."""
 
-    owned: list[Owned]  # what is trained, in the order in which gradients leave
-    frozen: list[FlatParameter]  # of stage 3: what nobody trains is gathered like the rest
-    sites: list[Site]
-    flow: Flow | None = None  # where gradients and parameters are copied between a device and the host
-    shelf: Shelf = field(default_factory=Shelf)  # where slices of what is gathered for use wait
-
-    @property
-    def flats(self) -> list[FlatParameter]:
-        """All flat buffers of parameters."""
-        return [owned.flat for owned in self.owned] + self.frozen
+    trained: list[TrainedGroup]  # in the order in which gradients are reduced
+    frozen: list[ParameterGroup]  # at stage 3: parameters of no optimizer group, which are gathered, too
+    sites: list[Site]  # modules that gather parameters
+    flow: Flow | None = None  # host-device copies of gradients and parameters; None: no offload
+    shelf: Shelf = field(default_factory=Shelf)  # store of the slices of parameters that are gathered for use
+    spares: Spares = field(default_factory=list)  # free gradient buffers, shared by the groups
 
     @property
-    def buckets(self) -> list[Bucket]:
-        """All gradient buckets."""
-        return [owned.bucket for owned in self.owned]
+    def groups(self) -> list[ParameterGroup]:
+        """All parameter groups."""
+        return [*self.trained, *self.frozen]
+
+    @property
+    def flats(self) -> list[FlatParameters]:
+        """The flat parameters of all groups."""
+        return [group.parameters for group in self.groups]
 
     @cached_property
-    def places(self) -> dict[Parameter, tuple[Owned | FlatParameter, Member]]:
-        """Where each parameter is."""
-        trained = {m.param: (owned, m) for owned in self.owned for m in owned.flat.members}
-        return trained | {m.param: (flat, m) for flat in self.frozen for m in flat.members}
+    def places(self) -> dict[Parameter, tuple[ParameterGroup, Member]]:
+        """The group and the member of each parameter."""
+        return {member.param: (group, member) for group in self.groups for member in group.members}
 
     def fill(self, param: Parameter, value: Tensor) -> None:
-        """Give a parameter new values. Every rank must do the same."""
+        """Set a parameter's values. Every rank must do the same."""
         if param in self.places:
-            part, member = self.places[param]
-            part.fill(member, value)
+            group, member = self.places[param]
+            group.fill(member, value)
         else:
             param.data = value.to(param.device)
 
@@ -71,33 +72,34 @@ Named = tuple[str, Parameter]
 
 @dataclass(frozen=True, eq=False)
 class Draft:
-    """Parameters that will share a flat buffer."""
+    """The plan of one flat buffer, without memory."""
 
     named: Sequence[Named]
     kind: Kind
     layout: FlatLayout
-    unit: Unit | None
+    unit: Unit | None  # the stage-3 unit that it belongs to; None: a gradient bucket
 
     @property
     def numel(self) -> int:
-        """Elements of the parameters."""
+        """The number of elements of the parameters, without padding."""
         return sum(self.layout.numels)
 
 
 @dataclass(frozen=True)
 class Drafts:
-    """Everything that will be dealt."""
+    """The plan of all flat buffers."""
 
     units: list[Unit]
     everything: list[Draft]
-    leaving: list[Draft]  # what is trained, in the order in which gradients leave
-    away: frozenset[Draft]  # of these, whose state does not wait on the device
+    leaving: list[Draft]  # trained ones, in the order in which gradients are reduced
+    away: frozenset[Draft]  # trained ones with offloaded state
 
 
 def first_share(leaving: Sequence[Draft], tier: Tier) -> frozenset[Draft]:
-    """Those whose state waits in the tier: see [Note: part of the state] in `offload/tiers.py`.
+    """Choose the drafts with state in the tier: see [Note: part of the state] in `offload/tiers.py`.
 
-    As many of the first as have the number of elements next to its ratio; if in doubt, one more.
+    These are the first ones, with a share of the elements as close to the tier's ratio as possible. Of two
+    equally close counts it takes the larger one.
     """
     if not tier.apart:
         return frozenset()
@@ -108,7 +110,7 @@ def first_share(leaving: Sequence[Draft], tier: Tier) -> frozenset[Draft]:
 
 
 class Dealer:
-    """Deals parameters into flat buffers."""
+    """Plans flat buffers for a model's parameters, and moves the parameters into them."""
 
     def __init__(
         self,
@@ -122,14 +124,14 @@ class Dealer:
         self.topology, self.groups, self.settings, self.deferred = topology, groups, settings, deferred
         self.shelf = shelf or Shelf()
         listed = {p: number for number, group in enumerate(param_groups) for p in group["params"]}
-        # What is listed and frozen may be trained later; numbers that cannot be trained are left alone.
         self.flow: Flow | None = None  # see `deal`
+        # Frozen parameters in a group may be trained later. Integers cannot, and are left out.
         self.group_of = {p: n for p, n in listed.items() if p.requires_grad or p.is_floating_point()}
 
     def draft(self, model: nn.Module) -> "Drafts":
-        """Which parameters will lie together: every trained one, and at stage 3 every frozen one, too.
+        """Plan the flat buffers: of trained parameters, and at stage 3 also of frozen ones.
 
-        Nothing has memory yet.
+        Nothing is allocated. The plan depends only on model and settings, so it is equal on all ranks.
         """
         names = {p: name for name, p in model.named_parameters()}
         strangers = [p for p in self.group_of if p not in names]
@@ -149,6 +151,7 @@ class Dealer:
         in_units = {p for unit in units for _, p in unit.parameters}
         kept = [(name, p) for name, p in trained if p not in in_units]
         drafts = [*(draft for unit in units for draft in self._unit(unit)), *self._buckets(kept)]
+        # Backward produces gradients of the last parameters first, so their buffers are reduced first.
         place = {p: number for number, p in enumerate(names)}
         leaving = sorted(
             (draft for draft in drafts if draft.kind.trained),
@@ -158,31 +161,37 @@ class Dealer:
         return Drafts(units, drafts, leaving, first_share(leaving, self.settings.tier))
 
     def rooms(self, drafts: "Drafts") -> list[int]:
-        """The bytes of each room that this rank will ask its tier for."""
+        """Return the bytes of each room (allocation for a master) that this rank will need in its tier."""
         away = (draft for draft in drafts.leaving if draft in drafts.away and not draft.kind.asleep)
         return [self.room_of(draft) for draft in away]
 
     def room_of(self, draft: "Draft") -> int:
-        """The bytes of this rank's master."""
+        """Return the bytes of this rank's master."""
         dtypes = self.settings.dtypes
         return draft.layout.shard * dtypes.master_of(dtypes.of(draft.kind.dtype)).itemsize
 
     def deal(self, drafts: "Drafts") -> Sharded:
-        """Parameters move into their flat buffers, and what is trained into buckets."""
+        """Move the parameters into flat buffers, and make gradients and masters for trained ones.
+
+        Every rank must call this: the first rank's values are broadcast.
+        """
         self.flow = self.settings.tier.flow(self.groups.dense.shard.device, self.settings.needs_norm)
-        made: dict[Draft, Owned | FlatParameter] = {}
+        spares: Spares = []
+        made: dict[Draft, ParameterGroup] = {}
         for draft in drafts.everything:
             flat = self._flat(draft)
             tier = self.settings.tier if draft in drafts.away else DeviceTier()
-            made[draft] = self._owned(flat, tier) if draft.kind.trained else flat
-        flats = {unit: [_flat_of(made[d]) for d in made if d.unit is unit] for unit in drafts.units}
-        sites = [Site(unit.name, unit.module, flats[unit]) for unit in drafts.units]
-        owned = [part for part in map(made.__getitem__, drafts.leaving) if isinstance(part, Owned)]
-        frozen = [part for part in made.values() if isinstance(part, FlatParameter)]
-        return Sharded(owned, frozen, sites, self.flow, self.shelf)
+            made[draft] = self._trained(flat, tier, spares) if draft.kind.trained else ParameterGroup(flat)
+        of_unit = {unit: [made[draft] for draft in made if draft.unit is unit] for unit in drafts.units}
+        sites = [Site(unit.name, unit.module, of_unit[unit]) for unit in drafts.units]
+        trained = [
+            group for group in map(made.__getitem__, drafts.leaving) if isinstance(group, TrainedGroup)
+        ]
+        frozen = [group for group in made.values() if not isinstance(group, TrainedGroup)]
+        return Sharded(trained, frozen, sites, self.flow, self.shelf, spares)
 
     def _units(self, model: nn.Module) -> list[Unit]:
-        """What is gathered for use only; nothing, if there is nobody and nowhere to gather it from."""
+        """Choose the units; none for a single rank without parameter offload, which has nothing to gather."""
         pairs = [self.groups.dense] + ([self.groups.expert] if self.groups.expert is not None else [])
         if all(pair.shard.size == 1 for pair in pairs) and not self.shelf.apart:
             return []
@@ -198,6 +207,7 @@ class Dealer:
         return (self._draft(named, kind, unit) for kind, named in kinds.items())
 
     def _buckets(self, trained: Sequence[Named]) -> Iterator["Draft"]:
+        """Plan gradient buckets for parameters that stay whole, in the order of backward."""
         kinds = [self._kind(name, p) for name, p in trained]
         numels = [p.numel() for _, p in trained]
         order = backward_order(len(trained))
@@ -208,33 +218,38 @@ class Dealer:
             yield self._draft([trained[index] for index in indices], kind)
 
     def _bucket_numel(self) -> int:
-        """As many as the run has chosen; where state comes in parts, no more than one part of every rank."""
+        """Return the bucket size in elements. If state is stepped in parts, a bucket is at most one part."""
         chosen, part = self.settings.bucket_numel, self.settings.tier.part_numel
         return chosen if part is None else min(chosen, part * self.groups.dense.shard.size)
 
     def _draft(self, named: Sequence[Named], kind: Kind, unit: Unit | None = None) -> "Draft":
         return Draft(named, kind, layout_of([p.numel() for _, p in named], self._pair(kind)), unit)
 
-    def _flat(self, draft: "Draft") -> FlatParameter:
+    def _flat(self, draft: "Draft") -> FlatParameters:
         named, kind = draft.named, draft.kind
         members = [Member(*one, self.group_of.get(one[1], FROZEN), i) for i, one in enumerate(named)]
         deferred = any(p in self.deferred for _, p in named)
-        return FlatParameter(members, kind, self._pair(kind), self.settings.dtypes, deferred, self.shelf)
+        return FlatParameters(members, kind, self._pair(kind), self.settings.dtypes, deferred, self.shelf)
 
-    def _owned(self, flat: FlatParameter, tier: Tier) -> Owned:
+    def _trained(self, flat: FlatParameters, tier: Tier, spares: Spares) -> TrainedGroup:
+        """Make the gradients and the master of a flat buffer, on the host for an offload tier."""
         settings, divisors = self.settings, self.settings.divisors(self.groups.data_ranks)
-        flow = self.flow if tier.apart else None
-        bucket = Bucket(flat, settings, divisors, self._pair(flat.kind).reduce, flow)
-        return Owned(flat, bucket, settings.dtypes, tier, flow)
+        flow, reduce = self.flow if tier.apart else None, self._pair(flat.kind).reduce
+        if flow is None:
+            gradients = FlatGradients(flat, settings, divisors, reduce, spares)
+        else:
+            gradients = HostGradients(flat, settings, divisors, reduce, spares, flow)
+        return TrainedGroup(gradients, Master(flat, gradients, settings.dtypes, tier, flow))
 
     def rank_of(self, draft: "Draft") -> int:
-        """Which of those slices is this rank's."""
+        """Return the index of this rank's slice."""
         return self._pair(draft.kind).shard.rank
 
     def _pair(self, kind: Kind) -> Pair:
         return self.groups.expert if kind.expert and self.groups.expert is not None else self.groups.dense
 
     def _kind(self, name: str, param: Parameter) -> Kind:
+        """Determine the kind of a parameter; parameters of one kind can share a flat buffer."""
         trained = param in self.group_of
         if trained and not param.is_floating_point():
             raise TypeError(f"{name} is {param.dtype}: only floating-point parameters can be trained here")
@@ -250,15 +265,11 @@ class Dealer:
         return Kind(param.dtype, param.device, expert, in_norm, trained, asleep)
 
 
-def _flat_of(part: Owned | FlatParameter) -> FlatParameter:
-    return part.flat if isinstance(part, Owned) else part
-
-
 def place_the_rest(
     model: nn.Module, parts: Sharded, topology: Topology, groups: Groups, settings: Settings
 ) -> None:
-    """Frozen parameters that stay whole, and buffers: the first rank's values, in the types of training."""
-    done = {m.param for flat in parts.flats for m in flat.members}
+    """Broadcast buffers and frozen parameters that stay whole from the first rank; convert their dtypes."""
+    done = {m.param for group in parts.groups for m in group.members}
     frozen = [(name, p) for name, p in model.named_parameters() if p not in done]
     dtypes = settings.dtypes.of_buffers(model)
     for name, tensor in [*frozen, *model.named_buffers()]:
@@ -270,6 +281,7 @@ def place_the_rest(
 
 
 def _broadcast(tensor: Tensor, pair: Pair, name: str) -> None:
+    """Broadcast the first rank's values in place, through a contiguous copy if necessary."""
     sent = tensor.contiguous()
     raw = as_bytes(sent)
     for group in (pair.shard, pair.across):
@@ -283,6 +295,7 @@ def _broadcast(tensor: Tensor, pair: Pair, name: str) -> None:
 
 
 def _refuse_released(named: Sequence[Named]) -> None:
+    """Raise ValueError if a parameter is released, as its values are lost."""
     for name, param in named:
         if is_released(param):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""What a rank will need in the host's memory and on its disks, before it has any of it."""
+"""Estimate the host memory and disk space that a rank will need, before any is allocated."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,26 +16,26 @@ from zero_full.shard.deal.dealer import Dealer, Draft, Drafts
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Bytes in the host's memory, by kind, and in files."""
+    """One rank's bytes in host memory and in files, by kind."""
 
-    rooms: tuple[int, ...]  # of each room in the tier: masters
-    state: int  # what the optimizer makes by itself, as far as that is known
-    passing: tuple[int, ...]  # of each room for gradients and parameters on their way to a device and from it
-    early: int  # that steps on a guess need beside that
-    parameters: int  # slices of parameters
-    buffers: int  # through which what waits in files passes
-    knows_state: bool  # whether the optimizer's state is known at all
-    state_in_file: int
-    parameters_in_file: int
+    rooms: tuple[int, ...]  # bytes of each room in the tier: masters
+    state: int  # bytes of optimizer state, as far as its size is known
+    passing: tuple[int, ...]  # bytes of each room for gradients and parameters copied from and to a device
+    early: int  # additional bytes of speculative steps
+    parameters: int  # bytes of parameter slices
+    buffers: int  # bytes of buffers for reading and writing files
+    knows_state: bool  # the size of the optimizer's state is known
+    state_in_file: int  # bytes
+    parameters_in_file: int  # bytes
 
     @property
     def total(self) -> int:
-        """All of it that is in memory."""
+        """The sum of the bytes in memory."""
         return sum(self.rooms) + self.state + sum(self.passing) + self.early + self.parameters + self.buffers
 
 
 def host_memory(base: Optimizer, dealer: Dealer, drafts: Drafts, device: torch.device) -> HostMemory:
-    """Of this rank, whose parameters are on `device`."""
+    """Estimate this rank's host memory, for parameters on `device`."""
     sizes, tier = Sizes(base, dealer, device), dealer.settings.tier
     away = [draft for draft in drafts.leaving if draft in drafts.away and not draft.kind.asleep]
     passing = [size for draft in away for size in sizes.passing(draft) if device.type != "cpu"]
@@ -52,27 +52,28 @@ def host_memory(base: Optimizer, dealer: Dealer, drafts: Drafts, device: torch.d
         parameters,
         parameter_buffers + (sizes.buffers(away, blocks) if in_file else 0),
         sizes.knows_state,
-        # A part is written to another place than its master was in, which is free again after that.
+        # A part is written to a new place in the file, before the place of its master becomes free.
         sum(blocks) + max(map(whole_pages, rooms), default=0) if in_file else 0,
         parameters_in_file,
     )
 
 
 class Sizes:
-    """Bytes of what will be made of drafts."""
+    """Sizes in bytes of the tensors that will be made from drafts."""
 
     def __init__(self, base: Optimizer, dealer: Dealer, device: torch.device) -> None:
         self.base, self.dealer, self.settings, self.device = base, dealer, dealer.settings, device
         self.dtypes = dealer.settings.dtypes
+        # Bytes of state per element, by parameter group and master dtype; None: unknown.
         self.known: dict[tuple[int, torch.dtype], int | None] = {}
 
     @property
     def knows_state(self) -> bool:
-        """Whether all that was asked for could be told."""
+        """Whether all sizes of state that were computed so far are known."""
         return None not in self.known.values()
 
     def state(self, draft: Draft) -> int:
-        """What the optimizer will keep of this rank's slice, as far as that is known."""
+        """Return the bytes of optimizer state for this rank's slice, as far as known."""
         master, total = self.dtypes.master_of(self._own(draft)), 0
         for fragment in draft.layout.fragments(self.dealer.rank_of(draft)):
             kind = self.dealer.group_of[draft.named[fragment.index][1]], master
@@ -85,32 +86,35 @@ class Sizes:
         return self.dtypes.of(draft.kind.dtype)
 
     def _copy(self, draft: Draft) -> int:
-        """Of parameters of another type than their master's."""
+        """Return the bytes of this rank's rounded copy, if parameters and master differ in dtype, else 0."""
         own = self._own(draft)
         return draft.layout.shard * own.itemsize if own != self.dtypes.master_of(own) else 0
 
     def passing(self, draft: Draft) -> list[int]:
-        """Gradients and copies of parameters."""
+        """Return the bytes of the rooms for gradients and copies of parameters."""
         copy = self._copy(draft)
         gradients = draft.layout.shard * self.dtypes.accumulate_of(self._own(draft)).itemsize
         return [gradients, copy] if copy else [gradients]
 
     def aside(self, draft: Draft) -> int:
-        """Gradients of a delayed update, see `delayed_update.py`."""
+        """Return the bytes of the gradients that a delayed update copies, see `delayed_update.py`."""
         own = self._own(draft)
         on_cpu = self.device.type == "cpu"
         kept = self.dtypes.master_of(own) if on_cpu else self.dtypes.accumulate_of(own)
         return draft.layout.shard * kept.itemsize
 
     def early(self, away: Sequence[Draft]) -> int:
-        """See [Note: early steps]. What lies in that memory is not where it was."""
+        """Return the additional bytes of speculative steps. See [Note: early steps].
+
+        State is subtracted: it moves into these blocks, and its first memory, counted in `state`, is freed.
+        """
         tier = self.settings.tier
         if not tier.step_early or self.device.type == "cpu" or not is_plain_adam(self.base):
             return 0
         states = [self.state(draft) for draft in away]
         masters = self.dealer.room_of
         blocks = (
-            whole_pages(masters(draft) + state + self._copy(draft)) + PAGE  # it begins with one
+            whole_pages(masters(draft) + state + self._copy(draft)) + PAGE  # a page for alignment
             for draft, state in zip(away, states, strict=True)
         )
         everything = 2 * sum(blocks)
@@ -119,7 +123,7 @@ class Sizes:
         return tier.early_bytes
 
     def released(self, drafts: Drafts) -> tuple[int, int, int]:
-        """Slices of parameters that wait in the host's memory and in a file, and buffers for the latter."""
+        """Return the bytes of parameter slices in host memory, in a file, and of buffers for the file."""
         released = [draft for draft in drafts.everything if draft.kind.released_at_rest]
         kinds = self.dealer.shelf.kinds([draft.layout.shard for draft in released])
         sizes = [draft.layout.shard * self._own(draft).itemsize for draft in released]
@@ -133,7 +137,7 @@ class Sizes:
         return on_host, in_file, min(in_file, max(most, *(size for _, size in files)))
 
     def buffers(self, away: Sequence[Draft], blocks: Sequence[int]) -> int:
-        """Two parts of the state: see [Note: two buffers] in `nvme_state.py`."""
+        """Return the bytes of two parts of the state: see [Note: two buffers] in `nvme_state.py`."""
         limit = self.settings.part_numel
         if limit is None or not takes_parts(self.base):
             return sum(blocks)

@@ -1,7 +1,7 @@
-"""Modules that stage 3 gathers as a whole, marked in a script: DeepSpeed's functions, by its names.
+"""Marks for modules that stage 3 gathers as one unit (leaf modules), with DeepSpeed's function names.
 
-A mark is the attribute that DeepSpeed sets, so that it is copied with its module, and what other code has
-marked is marked here, too.
+A mark is the same attribute that DeepSpeed sets. So it is copied with its module, and marks by code for
+DeepSpeed are valid here.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,17 +15,17 @@ ClassOrName = type[nn.Module] | str
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
-    """Whether this module is marked."""
+    """Return whether this module is marked."""
     return bool(getattr(model, MARK, False))
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """Every marked module in the model, itself included."""
+    """Return every marked module in the model, including the model itself."""
     return [module for module in model.modules() if z3_leaf_module(module)]
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
-    """Mark one module, or take its mark away; before `initialize`, which chooses the units."""
+    """Mark one module, or remove its mark. It must run before `initialize`, which chooses the units."""
     if z3_leaf_module(model) == flag:
         return
     if any(owner_of(param) is not None for param in model.parameters()):
@@ -39,21 +39,21 @@ def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
 def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[ClassOrName], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Mark all modules of these classes, or whose class has one of these names; return them."""
+    """Mark all modules of these classes, given as classes or by name; return them."""
     return _flag_classes(model, leaf_module_classes, True, raise_if_not_found)
 
 
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[ClassOrName], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Take their marks away; return them."""
+    """Remove the marks of all modules of these classes; return them."""
     return _flag_classes(model, leaf_module_classes, False, raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_name(
     model: nn.Module, module_names: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Mark modules by their names in `named_modules`; return them, and the names that nobody has."""
+    """Mark modules by their names in `named_modules`; return them, and the names without a module."""
     _refuse_one("module_names", module_names)
     modules = dict(model.named_modules(remove_duplicate=False))
     missing = [name for name in module_names if name not in modules]
@@ -65,7 +65,7 @@ def set_z3_leaf_modules_by_name(
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Mark modules by the ends of their names; return them, and the ends that no name has."""
+    """Mark modules by suffixes of their names; return them, and the suffixes without a module."""
     _refuse_one("module_name_suffixes", module_name_suffixes)
     named = list(model.named_modules(remove_duplicate=False))
     missing = [end for end in module_name_suffixes if not any(name.endswith(end) for name, _ in named)]
@@ -78,6 +78,7 @@ def set_z3_leaf_modules_by_suffix(
 def _flag_classes(
     model: nn.Module, kinds: Sequence[ClassOrName], flag: bool, raise_if_not_found: bool
 ) -> list[nn.Module]:
+    """Set or remove the marks of all modules of these classes; return the modules."""
     _refuse_one("leaf_module_classes", kinds)
     for kind in kinds:
         if not isinstance(kind, type | str):

@@ -1,4 +1,4 @@
-"""Where parameters lie in memory: two of them in the same place would be torn apart by a flat buffer."""
+"""Check that no two parameters overlap in memory, because flat buffers would separate them."""
 
 from collections.abc import Iterable
 from itertools import pairwise
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Extent(NamedTuple):
-    """The bytes of a parameter: from `start` up to `stop` of a piece of memory that has a number."""
+    """The range of bytes of a parameter, from `start` to `stop`, in the memory with the number `memory`."""
 
     memory: int
     start: int
@@ -15,7 +15,7 @@ class Extent(NamedTuple):
 
 
 def refuse_overlaps(extents: Iterable[Extent]) -> None:
-    """ValueError if two parameters share memory: they would no longer be tied."""
+    """Raise ValueError if two parameters share memory, because they would no longer be tied."""
     for one, other in pairwise(sorted(extents)):
         if one.memory == other.memory and other.start < one.stop:
             raise ValueError(

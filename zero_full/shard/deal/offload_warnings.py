@@ -1,4 +1,4 @@
-"""What stays where it was, though somebody has asked for it to wait elsewhere: told when it is dealt."""
+"""Warn when less state or fewer parameters than requested could be offloaded."""
 
 import logging
 
@@ -7,11 +7,11 @@ from zero_full.settings import Settings
 from zero_full.shard.deal.dealer import Drafts, Sharded
 
 log = logging.getLogger("zero_full")
-NEAR = 0.1  # of the state: so much more or less than the ratio nobody is told of
+NEAR = 0.1  # fraction of the state: no warning for a smaller difference from the requested ratio
 
 
 def tell_of_share(drafts: Drafts, settings: Settings) -> None:
-    """How much of the optimizer's state waits elsewhere, where that is far from what was asked for."""
+    """Warn if the offloaded share of the optimizer's state is far from the requested ratio."""
     asked, everything = settings.tier.ratio, sum(draft.numel for draft in drafts.leaving)
     if not (settings.tier.apart and everything):
         return
@@ -28,7 +28,7 @@ def tell_of_share(drafts: Drafts, settings: Settings) -> None:
 
 
 def tell_of_parameters(parts: Sharded, settings: Settings) -> None:
-    """Whether no parameter at all waits where `param_tier` says."""
+    """Warn if no parameter is offloaded although `param_tier` requests it."""
     tier, flats = settings.param_tier, parts.flats
     if not (tier.apart and parts.shelf.apart) or any(flat.slice.kind == tier.kind for flat in flats):
         return

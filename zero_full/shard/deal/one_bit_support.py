@@ -1,4 +1,4 @@
-"""Which runs an optimizer that averages by itself can serve: said before anything is laid out."""
+"""Check whether a 1-bit optimizer, which averages by itself, supports a run's settings and topology."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
@@ -23,16 +23,19 @@ WIDE = "it keeps its state and averages in fp32: convert the model by model.floa
 
 @dataclass(frozen=True)
 class WholeState(Settings):
-    """Of an optimizer that has whole state on every rank, also at stage 1, and cuts by itself what it can."""
+    """Settings for an optimizer with whole state on every rank, also at stage 1.
+
+    Such an optimizer shards by itself the state that it can.
+    """
 
     @property
     def cuts_state(self) -> bool:
-        """No: it is laid out as stage 0 lays out."""
+        """False: the layout is that of stage 0."""
         return False
 
 
 def served(base: Optimizer, settings: Settings, topology: Topology) -> Settings:
-    """The settings by which this optimizer's run is laid out; ValueError if there can be none."""
+    """Return the settings for this optimizer's layout; raise ValueError if it does not support the run."""
     if not isinstance(base, OneBitOptimizer):
         return settings
     name, stages = type(base).__name__, base.zero_full_stages
@@ -58,7 +61,7 @@ def served(base: Optimizer, settings: Settings, topology: Topology) -> Settings:
 
 
 def refuse_other_backend(base: Optimizer, groups: Groups, device: torch.device) -> None:
-    """ValueError if ranks do not talk over what `comm_backend_name` names."""
+    """Raise ValueError if the process group's backend is not the one that `comm_backend_name` names."""
     if not isinstance(base, OneBitOptimizer) or base.backend is None:
         return
     missing = missing_for(base.backend)

@@ -1,13 +1,13 @@
-"""Which parameters stage 3 gathers together: a unit is what one module and everything in it needs.
+"""Choice of stage-3 units: the parameters of a module and its submodules that are gathered together.
 
-[Note: choosing units] From the top down: a module becomes a unit, with all that is inside, if it does not
-hold more than `limit` elements; otherwise what it holds itself becomes a unit, and its children are looked
-at. A module that is never called (`nn.ModuleList`) or that reads its children's parameters without calling
-them (`nn.MultiheadAttention`) cannot be halved like that. Modules that the user names or marks
-(`leaf_modules.py`) are units whatever their size.
+[Note: choosing units] Modules are visited from the top down. A module with at most `limit` elements becomes a
+unit, including its submodules. From a larger one, the parameters that it holds directly become a unit, and
+its children are visited. Two kinds of modules cannot be split like that: modules that are never called
+(`nn.ModuleList`), and modules that read their children's parameters without calling them
+(`nn.MultiheadAttention`). Modules that the user names or marks (`leaf_modules.py`) are units of any size.
 
-A parameter that several modules hold (tied weights) belongs to the innermost module that has all of them
-inside: gathered once, before the first use, and let go after the last.
+A parameter of several modules (tied weights) belongs to the innermost module that contains all of them. It is
+gathered once, before the first use, and released after the last.
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
@@ -36,13 +36,13 @@ class Unit:
 
 
 def size_limit(model: nn.Module, max_live: int) -> int:
-    """How many elements a unit may have where the user does not say what the units are."""
+    """Return the limit on elements of a unit, for models without units chosen by the user."""
     total = sum(p.numel() for p in model.parameters())
     return max(1, min(-(-total // PARTS), max_live // LIVE_PARTS))
 
 
 def kept_whole(model: nn.Module, limits: Gathering) -> list[Parameter]:
-    """Parameters too small to be worth gathering, until there are too many of them."""
+    """Return the parameters that are too small to be worth gathering, up to `keep_total` elements."""
     kept, room = [], limits.keep_total
     for param in model.parameters():
         if param.numel() <= min(limits.keep_numel, room):
@@ -54,7 +54,7 @@ def kept_whole(model: nn.Module, limits: Gathering) -> list[Parameter]:
 def choose_units(
     model: nn.Module, limit: int, wrap: Wrap | None = None, leave_out: Iterable[Parameter] = ()
 ) -> list[Unit]:
-    """Units in the order of the modules; every parameter that is not left out is in exactly one."""
+    """Choose units, in the order of the modules. Every parameter not in `leave_out` is in exactly one."""
     sites: dict[nn.Module, str] = {}
     for name, module in ("", model), *_sites("", model, limit, wrap):
         sites.setdefault(module, name)
@@ -68,7 +68,7 @@ def choose_units(
 
 
 def _sites(name: str, module: nn.Module, limit: int, wrap: Wrap | None) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that get a unit, outer ones first."""
+    """Yield the modules that may get a unit, outer ones first."""
     is_called = type(module).forward is not nn.Module.forward
     if z3_leaf_module(module) and not is_called:
         raise ValueError(
@@ -92,12 +92,12 @@ def _sites(name: str, module: nn.Module, limit: int, wrap: Wrap | None) -> Itera
 
 
 def _is_named(name: str, module: nn.Module, wrap: Wrap | None) -> bool:
-    """Whether the user wants this module to be a unit. `wrap` is not asked about the model itself."""
+    """Return whether the user chose this module as a unit. `wrap` is not called for the model itself."""
     return z3_leaf_module(module) or (wrap is not None and bool(name) and wrap(name, module))
 
 
 def _site_of_each(model: nn.Module, sites: Container[nn.Module]) -> dict[Parameter, nn.Module]:
-    """For each parameter the innermost site that has all modules inside which hold it."""
+    """Return for each parameter the innermost site that contains all modules with this parameter."""
     modules = dict(model.named_modules(remove_duplicate=False))
     paths: dict[Parameter, list[list[str]]] = {}
     for name, module in modules.items():
@@ -118,5 +118,5 @@ def _site_of_each(model: nn.Module, sites: Container[nn.Module]) -> dict[Paramet
 
 
 def _common(paths: Sequence[Sequence[str]]) -> list[str]:
-    """The names that all paths begin with."""
+    """Return the common prefix of the paths."""
     return [names[0] for names in takewhile(lambda names: len(set(names)) == 1, zip(*paths, strict=False))]

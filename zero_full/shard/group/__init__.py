@@ -1,1 +1,1 @@
-"""What is sharded: flat parameters, their gradients and their master weights, over a process group."""
+"""Parameter groups: flat parameters, gradients and master weights, sharded over a process group."""

@@ -1,4 +1,4 @@
-"""Numbers that differ when tensors do."""
+"""Digests, fingerprints and checksums of tensors, to compare them between ranks or over time."""
 
 import ctypes
 import hashlib
@@ -11,27 +11,27 @@ from torch import Tensor
 
 
 def digest(tensor: Tensor) -> bytes:
-    """A digest of shape, type and values: the same on two ranks only if these are."""
+    """Hash shape, dtype and values: digests are equal on two ranks only if the tensors are."""
     told = f"{tuple(tensor.shape)} {tensor.dtype}".encode()
     whole = _in_one_piece(tensor)
     return hashlib.blake2b(_bytes_of(whole), digest_size=16, key=hashlib.blake2b(told).digest()).digest()
 
 
 def digest_of(named: Iterable[tuple[str, Tensor]]) -> str:
-    """One digest of several tensors and their names."""
+    """Hash several tensors and their names into one digest."""
     return hashlib.blake2b(repr([(name, digest(t)) for name, t in named]).encode(), digest_size=8).hexdigest()
 
 
-MIX = (-1640531535, -2048144789, -1028477387)  # odd, of 32 bits
-CHUNK = 2**23  # words at a time
-HEAD = 2**31 - 1
+MIX = (-1640531535, -2048144789, -1028477387)  # odd 32-bit constants, as int32
+CHUNK = 2**23  # 32-bit words at a time
+HEAD = 2**31 - 1  # mask of a word without its sign bit, for a logical right shift of int32
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """A number, where the tensor is, to notice changes by. Nobody waits for the device.
+    """Compute a 64-bit fingerprint on the tensor's device, to detect changes without waiting for the device.
 
-    Each word is mixed with its place, as the last part of MurmurHash3 mixes, and all are added up: one word
-    that is another is always noticed, several but for one case in 2**32.
+    Each 32-bit word is mixed with its index by the finalizer of MurmurHash3, and the results are summed. A
+    change of one word always changes the sum. A change of several is missed with a probability of 2**-32.
     """
     words = _words_of(tensor.detach())
     count = min(CHUNK, words.numel())
@@ -54,14 +54,15 @@ def _words_of(tensor: Tensor) -> Tensor:
 
 
 def _wrapped(number: int) -> int:
-    """As a number of 32 bits."""
+    """Wrap an integer to signed 32 bits."""
     return (number + 2**31) % 2**32 - 2**31
 
 
 def checksum(tensor: Tensor) -> int:
-    """A number to notice changes by, five times as fast as a digest; 0 if elements do not lie side by side.
+    """Compute a checksum to detect changes, five times as fast as a digest.
 
-    On the CPU it also tells the same elements in another order; elsewhere the device does it, which does not.
+    It is 0 for empty, sparse and quantized tensors. On the CPU it also detects a change of order. On an
+    accelerator it does not, because the device computes an order-independent hash.
     """
     if tensor.layout != torch.strided or tensor.is_quantized or not tensor.numel():
         return 0

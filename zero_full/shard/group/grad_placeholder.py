@@ -1,10 +1,10 @@
-"""What `param.grad` shows while the gradient itself lies in a flat buffer.
+"""Placeholders in `param.grad` for gradients that are in a flat buffer.
 
-[Note: stand-ins] Gradients are averaged in flat buffers, of which this rank keeps a slice, so there is no
-whole tensor to put into `param.grad`. None would lie: `clip_grad_norm_` would find a norm of 0. A stand-in
-has the parameter's shape and no memory. It can be cleared, as `module.zero_grad()` does, and replaced, as
-code does that writes gradients by hand; both count at the next backward pass or step. Whatever would read or
-change its values is an error that says what to write instead.
+[Note: stand-ins] Gradients are averaged in flat buffers, of which this rank keeps a slice, so no whole tensor
+exists for `param.grad`. None would be wrong: `clip_grad_norm_` would compute a norm of 0. A stand-in is a
+placeholder with the parameter's shape and no memory. User code can clear it, as `module.zero_grad()` does, or
+replace it by a tensor. Both take effect at the next backward pass or step. Any function that would read or
+change its values raises, with a remedy in the message.
 """
 
 import weakref
@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from zero_full._compat import foreach_zero
+from zero_full._compat import foreach_zero, without_overrides
 from zero_full.shard.group.parameters import Member, nothing
 from zero_full.shard.group.placeholder_ops import CONVERSIONS, HARMLESS, plainly
 
@@ -26,15 +26,15 @@ UNSCALED = (
 
 
 class StandIn(Tensor):
-    """See [Note: stand-ins]."""
+    """Placeholder for a gradient: right shape and dtype, no values. See [Note: stand-ins]."""
 
     parameter = "a parameter"  # its name
-    member: Member | None = None  # None: of a conversion, which nobody's gradient depends on
+    member: Member | None = None  # None: a conversion such as `grad.float()`, with no gradient behind it
     owner: Callable[[], "ShownGradients | None"] = staticmethod(lambda: None)  # weak: see `Hook`
 
     @classmethod
     def of(cls, member: Member, owner: "ShownGradients") -> "StandIn":
-        """The stand-in for this parameter's gradient."""
+        """Make the placeholder for this parameter's gradient."""
         shown = nothing(member.param.dtype, member.param.device).expand(member.param.shape)
         made = shown.as_subclass(cls)
         made.parameter, made.member, made.owner = member.name, member, weakref.ref(owner)
@@ -42,7 +42,7 @@ class StandIn(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Let pass what does not look at the values."""
+        """Run functions that do not read values, handle `zero_`, and raise for all others."""
         if func in HARMLESS:
             return plainly(func, args, kwargs)
         if func in CONVERSIONS:
@@ -74,51 +74,53 @@ class StandIn(Tensor):
 
 @dataclass
 class Found:
-    """What somebody has done to gradients since they were shown."""
+    """Gradients that user code cleared or wrote since they were shown."""
 
     cleared: list[Member] = field(default_factory=list)
     written: list[tuple[Member, Tensor]] = field(default_factory=list)
 
 
 class ShownGradients:
-    """The stand-ins that are in `param.grad` now."""
+    """The placeholders and averaged gradients that we have put into `param.grad`."""
 
     def __init__(self, zero: Callable[[Member], None]) -> None:
         self.zero_gradient_of = zero
         self.shown: dict[Member, Tensor] = {}
 
     def show(self, members: Iterable[Member]) -> None:
-        """Put stand-ins into `grad` of these parameters, whose gradients are in a buffer."""
-        for member in members:
-            # A new one each time: one that somebody has kept stands for a gradient that is gone.
-            self.hand_out(member, StandIn.of(member, self))
+        """Put placeholders into `grad` of these parameters, because their gradients are in a buffer."""
+        with without_overrides():  # a released parameter has a `__torch_function__`
+            for member in members:
+                # A new one each time: one that user code has kept belongs to an earlier gradient.
+                member.param.grad = self.shown[member] = StandIn.of(member, self)
 
     def hand_out(self, member: Member, gradient: Tensor) -> None:
-        """Put this gradient, or what stands for it, into `param.grad`."""
+        """Put this averaged gradient into `param.grad`."""
         member.param.grad = self.shown[member] = gradient
 
     def zero(self, stand_in: StandIn) -> None:
-        """Make the gradient that this stands for zero."""
+        """Set the gradient behind a placeholder to zero, if it is still the current one."""
         member = stand_in.member
         if member is not None and self.shown.get(member) is stand_in:
             self.zero_gradient_of(member)
 
     def changes(self) -> Found:
-        """What was cleared or replaced since it was shown. It counts as shown no more."""
+        """Return the gradients that user code cleared or replaced, each once."""
         found = Found()
-        for member, stand_in in list(self.shown.items()):
-            grad = member.param.grad
-            if grad is stand_in:
-                continue
-            del self.shown[member]
-            if grad is None:
-                found.cleared.append(member)
-            else:
-                found.written.append((member, grad))
+        with without_overrides():
+            for member, stand_in in list(self.shown.items()):
+                grad = member.param.grad
+                if grad is stand_in:
+                    continue
+                del self.shown[member]
+                if grad is None:
+                    found.cleared.append(member)
+                else:
+                    found.written.append((member, grad))
         return found
 
     def lift(self) -> None:
-        """Take all stand-ins out of `param.grad`: autograd adds to what is there."""
+        """Remove all placeholders from `param.grad`, because autograd would accumulate into them."""
         for member, stand_in in self.shown.items():
             if member.param.grad is stand_in:
                 member.param.grad = None
@@ -126,5 +128,5 @@ class ShownGradients:
 
 
 def names_of(members: Iterable[Member]) -> str:
-    """The parameters' names in an order that is the same on every rank: for messages."""
+    """Join the parameters' names for a message, in an order that is equal on every rank."""
     return ", ".join(sorted(member.name for member in members))

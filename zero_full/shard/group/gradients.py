@@ -1,231 +1,225 @@
-"""A gradient bucket: gradients of the parameters of one flat buffer, which travel in one collective.
+"""The gradients of a parameter group: one flat buffer, reduced in one collective.
 
-[Note: what travels] Every rank must send the same number of bytes, in the same type, equally often, whatever
-its own backward has brought: a rank may have used none of a bucket's parameters. So the number, order and
-type of reductions follow from what all ranks do alike (modules, passes, `no_sync`, the boundary), and never
-from the gradients that are here. A bucket leaves once in a pass that reduces. What comes after it has left
-waits for its next reduction, at the latest one before the step, if all ranks agree that some rank has such.
+[Note: what travels] In a collective every rank must send the same number of bytes of the same dtype. But the
+gradients on a rank depend on its data: it may have used none of a group's parameters. So the number, order
+and dtype of reductions depend only on what all ranks do alike: modules, passes, `no_sync`, the accumulation
+boundary. They never depend on the gradients that are present. A pass that reduces does so once per group.
+Gradients that arrive later wait for the group's next reduction. If any rank has such gradients before the
+step, all ranks agree on an additional reduction.
 
 [Note: a gradient's way] Autograd leaves a gradient in `param.grad`. `take` moves it into `local_grads`, the
-flat buffer of this rank's own gradients. `reduce` turns everyone's `local_grads` into `grad_slice`: the
-average, of which each rank keeps its slice. Stage 0 is the case where a slice is everything.
+flat buffer of this rank's own gradients. `reduce` averages the `local_grads` of all ranks, and each rank
+keeps its slice of the average as `grad_slice`. At stage 0 the slice is the whole buffer.
 
-    stages 0 and 1   `local_grads` stays; `grad_slice` is a window into it where the dtypes allow; reduced
-                     once a step
-    stages 2 and 3   `local_grads` is let go as soon as it is reduced; `grad_slice` adds up over the
+    stages 0 and 1   `local_grads` is kept, and `grad_slice` is a window into it if the dtypes allow. It is
+                     reduced once per step
+    stages 2 and 3   `local_grads` is freed after its reduction, and `grad_slice` accumulates over the
                      micro-batches
 
-Where state is repeated (`across`), slices are averaged with the other copies, too: from stage 2 on once a
-step, behind the reduction of its last backward pass.
+If state is replicated (`across`), slices are also averaged over the replicas. From stage 2 on this happens
+once per step, after the reduction of its last backward pass.
 
-Where the rule that steps averages by itself (`averages`, at stage 0), `grad_slice` is this rank's own.
+If the optimizer averages by itself (1-bit rules, at stage 0), `grad_slice` is this rank's own gradients.
 
-A rank that is alone has nobody to send to: then there is no `grad_slice`, the optimizer reads `param.grad`.
+A single rank needs no reduction. If no conversion is needed either, there is no `grad_slice`, and the
+optimizer reads `param.grad` (`uses_param_grad`).
 
-Where state waits on the host, and that is not the device's memory, `grad_slice` is there: slices go `down` as
-soon as they are averaged, alone or not, and add up on the host. (Slices that are repeated add up on the
-device until they are averaged with the other copies.) Who wants it calls `averaged_slice`, which waits.
-
-[Note: asleep] A bucket whose parameters were all frozen at first is asleep: it has no gradients, its
-parameters no masters, and nothing of it travels. It wakes up for good when one of its parameters is to be
-trained.
+[Note: asleep] A group is asleep while all of its parameters have been frozen since initialize. It has no
+gradients and no masters, and takes part in no collective. When one of its parameters is unfrozen it wakes up
+and stays awake.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 import torch
 from torch import Tensor
 
-from zero_full._compat import identity_of
+from zero_full._compat import identity_of, without_overrides
 from zero_full.offload.host_device_copies import Flow, HostSlice
 from zero_full.precision.norms import all_finite
 from zero_full.settings import Settings
 from zero_full.shard.group.grad_placeholder import StandIn
-from zero_full.shard.group.parameters import FlatParameter, Member
+from zero_full.shard.group.parameters import FlatParameters, Member
 from zero_full.shard.group.process_groups import Reduce
 
 SPARSE = "{} has a sparse gradient, and flat buffers of gradients are dense: use nn.Embedding(sparse=False)"
+# Free gradient buffers, shared by the groups of an optimizer during a backward pass. On a CPU new pages would
+# cost more time than writing the gradients. (On an accelerator the caching allocator reuses memory, with
+# regard to streams.)
+Spares = list[Tensor]
 
 
-class Bucket:
-    """See [Note: a gradient's way]."""
+class FlatGradients:
+    """A group's gradients on the device: see [Note: a gradient's way]."""
+
+    down: HostSlice | None = None  # the averaged slice on the host; None: it stays on the device
+    is_down = False  # the averaged slice is on the host or being copied to it
 
     def __init__(
         self,
-        flat: FlatParameter,
+        parameters: FlatParameters,
         settings: Settings,
         divisors: tuple[float, float],
         reduce_slices: Reduce,
-        flow: Flow | None = None,
+        spares: Spares,
     ) -> None:
-        self.flat, self.settings, self.divisors = flat, settings, divisors
-        self.reduce_slices = reduce_slices
-        self.members, self.kind, self.layout = flat.members, flat.kind, flat.layout
-        self.ranks, self.across, self.name = flat.ranks, flat.across, flat.name
-        self.accumulate = settings.dtypes.accumulate_of(flat.dtype)
-        self.asleep = self.kind.asleep
-        self.down: HostSlice | None = None
-        if flow is not None:
-            self.down = HostSlice(flow, self.name, self.layout.shard, self.accumulate)
+        self.parameters, self.settings, self.divisors = parameters, settings, divisors
+        self.reduce_slices, self.spares = reduce_slices, spares
+        self.members, self.layout = parameters.members, parameters.layout
+        self.device = parameters.kind.device
+        self.windows = self.layout.windows
+        self.ranks, self.across, self.name = parameters.ranks, parameters.across, parameters.name
+        self.accumulate = settings.dtypes.accumulate_of(parameters.dtype)
+        self.frees, self.checks_finite = settings.frees_gradients, settings.needs_norm
+        self.reuses_memory = self.device.type == "cpu"  # through `spares`
         alone = self.ranks.size == self.across.size == 1
-        self.has_peers = not alone
-        one_type = flat.dtype == self.accumulate == settings.dtypes.master_of(flat.dtype)
-        self.is_average = alone and divisors == (1, 1)  # what this rank has
-        self.uses_param_grad = self.is_average and one_type and settings.plain_divisor == 1 and flow is None
-        self.local_grads: Tensor | None = None
-        # Buffers that buckets of one optimizer hand on during a backward pass: on a CPU new pages cost more
-        # than what is written to them. (On an accelerator the allocator does it, and it minds the streams.)
-        self.spares: list[Tensor] = []
-        self.grad_slice: Tensor | None = None
-        self.averages: Callable[[], bool] = lambda: True  # whether the next step wants averages
-        self.slice_is_valid = False
+        self.has_peers, self.is_replicated = not alone, self.across.size > 1
+        master = settings.dtypes.master_of(parameters.dtype)
+        self.is_average = alone and divisors == (1, 1)  # this rank's own gradients are the average
+        self.uses_param_grad = (
+            self.is_average
+            and parameters.dtype == self.accumulate == master
+            and settings.plain_divisor == 1
+            and self.down is None
+        )
+        self.local_grads: Tensor | None = None  # this rank's own gradients, of the whole buffer
+        self.grad_slice: Tensor | None = None  # this rank's slice of the average, or memory for it
+        self.slice_is_valid = False  # `grad_slice` holds gradients of this step
         self.slice_is_shared = False  # averaged over `across`, too
-        self.arrived: set[Member] = set()
-        self.local_finite: Tensor | None = None  # whether this rank's own gradients are; None: not known
+        self.arrived: set[Member] = set()  # parameters with a gradient in `local_grads`
+        self.local_finite: Tensor | None = None  # bool on the device: own gradients are finite; None: unknown
 
     # This rank's own -----------------------------------------------------------------------------
 
     def take(self, member: Member, final: bool) -> None:
-        """Move `param.grad` into the bucket. `final`: it will be reduced before anything is added."""
+        """Move `param.grad` into the flat buffer.
+
+        `final`: it will be reduced before more is added, so the buffer can have the gradient's own dtype.
+        """
         grad = member.param.grad
         if grad is not None and not isinstance(grad, StandIn):
             member.param.grad = None
             self._copy_in(member, grad, final)
 
     def detach(self) -> list[tuple[Member, Tensor]]:
-        """Take the gradients that are still in `param.grad` away, for `reduce` to copy them."""
-        grads = [(member, member.param.grad) for member in self.members]
-        here = [
-            (member, grad) for member, grad in grads if grad is not None and not isinstance(grad, StandIn)
-        ]
-        for member, _ in here:
-            member.param.grad = None
+        """Detach the gradients that are still in `param.grad`, for `reduce` to copy them."""
+        here = []
+        with without_overrides():
+            for member in self.members:
+                grad = member.param.grad
+                if grad is not None and not isinstance(grad, StandIn):
+                    member.param.grad = None
+                    here.append((member, grad))
         return here
 
     def _copy_in(self, member: Member, grad: Tensor, final: bool) -> None:
-        if grad.layout != torch.strided:
+        """Copy a gradient to its window in the flat buffer, or add it to the one that is there."""
+        if grad.layout is not torch.strided:
             raise TypeError(SPARSE.format(member.name))
-        local = self._room_for(grad.dtype, member, final)
-        window = local[self.layout.window(member.index)].view(grad.shape)
-        if member in self.arrived:
-            window.add_(grad)
-        else:
+        local, is_new = self.local_grads, member not in self.arrived
+        if not self.arrived:
+            local = self._open(grad.dtype if final else self.accumulate)
+        elif local is not None and not is_new and local.dtype != self.accumulate:
+            local = self.local_grads = local.to(self.accumulate)  # expected to be final, but more arrived
+        assert local is not None
+        window = local[self.windows[member.index]].view(grad.shape)
+        if is_new:
             window.copy_(grad)
             self.arrived.add(member)
+        else:
+            window.add_(grad)
 
-    def _room_for(self, dtype: torch.dtype, member: Member, final: bool) -> Tensor:
-        self._part_slice()
-        if not self.arrived:
-            return self._reserve(dtype if final else self.accumulate)
-        local = self.local_grads
-        assert local is not None
-        if member in self.arrived and local.dtype != self.accumulate:
-            local = self.local_grads = local.to(self.accumulate)  # it was to be final, and is not
-        return local
-
-    def _part_slice(self) -> None:
-        """A step's gradients were reduced, and more come: what was reduced must not be written over."""
-        if self.down is not None and not self.settings.frees_gradients:
-            self.down.let_go()
-        if self.slice_is_valid and self._slice_is_a_window():
+    def _open(self, dtype: torch.dtype) -> Tensor:
+        """Return the flat buffer for new gradients. Its padding is zero; gradients overwrite the rest."""
+        is_window = self.grad_slice is not None and self.local_grads is not None and self._slice_is_a_window()
+        if is_window and self.slice_is_valid:  # averages of an earlier pass, which must not be overwritten
             assert self.grad_slice is not None
-            self.grad_slice = self.grad_slice.clone()
-
-    def _reserve(self, dtype: torch.dtype) -> Tensor:
-        """A flat buffer whose padding is zero; the rest is written over as gradients arrive."""
+            self.grad_slice, is_window = self.grad_slice.clone(), False
         local = self.local_grads
         if local is None or local.dtype != dtype:
-            if self._slice_is_a_window():
-                self.grad_slice = None  # it would keep the old buffer alive
+            if is_window:
+                self.grad_slice = None  # a window keeps the old buffer alive
             local = self.local_grads = self._memory(dtype)
             end = 0
-            for index, start in enumerate(self.layout.starts):
-                local[end:start].zero_()
-                end = start + self.layout.numels[index]
+            for start, numel in zip(self.layout.starts, self.layout.numels, strict=True):
+                if end < start:
+                    local[end:start].zero_()
+                end = start + numel
             local[end:].zero_()
         return local
 
     def _memory(self, dtype: torch.dtype) -> Tensor:
-        """Room for all gradients: another bucket's, if it is done with it. See `spares`."""
-        with suppress(IndexError):  # a reduction on another thread may be faster
+        """Return memory for all gradients: a free buffer of another group, or new."""
+        with suppress(IndexError):  # not `if self.spares`: the lane's thread uses the list, too
             spare = self.spares.pop()
             if spare.dtype == dtype and spare.numel() >= self.layout.total:
                 return spare[: self.layout.total]
-        return torch.empty(self.layout.total, dtype=dtype, device=self.kind.device)
+        return torch.empty(self.layout.total, dtype=dtype, device=self.device)
 
     def _slice_is_a_window(self) -> bool:
-        if self.grad_slice is None or self.local_grads is None:
-            return False
+        assert self.grad_slice is not None and self.local_grads is not None
         mine, everything = self.grad_slice.untyped_storage(), self.local_grads.untyped_storage()
         return identity_of(mine) == identity_of(everything)
 
     # Averaged ------------------------------------------------------------------------------------
 
-    def reduce(self, detached: Sequence[tuple[Member, Tensor]], wire: torch.dtype, last: bool) -> None:
-        """Average everyone's gradients, which travel as `wire`, and keep this rank's slice.
+    def reduce(
+        self, detached: Sequence[tuple[Member, Tensor]], wire: torch.dtype, last: bool, averages: bool
+    ) -> None:
+        """Average the gradients of all ranks and keep this rank's slice. Runs on the lane.
 
-        `detached`: gradients that are not in the buffer yet. `last`: for the last time in this step.
+        `detached`: gradients that are not in the buffer yet. `wire`: the dtype of the messages. `last`: this
+        is the step's last reduction. `averages`: False if the optimizer averages by itself and needs this
+        rank's own gradients.
         """
         for member, grad in detached:
             self._copy_in(member, grad, final=True)
-        self._part_slice()
         local = self.local_grads
         if local is None or not self.arrived:
-            local = self._reserve(self.flat.dtype)
+            local = self._open(self.parameters.dtype)
         for member in self.members:
-            if member not in self.arrived:  # not used: its gradient is zero
-                local[self.layout.window(member.index)].zero_()
-        if self.settings.needs_norm:
-            self._note_whether_finite(local)
-        self._average(local, wire, last)
+            if member not in self.arrived:  # not used on this rank, but perhaps on others: contribute zero
+                local[self.windows[member.index]].zero_()
+        if self.checks_finite:  # queued on the device; the host reads it only to report an overflow
+            finite = all_finite([local], local.device)
+            self.local_finite = finite if self.local_finite is None else self.local_finite & finite
+        if averages:
+            self._average(local, wire, last)
+        else:
+            copies = not self.frees and not self.slice_is_valid and local.dtype != self.accumulate
+            self._add_to_slice(self._slice_memory().copy_(local) if copies else local, last)
         self.arrived.clear()
-        if self.settings.frees_gradients:
-            if self.kind.device.type == "cpu" and not (self.down is not None and self.is_average):
+        if self.frees:  # stages 2 and 3: only this rank's slice of the gradients stays in memory
+            if self.reuses_memory:
                 self.spares.append(local)
             self.local_grads = None
-        if last:
+        if last and self.is_replicated:
             self.share_slice()
 
     def _average(self, local: Tensor, wire: torch.dtype, last: bool) -> None:
-        keep = not self.settings.frees_gradients and not self.slice_is_valid
-        if not self.averages():
-            copies = keep and local.dtype != self.accumulate
-            return self._add_to_slice(self._slice_memory().copy_(local) if copies else local, last)
+        """Reduce the flat buffer over the ranks, and add this rank's slice of the average to `grad_slice`."""
         sent = local.to(wire)
-        if self.down is not None and self.is_average:  # in its own type, of fewer bytes perhaps
-            if self.settings.frees_gradients:
-                self.down.flow.wait_for_turn()
-            return self._add_to_slice(sent, last)
-        in_place = keep and sent is local and local.dtype == self.accumulate
+        keeps = not self.frees and not self.slice_is_valid
+        in_place = keeps and sent is local and local.dtype == self.accumulate
+        # In place at stages 0 and 1: the averaged slice is a window into the buffer, and costs no memory.
         out = self.ranks.slice_of(local) if in_place else self._slice_memory()
         before, after = self.divisors
         if before != 1:
             sent.div_(before)
-        share_now = self.across.size > 1 and (not self.settings.frees_gradients or self.slice_is_shared)
-        self._sum(sent, out, 1 if share_now else after)
+        # Stages 2 and 3 average over replicas once per step, in `share_slice`. Gradients that arrive after
+        # that are averaged at once, because the slice that they are added to is.
+        share_now = self.is_replicated and (not self.frees or self.slice_is_shared)
+        divisor, what = 1 if share_now else after, f"gradients {self.name}"
+        if self.settings.reduce_scatter:
+            self.reduce_slices(sent, out, divisor, what)
+        else:
+            self.ranks.all_reduce(sent, divisor, what)
+            if self.ranks.slice_of(sent).data_ptr() != out.data_ptr():
+                out.copy_(self.ranks.slice_of(sent))
         if share_now:
             self._share(out, after, sent.dtype)
         self._add_to_slice(out, last)
-
-    def _add_to_slice(self, more: Tensor, last: bool) -> None:
-        if self.down is not None and not self._is_to_be_shared():
-            self.down.receive(more, adds=self.slice_is_valid, last=last)
-            self.grad_slice, self.slice_is_valid = self.down.memory, True
-        elif self.slice_is_valid:
-            assert self.grad_slice is not None
-            self.grad_slice.add_(more)
-        else:
-            self.grad_slice, self.slice_is_valid = more, True
-
-    def _sum(self, sent: Tensor, out: Tensor, divisor: float) -> None:
-        what = f"gradients {self.name}"
-        if self.settings.reduce_scatter:
-            self.reduce_slices(sent, out, divisor, what)
-            return
-        self.ranks.all_reduce(sent, divisor, what)
-        if self.ranks.slice_of(sent).data_ptr() != out.data_ptr():
-            out.copy_(self.ranks.slice_of(sent))
 
     def _share(self, gradients: Tensor, divisor: float, wire: torch.dtype) -> None:
         sent = gradients.to(wire)
@@ -233,103 +227,177 @@ class Bucket:
         if sent is not gradients:
             gradients.copy_(sent)
 
+    def _add_to_slice(self, more: Tensor, last: bool) -> None:
+        """Add this pass's averaged slice to the step's, or keep it as the first one."""
+        if not self.slice_is_valid:
+            self.grad_slice, self.slice_is_valid = more, True
+        else:
+            assert self.grad_slice is not None
+            self.grad_slice.add_(more)
+
     def _is_to_be_shared(self) -> bool:
-        return self.settings.frees_gradients and self.across.size > 1 and not self.slice_is_shared
+        return self.frees and self.is_replicated and not self.slice_is_shared
 
     def share_slice(self) -> None:
-        """Average this rank's slice over the groups that hold the same one, once a step."""
+        """Average this rank's slice over the replicas, once per step."""
         if self.slice_is_valid and self._is_to_be_shared():
             mine = self.grad_slice
             assert mine is not None
             self._share(mine, 1, self.settings.dtypes.reduce or mine.dtype)
             self.slice_is_shared = True
-            if self.down is not None:
-                self.down.receive(mine, adds=False, last=True)
-                self.grad_slice = self.down.memory
 
     def _slice_memory(self) -> Tensor:
-        """Memory for an averaged slice: last step's, if it is free."""
+        """Return memory for an averaged slice: that of the last step if it is free, or new."""
         before = self.grad_slice
-        if self.down is not None:
-            self.down.flow.wait_for_turn()
-        elif before is not None and not self.slice_is_valid and before.dtype == self.accumulate:
+        if before is not None and not self.slice_is_valid and before.dtype == self.accumulate:
             return before
-        return torch.empty(self.layout.shard, dtype=self.accumulate, device=self.kind.device)
-
-    def _note_whether_finite(self, local: Tensor) -> None:
-        """Remember, without waiting for it, whether this rank's own gradients are finite."""
-        finite = all_finite([local], local.device)
-        self.local_finite = finite if self.local_finite is None else self.local_finite & finite
+        return torch.empty(self.layout.shard, dtype=self.accumulate, device=self.device)
 
     # By hand -------------------------------------------------------------------------------------
 
     def drop(self, member: Member) -> None:
-        """This parameter's gradient becomes zero."""
+        """Set this parameter's gradient to zero."""
         self.arrived.discard(member)
         gradient = self.gradient_of(member)
         if gradient is not None and self.slice_is_valid:
             gradient.zero_()
 
     def put(self, member: Member, gradient: Tensor) -> None:
-        """This parameter's averaged gradient becomes another one, of which this rank keeps its part."""
+        """Replace this parameter's averaged gradient, of which this rank keeps its part."""
         self.arrived.discard(member)
         if not self.slice_is_valid:
-            self.grad_slice = self._slice_memory().zero_() if self.down is None else self.down.zero()
+            if self.arrived:
+                self.grad_slice = None  # it may be a window into gradients that are not reduced yet
+            self.grad_slice = self._zero_slice()
+            # Values by user code are equal on replicas: there is nothing to average.
             self.slice_is_valid = self.slice_is_shared = True
         mine = self.averaged_slice()
         assert mine is not None
-        self.flat.write(mine, member, gradient)
+        self.parameters.write(mine, member, gradient)
+
+    def _zero_slice(self) -> Tensor:
+        return self._slice_memory().zero_()
 
     # What there is -------------------------------------------------------------------------------
 
     def averaged_gradients(self) -> list[Tensor]:
-        """This rank's averaged gradients, as few tensors as possible."""
+        """Return this rank's averaged gradients, in as few tensors as possible."""
         if not self.uses_param_grad:
             mine = self.averaged_slice()
             return [] if mine is None else [mine]
         return [m.param.grad for m in self.members if m.param.grad is not None]
 
     def averaged_slice(self) -> Tensor | None:
-        """This rank's slice of the averaged gradients, once it is where it is stepped, if there is one."""
-        if self.grad_slice is None or not self.slice_is_valid:
-            return None
-        return self.down.arrived() if self.down is not None and self.is_down else self.grad_slice
-
-    @property
-    def is_down(self) -> bool:
-        """Whether the averaged slice is on the host, or on its way."""
-        slice_ = self.grad_slice
-        return self.down is not None and slice_ is not None and slice_ is self.down.memory
+        """Return this rank's slice of the averaged gradients; None if there are none."""
+        return self.grad_slice if self.slice_is_valid else None
 
     def gradient_of(self, member: Member) -> Tensor | None:
-        """The averaged gradient of what this rank owns of a parameter, if it owns any and there is one."""
+        """Return the averaged gradient of this rank's piece of a parameter; None if there is none."""
         if self.uses_param_grad:
             return member.param.grad
         mine = self.averaged_slice()
-        return None if mine is None else self.flat.piece_of(mine, member)
+        return None if mine is None else self.parameters.piece_of(mine, member)
 
     def averaged(self, member: Member) -> Tensor:
-        """A whole averaged gradient, in the parameter's type. Only stage 0 has one."""
+        """Return a whole averaged gradient in the parameter's dtype; at stage 0 only."""
         gradient = self.gradient_of(member)
         assert gradient is not None
         return gradient.view(member.param.shape).to(member.param.dtype)
 
+    def refuse_sparse(self) -> None:
+        """Raise TypeError if a gradient that autograd has left in `param.grad` is sparse."""
+        for member in self.members if self.uses_param_grad else ():
+            if member.param.grad is not None and member.param.grad.layout is not torch.strided:
+                raise TypeError(SPARSE.format(member.name))
+
     def forget(self, free: bool) -> None:
-        """Let go of the gradients; `free`: of their memory, too."""
-        for member in self.members:
-            member.param.grad = None
+        """Discard the gradients. `free`: also free their memory."""
+        with without_overrides():  # a released parameter has a `__torch_function__`
+            for param in self.parameters.params:
+                param.grad = None
         self.arrived.clear()
         self.slice_is_valid = self.slice_is_shared = False
         self.local_finite = None
-        if self.down is not None:
-            self.down.forget()
-            self.grad_slice = None
         if free:
             self.local_grads = self.grad_slice = None
 
-    def gradient_memory(self) -> Iterator[Tensor]:
-        """Every tensor of the device that holds gradients."""
+    def device_memory(self) -> Iterator[Tensor]:
+        """Yield every tensor on the device that holds gradients."""
         on_device = self.local_grads, None if self.is_down else self.grad_slice
         yield from (t for t in on_device if t is not None)
         grads = (m.param.grad for m in self.members)
         yield from (grad for grad in grads if grad is not None and not isinstance(grad, StandIn))
+
+
+class HostGradients(FlatGradients):
+    """Gradients with an averaged slice that is copied to host memory and accumulated there (ZeRO-Offload).
+
+    Replicated slices accumulate on the device until they are averaged over the replicas. Read the slice by
+    `averaged_slice`, which waits for the copy.
+    """
+
+    down: HostSlice
+
+    def __init__(
+        self,
+        parameters: FlatParameters,
+        settings: Settings,
+        divisors: tuple[float, float],
+        reduce_slices: Reduce,
+        spares: Spares,
+        flow: Flow,
+    ) -> None:
+        accumulate = settings.dtypes.accumulate_of(parameters.dtype)
+        self.down = HostSlice(flow, parameters.name, parameters.layout.shard, accumulate)
+        super().__init__(parameters, settings, divisors, reduce_slices, spares)
+        if self.is_average:
+            self.reuses_memory = False  # the buffer itself is copied to the host, so it must stay
+
+    @property
+    def is_down(self) -> bool:  # type: ignore[override]
+        """Whether the averaged slice is on the host or being copied to it."""
+        return self.grad_slice is not None and self.grad_slice is self.down.memory
+
+    def _open(self, dtype: torch.dtype) -> Tensor:
+        if not self.frees:
+            self.down.let_go()  # wait: a copy may still read the buffer
+        return super()._open(dtype)
+
+    def _average(self, local: Tensor, wire: torch.dtype, last: bool) -> None:
+        if not self.is_average:
+            return super()._average(local, wire, last)
+        if self.frees:
+            self.down.flow.wait_for_turn()
+        self._add_to_slice(local.to(wire), last)  # in `wire`, which may have fewer bytes
+
+    def _add_to_slice(self, more: Tensor, last: bool) -> None:
+        if self._is_to_be_shared():
+            return super()._add_to_slice(more, last)
+        self.down.receive(more, adds=self.slice_is_valid, last=last)
+        self.grad_slice, self.slice_is_valid = self.down.memory, True
+
+    def share_slice(self) -> None:
+        """Average this rank's slice over the replicas, once per step, and copy it to the host."""
+        on_device = None if self.slice_is_shared else self.grad_slice
+        super().share_slice()
+        if self.slice_is_shared and on_device is not None:
+            self.down.receive(on_device, adds=False, last=True)
+            self.grad_slice = self.down.memory
+
+    def _slice_memory(self) -> Tensor:
+        self.down.flow.wait_for_turn()
+        return torch.empty(self.layout.shard, dtype=self.accumulate, device=self.device)
+
+    def _zero_slice(self) -> Tensor:
+        return self.down.zero()
+
+    def averaged_slice(self) -> Tensor | None:
+        """Wait for the copy, and return this rank's slice of the averaged gradients; None if none."""
+        mine = super().averaged_slice()
+        return self.down.arrived() if mine is not None and self.is_down else mine
+
+    def forget(self, free: bool) -> None:
+        """Discard the gradients, also those that are being copied. `free`: also free their memory."""
+        super().forget(free)
+        self.down.forget()
+        self.grad_slice = None

@@ -1,14 +1,14 @@
-"""What user code has written by hand since the last step, to be compared between ranks in the next one.
+"""Writes of user code to gradients, masters and state, which the next step compares between ranks.
 
-[Note: written by hand] A gradient that was assigned to `param.grad` or given to `safe_set_full_grad` takes
-the place of an average, of which each rank keeps a slice. If ranks gave different tensors, the step would mix
-slices of both, or leave ranks with different parameters where each keeps everything. Two kinds of writes:
+[Note: written by hand] A gradient that user code assigns to `param.grad` or passes to `safe_set_full_grad`
+replaces the average, of which each rank keeps a slice. If ranks wrote different tensors, the step would mix
+slices of both. At stage 0 it would leave different parameters on the ranks. There are two kinds of writes:
 
-    whole    a whole tensor, or that a gradient was cleared: the same on every rank
-    slices   elements of this rank's slice (`safe_set_local_*`): the same on the ranks that repeat the slice
+    whole    a whole tensor, or a cleared gradient: must be equal on every rank
+    slices   elements of this rank's slice (`safe_set_local_*`): must be equal on the slice's replicas
 
-Entries stay until all ranks have agreed on them, so a step that has raised raises again when it is repeated:
-what was written is in the buffers by then. What nothing was written to costs nothing.
+Entries stay until all ranks have agreed on them, because the values are in the buffers by then. So a step
+that has raised raises again when it is repeated. Without writes there is no cost.
 """
 
 from collections.abc import Collection, Sequence
@@ -27,58 +27,62 @@ REMEDY = (
     "What is written by hand counts as it is, so write the same on every rank: average a gradient of this "
     "rank's own first (torch.distributed.all_reduce), or give all gradients up with zero_grad()"
 )
-Entry = tuple[str, Member | None]  # of what, and of which parameter; None: of all
+Entry = tuple[str, Member | None]  # kind of tensor, and its parameter; None: all parameters
 
 
 class HandWritten:
-    """See [Note: written by hand]."""
+    """Fingerprints of tensors that user code has written. See [Note: written by hand]."""
 
     def __init__(self) -> None:
         self.whole: dict[Entry, Tensor | str] = {}
         self.slices: dict[Entry, Tensor | str] = {}
 
     def note(self, what: str, member: Member, value: Tensor | str) -> None:
-        """A parameter's gradient, master or optimizer state has become this, or was `CLEARED`."""
-        self.slices.pop((what, member), None)
+        """Note a write of a parameter's whole gradient, master or optimizer state, or `CLEARED`."""
+        self.slices.pop((what, member), None)  # overwritten
         self.whole[what, member] = _mark(value)
 
     def note_slice(self, what: str, member: Member, value: Tensor) -> None:
-        """This rank's elements of it have become this."""
+        """Note a write to this rank's elements of a gradient, master or optimizer state."""
         self.slices[what, member] = _mark(value)
 
     def note_all_cleared(self) -> None:
-        """Every gradient of this rank was cleared, whichever parameters have one here."""
+        """Note that user code cleared every gradient of this rank.
+
+        It is one entry for all parameters, because ranks may have gradients of different ones.
+        """
         self.forget_gradients()
         self.whole[GRADIENT, None] = CLEARED
 
     def forget_gradients(self) -> None:
-        """The gradients are given up."""
+        """Remove the entries of gradients, because they are discarded."""
         for entries in (self.whole, self.slices):
             for entry in [each for each in entries if each[0] == GRADIENT]:
                 del entries[entry]
 
     def forget(self) -> None:
-        """All ranks have agreed on it."""
+        """Remove all entries, because all ranks have agreed on them."""
         self.whole.clear()
         self.slices.clear()
 
     def of_all(self, members: Collection[Member]) -> list[tuple[str, str]]:
-        """What must be the same on every rank, about these parameters: names, and digests of values."""
+        """Return names and digests of the whole tensors of these parameters, to be equal on every rank."""
         return _told(self.whole, members)
 
     def of_slices(self, members: Collection[Member]) -> list[tuple[str, str]]:
-        """What must be the same on the ranks that repeat a slice."""
+        """Return names and digests of elements of this rank's slice, to be equal on its replicas."""
         return _told(self.slices, members)
 
 
 def _mark(value: Tensor | str) -> Tensor | str:
-    """A number made of the values, where they are: nobody waits for a device before the step."""
+    """Compute a fingerprint on the tensor's device, so that the host waits for it only in the step."""
     if isinstance(value, str):
         return value
     return fingerprint(value.detach().contiguous().reshape(-1))
 
 
 def _told(entries: dict[Entry, Tensor | str], members: Collection[Member]) -> list[tuple[str, str]]:
+    """Return names and digests of the entries of these parameters, sorted by name."""
     if not entries:
         return []
     mine = set(members)
@@ -96,7 +100,7 @@ def _name(what: str, member: Member | None) -> str:
 
 
 def _numbers(marks: Sequence[Tensor]) -> list[int]:
-    """The host waits once for each device."""
+    """Copy fingerprints to the host as integers, with one wait per device."""
     numbers: dict[int, int] = {}
     for device in dict.fromkeys(mark.device for mark in marks):
         there = [place for place, mark in enumerate(marks) if mark.device == device]

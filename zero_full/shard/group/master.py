@@ -1,17 +1,16 @@
-"""What this rank owns of a flat parameter: the master that the optimizer steps, in pieces of parameters.
+"""Master weights: the values of this rank's slice of a parameter group that the optimizer steps.
 
-    master   this rank's slice, in the type in which it is stepped. It is the memory of the parameters' slice
-             itself where the types are the same, and both state and slice wait beside the model
-    pieces   windows into the master, one for each parameter of which this rank owns something
-    tier     where the master waits, and with it the optimizer's state
-    flow     what copies between there and the device, if these are two places. Then `sent` is the host's copy
-             of the parameters' slice as it was sent, and `mark` says whether the device still has that
+    values   this rank's slice, in the dtype that is stepped. It shares the memory of the parameters' slice if
+             the dtypes are equal and neither state nor slice is offloaded
+    pieces   windows into the values, one for each parameter of which this rank owns elements
+    tier     the offload tier of the master and of the optimizer's state
+    flow     the host-device copies, if the master is on the host and the model on a device. Then `sent` is
+             the host's copy of the parameters' slice, and `mark` the fingerprint of that slice on the device
 
-What of it is saved, and how it is put together again, is in `state.py`.
+Saving and loading are in `contents/state.py`.
 """
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Container
 from weakref import ReferenceType, ref
 
 import torch
@@ -25,142 +24,137 @@ from zero_full.offload import Flow, Tier
 from zero_full.optim.step import Piece
 from zero_full.precision.dtypes import Dtypes
 from zero_full.shard.group.checksum import fingerprint
-from zero_full.shard.group.gradients import SPARSE, Bucket
-from zero_full.shard.group.optimizer_state import StateByParameter
-from zero_full.shard.group.parameters import FlatParameter, GatherState, Member
+from zero_full.shard.group.gradients import FlatGradients
+from zero_full.shard.group.parameters import FlatParameters, Member
 
 
-class Owned:
-    """One rank's slice of a flat parameter, as the optimizer steps it."""
+class Master:
+    """Master weights of one rank's slice of a parameter group, in pieces of parameters."""
 
     def __init__(
-        self, flat: FlatParameter, bucket: Bucket, dtypes: Dtypes, tier: Tier, flow: Flow | None = None
+        self,
+        parameters: FlatParameters,
+        gradients: FlatGradients,
+        dtypes: Dtypes,
+        tier: Tier,
+        flow: Flow | None = None,
     ) -> None:
-        self.flat, self.bucket, self.tier = flat, bucket, tier
-        self.flow = None if flat.slice.apart else flow  # a slice elsewhere is copied when it is gathered
-        self.dtype = dtypes.master_of(flat.dtype)
-        self.sending: Pending | None = None  # the parameters' slice, on its way to the device
-        self.mark: Tensor | None = None  # of what was sent; None: nobody knows what the device has
-        self.copies: Tensor | None = None  # of the parameters' slice, where it is stepped; only meanwhile
-        # What somebody may have kept, and of what it is.
+        self.parameters, self.gradients, self.tier = parameters, gradients, tier
+        self.flow = None if parameters.slice.apart else flow  # an offloaded slice is copied when gathered
+        self.dtype = dtypes.master_of(parameters.dtype)
+        self.sending: Pending | None = None  # pending copy of the parameters' slice to the device
+        self.mark: Tensor | None = None  # fingerprint of the device's slice after the copy; None: unknown
+        self.copies: Tensor | None = None  # rounded copies that the stepper writes; during a step only
+        # Rows that user code may have kept, with the master or state that each is a view of.
         self.shown: list[tuple[ReferenceType[Tensor], Tensor]] = []
-        self.is_updating = False  # a delayed update writes to the master: see `delayed_update.py`
-        values = flat.take_unrounded()
-        self._let_master_be(flat.shard if bucket.asleep else self._master_of(values))
+        self.is_updating = False  # a delayed update is writing the master: see `delayed_update.py`
+        values = parameters.take_unrounded()
+        self._set_values(parameters.shard if parameters.kind.asleep else self._master_of(values))
 
     def _master_of(self, values: Tensor) -> Tensor:
-        if self.dtype == self.flat.dtype and not (self.tier.apart or self.flat.slice.apart):
-            return self.flat.shard
-        return self.tier.room(values.numel(), self.dtype, self.flat.kind.device).copy_(values)
+        if self.dtype == self.parameters.dtype and not (self.tier.apart or self.parameters.slice.apart):
+            return self.parameters.shard
+        return self.tier.room(values.numel(), self.dtype, self.parameters.kind.device).copy_(values)
 
-    def _let_master_be(self, master: Tensor) -> None:
-        self.master, self.pieces = master, dict[Member, Piece]()
-        for fragment in self.flat.fragments():
-            member = self.flat.members[fragment.index]
-            mine = self.flat.piece_of(master, member)
+    def _set_values(self, master: Tensor) -> None:
+        """Install a tensor as the master: cut it into pieces, and allocate host memory for its copies."""
+        self.values, self.pieces = master, dict[Member, Piece]()
+        self.is_separate = master is not self.parameters.shard  # memory of its own, beside the parameters
+        self.has_copies = self.is_separate and self.parameters.dtype != self.dtype  # rounded parameters
+        for fragment in self.parameters.fragments():
+            member = self.parameters.members[fragment.index]
+            mine = self.parameters.piece_of(master, member)
             assert mine is not None
             shape = member.param.shape
             self.pieces[member] = Piece(member.name, shape, fragment.param_range, member.group, mine)
         self.sent, self.mark = master, None
-        self.travels: list[Tensor] = []  # the host's memory of what is copied
+        self.travels: list[Tensor] = []  # host memory of slices that are copied to and from the device
         if self.flow is not None and self.is_separate:
+            # Without rounding the master itself is sent, unless it is in a file.
             if self.has_copies or self.tier.moves:
-                self.sent = self.flow.room(master.numel(), self.flat.dtype, self.flat.shard.device)
+                self.sent = self.flow.room(
+                    master.numel(), self.parameters.dtype, self.parameters.shard.device
+                )
                 self.travels.append(self.sent)
-            if self.bucket.down is not None:
-                self.travels.append(self.bucket.down.memory)
+            if self.gradients.down is not None:
+                self.travels.append(self.gradients.down.memory)
         self.note_versions()
 
-    @property
-    def is_separate(self) -> bool:
-        """Whether the master has memory of its own."""
-        return self.master is not self.flat.shard
-
-    @property
-    def has_copies(self) -> bool:
-        """Whether parameters are of another type than what is stepped."""
-        return self.is_separate and self.flat.dtype != self.dtype
-
     def leave(self) -> None:
-        """The run is over: nothing of the tier's memory is held."""
-        self.master = self.sent = self.master[:0].clone()
+        """Drop references to the tier's memory at the end of the run."""
+        self.values = self.sent = self.values[:0].clone()
         self.pieces, self.travels, self.shown = {}, [], []
 
     def wake(self) -> None:
-        """Masters appear: see [Note: asleep] in `gradients.py`. The pieces are others now."""
-        self._let_master_be(self._master_of(self.flat.shard))
+        """Make the master of a group that was asleep: see [Note: asleep] in `gradients.py`."""
+        self._set_values(self._master_of(self.parameters.shard))
 
     # A step --------------------------------------------------------------------------------------
 
     def fetch(self, used: Container[Member], fuses: bool) -> list[Piece]:
-        """The pieces of these parameters with their gradients, where they are stepped.
+        """Return the pieces of the `used` parameters with their gradients, on the device that steps them.
 
-        `fuses`: the stepper takes gradients in any type, and minds the copies of another type.
+        `fuses`: the stepper takes gradients of any dtype and writes the parameters' rounded copies itself.
         """
-        pieces = {member: piece for member, piece in self.pieces.items() if member in used}
-        if fuses:
-            self.refuse_sparse()
+        parameters = self.parameters
+        if fuses and self.gradients.uses_param_grad:
+            self.gradients.refuse_sparse()
         self.copies = None
-        if self.flow is not None:  # what was written was taken when the step began
+        if self.flow is not None:  # `take_written` has adopted writes of user code when the step began
             self.copies = self.sent if fuses and self.has_copies else None
         elif fuses and self.has_copies:
-            self.copies = self.flat.slice.fetch(self.master.device)
-        else:
+            self.copies = parameters.slice.fetch(self.values.device)
+        elif self.is_separate:
             self.follow_parameters()
-        gradients = self._gradients(None if fuses else self.dtype)
-        for member, piece in pieces.items():
-            piece.gradient = member.param.grad if gradients is None else self.flat.piece_of(gradients, member)
-            if gradients is None and piece.gradient is not None:
-                piece.gradient = self.tier.fetch(piece.gradient)
-            piece.copy = None if self.copies is None else self.flat.piece_of(self.copies, member)
-        return [piece for piece in pieces.values() if piece.gradient is not None]  # some was cleared by hand
-
-    def _has_copies(self, fuses: bool) -> bool:
-        return fuses and self.is_separate and self.flat.dtype != self.dtype
+        gradients = None  # None: they are in `param.grad`
+        if not self.gradients.uses_param_grad:
+            gradients = self.gradients.averaged_slice()
+            assert gradients is not None
+            if self.tier.apart and not self.gradients.is_down:
+                gradients = self.tier.fetch(gradients)
+            if not fuses:
+                gradients = gradients.to(self.dtype)
+        pieces = []
+        for member, piece in self.pieces.items():
+            if member not in used:
+                continue
+            if gradients is not None:
+                piece.gradient = parameters.piece_of(gradients, member)
+            elif member.param.grad is not None:
+                piece.gradient = self.tier.fetch(member.param.grad)
+            else:
+                continue  # cleared by user code
+            piece.copy = None if self.copies is None else parameters.piece_of(self.copies, member)
+            pieces.append(piece)
+        return pieces
 
     def read_ahead(self, fuses: bool) -> bool:
-        """Bring nearer what `fetch` will need. Returns whether there is room for it."""
-        return not self._has_copies(fuses) or self.flat.slice.begin(ahead=True)
-
-    def refuse_sparse(self) -> None:
-        """Raise if a gradient, which may be the one that autograd has left, is sparse."""
-        for member in self.flat.members if self.bucket.uses_param_grad else ():
-            if member.param.grad is not None and member.param.grad.layout != torch.strided:
-                raise TypeError(SPARSE.format(member.name))
-
-    def _gradients(self, dtype: torch.dtype | None) -> Tensor | None:
-        """This rank's slice of the averaged gradients; None: they are in `param.grad`."""
-        if self.bucket.uses_param_grad:
-            return None
-        mine = self.bucket.averaged_slice()
-        assert mine is not None
-        fetched = mine if self.bucket.is_down else self.tier.fetch(mine)
-        return fetched if dtype is None else fetched.to(dtype)
+        """Begin to read the slice that `fetch` will need. Returns False if there is no free buffer."""
+        return not (fuses and self.has_copies) or self.parameters.slice.begin(ahead=True)
 
     def put_away(self) -> None:
-        """After a step: this rank's slice of the parameters becomes what the pieces are now."""
+        """Copy the new values to this rank's slice of the parameters, after a step."""
         for piece in self.pieces.values():
             piece.gradient = piece.copy = None
-        self.flat.node_copy = None
+        self.parameters.node_copy = None  # it has the old values
         if self.flow is not None:
             self._send(self.flow)
-        else:
-            self.flat.slice.update(self.master if self.copies is None else self.copies)
+        elif self.is_separate:
+            self.parameters.slice.update(self.values if self.copies is None else self.copies)
         self.copies = None
-        self.note_versions()
 
     # What is shown -------------------------------------------------------------------------------
 
     def show(self, source: Tensor) -> Tensor:
-        """A master or state of it as one row. What is written to that counts, also if somebody keeps it."""
+        """Return the master or its state as a flat view for user code, which may keep it and write to it."""
         row = source.detach().reshape(-1)
-        if self.tier.apart:
+        if self.tier.apart:  # such tiers replace the memory in a step: see `show_again`
             self.shown = [(kept, of) for kept, of in self.shown if kept() is not None]
             self.shown.append((ref(row), source))
         return row
 
     def show_again(self) -> None:
-        """A step may have given masters and state other memory: what is still kept is a window into that."""
+        """Point views that user code has kept to the memory of masters and state after a step."""
         for kept, source in self.shown:
             row = kept()
             if row is not None:
@@ -169,190 +163,118 @@ class Owned:
     # On the way to the device and back -----------------------------------------------------------
 
     def _send(self, flow: Flow) -> None:
-        """The device gets the parameters' slice as it is now. It is there after `settle`."""
+        """Begin to copy the parameters' slice to the device. `settle` waits for it."""
         if not self.is_separate:
             return
-        if self.sent is not self.master and self.copies is None:
-            self.sent.copy_(self.master)
-        self.mark, self.sending = None, flow.send_up(self.flat.shard, self.sent)
+        if self.sent is not self.values and self.copies is None:  # else the stepper has written `sent`
+            self.sent.copy_(self.values)
+        self.mark, self.sending = None, flow.send_up(self.parameters.shard, self.sent)
 
     def settle(self) -> None:
-        """Until the device has what was sent. What has failed is told each time, until something is sent."""
+        """Wait for the pending copy to the device. Its error is raised each time, until the next copy."""
         if self.sending is not None:
             try:
                 self.sending.wait()
             except Exception as error:
                 raise CopyError(
-                    f"parameters {self.flat.name} have not come from the host to {self.flat.shard.device} "
-                    f"after a step: {error}. The model is not what was trained: load a checkpoint"
+                    f"parameters {self.parameters.name} have not come from the host to "
+                    f"{self.parameters.shard.device} after a step: {error}. The model is not what was "
+                    "trained: load a checkpoint"
                 ) from error
-            self.sending, self.mark = None, fingerprint(self.flat.shard)
+            self.sending, self.mark = None, fingerprint(self.parameters.shard)
 
     def take_written(self) -> None:
-        """The master takes what somebody has written to the device's slice since it was sent, if anything."""
+        """Copy writes of user code to the device's slice since the last copy to the master."""
         flow = self.flow
         if flow is None or not self.is_separate:
             return
         self.settle()
-        shard = self.flat.shard
+        shard = self.parameters.shard
+        # A fingerprint also finds writes that version counters do not show, such as through `param.data`.
         if self.mark is not None and bool(fingerprint(shard) == self.mark):
             return
         flow.fetch(self.sent, shard)
-        if self.has_copies and not _rounds_to(self.master, self.sent):
-            self.master.copy_(unless_written(self.master, self.sent))
-        elif self.sent is not self.master and not self.has_copies:
-            self.master.copy_(self.sent)
+        if self.has_copies and not _rounds_to(self.values, self.sent):
+            self.values.copy_(unless_written(self.values, self.sent))
+        elif self.sent is not self.values and not self.has_copies:
+            self.values.copy_(self.sent)
         self.mark = fingerprint(shard)
         self.note_versions()
 
     # Values --------------------------------------------------------------------------------------
 
     def copy_master(self) -> None:
-        """This rank's slice of the parameters becomes what its master says.
+        """Copy the master to this rank's slice of the parameters.
 
-        A node's copy stays: all ranks drop theirs together, or only some would gather from the node.
+        `node_copy` is kept. All ranks must drop theirs together, or only some would gather within the node.
         """
         if self.flow is not None:
             self._send(self.flow)
             self.settle()
         elif self.is_separate:
-            self.flat.shard.copy_(self.master)
+            self.parameters.shard.copy_(self.values)
         self.note_versions()
 
     def note_versions(self) -> None:
-        """Writes until now are known: the master and the parameters agree."""
-        self.version = version_of(self.master)
-        self.param_versions = [version_of(member.param) for member in self.flat.members]
+        """Note that master and parameters are equal now, so that later version counters are user writes."""
+        self.version, self.parameters.adopted = version_of(self.values), False
+        if not self.parameters.released_at_rest:  # released parameters cannot be written
+            self.param_versions = list(map(version_of, self.parameters.params))
 
     def master_was_written(self) -> bool:
-        """Whether somebody has written to the master since writes were noted, as far as torch counts it."""
-        return not self.is_updating and version_of(self.master) != self.version
+        """Return whether user code has written to the master, by its version counter."""
+        return not self.is_updating and version_of(self.values) != self.version
 
     @torch.no_grad()
     def follow_master(self, parameters_count: bool = False) -> bool:
-        """This rank's slice of the parameters takes what somebody has written to the master, if anything.
+        """Copy the master to this rank's slice of the parameters if user code wrote to it; return whether.
 
-        `parameters_count`: they were written, too, so far as torch does not count it.
+        `parameters_count`: assume that the parameters were also written, without a version counter.
         """
         if not self.is_separate or not self.master_was_written():
             return False
-        pairs = zip(self.flat.members, self.param_versions, strict=True)
-        is_counted = not self.flat.released_at_rest
-        if parameters_count or any(is_counted and version_of(m.param) != version for m, version in pairs):
+        parameters_count |= self.parameters.adopted
+        if not self.parameters.released_at_rest:
+            parameters_count |= list(map(version_of, self.parameters.params)) != self.param_versions
+        if parameters_count:
             raise RuntimeError(
-                f"{self.flat.name}: parameters were written, and so was the fp32 copy of them or of their "
-                "neighbours, which safe_get_local_fp32_param shows: write only the ones or the other from "
-                "one step to the next"
+                f"{self.parameters.name}: parameters were written, and so was the fp32 copy of them or of "
+                "their neighbours, which safe_get_local_fp32_param shows: write only the ones or the other "
+                "from one step to the next"
             )
         self.copy_master()
         return True
 
     @torch.no_grad()
     def follow_parameters(self, released: bool = False) -> None:
-        """Masters take what somebody has written to this rank's slice of the parameters, or the reverse.
+        """Copy user code's writes to this rank's parameters to the master, or those to the master back.
 
-        `released`: even if it is a unit's, which nobody can write to but `GatheredParameters`.
+        `released`: also for groups that are gathered for use, which only `GatheredParameters` can write.
         """
         if self.follow_master(parameters_count=released):
             return
-        if not self.is_separate or self.is_updating or (self.flat.released_at_rest and not released):
+        if not self.is_separate or self.is_updating or (self.parameters.released_at_rest and not released):
             return
         if self.flow is not None:
             return self.take_written()
-        slice_, master = self.flat.shard.to(self.master.device), self.master
+        slice_, master = self.parameters.shard.to(self.values.device), self.values
         if slice_.dtype == master.dtype:
             master.copy_(slice_)
-        elif not _rounds_to(master, slice_):
+        elif not _rounds_to(master, slice_):  # elements that were not written keep the master's low bits
             master.copy_(unless_written(master, slice_))
         self.note_versions()
 
     def fill(self, member: Member, value: Tensor) -> None:
-        """Give a parameter and its master new values. Every rank must do the same."""
+        """Set the values of a parameter and its master. Every rank must do the same."""
         self.follow_master()
-        self.flat.fill(member, value)
+        self.parameters.fill(member, value)
         if self.is_separate:
-            self.flat.write(self.master, member, value)
+            self.parameters.write(self.values, member, value)
         self.note_versions()
 
 
 def _rounds_to(master: Tensor, slice_: Tensor) -> bool:
-    """Whether it is known, without waiting for a device, that the slice is what the master rounds to."""
+    """Return True if the slice equals the rounded master; False on accelerators, to avoid a wait."""
     if slice_.device.type != "cpu":
         return False
     return torch.equal(master.to(slice_.dtype).view(torch.int16), slice_.view(torch.int16))
-
-
-# All that a rank owns ----------------------------------------------------------------------------
-
-
-def cut_state(base: torch.optim.Optimizer, owned: Iterable[Owned], dtypes: Dtypes) -> StateByParameter:
-    """The optimizer's state becomes that of pieces; what it knows already of whole parameters is cut.
-
-    What has the parameter's type gets the type that state of the piece's master has, or will have: of a
-    bucket that is asleep, the master is still the parameter.
-    """
-    is_adam = isinstance(base, torch.optim.Adam)  # and AdamW
-    before, state = base.state, StateByParameter()
-    for each in owned:
-        for member in each.flat.members:
-            state.know(member.param)
-        for member, piece in each.pieces.items():
-            state.add(piece.master, member.param)
-            if known := before.get(member.param):
-                dtype = dtypes.moments_of(each.dtype) if is_adam else each.dtype
-                state[piece.master] = {k: _cut(v, each.flat, member, piece, dtype) for k, v in known.items()}
-    base.state = state  # type: ignore[assignment]
-    return state
-
-
-def _cut(value: Any, flat: FlatParameter, member: Member, piece: Piece, dtype: torch.dtype) -> Any:
-    if not isinstance(value, Tensor) or value.shape != member.param.shape or not value.dim():
-        return value
-    start, stop = piece.param_range
-    mine = value.reshape(-1)[start:stop].reshape(piece.master.shape)
-    kept = dtype if value.dtype == flat.kind.dtype else value.dtype
-    return mine.to(piece.master.device, kept, copy=True)
-
-
-def holdings(
-    flats: Sequence[FlatParameter],
-    owned: Sequence[Owned],
-    states: Mapping[Any, Mapping[str, Any]],
-    beside: Sequence[Tensor],
-    away: Iterable[Tensor],
-) -> dict[str, list[Tensor]]:
-    """Every tensor that a rank keeps, by kind. Counters are the optimizer's step numbers.
-
-    What waits on the host or on a disk is told apart from what the optimizer keeps on the device. `beside`
-    and `away`: what there is here and on the host that is neither a master nor state of a piece.
-    """
-    state = [v for s in states.values() for v in s.values() if isinstance(v, Tensor)]
-    masters = [each.master for each in owned if each.is_separate]
-    kind = next((each.tier.kind for each in owned if each.tier.apart), "optimizer")
-    elsewhere = set(held_elsewhere(owned, states))
-    kept = [*masters, *(t for t in state if t.dim()), *beside]
-    here, there = ([t for t in kept if (id(t) in elsewhere) is far] for far in (False, True))
-    away = [*(tensor for each in owned for tensor in each.travels), *away]
-    waiting = {kind: there + away} if kind == "host" else {kind: there, "host": away}
-    whole = [flat.full for flat in flats if flat.state is not GatherState.SHARDED]
-    copies = [flat.node_copy for flat in flats if flat.node_copy is not None]
-    is_apart, is_beside = ({each.tier.apart for each in owned} >= {kind} for kind in (True, False))
-    found = {
-        "parameters": whole + copies,
-        "gradients": [tensor for each in owned for tensor in each.bucket.gradient_memory()],
-        **({"optimizer": here} if is_beside or not is_apart else {}),
-        **(waiting if is_apart else {}),
-        "counters": [t for t in state if not t.dim()],
-    }
-    for flat in flats:
-        if flat.released_at_rest:
-            found.setdefault(flat.slice.kind, []).append(flat.shard)
-    return found
-
-
-def held_elsewhere(owned: Iterable[Owned], states: Mapping[Any, Mapping[str, Any]]) -> Iterator[int]:
-    """The identities of masters and state that are not on the parameters' device."""
-    for each in owned:
-        if each.tier.apart:
-            yield id(each.master)
-            yield from (id(v) for p in each.pieces.values() for v in states.get(p.master, {}).values())

@@ -1,6 +1,6 @@
-"""Memory whose contents are on another device for a while.
+"""Storages with contents that are temporarily on another device.
 
-A storage keeps its identity and shrinks to nothing: whatever is a view of it is right again when it is back.
+A storage keeps its identity and is resized to 0 bytes. So all of its views are valid again after it returns.
 """
 
 from collections.abc import Iterable, Iterator
@@ -13,13 +13,13 @@ from zero_full._compat import identity_of
 
 
 class OffloadedStorages:
-    """The storages that are empty now, and copies of what was in them."""
+    """The storages that are empty now, with copies of their contents."""
 
     def __init__(self) -> None:
-        self.copies: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}  # by identity
+        self.copies: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}  # by the storage's identity
 
     def move(self, tensor: Tensor, device: torch.device, pin_memory: bool) -> None:
-        """Keep the memory of `tensor` on that device."""
+        """Copy the storage of `tensor` to that device, and free its own memory."""
         storage = tensor.untyped_storage()
         if identity_of(storage) in self.copies or not storage.nbytes():
             return
@@ -30,13 +30,13 @@ class OffloadedStorages:
         storage.resize_(0)
 
     def bring_back(self) -> None:
-        """Everything is where it was."""
+        """Restore all storages."""
         while self.copies:
             _restore(*self.copies.popitem()[1])
 
     @contextmanager
     def present(self, tensors: Iterable[Tensor]) -> Iterator[None]:
-        """Inside this block these have their values, to be read."""
+        """Restore the values of these tensors within a block that reads them. Writes are lost."""
         found = {identity_of(tensor.untyped_storage()) for tensor in tensors}
         moved = [self.copies[each] for each in found if each in self.copies]
         try:

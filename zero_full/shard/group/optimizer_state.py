@@ -1,4 +1,4 @@
-"""The state of an optimizer that steps pieces, as its user sees it: by parameter."""
+"""The `state` of an optimizer that steps pieces, indexed by parameter or by piece."""
 
 from collections import UserDict
 from collections.abc import Callable, Collection
@@ -11,28 +11,28 @@ OFFLOADED = "states are offloaded: call engine.reload_states() first"
 
 
 class StateByParameter(UserDict[Any, dict[str, Any]]):
-    """An optimizer's state by parameter, as far as this rank keeps it; a piece stands for its parameter.
+    """This rank's optimizer state, a dict that accepts a parameter or its piece as the key.
 
-    So the optimizer, which steps pieces, finds the same state as a user, who knows parameters. As in torch,
-    it appears when it is first asked for.
+    So the optimizer, which steps pieces, and user code, which has parameters, find the same state. As in
+    torch, an entry is created when it is first read.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.owners: dict[Tensor, Parameter] = {}  # by piece; and each parameter of which there is a piece
+        self.owners: dict[Tensor, Parameter] = {}  # piece -> parameter, and parameter -> itself
         self.is_away = False  # see `offload_states.py`
-        self.settled: Callable[[], None] = lambda: None  # returns when nobody writes to it
+        self.settled: Callable[[], None] | None = None  # waits for a delayed update that writes the state
 
     def add(self, piece: Tensor, param: Parameter) -> None:
-        """From now on `piece` stands for `param`."""
+        """Make `piece` a key for the state of `param`."""
         self.owners[piece] = self.owners[param] = param
 
     def know(self, param: Parameter) -> None:
-        """There is such a parameter, of which this rank may own nothing: its state is empty then."""
+        """Make `param` a key. Its state is empty if this rank owns none of it."""
         self.owners[param] = param
 
     def forget(self, params: Collection[Parameter]) -> None:
-        """Nothing stands for these any more, and nothing is known of them."""
+        """Remove the keys and state of these parameters."""
         self.data = {param: state for param, state in self.data.items() if param not in params}
         self.owners = {key: owner for key, owner in self.owners.items() if owner not in params}
 
@@ -45,8 +45,10 @@ class StateByParameter(UserDict[Any, dict[str, Any]]):
     def __getitem__(self, key: Any) -> dict[str, Any]:
         if self.is_away:
             raise RuntimeError(OFFLOADED)
-        self.settled()
-        return self.data.setdefault(self._owner(key), {})
+        if self.settled is not None:
+            self.settled()
+        owner = self.owners[key] if isinstance(key, Tensor) and key in self.owners else self._owner(key)
+        return self.data.setdefault(owner, {})
 
     def __setitem__(self, key: Any, state: dict[str, Any]) -> None:
         if self._owner(key) is key:
@@ -62,15 +64,17 @@ class StateByParameter(UserDict[Any, dict[str, Any]]):
         return isinstance(key, Tensor) and key in self.owners and self.owners[key] in self.data
 
     def values(self) -> Any:
-        """All of it, also while it is away."""
-        self.settled()
+        """Return the state of all parameters, also while it is offloaded."""
+        if self.settled is not None:
+            self.settled()
         return self.data.values()
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """The state, if there is any; nothing appears."""
-        self.settled()
+        """Return the state of a parameter or piece, without creating it."""
+        if self.settled is not None:
+            self.settled()
         return self.data[self._owner(key)] if key in self else default
 
     def pop(self, key: Any, *default: Any) -> Any:
-        """The state, which is kept no more."""
+        """Remove the state of a parameter or piece, and return it."""
         return self.data.pop(self._owner(key)) if key in self or not default else default[0]

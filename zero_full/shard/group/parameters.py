@@ -1,12 +1,14 @@
-"""Parameters in one flat buffer: whole on every rank, or gathered while they are needed.
+"""Parameters in one flat buffer: whole on every rank, or sharded and gathered for use (stage 3).
 
-[Note: released parameters] A flat buffer that is released has one storage for life, which shrinks to nothing
-and is filled again: views that autograd has saved of it come back to life with it. Meanwhile its parameters
-show one NaN, expanded to their shape: shapes and sizes are always right. Using the values is an error, see
-[Note: released]. `shard`, this rank's slice, always stays: here or elsewhere, see `offload/param_store.py`.
+[Note: released parameters] A flat buffer keeps one storage for life. Releasing it resizes the storage to 0
+bytes, and gathering resizes it back and fills it. So views of it that autograd has saved for backward become
+valid again. While the buffer is released, its parameters are one NaN expanded to their shapes, so shapes and
+sizes are always right. Using the values raises, see [Note: released]. `shard`, this rank's slice, is never
+released. It may be offloaded, see `offload/param_store.py`.
 
-[Note: node copies] Where a `node` is given, its ranks keep what forward has gathered, each its part, until
-the parameters change. Backward gathers from there, and nothing crosses between nodes.
+[Note: node copies] This is ZeRO++'s secondary partition (hpZ). If `node` is given, the ranks of a node keep
+the parameters that forward has gathered, sharded among them, until the parameters change. Backward then
+all-gathers within the node, without messages between nodes.
 """
 
 from collections.abc import Container, Sequence
@@ -25,10 +27,11 @@ from zero_full.comm.lane import Lane, Pending
 from zero_full.layout import FlatLayout, Fragment
 from zero_full.offload import Shelf, Slice
 from zero_full.precision.dtypes import NAMES, Dtypes
+from zero_full.shard.group.optimizer_state import OFFLOADED
 from zero_full.shard.group.process_groups import Pair
 from zero_full.shard.group.released import mark_released, unmark_released
 
-ALIGNMENT = 8  # elements: 16 bytes of 16-bit numbers, which is what kernels like to start at
+ALIGNMENT = 8  # elements: 16 bytes of 16-bit numbers, the alignment of vectorized loads
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,8 +40,8 @@ class Member:
 
     name: str
     param: Parameter
-    group: int  # which of the optimizer's parameter groups; FROZEN if none
-    index: int  # which of the buffer's parameters
+    group: int  # index of the optimizer's parameter group; FROZEN if there is none
+    index: int  # index in the buffer
 
 
 FROZEN = -1
@@ -46,28 +49,28 @@ FROZEN = -1
 
 @dataclass(frozen=True)
 class Kind:
-    """What the parameters of one flat buffer have in common."""
+    """Common properties of the parameters of one flat buffer."""
 
-    dtype: torch.dtype  # the model's
+    dtype: torch.dtype  # in the user's model; the run may use another one
     device: torch.device
     expert: bool = False
-    in_norm: bool = True  # False: another tensor-parallel rank counts the same values in the norm
+    in_norm: bool = True  # False: another tensor-parallel rank counts the same gradients in the norm
     trained: bool = True
-    asleep: bool = False  # to be trained, but frozen at first
+    asleep: bool = False  # in an optimizer group, but frozen at first
     released_at_rest: bool = False  # gathered for use only
 
 
 class GatherState(Enum):
-    """Where a flat buffer is in its life."""
+    """The state of a flat buffer."""
 
-    SHARDED = auto()
-    GATHERING = auto()
-    WHOLE = auto()
+    SHARDED = auto()  # the storage is empty; only this rank's slice has memory
+    GATHERING = auto()  # the storage has its full size, and the all-gather is queued on a lane
+    WHOLE = auto()  # the storage has all values, and the parameters are windows into it
 
 
 @cache
 def nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What a released parameter shows."""
+    """The scalar behind all released parameters of this dtype and device: NaN, or the smallest integer."""
     return torch.full((), _lacking(dtype), dtype=dtype, device=device)
 
 
@@ -77,23 +80,23 @@ def _lacking(dtype: torch.dtype) -> float:
     return 0 if dtype == torch.bool else torch.iinfo(dtype).min
 
 
-for _dtype in NAMES.values():  # made now: what a run has in memory is then all its own
+for _dtype in NAMES.values():  # made now, so that they do not show as memory of the first run
     nothing(_dtype, torch.device("cpu"))
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """What gloo can send of it: it knows neither bool nor float8."""
+    """View one-byte elements as uint8, because gloo supports neither bool nor float8."""
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
 def is_released(param: Tensor) -> bool:
-    """Whether this parameter shows that it is not there."""
+    """Return whether this parameter is released: its storage is that of the placeholder scalar."""
     shown, absent = param.untyped_storage(), nothing(param.dtype, param.device).untyped_storage()
     return identity_of(shown) == identity_of(absent)
 
 
 def layout_of(numels: Sequence[int], pair: Pair) -> FlatLayout:
-    """How parameters of these sizes lie in a flat buffer that is cut over these ranks."""
+    """Return the layout of parameters of these sizes in a flat buffer that is sharded over these ranks."""
     return FlatLayout(tuple(numels), pair.shard.size, ALIGNMENT, copies=pair.across.size)
 
 
@@ -101,8 +104,8 @@ def _kind_of(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)} on {tensor.device}"
 
 
-class FlatParameter:
-    """See [Note: released parameters]."""
+class FlatParameters:
+    """A flat buffer of parameters, and this rank's slice of it. See [Note: released parameters]."""
 
     def __init__(
         self,
@@ -113,11 +116,13 @@ class FlatParameter:
         deferred: bool = False,
         shelf: Shelf | None = None,
     ) -> None:
-        """`deferred`: the values come later, by `fill`. Every rank must do the same.
+        """`deferred`: `fill` will set the values later. Every rank must pass the same.
 
-        `shelf`: where this rank's slice waits while the others are released; None: beside the model.
+        `shelf`: the store of this rank's slice while the buffer is released; None: the model's device.
         """
         self.members, self.kind = list(members), kind
+        self.params = [member.param for member in members]
+        self.shapes = [param.shape for param in self.params]
         self.ranks, self.across = pair.shard, pair.across
         self.gather_slices, self.node = pair.gather, pair.node
         self.dtype = dtypes.of(kind.dtype)
@@ -125,22 +130,24 @@ class FlatParameter:
         self.name = members[0].name if len(members) == 1 else f"{members[0].name} ... {members[-1].name}"
         shelf = (shelf or Shelf()).of(self.layout.shard) if kind.released_at_rest else Shelf()
         self.released_at_rest = kind.released_at_rest and (self.ranks.size > 1 or shelf.apart)
-        self.state, self.users = GatherState.WHOLE, 0
-        self.hidden = False  # the parameters show that they are not there
-        self.versions: list[int] = []  # of the parameters, when they became whole
-        self.lent = False  # somebody outside may keep views of the values
-        self.pending: Pending | None = None
-        self.home: Any = None  # the stream that the gathered values' memory belongs to
+        self.state, self.users = GatherState.WHOLE, 0  # `users`: calls that need the values now
+        self.hidden = False  # the parameters are placeholders
+        self.is_offloaded = False  # this rank's slice is empty until `engine.reload_states()`
+        self.versions: list[int] = []  # version counters of the parameters when they became whole
+        self.adopted = False  # user code has assigned to `param.data` since master and parameters were equal
+        self.lent = False  # user code may keep views of the values
+        self.pending: Pending | None = None  # the all-gather that is queued
+        self.home: Any = None  # the stream that the memory of the gathered values belongs to
         self.node_copy: Tensor | None = None  # see [Note: node copies]
-        self.unrounded: Tensor | None = None
+        self.unrounded: Tensor | None = None  # this rank's slice in the model's dtype, for the master
         self.slice = self._reserve(shelf) if deferred else self._move_in(shelf)
         self._lay_out()
 
     def _move_in(self, shelf: Shelf) -> Slice:
-        """Lay the parameters end to end, the first rank's values on every rank."""
+        """Copy the parameters into the buffer, and broadcast the first rank's values to all ranks."""
         original = torch.zeros(self.layout.total, dtype=self.kind.dtype, device=self.kind.device)
         for member in self.members:
-            original[self.layout.window(member.index)].view(member.param.shape).copy_(member.param.detach())
+            original[self.layout.windows[member.index]].view(member.param.shape).copy_(member.param.detach())
         for group in (self.ranks, self.across):
             group.broadcast(as_bytes(original), f"parameters {self.name}")
         self.full = original.to(self.dtype)
@@ -150,7 +157,7 @@ class FlatParameter:
         return shelf.put(mine) if self.released_at_rest else Slice(mine)
 
     def _reserve(self, shelf: Shelf) -> Slice:
-        """Room for this rank's slice; of a buffer that is gathered for use, nothing else is ever filled."""
+        """Allocate zeros for this rank's slice, and for the whole buffer if it is not gathered for use."""
         make = torch.empty if self.released_at_rest else torch.zeros
         self.full = make(self.layout.total, dtype=self.dtype, device=self.kind.device)
         mine = self.ranks.slice_of(self.full)
@@ -160,16 +167,16 @@ class FlatParameter:
 
     @property
     def shard(self) -> Tensor:
-        """This rank's slice, to be read or written now, wherever it waits."""
+        """This rank's slice, readable and writable, on the device of its store."""
         return self.slice.values
 
     def take_unrounded(self) -> Tensor:
-        """This rank's slice as the model had it, once: what 16 bits round off is not lost."""
+        """Return this rank's slice in the model's own precision, once, for the initial master weights."""
         values, self.unrounded = self.unrounded, None
         return self.shard if values is None else values
 
     def _lay_out(self) -> None:
-        """The parameters are windows into the flat buffer."""
+        """Point the parameters to their windows in the buffer, and release it if it is gathered for use."""
         self.windows = self._cut_windows()
         absent = nothing(self.dtype, self.kind.device)
         self.nothings = [absent.expand(member.param.shape) for member in self.members]
@@ -178,12 +185,12 @@ class FlatParameter:
 
     def _cut_windows(self) -> list[Tensor]:
         shapes = [member.param.shape for member in self.members]
-        return [self.full[self.layout.window(i)].view(shape) for i, shape in enumerate(shapes)]
+        return [self.full[self.layout.windows[i]].view(shape) for i, shape in enumerate(shapes)]
 
     # Whole and sharded ---------------------------------------------------------------------------
 
     def show(self) -> None:
-        """The parameters are windows into the buffer."""
+        """Point the parameters to their windows in the buffer."""
         self.hidden = False
         for member, window in zip(self.members, self.windows, strict=True):
             unmark_released(member.param)
@@ -191,37 +198,48 @@ class FlatParameter:
         self.note_versions()
 
     def note_versions(self, of: Container[Member] | None = None) -> None:
-        """Writes until now are known: they have been taken over, or given up. None: those of all members."""
+        """Note the version counters: writes until now were adopted or discarded.
+
+        `of`: the members to note; None: all.
+        """
+        if of is None:
+            self.versions = list(map(version_of, self.params))
+            return
         before = self.versions or [0] * len(self.members)
         self.versions = [
-            version_of(member.param) if of is None or member in of else version
+            version_of(member.param) if member in of else version
             for member, version in zip(self.members, before, strict=True)
         ]
 
     def written(self) -> list[str]:
-        """Parameters that somebody has written to since they are whole, as far as torch counts it."""
+        """Return the names of parameters that were written since they are whole, by version counters."""
         pairs = zip(self.members, self.versions, strict=True)
         return [member.name for member, version in pairs if version_of(member.param) != version]
 
     def hide(self) -> None:
-        """The parameters show that they are not there."""
+        """Point the parameters to placeholders of their shapes, and make use of their values raise."""
         self.hidden = True
         for member, absent in zip(self.members, self.nothings, strict=True):
             member.param.data = absent
             mark_released(member.param, member.name)
 
     def moved(self) -> list[tuple[Member, Tensor]]:
-        """Parameters that were given other memory (`param.data = x`, `module.to(...)`), and their places."""
+        """Find parameters that user code gave other memory (`param.data = x`, `module.to(...)`).
+
+        Returns them with the windows or placeholders that they should have.
+        """
         places = self.nothings if self.hidden else self.windows
-        pairs = zip(self.members, places, strict=True)
+        found = []
         with without_overrides():
-            return [
-                (m, p) for m, p in pairs if m.param.data_ptr() != p.data_ptr() or m.param.dtype != p.dtype
-            ]
+            for member, place in zip(self.members, places, strict=True):
+                param = member.param
+                if param.data_ptr() != place.data_ptr() or param.dtype != place.dtype:
+                    found.append((member, place))
+        return found
 
     @torch.no_grad()
     def take_back_moved(self) -> list[Member]:
-        """What was put in the place of a parameter becomes its value, if it is of the same kind. Whose?"""
+        """Adopt the values of tensors that user code assigned to `param.data`. Returns the parameters."""
         taken = []
         for member, window in self.moved():
             given = member.param.data
@@ -240,36 +258,49 @@ class FlatParameter:
             window.copy_(given)
             member.param.data = window
             taken.append(member)
+        self.adopted = self.adopted or bool(taken)
         return taken
 
     @torch.no_grad()
     def collect(self) -> None:
-        """Everyone's slice becomes everyone's. Blocks; every rank must call this."""
+        """All-gather the ranks' slices into the buffer, and wait. Every rank must call this.
+
+        With a node copy it gathers within the node only.
+        """
+        # All ranks make and drop node copies at the same places, or they would enter different collectives.
         if self.node is not None and self.node_copy is not None:
             self.node.slice_of(self.full).copy_(self.node_copy)
             self.node.all_gather(self.full, f"parameters {self.name}")
             return
         if self.released_at_rest:
             self.slice.copy_to(self.ranks.slice_of(self.full))
-        self.gather_slices(as_bytes(self.full), f"parameters {self.name}")
+        full = self.full if self.dtype.itemsize > 1 else as_bytes(self.full)
+        self.gather_slices(full, f"parameters {self.name}")
 
     def keep_node_copy(self) -> None:
-        """Before the release after forward: keep what this node needs for backward."""
+        """Copy this rank's part of the node copy out of the buffer, before forward releases it."""
         if self.node is not None and self.state is GatherState.WHOLE and self.node_copy is None:
             self.node_copy = self.node.slice_of(self.full).clone()
 
     def read_ahead(self) -> bool:
-        """Bring the slice nearer, as it is gathered soon. Returns whether there is room for it."""
+        """Begin to read the slice from its file for a later gather. Returns False if no buffer is free."""
         return self.state is not GatherState.SHARDED or self.node_copy is not None or self.slice.begin(True)
 
+    def check_present(self) -> None:
+        """Raise RuntimeError if the values are offloaded, because their memory is empty."""
+        if self.is_offloaded:
+            raise RuntimeError(OFFLOADED)
+
     def begin_gather(self, lane: Lane) -> None:
-        """Put the gathering on a lane, unless the values are here or on their way."""
+        """Queue the all-gather on a lane, unless the values are present or already being gathered."""
         if self.state is GatherState.SHARDED:
+            self.check_present()
             self.take_back_moved()
+            # Allocated on the caller's stream, `home`. `release` returns it to the allocator of that stream.
             self.full.untyped_storage().resize_(self.full.nbytes)
             self.home = lane.producer()
             used = [] if self.node_copy is None else [self.node_copy]
-            if not used:
+            if self.slice.apart and not used:
                 self.slice.begin()
             try:
                 self.pending = lane.submit(self.collect, used, [self.home])
@@ -279,14 +310,16 @@ class FlatParameter:
             self.state = GatherState.GATHERING
 
     def finish_gather(self, lane: Lane) -> None:
-        """Until the values are here."""
-        self.begin_gather(lane)
+        """Wait for the all-gather, which begins now if it has not, and show the values."""
+        if self.state is GatherState.SHARDED:
+            self.begin_gather(lane)
         if self.state is GatherState.GATHERING:
             self._await()
             self.show()
             self.state = GatherState.WHOLE
 
     def _await(self) -> None:
+        """Wait for the all-gather; free the memory if it has failed."""
         pending, self.pending = self.pending, None
         assert pending is not None
         try:
@@ -296,17 +329,23 @@ class FlatParameter:
             raise
 
     def release(self) -> None:
-        """Let go of the others' slices, unless somebody is at work with them."""
+        """Free the gathered values, unless a module is using them."""
         if not self.released_at_rest or self.users or self.state is GatherState.SHARDED:
             return
-        if self.state is GatherState.GATHERING:
+        if self.state is GatherState.GATHERING:  # the collective is still writing to the memory
             self._await()
         self._let_go()
 
     def _let_go(self) -> None:
-        lost = [] if self.hidden else [*(member.name for member, _ in self.moved()), *self.written()]
-        self.hide()
-        if self.lent:  # whoever has a view keeps the old memory, and its values
+        """Free the gathered values; raise RuntimeError if user code wrote to them, as writes are lost."""
+        lost = list[str]()
+        if not self.hidden:  # look for writes by user code before `hide` changes `param.data`
+            if moved := self.moved():
+                lost += [member.name for member, _ in moved]
+            if list(map(version_of, self.params)) != self.versions:
+                lost += self.written()
+            self.hide()
+        if self.lent:  # views that user code has kept stay valid: they keep the old memory alone
             self.lent, self.full = False, torch.empty_like(self.full)
             self.windows = self._cut_windows()
         self.full.untyped_storage().resize_(0)
@@ -321,41 +360,49 @@ class FlatParameter:
     # Single parameters ---------------------------------------------------------------------------
 
     def fragments(self) -> list[Fragment]:
-        """What this rank owns."""
+        """Return the fragments of parameters that this rank owns."""
         return list(self._fragment_of.values())
 
     @cached_property
     def _fragment_of(self) -> dict[int, Fragment]:
-        """By parameter: a rank owns at most one piece of each."""
+        """The fragment of each parameter that this rank owns, by index; a rank has one at most."""
         return {fragment.index: fragment for fragment in self.layout.fragments(self.ranks.rank)}
 
     def piece_of(self, flat: Tensor, member: Member) -> Tensor | None:
-        """A parameter's part of a flat tensor that is as long as this rank's slice; None: it has none.
+        """Return a parameter's window in a flat tensor of this rank's slice; None if it owns no element.
 
-        In the parameter's own shape where nothing is cut.
+        If the buffer is not sharded it has the parameter's own shape.
         """
-        fragment = self._fragment_of.get(member.index)
-        if fragment is None:
+        place = self._place_of.get(member.index)
+        if place is None:
             return None
-        piece, shape = self.cut(flat, fragment), member.param.shape
+        piece, shape = flat[place], self.shapes[member.index]
         return piece.view(shape) if self.layout.world == 1 or not shape else piece
 
-    def cut(self, flat: Tensor, fragment: Fragment) -> Tensor:
-        """A fragment's part of a flat tensor that is as long as this rank's slice."""
+    @cached_property
+    def _place_of(self) -> dict[int, slice]:
+        """The range of each parameter's piece in this rank's slice, by index."""
         start = self.layout.slice_of(self.ranks.rank).start
-        return flat[fragment.flat_range[0] - start : fragment.flat_range[1] - start]
+        return {
+            index: slice(fragment.flat_range[0] - start, fragment.flat_range[1] - start)
+            for index, fragment in self._fragment_of.items()
+        }
+
+    def cut(self, flat: Tensor, fragment: Fragment) -> Tensor:
+        """Return a fragment's window in a flat tensor of this rank's slice."""
+        return flat[self._place_of[fragment.index]]
 
     def fill(self, member: Member, value: Tensor) -> None:
-        """Give a parameter new values, of which this rank keeps its part. Every rank must do the same."""
-        self.node_copy = None
+        """Set a parameter's values, of which this rank keeps its part. Every rank must do the same."""
+        self.node_copy = None  # it has the old values
         if self.state is GatherState.WHOLE:
             self.windows[member.index].copy_(value)
         if not self.released_at_rest:
-            increment_version(member.param)  # so that ranks compare what was written
+            increment_version(member.param)  # so that the next step compares the values between ranks
         self.write(self.shard, member, value)
 
     def write(self, flat: Tensor, member: Member, value: Tensor) -> None:
-        """Put this rank's part of a parameter into a flat tensor that is as long as its slice."""
+        """Copy this rank's part of a parameter into a flat tensor of its slice."""
         fragment = self._fragment_of.get(member.index)
         if fragment is not None:
             start, stop = fragment.param_range

@@ -1,4 +1,4 @@
-"""What may be asked of a tensor that has no values here."""
+"""Torch functions that are allowed on placeholders, because they do not read values."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from zero_full._compat import BESIDE_VALUES, has_compatible_type, without_overrides
 
-# Properties are known by their getters.
+# `__torch_function__` gets a property's getter.
 PROPERTIES = (
     *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad_fn", "is_leaf", "is_sparse"),
     *("is_cuda", "is_cpu", "is_meta", "is_quantized", "grad", "nbytes", "itemsize"),
@@ -15,14 +15,14 @@ PROPERTIES = (
 )
 METHODS = (
     *("size", "dim", "numel", "nelement", "stride", "element_size", "is_floating_point", "is_complex"),
-    *("untyped_storage", "data_ptr", "storage_offset", "is_contiguous"),  # as those use who look for memory
+    *("untyped_storage", "data_ptr", "storage_offset", "is_contiguous"),  # used by memory reports
 )
-# New tensors that have only the kind and the shape in common with this one.
+# New tensors, which take dtype, device and shape from the placeholder.
 LIKE = tuple(
     getattr(torch, f"{name}_like") for name in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")
 )
 NEW = tuple(getattr(Tensor, f"new_{name}") for name in ("empty", "zeros", "ones", "full", "tensor"))
-CONVERSIONS = tuple(  # module.to(...) makes them
+CONVERSIONS = tuple(  # called by module.to(...)
     getattr(Tensor, name) for name in ("to", "type", "cpu", "cuda", "float", "double", "half", "bfloat16")
 )
 HARMLESS = {
@@ -30,11 +30,11 @@ HARMLESS = {
     *(getattr(Tensor, name) for name in METHODS),
     *(*LIKE, *NEW, torch.is_floating_point, torch.is_complex, torch.numel),
     *(Tensor.data.__set__, has_compatible_type),  # type: ignore[attr-defined]
-    *(Tensor.requires_grad_, Tensor.detach_),  # by which `zero_grad(set_to_none=False)` prepares
+    *(Tensor.requires_grad_, Tensor.detach_),  # called by `zero_grad(set_to_none=False)`
 }
 
 
 def plainly(func: Any, args: Any, kwargs: Any) -> Any:
-    """The function's result, with every tensor subclass treated as a plain tensor."""
+    """Call the function with every tensor subclass treated as a plain tensor."""
     with without_overrides():
         return func(*args, **(kwargs or {}))

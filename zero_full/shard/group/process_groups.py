@@ -1,4 +1,4 @@
-"""From a topology to communicators: who shares state with this rank, and how slices travel among them."""
+"""Communicators of a topology: the process groups that shard and replicate state, and their collectives."""
 
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -17,22 +17,22 @@ from zero_full.comm.user_calls import UserCalls
 from zero_full.precision.norms import has_fp64
 from zero_full.settings import Settings
 
-Reduce = Callable[[Tensor, Tensor, float, str], None]  # to this rank's slice of the sum, divided
+Reduce = Callable[[Tensor, Tensor, float, str], None]  # reduce-scatter: input, output, divisor, name
 Group = dist.ProcessGroup | None
 
 
 @dataclass(frozen=True)
 class Pair:
-    """State is cut over the ranks of `shard` and repeated over those of `across`."""
+    """The process groups of one kind of state: sharded over `shard`, and replicated over `across`."""
 
     shard: Communicator
     across: Communicator
     gather: Gather
     reduce: Reduce
-    node: Communicator | None = None  # the ranks of `shard` that keep what they have gathered among them
+    node: Communicator | None = None  # ranks of `shard` on this node that keep a node copy among them
 
     def everyones(self, mine: Any, what: str) -> list[Any]:
-        """The small objects of all ranks, those of one `shard` side by side. Every rank must call this."""
+        """All-gather small objects, with those of one `shard` group in a row. Every rank must call this."""
         everyones = [mine]
         for group in (self.shard, self.across):
             everyones = [each for some in group.gather_objects(everyones, what) for each in some]
@@ -41,24 +41,24 @@ class Pair:
 
 @dataclass(frozen=True)
 class Groups:
-    """The communicators of a topology."""
+    """All communicators of an engine."""
 
     dense: Pair
     expert: Pair | None
     between_experts: Communicator | None  # ranks that hold different experts
-    model: Communicator | None
-    data_ranks: int  # ranks whose gradients are averaged
+    model: Communicator | None  # ranks that split single layers (tensor parallelism)
+    data_ranks: int  # number of ranks that average gradients
     traffic: Traffic
     communicators: list[Communicator]  # all of them
-    opened: list[dist.ProcessGroup]  # for this engine alone
-    user_calls: list[UserCalls]  # of the ranks that share state, and of those that repeat it
+    opened: list[dist.ProcessGroup]  # process groups of this engine alone, to be destroyed at the end
+    user_calls: list[UserCalls]  # of the `shard` and `across` ranks
 
     def close(self) -> None:
-        """Let go of all groups; leave those that were opened for this engine. Every rank must call this.
+        """Close all communicators, and destroy process groups of this engine. Every rank must call this.
 
-        Each is left, also if a collective on another one has failed, which is raised then.
+        All are destroyed even if a collective on one of them has failed; that error is raised at the end.
         """
-        with ExitStack() as others:
+        with ExitStack() as others:  # callbacks run in reverse order: communicators close first
             while self.opened:
                 others.callback(_leave, self.opened.pop())
             for communicator in self.communicators:
@@ -66,31 +66,31 @@ class Groups:
 
     @property
     def everyone(self) -> list[Communicator]:
-        """Groups that together reach every rank whose gradients meet this rank's."""
+        """The communicators that reach every rank of the step, if they are used one after the other."""
         groups = [self.dense.shard, self.dense.across]
         return [*groups, self.model] if self.model is not None else groups
 
 
 def _leave(group: dist.ProcessGroup) -> None:
-    with suppress(ValueError):  # somebody has left all groups already
+    with suppress(ValueError):  # user code has destroyed all process groups already
         dist.destroy_process_group(group)
 
 
 @dataclass(frozen=True)
 class Connection:
-    """How to open communicators."""
+    """Options for opening communicators, and lists of those that are open."""
 
     device: torch.device
     traffic: Traffic
-    own_groups: bool  # so that our calls never mix with the user's on the same group, in another order
+    own_groups: bool  # open new groups, so that our collectives cannot interleave with user code's
     check_timeout_s: float | None
-    shared_memory: bool = True  # where ranks can
-    given: tuple[dist.ProcessGroup, ...] = ()  # opened for this engine already, and not in use yet
+    shared_memory: bool = True  # use it between ranks of one host, if possible
+    given: tuple[dist.ProcessGroup, ...] = ()  # groups that were opened for this engine already
     communicators: list[Communicator] = field(default_factory=list)
     opened: list[dist.ProcessGroup] = field(default_factory=list)
 
     def to(self, group: Group, label: str = "") -> Communicator:
-        """A communicator for this group, or for a rank that is alone if it is None."""
+        """Open a communicator for this group; None: for a single rank."""
         ours = any(group is each for each in self.given)
         if group is not None and group.size() > 1 and self.own_groups and not ours:
             group = new_group(ranks_of(group), group, self.device)
@@ -103,13 +103,14 @@ class Connection:
         return made
 
     def pair(self, settings: Settings, shard: Group, across: Group) -> Pair:
-        """The communicators for one kind of state. Stage 0 cuts nothing: its shard is this rank alone."""
+        """Open the communicators for one kind of state. At stage 0 `shard` is a single rank."""
         if not settings.cuts_state:
             shard, across = None, shard
         cut, copies = self.to(shard), self.to(across)
         if not settings.releases_parameters or shard is None or cut.size == 1:
             return Pair(cut, copies, cut.all_gather, cut.reduce_scatter)
-        # Parameters travel beside gradients.
+        # With overlap, all-gathers of parameters run at the same time as reduce-scatters of gradients. They
+        # need a group of their own, because the order of the two lanes differs from rank to rank.
         beside = replace(self, own_groups=True, given=()) if settings.overlap else self
         gathering, reduce = settings.gathering, cut.reduce_scatter
         gather: Gather = (beside.to(shard) if settings.overlap else cut).all_gather
@@ -126,7 +127,7 @@ class Connection:
         return Pair(cut, copies, gather, reduce, node)
 
     def nodes(self, node_ranks: int, group: dist.ProcessGroup) -> Nodes:
-        """The group as nodes of so many neighbours, who meet in groups of their own."""
+        """Split the group into nodes of `node_ranks` neighbours, and open groups within and between nodes."""
         inner, outer = Topology(data=group).sub_groups(node_ranks, "zero_hpz_partition_size")
         self.opened.extend((inner, outer))
         return Nodes(self._over(inner), self._over(outer, "between nodes"))

@@ -1,6 +1,6 @@
-"""Parameters that `zero_full.Init` has recorded and that have no values yet: how the runtime gets at them.
+"""Lookup of parameters that `zero_full.Init` has recorded (deferred initialization) and not made yet.
 
-The room `construct` knows more, but nothing in here may import it.
+Their records are defined in `construct`, which `shard` must not import.
 """
 
 from typing import Any
@@ -8,11 +8,11 @@ from typing import Any
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-# Tensors that are inside `GatheredParameters` now -> what `construct` knows of them, as they are ordinary
-# ones meanwhile. Each belongs to one rank, also where ranks are threads.
+# Tensors inside `GatheredParameters` -> their records. They are ordinary tensors there, without `_record`.
+# A global is safe where ranks are threads: a tensor belongs to one rank.
 opened = WeakIdKeyDictionary()
 
 
 def record_of(tensor: Tensor) -> Any:
-    """What `construct` knows of a recorded tensor, a `Record`; None for others."""
+    """Return the `Record` of a recorded tensor; None for other tensors."""
     return opened.get(tensor) or getattr(tensor, "_record", None)

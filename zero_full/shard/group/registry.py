@@ -1,4 +1,4 @@
-"""Which optimizer a parameter belongs to. Nothing is written on the parameter itself."""
+"""Map from parameters to their `ZeroOptimizer`, so that no attribute is set on a parameter."""
 
 import weakref
 from collections.abc import Iterable
@@ -8,13 +8,13 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.weak import WeakIdKeyDictionary
 
-# Parameter -> weak reference to its optimizer, for calls that have nothing but a parameter. Each belongs to
-# one rank, also where ranks are threads, and nobody is kept alive by being known here.
+# Parameter -> weak reference to its optimizer, for calls that get a parameter only. The map keeps neither
+# alive. A global is safe where ranks are threads: a parameter belongs to one rank.
 _owners = WeakIdKeyDictionary()
 
 
 def refuse_owned(named: Iterable[tuple[str, Parameter]]) -> None:
-    """ValueError if one of these parameters belongs to an optimizer already."""
+    """Raise ValueError if one of these parameters already belongs to an optimizer."""
     for name, param in named:
         if owner_of(param) is not None:
             raise ValueError(
@@ -24,18 +24,18 @@ def refuse_owned(named: Iterable[tuple[str, Parameter]]) -> None:
 
 
 def register(optimizer: Any, params: Iterable[Parameter]) -> None:
-    """Note that these parameters belong to this optimizer."""
+    """Register these parameters as this optimizer's."""
     for param in params:
         _owners[param] = weakref.ref(optimizer)
 
 
 def unregister(params: Iterable[Parameter]) -> None:
-    """Note that these parameters belong to no optimizer any more."""
+    """Remove these parameters from the map."""
     for param in params:
         _owners.pop(param, None)
 
 
 def owner_of(param: Tensor) -> Any:
-    """The optimizer that the parameter belongs to, or None."""
+    """Return the optimizer that the parameter belongs to, or None."""
     reference = _owners.get(param)
     return None if reference is None else reference()

@@ -1,8 +1,8 @@
-"""A parameter that is not here: whatever would compute with it is an error that names it and its reader.
+"""Released parameters of stage 3: computing with one raises an error that names it and the module.
 
-[Note: released] A released parameter keeps its identity and its shape. Its class changes, to one whose
-`__torch_function__` sees every use in Python, in whatever way code has come by it: `module.forward(x)`, which
-calls no hook, a weight that another module reads, a write. What does not pass through Python finds NaN.
+[Note: released] A released parameter keeps its identity and its shape. Its class is changed to one with a
+`__torch_function__`, which sees every use in Python: `module.forward(x)`, which runs no hooks, a weight that
+another module reads, a write. Code that bypasses Python reads NaN.
 """
 
 import sys
@@ -15,26 +15,31 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from zero_full.nested import tensors_in
+from zero_full.shard.group.optimizer_state import OFFLOADED
 from zero_full.shard.group.placeholder_ops import CONVERSIONS, HARMLESS, plainly
 from zero_full.shard.group.registry import owner_of
 
 ALLOWED = {
     *HARMLESS,
     *(getattr(Tensor, name).__set__ for name in ("grad", "requires_grad")),
-    *(Tensor.backward, torch.autograd.backward, torch.autograd.grad),  # of parameters: their names count
+    # Parameters are arguments of these as names of gradients; their values are not read.
+    *(Tensor.backward, torch.autograd.backward, torch.autograd.grad),
     *(Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad),
 }
-VIEWS = {Tensor.data.__get__, *CONVERSIONS}  # type: ignore[attr-defined]  # what they give is not here, either
+VIEWS = {Tensor.data.__get__, *CONVERSIONS}  # type: ignore[attr-defined]  # no values, either
 
 
 class Absent(Tensor):
-    """See [Note: released]. By itself, the class of a released parameter's `.data` and conversions."""
+    """Tensor without values: the base of released parameters, and the class of their `.data`.
+
+    See [Note: released].
+    """
 
     released_name = "a parameter"
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Let pass what does not look at the values."""
+        """Run functions that do not read values, and raise for all others."""
         if func in ALLOWED or func in VIEWS:
             answer = plainly(func, args, kwargs)
             if func in VIEWS and answer is not args[0]:
@@ -52,6 +57,8 @@ class Absent(Tensor):
                 "would gather it: keep it as long as the model is used. (To end with whole parameters, call "
                 "destroy(gather=True) first)"
             )
+        if any(owner.states_offloaded for owner in map(owner_of, held) if owner is not None):
+            raise RuntimeError(f"{names} has no values: {OFFLOADED}")
         raise RuntimeError(
             f"{names} is sharded, so it has no values here, and "
             f"{_reader(args)} uses it by {getattr(func, '__name__', func)}. Call the module that holds it as "
@@ -63,25 +70,25 @@ class Absent(Tensor):
 
 @cache
 def _released(kind: type[Parameter]) -> type[Parameter]:
-    """The class of a released parameter whose own class is `kind`."""
+    """Make the class of released parameters of the class `kind`. It is cached, so one class each."""
     return type(f"Released{kind.__name__}", (Absent, kind), {"present": kind})
 
 
 def mark_released(param: Parameter, name: str) -> None:
-    """Make every use of the parameter an error."""
+    """Change the parameter's class, so that every use of its values raises."""
     if not isinstance(param, Absent):
         param.released_name = name  # type: ignore[attr-defined]
         param.__class__ = _released(type(param))
 
 
 def unmark_released(param: Parameter) -> None:
-    """Make the parameter an ordinary one again."""
+    """Restore the parameter's own class."""
     if isinstance(param, Absent):
         param.__class__ = param.present  # type: ignore[attr-defined]
 
 
 def _reader(used: Any) -> str:
-    """The innermost module in whose code we are, by its name in the model or else in the outermost one."""
+    """Return the innermost module on the call stack, by its name in the model or the outermost module."""
     frame: FrameType | None = sys._getframe(2)
     around = []
     while frame is not None:

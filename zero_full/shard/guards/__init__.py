@@ -1,1 +1,1 @@
-"""What watches for changes by user code that a step would ignore."""
+"""Guards: checks for changes by user code that a step would ignore."""

@@ -1,7 +1,7 @@
-"""Notices what is done to a model after its parameters were laid out, before a step would train less of it.
+"""Guards on the user's model after its parameters were laid out in flat buffers.
 
-Values may be written at any time. But a parameter that appears later, or takes the place of another one, is
-known to no buffer: nothing would train it. And one that was frozen and is in no group would stay as it is.
+User code may write values at any time. But a parameter that is added or replaced later is in no flat buffer,
+so no step would train it. Neither would a step train an unfrozen parameter that is in no optimizer group.
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -12,16 +12,18 @@ from torch.nn import Parameter
 
 from zero_full._compat import held_by, version_of
 from zero_full.shard.group.checksum import digest_of
+from zero_full.shard.group.parameter_group import ParameterGroup
 from zero_full.shard.group.parameters import Member
+from zero_full.shard.guards.guard import Guard
 
 
-class ModelWatch:
-    """A model as it was when its parameters were laid out."""
+class ModelWatch(Guard):
+    """Guard against parameters that user code adds, replaces, moves or unfreezes after initialize."""
 
     def __init__(self, model: nn.Module, trained: Collection[Parameter], gathers: bool) -> None:
         self.model, self.trained, self.gathers = model, set(trained), gathers
         self.frozen = [p for p in model.parameters() if p not in self.trained and not p.requires_grad]
-        self.names: dict[Parameter, str] = {}  # of all that were ever there: a module may be out for a while
+        self.names: dict[Parameter, str] = {}  # all parameters ever seen: user code may re-insert a module
         self._remember()
         self.first = self.slots
 
@@ -36,11 +38,18 @@ class ModelWatch:
                 yield from ((held, key, value) for key, value in held.items())
 
     def check(self) -> None:
-        """Raise if a step would leave something alone that its user believes to be trained."""
-        same = all(held.get(key) is value for held, key, value in self.slots)
-        if not same or any(len(held) != size for held, size in self.sizes):
-            self._check_parameters()
-            self._remember()
+        """Raise RuntimeError if a step would not train a parameter that the user expects to be trained."""
+        # Before every forward: compare identities and sizes of the modules' dicts, and walk the model only
+        # after a difference.
+        for held, key, value in self.slots:
+            if held.get(key) is not value:
+                self._look_again()
+                break
+        else:
+            for held, size in self.sizes:
+                if len(held) != size:
+                    self._look_again()
+                    break
         for param in self.frozen:
             if param.requires_grad:
                 raise RuntimeError(
@@ -49,7 +58,12 @@ class ModelWatch:
                     "listed), or freeze it again"
                 )
 
+    def _look_again(self) -> None:
+        self._check_parameters()
+        self._remember()
+
     def _check_parameters(self) -> None:
+        """Raise RuntimeError for new trainable parameters and, at stage 3, for those in another module."""
         now = {p: name for name, p in self.model.named_parameters()}
         new = [name for p, name in now.items() if p not in self.names and p.requires_grad]
         if new:
@@ -74,34 +88,49 @@ class ModelWatch:
                 )
 
 
-class ParameterWrites:
-    """Notices writes to parameters that are always whole, as far as torch counts them."""
+class ParameterWrites(Guard):
+    """Writes to parameters that are always whole, by their version counters and memory addresses."""
 
-    def __init__(self, members: Iterable[Member]) -> None:
-        self.members = list(members)
+    def __init__(self, groups: Iterable[ParameterGroup]) -> None:
+        self.flats = [group.parameters for group in groups if not group.parameters.released_at_rest]
+        self.members = [member for flat in self.flats for member in flat.members]
+        self.params = [member.param for member in self.members]
+        self.windows = [window for flat in self.flats for window in flat.windows]  # never replaced
+        self.moved: set[Member] = set()  # parameters that user code gave other memory
         self.forget()
 
+    def check(self) -> None:
+        """Copy parameters that user code gave other memory back to the buffer, with their new values."""
+        for param, window in zip(self.params, self.windows, strict=True):
+            if param.data_ptr() != window.data_ptr() or param.dtype != window.dtype:
+                for flat in self.flats:
+                    self.moved.update(flat.take_back_moved())
+                return
+
     def forget(self) -> None:
-        """Note that all writes until now are known."""
-        self.versions = [version_of(member.param) for member in self.members]
-        self.moved: set[Member] = set()  # that were given other memory
+        """Note the version counters: writes until now were adopted."""
+        self.versions = list(map(version_of, self.params))
+        self.moved.clear()
 
     def forget_of(self, members: Collection[Member]) -> None:
-        """The same of these alone."""
+        """Note the version counters of these parameters only."""
         pairs = zip(self.members, self.versions, strict=True)
         self.versions = [version_of(m.param) if m in members else old for m, old in pairs]
         self.moved -= set(members)
 
-    def names(self) -> list[str]:
-        """Of what was written since `forget`."""
+    def _written(self) -> list[Member]:
         pairs = zip(self.members, self.versions, strict=True)
-        return [m.name for m, old in pairs if version_of(m.param) != old or m in self.moved]
+        return [m for m, old in pairs if version_of(m.param) != old or m in self.moved]
+
+    def names(self) -> list[str]:
+        """Return the names of parameters that were written since `forget`."""
+        return [member.name for member in self._written()]
 
     def digest(self) -> str:
-        """A digest of the values written since `forget`; "" if there are none.
+        """Return a digest of the values written since `forget`; "" if there are none.
 
-        Ranks that differ are not forgotten: a step that has raised raises again when it is repeated.
+        It does not call `forget`. So a step that raised because ranks differ raises again when repeated.
         """
-        pairs = zip(self.members, self.versions, strict=True)
-        written = [(m.name, m.param) for m, old in pairs if version_of(m.param) != old or m in self.moved]
-        return digest_of(written) if written else ""
+        if not self.moved and list(map(version_of, self.params)) == self.versions:
+            return ""
+        return digest_of((member.name, member.param) for member in self._written())

@@ -1,19 +1,20 @@
-"""A step that was cut short, by Ctrl-C or an error in its middle: it is finished, or the next call raises.
+"""Steps that Ctrl-C or an error cut short: SIGINT is delayed, or later calls raise until values are valid.
 
 [Note: a step cut short] A step changes parameters and state part by part, on several threads and tiers, and
-then counters and the schedule. An exception between any two of these lines leaves neither the state before
-the step nor the one after it, and without a copy of everything nothing can put it right. So it has phases:
+then counters and the LR schedule. An exception between two of these changes leaves a mix of the states before
+and after the step, and no copy exists to roll back to. So a step has phases:
 
-    collecting   nothing is changed but gradients: an interrupt ends the step at once. Gradients may then be
-                 half averaged, and ranks at different messages
-    changing     from the first value that changes until counters have followed. SIGINT waits for the end of
-                 the step, and interrupts then; a second one does not wait
-    counted      the same while an engine clears gradients and moves its schedule
+    collecting   only gradients change. An interrupt ends the step at once. Gradients may then be partly
+                 averaged, and ranks may be at different collectives
+    changing     from the first changed value until the counters have changed. SIGINT is delivered at the end
+                 of the step; a second one is delivered at once
+    counted      the same, while an engine clears gradients and steps the LR scheduler
 
-An error that all ranks raise before anything changes ends the first phase. Whatever else cuts a step short
-leaves the phase as it is, and what would go on from there raises: until the gradients are given up (in the
-first phase), or until everything is loaded. Where there are other ranks an interrupt may have come in the
-middle of an exchange, so that the next one would be answered by another: then only a new run helps.
+An error that all ranks raise before a value has changed ends the collecting phase. After any other exception
+the phase stays, and calls that need valid values raise. They do so until the gradients are discarded (in the
+collecting phase) or until all values are loaded. With several ranks an interrupt may have come during a
+collective, and the next collective would be matched with a different one on another rank. Then only a new run
+helps.
 """
 
 import signal
@@ -31,21 +32,28 @@ LOAD = "load all of it, on every rank: load_checkpoint or load_state_dict"
 
 
 class UnfinishedStep:
-    """Whether a step was cut short. See [Note: a step cut short]."""
+    """The phase of the running or last step. See [Note: a step cut short]."""
 
     def __init__(self, has_peers: bool) -> None:
         self.has_peers = has_peers
-        self.phase = ""
-        self.cause = ""
-        self.is_lost = False  # other ranks may be anywhere
+        self.phase = ""  # of the running step, or of one that was cut short; "" between steps
+        self.cause = ""  # the exception that cut the step short
+        self.is_lost = False  # other ranks may be at different collectives
         self.inside = False  # a step is running
-        self.handler: Any = None  # of SIGINT, while that waits
-        self.came: FrameType | None = None
+        self.handler: Any = None  # the user's SIGINT handler while ours delays the signal
+        self.came: FrameType | None = None  # the frame that a delayed SIGINT has interrupted
 
     def run(self, act: Callable[[], None]) -> None:
-        """Run a step, or the part of it that an optimizer takes: the outer call is the whole step."""
+        """Run a step. Calls may be nested: an engine's step is the outer call, its optimizer's the inner."""
         self.refuse("step")
-        outer, self.inside = self.inside, True
+        outer = self.inside
+        try:
+            self._run(act, outer)
+        finally:
+            self._leave(outer)  # again, as an interrupt may have come while `_run` left
+
+    def _run(self, act: Callable[[], None], outer: bool) -> None:
+        self.inside = True
         try:
             if not outer:
                 self.phase, self.cause = COLLECTING, ""
@@ -56,85 +64,88 @@ class UnfinishedStep:
                 self.phase = COUNTED
         except BaseException as error:
             if isinstance(error, Exception) and self.phase == COLLECTING:
-                self.phase = ""  # every rank has raised
+                self.phase = ""  # every rank has raised the same way
             self.is_lost = self.has_peers and not isinstance(error, Exception)
             self.cause = f"{type(error).__name__} {error}".strip()
             raise
         finally:
-            self.inside = outer
-            if not outer and self.handler is not None:
-                self._deliver()
+            self._leave(outer)
+
+    def _leave(self, outer: bool) -> None:
+        self.inside = outer
+        if not outer and self.handler is not None:
+            self._deliver()
 
     def change(self) -> None:
-        """From now on parameters and state change."""
+        """Enter the changing phase, and delay SIGINT."""
+        self._hold()  # first: an interrupt that comes in here has changed nothing
         self.phase = CHANGING
-        self._hold()
 
     def change_by(self, act: Callable[[], None]) -> None:
-        """Run what changes values as a whole, in a step or between steps."""
+        """Run `act`, which changes values, in the changing phase, inside a step or between steps."""
         before = self.phase
         self.change()
         act()
-        self.phase = before
+        self.phase = before  # not in a `finally`: after an exception the values are invalid
 
     def is_over(self) -> None:
-        """All is changed and counted: an error that is raised now is not ours, and cuts nothing short."""
+        """Note that all values and counters have changed: a later exception does not cut the step short."""
         self.phase = COLLECTING
 
     # What is left of a step that was cut short ---------------------------------------------------
 
     @property
     def is_cut_short(self) -> bool:
-        """Whether the last step was, and nothing has put that right."""
+        """Whether the last step was cut short, and its values are still invalid."""
         return bool(self.phase) and not self.inside
 
     def refuse(self, call: str) -> None:
-        """RuntimeError if the last step was cut short."""
-        if self.is_cut_short:
+        """Raise RuntimeError if the last step was cut short."""
+        if self.phase and not self.inside:
             when, remedy = (BEFORE, GIVE_UP) if self.phase == COLLECTING else (WHILE, LOAD)
             cause = f" by {self.cause}" if self.cause else ""
             remedy = START if self.is_lost else remedy
             raise RuntimeError(f"{call} after a step that was cut short{cause}, {when}: {remedy}")
 
     def refuse_values(self, call: str) -> None:
-        """The same for a call that parameters and state matter to, and gradients do not."""
+        """Raise for a call that needs valid parameters and state, but no gradients."""
         if self.phase != COLLECTING or self.is_lost:
             self.refuse(call)
 
     def refuse_load(self, call: str) -> None:
-        """The same for a call that puts everything right, unless ranks cannot meet."""
+        """Raise for a call that loads all values, if ranks may be at different collectives."""
         if self.is_lost:
             self.refuse(call)
 
     def give_up_gradients(self) -> None:
-        """There are none any more."""
+        """Note that the gradients were discarded, which ends a step that was cut short while collecting."""
         if self.phase == COLLECTING and not (self.is_lost or self.inside):
             self.phase = ""
 
     def forget(self) -> None:
-        """All values are others."""
+        """Note that all values were loaded."""
         if not self.inside:
             self.phase = ""
 
     # SIGINT --------------------------------------------------------------------------------------
 
     def _hold(self) -> None:
-        """Let SIGINT wait, if this thread is the one that Python's handlers interrupt."""
+        """Delay SIGINT, if this is the main thread, where Python runs signal handlers."""
         if threading.current_thread() is not threading.main_thread():
             return
         handler = signal.getsignal(signal.SIGINT)
-        if callable(handler) and handler != self._note:  # else the system ignores it, or ends the process
+        if callable(handler) and handler != self._note:  # else it is ignored, or handled by the system
             self.came, self.handler = None, handler
             signal.signal(signal.SIGINT, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         waits, self.came = self.came is None, frame
-        if not waits:
+        if not waits:  # the second one
             self._deliver()
 
     def _deliver(self) -> None:
-        """Give SIGINT back to its handler, and tell it of the one that came."""
-        if signal.getsignal(signal.SIGINT) == self._note:  # else somebody has come after us
+        """Restore the SIGINT handler, and call it if a signal was delayed."""
+        if signal.getsignal(signal.SIGINT) == self._note:  # else other code has replaced our handler
             signal.signal(signal.SIGINT, self.handler)
         handler, self.handler = self.handler, None
         came, self.came = self.came, None

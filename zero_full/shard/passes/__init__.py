@@ -1,1 +1,1 @@
-"""Forward and backward: when parameters are gathered and released, and gradients reduced."""
+"""Forward and backward passes: hooks that all-gather and release parameters and reduce gradients."""

@@ -1,31 +1,31 @@
-"""When parameters are gathered and released: hooks on the modules that need them.
+"""All-gather and release of parameters at stage 3: hooks on the modules that need them.
 
-    forward    before a module: gather, and begin to gather what comes next; after it: release
-    backward   before a module's outputs pass their gradients on: gather, and begin the next; when its
-               inputs have theirs: reduce its parameters' gradients, release
+    forward    before a module: gather its parameters, and prefetch the next ones. After it: release
+    backward   when the gradients of a module's outputs arrive: gather, and prefetch. When the gradients of
+               its inputs are done: reduce its parameters' gradients, and release
 
-[Note: backward done] The inputs of a module pass through an identity whose backward runs when that of the
-module is done. All ranks get there in the same order, whichever parameters they have used: that is where
-gradients leave, when no other call of the module is due. A call whose inputs need no gradients has no such
-mark, so nothing tells when its gradients are complete, and neither does a use of the parameters by another
-module. What is used like this leaves, and is released, when backward ends. So does a module that has several
-calls without gradients in a training forward, which re-entrant checkpointing may repeat one by one. All this
-follows from the calls of forward, which are the same on all ranks.
+[Note: backward done] A module's inputs pass through an identity function, the mark. Its backward runs when
+the module's backward is done. All ranks get there in the same order, whichever parameters they have used. So
+this is where gradients are reduced, once no other call of the module is due. Two uses of parameters have no
+mark: a call with no inputs that require gradients, and a use by another module. Then gradients are reduced,
+and parameters released, when the whole backward ends. The same holds for a module with several calls under
+no_grad in a training forward, which re-entrant checkpointing may recompute one by one. All of these
+conditions depend only on the calls of forward, which are the same on all ranks.
 
-[Note: prefetch] The order of the sites is recorded. From then on those that come next are gathered while
-this one is at work, if there is a lane beside it. Where the order changes nothing is prefetched, and the new
-one is recorded; nothing else depends on it. Slices that wait in a file are read still further ahead, as far
-as their buffers reach.
+[Note: prefetch] The order of the sites is recorded. From then on the next sites are gathered while this one
+computes, if collectives run on a lane of their own. If the order changes, nothing is prefetched, and the new
+order is recorded. Correctness does not depend on the order. Slices in a file are read even further ahead, as
+far as their buffers reach.
 
-[Note: inner modules] A module may be called by itself: `model.encoder(x)`, a layer out of a unit, one that
-shares its weight with a module far away. Every module that holds a parameter of a unit looks whether the unit
-is gathered; if no module around it has done so, it gathers the unit for its own call.
+[Note: inner modules] User code may call an inner module alone: `model.encoder(x)`, a layer inside a unit, a
+module that shares its weight with a distant one. So every module that holds a parameter of a unit has a hook,
+too. If no module around it has gathered the unit, the hook gathers it for its own call.
 """
 
 import logging
 import sys
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 from zlib import crc32
@@ -34,13 +34,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from zero_full._compat import identity_of, inside_transform
+from zero_full._compat import current_backward, identity_of, transform_stack
 from zero_full.comm.lane import Inline, Lane
 from zero_full.nested import mapped, tensors_in
 from zero_full.offload import Shelf
 from zero_full.settings import Gathering
-from zero_full.shard.group.parameters import FlatParameter, GatherState
-from zero_full.shard.passes.autograd_marks import BackwardDone, after_backward, before_backward
+from zero_full.shard.group.parameter_group import ParameterGroup
+from zero_full.shard.group.parameters import GatherState
 from zero_full.shard.passes.backward import refuse_capture
 from zero_full.shard.passes.module_hooks import Hook, InnerHook
 from zero_full.shard.passes.module_sites import Call, Order, Site
@@ -48,11 +48,14 @@ from zero_full.shard.passes.reduce import GradientReducer
 
 log = logging.getLogger("zero_full")
 LOST_ELSEWHERE = "parameters that wait in a file cannot be read on another rank: see there"
-DEPTH = 4  # of objects in objects: outputs may be distributions, caches and others that hold tensors
+DEPTH = 4  # levels of nested objects that are searched for output tensors: distributions, caches, ...
+
+
+Gatherer = Callable[[], "ParameterGatherer | None"]  # a weak reference: see `ParameterGatherer.me`
 
 
 class ParameterGatherer:
-    """Gathers and releases parameters around the calls of all sites of a model."""
+    """Hooks that gather and release parameters around the calls of all sites of a model."""
 
     def __init__(
         self,
@@ -64,19 +67,20 @@ class ParameterGatherer:
         shelf: Shelf,
     ) -> None:
         self.lane, self.limits, self.reducer, self.shelf = lane, limits, reducer, shelf
-        self.me = weakref.ref(self)  # for hooks: Python finds no circle that goes through a tensor
+        # Hooks get a weak reference: Python's garbage collector cannot free a cycle through a tensor's hooks.
+        self.me = weakref.ref(self)
         self.prefetches = not isinstance(lane, Inline)
         self.training, self.inference, self.backward = Order(), Order(), Order()
-        self.order: Order | None = None  # None: between passes
-        self.reported = False
-        self.trail = 0  # a number for what was gathered, in which order: the same on every rank
-        self.live = 0  # elements gathered
-        self.gathered: set[FlatParameter] = set()
-        self.calls: set[Call] = set()  # whose backward is under way
+        self.order: Order | None = None  # the order of the running pass; None: between passes
+        self.reported = False  # the change of order was logged
+        self.trail = 0  # checksum of the gathered groups in their order, equal on every rank
+        self.live = 0  # elements that are gathered now
+        self.gathered: set[ParameterGroup] = set()
+        self.calls: set[Call] = set()  # calls in backward
         self.sites = {site.module: site for site in sites}
-        self.home = {flat: site for site in sites for flat in site.reduces}
-        ranks = min((flat.ranks.size for site in sites for flat in site.flats), default=1)
-        self.reach = shelf.reach * ranks  # elements whose slices find a place in the shelf's buffers
+        self.home = {group: site for site in sites for group in site.reduces}
+        ranks = min((group.ranks.size for site in sites for group in site.groups), default=1)
+        self.reach = shelf.reach * ranks  # elements to prefetch at most, by the size of the shelf's buffers
         self.root = self.sites.setdefault(model, Site("", model, []))
         self.hooks: list[RemovableHandle] = []
         for site in self.sites.values():
@@ -85,6 +89,7 @@ class ParameterGatherer:
         reducer.backward.at_end.append(self.end_backward)
 
     def _install(self, site: Site, kind: type[Hook], prefix: str = "") -> None:
+        """Register forward hooks that run first before the site's forward, and always after it."""
         module = site.module
         before = kind(module, getattr(self, f"{prefix}before_forward"), site)
         after = kind(module, getattr(self, f"{prefix}after_forward"), site)
@@ -98,181 +103,201 @@ class ParameterGatherer:
         self.hooks += handles
 
     def _install_inner(self, model: nn.Module) -> None:
-        """See [Note: inner modules]."""
-        site_of = {m.param: site for site in self.sites.values() for v in site.flats for m in v.members}
+        """Install hooks on modules inside of sites. See [Note: inner modules]."""
+        site_of = {
+            m.param: site for site in self.sites.values() for group in site.groups for m in group.members
+        }
         for name, module in model.named_modules():
             held = dict.fromkeys(site_of[p] for p in module.parameters(recurse=False) if p in site_of)
-            elsewhere = [flat for site in held if site.module is not module for flat in site.flats]
+            elsewhere = [group for site in held if site.module is not module for group in site.groups]
             if elsewhere and module in self.sites:
-                self.sites[module].flats += [v for v in elsewhere if v not in self.sites[module].flats]
+                self.sites[module].groups += [
+                    group for group in elsewhere if group not in self.sites[module].groups
+                ]
             elif elsewhere:
                 inner = Site(name, module, elsewhere)
-                inner.reduces = []  # others may add to the same gradients: these leave when backward ends
+                inner.reduces = []  # other modules may add to the same gradients, so the outer site reduces
                 self._install(inner, InnerHook, "inner_")
 
-    def add(self, module: nn.Module, flat: FlatParameter) -> None:
-        """Gather these parameters for `module`, too, from now on."""
+    def add(self, module: nn.Module, group: ParameterGroup) -> None:
+        """Gather these parameters also for `module` from now on."""
         if module not in self.sites:
             self.sites[module] = Site(type(module).__name__, module, [])
             self._install(self.sites[module], Hook)
-        if flat not in self.sites[module].flats:
-            self.sites[module].flats.append(flat)
+        if group not in self.sites[module].groups:
+            self.sites[module].groups.append(group)
 
     # Gather and release --------------------------------------------------------------------------
 
-    def gather(self, flat: FlatParameter) -> None:
-        """Gather the parameters, and wait until they are whole."""
-        self._begin(flat)
-        flat.finish_gather(self.lane)
+    def gather(self, group: ParameterGroup) -> None:
+        """Gather the parameters, and wait for them. All ranks must gather in the same order."""
+        if group.parameters.state is GatherState.SHARDED:
+            self._begin(group)
+        if group.parameters.state is GatherState.GATHERING:
+            group.parameters.finish_gather(self.lane)
 
-    def _begin(self, flat: FlatParameter) -> None:
-        if flat.state is GatherState.SHARDED:
+    def _begin(self, group: ParameterGroup) -> None:
+        """Queue the all-gather of a sharded group on the lane."""
+        if torch.cuda.is_initialized():
             refuse_capture()
-            self.trail = crc32(flat.name.encode(), self.trail)
-            flat.begin_gather(self.lane)
-            self.live += flat.layout.total
-            self.gathered.add(flat)
+        self.trail = crc32(group.name.encode(), self.trail)
+        group.parameters.begin_gather(self.lane)
+        self.live += group.layout.total
+        self.gathered.add(group)
 
-    def release(self, flat: FlatParameter) -> None:
-        """Release the parameters, unless a module is at work with them."""
-        flat.release()
-        if flat.state is GatherState.SHARDED and flat in self.gathered:
-            self.gathered.remove(flat)
-            self.live -= flat.layout.total
+    def release(self, group: ParameterGroup) -> None:
+        """Release the parameters, unless a module is using them."""
+        group.parameters.release()
+        if group.parameters.state is GatherState.SHARDED and group in self.gathered:
+            self.gathered.remove(group)
+            self.live -= group.layout.total
 
-    def _done_with(self, flat: FlatParameter) -> None:
-        """A module has used the parameters, on whatever stream it runs: their memory is free after that."""
-        flat.users -= 1
-        self.lane.order(self.lane.producer(), flat.home)
+    def _done_with(self, group: ParameterGroup) -> None:
+        """End a module's use of the parameters."""
+        group.parameters.users -= 1
+        # The module may run on another stream than the one that owns the memory. That stream must wait for
+        # it before the memory is reused.
+        if group.parameters.home is not None:
+            self.lane.order(self.lane.producer(), group.parameters.home)
 
     def release_all(self) -> None:
-        """Release all parameters that no module is at work with."""
-        for flat in list(self.gathered):
-            self.release(flat)
+        """Release all parameters that no module is using."""
+        for group in list(self.gathered):
+            self.release(group)
 
     def _need(self, site: Site) -> None:
+        """Gather a site's parameters, and prefetch those of the next sites."""
         as_known = self.order is not None and self.order.reached(site)
-        for flat in site.flats:
-            self._begin(flat)
+        # Queue this site's all-gathers first, then the prefetch, and wait last: the lane runs in order.
+        for group in site.groups:
+            if group.parameters.state is GatherState.SHARDED:
+                self._begin(group)
         if self.prefetches and as_known:
             self._prefetch()
         if self.shelf.apart and as_known:
             self._read_ahead()
-        for flat in site.flats:
-            flat.finish_gather(self.lane)
+        for group in site.groups:
+            if group.parameters.state is GatherState.GATHERING:
+                group.parameters.finish_gather(self.lane)
 
     def _read_ahead(self) -> None:
-        """Begin to read what is gathered after that, until there is no room for more."""
+        """Begin to read the slices of later sites from their file, until no buffer is free."""
         assert self.order is not None
-        for flat in (flat for site in self.order.coming() for flat in site.flats):
-            if not flat.read_ahead():
+        for group in (group for site in self.order.coming() for group in site.groups):
+            if not group.parameters.read_ahead():
                 return
 
     def refuse_lost(self) -> None:
-        """Raise on all ranks that gather together if one of them could not read its part of anything."""
+        """Raise on all ranks of the shard group if one of them failed to read a slice from its file."""
         if not self.shelf.can_lose:
             return
-        flats = (flat for site in self.sites.values() for flat in site.flats)
-        flat = max(flats, key=lambda flat: flat.ranks.size)
-        with torch.inference_mode(False):  # the lane's thread is not in it
-            flags = torch.zeros(flat.ranks.size, dtype=torch.uint8, device=flat.kind.device)
-            flat.ranks.slice_of(flags).fill_(bool(self.shelf.lost))
-        ask = partial(flat.gather_slices, flags, "what could not be read")
+        # The largest group of ranks: an error concerns all that gather from the rank that had it.
+        groups = (group for site in self.sites.values() for group in site.groups)
+        group = max(groups, key=lambda group: group.ranks.size)
+        with torch.inference_mode(False):  # the lane's thread writes it outside of inference mode
+            flags = torch.zeros(group.ranks.size, dtype=torch.uint8, device=group.kind.device)
+            group.ranks.slice_of(flags).fill_(bool(self.shelf.lost))
+        ask = partial(group.parameters.gather_slices, flags, "what could not be read")
         self.lane.submit(ask, [flags], [self.lane.producer()]).wait()
         if flags.any():
             raise RuntimeError(self.shelf.lost or LOST_ELSEWHERE)
 
     def _prefetch(self) -> None:
-        """Begin what comes next until enough is on its way: at least one site, however large.
+        """Prefetch the next sites until enough elements are on the way: at least one site of any size.
 
-        On a CPU no more than one: the worker that gathers is never idle, and each site more would have memory
-        of its own, whose fresh pages cost more than what is written to them.
+        On a CPU only one site: the worker thread is busy all the time anyway. Each further site would need
+        memory of its own, and new pages cost more time than the gather.
         """
         order = self.order
         assert order is not None
         enough = min(self.limits.prefetch_numel, self.reach, 1 if self.lane.stops_host else sys.maxsize)
-        while order.ahead < enough and (following := order.next()) is not None:
+        while order.ahead < enough and order.begun < len(order.known):
+            following = order.known[order.begun]
             if following.numel > self.limits.max_live - self.live:
-                return
+                return  # limits and gathered elements are equal on all ranks, so all stop at this site
             order.begin_early(following)
-            for flat in following.flats:
-                self._begin(flat)
+            for group in following.groups:
+                if group.parameters.state is GatherState.SHARDED:
+                    self._begin(group)
 
     # Forward -------------------------------------------------------------------------------------
 
     def inner_before_forward(self, site: Site, args: Any, kwargs: Any) -> Any:
-        """Do as `before_forward`, unless a module around this one has gathered already."""
-        if all(flat.users for flat in site.flats) or self._is_transformed(site):
+        """Call `before_forward`, unless a module around this one has gathered already."""
+        if all(group.parameters.users for group in site.groups) or (
+            transform_stack() is not None and self._is_transformed(site)
+        ):
             site.active.append(None)
             return None
         return self.before_forward(site, args, kwargs)
 
     def inner_after_forward(self, site: Site, args: Any, output: Any) -> None:
-        """Do as `after_forward`, if this module has gathered itself."""
+        """Call `after_forward`, if this module has gathered itself."""
         if site.active and site.active[-1] is None:
             site.active.pop()
         else:
             self.after_forward(site, args, output)
 
     def before_forward(self, site: Site, args: Any, kwargs: Any) -> Any:
-        """Gather; mark the inputs, to know when backward is done."""
-        if self._is_transformed(site):
+        """Gather the site's parameters, and mark its inputs to detect the end of its backward."""
+        if transform_stack() is not None and self._is_transformed(site):
             site.active.append(None)
             return None
-        recomputed = self.reducer.backward.inside_autograd()
+        recomputed, trains = current_backward() >= 0, torch.is_grad_enabled()
         if site is self.root and not recomputed:
-            self._begin_pass(self.training if torch.is_grad_enabled() else self.inference)
+            self._begin_pass(self.training if trains else self.inference)
         if recomputed:
-            for flat in site.flats:
-                self.gather(flat)
+            for group in site.groups:
+                self.gather(group)
         else:
             self._need(site)
-        for flat in site.flats:
-            flat.users += 1
+        for group in site.groups:
+            group.parameters.users += 1
         call = Call(site)
         site.active.append(call)
-        if not recomputed:
-            self._note_use(site)
-        if torch.is_grad_enabled() and not (recomputed and site.backwards_due):
+        if not recomputed and trains:  # see [Note: backward done]
+            for group in site.groups:
+                home = self.home.get(group)
+                if home is not None and home is not site:
+                    home.is_used_unseen = True
+        elif not recomputed and self.order is self.training:
+            site.silent += 1
+        if trains and not (recomputed and site.backwards_due):
             return self._mark_inputs(call, args, kwargs, recomputed)
         return None
 
-    def _note_use(self, site: Site) -> None:
-        """See [Note: backward done]."""
-        if torch.is_grad_enabled():
-            self._note_unseen(flat for flat in site.flats if self.home.get(flat) is not site)
-        elif self.order is self.training:
-            site.silent += 1
-
-    def _note_unseen(self, flats: Iterable[FlatParameter]) -> None:
-        for flat in flats:
-            if flat in self.home:
-                self.home[flat].is_used_unseen = True
-
     def _is_transformed(self, site: Site) -> bool:
-        """Whether a transform of torch.func runs this forward; then nothing tells when its backward ends."""
-        if not inside_transform():
-            return False
-        for flat in site.flats:
-            if flat.released_at_rest and not flat.users:
+        """Return True, or raise if the site's parameters are sharded: called inside a torch.func transform.
+
+        There the end of backward cannot be detected.
+        """
+        for group in site.groups:
+            if group.parameters.released_at_rest and not group.parameters.users:
                 raise RuntimeError(
-                    f"torch.func transforms {site.name or 'the model'}, whose {flat.name} is sharded: stay "
+                    f"torch.func transforms {site.name or 'the model'}, whose {group.name} is sharded: stay "
                     "inside zero_full.GatheredParameters(list(model.parameters())) meanwhile"
                 )
         return True
 
     def _mark_inputs(self, call: Call, args: Any, kwargs: Any, recomputed: bool) -> Any:
-        """The inputs, with a mark behind all that need gradients. See [Note: backward done]."""
-        # A list or dict that the module writes to must stay the caller's: look inside only if need be.
-        direct = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.requires_grad]
-        inputs = direct or [t for t in tensors_in((args, kwargs)) if t.requires_grad]
+        """Return the inputs, with a mark on those that require gradients. See [Note: backward done]."""
+        # Rebuilding a list or dict would hide the module's writes to it from the caller. So look inside of
+        # containers only if no tensor argument requires gradients.
+        inputs, nested = list[Tensor](), False
+        for value in (*args, *kwargs.values()):
+            if not isinstance(value, Tensor):
+                nested = True
+            elif value.requires_grad:
+                inputs.append(value)
+        if nested and not inputs:
+            inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
         if not inputs:
             call.site.is_used_unseen = True
             return None
         call.site.backwards_due += 1
         call.site.marked += not recomputed
         if len(inputs) == 1 and inputs[0].layout == torch.strided:
-            # Half as expensive as a function of our own, and the module may write to its input.
+            # A view costs half as much as an autograd function, and the module may write to it in place.
             passed = inputs[0].view_as(inputs[0])
             assert passed.grad_fn is not None
             passed.grad_fn.register_hook(partial(after_backward, self.me, call))
@@ -284,28 +309,30 @@ class ParameterGatherer:
         return mapped(lambda leaf: behind.get(id(leaf), leaf), (args, kwargs))
 
     def after_forward(self, site: Site, args: Any, output: Any) -> None:
-        """Release, or keep for a backward that comes soon; notice when that begins."""
+        """Release the parameters, or keep them for a backward that is near; hook the outputs."""
         call = site.active.pop() if site.active else None
         if call is None:
-            return  # its gathering has failed
-        for flat in site.flats:
-            self._done_with(flat)
-        trains = torch.is_grad_enabled() and self._watch(call, output)
-        self._notice_escapes(site, output)
-        if self.reducer.backward.inside_autograd():  # recomputed: its backward follows
+            return  # the gather has failed: this hook is called also after an exception
+        for group in site.groups:
+            self._done_with(group)
+        tensors = [output] if isinstance(output, Tensor) else [*tensors_in(output, DEPTH)]
+        trains = torch.is_grad_enabled() and self._watch(call, tensors)
+        self._notice_escapes(site, tensors)
+        if current_backward() >= 0:  # recomputed: its backward follows
             return
         if site is self.root:
             self._end_forward()
         if not (trains and self._is_worth_keeping(site)):
-            for flat in site.flats:
+            for group in site.groups:
                 if trains:
-                    flat.keep_node_copy()
-                self.release(flat)
-        # Of a training pass the step tells; and what has failed in this forward is told by itself.
+                    group.parameters.keep_node_copy()
+                self.release(group)
+        # In training the step raises for a failed read. An exception of this forward is raised as it is.
         if site is self.root and not torch.is_grad_enabled() and sys.exc_info()[0] is None:
             self.refuse_lost()
 
     def _begin_pass(self, order: Order) -> None:
+        """Start recording the order of a pass; log once if the order has changed."""
         if order.begin() and not self.reported:
             self.reported = True
             log.info(
@@ -314,100 +341,112 @@ class ParameterGatherer:
         self.order = order
 
     def _end_forward(self) -> None:
+        """Note how much forward gathers after each site, and release prefetched parameters."""
         if self.order is self.training:
             later = 0
             for site in reversed(self.training.seen):
                 site.later = later
                 later += site.numel
         self.order = None
-        # Begun early and not reached, as this forward has failed or gone another way: it would keep the
-        # values of now, whatever becomes of the parameters until somebody needs them.
-        for flat in [flat for flat in self.gathered if flat.state is GatherState.GATHERING]:
-            self.release(flat)
-        self.shelf.give_up_ahead()
+        # Prefetched and not reached, because this forward has failed or taken another way. If they stayed,
+        # a later use would see the present values, also after a step has changed the parameters.
+        for group in list(self.gathered):
+            if group.parameters.state is GatherState.GATHERING:
+                self.release(group)
+        if self.shelf.apart:
+            self.shelf.give_up_ahead()
 
     def _is_worth_keeping(self, site: Site) -> bool:
-        """Whether backward needs it soon: what is gathered in between is less than `max_reuse`."""
+        """Return whether backward needs the site soon, after gathering fewer than `max_reuse` elements."""
         soon = site.later is not None and 2 * site.later < self.limits.max_reuse
         return soon and self.live <= self.limits.max_live
 
-    def _watch(self, call: Call, output: Any) -> bool:
-        """Notice when backward reaches an output. Returns whether it can."""
-        hook = partial(before_backward, self.me, call)
-        # A leaf is a parameter, which would keep its hooks for life: see `_notice_escapes` for those.
-        watched = [t for t in tensors_in(output, DEPTH) if t.requires_grad and not t.is_leaf]
-        for tensor in watched:
-            tensor.register_hook(hook)
-        return bool(watched)
+    def _watch(self, call: Call, outputs: Sequence[Tensor]) -> bool:
+        """Register hooks that run when backward reaches an output. Returns whether there are any."""
+        watched = False
+        for tensor in outputs:
+            # A leaf is a parameter, on which hooks would stay for life: `_notice_escapes` handles these.
+            if tensor.requires_grad and not tensor.is_leaf:
+                tensor.register_hook(partial(before_backward, self.me, call))
+                watched = True
+        return watched
 
-    def _notice_escapes(self, site: Site, output: Any) -> None:
-        """An output that is a view of a parameter is used elsewhere: the model needs that one, too."""
-        if not any(flat.released_at_rest for flat in site.flats):
+    def _notice_escapes(self, site: Site, outputs: Sequence[Tensor]) -> None:
+        """Keep parameters for the root's whole forward if an output is a view of one.
+
+        Other modules read such an output, so from now on the root gathers these groups, too.
+        """
+        released = [group for group in site.groups if group.parameters.released_at_rest]
+        if not released:
             return
-        storages = {identity_of(t.untyped_storage()) for t in tensors_in(output, DEPTH)}
-        for flat in site.flats:
-            if (
-                flat.released_at_rest
-                and identity_of(flat.full.untyped_storage()) in storages
-                and flat not in self.root.flats
-            ):
-                self.root.flats.append(flat)
-                self._note_unseen([flat])
+        storages = set()
+        for tensor in outputs:
+            if tensor.layout is torch.strided:  # else it has no storage, and is no view of a parameter
+                storages.add(identity_of(tensor.untyped_storage()))
+        for group in released:
+            parameters = group.parameters
+            if identity_of(parameters.full.untyped_storage()) in storages and group not in self.root.groups:
+                self.root.groups.append(group)
+                if group in self.home:
+                    self.home[group].is_used_unseen = True
                 if self.root.active:
-                    flat.users += 1  # until the model is done
+                    parameters.users += 1  # until the root's forward is done
 
     # Backward ------------------------------------------------------------------------------------
 
     def before_backward(self, call: Call) -> None:
-        """Gather, as backward has reached the outputs of a call."""
-        if call.needed:
+        """Gather a call's parameters, because backward has reached its outputs."""
+        if call.needed:  # a hook on another output of the call was first
             return
         if not self.reducer.backward.running:
             self.reducer.begin()
         if self.order is not self.backward:
+            # In the first backward, prefetch in the reverse order of forward.
             self.backward.known = self.backward.known or self.training.seen[::-1]
             self._begin_pass(self.backward)
         self._need(call.site)
-        call.needed = list(call.site.flats)
+        call.needed = list(call.site.groups)
         self.calls.add(call)
-        for flat in call.needed:
-            flat.users += 1
+        for group in call.needed:
+            group.parameters.users += 1
 
     def after_backward(self, call: Call) -> None:
-        """Reduce gradients and release parameters, as the backward of a call is done."""
+        """Release a call's parameters, and reduce their gradients after the last call's backward."""
         site = call.site
         site.backwards_due = max(0, site.backwards_due - 1)
         self._leave(call)
         if site.backwards_due == 0 and site.tells():
-            for flat in site.reduces:
-                self.reducer.complete(flat)
+            for group in site.reduces:
+                self.reducer.complete(group)
 
     def _leave(self, call: Call) -> None:
         self.calls.discard(call)
         needed, call.needed = call.needed, []
-        for flat in needed:
-            self._done_with(flat)
-            self.release(flat)
+        for group in needed:
+            self._done_with(group)
+            self.release(group)
 
     def end_backward(self) -> None:
-        """Release what had no mark, as the backward pass ends."""
+        """Release the parameters of calls without a mark, at the end of backward."""
         for call in list(self.calls):
             self._leave(call)
         self.order = None
         self.release_all()
-        self.shelf.give_up_ahead()
+        if self.shelf.apart:
+            self.shelf.give_up_ahead()
         for site in self.sites.values():
             if not site.backwards_due:
                 site.forget()
 
     def forget(self) -> None:
-        """Expect no more backwards of earlier calls: for after a step, and after `reducer.forget`."""
+        """Expect no more backwards of earlier calls, after a step or after `reducer.forget`."""
         for site in self.sites.values():
             site.forget()
 
     def refuse_copy(self) -> None:
-        """RuntimeError if parameters are released: a copy of the module would have NaN in their place."""
-        released = [v for site in self.sites.values() for v in site.flats if v.state is not GatherState.WHOLE]
+        """Raise RuntimeError if parameters are released, because a copy of the module would have NaN."""
+        groups = [group for site in self.sites.values() for group in site.groups]
+        released = [group for group in groups if group.parameters.state is not GatherState.WHOLE]
         if released:
             raise RuntimeError(
                 f"the module cannot be copied or pickled while {released[0].name} is sharded: stay inside "
@@ -415,6 +454,47 @@ class ParameterGatherer:
             )
 
     def close(self) -> None:
-        """Take the hooks off the modules."""
+        """Remove the hooks from the modules."""
         for hook in self.hooks:
             hook.remove()
+
+
+# Marks in the autograd graph, by which a gatherer knows where backward is. -------------------------------
+
+
+def before_backward(gatherer: Gatherer, call: Call, grad: Tensor) -> None:
+    """Tensor hook on a call's outputs: gather the call's parameters."""
+    alive = gatherer()
+    if alive is None:
+        return
+    if torch.is_grad_enabled() and any(group.parameters.users == 0 for group in call.site.groups):
+        raise RuntimeError(
+            f"backward with create_graph=True needs the parameters of {call.site.name or 'the model'} again "
+            "when they are released: run forward and both backwards inside "
+            "zero_full.GatheredParameters(list(model.parameters()))"
+        )
+    alive.before_backward(call)
+
+
+def after_backward(gatherer: Gatherer, call: Call, *grads: Any) -> None:
+    """Hook on the mark of a call's inputs: the call's backward is done."""
+    alive = gatherer()
+    if alive is not None:
+        alive.after_backward(call)
+
+
+class BackwardDone(torch.autograd.Function):
+    """Identity function with a backward that runs when a call's backward is complete: the mark."""
+
+    @staticmethod
+    def forward(ctx: Any, gatherer: Gatherer, call: Call, *inputs: Tensor) -> Any:
+        """Return the inputs unchanged."""
+        ctx.gatherer, ctx.call = gatherer, call
+        ctx.set_materialize_grads(False)
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Return the gradients unchanged, after the call's parameters were released."""
+        after_backward(ctx.gatherer, ctx.call)
+        return None, None, *grads

@@ -1,4 +1,4 @@
-"""Hooks of ours on modules of the user's."""
+"""Module hooks that hold weak references, and that are not copied with the user's module."""
 
 import weakref
 from collections.abc import Callable
@@ -10,10 +10,10 @@ from torch.utils.hooks import RemovableHandle
 
 
 class Hook:
-    """Calls a method of an object that it does not keep alive.
+    """Hook on one module that calls a method of an object without keeping it alive.
 
-    `copy.deepcopy` and pickle copy a module with its hooks. This one is for one module only: in a copy it
-    does nothing. An object with a method `refuse_copy` may raise there, if there is nothing worth copying.
+    `copy.deepcopy` and pickle copy a module with its hooks. In a copy this hook does nothing. If the object
+    has a method `refuse_copy`, copying calls it, and it may raise.
     """
 
     __slots__ = ("function", "module", "more", "owner")
@@ -26,9 +26,6 @@ class Hook:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, *arguments: Any) -> Any:
         """Call the method, if its object is alive and this is the hook's own module."""
-        return self._do(module, *arguments)
-
-    def _do(self, module: nn.Module, *arguments: Any) -> Any:
         owner = self.owner()
         if owner is None or module is not self.module():
             return None
@@ -49,22 +46,25 @@ class Hook:
 
 
 class InnerHook(Hook):
-    """A hook that is called often, does nothing as a rule, and has no part in what torch.compile makes.
+    """Hook on inner modules, which usually returns at once and is not traced by torch.compile.
 
-    What was compiled for one block asks whether the modules inside have a hook of the same number, so all
-    hooks of this kind get one number: else each block would be compiled anew, until torch gives up.
+    The guards of compiled code compare the ids of hooks on inner modules. So all hooks of this class get the
+    same id. Otherwise each block would be recompiled, until torch reaches its recompilation limit.
     """
 
     __slots__ = ()
-    NUMBER = -1  # torch counts from 0
+    NUMBER = -1  # torch's own ids count from 0
 
     def __call__(self, module: nn.Module, *arguments: Any) -> Any:
         """Call the method, if its object is alive and this is the hook's own module."""
-        return None if torch.compiler.is_compiling() else self._do(module, *arguments)
+        owner = None if torch.compiler.is_compiling() else self.owner()
+        if owner is None or module is not self.module():
+            return None
+        return self.function(owner, *self.more, *arguments)
 
     @classmethod
     def renumber(cls, handle: RemovableHandle, first: bool) -> None:
-        """Give the hook behind this handle the number of its kind; `first`: it is called before others."""
+        """Change the id of the hook behind this handle to `NUMBER`. `first`: call it before other hooks."""
         for reference in (handle.hooks_dict_ref, *handle.extra_dict_ref):
             hooks: Any = reference()
             if handle.id in hooks:
@@ -75,7 +75,7 @@ class InnerHook(Hook):
 
 
 def do_nothing(*arguments: Any) -> None:
-    """What a copy of a module has in the place of a hook."""
+    """Do nothing: the hook of a copied module."""
 
 
 def _make_do_nothing() -> Callable[..., None]:

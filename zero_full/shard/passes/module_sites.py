@@ -1,65 +1,65 @@
-"""Modules whose parameters are gathered for use, their calls, and the order in which they are called."""
+"""Sites: modules with parameters that are gathered for use, their calls, and the order of these calls."""
 
 from collections.abc import Sequence
 
 from torch import nn
 
-from zero_full.shard.group.parameters import FlatParameter
+from zero_full.shard.group.parameter_group import ParameterGroup
 
 
 class Site:
     """A module and the parameters that it needs."""
 
-    def __init__(self, name: str, module: nn.Module, flats: Sequence[FlatParameter]) -> None:
-        self.name, self.module, self.flats = name, module, list(flats)
-        self.reduces = list(flats)  # whose gradients leave when this module's backward is complete
-        self.numel = sum(v.layout.total for v in flats)
-        self.active: list[Call | None] = []  # whose forward is under way; None: of one that needs nothing
-        self.backwards_due = 0  # of calls whose backward is not complete
-        self.silent = 0  # calls without gradients in a training forward, which checkpointing may repeat
-        self.marked = 0  # calls whose backward tells when it is done
-        self.is_used_unseen = False  # by what does not tell when its backward is done
+    def __init__(self, name: str, module: nn.Module, groups: Sequence[ParameterGroup]) -> None:
+        self.name, self.module, self.groups = name, module, list(groups)
+        self.reduces = list(groups)  # groups to reduce when this module's backward is complete
+        self.numel = sum(group.layout.total for group in groups)
+        self.active: list[Call | None] = []  # calls in forward, a stack; None: a call that gathers nothing
+        self.backwards_due = 0  # calls with a mark that have not completed backward
+        self.silent = 0  # calls under no_grad in a training forward, which checkpointing may recompute
+        self.marked = 0  # calls with a mark that runs when their backward is done
+        self.is_used_unseen = False  # the parameters have a use without a mark
         self.later: int | None = None  # elements that the rest of forward gathers; None: not known yet
 
     def tells(self) -> bool:
-        """Whether all uses are over when no backward is due any more: see [Note: backward done]."""
-        is_repeated_once = self.silent == 1 and not self.marked  # by checkpointing that is re-entrant
+        """Return whether marks cover all uses of the parameters: see [Note: backward done]."""
+        is_repeated_once = self.silent == 1 and not self.marked  # by re-entrant checkpointing
         return not self.is_used_unseen and (not self.silent or is_repeated_once)
 
     def forget(self) -> None:
-        """No backward of any earlier call is due."""
+        """Expect no backward of earlier calls."""
         self.backwards_due = self.silent = self.marked = 0
         self.is_used_unseen = False
 
 
 class Call:
-    """One call of a site: its parameters are needed in its backward, too."""
+    """One forward call of a site, which needs the parameters again in its backward."""
 
     __slots__ = ("needed", "site")
 
     def __init__(self, site: Site) -> None:
         self.site = site
-        self.needed: list[FlatParameter] = []  # while its backward is under way
+        self.needed: list[ParameterGroup] = []  # groups that its running backward uses
 
 
 class Order:
-    """The order in which sites are reached in one kind of pass, and how far ahead gathering is."""
+    """The recorded order of sites in one kind of pass, and the position of the prefetch in it."""
 
     def __init__(self) -> None:
-        self.known: list[Site] = []
-        self.seen: list[Site] = []
-        self.begun = 0  # the first so many sites of the known order have been reached or begun early
-        self.ahead = 0  # elements of those that were begun early
+        self.known: list[Site] = []  # order of the last pass
+        self.seen: list[Site] = []  # order of this pass so far
+        self.begun = 0  # index in `known` of the first site that was neither reached nor prefetched
+        self.ahead = 0  # elements that were prefetched and not reached yet
 
     def begin(self) -> bool:
-        """Begin a new pass. Returns whether the order of the last one was another than the known one."""
+        """Begin a new pass. Returns whether the last pass had another order than the one before it."""
         changed = bool(self.known and self.seen) and self.seen != self.known
         self.known, self.seen = self.seen or self.known, []
         self.begun = self.ahead = 0
         return changed
 
     def reached(self, site: Site) -> bool:
-        """Note that a site is reached. Returns whether the order is the known one so far."""
+        """Note that a site is reached. Returns whether this site is the one that the known order has here."""
         place = len(self.seen)
         self.seen.append(site)
         as_known = place < len(self.known) and self.known[place] is site
@@ -69,15 +69,11 @@ class Order:
             self.begun, self.ahead = place + 1, 0
         return as_known
 
-    def next(self) -> Site | None:
-        """The first site that has been neither reached nor begun, if there is one."""
-        return self.known[self.begun] if self.begun < len(self.known) else None
-
     def coming(self) -> Sequence[Site]:
-        """All sites that have been neither reached nor begun."""
+        """Return all sites of the known order that were neither reached nor prefetched."""
         return self.known[self.begun :]
 
     def begin_early(self, site: Site) -> None:
-        """Note that the next site is begun before it is reached."""
+        """Note that the next site is prefetched."""
         self.begun += 1
         self.ahead += site.numel

@@ -1,12 +1,14 @@
-"""When gradients are reduced: hooks on the parameters, and the beginning and end of a backward pass.
+"""Reduction of gradients during backward: hooks on the parameters, and the begin and end of a pass.
 
-All ranks reduce the same buckets in the same order, whatever the order in which their gradients appear:
-a bucket leaves when it and all before it are complete, and what is left leaves at the end of backward.
+All ranks reduce the same groups in the same order, although their gradients may arrive in different orders. A
+group is reduced when it and all groups before it in the list are complete. The rest follows at the end of
+backward.
 
-At stage 3 modules tell when their parameters' gradients are complete (see `gather.py`): `complete`.
+At stage 3 a module's backward hook reports that its parameters' gradients are complete, see `complete` and
+`gather.py`.
 
-A parameter used in two recomputed parts (see [Note: recomputed parts]) gets its gradient in two helpings.
-Once such a part is seen, buckets wait for the end of the large pass.
+A parameter that is used in two recomputed parts (see [Note: recomputed parts]) gets two gradients, which
+autograd adds up. Once such a part is seen, groups are reduced only at the end of the whole pass.
 """
 
 import logging
@@ -21,16 +23,19 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from zero_full._compat import is_last_hook
+from zero_full._compat import arrival_hooks, current_backward, without_overrides
 from zero_full.comm.lane import Lane, Pending
+from zero_full.precision.scaler import StaticScale
 from zero_full.settings import Settings
 from zero_full.shard.group.grad_placeholder import UNSCALED, Found, ShownGradients, names_of
-from zero_full.shard.group.gradients import Bucket
+from zero_full.shard.group.gradients import Spares
 from zero_full.shard.group.hand_written import CLEARED, GRADIENT, HandWritten
-from zero_full.shard.group.parameters import FlatParameter, Member
-from zero_full.shard.passes.backward import BackwardPass
+from zero_full.shard.group.parameter_group import ParameterGroup, TrainedGroup
+from zero_full.shard.group.parameters import Member
+from zero_full.shard.passes.backward import BackwardPass, refuse_capture
 
-IN_FLIGHT = 2  # gradient buffers at a time, being filled or reduced; where waiting stops the host, one more
+# Gradient buffers at a time that are being filled or reduced; one more on lanes where waiting stops the host.
+IN_FLIGHT = 2
 SCALED = (
     "a pass through the model's loss has brought gradients to no parameter (torch.autograd.grad, or inputs "
     "that require gradients), and what it has brought is multiplied by the loss scale: start from "
@@ -44,79 +49,209 @@ NOT_AVERAGED = (
     "are averaged (this is said once)"
 )
 log = logging.getLogger("zero_full")
+EPSILON = 1e-6  # added to the norm for clipping, as in torch
+Reducer = Callable[[], "GradientReducer | None"]  # a weak reference: see `GradientReducer.me`
 
 
 def _before_accumulation(
-    reducer: "weakref.ref[GradientReducer]", param: "weakref.ref[Tensor]", grad: Tensor
+    reducer: Reducer, weak: Callable[[], Tensor | None], has_peers: bool, grad: Tensor
 ) -> None:
-    alive, mine = reducer(), param()
-    if alive is not None and mine is not None and not alive.backward.running:
-        alive.come_last(mine)  # the others' turn is when the pass has begun
-    if alive is not None and mine is not None and not alive.has_told:
-        alive.reach(mine)
-    if alive is not None and alive.gradients.shown:
+    """Tensor hook: prepare `param.grad` for a gradient that autograd is about to accumulate or return."""
+    alive, param = reducer(), weak()
+    if alive is None or param is None:
+        return
+    running = alive.backward.running
+    if not running:
+        alive.come_last([param])  # `_start` does it for the others
+    if has_peers and alive.reached is None and not alive.has_told:
+        alive.reached = param  # until it arrives. A gradient of `torch.autograd.grad` never does
+        if not running:
+            alive.backward.when_autograd_ends(alive.tell_of_own)
+    if alive.gradients.shown:
         alive.make_room()
 
 
-def _arrived(reducer: "weakref.ref[GradientReducer]", param: Tensor) -> None:
+def _arrived(reducer: Reducer, param: Tensor) -> None:
+    """Post-accumulate hook: handle `param.grad`, which autograd has completed."""
     alive = reducer()
     if alive is not None:
         alive.arrived(param)
 
 
-class GradientReducer:
-    """Watches the gradients of all buckets."""
+class GradientState:
+    """Loss scale and clipping factor that the averaged gradients carry from one step to the next.
 
-    def __init__(self, buckets: Sequence[Bucket], lane: Lane, settings: Settings) -> None:
-        self.every = list(buckets)
-        self.buckets = [bucket for bucket in buckets if not (bucket.uses_param_grad or bucket.asleep)]
-        self.lane, self.every_backward = lane, settings.frees_gradients
-        self.by_module = settings.releases_parameters  # modules tell when gradients are complete
-        self.bucket_of = {bucket.flat: bucket for bucket in buckets}
-        self.trail = 0  # a digest of which buckets have left, in which order: the same on every rank
-        self.patient: set[Bucket] = set()  # leave when a pass ends: all ranks know that some came late once
-        self.kept_back = False  # by no_sync, since the last reduction
-        self.spares: list[Tensor] = []
-        for bucket in buckets:
-            bucket.spares = self.spares
+    Without `zero_grad`, backward adds to the gradients of the last step, as in torch.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[TrainedGroup],
+        scaler: StaticScale,
+        backward: BackwardPass,
+        averages: Callable[[], bool] | None,
+    ) -> None:
+        """`averages`: returns whether the next step needs averaged gradients; None: always."""
+        self.groups, self.scaler, self.backward, self.averages = groups, scaler, backward, averages
+        self.scale_left: float | None = None  # loss scale left in the gradients by the last step
+        self.unclipped = 1.0  # clipping factor that the last step applied while reading, not to the tensors
+        self.passes = 0  # number of backward passes until the last step
+        self.are_own = False  # the last step used each rank's own gradients, not averages
+
+    @property
+    def scale(self) -> float:
+        """The loss scale in the gradients now."""
+        return self.scaler.scale if self.scale_left is None else self.scale_left
+
+    @property
+    def are_new(self) -> bool:
+        """Whether a backward pass has brought gradients since the last step, skipped or not."""
+        return self.passes != self.backward.count
+
+    def begin_step(self) -> tuple[float, bool]:
+        """Return the step's loss scale, and True for averaged gradients or False for each rank's own.
+
+        Raises RuntimeError if a backward pass has mixed gradients of two scales, or averaged and own ones.
+        """
+        scale = self.scaler.scale
+        if self.scale_left is not None and self.scale_left != scale and self.are_new:
+            raise RuntimeError(
+                f"a backward pass has added gradients at the scale {scale:g} to those of the last step, "
+                f"whose scale is {self.scale_left:g}: call zero_grad after every step"
+            )
+        return scale, self.averages is None or self._are_averaged()
+
+    def factor(self, norm: float | None, clip: float) -> float:
+        """Return the factor of a step's gradients: 1 / scale, times `clip` / norm if that is below 1."""
+        factor = 1.0 / self.scale
+        return factor * min(1.0, clip / (norm + EPSILON)) if clip > 0 and norm is not None else factor
+
+    def _are_averaged(self) -> bool:
+        """Return whether the next step needs averaged gradients; raise if the last one left own ones."""
+        averaged = self.averages is None or self.averages()
+        if self.are_own and averaged:
+            raise RuntimeError(
+                "the last step has left gradients that each rank has of its own, and the next step is one of "
+                "averaged gradients: call zero_grad after every step"
+            )
+        self.are_own = not averaged
+        return averaged
+
+    def begin_pass(self) -> None:
+        """Apply the last step's clipping to its gradients, because backward adds to clipped ones in torch."""
+        if self.are_own:
+            self._are_averaged()
+        if self.unclipped != 1.0:
+            self.multiply(self.unclipped)
+            self.unclipped = 1.0
+
+    def multiply(self, factor: float) -> None:
+        """Multiply all averaged gradients in place."""
+        for group in self.groups:
+            for gradient in () if group.asleep else group.gradients.averaged_gradients():
+                gradient.mul_(factor)
+
+    def note_step(self, factor: float, multiplied: bool) -> None:
+        """Note the factor of a step's gradients. `multiplied`: it was applied to the tensors."""
+        scale = self.scale
+        self.scale_left = 1.0 if multiplied else scale
+        self.unclipped = 1.0 if multiplied else factor * scale
+
+    def end_step(self) -> None:
+        """Note that a step was applied or skipped, so that later passes count as new ones."""
+        self.passes = self.backward.count
+        for group in self.groups:
+            group.gradients.local_finite = None
+
+    def forget(self) -> None:
+        """Reset the factors, because the gradients are discarded."""
+        self.scale_left, self.unclipped, self.are_own = None, 1.0, False
+
+
+class GradientReducer:
+    """Hooks on the parameters of all groups, and the reduction of their gradients."""
+
+    def __init__(
+        self,
+        groups: Sequence[TrainedGroup],
+        lane: Lane,
+        settings: Settings,
+        scaler: StaticScale,
+        spares: Spares,
+        *,
+        averages: Callable[[], bool] | None,
+        begins: Callable[[], None],
+        thaws: Callable[[Sequence[Member]], None],
+        wakes: Callable[[TrainedGroup], None],
+        hands_back: bool,
+    ) -> None:
+        """
+        averages    returns whether the next step needs averaged gradients; None: always
+        begins      called when a backward pass begins; may raise
+        thaws       called with parameters that were frozen until now; may raise
+        wakes       called with a group that was asleep until now
+        hands_back  put averaged gradients into `param.grad`, for an optimizer that user code steps
+        """
+        self.every = list(groups)
+        self.lane, self.spares = lane, spares
+        self.every_backward, self.by_module = settings.frees_gradients, settings.releases_parameters
+        self.on_arrival = settings.copy_on_arrival
+        self.averages, self.begins, self.thaws, self.wakes = averages, begins, thaws, wakes
+        self.hands_back = hands_back
         self.backward = BackwardPass()
-        self.before_waking: Callable[[Sequence[Member]], None] = lambda thawed: None  # may refuse it
-        self.on_waking: Callable[[Bucket], None] = lambda bucket: None
-        self.no_sync = False  # inside no_sync
-        self.hands_back = False  # averaged gradients appear in `param.grad`, for an optimizer of the user's
-        self.unreduced = False  # a backward pass has left gradients that are not reduced
-        self.began = False  # there was a backward pass since the last step
-        self.wait_for_end = False
-        self.launched: set[Bucket] = set()
-        self.missing: dict[Bucket, set[Member]] = {}  # from which the pass may still bring a gradient
-        self.turns: deque[Bucket] = deque()  # that may leave before the pass ends, in order
-        self.producers: dict[Bucket, list[object]] = {}
-        self.pending: list[Pending] = []
-        self.used: set[Member] = set()  # since the last step
-        self.place: dict[Tensor, tuple[Bucket, Member]] = {
-            m.param: (bucket, m) for bucket in buckets for m in bucket.members
-        }
+        self.state = GradientState(self.every, scaler, self.backward, averages)
         self.gradients = ShownGradients(self._zero)
         self.written = HandWritten()
-        self.reached: Member | None = None  # autograd has its gradient, which has not arrived
-        self.has_told = False  # that `torch.autograd.grad` averages nothing
-        self.zeroed: set[Member] = set()  # by hand, since the last pass
-        self.on_clearing: Callable[[], None] = lambda: None  # nothing is left of the last step's gradients
-        self.woken: set[Bucket] = set()  # since the last pass: some gradients may have come without a hook
-        self.sleepers = [bucket for bucket in buckets if bucket.asleep]
-        # For hooks: Python cannot see through tensors to find a circle and free it.
+        self.place: dict[Tensor, tuple[TrainedGroup, Member]] = {
+            member.param: (group, member) for group in groups for member in group.members
+        }
+        self.sleepers = [group for group in groups if group.asleep]
+        self._sort()
+        # State of the whole run.
+        self.trail = 0  # checksum of the reduced groups in their order, equal on every rank
+        self.patient: set[TrainedGroup] = (
+            set()
+        )  # groups reduced only when a pass ends, after late gradients; equal on every rank
+        self.has_told = False  # the warning about `torch.autograd.grad` was logged
+        # State since the last step.
+        self.began = False  # there was a backward pass
+        self.used: set[Member] = set()  # parameters with a gradient
+        self.kept_back = False  # a no_sync block since the last reduction
+        self.unreduced = False  # a backward pass has left gradients that are not reduced
+        # State of the running pass.
+        self.no_sync = False  # inside no_sync
+        self.syncing = False  # the pass reduces its gradients
+        self.wait_for_end = False  # reduce only when the pass ends, because a recomputed part was seen
+        self.launched: set[TrainedGroup] = set()  # reductions that are queued or done
+        self.missing: dict[TrainedGroup, set[Member]] = {}  # parameters without a gradient so far
+        self.turns: deque[TrainedGroup] = deque()  # groups to be reduced before the pass ends, in order
+        self.producers: dict[TrainedGroup, list[object]] = {}  # streams that have written gradients
+        self.pending: list[Pending] = []  # queued reductions, the oldest first
+        self.reached: Tensor | None = None  # has a gradient that has not arrived, and would be averaged
+        self.zeroed: set[Member] = set()  # gradients cleared by user code since the last pass
+        self.woken: set[TrainedGroup] = set()  # groups that woke up since the last pass, without hooks yet
+        # Hooks get a weak reference: Python's garbage collector cannot free a cycle through a tensor's hooks.
         self.me = weakref.ref(self)
         self.hooks: dict[Tensor, list[RemovableHandle]] = {}
-        for bucket in buckets:
-            if not bucket.asleep:
-                self._watch(bucket)
+        for group in groups:
+            if not group.asleep:
+                self._watch(group)
 
-    def _watch(self, bucket: Bucket) -> None:
-        for param in (m.param for m in bucket.members):
+    def _sort(self) -> None:
+        """Divide the groups by whether they have buffers to reduce or leave gradients in `param.grad`."""
+        awake = [group for group in self.every if not group.asleep]
+        self.groups = [group for group in awake if not group.gradients.uses_param_grad]
+        self.alone = [group for group in awake if group.gradients.uses_param_grad]
+        self.replicated = [group for group in self.groups if group.gradients.is_replicated]
+
+    def _watch(self, group: TrainedGroup) -> None:
+        """Register hooks on a group's trainable parameters."""
+        for param in (m.param for m in group.members):
             if param.requires_grad and param not in self.hooks:
                 self.hooks[param] = [self._watch_arrival(param)]
-                if not bucket.uses_param_grad:
-                    before = partial(_before_accumulation, self.me, weakref.ref(param))
+                if not group.gradients.uses_param_grad:
+                    has_peers = group.gradients.has_peers
+                    before = partial(_before_accumulation, self.me, weakref.ref(param), has_peers)
                     self.hooks[param].append(param.register_hook(before))
 
     def _watch_arrival(self, param: Tensor) -> RemovableHandle:
@@ -125,321 +260,358 @@ class GradientReducer:
 
     @contextmanager
     def keep_back(self) -> Iterator[None]:
-        """Gradients of passes in this block are not reduced, but add up on this rank."""
+        """Accumulate gradients of passes in this block on this rank, without reducing them (`no_sync`)."""
         before, self.no_sync, self.kept_back = self.no_sync, True, True
         try:
             yield
         finally:
             self.no_sync = before
 
-    @property
-    def syncing(self) -> bool:
-        """Whether this backward pass ends with reduced gradients."""
-        return not self.no_sync and (self.every_backward or self.backward.is_boundary)
+    # Groups that wake up -------------------------------------------------------------------------
 
-    # Buckets that wake up ------------------------------------------------------------------------
-
-    def wake(self, bucket: Bucket) -> None:
-        """From now on it takes part."""
-        bucket.asleep = False
-        self.on_waking(bucket)
-        self.buckets = [b for b in self.every if not (b.uses_param_grad or b.asleep)]
+    def wake(self, group: TrainedGroup) -> None:
+        """Train a group that was asleep from now on. Every rank must do so at the same place."""
+        group.wake()
+        self.wakes(group)
+        self._sort()
 
     def look_at_sleepers(self) -> None:
-        """Wake buckets of which a parameter is not frozen any more, and watch that parameter."""
-        sleeping = [m for bucket in self.sleepers if bucket.asleep for m in bucket.members]
+        """Wake groups with a parameter that user code has unfrozen, and watch that parameter."""
+        sleeping = [m for group in self.sleepers if group.asleep for m in group.members]
         if thawed := [m for m in sleeping if m.param.requires_grad]:
-            self.before_waking(thawed)
-        for bucket in self.sleepers:
-            if bucket.asleep and any(m.param.requires_grad for m in bucket.members):
-                self.wake(bucket)
-                self.woken.add(bucket)
-            if not bucket.asleep:
-                self._watch(bucket)
+            self.thaws(thawed)
+        for group in self.sleepers:
+            if group.asleep and any(m.param.requires_grad for m in group.members):
+                self.wake(group)
+                self.woken.add(group)
+            if not group.asleep:
+                self._watch(group)
 
     # One pass ------------------------------------------------------------------------------------
 
     def begin(self, divided: bool = False, scaled: bool = False) -> None:
-        """A backward pass starts, as the engine knows, or a hook on what a module has returned."""
+        """Start a backward pass, called by the engine or by a hook on a module's output."""
         self._start(divided, scaled)
-        self._refuse_unscaled_presets()
+        if self.state.scaler.scale != 1:  # autograd would add scaled gradients to the user's unscaled ones
+            preset = names_of(m for g in self.groups for m in g.members if m.param.grad is not None)
+            if preset:
+                raise RuntimeError(UNSCALED.format(preset))
 
     def begin_scaled(self, divided: bool, grad: Tensor) -> None:
-        """A pass has reached a loss that was multiplied by the loss scale, perhaps before all else."""
+        """Note that a pass has reached a scaled loss; start the pass if this is its first hook."""
         if not self.backward.is_at_work():
             self.begin(divided, scaled=True)
         self.backward.divided, self.backward.scaled = divided, True
 
     def _start(self, divided: bool, scaled: bool) -> None:
+        """Prepare all groups for a backward pass, and finish it when autograd ends."""
+        if torch.cuda.is_initialized():
+            refuse_capture()
+        self.begins()
+        if self.state.are_own or self.state.unclipped != 1:
+            self.state.begin_pass()
         self.backward.begin(divided, scaled)
+        self.syncing = not self.no_sync and (self.every_backward or self.backward.is_boundary)
         self.wait_for_end = False
-        self.make_room()
-        self.look_at_sleepers()
+        if self.gradients.shown:  # autograd must not accumulate into placeholders
+            self.make_room()
+        if self.sleepers:
+            self.look_at_sleepers()
         self.launched.clear()
         self.zeroed.clear()
-        for bucket in self.buckets:
-            self._use_presets(bucket)
         self.began = self.unreduced = True
-        self.missing = {bucket: _expected(bucket) for bucket in self.buckets}
-        self.turns = deque(bucket for bucket in self.buckets if bucket not in self.patient)
-        self.producers = {bucket: [] for bucket in self.buckets}
-        for param in self.hooks:
-            self.come_last(param)
+        self.turns.clear()
+        for group in self.groups:
+            if group not in self.patient:
+                self.turns.append(group)
+            self.producers[group] = []
+            missing = self.missing[group] = set()
+            for member in group.members:
+                if member.param.requires_grad:
+                    missing.add(member)
+                if member.param.grad is not None:
+                    self.used.add(member)  # as in torch, also a gradient that user code has put there
+        self.come_last(self.hooks)
         self.backward.when_autograd_ends(self.finish)
 
-    def come_last(self, param: Tensor) -> None:
-        """A user's hook on this parameter must see the gradient before it moves into a bucket."""
-        hooks = self.hooks[param]
-        if not is_last_hook(param, hooks[0]):
-            hooks[0].remove()
-            hooks[0] = self._watch_arrival(param)
+    def come_last(self, params: Iterable[Tensor]) -> None:
+        """Move our hooks behind the user's, which must see a gradient before it moves to a flat buffer."""
+        for param in params:
+            hooks = self.hooks[param]
+            if next(reversed(arrival_hooks(param))) != hooks[0].id:
+                hooks[0].remove()
+                hooks[0] = self._watch_arrival(param)
 
     def make_room(self) -> None:
-        """Autograd adds to what is in `param.grad`: take out what only stands for gradients in buckets."""
+        """Remove placeholders from `param.grad`, because autograd adds new gradients to what is there."""
         found = self.gradients.changes()
         self.drop([*found.cleared, *(member for member, _ in found.written)])
-        # What was written stays in `param.grad`, and autograd adds to it.
+        # Tensors that user code has written stay in `param.grad`, and autograd adds to them.
         shown = list(self.gradients.shown)
         self.gradients.lift()
         if not self.backward.running:
             self.backward.when_autograd_ends(lambda: self._show_again(shown))
 
-    def _refuse_unscaled_presets(self) -> None:
-        """Autograd would add gradients with a loss scale to what was written without one."""
-        if self.backward.rules.scale() != 1:
-            preset = names_of(m for b in self.buckets for m in b.members if m.param.grad is not None)
-            if preset:
-                raise RuntimeError(UNSCALED.format(preset))
-
     def _show_again(self, members: Sequence[Member]) -> None:
-        """It was `torch.autograd.grad`, which passes a parameter's hooks and leaves no gradient there."""
+        """Restore placeholders after `torch.autograd.grad`, which calls tensor hooks and sets no `grad`."""
         if not self.backward.running:
             self.gradients.show(m for m in members if m.param.grad is None)
 
-    def reach(self, param: Tensor) -> None:
-        """Autograd has a gradient: for `param.grad`, then it will arrive, or for `torch.autograd.grad`."""
-        if self.reached is None and self.place[param][0].has_peers:
-            self.reached = self.place[param][1]
-            if not self.backward.running:
-                self.backward.when_autograd_ends(self._tell_of_own)
-
-    def _tell_of_own(self) -> None:
-        """At the end of a pass."""
+    def tell_of_own(self) -> None:
+        """Warn once, at the end of a pass, that gradients from `torch.autograd.grad` are not averaged."""
         if self.reached is not None and not self.has_told:
             self.has_told = True
-            log.warning(NOT_AVERAGED, self.reached.name)
+            log.warning(NOT_AVERAGED, self.place[self.reached][1].name)
         self.reached = None
 
     def arrived(self, param: Tensor) -> None:
-        """Autograd has completed a gradient."""
-        bucket, member = self.place[param]
+        """Move a gradient that autograd has completed to its flat buffer, and reduce complete groups."""
+        group, member = self.place[param]
         self.reached = None
-        if not self.backward.running:
+        backward = self.backward
+        if not backward.running:
             self._start(divided=False, scaled=False)
-        divisor = self.backward.bring()
+        divisor = backward.divisor
+        if divisor is None:
+            divisor = backward.bring()
         self.used.add(member)
-        if bucket.uses_param_grad:
+        if group.gradients.uses_param_grad:
             return
         if divisor != 1 and param.grad is not None:
             param.grad.div_(divisor)
-        if not self.backward.is_at_work() and not self.by_module:  # a recomputed part
+        if not self.by_module and current_backward() != backward.number:  # a recomputed part
             self.wait_for_end = True
-        here, before = self.lane.producer(), self.producers[bucket]
-        if before:  # the buffer, and what lies in it, is the work of another stream perhaps
+        here, before = self.lane.producer(), self.producers[group]
+        if before and here is not None:  # another stream may have written to the buffer
             self.lane.order(before[-1], here)
         before.append(here)
-        if bucket in self.launched:  # late, and the bucket's memory is the job's until it is done
+        if group in self.launched:  # late: the queued job uses the group's buffers until it is done
             self._drain(0)
-        elif self.every_backward and not self.lane.stops_host:  # its buffer takes the place of an older one
-            self._drain(IN_FLIGHT - 1)
-        if bucket.settings.copy_on_arrival or not self.syncing:
-            bucket.take(member, final=self.syncing and not self.wait_for_end)
-        self.missing[bucket].discard(member)
+        elif self.every_backward and self.pending and not self.lane.stops_host:
+            self._drain(IN_FLIGHT - 1)  # free an older buffer before this group opens its own
+        if self.on_arrival or not self.syncing:
+            group.gradients.take(member, final=self.syncing and not self.wait_for_end)
+        self.missing[group].discard(member)
         if self.syncing and not self.wait_for_end and not self.by_module:
             self._launch_complete()
 
     def _launch_complete(self) -> None:
-        """In the order of the list on every rank, whichever is complete first here."""
+        """Reduce complete groups in list order, equal on every rank; stop at the first incomplete one."""
         while self.turns and not self.missing[self.turns[0]]:
             self._launch(self.turns.popleft())
 
     @torch.no_grad()
-    def complete(self, flat: FlatParameter) -> None:
-        """Stage 3: the modules that use these parameters are done with them in this pass."""
-        bucket = self.bucket_of.get(flat)
-        if bucket is None or bucket.uses_param_grad or bucket.asleep or not self.syncing:
+    def complete(self, group: ParameterGroup) -> None:
+        """Reduce a group at stage 3, because all modules that use it have finished their backward."""
+        if not isinstance(group, TrainedGroup) or group.asleep or group.gradients.uses_param_grad:
             return
-        if bucket not in self.launched and bucket not in self.patient:
-            self._launch(bucket)
+        if self.syncing and group not in self.launched and group not in self.patient:
+            self._launch(group)
 
-    def _launch(self, bucket: Bucket) -> None:
-        """Put the bucket's reduction on the lane: see [Note: what travels].
+    def _launch(self, group: TrainedGroup) -> None:
+        """Queue the group's reduction on the lane: see [Note: what travels].
 
-        Its gradients are taken away here, on backward's thread. If the job took them, one that comes while
-        the job is under way would be reduced at once on some ranks, and be late on others.
+        Its gradients are detached here, on backward's thread. If the job detached them, a gradient that
+        arrives while the job is running would be reduced now on some ranks and be late on others.
         """
         self._drain(IN_FLIGHT - 1)
-        self.launched.add(bucket)
-        self.trail = crc32(bucket.name.encode(), self.trail)
-        read = list(bucket.gradient_memory())  # before they are taken away
-        job = partial(bucket.reduce, bucket.detach(), self._wire(bucket), self.backward.is_boundary)
-        self.pending.append(self.lane.submit(job, read, self.producers.get(bucket, [])))
+        self.launched.add(group)
+        self.trail = crc32(group.name.encode(), self.trail)
+        gradients, detached = group.gradients, group.gradients.detach()
+        read = [*dict(detached).values()]  # tensors that the lane must keep alive until the job is done
+        for tensor in (gradients.local_grads, gradients.grad_slice):
+            if tensor is not None:
+                read.append(tensor)
+        averages = self.averages is None or self.averages()
+        job = partial(gradients.reduce, detached, self._wire(group), self.backward.is_boundary, averages)
+        self.pending.append(self.lane.submit(job, read, self.producers.get(group, [])))
 
-    def _wire(self, bucket: Bucket) -> torch.dtype:
-        """The type in which a bucket's gradients travel: the exact one, if those of several passes add up."""
-        add_up = self.kept_back or (not self.every_backward and self.backward.rules.adds_up())
-        return bucket.settings.dtypes.reduce or (bucket.accumulate if add_up else bucket.flat.dtype)
+    def _wire(self, group: TrainedGroup) -> torch.dtype:
+        """Return the dtype of the messages: the accumulation dtype if gradients of several passes add up.
+
+        It depends only on settings, passes and `no_sync`, so that it is equal on every rank.
+        """
+        gradients = group.gradients
+        adds_up = self.kept_back or (not self.every_backward and self.backward.rules.adds_up())
+        exact = gradients.accumulate if adds_up else group.parameters.dtype
+        return gradients.settings.dtypes.reduce or exact
 
     def _drain(self, leave: int) -> None:
+        """Wait for the oldest reductions until `leave` are pending."""
         while len(self.pending) > leave:
             self.pending.pop(0).wait()
 
     @torch.no_grad()
     def finish(self) -> None:
-        """The backward pass is over: what has not left leaves now."""
-        if not self.backward.running:
+        """End the backward pass: reduce the groups that were not reduced during it, and show placeholders."""
+        backward = self.backward
+        if not backward.running:
             return
-        self.backward.end()
-        self._tell_of_own()
-        self._take_unnoticed()
-        if self.backward.gated and self.backward.divisor is None and not self.backward.scaled:
+        backward.end()
+        if self.reached is not None:
+            self.tell_of_own()
+        if self.woken:
+            self._take_unnoticed()
+        if backward.gated and backward.divisor is None and not backward.scaled:
             raise RuntimeError(SCALED)
         if self.syncing:
             self._reduce_rest()
         self._show_gradients()
 
     def _show_gradients(self) -> None:
-        members = [m for m in self.used if not self.place[m.param][0].uses_param_grad]
+        """Put placeholders into `param.grad`, or averaged gradients for an optimizer that user code steps."""
+        members = []
+        for member in self.used:
+            if not self.place[member.param][0].gradients.uses_param_grad:
+                members.append(member)
         if self.hands_back and self.syncing and self.backward.is_boundary:
             self.reduce_late()
             for member in members:
-                self.gradients.hand_out(member, self.place[member.param][0].averaged(member))
+                self.gradients.hand_out(member, self.place[member.param][0].gradients.averaged(member))
         else:
             self.gradients.show(members)
 
     def _take_unnoticed(self) -> None:
-        """Gradients of a bucket that woke up in this pass, whose first parameters had no hooks yet."""
-        for bucket in self.woken:
-            for member in bucket.members:
+        """Take gradients of groups that woke up in this pass, which may have arrived before their hooks."""
+        for group in self.woken:
+            for member in group.members:
                 if member.param.grad is not None:
                     self.used.add(member)
-                    if not bucket.uses_param_grad:
-                        bucket.take(member, final=False)
+                    if not group.gradients.uses_param_grad:
+                        group.gradients.take(member, final=False)
         self.woken.clear()
 
     # Between passes ------------------------------------------------------------------------------
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Before a step: reduce whatever backward has left."""
+        """Reduce gradients that backward has left unreduced, before a step."""
         if self.backward.running:
             self.backward.end()
         if self.unreduced:
             self.launched.clear()
             self._reduce_rest()
-        for bucket in self.buckets:
-            bucket.share_slice()  # if no pass knew that it was the last
+        for group in self.replicated:
+            group.gradients.share_slice()  # no effect if a pass at the accumulation boundary did it
 
     def _reduce_rest(self) -> None:
+        """Reduce all groups that are not reduced yet, also those without gradients on this rank."""
         self._drain(0)
-        for bucket in sorted(
-            self.buckets, key=lambda bucket: bucket in self.patient
-        ):  # as where it left early
-            if bucket not in self.launched:
-                self._launch(bucket)
+        # Patient groups last: during the pass they were left out of `turns`, on all ranks.
+        for is_patient in (False, True):
+            for group in self.groups:
+                if (group in self.patient) is is_patient and group not in self.launched:
+                    self._launch(group)
         self._drain(0)
         self.spares.clear()
         self.unreduced = self.kept_back = False
 
     @property
-    def late(self) -> list[Bucket]:
-        """The buckets of which gradients have come to this rank after they had left."""
-        return [] if self.unreduced else [bucket for bucket in self.buckets if bucket.arrived]
+    def late(self) -> list[TrainedGroup]:
+        """The groups that have got gradients on this rank after their reduction."""
+        late = []
+        for group in self.groups:
+            if group.gradients.arrived and not self.unreduced:
+                late.append(group)
+        return late
 
     def settle(self) -> None:
-        """Average what came late, if all else is averaged. Every rank must call this."""
+        """Reduce late gradients, if all others are reduced. Every rank must call this."""
         if not self.unreduced and not self.backward.running:
             self.reduce_late()
 
     @torch.no_grad()
     def reduce_late(self) -> None:
-        """Reduce what came after its bucket had left, on any rank. Every rank must call this, between passes.
+        """Reduce groups with late gradients on any rank. Every rank must call this.
 
-        A parameter may be used outside of its module, or once more in a recomputed part. Such a bucket leaves
-        when the pass ends from now on.
+        A parameter may be used outside of its module, or again in a recomputed part. From now on such a group
+        is `patient`: it is reduced when the pass ends.
         """
-        pairs = dict.fromkeys((bucket.ranks, bucket.across) for bucket in self.buckets)
+        pairs = dict.fromkeys((group.ranks, group.across) for group in self.groups)
         for ranks, across in pairs:
-            theirs = [bucket for bucket in self.buckets if (bucket.ranks, bucket.across) == (ranks, across)]
-            flags = torch.tensor([float(b in self.late) for b in theirs], device=ranks.device)
-            for group in (ranks, across):
-                group.sum_numbers(flags, "gradients that came late")
-            for bucket in (b for b, flag in zip(theirs, flags.tolist(), strict=True) if flag):
-                self.patient.add(bucket)
-                self._launch(bucket)
+            theirs = [group for group in self.groups if (group.ranks, group.across) == (ranks, across)]
+            flags = torch.tensor([float(group in self.late) for group in theirs], device=ranks.device)
+            # By the sum all ranks know which groups to reduce, whichever rank has the late gradients.
+            for communicator in (ranks, across):
+                communicator.sum_numbers(flags, "gradients that came late")
+            for group in (group for group, flag in zip(theirs, flags.tolist(), strict=True) if flag):
+                self.patient.add(group)
+                self._launch(group)
         self._drain(0)
 
     # By hand -------------------------------------------------------------------------------------
 
-    def catch_up(self) -> None:
-        """Before a step: parameters that nobody has watched until now may have a gradient, too."""
-        self.look_at_sleepers()
-        if any(m.param.grad is not None for bucket in self.woken for m in bucket.members):
-            self.began = self.unreduced = True
-        self._take_unnoticed()
-        for bucket in self.every:
-            if bucket.uses_param_grad and not bucket.asleep:
-                self._use_presets(bucket)
+    def take_in(self) -> Found:
+        """Find gradients that user code cleared or wrote since the last backward pass, before a step.
 
-    def _use_presets(self, bucket: Bucket) -> None:
-        """As in torch, what lies in `param.grad` is a gradient, whether or not a pass has brought it."""
-        preset = {m for m in bucket.members if m not in self.used and m.param.grad is not None}
-        self.used |= preset
-        self.began = self.began or bool(preset)
-
-    def by_hand(self) -> Found:
-        """What somebody has done to `param.grad` since backward: gradients cleared, replaced or put there."""
+        Cleared gradients are set to zero. Written ones are returned, for `put`.
+        """
+        if self.sleepers or self.woken or self.alone:
+            self._catch_up()
         found = self.gradients.changes()
-        known = {member for member, _ in found.written} | self.gradients.shown.keys()
-        for bucket in self.every:
-            if bucket.asleep:
-                refuse_frozen_gradients(m for m in bucket.members if m.param.grad is not None)
-            if not bucket.uses_param_grad:
-                found.written += [
-                    (m, m.param.grad) for m in bucket.members if m not in known and m.param.grad is not None
-                ]
+        for group in self.sleepers:
+            if group.asleep:
+                refuse_frozen_gradients(m for m in group.members if m.param.grad is not None)
+        known, shown = dict(found.written), self.gradients.shown
+        with without_overrides():  # a released parameter has a `__torch_function__`
+            for group in self.groups:
+                for member in group.members:
+                    grad = member.param.grad
+                    if grad is not None and shown.get(member) is not grad and member not in known:
+                        found.written.append((member, grad))  # put there by user code
+        if found.written and self.state.scaler.scale != 1:
+            raise RuntimeError(UNSCALED.format(names_of(m for m, _ in found.written)))
+        for member, _ in found.written:
+            member.param.grad = None
+        if found.cleared:
+            self.drop(found.cleared)
         return found
 
+    def _catch_up(self) -> None:
+        """Find gradients that no hook has seen: of woken groups, and of groups that use `param.grad`."""
+        if self.sleepers:
+            self.look_at_sleepers()
+        if self.woken:
+            if any(m.param.grad is not None for group in self.woken for m in group.members):
+                self.began = self.unreduced = True
+            self._take_unnoticed()
+        for group in self.alone:  # as in torch, also gradients that user code has put there
+            for member in group.members:
+                if member.param.grad is not None and member not in self.used:
+                    self.used.add(member)
+                    self.began = True
+
     def drop(self, members: Iterable[Member]) -> None:
-        """Somebody has cleared these gradients."""
+        """Set gradients that user code has cleared to zero."""
         for member in members:
             self.used.discard(member)
             self._zero(member)
 
     @torch.no_grad()
     def put(self, member: Member, gradient: Tensor) -> None:
-        """Somebody has written this gradient: it takes the averaged one's place."""
+        """Replace the averaged gradient by one that user code has written."""
         if gradient.layout is not torch.strided:
             raise RuntimeError(
                 f"the gradient that was written into the grad of {member.name} is {gradient.layout}: write a "
                 "dense one (to_dense())"
             )
-        bucket = self.place[member.param][0]
-        if bucket.has_peers:
+        group = self.place[member.param][0]
+        if group.gradients.has_peers:
             self.written.note(GRADIENT, member, gradient)
         member.param.grad = None
-        bucket.put(member, gradient)
+        group.gradients.put(member, gradient)
         self.used.add(member)
         self.began = True
         self.gradients.show([member])
 
     @torch.no_grad()
     def give(self, member: Member, gradient: Tensor) -> None:
-        """Give the parameter a gradient where no backward pass has brought any. Every rank must call this."""
+        """Set the gradient of a parameter that has none from a backward pass. Every rank must call this."""
         param = member.param
-        if self.place[param][0].asleep:
+        group = self.place[param][0]
+        if group.asleep:
             refuse_frozen_gradients([member])
-        if self.place[param][0].uses_param_grad:
+        if group.gradients.uses_param_grad:
             param.grad = torch.empty_like(param).copy_(gradient)
             self.used.add(member)
             self.began = True
@@ -447,30 +619,35 @@ class GradientReducer:
             self.put(member, gradient)
 
     def _zero(self, member: Member) -> None:
-        bucket = self.place[member.param][0]
-        bucket.drop(member)
-        if bucket.has_peers and bucket.slice_is_valid:  # else it is this rank's own share of a sum to come
+        """Set a gradient to zero that user code has cleared, and note it for the comparison between ranks."""
+        gradients = self.place[member.param][0].gradients
+        gradients.drop(member)
+        if (
+            gradients.has_peers and gradients.slice_is_valid
+        ):  # else it is one addend of an average to come, which ranks may clear independently
             self.written.note(GRADIENT, member, CLEARED)
         self.zeroed.add(member)
         if self.zeroed >= self.used:
             self._zero_rest()
-            self.on_clearing()
+            self.state.forget()
 
     def _zero_rest(self) -> None:
-        """Clear what only other ranks have brought: whoever has cleared all that is shown means it, too.
+        """Set gradients to zero that only other ranks' passes have produced.
 
-        Each rank shows the gradients that its own passes have brought, and keeps slices of all.
+        A rank shows placeholders for gradients of its own passes only, but keeps slices of all. User code
+        that has cleared all placeholders means all gradients.
         """
-        averaged = [bucket for bucket in self.buckets if bucket.has_peers and bucket.slice_is_valid]
-        for bucket in averaged:
-            for member in bucket.members:
+        averaged = [g for g in self.groups if g.gradients.has_peers and g.gradients.slice_is_valid]
+        for group in averaged:
+            for member in group.members:
                 if member not in self.zeroed:
-                    bucket.drop(member)
+                    group.gradients.drop(member)
         if averaged:
             self.written.note_all_cleared()
 
     def forget(self) -> None:
-        """After a step, or to start over: nothing is owed."""
+        """Discard the gradients of all passes, after a step or to repeat one."""
+        # Wait first: the queued collectives read and write the buffers.
         pending, self.pending = self.pending, []
         for job in pending:
             job.wait()
@@ -478,10 +655,12 @@ class GradientReducer:
         self.backward.failed = self.unreduced = self.began = False
         self.used.clear()
         self.gradients.shown.clear()
-        self.written.forget_gradients()
+        if self.written.whole or self.written.slices:
+            self.written.forget_gradients()
+        self.state.forget()
 
     def close(self) -> None:
-        """Take the hooks off the parameters."""
+        """Remove the hooks from the parameters, and discard gradients."""
         for hooks in self.hooks.values():
             for hook in hooks:
                 hook.remove()
@@ -489,14 +668,9 @@ class GradientReducer:
 
 
 def refuse_frozen_gradients(members: Iterable[Member]) -> None:
-    """RuntimeError if there are any: they are asleep, so nothing would step them."""
+    """Raise RuntimeError if `members` is not empty: their group is asleep, so no step would use gradients."""
     if named := names_of(members):
         raise RuntimeError(
             f"a gradient was written to {named}, frozen since initialize, so there is nothing that a step "
             "could move: unfreeze it first (requires_grad_(True)), or leave its grad None"
         )
-
-
-def _expected(bucket: Bucket) -> set[Member]:
-    """Whose gradients may come in a pass."""
-    return {m for m in bucket.members if m.param.requires_grad}

@@ -1,1 +1,1 @@
-"""The optimizer's step: agree on the gradients, decide, update what this rank owns, publish."""
+"""The sharded optimizer step: agree across ranks, decide, update this rank's slices, all-gather them."""

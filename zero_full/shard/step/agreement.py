@@ -1,31 +1,32 @@
-"""What all ranks must know before a step: the gradients' norm, and which parameters have a gradient at all.
+"""The exchange before a step: gradient norm, overflow check, parameters in use, and ranks that diverge.
 
-One vector is summed over the ranks and read once by the host. In it are
+One vector is summed over the ranks (all-reduce) and read once by the host. It has these parts:
 
-    squares    of the gradients that this rank owns, and how many slices that do not count are not finite:
-               a sum that is inf or NaN says that somebody has a gradient that is. So the norm is the
-               overflow check
-    stops      how many ranks have been asked to stop, by a signal
-    alarms     how many ranks know that what goes on beside the training has failed
-    late       how many buckets have gradients that came when they had left: they are reduced, then all
-               ranks agree again
-    marks      a number made of what this rank is about to do, and its square: all marks are the same if
-               and only if the sum of squares is what it is for equal numbers
-    slices     the same of what was written by hand to slices, which ranks that repeat a slice compare: first
-               these numbers are summed over a slice's neighbours, then squared, then summed over repetitions
-    spoilt     how many of the NaNs that released parameters show are none any more. Such a write is an error
-               where it is made, but for what goes round Python: the memory itself, compiled code
-    flags      for each parameter whether this rank has a gradient of it. As in torch, a parameter that has
-               none on any rank is left alone: no decay, no momentum
+    squares    two numbers. First the sum of squares of the gradients that this rank owns; if the total is
+               inf or NaN, so is a gradient of some rank, so the norm is the overflow check. Then the number
+               of slices that are not finite, of those that do not enter the norm
+    stops      ranks that have received a signal to stop
+    alarms     ranks that know of failed background work
+    late       groups with gradients that arrived after their reduction. They are reduced, then the exchange
+               is repeated
+    marks      a hash of what this rank is about to do, and its square. With n ranks, all hashes are equal if
+               and only if n times the sum of squares equals the square of the sum (Cauchy-Schwarz)
+    slices     the same for values that user code wrote to slices, which only replicas of a slice must have
+               equal. The hashes are summed over the `shard` group, then squared, then summed over replicas
+    spoilt     placeholders of released parameters that are not NaN any more. Python raises at such a write;
+               this catches writes to the memory itself and by compiled code
+    flags      for each parameter, the ranks that have a gradient of it. As in torch, a parameter without a
+               gradient on any rank is not updated: no weight decay, no momentum
 
-State that is cut into slices has its squares summed over the ranks that share it; whoever repeats the same
-slices (`across`) only takes part in the rest. Gradients that nobody has averaged are others on each of these:
-their squares are summed over all, and the norm is the root of the mean over the ranks.
+Squares are summed over the `shard` group only, because replicas (`across`) own the same averaged slices.
+Gradients that are not averaged differ between replicas: their squares are summed over all ranks, and the norm
+is the root of the mean over the ranks.
 """
 
 import zlib
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from math import isfinite
 from typing import Any
 
@@ -33,20 +34,20 @@ import torch
 from torch import Tensor
 
 from zero_full.errors import DisagreementError
-from zero_full.offload import Waiting
 from zero_full.precision.norms import all_finite, has_fp64, leaves_overflow, squared_norm
 from zero_full.shard.group.checksum import digest
-from zero_full.shard.group.gradients import Bucket
 from zero_full.shard.group.hand_written import BY_HAND, REMEDY, HandWritten
+from zero_full.shard.group.parameter_group import TrainedGroup
 from zero_full.shard.group.parameters import Member, nothing
 from zero_full.shard.group.process_groups import Groups, Pair
 
-SQUARES = 2  # numbers that are of slices; those behind are of ranks
-STOPS, ALARMS, LATE, MARKS, SLICES, SPOILT, FLAGS = 2, 3, 4, 5, 7, 9, 10  # places of these numbers
+SQUARES = 2  # numbers about slices, at the front of the vector; the others are about ranks
+STOPS, ALARMS, LATE, MARKS, SLICES, SPOILT, FLAGS = 2, 3, 4, 5, 7, 9, 10  # offsets in the vector
 MARK_BITS = 20  # so that a sum of squares over thousands of ranks is exact in fp64
-SLICE_BITS = 16  # here it is the sum over a slice's neighbours that is squared
+SLICE_BITS = 16  # fewer, because the sum of these hashes over the `shard` group is squared
 NOTHING = "nothing"
-WRITTEN, ERROR = "parameters written in place", "error"  # among what ranks do
+WRITTEN, ERROR = "parameters written in place", "error"  # keys of `Doings`
+PLAIN = {bool, int, float, str, type(None)}  # types of options whose `repr` is equal on every rank
 SPOILT_BY = (
     "a parameter was written while it was sharded, on some rank, by its memory (untyped_storage()) or by "
     "compiled code, so the new values are lost: write inside zero_full.GatheredParameters(parameters, "
@@ -56,157 +57,179 @@ ALIKE = (
     "Every rank must run the same modules in the same order, and do the same to gradients, learning rates "
     "and other options of the optimizer"
 )
-Doings = Sequence[tuple[str, Any]]  # what, and how
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """What all ranks know after they have met."""
-
-    norm: float | None  # of the gradients, as they are; None: nobody has asked
-    used: Container[Member]  # parameters that have a gradient on any rank
-    stops: bool = False  # whether any rank has been asked to stop
-    alarm: bool = False  # whether something beside the training has failed on any rank
-    late: bool = False  # whether gradients of any rank are still to be reduced
+Doings = Sequence[tuple[str, Any]]  # key and value of everything that all ranks must do alike
 
 
 @dataclass(frozen=True)
 class Said:
-    """What one rank says of itself."""
+    """One rank's contribution to the exchange."""
 
-    used: set[Member]  # parameters that have a gradient here
-    doings: Doings
-    stops: bool  # whether it has been asked to stop
-    alarm: bool  # whether it knows that something beside the training has failed
-    averaged: bool = True  # whether gradients are, or each rank's own
+    used: set[Member]  # parameters that have a gradient on this rank
+    doings: Doings  # equal on every rank, unless ranks diverge
+    stops: bool  # this rank has received a signal to stop
+    alarm: bool  # this rank knows that background work has failed
+    averaged: bool = True  # False: the gradients are each rank's own
     by_hand: HandWritten = field(default_factory=HandWritten)
-    late: int = 0  # buckets of which gradients are still to be reduced
+    late: int = 0  # groups with gradients that must still be reduced
 
 
-def agree(groups: Groups, buckets: Sequence[Bucket], said: Said, needs_norm: bool) -> Agreement:
-    """Exchange norm, marks and flags, or raise if marks differ. Every rank must call this.
+@dataclass(frozen=True)
+class Agreed:
+    """The result of the exchange, equal on all ranks."""
 
-    A rank whose doings are an error has nothing to say about its gradients.
-    """
-    counts = needs_norm and not any(what == ERROR for what, _ in said.doings)
-    dense = [bucket for bucket in buckets if not bucket.kind.expert]
-    sides = [_Side(groups.dense, dense, said, counts)]
-    if groups.expert is not None:
-        experts = [bucket for bucket in buckets if bucket.kind.expert]
-        sides.append(_Side(groups.expert, experts, said, counts))
-    alone = groups.model is None or groups.model.size == 1
-    if not needs_norm and alone and not any(side.has_peers for side in sides):
-        return Agreement(None, said.used, said.stops, said.alarm, said.late > 0)
-    squared, poison, stops, alarms, late, *rest = _add_up(groups, sides, exactly=False)
-    if needs_norm and not isfinite(squared) and not poison and leaves_overflow(sides[0].numbers.device):
-        squared, poison, _, _, _, *rest = _add_up(groups, sides, exactly=True)
-    everyones: set[Member] = set()
-    for side in sides:
-        everyones |= side.read(rest[: side.length])
-        rest = rest[side.length :]
-    ranks = 1 if said.averaged else groups.data_ranks
-    norm = float("nan") if poison else float(squared / ranks) ** 0.5
-    return Agreement(norm if needs_norm else None, everyones, stops > 0, alarms > 0, late > 0)
+    norm: float | None  # of the gradients, with their loss scale; None: not needed
+    used: set[Member]  # parameters that have a gradient on any rank
+    stops: bool = False  # any rank has received a signal to stop
+    alarm: bool = False  # background work has failed on any rank
+    late: bool = False  # any rank has gradients that must still be reduced
 
 
-def numbers_on(device: torch.device, values: Sequence[float]) -> Tensor:
-    """These numbers there. The host does not wait for the device, as it would to copy ordinary memory."""
-    here = torch.tensor(values, dtype=torch.float64, device="cpu")
-    if device.type == "cpu":
-        return here
-    if not has_fp64(device):
-        here = here.float()
-    return here.pin_memory().to(device, non_blocking=True)
+class Agreement:
+    """The all-reduce before a step, for the parameter groups that take part in steps."""
 
+    def __init__(self, groups: Groups, trained: Sequence[TrainedGroup], needs_norm: bool) -> None:
+        self.groups, self.needs_norm = groups, needs_norm
+        dense = [group for group in trained if not group.kind.expert]
+        self.sides = [_Side(groups.dense, dense)]
+        if groups.expert is not None:
+            experts = [group for group in trained if group.kind.expert]
+            self.sides.append(_Side(groups.expert, experts))
+        self.fail_late = [each for each in groups.communicators if each.fails_late]
+        model = groups.model is not None and groups.model.size > 1
+        self.has_peers = model or any(side.has_peers for side in self.sides)
 
-def _add_up(groups: Groups, sides: Sequence["_Side"], exactly: bool) -> list[float]:
-    """Everyone's squares, stops, alarms and late buckets, then marks and flags of each side."""
-    for side in sides:
-        side.add_up(exactly)
-    squares = torch.stack([side.numbers[:SQUARES] for side in sides])
-    if groups.between_experts is not None:
-        groups.between_experts.sum_numbers(squares[1], "squared gradient norm")
-    total = torch.cat([squares.sum(0), sides[0].numbers[STOPS:MARKS]])  # every rank has the dense side
-    if groups.model is not None:
-        groups.model.sum_numbers(total, "squared gradient norm")
-    numbers: list[float] = torch.cat([total, *(side.numbers[MARKS:] for side in sides)]).tolist()
-    for communicator in groups.communicators:  # the device has been waited for: what failed there is known
-        communicator.check("norm and parameters in use")
-    return numbers
+    def exchange(self, said: Said) -> Agreed:
+        """Sum norm, marks and flags over the ranks; raise if marks differ. Every rank must call this."""
+        # Gradients that are not averaged are always checked: one rank's NaN must skip the step on all ranks.
+        needs_norm = self.needs_norm or not said.averaged
+        if not (needs_norm or self.has_peers):
+            return Agreed(None, said.used, said.stops, said.alarm, said.late > 0)
+        groups, sides = self.groups, self.sides
+        # A rank with an error may have no valid gradients. It contributes zero, and all ranks raise anyway.
+        counts = needs_norm and (not said.doings or said.doings[-1][0] != ERROR)
+        squared, poison, stops, alarms, late, *rest = self._add_up(said, counts, exactly=False)
+        # The squares may overflow where the gradients do not. All ranks see the same sum, so all repeat it.
+        if needs_norm and not isfinite(squared) and not poison and leaves_overflow(sides[0].home):
+            squared, poison, _, _, _, *rest = self._add_up(said, counts, exactly=True)
+        used: set[Member] = set()
+        for side in sides:
+            used |= side.read(rest[: side.length], said)
+            rest = rest[side.length :]
+        if not needs_norm:
+            return Agreed(None, used, stops > 0, alarms > 0, late > 0)
+        ranks = 1 if said.averaged else groups.data_ranks
+        norm = float("nan") if poison else float(squared / ranks) ** 0.5
+        return Agreed(norm, used, stops > 0, alarms > 0, late > 0)
+
+    def _add_up(self, said: Said, counts: bool, exactly: bool) -> list[float]:
+        """Return the squares, stops, alarms and late groups of all ranks, then marks and flags by side."""
+        groups = self.groups
+        if len(self.sides) == 1 and groups.model is None:
+            total = self.sides[0].add_up(said, counts, exactly)
+        else:
+            vectors = [side.add_up(said, counts, exactly) for side in self.sides]
+            squares = torch.stack([vector[:SQUARES] for vector in vectors])
+            # Expert ranks hold different experts, and model-parallel ranks different parameters: both have
+            # squares of their own to add. Dense gradients are equal on all expert ranks.
+            if groups.between_experts is not None:
+                groups.between_experts.sum_numbers(squares[1], "squared gradient norm")
+            head = torch.cat([squares.sum(0), vectors[0][STOPS:MARKS]])  # every rank has the dense side
+            if groups.model is not None:
+                groups.model.sum_numbers(head, "squared gradient norm")
+            total = torch.cat([head, *(vector[MARKS:] for vector in vectors)])
+        numbers: list[float] = total.tolist()
+        for communicator in self.fail_late:  # `tolist` has waited for the device, so failures show by now
+            communicator.check("norm and parameters in use")
+        return numbers
 
 
 class _Side:
-    """The buckets of one pair of groups."""
+    """The parameter groups of one pair of process groups: the dense ones, or the experts."""
 
-    def __init__(self, pair: Pair, buckets: Sequence[Bucket], said: Said, counts: bool) -> None:
-        self.pair, self.buckets, self.counts = pair, list(buckets), counts
-        self.repeated = SQUARES if said.averaged else 0  # so many numbers are the same for all of `across`
+    def __init__(self, pair: Pair, groups: Sequence[TrainedGroup]) -> None:
+        self.pair, self.groups = pair, groups
         self.has_peers = pair.shard.size > 1 or pair.across.size > 1
-        self.members = [member for bucket in buckets for member in bucket.members]
+        self.members = [member for group in groups for member in group.members]
         self.length = FLAGS - MARKS + len(self.members)
-        self.doings = [*said.doings, *said.by_hand.of_all(self.members)]
-        self.slices = said.by_hand.of_slices(self.members)
-        mark = _mark_of(self.doings, MARK_BITS)
-        of_slices = _mark_of([pair.shard.rank, self.slices], SLICE_BITS) if self.slices else 0.0
-        marks = [mark, mark * mark, of_slices, of_slices * of_slices]
-        flags = (float(member in said.used) for member in self.members)
-        self.said = [float(said.stops), float(said.alarm), float(said.late), *marks, 0.0, *flags]
-        released = [bucket.flat for bucket in buckets if bucket.flat.released_at_rest]
-        kinds = {(flat.dtype, flat.kind.device) for flat in released if flat.kind.device.type != "meta"}
+        released = [group for group in groups if group.parameters.released_at_rest]
+        kinds = {(g.parameters.dtype, g.kind.device) for g in released if g.kind.device.type != "meta"}
         self.absent = [nothing(*kind) for kind in kinds]
-        self.numbers = torch.empty(0)
-
-    def add_up(self, exactly: bool) -> None:
-        """Sum over the ranks that share this state and, but for the squares, over those that repeat it."""
-        device = self.pair.shard.device
-        if device.type == "meta":  # a plan's numbers have values nevertheless
+        device = pair.shard.device
+        if device.type == "meta":  # a dry run on the meta device needs real numbers here
             device = torch.device("cpu")
-        home = device if has_fp64(device) else torch.device("cpu")
-        self.numbers = numbers_on(home, [*(self._on_host() if self.counts else (0.0, 0.0)), *self.said])
-        if self.absent:
-            self.numbers[SPOILT] = (~torch.stack([value.isnan() for value in self.absent])).sum()
-        if self.counts:
-            self.numbers[0] += squared_norm(_gradients(self.buckets, in_norm=True), device, exactly)
-            self.numbers[1] += ~all_finite(_gradients(self.buckets, in_norm=False), device)
-        what = "norm and parameters in use"
-        self.pair.shard.sum_numbers(self.numbers, what)
-        if self.pair.shard.size > 1 and self.pair.across.size > 1:
-            self.numbers[SLICES + 1] = self.numbers[SLICES].square()
-        self.pair.across.sum_numbers(self.numbers[self.repeated :], what)
+        self.device, self.home = device, device if has_fp64(device) else torch.device("cpu")
 
-    def _on_host(self) -> tuple[float, float]:
-        """Squares, and how many are not finite, of what was summed on the host, in the buckets' order."""
-        squares, poison = 0.0, 0.0
-        for bucket in self.buckets:
-            if bucket.down is not None and bucket.is_down and bucket.slice_is_valid:
-                squared = bucket.down.squared()
-                if bucket.kind.in_norm:
+    def add_up(self, said: Said, counts: bool, exactly: bool) -> Tensor:
+        """Return this side's vector, summed over its ranks. `counts`: include this rank's gradients."""
+        pair = self.pair
+        doings: list[Any] = [*said.doings]
+        mark_of_slices = 0.0
+        if said.by_hand.whole or said.by_hand.slices:
+            doings += said.by_hand.of_all(self.members)
+            if slices := said.by_hand.of_slices(self.members):
+                mark_of_slices = _mark_of([pair.shard.rank, slices], SLICE_BITS)
+        mark = _mark_of(doings, MARK_BITS)
+        gradients, apart, squares, poison = self._gradients() if counts else ([], [], 0.0, 0.0)
+        numbers = [squares, poison, float(said.stops), float(said.alarm), float(said.late), mark, mark * mark]
+        numbers += [mark_of_slices, mark_of_slices * mark_of_slices, 0.0]
+        numbers.extend(map(float, map(said.used.__contains__, self.members)))
+        vector = numbers_on(self.home, numbers)
+        for value in self.absent:
+            vector[SPOILT] += ~value.isnan()
+        if counts:  # device values are added on the device: only `tolist` waits for it
+            vector[0] += squared_norm(gradients, self.device, exactly)
+            if apart:
+                vector[1] += ~all_finite(apart, self.device)
+        what = "norm and parameters in use"
+        pair.shard.sum_numbers(vector, what)
+        if pair.across.size > 1:
+            if pair.shard.size > 1:
+                vector[SLICES + 1] = vector[SLICES].square()
+            # Replicas own the same averaged gradients: leave their squares out of the sum.
+            pair.across.sum_numbers(vector[SQUARES if said.averaged else 0 :], what)
+        return vector
+
+    def _gradients(self) -> tuple[list[Tensor], list[Tensor], float, float]:
+        """Return this rank's gradients: on the device in the norm, on the device outside of it, and two sums.
+
+        The sums are over slices in host memory: squares in the norm, non-finite slices outside of it.
+        """
+        gradients, apart, squares, poison = list[Tensor](), list[Tensor](), 0.0, 0.0
+        for group in self.groups:
+            mine = group.gradients
+            if not mine.is_down:
+                (gradients if group.kind.in_norm else apart).extend(mine.averaged_gradients())
+            elif mine.down is not None and mine.slice_is_valid:
+                squared = mine.down.squared()
+                if group.kind.in_norm:
                     squares += squared
                 else:
                     poison += not isfinite(squared)
-        return squares, poison
+        return gradients, apart, squares, poison
 
-    def read(self, numbers: Sequence[float]) -> set[Member]:
-        """The parameters with a gradient; raise if ranks would do different things."""
-        marks, squared, slices, squared_slices, spoilt, *flags = numbers
+    def read(self, numbers: Sequence[float], said: Said) -> set[Member]:
+        """Return the parameters with a gradient on any rank. Raise if ranks are about to diverge."""
+        marks, squared, slices, squared_slices, spoilt = numbers[:5]
         if spoilt:
-            for absent in self.absent:
+            for absent in self.absent:  # repair the shared placeholder, so that it reads as NaN again
                 absent.fill_(float("nan"))
             raise RuntimeError(SPOILT_BY)
-        ranks = self.pair.shard.size * self.pair.across.size
+        ranks, copies = self.pair.shard.size * self.pair.across.size, self.pair.across.size
+        # The numbers are sums over all ranks, so all ranks take the same branch into the collectives below.
         if ranks * int(squared) != int(marks) ** 2:
-            self._look_closer()
-        copies = self.pair.across.size
+            self._look_closer([*said.doings, *said.by_hand.of_all(self.members)])
         if copies > 1 and copies * int(squared_slices) != int(slices) ** 2:
-            self._compare_slices()
-        return {member for member, flag in zip(self.members, flags, strict=True) if flag}
+            self._compare_slices(said.by_hand.of_slices(self.members))
+        return set(compress(self.members, numbers[5:]))
 
-    def _look_closer(self) -> None:
-        everyones = self.pair.everyones(dict(self.doings), "what ranks would do")
+    def _look_closer(self, doings: Doings) -> None:
+        """Gather the planned actions of all ranks, and raise DisagreementError with those that differ."""
+        everyones = self.pair.everyones(dict(doings), "what ranks would do")
         keys = list(dict.fromkeys(key for each in everyones for key in each))
         differing = [key for key in keys if len({repr(each.get(key)) for each in everyones}) > 1]
         if differing == [WRITTEN]:
-            self._compare_parameters()  # some may only have written there and back, as rank 0 to evaluate
+            # Some ranks may have written and restored the same values, such as rank 0 to evaluate.
+            self._compare_parameters()
             return
         told = "; ".join(
             f"{key}: "
@@ -216,11 +239,11 @@ class _Side:
         remedy = REMEDY if all(key.endswith(BY_HAND) for key in differing) else ALIKE
         raise DisagreementError(f"the ranks would not take the same step: {told}. {remedy}")
 
-    def _compare_slices(self) -> None:
-        """Raise on every rank if ranks that repeat a slice have written different values to it."""
-        everyones = self.pair.everyones(dict(self.slices), "what was written to slices")
+    def _compare_slices(self, slices: Sequence[tuple[str, str]]) -> None:
+        """Raise on every rank if user code wrote different values to replicas of a slice."""
+        everyones = self.pair.everyones(dict(slices), "what was written to slices")
         size, told = self.pair.shard.size, list[str]()
-        for first in range(size):  # of this slice
+        for first in range(size):  # the first replica's rank; `size` ranks further on is the next one
             copies = {rank: everyones[rank] for rank in range(first, len(everyones), size)}
             for key in dict.fromkeys(key for each in copies.values() for key in each):
                 if len({each.get(key) for each in copies.values()}) > 1:
@@ -235,8 +258,9 @@ class _Side:
             )
 
     def _compare_parameters(self) -> None:
-        whole = [bucket.flat for bucket in self.buckets if not bucket.flat.released_at_rest]
-        hashes = {m.name: digest(m.param) for flat in whole for m in flat.members}
+        """Raise DisagreementError on every rank if whole parameters differ between ranks."""
+        whole = [group for group in self.groups if not group.parameters.released_at_rest]
+        hashes = {m.name: digest(m.param) for group in whole for m in group.members}
         everyones = self.pair.everyones(hashes, "parameters")
         differing = [name for name in hashes if len({each[name] for each in everyones}) > 1]
         if differing:
@@ -247,9 +271,14 @@ class _Side:
             )
 
 
-def _gradients(buckets: Sequence[Bucket], in_norm: bool) -> list[Tensor]:
-    here = [bucket for bucket in buckets if bucket.kind.in_norm == in_norm and not bucket.is_down]
-    return [tensor for bucket in here for tensor in bucket.averaged_gradients()]
+def numbers_on(device: torch.device, values: Sequence[float]) -> Tensor:
+    """Copy these numbers to the device through pinned memory, so that the host does not wait for it."""
+    here = torch.tensor(values, dtype=torch.float64, device="cpu")
+    if device.type == "cpu":
+        return here
+    if not has_fp64(device):
+        here = here.float()
+    return here.pin_memory().to(device, non_blocking=True)
 
 
 def _mark_of(what: Any, bits: int) -> float:
@@ -259,18 +288,28 @@ def _mark_of(what: Any, bits: int) -> float:
 def doings_of(
     param_groups: Sequence[Mapping[str, Any]], so_far: Doings, written: str, failure: Exception | None
 ) -> Doings:
-    """What every rank must do alike in this step. `written`: a digest of what parameters were given."""
+    """List what every rank must do alike in this step.
+
+    `so_far`: keys and values to begin with. `written`: a digest of values that user code wrote to parameters.
+    `failure` comes last, under the key `ERROR`.
+    """
     doings: list[tuple[str, Any]] = [*so_far, (WRITTEN, written)]
     for number, group in enumerate(param_groups):
-        named = ((key, _comparable(value)) for key, value in group.items() if key != "params")
-        doings += [(f"{key} of group {number}", value) for key, value in named if value is not None]
+        for key, value in group.items():
+            if key == "params":
+                continue
+            kind = type(value)
+            if not (kind in PLAIN or (kind is tuple and PLAIN.issuperset(map(type, value)))):
+                value = _comparable(value)
+            if value is not None:
+                doings.append((f"{key} of group {number}", value))
     if failure is not None:
         doings.append((ERROR, str(failure)))
     return doings
 
 
 def _comparable(value: Any) -> Any:
-    """An option in a form that has the same text on every rank, or None if there is none."""
+    """Convert an option to a form whose `repr` is equal on every rank; None if there is no such form."""
     if isinstance(value, Tensor):
         return float(value) if value.numel() == 1 and value.device.type == "cpu" else None
     if isinstance(value, (tuple, list)):
@@ -278,9 +317,9 @@ def _comparable(value: Any) -> Any:
     return value if isinstance(value, (bool, int, float, str)) else None
 
 
-def refuse_unused(groups: Groups, buckets: Sequence[Bucket], used: Container[Member]) -> None:
-    """Raise on every rank if any rank lacks the gradient of a parameter that is trained."""
-    members = (m for bucket in buckets for m in bucket.members if m.param.requires_grad)
+def refuse_unused(groups: Groups, trained: Sequence[TrainedGroup], used: Container[Member]) -> None:
+    """Raise on every rank if any rank lacks the gradient of a trained parameter."""
+    members = (m for group in trained for m in group.members if m.param.requires_grad)
     unused = told_by_all(groups, [m.name for m in members if m not in used], "unused parameters")
     if unused:
         raise ValueError(
@@ -289,20 +328,17 @@ def refuse_unused(groups: Groups, buckets: Sequence[Bucket], used: Container[Mem
         )
 
 
-def refuse_lost(groups: Groups, waiting: Waiting) -> None:
-    """Raise on every rank if some of what waits elsewhere is gone on any rank. Every rank must call this."""
-    if waiting.can_lose:
-        refuse_on_all(groups, waiting.lost)
-
-
 def refuse_on_all(groups: Groups, problem: str) -> None:
-    """Raise on every rank if any rank has a problem, in words. Every rank must call this."""
+    """Raise on every rank if any rank's `problem`, a message, is not empty. Every rank must call this."""
     if told := told_by_all(groups, [problem] if problem else [], "what went wrong"):
         raise RuntimeError("; ".join(sorted(told)))
 
 
 def told_by_all(groups: Groups, mine: Sequence[str], what: str) -> list[str]:
-    """What any rank has to tell, each once, in the order of ranks. Every rank must call this."""
+    """Collect the messages of all ranks, without duplicates, by rank. Every rank must call this.
+
+    One number is summed first: as a rule no rank has a message, and the objects need not be gathered.
+    """
     device = groups.dense.shard.device
     count = numbers_on(torch.device("cpu") if device.type == "meta" else device, [len(mine)])
     for group in groups.everyone:

@@ -1,4 +1,4 @@
-"""Work of an optimizer that goes on beside its steps, such as the writing of a checkpoint."""
+"""Background work of an optimizer during later steps, such as an asynchronous checkpoint."""
 
 from typing import NoReturn, Protocol
 
@@ -9,22 +9,22 @@ ELSEWHERE = (
 
 
 class Beside(Protocol):
-    """Such work, of which the next step hears."""
+    """Background work on one rank. The next step raises on all ranks if it has failed on one."""
 
     def has_failed(self) -> bool:
         """Whether `wait` would raise, as far as this rank knows by now."""
 
     def wait(self) -> None:
-        """Wait until it is done. Raises what has failed, once."""
+        """Wait until the work is done. Raises its error, once."""
 
     def close(self) -> None:
-        """Wait, and let go of memory."""
+        """Wait, and free memory."""
 
 
 def raise_failure(known: str, work: Beside | None) -> NoReturn:
-    """It has failed on some rank: raise that on this one, which may not have heard of it yet.
+    """Raise on this rank that background work has failed on some rank.
 
-    `known`: in words, what this rank knows of already.
+    `known`: the message, if this rank has one already.
     """
     if known:
         raise RuntimeError(known)

@@ -1,46 +1,46 @@
-"""Whether what was copied between a device and the host has arrived: every rank hears of a failure."""
+"""Wait for pending host-device copies, and raise on every rank if one of them failed.
+
+Only runs whose optimizer state is offloaded have such copies.
+"""
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 from zero_full.errors import CopyError
-from zero_full.shard.group.gradients import Bucket
-from zero_full.shard.group.master import Owned
+from zero_full.shard.group.parameter_group import TrainedGroup
 from zero_full.shard.group.process_groups import Groups
 from zero_full.shard.step.agreement import told_by_all
 
 
-def await_gradients(buckets: Iterable[Bucket]) -> Exception | None:
-    """Until all gradients are where they are stepped. Returns what has failed."""
+def await_gradients(trained: Iterable[TrainedGroup]) -> Exception | None:
+    """Wait until all gradients are on the host, where they are stepped. Returns the first error."""
     failure: Exception | None = None
-    for bucket in buckets:
+    for gradients in (group.gradients for group in trained):
         try:
-            bucket.averaged_slice()
+            gradients.averaged_slice()
         except CopyError as error:
             failure = failure or error
-        if bucket.down is not None:
-            bucket.down.flow.wait_for_copies()
+        if gradients.down is not None:
+            gradients.down.flow.wait_for_copies()
     return failure
 
 
-def collect(owned: Owned) -> None:
-    """Everyone's slice of these parameters to everyone, when this rank's is there.
+def collect(group: TrainedGroup) -> None:
+    """All-gather a group's parameters once this rank's slice is on the device.
 
-    If its copy has failed the others get what there is, and hear of it afterwards: `await_parameters`.
+    If the copy of the slice failed, the other ranks get stale values, and `await_parameters` raises on all.
     """
-    with suppress(CopyError):
-        owned.settle()
-    owned.flat.collect()
+    with suppress(CopyError):  # raising here would leave the other ranks waiting in the all-gather
+        group.master.settle()
+    group.parameters.collect()
 
 
-def await_parameters(groups: Groups, everything: Sequence[Owned]) -> None:
-    """Until all parameters are on the device; raise on every rank if some rank's are not."""
-    if not any(owned.flow is not None for owned in everything):
-        return
+def await_parameters(groups: Groups, trained: Sequence[TrainedGroup]) -> None:
+    """Wait until all parameters are on the device; raise on every rank if a copy failed on one of them."""
     failures: list[Exception] = []
-    for owned in everything:
+    for group in trained:
         try:
-            owned.settle()
+            group.master.settle()
         except CopyError as error:
             failures.append(error)
     mine = [f"rank {groups.dense.shard.rank}: {failures[0]}"] if failures else []

@@ -1,13 +1,29 @@
-"""`ZeroOptimizer`: any elementwise optimizer, stepping only this rank's slices.
+"""`ZeroOptimizer`: wraps any elementwise optimizer, and steps this rank's slices of the parameters only.
 
-It stands where the optimizer it wraps stood: same `param_groups` (so schedulers work), `step`,
-`zero_grad`, `state_dict`. Which stage it is, is a setting of its parts.
+It takes the place of the optimizer that it wraps: same `param_groups` (so LR schedulers work), `step`,
+`zero_grad` and `state_dict`. The ZeRO stage is a setting of the parts that this class is built from.
+
+[Note: a step] A step is five functions over values:
+
+    collect   reduce gradients that backward left unreduced; adopt what user code did since the last step, or
+              raise
+    agree     sum one vector over the ranks: gradient norm, flags, and a check that all ranks do the same
+    decide    apply or skip, and the factor of the gradients, from values that are equal on all ranks
+    update    the stepper updates this rank's slices, part by part
+    publish   all-gather the new parameters where they are kept whole
+
+Options change the step at these points. A run without an option executes none of its code.
+
+    delayed updates      completed before `collect`, and begun in place of `update`   `delayed_update.py`
+    speculative steps    committed in `update`                                        `speculative.py`
+    offloaded state      waits for its copies in `collect` and `publish`              `copy_waits.py`
 """
 
 import logging
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
+import sys
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from math import isfinite
 from typing import Any
@@ -17,44 +33,56 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.utils.hooks import RemovableHandle
 
-from zero_full._compat import load_hooks, mark_stepped, state_dict_hooks
+from zero_full._compat import STEPPED, load_hooks, plain, state_dict_hooks
 from zero_full.comm.lane import lane_for
-from zero_full.errors import NotFiniteError
+from zero_full.comm.topology import this_rank
+from zero_full.errors import CommunicationError, NotFiniteError
 from zero_full.offload import Waiting
 from zero_full.optim.step import loss_of
-from zero_full.precision.scaler import StaticScale
+from zero_full.precision.scaler import DynamicScale, StaticScale
 from zero_full.settings import Settings
-from zero_full.shard.contents.rank_state import load_own_part, own_part
-from zero_full.shard.contents.state import Contents
+from zero_full.shard.contents.rank_state import (
+    facts_of,
+    own_part,
+    refuse_other_facts,
+    refuse_other_rank,
+    take_facts,
+)
+from zero_full.shard.contents.state import Contents, NewState, OwnPart
 from zero_full.shard.deal.dealer import Sharded
-from zero_full.shard.group import master as owned_state
 from zero_full.shard.group.grad_placeholder import Found
-from zero_full.shard.group.gradients import Bucket
 from zero_full.shard.group.offloaded_storages import OffloadedStorages
 from zero_full.shard.group.optimizer_state import OFFLOADED
-from zero_full.shard.group.parameters import FlatParameter, GatherState, Member
+from zero_full.shard.group.parameter_group import ParameterGroup, TrainedGroup, cut_state, holdings
+from zero_full.shard.group.parameters import GatherState, Member
 from zero_full.shard.group.process_groups import Groups
-from zero_full.shard.group.registry import register
-from zero_full.shard.guards.local_steps import meet, refuse_frozen, refuse_thawed, refuse_writes
+from zero_full.shard.group.registry import register, unregister
+from zero_full.shard.guards.guard import Guard
+from zero_full.shard.guards.local_steps import LocalSteps, check_thawed
 from zero_full.shard.guards.model_watch import ModelWatch, ParameterWrites
 from zero_full.shard.guards.unfinished_step import UnfinishedStep
 from zero_full.shard.passes.gather import ParameterGatherer
-from zero_full.shard.passes.grad_state import KeptGradients
 from zero_full.shard.passes.reduce import GradientReducer
-from zero_full.shard.step.agreement import Said, agree, doings_of, refuse_lost, refuse_unused
+from zero_full.shard.step.agreement import (
+    Agreed,
+    Agreement,
+    Said,
+    doings_of,
+    refuse_on_all,
+    refuse_unused,
+)
 from zero_full.shard.step.background_work import Beside, raise_failure
 from zero_full.shard.step.copy_waits import await_gradients, await_parameters, collect
-from zero_full.shard.step.delayed_update import DelayedUpdates
-from zero_full.shard.step.optimizer_proxy import InItsPlace
+from zero_full.shard.step.delayed_update import LACKING, DelayedUpdates, Update
 from zero_full.shard.step.report import NonFinite, StepReport
 from zero_full.shard.step.stop_signals import SIGNALS, StopSignals
-from zero_full.shard.step.teardown import leave_model
 from zero_full.shard.step.update import Steppers
 from zero_full.shard.step.wrapped_optimizer import (
     AFTER,
     BEFORE,
     Base,
     NoOptimizer,
+    OptimizerProxy,
     listed_in,
     refuse_gradients,
     refuse_unusable,
@@ -66,8 +94,28 @@ log = logging.getLogger("zero_full")
 CLOSED = "step after destroy: initialize the model again"
 
 
-class ZeroOptimizer(InItsPlace):
-    """Steps this rank's pieces of a model's parameters, in the place of the optimizer that it wraps."""
+@dataclass(frozen=True)
+class Collected:
+    """This rank's input to the exchange of a step."""
+
+    scale: float  # the loss scale of the gradients
+    averaged: bool  # True: averaged gradients; False: each rank's own
+    failure: Exception | None  # why this rank cannot step; raised after the exchange, where other ranks wait
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The decision about a step, equal on all ranks."""
+
+    applies: bool  # False: the step is skipped
+    finite: bool  # no gradient of any rank is inf or NaN
+    norm: float | None  # of the averaged gradients, unscaled; None: not needed
+    used: set[Member]  # parameters that have a gradient on any rank
+    publishes: bool = False  # parameters have new values, to be sent to every rank
+
+
+class ZeroOptimizer(OptimizerProxy):
+    """Optimizer proxy that steps this rank's pieces of a model's parameters with the wrapped optimizer."""
 
     def __init__(
         self,
@@ -79,82 +127,99 @@ class ZeroOptimizer(InItsPlace):
         scaler: StaticScale,
     ) -> None:
         self.base, self.parts, self.groups = base, parts, groups
-        # torch's own constructor would copy the groups; here they stay the wrapped optimizer's. This makes
-        # the rest of what torch keeps: hooks, and the names that profilers show.
+        # Optimizer.__init__ would copy the param groups, which must stay the wrapped optimizer's own lists.
+        # __setstate__ creates torch's other attributes: hooks, and the names that profilers show.
         self.__setstate__({})
-        self.own_state = owned_state.cut_state(base, parts.owned, settings.dtypes)
-        self.contents = Contents(base, parts, groups, settings.dtypes)
+        self.trained, self.settings, self.scaler = parts.trained, settings, scaler
+        self.own_state = cut_state(base, parts.trained, settings.dtypes)
         self.redirected = Base(base, self)
-        self.owned, self.frozen, self.buckets = parts.owned, parts.frozen, parts.buckets
-        self.owned_of = {owned.flat: owned for owned in parts.owned}
-        self.settings, self.scaler = settings, scaler
-        self.lane = lane_for(groups.dense.shard.device, settings.overlap)
+        device = groups.dense.shard.device
+        self.lane = lane_for(device, settings.overlap)
         self.waiting = Waiting(settings.tier, parts.shelf)
+        self.can_lose = self.waiting.can_lose  # state is in files, of which a read may fail
         self.report = NonFinite()
         self.signals = StopSignals()
         self.last: StepReport | None = None
-        self.steppers = Steppers(self.redirected, settings.dtypes, self.lane, settings.tier)
-        self.steppers.attach(self.owned)
-        self.contents.stepper, self.contents.owners = self.steppers.kept, self.steppers.owners
-        self.delayed = DelayedUpdates(self)
+        self.steppers = Steppers(self.redirected, settings.dtypes, self.lane, settings.tier, self.trained)
+        self.steppers.attach(self.trained)
+        self.contents = Contents(
+            base, parts, groups, settings.dtypes, self.steppers.kept, self.steppers.owners
+        )
         self.closed = self.states_offloaded = False
         self.offloaded = OffloadedStorages()
-        self.writes = ParameterWrites(m for v in self.flats() if not v.released_at_rest for m in v.members)
         self.has_peers = any(each.size > 1 for each in groups.communicators)
         self.unfinished = UnfinishedStep(self.has_peers)
-        self.at_step: list[Callable[[], None]] = []  # what counts a step: its effect is complete then
-        self.calls = 0  # of step
+        self.at_step: list[Callable[[], None]] = []  # callbacks at the end of a step, applied or skipped
+        self.calls = 0  # calls of `step`, which the ranks compare
         self.said_nothing_to_do = False
-        self.beside: Beside | None = None  # a checkpoint that is being written
+        self.beside: Beside | None = None  # the asynchronous checkpoint that is being written
         register(self, model.parameters())
-        register(self, (m.param for flat in self.flats() for m in flat.members))
+        register(self, (m.param for group in parts.groups for m in group.members))
         self.listed = listed_in(self.param_groups)
         self.watch = ModelWatch(model, [m.param for m in self._members()], bool(parts.sites))
-        self.reducer = GradientReducer(self.buckets, self.lane, settings)
-        self.reducer.before_waking = partial(refuse_thawed, self)
-        self.reducer.on_waking = self._wake
-        self.reducer.backward.at_begin += [partial(self.unfinished.refuse, "backward"), self.take_back_moved]
-        self.gradients = KeptGradients(scaler, self.reducer)
-        self.gradients.averages = self.steppers.averages
-        for bucket in self.buckets:
-            bucket.averages = self.steppers.averages
-        self.reducer.hands_back = isinstance(base, NoOptimizer)
-        self.steppers.step_early(self.owned, partial(self.gradients.factor, None, 0.0))
+        self.writes = ParameterWrites(parts.groups)
+        self.guards: list[Guard] = [self.watch, self.writes]  # checked before a forward and a step
+        self.local_steps: LocalSteps | None = None  # checked before a step only
+        if self.steppers.own is not None:
+            self.local_steps = LocalSteps(base, self.steppers.own, self.trained, self.writes)
+        self.reducer = GradientReducer(
+            self.trained,
+            self.lane,
+            settings,
+            scaler,
+            parts.spares,
+            averages=None if self.steppers.own is None else self.steppers.averages,
+            begins=self._before_backward,
+            thaws=partial(check_thawed, self.contents.stepper),
+            wakes=self._wake,
+            hands_back=isinstance(base, NoOptimizer),
+        )
+        self.gradients = self.reducer.state
+        self._look_at_awake()
+        if settings.tier.step_early:
+            self.steppers.step_early(self.trained, partial(self.gradients.factor, None, 0.0))
+        self.delayed: DelayedUpdates | None = None
+        if settings.tier.delay_after is not None and device.type != "meta":
+            self.delayed = DelayedUpdates(base, self.own_state, groups, settings.tier.delay_after)
+            if self.awake:
+                self.delayed.check(self.steppers.choose(self.awake))
         self.hooks: list[Any] = refuse_gradients(base, model, settings.stage)
-        self.guards: list[RemovableHandle] = []  # on the model's state_dict
+        self.state_dict_guards: list[RemovableHandle] = []  # hooks on the model's state_dict
+        # The gatherer has its own lane: a prefetch must not wait behind a gradient reduction.
         self.gatherer: ParameterGatherer | None = None
         if parts.sites:
-            beside = lane_for(groups.dense.shard.device, settings.overlap)
+            beside = lane_for(device, settings.overlap)
             limits = settings.gathering
             self.gatherer = ParameterGatherer(model, parts.sites, beside, limits, self.reducer, parts.shelf)
 
-    def flats(self) -> list[FlatParameter]:
-        """All flat buffers of parameters."""
-        return self.parts.flats
-
     def _members(self) -> list[Member]:
-        return [member for bucket in self.buckets for member in bucket.members]
+        return [member for group in self.trained for member in group.members]
 
-    def _wake(self, bucket: Bucket) -> None:
-        """A bucket has woken up: its pieces are others now."""
-        owned = self.owned_of[bucket.flat]
-        owned.wake()
-        for member, piece in owned.pieces.items():
+    def _look_at_awake(self) -> None:
+        """Note which groups take part in steps: those with a trainable parameter, now or earlier."""
+        self.awake = [group for group in self.trained if not group.asleep]
+        self.agreement = Agreement(self.groups, self.awake, self.settings.needs_norm)
+
+    def _wake(self, group: TrainedGroup) -> None:
+        """Add the pieces of a group that is trained from now on to the optimizer's state."""
+        for member, piece in group.master.pieces.items():
             self.own_state.add(piece.master, member.param)
-        self.steppers.attach(self.owned)
-
-    # Steps ---------------------------------------------------------------------------------------
+        self.steppers.attach(self.trained)
+        self._look_at_awake()
 
     def __repr__(self) -> str:
-        return f"ZeroOptimizer(stage {self.settings.stage}, {len(self.buckets)} buckets, {self.base!r})"
+        return f"ZeroOptimizer(stage {self.settings.stage}, {len(self.trained)} buckets, {self.base!r})"
+
+    # A step: see [Note: a step] ------------------------------------------------------------------
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Average what is left, step this rank's slices, send them to everyone. `last` says what happened.
+        """Average the remaining gradients, step this rank's slices and all-gather the parameters.
 
-        `closure` is called once, before that, to run forward and backward; what it returns is returned.
+        `closure` is called once at the beginning, to run forward and backward, and its result is returned.
+        `last` reports whether the step was applied. Every rank must call this.
         """
-        loss = loss_of(closure)
+        loss = loss_of(closure) if closure is not None else None
         self.unfinished.refuse("step")
         self.last = None
         self.calls += 1
@@ -163,153 +228,304 @@ class ZeroOptimizer(InItsPlace):
         return loss
 
     def _step(self) -> None:
-        self.finish_update()
-        self._take_step(*self._look_around())
-
-    def _take_step(self, found: Found, failure: Exception | None) -> None:
-        if not (self.has_peers or self.reducer.began or found.written or failure):
+        """Run the phases of [Note: a step]."""
+        if self.delayed is not None:
+            self.finish_update()  # it writes the masters and state that this step's update begins from
+        collected = self._collect()
+        if collected is None:
             return self._say_nothing_to_do()  # like torch: no gradients, no step
-        self.reducer.flush()
-        failure = failure or await_gradients(self.awake)
+        agreed = self._agree(collected)
+        if not agreed.used:
+            return self._say_nothing_to_do()
+        decision = self._decide(agreed)
+        if decision.applies:
+            decision = self._update(decision)
+        if decision.publishes:
+            self.publish(self.awake)
+        self._count(decision, collected.scale)
+
+    def _collect(self) -> Collected | None:
+        """Reduce gradients that backward left unreduced, and adopt those that user code wrote or cleared.
+
+        Returns None if there are no gradients. An error is returned in `failure` and not raised yet, because
+        the other ranks are on their way into the exchange, where they learn of it.
+        """
+        found, failure = self._look_around()
+        reducer = self.reducer
+        if not (self.has_peers or reducer.began or found.written or failure):
+            return None  # with peers, another rank may have gradients: always go on to the exchange
+        reducer.flush()
+        if self.parts.flow is not None:
+            failure = failure or await_gradients(self.awake)
         for member, gradient in () if failure else found.written:
-            self.reducer.put(member, gradient)
-        self.gradients.refuse_two_scales()
-        averaged = self.gradients.begin_step()
-        scale, gathered = self.scaler.scale, self.gatherer.trail if self.gatherer is not None else 0
+            reducer.put(member, gradient)
+        scale, averaged = self.gradients.begin_step()
+        return Collected(scale, averaged, failure)
+
+    def _look_around(self) -> tuple[Found, Exception | None]:
+        """Find gradients that user code wrote or cleared since the last step. Returns them and any error."""
+        if self.closed or self.states_offloaded:
+            raise RuntimeError(OFFLOADED if self.states_offloaded else CLOSED)
+        if isinstance(self.base, NoOptimizer):
+            self.redirected.own_step()  # raises, with a remedy
+        backward = self.reducer.backward
+        if backward.failed or backward.running:
+            raise RuntimeError("the last backward pass has failed: call zero_grad before the next forward")
+        try:
+            self.redirected.run_step_hooks(BEFORE)
+            if self.base.state is not self.own_state:
+                self._take_back_state()
+            refuse_unusable(self.base.param_groups, self.listed)
+            if self.local_steps is not None:
+                self.local_steps.check()
+            for group in self.trained:
+                if group.master.is_separate:
+                    group.master.follow_master()
+            self.look_at_model()  # behind masters, which would overwrite tensors assigned to `param.data`
+            if self.parts.flow is not None:
+                for group in self.trained:
+                    group.master.take_written()
+            if self.settings.needs_norm:
+                for group in self.reducer.alone:
+                    group.gradients.refuse_sparse()
+            return self.reducer.take_in(), None
+        except Exception as error:  # a user's step hook may raise any type
+            return Found(), error
+
+    def _agree(self, collected: Collected) -> Agreed:
+        """Exchange norm, flags and planned actions with all ranks, and raise on every rank if they differ."""
+        reducer, failure = self.reducer, collected.failure
+        # Equal on all ranks in a correct program. The order of this list is the order in an error message.
         so_far: list[tuple[str, Any]] = [
             ("call of step", self.calls),
-            ("order of gathers", gathered),
-            ("loss scale", scale),
+            ("order of gathers", self.gatherer.trail if self.gatherer is not None else 0),
+            ("loss scale", collected.scale),
+            ("order of reductions", reducer.trail),
+            ("signals watched", self.signals.told),
         ]
-        so_far += [("order of reductions", self.reducer.trail), ("signals watched", self.signals.told)]
-        written = "" if self.contents.stepper.is_apart else self.writes.digest()  # there it is refused
-        doings = doings_of(self.param_groups, so_far, written, failure)
-        alarm = bool(self.waiting.trouble) or (self.beside is not None and self.beside.has_failed())
-        stops, by_hand = self.signals.came is not None, self.reducer.written
-        said = Said(self.reducer.used, doings, stops, alarm, averaged, by_hand, len(self.reducer.late))
-        needs_norm = self.settings.needs_norm or not averaged
-        agreed = agree(self.groups, self.awake, said, needs_norm)
+        is_apart = self.local_steps is not None and self.contents.stepper.is_apart
+        # While ranks are apart their parameters differ by design, and a write has raised in LocalSteps.
+        written = "" if is_apart else self.writes.digest()
+        doings = doings_of(self.base.param_groups, so_far, written, failure)
+        alarm = self.can_lose and bool(self.waiting.trouble)
+        alarm = alarm or (self.beside is not None and self.beside.has_failed())
+        stops, by_hand = self.signals.came is not None, reducer.written
+        said = Said(reducer.used, doings, stops, alarm, collected.averaged, by_hand, len(reducer.late))
+        agreed = self.agreement.exchange(said)
         if agreed.late and failure is None:
-            self.reducer.reduce_late()
-            agreed = agree(self.groups, self.awake, replace(said, late=0), needs_norm)
+            # All ranks get here together: `late` is equal on all, and a failure of only some has raised.
+            reducer.reduce_late()
+            agreed = self.agreement.exchange(replace(said, late=0))
         self.signals.requested |= agreed.stops
         if failure is not None:
             raise failure
+        # Only now: after an error the same writes must be compared again when the step is repeated.
         self.writes.forget()
-        by_hand.forget()
+        if by_hand.whole or by_hand.slices:
+            by_hand.forget()
         if agreed.alarm:
             raise_failure(self.waiting.trouble, self.beside)
-        if not agreed.used:
-            return self._say_nothing_to_do()  # the same, on all ranks
+        return agreed
+
+    def _decide(self, agreed: Agreed) -> Decision:
+        """Decide to apply or skip the step, from values that are equal on all ranks."""
         if self.settings.refuse_unused:
             refuse_unused(self.groups, self.awake, self.reducer.used)
         norm = None if agreed.norm is None else agreed.norm / self.gradients.scale
         finite = norm is None or isfinite(norm)
-        apply = finite or (averaged and not self.settings.check_overflow)
+        applies = finite or (not self.gradients.are_own and not self.settings.check_overflow)
         if not finite:
-            self.report.tell(self.buckets, self.groups.everyone, apply, self.scaler)
+            self.report.tell(self.trained, self.groups.everyone, applies, self.scaler)
+        return Decision(applies, finite, norm, agreed.used)
+
+    def _update(self, decision: Decision) -> Decision:
+        """Step this rank's slices. Returns the decision with what is to be published.
+
+        It becomes a skip if an average that the stepper itself computes is not finite. All ranks see that
+        before any of them has changed anything.
+        """
+        factor = self.gradients.factor(decision.norm, self.settings.clip)
+        used = decision.used
+        if self.gradients.are_own:
+            used = self.steppers.concerned(self.trained, used)
+        stepped = [group for group in self.awake if not used.isdisjoint(group.members)]
+        stepper = self.steppers.choose(stepped)
+        if self.delayed is not None and self.delayed.is_due(stepper):
+            self.unfinished.change()
+            self.delayed.begin(stepper, stepped, used, factor)
+            self.gradients.note_step(factor, multiplied=not stepper.fuses)
+            setattr(self.base, STEPPED, True)
+            self.writes.forget()
+            return decision
+        parts = self.steppers.parts(stepper, stepped, self.settings, self.parts.flow)
+        on_change = self.unfinished.change
+        if not stepper.fuses and factor != 1.0:
+            on_change = partial(self._begin_to_change, factor)
         try:
-            if apply:
-                self._update(norm, agreed.used)
-        except NotFiniteError as error:  # on all ranks, and nothing has changed
-            finite = apply = False
+            self.steppers.step(stepper, self.trained, parts, used, factor, on_change)
+        except NotFiniteError as error:
             self.report.tell_average(error, self.scaler)
-        self.unfinished.change()  # also of a step that is skipped: its scale and counters
-        self.last = StepReport(apply, norm, scale)
+            return replace(decision, finite=False, applies=False)
+        if self.can_lose:  # raise on every rank before the all-gather spreads slices of a failed read
+            refuse_on_all(self.groups, self.waiting.lost)
+        self.gradients.note_step(factor, multiplied=not stepper.fuses)
+        setattr(self.base, STEPPED, True)
+        # As torch's optimizers do: backward through a graph from before this step must raise, because the
+        # parameters that it has saved have changed in place.
+        moved = []
+        for group in stepped:
+            moved += (
+                group.parameters.params
+                if used.issuperset(group.members)
+                else [m.param for m in group.members if m in used]
+            )
+        increment_version(moved)
+        for group in stepped:  # the new counters are our own writes, not user code's
+            group.master.note_versions()
+        self.writes.forget()
+        return replace(decision, publishes=True)
+
+    def _begin_to_change(self, factor: float) -> None:
+        self.unfinished.change()
+        self.gradients.multiply(factor)
+
+    def publish(self, trained: Sequence[TrainedGroup]) -> None:
+        """All-gather parameters that are kept whole from the ranks' slices. Every rank must call this.
+
+        On an accelerator the current stream waits for the new values, not the host. The all-gather does not
+        overlap the next forward, because module hooks would miss some readers of a weight: a view that user
+        code has kept, a captured CUDA graph, a moving average, code that writes to it.
+        """
+        if self.gatherer is not None:
+            self.gatherer.release_all()
+        here, flow, pending = self.lane.producer(), self.parts.flow, []
+        for group in trained:
+            parameters = group.parameters
+            parameters.node_copy = None  # it has the old values
+            if parameters.state is GatherState.WHOLE:
+                job = parameters.collect if flow is None else partial(collect, group)
+                pending.append(self.lane.submit(job, [parameters.full], [here]))
+        for each in pending:
+            each.wait()
+        if flow is not None:
+            await_parameters(self.groups, trained)
+
+    def _count(self, decision: Decision, scale: float) -> None:
+        """Record a step that was applied or skipped, and update a dynamic loss scale."""
+        self.unfinished.change()  # a skipped step, too, changes the loss scale and counters
+        self.last = StepReport(decision.applies, decision.norm, scale)
         self.report.end_step()
         self.gradients.end_step()
-        self.report.learn(self.scaler, overflow=not finite)
+        if isinstance(self.scaler, DynamicScale):
+            self.report.learn(self.scaler, overflow=not decision.finite)
         for act in self.at_step:
             act()
-
-    def watch_signals(self, signals: Iterable[int] = SIGNALS) -> None:
-        """Note these signals until `destroy`, instead of ending: `stop_requested`. On every rank."""
-        self.signals.watch(signals)
-
-    @property
-    def stop_requested(self) -> bool:
-        """Whether a watched signal has come to any rank: the same on all ranks, and found out in a step."""
-        return self.signals.requested
 
     def _say_nothing_to_do(self) -> None:
         if not self.said_nothing_to_do:
             log.warning("optimizer.step() without gradients does nothing (this is said once)")
         self.said_nothing_to_do = True
 
-    def _look_around(self) -> tuple[Found, Exception | None]:
-        """Take in, or refuse, what was done to the model and its gradients by hand since the last step.
-
-        A refusal is returned: other ranks, which may have no reason for one, must hear of it.
-        """
-        if self.closed or self.states_offloaded:
-            raise RuntimeError(OFFLOADED if self.states_offloaded else CLOSED)
-        if isinstance(self.base, NoOptimizer):
-            self.redirected.own_step()  # which says what to do
-        if self.reducer.backward.failed or self.reducer.backward.running:
-            raise RuntimeError("the last backward pass has failed: call zero_grad before the next forward")
-        try:
-            self.redirected.run_step_hooks(BEFORE)
-            self._take_back_state()
-            masters = [owned.flat.name for owned in self.owned if owned.master_was_written()]
-            for owned in self.owned:
-                owned.follow_master()
-                if self.settings.needs_norm:
-                    owned.refuse_sparse()
-            refuse_unusable(self.param_groups, self.listed)
-            refuse_frozen(self)
-            self.look_at_model()
-            for owned in self.owned:
-                owned.take_written()
-            refuse_writes(self.contents.stepper, self.writes, masters)
-            return self.gradients.take_in(), None
-        except Exception as error:  # a hook of the user's may raise any
-            return Found(), error
+    # What user code does between steps -----------------------------------------------------------
 
     def look_at_model(self) -> None:
-        """Raise if something has become of the model that a step would ignore."""
+        """Raise if user code changed the model in a way that a step would ignore."""
         self.unfinished.refuse("forward")
-        self.watch.check()
-        self.take_back_moved()
+        for guard in self.guards:
+            guard.check()
 
-    def take_back_moved(self) -> None:
-        """Parameters that were given other memory go back to their place, with their new values."""
-        for flat in self.flats():
-            if not flat.released_at_rest:
-                self.writes.moved.update(flat.take_back_moved())
+    def _before_backward(self) -> None:
+        self.unfinished.refuse("backward")
+        self.writes.check()
+
+    def watch_signals(self, signals: Iterable[int] = SIGNALS) -> None:
+        """Handle these signals until `destroy` by setting `stop_requested`. Every rank must call this."""
+        self.signals.watch(signals)
 
     @property
-    def awake(self) -> list[Bucket]:
-        """The buckets that take part in steps."""
-        return [bucket for bucket in self.buckets if not bucket.asleep]
+    def stop_requested(self) -> bool:
+        """Whether any rank has received a watched signal. It is updated in a step, equally on all ranks."""
+        return self.signals.requested
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Let go of the gradients.
+        """Discard the gradients.
 
-        By default their memory is freed on accelerators and kept on the CPU, where getting fresh pages
-        from the system would cost more than the step. With False they become zero, as in torch.
+        By default their memory is freed on accelerators. On the CPU it is kept, because new pages from the
+        operating system would cost more time than the step. With False gradients become zero, as in torch.
         """
         if set_to_none is False and not self.reducer.backward.failed:
             return zero_in_place(m.param for m in self._members())
         self.reducer.forget()
         if self.gatherer is not None:
             self.gatherer.forget()
-        self.steppers.early.drop()
-        self.gradients.forget()
+        if self.steppers.early is not None:
+            self.steppers.early.drop()
         self.report.forget()
-        for bucket in self.buckets:
-            on_cpu = bucket.kind.device.type == "cpu"
-            bucket.forget(free=set_to_none is not None or not on_cpu)
+        for group in self.trained:
+            gradients = group.gradients
+            gradients.forget(free=set_to_none is not None or not gradients.reuses_memory)
         self.unfinished.give_up_gradients()
 
+    def scale(self, loss: Tensor, divided: bool = False) -> Tensor:
+        """Return the loss times the loss scale, for user code that calls `backward` itself.
+
+        `divided`: the loss is already divided by the number of micro-batches.
+        """
+        scaled = self.scaler.times(loss * 1)  # a new tensor: a hook on the caller's would stay on it
+        scaled.register_hook(partial(self.reducer.begin_scaled, divided))
+        return scaled
+
+    # State ---------------------------------------------------------------------------------------
+
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part: ranges of parameters and state, the groups' options and the loss scale."""
+        """Return this rank's part: ranges of parameters and state, the groups' options, the loss scale."""
         self.refuse_unfinished("state_dict")
         run_hooks((self, self.base), state_dict_hooks, BEFORE)
         self.catch_up()
-        return dict(run_hooks((self, self.base), state_dict_hooks, AFTER, own_part(self)))
+        part = own_part(self.contents, self.scaler)
+        return dict(run_hooks((self, self.base), state_dict_hooks, AFTER, part))
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` of the same rank has returned. Every rank must call this."""
+        saved = run_hooks((self, self.base), load_hooks, BEFORE, state_dict)
+        self.on_every_rank("load_state_dict of the optimizer")
+        self.unfinished.refuse_load("load_state_dict")
+        self.finish_update()
+        if "tensors" not in saved:
+            raise ValueError(
+                "this is not what the state_dict of zero_full's optimizer has returned: load a plain "
+                "optimizer's state into it before initialize, which keeps it"
+            )
+        contents, part = self.contents, OwnPart(saved["tensors"], saved["numbers"])
+        # All checks come before the first change, so a state that does not fit leaves the run as it was.
+        refuse_other_facts(contents, saved)
+        part.check([*contents.masters(), *NewState(contents, part).chunks()])
+        refuse_other_rank(contents, saved)
+        contents.stepper.load_own({})
+        self.wake_all_but(saved["asleep"])
+        state = NewState(contents, part)  # a new one: the groups that woke up have pieces now
+        part.read([*contents.masters(), *state.chunks()])
+        state.install()
+        take_facts(contents, self.scaler, saved)
+        self.zero_grad()
+        contents.stepper.load_own(saved.get("own", {}))
+        self.follow_masters()
+        self.start_over()
+        run_hooks((self, self.base), load_hooks, AFTER)
+
+    def facts(self) -> dict[str, Any]:
+        """Return the parts of the optimizer's state that are no tensors and equal on every rank."""
+        return facts_of(self.contents, self.scaler)
+
+    def wake_all_but(self, asleep: Container[str]) -> None:
+        """Make masters of parameters that are asleep in this run and were trained in the saved one."""
+        for group in self.trained:
+            if group.asleep and any(plain(member.name) not in asleep for member in group.members):
+                self.reducer.wake(group)
 
     def refuse_unfinished(self, call: str) -> None:
-        """Raise between the backward passes of a step, and after one that was cut short."""
+        """Raise RuntimeError between the backward passes of a step, and after a step that was cut short."""
         self.unfinished.refuse_values(call)
         if self.reducer.began and self.gradients.are_new:
             raise RuntimeError(
@@ -317,49 +533,59 @@ class ZeroOptimizer(InItsPlace):
                 "step, or give the gradients up with zero_grad first"
             )
 
-    @torch.no_grad()
-    def finish_update(self) -> None:
-        """Let a delayed update count now, if one is under way. Every rank must call this, between passes."""
-        self.delayed.finish()
+    def refuse_apart(self, call: str) -> None:
+        """Raise RuntimeError while ranks hold different parameters, and after a step that was cut short."""
+        self.unfinished.refuse_values(call)
+        if self.contents.stepper.is_apart:
+            raise RuntimeError(
+                f"{call} while each rank has parameters of its own: call meet() of the engine's optimizer on "
+                "every rank first, which ends the interval (save_checkpoint needs no meeting)"
+            )
+
+    def refuse_pending(self, call: str) -> None:
+        """Raise RuntimeError if a delayed update is pending; for a `call` that a rank may make alone."""
+        if self.delayed is not None:
+            self.delayed.refuse(call)
 
     def catch_up(self) -> None:
-        """Before parameters or masters are read: what was written by hand is taken in."""
+        """Bring masters up to date with writes by user code, before parameters or masters are read."""
         self.finish_update()
         if self.states_offloaded or self.waiting.lost:
             raise RuntimeError(self.waiting.lost or OFFLOADED)
         self._take_back_state()
-        self.take_back_moved()
-        for owned in () if self.unfinished.is_cut_short else self.owned:  # else all is to be loaded
-            owned.follow_parameters()
+        self.writes.check()
+        # After a step that was cut short all values will be loaded, and none is worth keeping.
+        for group in () if self.unfinished.is_cut_short else self.trained:
+            group.master.follow_parameters()
 
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from this rank's part. Every rank must call this: parameters are gathered."""
-        state_dict = run_hooks((self, self.base), load_hooks, BEFORE, state_dict)
-        self.on_every_rank("load_state_dict of the optimizer")
-        load_own_part(self, state_dict)
-        run_hooks((self, self.base), load_hooks, AFTER)
+    def start_over(self) -> None:
+        """Clear what a step that was cut short has left, because all values have been loaded."""
+        self.steppers.by_torch.end()
+        self.unfinished.forget()
 
-    def scale(self, loss: Tensor, divided: bool = False) -> Tensor:
-        """The loss times the loss scale: what a `backward` of your own starts from.
+    def follow_masters(self) -> None:
+        """Copy all masters to the parameters, and all-gather these. Every rank must call this."""
+        if self.delayed is not None:
+            self.delayed.taken = None  # step counters may have been loaded: look them up again
+        for group in self.trained:
+            group.master.copy_master()
+        self.publish(self.trained)
+        if self.contents.stepper.is_apart:  # the ranks' own values differ, but not by writes of user code
+            self.writes.forget()
 
-        `divided`: by the number of micro-batches already.
-        """
-        scaled = self.scaler.times(loss * 1)  # a hook on the caller's own would stay there
-        scaled.register_hook(partial(self.reducer.begin_scaled, divided))
-        return scaled
+    # Every rank together -------------------------------------------------------------------------
 
     @torch.no_grad()
     def on_every_rank(self, call: str) -> None:
-        """Return when every rank has made this call of its user's; see `comm/user_calls.py`.
+        """Wait until user code has made this call on every rank; see `comm/user_calls.py`.
 
-        To be called before the call's first message.
+        It must run before the call's first collective.
         """
         for calls in self.groups.user_calls:
             calls(call, self._settle)
 
     def tell_every_rank(self, call: str) -> None:
-        """Let others who wait for this rank's next call know that it is this one, and go on."""
+        """Announce this call to ranks that wait for this rank's next call, without waiting for them."""
         for calls in self.groups.user_calls:
             calls.tell(call)
 
@@ -369,91 +595,155 @@ class ZeroOptimizer(InItsPlace):
             lane.submit(lambda: None, [], []).wait()
 
     def meet(self) -> None:
-        """Let all ranks have the same parameters, in the middle of an interval of `ZeroOneAdam`'s, too.
+        """Synchronize the parameters of all ranks, also in the middle of a local interval of `ZeroOneAdam`.
 
         Every rank must call this, between steps: before the model is evaluated or exported.
         """
         self.on_every_rank("meet")
-        meet(self)
-
-    # The parts of a step -------------------------------------------------------------------------
-
-    def _update(self, norm: float | None, used: Container[Member]) -> None:
-        factor = self.gradients.factor(norm, self.settings.clip)
-        used = self.steppers.concerned(self.owned, used)
-        stepped = [o for o in self.owned if not o.bucket.asleep and any(m in used for m in o.flat.members)]
-        stepper = self.steppers.choose(stepped)
-        if self.delayed.is_due(stepper):
-            return self.delayed.begin(stepper, stepped, used, factor)
-        parts = self.steppers.parts(stepper, stepped, self.settings, self.parts.flow)
-        on_change = partial(self._begin_to_change, 1.0 if stepper.fuses else factor)
-        self.steppers.step(stepper, self.owned, parts, used, factor, on_change)
-        refuse_lost(self.groups, self.waiting)
-        self.gradients.note_step(factor, multiplied=not stepper.fuses)
-        mark_stepped(self.base)
-        # As torch's optimizers do: a graph from before this step must not run backward with other values.
-        increment_version([m.param for owned in stepped for m in owned.flat.members if m in used])
-        for owned in stepped:
-            owned.note_versions()
+        self.refuse_unfinished("meet")
+        self.catch_up()
+        if self.local_steps is not None:
+            self.local_steps.check_writes()
+        self.contents.stepper.meet()
+        self.follow_masters()
         self.writes.forget()
-        self.send(self.awake)
 
-    def _begin_to_change(self, factor: float) -> None:
-        self.unfinished.change()
-        self.gradients.multiply(factor)
-
-    def start_over(self) -> None:
-        """All values have been loaded: nothing is left of a step that was cut short."""
-        self.steppers.by_torch.end()
-        self.unfinished.forget()
-
-    def publish(self) -> None:
-        """All parameters follow their masters."""
-        self.delayed.taken = None  # the state may be another one
-        for owned in self.owned:
-            owned.copy_master()
-        self.send(self.buckets)
-        if self.contents.stepper.is_apart:  # what each rank has of its own was not written by hand
-            self.writes.forget()
-
-    def send(self, buckets: Sequence[Bucket]) -> None:
-        """This rank's slices to everyone. Parameters that are whole have their new values afterwards.
-
-        On an accelerator it is the current stream that waits for them, not the host. The gather does not go
-        on beside the next forward, because hooks on modules would not notice every reader of a weight: a
-        view that somebody has kept, a captured CUDA graph, a moving average, code that writes to it.
-        """
+    @torch.no_grad()
+    def finish_update(self) -> None:
+        """Complete a delayed update now, if one is pending. Every rank must call this, between passes."""
+        delayed = self.delayed
+        if delayed is None:
+            return
+        if delayed.broken:
+            raise RuntimeError(delayed.broken)
+        if (update := delayed.current) is None:
+            return
+        if self.unfinished.is_cut_short:  # all values will be loaded: discard this update
+            return delayed.give_up(update)
+        if self.reducer.backward.running:
+            raise RuntimeError("an update cannot be completed in the middle of a backward pass")
+        try:
+            refuse_on_all(self.groups, self._problem_of(delayed, update))
+        except RuntimeError as error:
+            delayed.broken = str(error)
+            raise
+        # A forward without backward may have left parameters gathered, with values from before the update.
         if self.gatherer is not None:
             self.gatherer.release_all()
-        for bucket in buckets:
-            bucket.flat.node_copy = None
-        owned = [self.owned_of[bucket.flat] for bucket in buckets]
-        whole = [each for each in owned if each.flat.state is GatherState.WHOLE]
-        here = self.lane.producer()
-        for pending in [self.lane.submit(partial(collect, o), [o.flat.full], [here]) for o in whole]:
-            pending.wait()
-        await_parameters(self.groups, owned)
+        take = partial(self._take_update, delayed, update)
+        self.unfinished.run(partial(self.unfinished.change_by, take))
+
+    def _problem_of(self, delayed: DelayedUpdates, update: Update) -> str:
+        """Return the message why a delayed update cannot be completed; "" if it can."""
+        if problem := delayed.failure_of(update):
+            return problem
+        self.writes.check()
+        return delayed.written(update, self.writes.names())
+
+    def _take_update(self, delayed: DelayedUpdates, update: Update) -> None:
+        """Complete a delayed update on this rank, and all-gather the parameters."""
+        delayed.take(update)
+        # As after any step: backward through a graph from before the update must raise.
+        increment_version([member.param for member in update.members])
+        for group in update.groups:
+            group.master.note_versions()
+        self.writes.forget_of(update.members)
+        self.publish(self.awake)
+
+    # The end -------------------------------------------------------------------------------------
 
     def close(self, gather: bool) -> None:
-        """Leave the model without hooks, its parameters as they are or, if every rank asks for it, whole."""
-        if not self.closed:
-            if gather:
-                self.unfinished.refuse_values("destroy(gather=True)")
-                self.on_every_rank("destroy(gather=True)")
-            self.signals.leave()
-            if gather and self.contents.stepper.is_apart and not self.reducer.backward.failed:
-                self.zero_grad()
-                self.meet()
-            with ExitStack() as leaving:
-                leaving.callback(setattr, self, "closed", True)
-                leaving.callback(leave_model, self, gather)
-                if self.beside is not None:
-                    leaving.callback(self.beside.close)
-                self.delayed.end()
+        """Remove hooks from the model, and free memory, threads and process groups.
+
+        `gather`: also leave whole parameters in the model. Then every rank must call this with True.
+        """
+        if self.closed:
+            return
+        if gather:
+            self.unfinished.refuse_values("destroy(gather=True)")
+            self.on_every_rank("destroy(gather=True)")
+        self.signals.leave()
+        if gather and self.contents.stepper.is_apart and not self.reducer.backward.failed:
+            self.zero_grad()
+            self.meet()
+        with ExitStack() as leaving:  # callbacks run in reverse order, each even if another one raises
+            leaving.callback(setattr, self, "closed", True)
+            leaving.callback(self._leave_model, gather)
+            if self.beside is not None:
+                leaving.callback(self.beside.close)
+            if self.delayed is not None:
+                self._end_update(self.delayed)
+
+    def _end_update(self, delayed: DelayedUpdates) -> None:
+        """Complete the last delayed update. If that is impossible, raise, or warn during another exception.
+
+        A rank that abandons a step because of an error may be alone, and completing needs all ranks.
+        """
+        if delayed.broken or delayed.current is None:
+            return
+        backward = self.reducer.backward
+        failed, raising = backward.failed or backward.running, sys.exc_info()[0] is not None
+        in_a_step = failed or (self.reducer.began and self.gradients.are_new)
+        if not failed and not (raising and in_a_step):
+            try:
+                return self.finish_update()
+            except CommunicationError:
+                raising = True  # the failed collective has raised on all ranks already
+        if not raising:
+            raise RuntimeError(f"destroy after a backward pass that has failed: {LACKING}")
+        log.warning("%s", LACKING)
+
+    def _leave_model(self, gather: bool) -> None:
+        """Remove hooks from the model; with `gather` leave whole parameters. Every rank must call this."""
+        if self.contents.stepper.is_apart and not gather and this_rank() == 0:
+            log.warning(
+                "the ranks leave the model with parameters of their own each: call meet() of the engine's "
+                "optimizer before destroy, or destroy(gather=True)"
+            )
+        for finish in (
+            self.reducer.close,
+            self.zero_grad,
+        ):  # a failed collective has raised where it was waited for
+            with suppress(CommunicationError):
+                finish()
+        for hook in self.hooks:
+            hook.remove()
+        try:
+            if self.gatherer is not None:
+                self.gatherer.close()
+                for group in self.parts.groups if gather else ():
+                    self.gatherer.gather(group)
+        finally:  # threads, files and groups are closed even if a gather has failed
+            self._free()
+
+    def _free(self) -> None:
+        """End threads, free memory and destroy this engine's process groups. Every rank must call this."""
+        # Lanes and copies first: their threads use the memory and the process groups that go after them.
+        if self.gatherer is not None:
+            self.gatherer.lane.close()
+        self.lane.close()
+        if self.steppers.early is not None:
+            self.steppers.early.close()
+        if self.delayed is not None:
+            self.delayed.close()
+        if self.parts.flow is not None:
+            self.parts.flow.close()
+        self.waiting.close()
+        away = [group.master for group in self.trained if group.master.tier.lost]
+        self.own_state.forget({member.param for master in away for member in master.pieces})
+        for master in away:
+            master.leave()
+        # While parameters are released, `state_dict` of the model must go on to raise.
+        if all(flat.state is GatherState.WHOLE for flat in self.parts.flats):
+            for guard in self.state_dict_guards:
+                guard.remove()
+        unregister(self.watch.names)
+        unregister(m.param for group in self.parts.groups for m in group.members)
+        self.groups.close()
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """What GradScaler asks before a step. Its own division of gradients finds none, or not all."""
+        """Raise when torch's GradScaler reads this before a step: its unscaling would miss gradients."""
         raise RuntimeError(
             "torch's GradScaler cannot step this optimizer, whose gradients lie averaged in flat buffers: "
             "leave the scaler out. The key fp16 has a loss scale, and bf16 and fp32 need none"
@@ -461,11 +751,19 @@ class ZeroOptimizer(InItsPlace):
 
     # What this rank has --------------------------------------------------------------------------
 
-    def holdings(self, flats: Sequence[FlatParameter] | None = None) -> dict[str, list[Tensor]]:
-        """Every tensor that this rank keeps, by kind; counters are step numbers. `flats`: None for all."""
+    def holdings(self, groups: Collection[ParameterGroup] | None = None) -> dict[str, list[Tensor]]:
+        """Return every tensor that this rank holds, by kind; `counters` are the optimizer's step numbers.
+
+        `groups`: the groups to list parameters of; None: all.
+        """
         flow, stepper = self.parts.flow, self.contents.stepper
         beside = [*stepper.held(), *(t for *_, s, _ in self.contents.whole_states() for t in s.values())]
-        away = [*self.steppers.early.held(), *self.delayed.aside.values(), *self.settings.tier.held()]
-        away += flow.held() if flow else []
-        flats = self.flats() if flats is None else flats
-        return owned_state.holdings(flats, self.owned, self.base.state, beside, away)
+        away = [*self.settings.tier.held()]
+        if self.steppers.early is not None:
+            away += self.steppers.early.held()
+        if self.delayed is not None:
+            away += self.delayed.aside.values()
+        if flow is not None:
+            away += flow.held()
+        listed = self.parts.groups if groups is None else groups
+        return holdings([*listed], self.trained, self.base.state, beside, away)

@@ -1,17 +1,16 @@
-"""What a stepper can ask the ranks that have the other pieces of the same parameters.
+"""Communication of a stepper with the ranks that own the other pieces of the same parameters.
 
 [Note: whole parameters] A rule that needs whole parameters gets each on one rank, its owner. All ranks know
-which parameters there are, where they lie and how much work each is, so all deal them in the same way and
-know, without asking, how much travels between any two of them.
+the list of parameters, their layout and their cost. So all compute the same assignment to owners and the same
+message sizes, without communication.
 
-    there   an all-to-all brings the owners what the others have to say of their parameters' pieces
-    work    each owner puts its parameters together, one after the other
-    back    an all-to-all on the same ways brings every rank what was made of its pieces
+    there   an all-to-all sends the contributions of all pieces to the owners
+    work    each owner assembles its parameters, one after the other, and computes on them
+    back    an all-to-all with the reverse sizes returns the results to the ranks that own the pieces
 
-What an owner itself has of a parameter does not travel, and its parameters are those of which it has most,
-unless it would have more to do than others then. Owners that keep state (`OwnerRule`) are dealt once. Where
-collectives run beside the computation, all this is
-done in rounds: one round's parameters travel while the owners work on another's.
+An owner's own piece is not sent. The owner is the rank with the largest piece, unless it would have more work
+than others. Owners that keep state (`OwnerRule`) are assigned once. With overlap there are several rounds:
+one round's parameters are sent while the owners compute on another's.
 """
 
 from collections import Counter
@@ -29,18 +28,18 @@ from zero_full.comm.lane import Done, Inline, Lane, Pending
 from zero_full.comm.transport import Splits
 from zero_full.layout import Share, deal_work
 from zero_full.optim.step import OwnerRule, Peers, Piece, Totals, Whole, WholeRule
-from zero_full.shard.group.master import Owned
+from zero_full.shard.group.parameter_group import TrainedGroup
 from zero_full.shard.group.parameters import Member
 
-ROUNDS = 4  # enough that most of what travels does so beside work
+ROUNDS = 4  # enough that most messages overlap computation
 
 
-Owners = dict[str, int]  # by the parameter's name: the rank, in its process group, that keeps state of it
+Owners = dict[str, int]  # parameter name -> rank in its process group that keeps its state
 
 
-def deal_owners(owners: Owners, everything: Sequence[Owned], rule: OwnerRule) -> None:
-    """Give each parameter that has no owner yet one. All ranks find the same."""
-    new = [(m, owned.flat) for owned in everything for m in owned.flat.members if m.name not in owners]
+def deal_owners(owners: Owners, everything: Sequence[TrainedGroup], rule: OwnerRule) -> None:
+    """Assign an owner to each parameter that has none yet. All ranks compute the same assignment."""
+    new = [(m, group.parameters) for group in everything for m in group.members if m.name not in owners]
     wholes = [(Whole(m.name, m.param.shape, m.group), m, flat) for m, flat in new if m.param.numel()]
     wholes = [each for each in wholes if rule.concerns(each[0])]
     for ranks in dict.fromkeys(flat.ranks for _, _, flat in wholes):
@@ -51,21 +50,22 @@ def deal_owners(owners: Owners, everything: Sequence[Owned], rule: OwnerRule) ->
 
 
 class PartPeers(Peers):
-    """Of a part of a step. All ranks number the parameters in the same way, whichever pieces they own."""
+    """The peers for one part of a step. All ranks number its parameters equally, also without pieces."""
 
     def __init__(
-        self, part: Sequence[Owned], used: Container[Member], lane: Lane, owners: Owners | None = None
+        self, part: Sequence[TrainedGroup], used: Container[Member], lane: Lane, owners: Owners | None = None
     ) -> None:
         self.lane, self.part, self.owners = lane, part, owners or {}
-        self.members = [(m, owned.flat) for owned in part for m in owned.flat.members if m in used]
+        self.members = [(m, group.parameters) for group in part for m in group.members if m in used]
 
     def totals(self, pieces: Sequence[Piece], rows: Tensor) -> Totals:
-        """Sums over the ranks that have the other pieces."""
+        """Sum rows of numbers over the ranks that own pieces of the same parameter."""
         named = [(member.name, flat.ranks) for member, flat in self.members]
         place = {name: number for number, (name, _) in enumerate(named)}
         mine = [place[piece.name] for piece in pieces]
         totals = torch.zeros(len(named), *rows.shape[1:], dtype=rows.dtype, device=rows.device)
         totals[mine] = rows
+        # A row of zeros for parameters of which this rank has no piece, so that all ranks send equal sizes.
         for ranks in dict.fromkeys(ranks for _, ranks in named):
             if ranks.size > 1:
                 theirs = [number for number, (_, each) in enumerate(named) if each is ranks]
@@ -76,26 +76,26 @@ class PartPeers(Peers):
     def compressed(
         self, numel: int, tensors: Sequence[tuple[int, int]] | None = None, mask: Tensor | None = None
     ) -> CompressedReduce:
-        """Over the ranks that repeat the same state, each with gradients of its own."""
+        """Make a compressed all-reduce over the replicas of this rank's state."""
         return CompressedReduce(self.alike, numel, tensors, mask)
 
     @property
     def alike(self) -> Communicator:
-        """The ranks that repeat the same state."""
-        (ranks,) = {owned.flat.across for owned in self.part}
+        """The ranks that are replicas of the same state."""
+        (ranks,) = {group.across for group in self.part}
         return ranks
 
     @property
     def place(self) -> tuple[int, int]:
-        """Which of these it is."""
+        """This rank's index among the replicas, and their number."""
         return self.alike.rank, self.alike.size
 
     def all_gather(self, whole: Tensor, what: str) -> None:
-        """Among these."""
+        """All-gather among the replicas. `what` names the tensor in errors."""
         self.alike.all_gather(whole, what)
 
     def by_whole(self, pieces: Sequence[Piece], rule: WholeRule) -> None:
-        """See [Note: whole parameters]."""
+        """Apply a rule to whole parameters, each on its owner. See [Note: whole parameters]."""
         mine = {piece.name: piece for piece in pieces}
         known = [(Whole(m.name, m.param.shape, m.group), m, flat) for m, flat in self.members]
         known = [each for each in known if each[1].param.numel() and rule.concerns(each[0])]
@@ -103,14 +103,15 @@ class PartPeers(Peers):
             theirs = [
                 (whole, flat.layout.shares(member.index))
                 for whole, member, flat in known
-                if flat.ranks is ranks and (ranks.size > 1 or whole.name in mine)  # some was cleared by hand
+                # A single rank may lack a piece, if user code cleared its gradient.
+                if flat.ranks is ranks and (ranks.size > 1 or whole.name in mine)
             ]
             self.travel(self._rounds(theirs, ranks.size, rule), ranks, rule, mine)
 
     def _rounds(
         self, known: Sequence[tuple[Whole, list[Share]]], world: int, rule: WholeRule
     ) -> list["Round"]:
-        """What is done at a time. All ranks find the same."""
+        """Assign parameters to owners and rounds. All ranks compute the same assignment."""
         count = 1 if isinstance(self.lane, Inline) else max(1, min(ROUNDS, len(known) // world))
         works, shares = [rule.work(whole) for whole, _ in known], [lies for _, lies in known]
         dealt = deal_work(works, shares, world, count)
@@ -122,9 +123,12 @@ class PartPeers(Peers):
     def travel(
         self, rounds: Sequence["Round"], ranks: Communicator, rule: WholeRule, mine: Mapping[str, Piece]
     ) -> None:
-        """A round leaves before the one before it is worked on, and comes back while the next one is."""
-        ahead: Trip | None = None
-        behind: Trip | None = None
+        """Run the rounds as a pipeline: send the next round, compute on this one, receive the previous one.
+
+        All ranks queue the collectives in the same order: there 0, there 1, back 0, there 2, back 1, ...
+        """
+        ahead: Trip | None = None  # sent, not computed yet
+        behind: Trip | None = None  # computed, results on the way back
         for trip in chain((Trip(each, ranks, rule, mine, self.lane) for each in rounds), [None]):
             if trip is not None:
                 trip.leave()
@@ -140,23 +144,23 @@ class PartPeers(Peers):
 
 @dataclass(frozen=True)
 class Parcel:
-    """A whole parameter, its owner, and where it lies."""
+    """A whole parameter, its owner, and its layout over the ranks."""
 
     whole: Whole
-    owner: int
-    shares: Sequence[Share]
+    owner: int  # rank in the process group
+    shares: Sequence[Share]  # (rank, elements), in the order of the elements
 
 
 @dataclass(frozen=True)
 class Round:
-    """Whole parameters that travel together."""
+    """Whole parameters that are sent in one all-to-all."""
 
     parcels: Sequence[Parcel]
-    size: int  # how many ranks there are
+    size: int  # number of ranks
 
     @cached_property
     def ways(self) -> Counter[tuple[int, int]]:
-        """How many elements go from one rank to another, which owns them."""
+        """Elements sent, by (sending rank, owner)."""
         ways = Counter[tuple[int, int]]()
         for parcel in self.parcels:
             for rank, numel in parcel.shares:
@@ -165,13 +169,13 @@ class Round:
         return ways
 
     def splits(self, rank: int) -> Splits:
-        """What one rank sends to the owners, and is sent as an owner."""
+        """Return the elements that a rank sends to each owner, and receives from each rank as an owner."""
         sent = [self.ways[rank, other] for other in range(self.size)]
         received = [self.ways[other, rank] for other in range(self.size)]
         return Splits(sent, received, max(self.ways.values(), default=0))
 
     def from_rank(self, rank: int) -> list[tuple[Parcel, int]]:
-        """What it has of others' parameters, owner by owner, and how many elements."""
+        """List the parameters and elements that a rank sends, in the order of the owners."""
         found = [
             (each, numel)
             for each in self.parcels
@@ -181,7 +185,7 @@ class Round:
         return sorted(found, key=lambda one: one[0].owner)
 
     def to_rank(self, rank: int) -> list[tuple[int, Parcel, int]]:
-        """What others have of its parameters, rank by rank, and how many elements."""
+        """List the senders, parameters and elements that an owner receives, in the order of the ranks."""
         found = [
             (other, each, numel)
             for each in self.parcels
@@ -192,7 +196,7 @@ class Round:
 
 
 class Trip:
-    """A round, as one rank takes part in it."""
+    """One rank's part in a round: its buffers and its two all-to-alls."""
 
     def __init__(
         self, one: Round, ranks: Communicator, rule: WholeRule, mine: Mapping[str, Piece], lane: Lane
@@ -202,7 +206,7 @@ class Trip:
         self.pending: Pending = Done()
 
     def leave(self) -> None:
-        """What this rank has of others' parameters goes to their owners."""
+        """Send this rank's contributions to the owners."""
         sent, received, rank = self.splits.sent, self.splits.received, self.ranks.rank
         make = partial(torch.empty, dtype=self.rule.wire, device=self.ranks.device)
         self.sent, self.received = make(sum(sent)), make(sum(received))
@@ -216,24 +220,26 @@ class Trip:
         self._send(self.sent, self.received, self.splits)
 
     def work(self) -> None:
-        """When what others have of this rank's parameters is here: the work, and what is made goes back."""
+        """Wait for the contributions to this rank's parameters, compute, and send the results back."""
         self.pending.wait()
         for parcel in self.round.parcels:
             if parcel.owner == self.ranks.rank:
                 self._work_on(parcel)
+        # `_work_on` wrote the results over the contributions, so the same two buffers serve the way back.
         back = Splits(self.splits.received, self.splits.sent, self.splits.most)
         self._send(self.received, self.sent, back)
 
     def come_back(self) -> None:
-        """When what was made of this rank's pieces is here: they are given it."""
+        """Wait for the results for this rank's pieces, and update them."""
         self.pending.wait()
         for piece, window in self.own:
             self.rule.take(piece, window.to(piece.master.device))
 
     def _work_on(self, parcel: Parcel) -> None:
+        """Assemble a whole parameter from its pieces, compute, and write the results over the pieces."""
         whole, rule, device = parcel.whole, self.rule, self.ranks.device
         parts = [self.others.get((rank, whole.name)) for rank, _ in parcel.shares]
-        mine = self.mine.get(whole.name)  # of which a rank has one piece at most
+        mine = self.mine.get(whole.name)  # a rank has one piece of a parameter at most
         brought = [part for part in parts if part is not None]
         if mine is not None:
             brought.insert(parts.index(None), rule.bring(mine).to(device))
@@ -246,6 +252,6 @@ class Trip:
                 rule.take(mine, new.to(mine.master.device))
 
     def _send(self, sent: Tensor, received: Tensor, splits: Splits) -> None:
-        if splits.most:
+        if splits.most:  # equal on all ranks: either all send in this round, or none
             job = partial(self.ranks.all_to_all_uneven, sent, received, splits, self.what)
             self.pending = self.lane.submit(job, [sent, received], [self.lane.producer()])

@@ -1,4 +1,4 @@
-"""What to say about gradients that are inf or NaN: which parameter, from which rank, and was it the loss?"""
+"""Report gradients that are inf or NaN: which parameter, on which rank, and whether the loss was finite."""
 
 import logging
 from collections.abc import Sequence
@@ -13,32 +13,32 @@ from zero_full.comm.topology import this_rank
 from zero_full.errors import NotFiniteError, ScaleExhaustedError
 from zero_full.formatting import listed, ranks_listed
 from zero_full.precision.scaler import DynamicScale, StaticScale
-from zero_full.shard.group.gradients import Bucket
+from zero_full.shard.group.parameter_group import TrainedGroup
 
 log = logging.getLogger("zero_full")
 SHOWN = 3  # parameters
 
 
 class NonFinite:
-    """What a run has to say about its last step that was not finite."""
+    """Logs steps with gradients that are not finite, and sums the losses of a step."""
 
     def __init__(self) -> None:
-        self.loss: Tensor | None = None  # the sum of a step's losses: one that is not finite spoils it
-        self.plain = 0  # of them nobody here has divided so many
-        self.partial = False  # the step has losses that nobody knows
-        self.keeps_last = False  # for whoever asks for `step_loss`: until the next step it is memory
-        self.last: tuple[Tensor, int] | None = None  # the same, of the last step
-        self.finding = ""
+        self.loss: Tensor | None = None  # sum of this step's losses, not finite if any of them is not
+        self.plain = 0  # losses in the sum that the engine has not divided by the micro-batches
+        self.partial = False  # a loss of this step is unknown
+        self.keeps_last = False  # keep `last` for `step_loss`, which costs memory until the next step
+        self.last: tuple[Tensor, int] | None = None  # `loss` and `plain` of the last step
+        self.finding = ""  # the last report
 
     def note_loss(self, loss: Tensor) -> None:
-        """Remember a loss of this step, divided by the number of its micro-batches."""
+        """Add a loss of this step, divided by the number of its micro-batches."""
         loss = loss.detach().float()
         self.loss = loss if self.loss is None else self.loss + loss
 
     def note_plain_loss(self, loss: Tensor | None) -> None:
-        """The same for one that autograd has reached: what it was divided by nobody knows.
+        """Add a loss from a plain `loss.backward()`, of which the user's own divisor is unknown.
 
-        None: it was made of several outputs, nobody knows how.
+        None: the loss was made from several outputs, so its value is unknown.
         """
         if loss is None:
             self.partial = True
@@ -47,42 +47,49 @@ class NonFinite:
             self.note_loss(loss)
 
     def end_step(self) -> None:
-        """The next losses are another step's."""
+        """Start a new step: keep the sum as the last step's if wanted, and forget the losses."""
         is_kept = self.keeps_last and not self.partial
         self.last = (self.loss, self.plain) if is_kept and self.loss is not None else None
-        self.forget()
+        self.loss, self.plain, self.partial = None, 0, False
 
     def forget(self) -> None:
-        """The losses so far are of no step: their gradients were let go of."""
+        """Forget the losses so far, because their gradients were discarded."""
         self.loss, self.plain, self.partial = None, 0, False
 
     def step_loss(self) -> float | None:
-        """The last step's loss on this rank, the mean over its micro-batches; None if nobody knows it."""
+        """Return the last step's loss on this rank, the mean over its micro-batches; None if unknown."""
         if self.last is None:
             return None
         loss, plain = self.last
         return float(loss) / max(1, plain)
 
     def tell(
-        self, buckets: Sequence[Bucket], everyone: Sequence[Communicator], applied: bool, scaler: StaticScale
+        self,
+        trained: Sequence[TrainedGroup],
+        everyone: Sequence[Communicator],
+        applied: bool,
+        scaler: StaticScale,
     ) -> None:
-        """Find out and log it. Every rank must call this."""
-        self.finding = investigate(buckets, self.loss, everyone, this_rank())
+        """Find the parameters and ranks with gradients that are not finite, and log a report.
+
+        Every rank must call this.
+        """
+        self.finding = investigate(trained, self.loss, everyone, this_rank())
         self._log("applied nevertheless" if applied else "skipped", scaler)
 
     def tell_average(self, error: NotFiniteError, scaler: StaticScale) -> None:
-        """All gradients are finite, and an average that the step has made of them is not."""
+        """Log that all gradients are finite and an average that the stepper computed is not."""
         self.finding = str(error)
         self._log("skipped", scaler)
 
     def _log(self, what: str, scaler: StaticScale) -> None:
         if this_rank() == 0:
-            # A dynamic scale finds its place by overflowing: that is no reason to worry anybody.
+            # A dynamic loss scale finds its value by overflowing: no reason for a warning.
             level = logging.INFO if isinstance(scaler, DynamicScale) else logging.WARNING
             log.log(level, "step %s: %s", what, self.finding)
 
     def learn(self, scaler: StaticScale, overflow: bool) -> None:
-        """Let the loss scale learn from the step."""
+        """Update the loss scale after a step, and add the report to its error."""
         try:
             scaler.update(overflow)
         except ScaleExhaustedError as error:
@@ -94,48 +101,49 @@ class NonFinite:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What a step did."""
+    """The result of a step."""
 
-    applied: bool
-    grad_norm: float | None  # of the averaged gradients, unscaled, before clipping; None: nobody needed it
+    applied: bool  # False: the step was skipped
+    grad_norm: float | None  # of the averaged gradients, unscaled, before clipping; None: not needed
     scale: float  # the loss scale that backward used
 
 
 @dataclass
 class Finding:
-    """What one rank knows, or several together."""
+    """Names and ranks with values that are not finite, as one rank or several together know them."""
 
-    parameters: list[str] = field(default_factory=list)
+    parameters: list[str] = field(default_factory=list)  # with a gradient that is not finite
     sources: list[int] = field(default_factory=list)  # ranks whose own gradients were not finite
     losses: list[int] = field(default_factory=list)  # ranks whose loss was not finite
 
 
 def investigate(
-    buckets: Sequence[Bucket], loss: Tensor | None, everyone: Sequence[Communicator], rank: int
+    trained: Sequence[TrainedGroup], loss: Tensor | None, everyone: Sequence[Communicator], rank: int
 ) -> str:
-    """One sentence, the same on every rank. Every rank must call this."""
-    finding = _look_here(buckets, loss, rank)
+    """Describe gradients that are not finite, equally on every rank. Every rank must call this."""
+    finding = _look_here(trained, loss, rank)
     for group in everyone:
         finding = _merge(group.gather_objects(finding, "report about non-finite gradients"))
-    order = {m.name: place for place, m in enumerate(m for b in reversed(buckets) for m in b.members[::-1])}
+    # Name the first parameters of the model first: the list of groups is in the order of backward.
+    order = {m.name: place for place, m in enumerate(m for g in reversed(trained) for m in g.members[::-1])}
     names = sorted(set(finding.parameters), key=lambda name: order.get(name, len(order)))
     return _sentence(names, sorted(set(finding.sources)), sorted(set(finding.losses)))
 
 
-def _look_here(buckets: Sequence[Bucket], loss: Tensor | None, rank: int) -> Finding:
-    """What this rank knows. The host waits for the device once, however many parameters there are."""
+def _look_here(trained: Sequence[TrainedGroup], loss: Tensor | None, rank: int) -> Finding:
+    """Check this rank's gradients and loss. The host waits for the device once, for all parameters."""
     finding = Finding()
-    asked: list[tuple[list[Any], Any, Tensor]] = []  # a list, what belongs there, unless this is true
-    for bucket in buckets:
-        for member in bucket.members:
-            gradient = bucket.gradient_of(member)
+    asked: list[tuple[list[Any], Any, Tensor]] = []  # a list, and its new entry if the tensor is False
+    for gradients in (group.gradients for group in trained):
+        for member in gradients.members:
+            gradient = gradients.gradient_of(member)
             if gradient is not None:
                 finite = gradient.isfinite().all()
                 asked.append((finding.parameters, member.name, finite))
-                if bucket.uses_param_grad:
+                if gradients.uses_param_grad:
                     asked.append((finding.sources, rank, finite))
-        if bucket.local_finite is not None:
-            asked.append((finding.sources, rank, bucket.local_finite))
+        if gradients.local_finite is not None:
+            asked.append((finding.sources, rank, gradients.local_finite))
     if loss is not None:
         asked.append((finding.losses, rank, torch.isfinite(loss).all()))
     if asked:
@@ -156,6 +164,7 @@ def _merge(findings: Sequence[Finding]) -> Finding:
 
 
 def _sentence(names: Sequence[str], sources: Sequence[int], losses: Sequence[int]) -> str:
+    """Format the report about gradients that are not finite."""
     where = (
         f"on {ranks_listed(sources)}"
         if sources

@@ -1,17 +1,18 @@
-"""Steps that are taken on the host before anybody has decided that they are to be taken.
+"""Speculative host steps: step a slice during backward into other memory, and swap it in if it applies.
 
-[Note: early steps] A slice's gradients are on the host long before those of the first layers are. Its step
-needs no others but for one thing: whether all gradients together are finite, and too large. So it is taken on
-the guess that they are finite and not clipped, beside backward, in other memory. When the norm is known, and
-the guess was right, that memory takes the place of the slice's own, which serves for another one; else it is
-dropped, and the step is taken as ever: nothing has to be undone, so every bit is what it would have been.
+[Note: early steps] The last layers' gradients are on the host long before those of the first layers. The step
+of a slice depends on other gradients in two ways only: whether all are finite, and whether their norm is
+clipped. So the host steps the slice during backward, on the guess that they are finite and not clipped. The
+results go to other memory. Once the norm is known there are two cases. If the guess was right, this memory
+replaces the slice's own, which becomes the spare for another slice. Otherwise it is dropped, and the slice is
+stepped as usual. Nothing has to be rolled back, so the result is equal bit for bit.
 
-Memory of a slice's own and memory to step it in change places, so a slice has two pieces for good. Where less
-is allowed than two for each, slices get theirs as they come, until there is no more: the others are stepped
-in their turn.
+A slice needs two blocks of memory for life, its current one and the one for its next step, and they swap
+roles. If the limit allows fewer than two for every slice, slices get a second one in the order of their
+gradients until the limit is reached. The others are stepped in `update`.
 
-A guess is right if the step is to be taken with the same factor, the same options of the groups and all of
-the slice's parameters, and nobody has written to gradients, masters, state or parameters since.
+A guess is right if the step has the same factor and group options and includes all of the slice's parameters.
+Also, user code must not have written to gradients, masters, state or parameters in the meantime.
 """
 
 import logging
@@ -31,7 +32,7 @@ from zero_full.comm.lane import Done, Pending, Thread
 from zero_full.kernels.files import aligned_empty
 from zero_full.offload import Block
 from zero_full.optim.step import Peers, Piece, Stepper
-from zero_full.shard.group.master import Owned
+from zero_full.shard.group.parameter_group import TrainedGroup
 from zero_full.shard.group.parameters import Member
 
 log = logging.getLogger("zero_full")
@@ -43,43 +44,43 @@ TOO_LITTLE = (
 
 @dataclass
 class Guess:
-    """One slice's step, as it would be."""
+    """The speculative step of one slice."""
 
     stepper: Stepper
-    factor: float
-    options: list[dict[str, Any]]
+    factor: float  # of the gradients
+    options: list[dict[str, Any]]  # of the parameter groups that the slice belongs to
     gradients: Tensor
-    pending: Pending = field(default_factory=Done)
-    seen: list[int] = field(default_factory=list)  # versions of gradients and of all that was copied
-    block: Block | None = None  # None: it was not taken
-    memory: Tensor | None = None
-    before: list[dict[str, Any]] = field(default_factory=list)  # numbers of the state that it began with
-    numbers: dict[Member, dict[str, Any]] = field(default_factory=dict)  # and those that it came to
+    pending: Pending = field(default_factory=Done)  # the job
+    seen: list[int] = field(default_factory=list)  # versions and addresses of its inputs, see `_versions`
+    block: Block | None = None  # layout of the results in `memory`; None: the step was not made
+    memory: Tensor | None = None  # the results: master, state and parameter copy
+    before: list[dict[str, Any]] = field(default_factory=list)  # scalar state (`step`) at its beginning
+    numbers: dict[Member, dict[str, Any]] = field(default_factory=dict)  # scalar state at its end
 
 
 class EarlySteps:
-    """See [Note: early steps]."""
+    """Makes, commits and drops speculative steps. See [Note: early steps]."""
 
     def __init__(
-        self, optimizer: Optimizer, tensors_of: Callable[[Owned], list[Tensor]], most: int | None
+        self, optimizer: Optimizer, tensors_of: Callable[[TrainedGroup], list[Tensor]], most: int | None
     ) -> None:
-        """`tensors_of` says what a step changes. `most`: bytes that these steps may need; None: any."""
+        """`tensors_of` lists the tensors that a step changes. `most`: limit in bytes; None: no limit."""
         self.optimizer, self.tensors_of, self.most = optimizer, tensors_of, most
         self.lane = Thread("zero_full-early-steps")
-        self.guesses: dict[Owned, Guess] = {}
-        self.spares: list[Tensor] = []
-        self.places: dict[Owned, Tensor] = {}  # of slices that lie in memory of ours
-        self.sizes: dict[Owned, int] = {}  # of slices that have, or will have, two pieces of memory
-        self.has_told = False
-        self.stops = False
-        self.right = self.wrong = 0  # guesses
+        self.guesses: dict[TrainedGroup, Guess] = {}
+        self.spares: list[Tensor] = []  # blocks that no slice uses now
+        self.places: dict[TrainedGroup, Tensor] = {}  # the current block of a slice, once it was swapped
+        self.sizes: dict[TrainedGroup, int] = {}  # bytes of a block, for slices that may have two
+        self.has_told = False  # the warning was logged
+        self.stops = False  # jobs that have not begun return at once
+        self.right = self.wrong = 0  # numbers of guesses
 
     def held(self) -> list[Tensor]:
-        """Memory that no slice has now."""
+        """Return blocks of memory that hold no slice's current values."""
         return [*self.spares, *(g.memory for g in list(self.guesses.values()) if g.memory is not None)]
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Drop pending guesses, end the thread and free memory."""
         self.drop()
         self.lane.close()
         self.spares.clear()
@@ -88,75 +89,87 @@ class EarlySteps:
 
     # Guessing ------------------------------------------------------------------------------------
 
-    def begin(self, owned: Owned, stepper: Stepper, factor: float) -> None:
-        """The last gradients of a slice are on their way to the host."""
-        self._drop(owned)
-        down = owned.bucket.down
-        has_state = all(self.optimizer.state.get(piece.master) for piece in owned.pieces.values())
-        if down is None or not (stepper.is_alone and stepper.fuses and owned.pieces and has_state):
+    def begin(self, group: TrainedGroup, stepper: Stepper, factor: float) -> None:
+        """Begin to step a slice, because the copy of its last gradients to the host was queued."""
+        self._drop(group)
+        down = group.gradients.down
+        has_state = all(self.optimizer.state.get(piece.master) for piece in group.master.pieces.values())
+        if down is None or not (stepper.is_alone and stepper.fuses and group.master.pieces and has_state):
             return
-        options = [_comparable(self.optimizer.param_groups[number]) for number in _groups_of(owned)]
-        guess = self.guesses[owned] = Guess(stepper, factor, options, down.memory)
-        take = partial(self._take, owned, guess, stepper.with_these_options(), down.arrived)
+        options = [_comparable(self.optimizer.param_groups[number]) for number in _groups_of(group)]
+        guess = self.guesses[group] = Guess(stepper, factor, options, down.memory)
+        take = partial(self._take, group, guess, stepper.with_these_options(), down.arrived)
         guess.pending = self.lane.submit(take, [], [])
 
-    def _take(self, owned: Owned, guess: Guess, stepper: Stepper, arrived: Callable[[], Tensor]) -> None:
-        """On the lane, where the groups' options may be others for a moment: with those of the guess."""
+    def _take(
+        self, group: TrainedGroup, guess: Guess, stepper: Stepper, arrived: Callable[[], Tensor]
+    ) -> None:
+        """Step the slice into other memory; runs on the lane.
+
+        `stepper` has the group options of the guess: user code may change them at the same time.
+        """
         if self.stops:
             return
         with torch.no_grad():
             gradients = arrived()
-            tensors = self._tensors(owned)
+            tensors = self._tensors(group)
+            # Before anything is copied: a write by user code from here on makes the guess wrong.
             guess.seen = _versions(gradients, tensors)
-            guess.before = self._numbers(owned)
+            guess.before = self._numbers(group)
             block = Block(tensors, None)
-            memory = self._memory(owned, block.room)
+            memory = self._memory(group, block.room)
             if memory is None:
                 return
             guess.memory = memory
             windows = block.windows(tensors, memory, copy=True)
-            pieces = self._pieces(owned, gradients, dict(zip(map(id, tensors), windows, strict=True)))
+            pieces = self._pieces(group, gradients, dict(zip(map(id, tensors), windows, strict=True)))
             stepper.step(list(pieces.values()), guess.factor, Peers())
             guess.numbers = {member: _numbers(piece.state) for member, piece in pieces.items()}
-            guess.block = block
+            guess.block = block  # last: it marks the step as complete
 
-    def _tensors(self, owned: Owned) -> list[Tensor]:
-        sent = [owned.sent] if owned.sent is not owned.master else []
-        return [*self.tensors_of(owned), *sent]
+    def _tensors(self, group: TrainedGroup) -> list[Tensor]:
+        sent = [group.master.sent] if group.master.sent is not group.master.values else []
+        return [*self.tensors_of(group), *sent]
 
-    def _numbers(self, owned: Owned) -> list[dict[str, Any]]:
-        """What the optimizer keeps of whole pieces, as it is now."""
-        states = (self.optimizer.state[piece.master] for piece in owned.pieces.values())
+    def _numbers(self, group: TrainedGroup) -> list[dict[str, Any]]:
+        """Return copies of the scalar state (such as `step`) of the slice's pieces."""
+        states = (self.optimizer.state[piece.master] for piece in group.master.pieces.values())
         return [_comparable(_numbers(state)) for state in states]
 
-    def _memory(self, owned: Owned, size: int) -> Tensor | None:
-        """Room for a slice's block: a spare one's, or new memory; None if there is too little."""
-        if self.most is not None and not self._allows(owned, size, self.most):
+    def _memory(self, group: TrainedGroup, size: int) -> Tensor | None:
+        """Take a spare block or allocate one; None if the limit does not allow it."""
+        if self.most is not None and not self._allows(group, size, self.most):
             return None
         for place, spare in enumerate(self.spares):
             if spare.numel() == size:
                 return self.spares.pop(place)
         return aligned_empty(size, torch.uint8)
 
-    def _allows(self, owned: Owned, size: int, most: int) -> bool:
-        """Whether a slice may have two pieces of memory: for good, from the first time on."""
-        others = sum(other for slice_, other in self.sizes.items() if slice_ is not owned)
+    def _allows(self, group: TrainedGroup, size: int, most: int) -> bool:
+        """Return whether the slice may have two blocks of memory. Once allowed, it stays allowed."""
+        others = sum(other for slice_, other in self.sizes.items() if slice_ is not group)
         if 2 * (others + size) <= most:
-            self.sizes[owned] = size
+            self.sizes[group] = size
             return True
         if 2 * size > most and not self.has_told:
             self.has_told = True
-            log.warning(TOO_LITTLE, f"{most:,}", owned.flat.name, f"{2 * size:,}")
+            log.warning(TOO_LITTLE, f"{most:,}", group.name, f"{2 * size:,}")
         return False
 
-    def _pieces(self, owned: Owned, gradients: Tensor, there: Mapping[int, Tensor]) -> dict[Member, Piece]:
-        """The slice's pieces, in the other memory."""
+    def _pieces(
+        self, group: TrainedGroup, gradients: Tensor, there: Mapping[int, Tensor]
+    ) -> dict[Member, Piece]:
+        """Make the slice's pieces from the other memory. `there`: its windows, by the id of the tensor."""
         made = {}
-        for member, piece in owned.pieces.items():
+        for member, piece in group.master.pieces.items():
             known = self.optimizer.state[piece.master]
             state = {key: there.get(id(value), _copy(value)) for key, value in known.items()}
-            copy = owned.flat.piece_of(there[id(owned.sent)], member) if owned.has_copies else None
-            gradient = owned.flat.piece_of(gradients, member)
+            copy = (
+                group.parameters.piece_of(there[id(group.master.sent)], member)
+                if group.master.has_copies
+                else None
+            )
+            gradient = group.parameters.piece_of(gradients, member)
             master = there[id(piece.master)]
             made[member] = replace(piece, master=master, gradient=gradient, copy=copy, state=state)
         return made
@@ -164,76 +177,78 @@ class EarlySteps:
     # Deciding ------------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """The norm is known: what has not begun is not worth it any more."""
+        """Cancel jobs that have not begun: the norm is known, so `update` can step these slices as well."""
         self.stops = True
 
-    def commit(self, owned: Owned, stepper: Stepper, used: Container[Member], factor: float) -> bool:
-        """Whether the slice has taken this step already."""
-        guess = self.guesses.pop(owned, None)
+    def commit(self, group: TrainedGroup, stepper: Stepper, used: Container[Member], factor: float) -> bool:
+        """Swap in the speculative step if it is right. Returns False if the slice must still be stepped."""
+        guess = self.guesses.pop(group, None)
         if guess is None:
             return False
-        with suppress(Exception):  # who takes the step now hears of it
+        with suppress(Exception):  # the ordinary step that follows will raise the same error
             guess.pending.wait()
-        if not self._was_right(owned, guess, stepper, used, factor):
+        if not self._was_right(group, guess, stepper, used, factor):
             self._recycle(guess.memory)
             self.wrong += guess.block is not None
             return False
         assert guess.block is not None and guess.memory is not None
-        guess.block.put(self._tensors(owned), guess.memory)
-        owned.copies = owned.sent if owned.has_copies else None
-        self._recycle(self.places.get(owned))
-        self.places[owned] = guess.memory
+        guess.block.put(self._tensors(group), guess.memory)
+        group.master.copies = group.master.sent if group.master.has_copies else None
+        # The slice's tensors have moved to the new block, so the old one is free for another slice.
+        self._recycle(self.places.get(group))
+        self.places[group] = guess.memory
         for member, numbers in guess.numbers.items():
-            _restore(self.optimizer.state[owned.pieces[member].master], numbers)
+            _restore(self.optimizer.state[group.master.pieces[member].master], numbers)
         self.right += 1
         return True
 
     def _was_right(
-        self, owned: Owned, guess: Guess, stepper: Stepper, used: Container[Member], factor: float
+        self, group: TrainedGroup, guess: Guess, stepper: Stepper, used: Container[Member], factor: float
     ) -> bool:
+        """Return whether the step is the one that was guessed, and none of its inputs was written."""
         if guess.block is None or (guess.stepper, guess.factor) != (stepper, factor):
             return False
-        options = [self.optimizer.param_groups[number] for number in _groups_of(owned)]
-        gradients, members = owned.bucket.averaged_slice(), owned.pieces
+        options = [self.optimizer.param_groups[number] for number in _groups_of(group)]
+        gradients, members = group.gradients.averaged_slice(), group.master.pieces
         return (
             gradients is guess.gradients
             and all(member in used for member in members)
             and list(map(_comparable, options)) == guess.options
-            and self._numbers(owned) == guess.before
-            and _versions(guess.gradients, self._tensors(owned)) == guess.seen
+            and self._numbers(group) == guess.before
+            and _versions(guess.gradients, self._tensors(group)) == guess.seen
         )
 
     def _recycle(self, memory: Tensor | None) -> None:
         if memory is not None:
             self.spares.append(memory)
 
-    def _drop(self, owned: Owned) -> None:
-        guess = self.guesses.pop(owned, None)
+    def _drop(self, group: TrainedGroup) -> None:
+        guess = self.guesses.pop(group, None)
         if guess is not None:
             with suppress(Exception):
                 guess.pending.wait()
             self._recycle(guess.memory)
 
     def drop(self) -> None:
-        """Nothing is guessed any more; the next pass may begin again."""
+        """Drop all speculative steps, after waiting for their jobs. The next pass may begin new ones."""
         self.stops = True
-        for owned in list(self.guesses):
-            self._drop(owned)
+        for group in list(self.guesses):
+            self._drop(group)
         self.stops = False
 
 
-def _groups_of(owned: Owned) -> list[int]:
-    return sorted({piece.group for piece in owned.pieces.values()})
+def _groups_of(group: TrainedGroup) -> list[int]:
+    return sorted({piece.group for piece in group.master.pieces.values()})
 
 
 def _comparable(options: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's options but for its parameters, as they are now: a list may be written to, as a tensor."""
+    """Copy a group's options except its parameters; lists and tensors could be changed in place later."""
     plain = {key: value for key, value in options.items() if key != "params"}
     return {key: v.tolist() if isinstance(v, Tensor) else deepcopy(v) for key, v in plain.items()}
 
 
 def _versions(gradients: Tensor, tensors: list[Tensor]) -> list[int]:
-    """What changes when somebody writes, or puts others in their places."""
+    """List version counters and addresses: they change when a tensor is written or replaced."""
     return [number for tensor in [gradients, *tensors] for number in (version_of(tensor), tensor.data_ptr())]
 
 

@@ -1,8 +1,8 @@
-"""Signals that ask a run to stop: noted when they come, agreed on in a step.
+"""Handlers of signals that ask a run to stop, such as SIGTERM. All ranks learn of one in the same step.
 
-[Note: a signal] It may come to one rank, to some or to all, and between any two lines. So its handler only
-notes it, and what all ranks sum up in a step (`agreement.py`) says whether anybody has one: all ranks know
-after the same step. A log would be too much for a handler: it may have interrupted one.
+[Note: a signal] A signal may come to one rank, to some or to all, and between any two lines of Python. So the
+handler only records it. The exchange of a step (`agreement.py`) sums these records, so that all ranks know
+after the same step. The handler must not log, because it may have interrupted a call of the logger.
 """
 
 import logging
@@ -20,17 +20,17 @@ ORDINARY = (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler)
 
 
 class StopSignals:
-    """Which signals this rank watches, and whether one has come. See [Note: a signal]."""
+    """The signals that this rank handles, and the one that it has received. See [Note: a signal]."""
 
     def __init__(self) -> None:
-        self.before: dict[signal.Signals, Any] = {}  # their handlers
-        self.told = ""  # what is watched, and for what: the same on all ranks
-        self.came: signal.Signals | None = None  # to this rank
-        self.requested = False  # to any rank, as all ranks know
-        self.process = 0
+        self.before: dict[signal.Signals, Any] = {}  # the previous handlers
+        self.told = ""  # the watched signals and their purpose, which must be equal on all ranks
+        self.came: signal.Signals | None = None  # the signal that this rank received
+        self.requested = False  # any rank received one; equal on all ranks
+        self.process = 0  # the id of the process that called `watch`
 
     def watch(self, signals: Iterable[int], purpose: str = "") -> None:
-        """Take the place of these signals' handlers until `leave`."""
+        """Replace the handlers of these signals until `leave`."""
         wanted = _known(signals)
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("signals are handled by Python's main thread: call this there")
@@ -46,7 +46,7 @@ class StopSignals:
         for number in wanted:
             before = signal.signal(number, self._note)
             if hasattr(signal, "siginterrupt"):  # not on Windows
-                signal.siginterrupt(number, False)  # what a library waits for in the system goes on
+                signal.siginterrupt(number, False)  # restart a library's system calls: no EINTR
             if before not in ORDINARY:
                 which = before or "that is not Python's"
                 log.warning("%s: its handler %s is not called until destroy", number.name, which)
@@ -54,23 +54,23 @@ class StopSignals:
         self.told = f"{', '.join(sorted(number.name for number in wanted))} {purpose}".strip()
 
     def leave(self) -> None:
-        """Give the signals back to whoever handled them."""
+        """Restore the previous handlers."""
         if self.before and threading.current_thread() is threading.main_thread():
             for number, before in self.before.items():
-                if signal.getsignal(number) == self._note:  # else somebody has come after us
+                if signal.getsignal(number) == self._note:  # else other code has replaced our handler
                     signal.signal(number, signal.SIG_DFL if before is None else before)
             self.before, self.told = {}, ""
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() == self.process:
             self.came = signal.Signals(number)
-        elif number not in HARMLESS:  # a child that was forked from this rank: what ends it still does
+        elif number not in HARMLESS:  # in a forked child (a data loader worker) the signal must still end it
             signal.signal(number, self.before.get(signal.Signals(number)) or signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
 
 def _known(signals: Iterable[int]) -> list[signal.Signals]:
-    """The signals, if there are some, and Python can handle them."""
+    """Convert to `signal.Signals`; raise unless there is at least one and Python can handle all of them."""
     if not isinstance(signals, Iterable) or isinstance(signals, (str, bytes)):
         raise TypeError(f"signals is a sequence, such as (signal.SIGTERM,), and not {signals!r}")
     try:

@@ -1,4 +1,4 @@
-"""One step of what a rank owns: which stepper, on which pieces, how much at a time."""
+"""The update of a step: choose the stepper of this rank's pieces, and step them part by part."""
 
 import logging
 from collections.abc import Callable, Container, Iterable, Sequence
@@ -14,10 +14,10 @@ from zero_full.comm.lane import Lane
 from zero_full.offload import Flow, Tier
 from zero_full.optim.elementwise import own_stepper
 from zero_full.optim.fused_adam import FusedAdam
-from zero_full.optim.step import Peers, Stepper, TorchStep
+from zero_full.optim.step import Peers, Piece, Stepper, TorchStep
 from zero_full.precision.dtypes import Dtypes
 from zero_full.settings import Settings
-from zero_full.shard.group.master import Owned
+from zero_full.shard.group.parameter_group import TrainedGroup
 from zero_full.shard.group.parameters import Member
 from zero_full.shard.step.peers import Owners, PartPeers, deal_owners
 from zero_full.shard.step.speculative import EarlySteps
@@ -28,150 +28,190 @@ NO_EARLY_STEPS = "offload_optimizer.super_offload (HostTier.step_early) has no e
 
 
 class Steppers:
-    """The steppers that an optimizer can be stepped by."""
+    """The steppers of one optimizer, and the loop over the parts of a step."""
 
-    def __init__(self, base: Base, dtypes: Dtypes, lane: Lane, tier: Tier) -> None:
+    def __init__(
+        self, base: Base, dtypes: Dtypes, lane: Lane, tier: Tier, trained: Sequence[TrainedGroup]
+    ) -> None:
         self.optimizer: Optimizer = base.optimizer
         self.own = own_stepper(self.optimizer, base.own_step)
         self.by_torch = TorchStep(self.optimizer, base.own_step)
         self.fused_adam = FusedAdam(self.optimizer, base.own_step, dtypes)
         self.lane, self.tier = lane, tier
-        self.early = EarlySteps(self.optimizer, self.tensors_of, tier.early_bytes)
-        self.owners: Owners = {}  # of parameters whose owner keeps state: see [Note: whole parameters]
-        self.peers_of: Callable[[Sequence[Owned], Container[Member], Lane, Owners], Peers] = PartPeers
+        # State or parameter slices are in files and must be read ahead.
+        self.reads_ahead = type(tier).in_turn is not Tier.in_turn or any(
+            group.parameters.slice.apart for group in trained
+        )
+        self.early: EarlySteps | None = None  # speculative steps, see `step_early`
+        self.owners: Owners = {}  # ranks that keep state of whole parameters: see [Note: whole parameters]
+        self.no_peers = Peers()  # for steppers that do not communicate
+        self.peers_of: Callable[[Sequence[TrainedGroup], Container[Member], Lane, Owners], Peers] = PartPeers
 
     @property
     def kept(self) -> Stepper:
-        """What remembers something that a checkpoint has."""
+        """The stepper that has state of its own for a checkpoint."""
         return self.fused_adam if self.own is None else self.own
 
     def averages(self) -> bool:
-        """Whether the gradients of the step to come are to be averaged: see [Note: own gradients]."""
+        """Whether the gradients of the next step must be averaged: see [Note: own gradients]."""
         return self.own is None or self.own.averages
 
-    def concerned(self, everything: Iterable[Owned], used: Container[Member]) -> Container[Member]:
-        """What a step is about: `used`; and where gradients are not averaged all that has a state already.
+    def concerned(self, everything: Iterable[TrainedGroup], used: set[Member]) -> set[Member]:
+        """Return the parameters that a step with own gradients changes: `used`, and all that have state.
 
-        What has no gradient now counts as zero then, for its average goes on all the same.
+        A parameter without a gradient counts as one with a zero gradient, because its momentum goes on.
         """
-        if self.averages():
-            return used
         known = self.optimizer.state
-        pairs = (pair for owned in everything for pair in owned.pieces.items())
+        pairs = (pair for group in everything for pair in group.master.pieces.items())
         return {member for member, piece in pairs if member in used or known.get(piece.master)}
 
-    def attach(self, everything: Iterable[Owned]) -> None:
-        """Tell the optimizer's own stepper what it will step."""
+    def attach(self, everything: Iterable[TrainedGroup]) -> None:
+        """Give all pieces that are trained to the optimizer's own stepper, if it has one."""
         if self.own is not None:
-            awake = [owned for owned in everything if not owned.bucket.asleep]
-            members = {member for owned in awake for member in owned.flat.members}
-            pieces = [piece for owned in awake for piece in owned.pieces.values()]
-            pieces.sort(key=lambda piece: plain(piece.name))  # whatever buckets they are in
+            awake = [group for group in everything if not group.asleep]
+            members = {member for group in awake for member in group.members}
+            pieces = [piece for group in awake for piece in group.master.pieces.values()]
+            pieces.sort(key=lambda piece: plain(piece.name))  # an order that does not depend on the buckets
             if self.own.whole_rule is not None:
                 deal_owners(self.owners, awake, self.own.whole_rule)
             self.own.attach(pieces, self.peers_of(awake, members, self.lane, self.owners))
 
-    def choose(self, stepped: Iterable[Owned]) -> Stepper:
-        """The optimizer's own, if it brings one; else the fastest that does the same as its `step`."""
+    def choose(self, stepped: Iterable[TrainedGroup]) -> Stepper:
+        """Choose the optimizer's own stepper, or else the fastest that is equivalent to its `step`."""
         if self.own is not None:
             return self.own
-        kinds = {(owned.master.dtype, owned.bucket.accumulate, owned.master.device) for owned in stepped}
+        kinds = set()
+        for group in stepped:
+            values = group.master.values
+            kinds.add((values.dtype, group.gradients.accumulate, values.device))
         return self.fused_adam if self.fused_adam.takes(kinds) else self.by_torch
 
-    def step_early(self, everything: Iterable[Owned], factor: Callable[[], float]) -> None:
-        """If the tier wants it, step each slice when its last gradients come: see `speculative.py`."""
+    def step_early(self, everything: Sequence[TrainedGroup], factor: Callable[[], float]) -> None:
+        """Begin a speculative step of each offloaded slice when its last gradients arrive.
 
-        def begin(owned: Owned) -> None:
-            self.early.begin(owned, self.choose([owned]), factor())
+        See `speculative.py`. `factor` returns the factor of unclipped gradients.
+        """
+        self.early = early = EarlySteps(self.optimizer, self.tensors_of, self.tier.early_bytes)
 
-        awake = [owned for owned in everything if not owned.bucket.asleep]
-        if not (self.tier.step_early and awake):
-            return
-        if all(owned.bucket.down is None for owned in awake):
+        def begin(group: TrainedGroup) -> None:
+            early.begin(group, self.choose([group]), factor())
+
+        awake = [group for group in everything if not group.asleep]
+        if awake and all(group.gradients.down is None for group in awake):
             log.warning(NO_EARLY_STEPS, "nothing is copied: the model is in the host's memory already")
-        elif not self.choose(awake).is_alone:
+        elif awake and not self.choose(awake).is_alone:
             log.warning(
                 NO_EARLY_STEPS, "only torch's Adam and AdamW are stepped so, without a step of their own"
             )
-        for owned in everything:
-            if owned.bucket.down is not None:
-                owned.bucket.down.on_last = partial(begin, owned)
+        for group in everything:
+            if group.gradients.down is not None:
+                group.gradients.down.on_last = partial(begin, group)
 
     def parts(
-        self, stepper: Stepper, stepped: Sequence[Owned], settings: Settings, flow: Flow | None
-    ) -> list[Sequence[Owned]]:
-        """What is stepped at a time.
+        self, stepper: Stepper, stepped: Sequence[TrainedGroup], settings: Settings, flow: Flow | None
+    ) -> Sequence[Sequence[TrainedGroup]]:
+        """Split the groups into parts that are stepped together.
 
-        Where parameters are copied to the device that begins with the first bucket, unless ranks would
-        have to meet once more for each.
+        With host-device copies each group is a part, so that its copy overlaps the step of the next one. A
+        stepper that communicates gets larger parts, because it exchanges messages for each.
         """
         if not stepper.takes_parts:
             return [stepped]
+        if flow is None and settings.part_numel is None and not self.tier.apart:
+            return [stepped]
         one_by_one = flow is not None and self.own is None and not self.tier.moves
-        return [*sub_groups(stepped, 1 if one_by_one else settings.part_numel)]
+        return sub_groups(stepped, 1 if one_by_one else settings.part_numel)
 
     def step(
         self,
         stepper: Stepper,
-        everything: Iterable[Owned],
-        parts: Sequence[Sequence[Owned]],
+        everything: Iterable[TrainedGroup],
+        parts: Sequence[Sequence[TrainedGroup]],
         used: Container[Member],
         factor: float,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        """Step part after part; parameters without a gradient on any rank, which are not `used`, stay.
+        """Step part after part. Parameters that are not `used`, as no rank has a gradient, do not change.
 
-        `on_change` is called when no stepper can refuse the step any more, which all ranks do alike.
+        `on_change` is called when the stepper can no longer raise an error that skips the step on all ranks.
         """
-        self.early.stop()
+        early = self.early
+        if early is not None:
+            early.stop()
         try:
-            stepper.begin([piece for owned in everything for piece in owned.pieces.values()])
+            if not stepper.is_alone:
+                stepper.begin([piece for group in everything for piece in group.master.pieces.values()])
             on_change()
-            with closing(self.tier.in_turn(parts, self.tensors_of)) as turns:
-                stepped, done, begun = [owned for part in parts for owned in part], 0, 0
-                for part in turns:
-                    begun = max(begun, done)
-                    while begun < len(stepped) and stepped[begun].read_ahead(stepper.fuses):
-                        begun += 1
+            if self.reads_ahead:
+                self._step_in_turn(stepper, parts, used, factor)
+            else:
+                for part in parts:
                     self._step_part(stepper, part, used, factor)
-                    done += len(part)
         finally:
-            stepper.end()
-            self.early.drop()
-            for owned in everything:
-                owned.show_again()
+            if not stepper.is_alone:
+                stepper.end()
+            if early is not None:
+                early.drop()
+            for group in everything:  # tiers and speculative steps have moved masters and state
+                if group.master.shown:
+                    group.master.show_again()
 
-    def tensors_of(self, owned: Owned) -> list[Tensor]:
-        """What waits in a tier: a slice's master, first, and what the optimizer keeps of each element."""
-        masters = [piece.master for piece in owned.pieces.values()]
+    def _step_in_turn(
+        self,
+        stepper: Stepper,
+        parts: Sequence[Sequence[TrainedGroup]],
+        used: Container[Member],
+        factor: float,
+    ) -> None:
+        """Step parts while the state and parameter slices of the next ones are read from files."""
+        with closing(self.tier.in_turn(parts, self.tensors_of)) as turns:
+            # `done` groups are stepped; the reads of the first `begun` have begun, as far as buffers allow.
+            stepped, done, begun = [group for part in parts for group in part], 0, 0
+            for part in turns:
+                begun = max(begun, done)
+                while begun < len(stepped) and stepped[begun].master.read_ahead(stepper.fuses):
+                    begun += 1
+                self._step_part(stepper, part, used, factor)
+                done += len(part)
+
+    def tensors_of(self, group: TrainedGroup) -> list[Tensor]:
+        """List the tensors of a slice that a tier stores: first the master, then elementwise state."""
+        masters = [piece.master for piece in group.master.pieces.values()]
         states = (self.optimizer.state.get(master, {}).values() for master in masters)
         kept = [value for state in states for value in state if isinstance(value, Tensor) and value.dim()]
-        return [owned.master, *masters, *kept]
+        return [group.master.values, *masters, *kept]
 
     def _step_part(
-        self, stepper: Stepper, part: Sequence[Owned], used: Container[Member], factor: float
+        self, stepper: Stepper, part: Sequence[TrainedGroup], used: Container[Member], factor: float
     ) -> None:
-        rest = [owned for owned in part if not self.early.commit(owned, stepper, used, factor)]
-        pieces = [piece for owned in rest for piece in owned.fetch(used, stepper.fuses)]
+        """Step one part, except slices with a speculative step that is right."""
+        rest, early = part, self.early
+        if early is not None:
+            rest = [group for group in part if not early.commit(group, stepper, used, factor)]
+        pieces: list[Piece] = []
+        for group in rest:
+            pieces += group.master.fetch(used, stepper.fuses)
         for piece in pieces:
             piece.state = self.optimizer.state[piece.master]
         if rest:
-            stepper.step(pieces, factor, self.peers_of(rest, used, self.lane, self.owners))
-        for owned in part:
-            owned.put_away()
+            peers = self.no_peers if stepper.is_alone else self.peers_of(rest, used, self.lane, self.owners)
+            stepper.step(pieces, factor, peers)
+        for group in part:
+            group.master.put_away()
 
 
-def sub_groups(stepped: Sequence[Owned], limit: int | None) -> list[list[Owned]]:
-    """Neighbours together that wait in one place, as many as have `limit` elements on this rank, but at least
-    one; None: all of them.
+def sub_groups(stepped: Sequence[TrainedGroup], limit: int | None) -> list[list[TrainedGroup]]:
+    """Join neighbouring groups in the same tier up to `limit` elements on this rank, at least one group.
+
+    None: no limit.
     """
-    together: list[list[Owned]] = []
+    together: list[list[TrainedGroup]] = []
     room: float = 0
-    for owned in stepped:
-        numel = owned.flat.layout.shard
-        if not together or numel > room or owned.tier.apart != together[-1][-1].tier.apart:
+    for group in stepped:
+        numel = group.layout.shard
+        if not together or numel > room or group.master.tier.apart != together[-1][-1].master.tier.apart:
             together.append([])
             room = inf if limit is None else limit
-        together[-1].append(owned)
+        together[-1].append(group)
         room -= numel
     return together

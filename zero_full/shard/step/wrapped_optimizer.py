@@ -1,4 +1,8 @@
-"""The optimizer that was passed in: whoever still calls it means the one that has taken its place."""
+"""The optimizer that the user passed in, and the base class of the proxy that replaces it.
+
+Calls of user code to the wrapped optimizer are redirected to the proxy. The proxy exposes the wrapped
+optimizer's groups, state and defaults.
+"""
 
 import functools
 import weakref
@@ -14,26 +18,27 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from zero_full._compat import step_hooks
+from zero_full.shard.group.optimizer_state import StateByParameter
 
 NUMBERS = ("lr", "weight_decay", "betas", "momentum", "eps")  # options that must be finite
-BEFORE, AFTER = 0, 1  # which of a pair of hooks
-# What a user may call on the object that he has passed in. The rest of it is shared: groups, state, defaults.
+BEFORE, AFTER = 0, 1  # index into a pair of hook lists
+# Methods of the wrapped optimizer that call the proxy's. Groups, state and defaults are shared objects.
 REDIRECTED = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
 
 
 class Base:
-    """A torch optimizer whose methods lead to its owner, which can still step it by `own_step`."""
+    """A torch optimizer whose methods call its owner's. The owner can still call its own `step`."""
 
     def __init__(self, optimizer: Optimizer, owner: Optimizer) -> None:
         self.optimizer = optimizer
-        self.own_step = optimizer.step  # as it is now: a schedule may have wrapped it
+        self.own_step = optimizer.step  # possibly wrapped by an LR scheduler
         me = weakref.ref(owner)
         for name in REDIRECTED:
             setattr(optimizer, name, MethodType(_leading_to(me, name, getattr(optimizer, name)), optimizer))
 
     def run_step_hooks(self, when: int) -> None:
-        """Run the hooks on the optimizer's `step`, once a step, whatever the step is made of."""
-        for hook in step_hooks(self.optimizer)[when]:
+        """Run the hooks on the optimizer's `step` once per step, also if it is stepped in several parts."""
+        for hook in list(step_hooks(self.optimizer)[when].values()):
             if hook(self.optimizer, (self.optimizer,), {}) is not None and when == BEFORE:
                 raise RuntimeError(
                     "a hook that runs before the optimizer's step has returned other arguments for it: this "
@@ -47,7 +52,7 @@ def run_hooks(
     when: int,
     *state: Any,
 ) -> Any:
-    """Run the hooks of these optimizers. What one returns takes the place of `state`, which is returned."""
+    """Run the hooks of these optimizers. A hook's result replaces `state`; returns the last `state`."""
     for owner in owners:
         for hook in hooks_of(owner)[when]:
             answer = hook(owner, *state)
@@ -56,9 +61,9 @@ def run_hooks(
 
 
 def _leading_to(owner: "weakref.ref[Optimizer]", name: str, method: Any) -> Any:
-    """A method of the same name and kind that calls the owner's."""
+    """Make a method that calls the owner's method of the same name."""
 
-    @functools.wraps(getattr(method, "__func__", method))  # with the mark by which schedules know their work
+    @functools.wraps(getattr(method, "__func__", method))  # keeps the attribute that LR schedulers look for
     def call(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         alive = owner()
         if alive is None or getattr(alive, "closed", False):
@@ -72,7 +77,7 @@ def _leading_to(owner: "weakref.ref[Optimizer]", name: str, method: Any) -> Any:
 
 
 class NoOptimizer(Optimizer):
-    """Stands where no optimizer was given. Gradients of its parameters are averaged and handed back."""
+    """Placeholder for an engine without optimizer. Averaged gradients are returned in `param.grad`."""
 
     zero_full_elementwise = True
 
@@ -81,12 +86,12 @@ class NoOptimizer(Optimizer):
         if listed:
             super().__init__(listed, {})
             return
-        self.defaults, self.param_groups = {}, []  # torch wants something to optimize
+        self.defaults, self.param_groups = {}, []  # torch's constructor raises for an empty list
         self.state = defaultdict(dict)
         self.__setstate__({})
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Refused."""
+        """Raise: there is nothing to step with."""
         raise RuntimeError(
             'there is no optimizer: pass one to initialize, or add "optimizer" to the config; one of your '
             "own over the model's parameters (at stage 0) you step yourself"
@@ -94,7 +99,10 @@ class NoOptimizer(Optimizer):
 
 
 def refuse_gradients(base: Optimizer, model: nn.Module, stage: int) -> list[RemovableHandle]:
-    """From stage 1 on nothing averages the gradients of an engine without optimizer: they are an error."""
+    """Make backward raise on an engine without optimizer from stage 1 on, where nothing averages gradients.
+
+    Returns the hooks.
+    """
 
     def refuse(param: Tensor) -> None:
         raise RuntimeError(
@@ -109,13 +117,19 @@ def refuse_gradients(base: Optimizer, model: nn.Module, stage: int) -> list[Remo
 
 
 def listed_in(param_groups: Iterable[Mapping[str, Any]]) -> list[list[int]]:
-    """Which parameters are in which group, to notice a change."""
-    return [[id(param) for param in group["params"]] for group in param_groups]
+    """List the ids of the parameters in each group, to detect a change later."""
+    listed = []
+    for group in param_groups:
+        listed.append(list(map(id, group["params"])))
+    return listed
 
 
 def refuse_unusable(param_groups: Sequence[Mapping[str, Any]], listed: list[list[int]]) -> None:
-    """Raise if groups have changed since parameters were dealt, or if no step can be taken with a number."""
-    if listed_in(param_groups) != listed:
+    """Raise RuntimeError if groups changed since `listed`, or if one of their options is no finite number."""
+    same = len(param_groups) == len(listed)
+    for group, params in zip(param_groups, listed, strict=False):
+        same = same and list(map(id, group["params"])) == params
+    if not same:
         raise RuntimeError(
             "parameters were added to the optimizer's groups or removed from them after initialize, which "
             "deals them once: freeze a parameter with requires_grad_(False), or list it frozen at first"
@@ -126,24 +140,86 @@ def refuse_unusable(param_groups: Sequence[Mapping[str, Any]], listed: list[list
 
 def _is_usable(value: Any) -> bool:
     if isinstance(value, Tensor) and value.numel() == 1 and value.device.type == "cpu":
-        value = value.item()  # elsewhere it would cost a wait for the device
-    if value is None:  # torch's Adafactor has this for "as small as the type allows"
+        value = value.item()  # on an accelerator it would wait for the device, so it is not checked
+    if value is None:  # torch's Adafactor: the smallest number of the dtype
         return True
     return isinstance(value, Tensor) or (isinstance(value, (int, float)) and isfinite(value))
 
 
 def unusable_number(param_groups: Sequence[Mapping[str, Any]]) -> str:
-    """In words, the first option of a group with which no step can be taken; "" if there is none."""
+    """Return the message about the first option that is no finite number; "" if there is none."""
     for number, group in enumerate(param_groups):
         for key in NUMBERS:
             value = group.get(key, 0.0)
-            if not all(map(_is_usable, value if isinstance(value, (tuple, list)) else (value,))):
+            for each in value if isinstance(value, (tuple, list)) else (value,):
+                if isfinite(each) if type(each) is float else _is_usable(each):
+                    continue
                 return f"{key} of the optimizer's parameter group {number} is {value!r}, no finite number"
     return ""
 
 
 def zero_in_place(params: Iterable[Parameter]) -> None:
-    """Their gradients, and what stands for them, become zero."""
+    """Set gradients to zero in place, including placeholders."""
     for param in params:
         if param.grad is not None:
             param.grad.zero_()
+
+
+NO_COPY = "this optimizer cannot be copied or pickled: it belongs to a model. Save its state_dict() instead"
+NO_JOIN = (
+    "torch's Join cannot serve zero_full: it would have to repeat the collectives of a step on ranks that "
+    "have no batch left. Loop over zero_full.synced(batches), and multiply the loss of a batch that does not "
+    "count by 0"
+)
+
+
+class OptimizerProxy(Optimizer):
+    """Exposes the wrapped optimizer's `param_groups`, `state` and `defaults`."""
+
+    base: Optimizer
+    own_state: StateByParameter
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The groups of the wrapped optimizer, which list the model's parameters."""
+        return self.base.param_groups
+
+    @property
+    def state(self) -> Any:
+        """The wrapped optimizer's state on this rank, by parameter."""
+        return self.base.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        """Clear the state if `state` is empty, else raise."""
+        self.base.state = state
+        self._take_back_state()
+
+    def _take_back_state(self) -> None:
+        """Restore our state object after user code assigned another one; clear it if that one is empty."""
+        if self.base.state is not self.own_state:
+            given, self.base.state = self.base.state, self.own_state  # type: ignore[assignment]
+            if self.own_state.settled is not None:
+                self.own_state.settled()
+            if given:
+                raise RuntimeError("set optimizer state with zero_full.safe_set_full_optimizer_state")
+            self.own_state.clear()
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The default options of the wrapped optimizer."""
+        return self.base.defaults
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(NO_COPY)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raise RuntimeError: the layout of the shards is fixed."""
+        raise RuntimeError(
+            "parameter groups cannot be added after initialize, because slices are already dealt: pass all "
+            "of them to initialize (those that should wait may be frozen until then)"
+        )
+
+    def join_hook(self, **options: Any) -> None:
+        """Raise RuntimeError when torch's `Join` calls this."""
+        raise RuntimeError(NO_JOIN)
