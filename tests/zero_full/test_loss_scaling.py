@@ -224,3 +224,25 @@ def test_a_second_step_on_top_of_unscaled_gradients_is_refused() -> None:
     engine.backward(engine([torch.ones(2, 4)]))
     with pytest.raises(RuntimeError, match="call zero_grad after every step"):
         optimizer.step()
+
+
+class Noting(zero_full.StaticScale):
+    """A scale of the caller's own class."""
+
+    def __init__(self) -> None:
+        super().__init__(1.0)
+        self.steps = list[bool]()
+
+    def update(self, overflow: bool) -> None:
+        self.steps.append(overflow)
+
+
+def test_a_scale_of_ones_own_class_hears_of_every_step() -> None:
+    model, scale = Net(), Noting()
+    optimizer = zero_full.assemble.shard(model, torch.optim.SGD(model.parameters(), lr=0.01), scaler=scale)
+    for step in range(2):
+        model(data(step, 0, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert scale.steps == [False, False]
+    optimizer.close(gather=False)

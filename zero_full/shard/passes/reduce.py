@@ -418,7 +418,9 @@ class GradientReducer:
         self.launched.add(group)
         self.trail = crc32(group.name.encode(), self.trail)
         gradients, detached = group.gradients, group.gradients.detach()
-        read = [*dict(detached).values()]  # tensors that the lane must keep alive until the job is done
+        read = [
+            gradient for _, gradient in detached
+        ]  # tensors that the lane must keep alive until the job is done
         for tensor in (gradients.local_grads, gradients.grad_slice):
             if tensor is not None:
                 read.append(tensor)

@@ -39,7 +39,7 @@ from zero_full.comm.topology import this_rank
 from zero_full.errors import CommunicationError, NotFiniteError
 from zero_full.offload import Waiting
 from zero_full.optim.step import loss_of
-from zero_full.precision.scaler import DynamicScale, StaticScale
+from zero_full.precision.scaler import StaticScale
 from zero_full.settings import Settings
 from zero_full.shard.contents.rank_state import (
     facts_of,
@@ -136,7 +136,6 @@ class ZeroOptimizer(OptimizerProxy):
         device = groups.dense.shard.device
         self.lane = lane_for(device, settings.overlap)
         self.waiting = Waiting(settings.tier, parts.shelf)
-        self.can_lose = self.waiting.can_lose  # state is in files, of which a read may fail
         self.report = NonFinite()
         self.signals = StopSignals()
         self.last: StepReport | None = None
@@ -307,7 +306,7 @@ class ZeroOptimizer(OptimizerProxy):
         # While ranks are apart their parameters differ by design, and a write has raised in LocalSteps.
         written = "" if is_apart else self.writes.digest()
         doings = doings_of(self.base.param_groups, so_far, written, failure)
-        alarm = self.can_lose and bool(self.waiting.trouble)
+        alarm = bool(self.waiting.trouble)
         alarm = alarm or (self.beside is not None and self.beside.has_failed())
         stops, by_hand = self.signals.came is not None, reducer.written
         said = Said(reducer.used, doings, stops, alarm, collected.averaged, by_hand, len(reducer.late))
@@ -366,20 +365,13 @@ class ZeroOptimizer(OptimizerProxy):
         except NotFiniteError as error:
             self.report.tell_average(error, self.scaler)
             return replace(decision, finite=False, applies=False)
-        if self.can_lose:  # raise on every rank before the all-gather spreads slices of a failed read
+        if self.waiting.can_lose:  # raise on every rank before the all-gather spreads slices of a failed read
             refuse_on_all(self.groups, self.waiting.lost)
         self.gradients.note_step(factor, multiplied=not stepper.fuses)
         setattr(self.base, STEPPED, True)
         # As torch's optimizers do: backward through a graph from before this step must raise, because the
         # parameters that it has saved have changed in place.
-        moved = []
-        for group in stepped:
-            moved += (
-                group.parameters.params
-                if used.issuperset(group.members)
-                else [m.param for m in group.members if m in used]
-            )
-        increment_version(moved)
+        increment_version([m.param for group in stepped for m in group.members if m in used])
         for group in stepped:  # the new counters are our own writes, not user code's
             group.master.note_versions()
         self.writes.forget()
@@ -416,7 +408,7 @@ class ZeroOptimizer(OptimizerProxy):
         self.last = StepReport(decision.applies, decision.norm, scale)
         self.report.end_step()
         self.gradients.end_step()
-        if isinstance(self.scaler, DynamicScale):
+        if type(self.scaler) is not StaticScale:  # a scale of the caller's own class may learn, too
             self.report.learn(self.scaler, overflow=not decision.finite)
         for act in self.at_step:
             act()
