@@ -7,6 +7,7 @@ to name the file, and `python -m lessons check N` does it all.
 import gc
 import os
 import sys
+from collections.abc import Iterator
 
 from lessons import replace
 
@@ -14,6 +15,7 @@ if "zero_min" not in sys.modules:  # `judge` has done it already
     replace.install()
 
 import pytest
+import torch
 
 from tests.trainers import STAGES_OF, Subject
 from zero_min import STAGES
@@ -38,6 +40,15 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """What has been imported stays: a test that collects garbage need not look at it again and again."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def autograd_is_left_on() -> Iterator[None]:
+    """A test that leaves autograd off fails itself, and not the hundreds of tests after it."""
+    yield
+    if not torch.is_grad_enabled():
+        torch.set_grad_enabled(True)
+        pytest.fail("this test has left autograd off")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

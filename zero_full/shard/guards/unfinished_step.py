@@ -23,6 +23,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+import torch
+
 COLLECTING, CHANGING, COUNTED = "collecting", "changing", "counted"
 BEFORE = "before it changed any parameter, so its gradients may be incomplete"
 WHILE = "while it changed parameters, optimizer state, counters and schedule, so they may be of two steps"
@@ -40,11 +42,15 @@ class UnfinishedStep:
         self.cause = ""  # the exception that cut the step short
         self.is_lost = False  # other ranks may be at different collectives
         self.inside = False  # a step is running
+        self.grad_mode = True  # of the caller of the step
         self.handler: Any = None  # the user's SIGINT handler while ours delays the signal
         self.came: FrameType | None = None  # the frame that a delayed SIGINT has interrupted
 
     def run(self, act: Callable[[], None]) -> None:
-        """Run a step. Calls may be nested: an engine's step is the outer call, its optimizer's the inner."""
+        """Run a step, without autograd. An engine's step is the outer call, its optimizer's the nested one.
+
+        Not by `torch.no_grad()`: an interrupt inside its `__enter__` would leave autograd off for good.
+        """
         self.refuse("step")
         outer = self.inside
         try:
@@ -53,10 +59,13 @@ class UnfinishedStep:
             self._leave(outer)  # again, as an interrupt may have come while `_run` left
 
     def _run(self, act: Callable[[], None], outer: bool) -> None:
+        if not outer:
+            self.grad_mode = torch.is_grad_enabled()
         self.inside = True
         try:
             if not outer:
                 self.phase, self.cause = COLLECTING, ""
+                torch.set_grad_enabled(False)
             act()
             if not outer:
                 self.phase = ""
@@ -73,8 +82,10 @@ class UnfinishedStep:
 
     def _leave(self, outer: bool) -> None:
         self.inside = outer
-        if not outer and self.handler is not None:
-            self._deliver()
+        if not outer:
+            torch.set_grad_enabled(self.grad_mode)
+            if self.handler is not None:
+                self._deliver()
 
     def change(self) -> None:
         """Enter the changing phase, and delay SIGINT."""

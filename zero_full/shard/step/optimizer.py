@@ -211,7 +211,6 @@ class ZeroOptimizer(OptimizerProxy):
 
     # A step: see [Note: a step] ------------------------------------------------------------------
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Average the remaining gradients, step this rank's slices and all-gather the parameters.
 
