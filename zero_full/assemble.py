@@ -41,7 +41,7 @@ from zero_full.shard.deal.host_memory import host_memory
 from zero_full.shard.deal.offload_warnings import tell_of_parameters, tell_of_share
 from zero_full.shard.deal.one_bit_support import refuse_other_backend, served
 from zero_full.shard.group.process_groups import Connection, connect
-from zero_full.shard.passes.backward import Rules
+from zero_full.shard.passes.backward import Accumulation
 from zero_full.shard.step.optimizer import ZeroOptimizer
 from zero_full.shard.step.wrapped_optimizer import NoOptimizer
 from zero_full.start.argument_checks import check_arguments, check_model, check_optimizer
@@ -84,12 +84,8 @@ def shard(
         raise TypeError(f"optimizer must be a torch optimizer or None, not {type(optimizer).__name__}")
     _refuse_not_started(topology)
     facts = {"settings": dict(_facts(settings))}
-    made, _ = compose(model, topology, settings, lambda: (optimizer, None), scaler, facts)
-    made.reducer.backward.rules = Rules(
-        plain_divisor=lambda: settings.plain_divisor,
-        refuse_unscaled=partial(_refuse_unscaled, made.scaler),
-        note_loss=made.report.note_plain_loss,
-    )
+    accumulation = Accumulation(plain_divisor=settings.plain_divisor)
+    made, _ = compose(model, topology, settings, lambda: (optimizer, None), scaler, accumulation, facts)
     if made.scaler.scales:
         made.hooks.append(ModelCalls(model, made, gates=True))
     return made
@@ -101,17 +97,19 @@ def compose(
     settings: Settings,
     make: Callable[[], tuple[torch.optim.Optimizer | None, Any]],
     scaler: StaticScale | None,
+    accumulation: Accumulation,
     facts: Mapping[str, Mapping[str, Any]],
     shard_ranks: int | None = None,
 ) -> tuple[ZeroOptimizer, Any]:
     """Compare arguments between ranks, then assemble a sharded optimizer. Every rank must call this.
 
-    make         returns an optimizer over the model's parameters, or None, and its LR scheduler; called when
-                 the model is on its device. Its exceptions are raised on every rank
-    scaler       None: a `DynamicScale` with fp16 parameters, else none
-    facts        values that must be equal on every rank, besides those of the model and the optimizer
-    shard_ranks  size of the groups of consecutive ranks that share the state, which other groups replicate;
-                 None: defined by the topology
+    make          returns an optimizer over the model's parameters, or None, and its LR scheduler; called when
+                  the model is on its device. Its exceptions are raised on every rank
+    scaler        None: a `DynamicScale` with fp16 parameters, else none
+    accumulation  the micro-batches of a step
+    facts         values that must be equal on every rank, besides those of the model and the optimizer
+    shard_ranks   size of the groups of consecutive ranks that share the state, which other groups replicate;
+                  None: defined by the topology
 
     Returns the optimizer and the LR scheduler of `make`.
     """
@@ -120,7 +118,7 @@ def compose(
     compare(agreed, topology, may_differ=OPERATORS)
     if shard_ranks is not None:
         topology = topology.with_sub_groups(shard_ranks)
-    return assemble(model, topology, prepared), prepared.schedule
+    return assemble(model, topology, prepared, accumulation), prepared.schedule
 
 
 @dataclass(frozen=True)
@@ -172,7 +170,9 @@ def _operators(device: torch.device, tier: Tier) -> Iterator[tuple[str, str]]:
         yield f"on {place.type}", "compiled" if loaded.path else f"torch's own ({why})"
 
 
-def assemble(model: nn.Module, topology: Topology, prepared: Prepared) -> ZeroOptimizer:
+def assemble(
+    model: nn.Module, topology: Topology, prepared: Prepared, accumulation: Accumulation
+) -> ZeroOptimizer:
     """Open process groups, shard the parameters, and create the optimizer. Every rank must call this."""
     deferred, base = prepared.deferred, prepared.base
     settings = served(base, prepared.settings, topology)
@@ -201,7 +201,7 @@ def assemble(model: nn.Module, topology: Topology, prepared: Prepared) -> ZeroOp
         attempt(partial(deferred.fill, parts.fill), topology)
         deferred.share(parts.fill)
     place_the_rest(model, parts, topology, groups, settings)
-    optimizer = ZeroOptimizer(base, model, parts, groups, settings, prepared.scaler)
+    optimizer = ZeroOptimizer(base, model, parts, groups, settings, prepared.scaler, accumulation)
     is_behind = optimizer.steppers.own is not None or settings.tier.delay_after is not None
     optimizer.state_dict_guards = guard(model) if parts.sites or is_behind else []
     optimizer.hooks.append(FirstCall(model))
@@ -292,14 +292,6 @@ def _refuse_not_started(topology: Topology) -> None:
         raise RuntimeError(
             f"this is one of {ranks} ranks (WORLD_SIZE), and torch.distributed is not initialised, so they "
             "would train apart: call zero_full.init_distributed() first"
-        )
-
-
-def _refuse_unscaled(scaler: StaticScale) -> None:
-    if scaler.scale != 1:
-        raise RuntimeError(
-            "a backward pass has brought gradients without the loss scale, which a step would divide them "
-            "by: use optimizer.scale(loss).backward(), or let the model return its loss"
         )
 
 

@@ -34,6 +34,7 @@ from zero_full.start.argument_checks import (
     untrained,
 )
 from zero_full.start.from_config import (
+    accumulation_of,
     facts_of_config,
     is_leaf,
     scaler_of,
@@ -95,7 +96,10 @@ def initialize(
     checked = resolved.config
     make = partial(_make, resolved, settings, model, optimizer, model_parameters, lr_scheduler)
     facts, shard_ranks = {"configuration": facts_of_config(checked)}, shard_ranks_of(checked, data_ranks)
-    wrapped, schedule = compose(model, topology, settings, make, scaler_of(checked), facts, shard_ranks)
+    accumulation = accumulation_of(checked)
+    wrapped, schedule = compose(
+        model, topology, settings, make, scaler_of(checked), accumulation, facts, shard_ranks
+    )
     loader = _loader(checked, training_data, collate_fn, (data_rank, data_ranks))
     device = wrapped.groups.dense.shard.device
     engine = Engine(model, wrapped, resolved, device, schedule, loader, data_ranks)

@@ -41,7 +41,8 @@ class Settings:
     prescale: bool = False
     predivide: float = 1.0
     average: bool = True
-    plain_divisor: float = 1.0  # divisor of gradients from a plain loss.backward()
+    # Divisor of gradients of a plain loss.backward(); None: the number of micro-batches, which may change.
+    plain_divisor: float | None = 1.0
     clip: float = 0.0  # largest gradient norm; 0: no clipping
     check_overflow: bool = True  # skip steps with inf or NaN in the gradients
     refuse_unused: bool = False  # raise if a parameter has no gradient
@@ -61,7 +62,8 @@ class Settings:
         if self.stage not in (0, 1, 2, 3):
             raise ValueError(f"stage must be 0, 1, 2 or 3, not {self.stage!r}")
         for name in ("bucket_numel", "predivide", "plain_divisor"):
-            if not getattr(self, name) > 0:
+            value = getattr(self, name)
+            if value is not None and not value > 0:
                 raise ValueError(f"{name} must be above 0, not {getattr(self, name)!r}")
         if not 0 <= self.clip < inf:
             raise ValueError(f"clip must be a norm, or 0 for no clipping, not {self.clip!r}")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import zero_full
-from tests.worlds import POOL
+from tests.worlds import POOL, run_each
 from tests.zero_full.runs import Net, assert_close, config, data, reference
 from tests.zero_full.stage3_runs import RELEASED
 
@@ -38,12 +38,15 @@ WAYS: dict[str, tuple[bool | None, Callable[[zero_full.Engine, Tensor], Any]]] =
 }
 
 
-def accumulated(comm: Any, stage: int, way: str, managed: bool) -> dict[str, Tensor]:
+def accumulated(comm: Any, stage: int, way: str, managed: bool, ramped: bool = False) -> dict[str, Tensor]:
+    """`ramped`: begin with one micro-batch a step, and ask for more later."""
     divides, backward = WAYS[way]
     keys = {**SGD, "plain_backward_divides": divides, "managed_gradient_accumulation": managed}
     zero = RELEASED if stage == 3 else {}
-    more = config(stage, gradient_accumulation_steps=MICRO_BATCHES, zero_optimization=zero, **keys)
+    steps = 1 if ramped else MICRO_BATCHES
+    more = config(stage, gradient_accumulation_steps=steps, zero_optimization=zero, **keys)
     engine, *_ = zero_full.initialize(model=Net(), config=more)
+    engine.set_train_batch_size(MICRO_BATCHES * engine.train_micro_batch_size_per_gpu() * engine.world_size)
     for step in range(4):
         for micro in range(MICRO_BATCHES):
             backward(engine, engine(data(step, micro, comm.rank)))
@@ -61,6 +64,15 @@ def test_the_loss_is_divided_once_whoever_does_it(stage: int, managed: bool) -> 
     want = reference(2, micro_batches=MICRO_BATCHES, make=sgd)
     for way in WAYS:
         for got in POOL.run(accumulated, 2, stage, way, managed):
+            assert_close(got, want)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_loss_is_divided_once_after_the_batch_has_grown(world_size: int) -> None:
+    want = reference(world_size, micro_batches=MICRO_BATCHES, make=sgd)
+    cases = [(stage, way, True, True) for stage in range(4) for way in WAYS]
+    for found in run_each(accumulated, world_size, cases):
+        for got in found:
             assert_close(got, want)
 
 

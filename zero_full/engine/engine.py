@@ -50,7 +50,6 @@ from zero_full.precision.dtypes import NAMES
 from zero_full.shard.access.gathered_parameters import copy_on_cpu, load_whole_state_dict, whole_state_dict
 from zero_full.shard.access.offload_states import OffloadedStates
 from zero_full.shard.guards.unfinished_step import COUNTED
-from zero_full.shard.passes.backward import Rules
 from zero_full.shard.step.optimizer import ZeroOptimizer
 from zero_full.shard.step.stop_signals import SIGNALS
 from zero_full.shard.step.wrapped_optimizer import NO_JOIN
@@ -95,12 +94,10 @@ class Engine(DeepSpeedQueries):
         self.lr_scheduler, self.training_dataloader = lr_scheduler, training_dataloader
         self.resolved, self.config = resolved, resolved.config
         self.world_size = world_size
-        self.micro_steps = self.global_steps = self.skipped_steps = 0
+        self.global_steps = self.skipped_steps = 0
         # None: the configuration has no batch size
         self.global_samples: int | None = 0 if self.config.train_micro_batch_size_per_gpu else None
-        self._micro_batches = self.config.gradient_accumulation_steps
-        self._boundary: bool | None = None  # set by set_gradient_accumulation_boundary; None: count
-        self._denied_boundary = False  # the user has set it to False since the last step
+        self.accumulation = optimizer.accumulation
         self._scaled_loss: weakref.ref[Tensor] | None = None  # the last result of `scale`
         self._stepping = False  # inside `step`
         self._stepped = False  # the last call of `step`, or of the optimizer's, was at a boundary
@@ -119,13 +116,6 @@ class Engine(DeepSpeedQueries):
         if (self.config.steps_per_print or self.stopwatch.on) and this_rank() == 0:
             every = self.config.steps_per_print or 0
             self.reporting = Reporting(module, optimizer, every, self.stopwatch, device, world_size)
-        optimizer.reducer.backward.rules = Rules(
-            is_boundary=self.is_gradient_accumulation_boundary,
-            plain_divisor=self._plain_divisor,
-            refuse_unscaled=self._check_scaled,
-            note_loss=optimizer.report.note_plain_loss,
-            adds_up=self._adds_up,
-        )
         self._calls = self._watch_calls()
         optimizer.at_step.append(self._count_step)
         optimizer.register_step_post_hook(self._end_plain_step)
@@ -168,8 +158,8 @@ class Engine(DeepSpeedQueries):
             kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss)
             raise ValueError(f"backward needs a scalar loss, not {kind}: take its mean, for example")
         is_scaled = self._scaled_loss is not None and self._scaled_loss() is loss
-        if scale_wrt_gas and self._micro_batches > 1 and not is_scaled:
-            loss = loss / self._micro_batches
+        if scale_wrt_gas and self.accumulation.micro_batches > 1 and not is_scaled:
+            loss = loss / self.accumulation.micro_batches
         scaler = self.optimizer.scaler
         scaled = loss if is_scaled or scaler.scale == 1 else scaler.times(loss)
         with self._timed["backward"]:
@@ -189,27 +179,15 @@ class Engine(DeepSpeedQueries):
 
         For a loop that calls autograd itself: `engine.scale(loss).backward()` is `engine.backward(loss)`.
         """
-        loss = loss / self._micro_batches
+        loss = loss / self.accumulation.micro_batches
         self.optimizer.report.note_loss(loss)
         scaled = self.optimizer.scale(loss, divided=True)
         self._scaled_loss = weakref.ref(scaled)
         return scaled
 
-    def _plain_divisor(self) -> float:
-        """Return the divisor of gradients of a plain `loss.backward()`; raise if it is not configured."""
-        steps, divides = self._micro_batches, self.config.plain_backward_divides
-        if steps > 1 and divides is None:
-            raise RuntimeError(
-                f"loss.backward() with gradient_accumulation_steps {steps}: who divides the loss by {steps}? "
-                'Set "plain_backward_divides" in the config: true if zero_full shall (as DeepSpeed does '
-                "since 0.18.3), false if your loop has done so. Or call engine.backward(loss), which always "
-                "divides"
-            )
-        return float(steps) if divides else 1.0
-
     def division_rule(self) -> str:
         """Say which calls divide the loss by the number of micro-batches; "" if a step has only one."""
-        steps, divides = self._micro_batches, self.config.plain_backward_divides
+        steps, divides = self.accumulation.micro_batches, self.config.plain_backward_divides
         if steps == 1:
             return ""
         plain = {
@@ -218,15 +196,6 @@ class Engine(DeepSpeedQueries):
             False: "loss.backward() does not, because plain_backward_divides is false",
         }[divides]
         return f"engine.backward(loss) divides by gradient_accumulation_steps {steps}; {plain}"
-
-    def _check_scaled(self) -> None:
-        """Raise if the run has a loss scale: a backward pass has brought gradients without it."""
-        if self.optimizer.scaler.scale != 1:
-            raise RuntimeError(
-                "a backward pass has brought gradients without the loss scale, which a step would divide "
-                "them by: use engine.backward(loss) or engine.scale(loss).backward(), or call the model as a "
-                "whole and let it return its loss"
-            )
 
     # One step ------------------------------------------------------------------------------------
 
@@ -297,17 +266,18 @@ class Engine(DeepSpeedQueries):
         self._forwards, self._passes = 0, passes
         if self._stepping:
             self.micro_steps += 1
-            if self.config.managed_gradient_accumulation:
-                micro_batches = self._micro_batches
+            if self.accumulation.managed:
+                micro_batches = self.accumulation.micro_batches
         else:  # the loop calls the optimizer's step itself
             self._stepped = True
-            self.micro_steps += self._micro_batches - self.micro_steps % self._micro_batches
+            of_a_step = self.accumulation.micro_batches
+            self.micro_steps += of_a_step - self.micro_steps % of_a_step
         samples = 0
         if self.global_samples is not None:
             samples = self.config.train_micro_batch_size_per_gpu * self.world_size * micro_batches
             self.global_samples += samples
         self.global_steps += 1
-        self._denied_boundary = False
+        self.accumulation.end_step()
         assert self.optimizer.last is not None
         if not self.optimizer.last.applied:
             self.skipped_steps += 1
@@ -357,39 +327,39 @@ class Engine(DeepSpeedQueries):
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Return whether the current micro-batch is the step's last."""
-        if self._boundary is not None:
-            return self._boundary
-        if not self.config.managed_gradient_accumulation:
-            return self._stepping  # every call of `step` is a boundary
-        return (self.micro_steps + 1) % self._micro_batches == 0
+        # Without managed accumulation every call of `step` is a boundary.
+        return self.accumulation.is_boundary() or (self._stepping and not self.accumulation.managed)
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Set whether the current micro-batch is the step's last; None: go back to counting."""
-        if not self.config.managed_gradient_accumulation:
+        if not self.accumulation.managed:
             raise RuntimeError("managed_gradient_accumulation is false: every call of step is the boundary")
-        self._boundary = is_boundary
-        self._denied_boundary = self._denied_boundary or is_boundary is False
-
-    def _adds_up(self) -> bool:
-        """Return whether a step may have several micro-batches. Equal on all ranks, [Note: what travels]."""
-        managed = self.config.managed_gradient_accumulation
-        return self._micro_batches > 1 or not managed or self._denied_boundary
+        self.accumulation.set_boundary(is_boundary)
 
     def allreduce_gradients(self) -> None:
         """Average the gradients now instead of in `step`. Every rank must call this."""
         self.optimizer.reducer.flush()
         self.optimizer.reducer.reduce_late()
 
+    @property
+    def micro_steps(self) -> int:
+        """The micro-batches so far."""
+        return self.accumulation.micro_steps
+
+    @micro_steps.setter
+    def micro_steps(self, count: int) -> None:
+        self.accumulation.micro_steps = count
+
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the samples of a step, by another number of micro-batches. Call it between steps."""
         each = self.train_micro_batch_size_per_gpu() * self.world_size
-        if self.micro_steps % self._micro_batches:
+        if self.micro_steps % self.accumulation.micro_batches:
             raise RuntimeError("the batch size can change between steps, not inside one")
         if train_batch_size < 1 or train_batch_size % each:
             raise ValueError(
                 f"train_batch_size {train_batch_size} is not a multiple of {each}, micro-batch x ranks"
             )
-        self._micro_batches, self.micro_steps = train_batch_size // each, 0
+        self.accumulation.micro_batches, self.micro_steps = train_batch_size // each, 0
 
     # Checkpoints ---------------------------------------------------------------------------------
 
@@ -502,17 +472,19 @@ class Engine(DeepSpeedQueries):
                 setattr(self, name, saved.get(name, getattr(self, name)))
         # Loading clears the gradients of an unfinished step, and so what was counted for it.
         self._forwards, self._passes = 0, self.optimizer.reducer.backward.count
-        if self.micro_steps % self._micro_batches:  # the saved run had another number of micro-batches
-            self.micro_steps = self.global_steps * self._micro_batches
+        of_a_step = self.accumulation.micro_batches
+        if self.micro_steps % of_a_step:  # the saved run had another number of micro-batches
+            self.micro_steps = self.global_steps * of_a_step
 
     def _check_between_steps(self, call: str) -> None:
         """Raise between the micro-batches of a step: a checkpoint does not hold their gradients."""
         self._check_outside_step(call)
-        after = self.micro_steps % self._micro_batches
-        if self.config.managed_gradient_accumulation and self._boundary is None and after:
+        accumulation = self.accumulation
+        after = self.micro_steps % accumulation.micro_batches
+        if accumulation.managed and accumulation.boundary is None and after:
             raise RuntimeError(
-                f"{call} after {after} of a step's {self._micro_batches} micro-batches: save after the "
-                "step's last one"
+                f"{call} after {after} of a step's {accumulation.micro_batches} micro-batches: save after "
+                "the step's last one"
             )
 
     def _check_outside_step(self, call: str) -> None:
@@ -653,7 +625,7 @@ class Engine(DeepSpeedQueries):
             )
         about = {
             "stage": self.zero_optimization_stage(),
-            "micro_batches": self._micro_batches,
+            "micro_batches": self.accumulation.micro_batches,
             "step": self.global_steps + 1,
         }
         self.recorder = FlightRecorder(path, self.optimizer, about, steps)

@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 from zero_full.comm.topology import this_rank
 from zero_full.config import Config
 from zero_full.precision.scaler import DynamicScale
+from zero_full.shard.passes.backward import Accumulation
 from zero_full.shard.step.optimizer import ZeroOptimizer
 
 
@@ -18,7 +19,7 @@ class DeepSpeedQueries:
     optimizer: ZeroOptimizer
     world_size: int  # data-parallel ranks
     _stepped: bool  # the last call of `step` was at a gradient accumulation boundary
-    _micro_batches: int  # of a step
+    accumulation: Accumulation
 
     def was_step_applied(self) -> bool:
         """Return whether the last call of `step` updated the parameters: at a boundary, no overflow."""
@@ -75,7 +76,7 @@ class DeepSpeedQueries:
 
     def train_batch_size(self) -> int:
         """Return the samples of a step, over all ranks and micro-batches."""
-        return self.train_micro_batch_size_per_gpu() * self._micro_batches * self.world_size
+        return self.train_micro_batch_size_per_gpu() * self.accumulation.micro_batches * self.world_size
 
     def train_micro_batch_size_per_gpu(self) -> int:
         """Return the samples of one rank's micro-batch."""
@@ -88,11 +89,11 @@ class DeepSpeedQueries:
 
     def gradient_accumulation_steps(self) -> int:
         """Return the number of micro-batches in a step."""
-        return self._micro_batches
+        return self.accumulation.micro_batches
 
     def get_batch_info(self) -> tuple[int, int, int]:
         """Return (samples in a step, samples in a rank's micro-batch, micro-batches in a step)."""
-        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self._micro_batches
+        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.accumulation.micro_batches
 
     def zero_optimization_stage(self) -> int:
         """Return the ZeRO stage: 0, 1, 2 or 3."""

@@ -81,7 +81,6 @@ class Reporting:
         self.first_input = ""  # the name of the first argument of forward
         with suppress(TypeError, ValueError):  # a compiled forward may have no signature
             self.first_input = next(iter(inspect.signature(module.forward).parameters), "")
-        optimizer.report.keeps_last = True
         optimizer.register_step_post_hook(self._note_rates)
 
     def count_tokens(self, inputs: Sequence[Any], named_inputs: Mapping[str, Any]) -> None:

@@ -48,7 +48,7 @@ from zero_full.shard.group.parameters import Member
 from zero_full.shard.group.process_groups import Connection, Pair, connect
 from zero_full.shard.step.optimizer import ZeroOptimizer
 from zero_full.start.argument_checks import check_optimizer
-from zero_full.start.from_config import scaler_of, settings_of, shard_ranks_of
+from zero_full.start.from_config import accumulation_of, scaler_of, settings_of, shard_ranks_of
 
 NO_OPTIMIZER = OptimizerConfig(type="AdamW")  # assumed if the configuration has no optimizer
 Returned = TypeVar("Returned")
@@ -125,7 +125,8 @@ class Rehearsal:
         dealer = Dealer(base.param_groups, topology, groups, settings, shelf=shelf)
         parts = self._dealt(dealer, base, chosen)
         place_the_rest(self.shadow, parts, topology, groups, settings)
-        made = ZeroOptimizer(base, self.shadow, parts, groups, settings, scaler_of(self.config))
+        scaler, accumulation = scaler_of(self.config), accumulation_of(self.config)
+        made = ZeroOptimizer(base, self.shadow, parts, groups, settings, scaler, accumulation)
         for options in (base.defaults, *base.param_groups):
             _as_on_meta(options)
         steppers, planned = made.steppers, torch.device(self.cluster.device)

@@ -14,6 +14,7 @@ from zero_full.offload import BlockTier, DeviceTier, HostTier, Tier
 from zero_full.precision import Dtypes, DynamicScale, StaticScale
 from zero_full.precision.dtypes import NAMES
 from zero_full.settings import Gathering, Settings
+from zero_full.shard.passes.backward import Accumulation
 
 PRIVATE = ("steps_per_print", "wall_clock_breakdown", "debug.record")  # may differ between ranks
 
@@ -42,7 +43,7 @@ def settings_of(config: Config) -> Settings:
         prescale=config.prescale_gradients,
         predivide=config.gradient_predivide_factor,
         average=config.gradient_allreduce_op == "mean",
-        plain_divisor=config.gradient_accumulation_steps if config.plain_backward_divides else 1,
+        plain_divisor=None if config.plain_backward_divides else 1,
         clip=config.gradient_clipping,
         check_overflow=_checks_overflow(config),
         refuse_unused=not zero.ignore_unused_parameters,
@@ -123,6 +124,17 @@ def scales(config: Config) -> bool:
     """Return whether backward runs in fp16, where small gradients need a loss scale."""
     autocast = config.torch_autocast
     return config.fp16.enabled or (autocast.enabled and autocast.dtype == "fp16")
+
+
+def accumulation_of(config: Config) -> Accumulation:
+    """Return the gradient accumulation of a configuration."""
+    divides = config.plain_backward_divides
+    return Accumulation(
+        config.gradient_accumulation_steps,
+        config.managed_gradient_accumulation,
+        plain_divisor=None if divides else 1.0,
+        is_decided=divides is not None,
+    )
 
 
 def scaler_of(config: Config) -> StaticScale:

@@ -1,16 +1,22 @@
-"""State of the running backward pass: its begin and end, its loss, and the engine's rules for it.
+"""State of the running backward pass: its begin and end, its loss, and its place in gradient accumulation.
 
 [Note: recomputed parts] Re-entrant activation checkpointing runs small backward passes inside the outer one.
 Autograd gives each a number (graph task id) of its own. Here "the pass" is always the outer one.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from zero_full._compat import current_backward, when_backward_ends
+from zero_full.precision.scaler import StaticScale
+
+NOT_SCALED = (
+    "a backward pass has brought gradients without the loss scale, which a step would divide them by: use "
+    "engine.backward(loss) or engine.scale(loss).backward() (without an engine "
+    "optimizer.scale(loss).backward()), or call the model as a whole and let it return its loss"
+)
 
 
 def refuse_capture() -> None:
@@ -23,24 +29,71 @@ def refuse_capture() -> None:
         )
 
 
-@dataclass
-class Rules:
-    """An engine's rules for backward passes and loss scaling. By default each pass is a whole step."""
+class Accumulation:
+    """Gradient accumulation: the micro-batches of a step, and the divisor of their gradients.
 
-    is_boundary: Callable[[], bool] = lambda: True  # the pass is the step's last (accumulation boundary)
-    plain_divisor: Callable[[], float] = lambda: 1.0  # divisor of gradients of a plain `loss.backward()`
-    refuse_unscaled: Callable[[], None] = lambda: None  # raises if gradients need a loss scale
-    # Called with the loss of a pass with gradients; None: the pass had several losses.
-    note_loss: Callable[[Tensor | None], None] = lambda loss: None
-    # Gradients of several passes may add up before they are reduced, at stages that reduce once per step.
-    adds_up: Callable[[], bool] = lambda: False
+    micro_batches  of a step; the last one is the accumulation boundary
+    managed        count micro-batches; False: user code decides in each call of `step`
+    plain_divisor  divisor of gradients of a plain `loss.backward()`; None: the number of micro-batches
+    is_decided     False: `plain_divisor` is not configured: raise if a step has several micro-batches
+    """
+
+    def __init__(
+        self,
+        micro_batches: int = 1,
+        managed: bool = True,
+        plain_divisor: float | None = 1.0,
+        is_decided: bool = True,
+    ) -> None:
+        self.micro_batches, self.managed = micro_batches, managed
+        self._plain_divisor, self._is_decided = plain_divisor, is_decided
+        self.micro_steps = 0  # micro-batches so far
+        self.boundary: bool | None = None  # of the current micro-batch, set by user code; None: by counting
+        self._was_denied = False  # user code has set `boundary` to False since the last step
+
+    def is_boundary(self) -> bool:
+        """Return whether the backward pass of the current micro-batch is the step's last."""
+        if self.boundary is not None:
+            return self.boundary
+        return self.managed and (self.micro_steps + 1) % self.micro_batches == 0
+
+    def set_boundary(self, is_boundary: bool | None) -> None:
+        """Set whether the current micro-batch is the step's last; None: go back to counting."""
+        self.boundary = is_boundary
+        self._was_denied = self._was_denied or is_boundary is False
+
+    def end_step(self) -> None:
+        """Note that a step was taken."""
+        self._was_denied = False
+
+    def adds_up(self) -> bool:
+        """Return whether a step may have several micro-batches. Equal on all ranks, [Note: what travels]."""
+        return self.micro_batches > 1 or not self.managed or self._was_denied
+
+    def plain_divisor(self) -> float:
+        """Return the divisor of gradients of a plain `loss.backward()`; raise if it is not configured."""
+        steps = self.micro_batches
+        if steps > 1 and not self._is_decided:
+            raise RuntimeError(
+                f"loss.backward() with gradient_accumulation_steps {steps}: who divides the loss by {steps}? "
+                'Set "plain_backward_divides" in the config: true if zero_full shall (as DeepSpeed does '
+                "since 0.18.3), false if your loop has done so. Or call engine.backward(loss), which always "
+                "divides"
+            )
+        return float(steps) if self._plain_divisor is None else self._plain_divisor
 
 
 class BackwardPass:
     """The backward pass of this rank. It calls the functions in `at_begin` and `at_end`."""
 
-    def __init__(self) -> None:
-        self.rules = Rules()
+    def __init__(
+        self,
+        accumulation: Accumulation,
+        scaler: StaticScale,
+        note_loss: Callable[[Tensor | None], None],
+    ) -> None:
+        """`note_loss`: called with the loss of a plain pass; with None if the pass had several losses."""
+        self.accumulation, self.scaler, self.note_loss = accumulation, scaler, note_loss
         self.at_begin: list[Callable[[], None]] = []
         self.at_end: list[Callable[[], None]] = []
         self.running = False
@@ -63,7 +116,7 @@ class BackwardPass:
         self.number = now if now >= 0 else None
         self.running, self.divided, self.scaled, self.gated = True, divided, scaled, False
         self.divisor, self.failed = None, False
-        self.is_boundary = self.rules.is_boundary()
+        self.is_boundary = self.accumulation.is_boundary()
 
     def end(self) -> None:
         """End the pass, and call `at_end`."""
@@ -108,10 +161,10 @@ class BackwardPass:
         """Note a gradient, and return its divisor. Raises if it lacks the loss scale."""
         if self.number is None:  # autograd has a number only once it is running
             self.number = current_backward()
-        if not (self.scaled or self.gated):
-            self.rules.refuse_unscaled()
+        if not (self.scaled or self.gated) and self.scaler.scale != 1:
+            raise RuntimeError(NOT_SCALED)
         if self.divisor is None:
-            self.divisor = 1.0 if self.divided else self.rules.plain_divisor()
+            self.divisor = 1.0 if self.divided else self.accumulation.plain_divisor()
             self.count += 1
             if self._reached is not None and not self.divided:
                 self._note_reached()
@@ -119,4 +172,4 @@ class BackwardPass:
 
     def _note_reached(self) -> None:
         if self._reached is not None and self._reached[0] == self.number and not self.divided:
-            self.rules.note_loss(self._reached[1])
+            self.note_loss(self._reached[1])

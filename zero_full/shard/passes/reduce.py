@@ -178,6 +178,7 @@ class GradientReducer:
         settings: Settings,
         scaler: StaticScale,
         spares: Spares,
+        backward: BackwardPass,
         *,
         averages: Callable[[], bool] | None,
         begins: Callable[[], None],
@@ -193,12 +194,11 @@ class GradientReducer:
         hands_back  put averaged gradients into `param.grad`, for an optimizer that user code steps
         """
         self.every = list(groups)
-        self.lane, self.spares = lane, spares
+        self.lane, self.spares, self.backward = lane, spares, backward
         self.every_backward, self.by_module = settings.frees_gradients, settings.releases_parameters
         self.on_arrival = settings.copy_on_arrival
         self.averages, self.begins, self.thaws, self.wakes = averages, begins, thaws, wakes
         self.hands_back = hands_back
-        self.backward = BackwardPass()
         self.state = GradientState(self.every, scaler, self.backward, averages)
         self.gradients = ShownGradients(self._zero)
         self.written = HandWritten()
@@ -434,7 +434,7 @@ class GradientReducer:
         It depends only on settings, passes and `no_sync`, so that it is equal on every rank.
         """
         gradients = group.gradients
-        adds_up = self.kept_back or (not self.every_backward and self.backward.rules.adds_up())
+        adds_up = self.kept_back or (not self.every_backward and self.backward.accumulation.adds_up())
         exact = gradients.accumulate if adds_up else group.parameters.dtype
         return gradients.settings.dtypes.reduce or exact
 
@@ -487,11 +487,13 @@ class GradientReducer:
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Reduce gradients that backward has left unreduced, before a step."""
+        """Reduce gradients that backward has left unreduced, before a step.
+
+        Without any backward pass reduce zeros, because other ranks may have had one.
+        """
         if self.backward.running:
             self.backward.end()
-        if self.unreduced:
-            self.launched.clear()
+        if self.unreduced or not self.began:
             self._reduce_rest()
         for group in self.replicated:
             group.gradients.share_slice()  # no effect if a pass at the accumulation boundary did it
@@ -655,6 +657,7 @@ class GradientReducer:
             job.wait()
         self.backward.end()
         self.backward.failed = self.unreduced = self.began = False
+        self.launched.clear()
         self.used.clear()
         self.gradients.shown.clear()
         if self.written.whole or self.written.slices:

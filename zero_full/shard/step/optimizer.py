@@ -61,6 +61,7 @@ from zero_full.shard.guards.guard import Guard
 from zero_full.shard.guards.local_steps import LocalSteps, check_thawed
 from zero_full.shard.guards.model_watch import ModelWatch, ParameterWrites
 from zero_full.shard.guards.unfinished_step import UnfinishedStep
+from zero_full.shard.passes.backward import Accumulation, BackwardPass
 from zero_full.shard.passes.gather import ParameterGatherer
 from zero_full.shard.passes.reduce import GradientReducer
 from zero_full.shard.step.agreement import (
@@ -125,12 +126,14 @@ class ZeroOptimizer(OptimizerProxy):
         groups: Groups,
         settings: Settings,
         scaler: StaticScale,
+        accumulation: Accumulation,
     ) -> None:
         self.base, self.parts, self.groups = base, parts, groups
         # Optimizer.__init__ would copy the param groups, which must stay the wrapped optimizer's own lists.
         # __setstate__ creates torch's other attributes: hooks, and the names that profilers show.
         self.__setstate__({})
         self.trained, self.settings, self.scaler = parts.trained, settings, scaler
+        self.accumulation = accumulation
         self.own_state = cut_state(base, parts.trained, settings.dtypes)
         self.redirected = Base(base, self)
         device = groups.dense.shard.device
@@ -167,6 +170,7 @@ class ZeroOptimizer(OptimizerProxy):
             settings,
             scaler,
             parts.spares,
+            BackwardPass(accumulation, scaler, self.report.note_plain_loss),
             averages=None if self.steppers.own is None else self.steppers.averages,
             begins=self._before_backward,
             thaws=partial(check_thawed, self.contents.stepper),
@@ -252,6 +256,7 @@ class ZeroOptimizer(OptimizerProxy):
         reducer = self.reducer
         if not (self.has_peers or reducer.began or found.written or failure):
             return None  # with peers, another rank may have gradients: always go on to the exchange
+        # Also if this rank's pass has failed, or it had none: other ranks wait for it in their reductions.
         reducer.flush()
         if self.parts.flow is not None:
             failure = failure or await_gradients(self.awake)
@@ -266,10 +271,12 @@ class ZeroOptimizer(OptimizerProxy):
             raise RuntimeError(OFFLOADED if self.states_offloaded else CLOSED)
         if isinstance(self.base, NoOptimizer):
             self.redirected.own_step()  # raises, with a remedy
-        backward = self.reducer.backward
-        if backward.failed or backward.running:
-            raise RuntimeError("the last backward pass has failed: call zero_grad before the next forward")
         try:
+            backward = self.reducer.backward
+            if backward.failed or backward.running:
+                raise RuntimeError(
+                    "the last backward pass has failed: call zero_grad before the next forward"
+                )
             self.redirected.run_step_hooks(BEFORE)
             if self.base.state is not self.own_state:
                 self._take_back_state()
@@ -298,6 +305,7 @@ class ZeroOptimizer(OptimizerProxy):
             ("call of step", self.calls),
             ("order of gathers", self.gatherer.trail if self.gatherer is not None else 0),
             ("loss scale", collected.scale),
+            ("a backward pass before the step", reducer.began),
             ("order of reductions", reducer.trail),
             ("signals watched", self.signals.told),
         ]

@@ -26,7 +26,6 @@ class NonFinite:
         self.loss: Tensor | None = None  # sum of this step's losses, not finite if any of them is not
         self.plain = 0  # losses in the sum that the engine has not divided by the micro-batches
         self.partial = False  # a loss of this step is unknown
-        self.keeps_last = False  # keep `last` for `step_loss`, which costs memory until the next step
         self.last: tuple[Tensor, int] | None = None  # `loss` and `plain` of the last step
         self.finding = ""  # the last report
 
@@ -47,9 +46,8 @@ class NonFinite:
             self.note_loss(loss)
 
     def end_step(self) -> None:
-        """Start a new step: keep the sum as the last step's if wanted, and forget the losses."""
-        is_kept = self.keeps_last and not self.partial
-        self.last = (self.loss, self.plain) if is_kept and self.loss is not None else None
+        """Start a new step: keep the sum as the last step's, and forget the losses."""
+        self.last = None if self.partial or self.loss is None else (self.loss, self.plain)
         self.loss, self.plain, self.partial = None, 0, False
 
     def forget(self) -> None:
