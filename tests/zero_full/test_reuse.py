@@ -11,7 +11,7 @@ import pytest
 from tests.worlds import POOL, RankError
 from tests.zero_full.reuse import CLOSE, WAYS, Case, off_by, random_cases
 from zero_full.shard.group.parameter_group import TrainedGroup
-from zero_full.shard.passes.module_sites import Site
+from zero_full.shard.passes.gather import Site
 from zero_full.shard.passes.reduce import GradientReducer
 
 KINDS = [

@@ -60,9 +60,9 @@ class DeepSpeedQueries:
 
     def moved(self) -> dict[str, int]:
         """Return the bytes that offload has moved, by direction: down to the host, up, read, written."""
-        flow, waiting = self.optimizer.parts.flow, self.optimizer.waiting
-        copied = flow.copied.sent if flow is not None else {}
-        return {**copied, **waiting.tier.moved(), **waiting.shelf.moved()}
+        parts = self.optimizer.parts
+        copied = parts.flow.copied.sent if parts.flow is not None else {}
+        return {**copied, **self.optimizer.settings.tier.moved(), **parts.shelf.moved()}
 
     @property
     def global_rank(self) -> int:

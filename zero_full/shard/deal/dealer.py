@@ -29,7 +29,7 @@ from zero_full.shard.group.parameters import (
 )
 from zero_full.shard.group.process_groups import Groups, Pair
 from zero_full.shard.group.registry import refuse_owned
-from zero_full.shard.passes.module_sites import Site
+from zero_full.shard.passes.gather import Site
 
 
 @dataclass(frozen=True)

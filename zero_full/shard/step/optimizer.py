@@ -37,7 +37,7 @@ from zero_full._compat import STEPPED, load_hooks, plain, state_dict_hooks
 from zero_full.comm.lane import lane_for
 from zero_full.comm.topology import this_rank
 from zero_full.errors import CommunicationError, NotFiniteError
-from zero_full.offload import Waiting
+from zero_full.offload import DeviceTier, Shelf, Waiting
 from zero_full.optim.step import loss_of
 from zero_full.precision.scaler import StaticScale
 from zero_full.settings import Settings
@@ -138,7 +138,9 @@ class ZeroOptimizer(OptimizerProxy):
         self.redirected = Base(base, self)
         device = groups.dense.shard.device
         self.lane = lane_for(device, settings.overlap)
-        self.waiting = Waiting(settings.tier, parts.shelf)
+        self.waiting: Waiting | None = None
+        if type(settings.tier) is not DeviceTier or type(parts.shelf) is not Shelf:
+            self.waiting = Waiting(settings.tier, parts.shelf)
         self.report = NonFinite()
         self.signals = StopSignals()
         self.last: StepReport | None = None
@@ -313,7 +315,7 @@ class ZeroOptimizer(OptimizerProxy):
         # While ranks are apart their parameters differ by design, and a write has raised in LocalSteps.
         written = "" if is_apart else self.writes.digest()
         doings = doings_of(self.base.param_groups, so_far, written, failure)
-        alarm = bool(self.waiting.trouble)
+        alarm = self.waiting is not None and bool(self.waiting.trouble)
         alarm = alarm or (self.beside is not None and self.beside.has_failed())
         stops, by_hand = self.signals.came is not None, reducer.written
         said = Said(reducer.used, doings, stops, alarm, collected.averaged, by_hand, len(reducer.late))
@@ -330,7 +332,7 @@ class ZeroOptimizer(OptimizerProxy):
         if by_hand.whole or by_hand.slices:
             by_hand.forget()
         if agreed.alarm:
-            raise_failure(self.waiting.trouble, self.beside)
+            raise_failure(self.waiting.trouble if self.waiting is not None else "", self.beside)
         return agreed
 
     def _decide(self, agreed: Agreed) -> Decision:
@@ -372,7 +374,8 @@ class ZeroOptimizer(OptimizerProxy):
         except NotFiniteError as error:
             self.report.tell_average(error, self.scaler)
             return replace(decision, finite=False, applies=False)
-        if self.waiting.can_lose:  # raise on every rank before the all-gather spreads slices of a failed read
+        # Raise on every rank before the all-gather spreads slices of a failed read.
+        if self.waiting is not None and self.waiting.can_lose:
             refuse_on_all(self.groups, self.waiting.lost)
         self.gradients.note_step(factor, multiplied=not stepper.fuses)
         setattr(self.base, STEPPED, True)
@@ -549,8 +552,9 @@ class ZeroOptimizer(OptimizerProxy):
     def catch_up(self) -> None:
         """Bring masters up to date with writes by user code, before parameters or masters are read."""
         self.finish_update()
-        if self.states_offloaded or self.waiting.lost:
-            raise RuntimeError(self.waiting.lost or OFFLOADED)
+        lost = self.waiting.lost if self.waiting is not None else ""
+        if self.states_offloaded or lost:
+            raise RuntimeError(lost or OFFLOADED)
         self._take_back_state()
         self.writes.check()
         # After a step that was cut short all values will be loaded, and none is worth keeping.
@@ -727,7 +731,8 @@ class ZeroOptimizer(OptimizerProxy):
             self.delayed.close()
         if self.parts.flow is not None:
             self.parts.flow.close()
-        self.waiting.close()
+        if self.waiting is not None:
+            self.waiting.close()
         away = [group.master for group in self.trained if group.master.tier.lost]
         self.own_state.forget({member.param for master in away for member in master.pieces})
         for master in away:
