@@ -50,8 +50,8 @@ from zero_full.start.startup_checks import attempt, compare, everyones, facts_of
 log = logging.getLogger("zero_full")
 OPERATORS = "operators"
 UNKNOWN_STATE = (
-    "what %s keeps of each parameter is not known before its first step: it was not counted when free memory "
-    "and free space were compared with what waits elsewhere (offload_optimizer)"
+    "the size of %s's state is not known before its first step. The check for enough free host memory and "
+    "disk space (offload_optimizer) did not count it"
 )
 SWITCH = "ZERO_FULL_SHARED_MEMORY"
 
@@ -82,7 +82,7 @@ def shard(
     check_arguments(model, optimizer, None, settings.gathering.wrap, given)
     if not (optimizer is None or isinstance(optimizer, torch.optim.Optimizer)):
         raise TypeError(f"optimizer must be a torch optimizer or None, not {type(optimizer).__name__}")
-    _refuse_not_started(topology)
+    _check_distributed(topology)
     facts = {"settings": dict(_facts(settings))}
     accumulation = Accumulation(plain_divisor=settings.plain_divisor)
     made, _ = compose(model, topology, settings, lambda: (optimizer, None), scaler, accumulation, facts)
@@ -184,11 +184,11 @@ def assemble(
         check_elementwise(base, settings.allow_untested)
     refuse_other_backend(base, groups, device)
     if topology.model is not None and hasattr(base, "zero_full_stepper"):
-        _refuse_split(model, base, topology)
+        _check_not_split(model, base, topology)
     deferred.refuse_strangers(base.param_groups)
     deferred.meet(groups.dense)
     if groups.expert is not None and deferred.parameters:
-        raise ValueError("experts are initialised differently on each rank: construct them without Init")
+        raise ValueError("experts have different values on each rank. Construct them without Init")
     shelf = _open_shelf(settings, device, topology)
     dealer = Dealer(base.param_groups, topology, groups, settings, deferred.parameters, shelf)
     drafts = dealer.draft(model)
@@ -227,7 +227,7 @@ def _opened(base: torch.optim.Optimizer, dealer: Dealer, drafts: Drafts, device:
         in_files: list[tuple[Tier | Shelf, int]] = []
         in_files += [(shelf, memory.parameters_in_file)] if shelf.can_lose else []
         in_files += [(opened, memory.state_in_file)] if opened.moves else []
-        _refuse_full_disks(in_files, topology)
+        _check_disk_space(in_files, topology)
         for advice in {each.advice for each, _ in in_files if each.advice and this_rank() == 0}:
             log.warning("%s", advice)
         failing.pop_all()
@@ -239,11 +239,14 @@ def _open_shelf(settings: Settings, device: torch.device, topology: Topology) ->
     chosen = settings.param_tier
     shelf = attempt(partial(chosen.shelf, device), topology)
     if chosen.apart and not shelf.apart and this_rank() == 0:
-        log.info("the model is on the CPU: its parameters are in host memory, without offload_param, too")
+        log.info(
+            "offload_param has no effect: the model is on the CPU, so its parameters are in host memory "
+            "already"
+        )
     return shelf
 
 
-def _refuse_full_disks(opened: Sequence[tuple[Tier | Shelf, int]], topology: Topology) -> None:
+def _check_disk_space(opened: Sequence[tuple[Tier | Shelf, int]], topology: Topology) -> None:
     """Raise on every rank if a disk has too little space for the offloaded state of all ranks that use it.
 
     Ranks exchange their host names, since a launcher may not define the number of ranks per host.
@@ -257,12 +260,12 @@ def _refuse_full_disks(opened: Sequence[tuple[Tier | Shelf, int]], topology: Top
         attempt(partial(each.refuse_too_little, together), topology)
 
 
-def _refuse_split(model: nn.Module, base: torch.optim.Optimizer, topology: Topology) -> None:
+def _check_not_split(model: nn.Module, base: torch.optim.Optimizer, topology: Topology) -> None:
     split = [name for name, p in model.named_parameters() if topology.is_split(name, p)]
     if split:
         raise ValueError(
-            f"{type(base).__name__} needs to know about whole tensors, and {listed(split)} are split over "
-            "tensor-parallel ranks: use an elementwise optimizer such as AdamW"
+            f"{type(base).__name__} needs whole parameters, and {listed(split)} are split over "
+            "tensor-parallel ranks. Use an elementwise optimizer such as AdamW"
         )
 
 
@@ -281,17 +284,17 @@ def _shares_memory() -> bool:
     """Return whether shared memory is enabled. ZERO_FULL_SHARED_MEMORY=off disables it."""
     said = os.environ.get(SWITCH, "on").lower()
     if said not in ("on", "off"):
-        raise ValueError(f"{SWITCH}={said!r}: it can be on or off")
+        raise ValueError(f"{SWITCH}={said!r}: set it to on or off")
     return said == "on"
 
 
-def _refuse_not_started(topology: Topology) -> None:
+def _check_distributed(topology: Topology) -> None:
     """Raise if a launcher has started several ranks that would train independently of each other."""
     ranks = os.environ.get("WORLD_SIZE", "1")
     if topology == Topology() and not dist.is_initialized() and ranks != "1":
         raise RuntimeError(
-            f"this is one of {ranks} ranks (WORLD_SIZE), and torch.distributed is not initialised, so they "
-            "would train apart: call zero_full.init_distributed() first"
+            f"this is one of {ranks} ranks (WORLD_SIZE), and torch.distributed is not initialised, so each "
+            "rank would train alone. Call zero_full.init_distributed() first"
         )
 
 

@@ -81,7 +81,7 @@ def initialize(
     wrap              stage 3: (name, module) -> whether to gather it as a whole; None: as in the config
     """
     if isinstance(model, Engine):
-        raise TypeError("the model is an engine already: initialize gets the module itself, engine.module")
+        raise TypeError("the model is an engine already. Pass the module itself, engine.module")
     given = {"process_group": process_group, "mesh": mesh, "mpu": mpu, "topology": topology}
     check_arguments(model, optimizer, lr_scheduler, wrap, given)
     check_training_data(training_data)
@@ -138,7 +138,7 @@ def _read(
     if settings.check_timeout_s is not None:
         roll_call.wait(settings.check_timeout_s)
     if training_data is not None and not resolved.config.train_micro_batch_size_per_gpu:
-        raise ConfigError(f"training_data needs a batch size: set {MICRO} or {TRAIN} in the configuration")
+        raise ConfigError(f"training_data needs a batch size. Set {MICRO} or {TRAIN} in the configuration")
     if wrap is not None:
         settings = replace(settings, gathering=replace(settings.gathering, wrap=wrap))
     return resolved, settings
@@ -165,8 +165,8 @@ def _config(args: Any, config: Any, config_params: Any) -> Any:
     found = [candidate for candidate in candidates if candidate is not None]
     if len(found) != 1:
         raise ValueError(
-            f"initialize needs one config and got {len(found)}: pass config=<dict or path>, or an argument "
-            "--deepspeed_config, not both"
+            f"initialize needs exactly one config and got {len(found)}. Pass config=<dict or path>, or an "
+            "argument --deepspeed_config, not both"
         )
     return found[0]
 
@@ -219,13 +219,13 @@ def _optimizer(
 
 def _unheard(engine: Engine, optimizer: Any, schedule: Any) -> Iterator[str]:
     """Yield a warning for each section of the configuration that an argument overrides."""
-    config, used = engine.config, "that was passed to initialize is used, and not the file's"
+    config, used = engine.config, "passed to initialize is used instead of the configuration's"
     if optimizer is not None and config.optimizer is not None:
         yield f'the optimizer {used} "optimizer" ({config.optimizer.type})'
     if schedule is not None and config.scheduler is not None:
         yield f'the schedule {used} "scheduler" ({config.scheduler.type})'
     elif config.scheduler is not None and isinstance(engine.optimizer.base, NoOptimizer):
-        yield f'the file\'s "scheduler" ({config.scheduler.type}) has nothing to do: there is no optimizer'
+        yield f'"scheduler" ({config.scheduler.type}) has no effect: there is no optimizer'
 
 
 def _schedule(resolved: Resolved, base: torch.optim.Optimizer, given: Any) -> Any:
@@ -247,7 +247,7 @@ def _idle_leaves(engine: Engine) -> Iterator[str]:
         for item in getattr(zero.leaf_module, key):
             alone = LeafModuleConfig(**{"classes": [], key: [item]})
             if not any(is_leaf(alone, name, module) for name, module in called):
-                yield f"zero_optimization.leaf_module.{key}: no module that is called fits {item!r}"
+                yield f"zero_optimization.leaf_module.{key}: {item!r} matches no module that is called"
 
 
 def _forgotten(engine: Engine) -> Iterator[str]:
@@ -256,8 +256,8 @@ def _forgotten(engine: Engine) -> Iterator[str]:
         return
     if names := untrained(engine.optimizer, engine.module):
         yield (
-            f"{len(names)} parameters require gradients and are in no group of the optimizer, so they are "
-            f"not trained: {listed(names)}"
+            f"{len(names)} parameters require gradients and are in no parameter group of the optimizer, so "
+            f"they are not trained: {listed(names)}"
         )
 
 
@@ -266,8 +266,8 @@ def _unseen(engine: Engine) -> Iterator[str]:
     asked = [key for key in ("steps_per_print", "wall_clock_breakdown") if getattr(engine.config, key)]
     if asked and not (log.isEnabledFor(logging.INFO) and log.hasHandlers()):
         yield (
-            f"{' and '.join(asked)}: their lines go to Python's logging, which shows warnings only until "
-            "logging.basicConfig(level=logging.INFO) is called"
+            f"{' and '.join(asked)} log at level INFO, which Python does not show by default. Call "
+            "logging.basicConfig(level=logging.INFO)"
         )
 
 

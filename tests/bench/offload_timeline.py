@@ -26,7 +26,7 @@ from zero_full.offload.host_device_copies import HostSlice
 from zero_full.offload.nvme_state import Block, OpenBlocks
 from zero_full.precision import Dtypes
 from zero_full.settings import Settings
-from zero_full.shard.step.speculative import EarlySteps
+from zero_full.shard.step.speculative import SpeculativeSteps
 from zero_full.shard.step.update import Steppers
 
 LAYERS, WIDTH = 6, 1024
@@ -106,7 +106,9 @@ def slowed(call: Callable[..., Any]) -> Callable[..., Any]:
 def guessed(events: Events, call: Callable[..., Any]) -> Callable[..., Any]:
     """An early step, noted from when its gradients are there."""
 
-    def takes(early: EarlySteps, group: Any, guess: Any, stepper: Any, arrived: Callable[[], Tensor]) -> None:
+    def takes(
+        early: SpeculativeSteps, group: Any, guess: Any, stepper: Any, arrived: Callable[[], Tensor]
+    ) -> None:
         began = list[float]()
 
         def here() -> Tensor:
@@ -126,7 +128,7 @@ def watched(events: Events) -> Iterator[None]:
     """Parts of the runtime are noted."""
     noted: list[tuple[type, str, Callable[..., Any]]] = [
         (HostSlice, "_square", events.note("sum of squares", HostSlice._square)),
-        (EarlySteps, "_take", guessed(events, EarlySteps._take)),
+        (SpeculativeSteps, "_take", guessed(events, SpeculativeSteps._take)),
         (Steppers, "_step_part", events.note("step", Steppers._step_part)),
         (OpenBlocks, "_read", events.note("read", slowed(OpenBlocks._read))),
         (OpenBlocks, "_write", events.note("write", slowed(OpenBlocks._write))),

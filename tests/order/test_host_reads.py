@@ -50,7 +50,7 @@ def test_a_recording_makes_the_host_wait_for_nothing_more(stage: int, tmp_path: 
 
 
 def test_whoever_refuses_unused_parameters_waits_once_more() -> None:
-    assert reads(Case(2, zero={"ignore_unused_parameters": False})) == {"_add_up": 1, "told_by_all": 1}
+    assert reads(Case(2, zero={"ignore_unused_parameters": False})) == {"_add_up": 1, "gather_messages": 1}
 
 
 @pytest.mark.parametrize("depth", [4, 8])

@@ -264,7 +264,7 @@ def test_a_model_is_needed_and_something_to_train() -> None:
     with pytest.raises(ValueError, match="nothing to train"):
         zero_full.initialize(model=Net().requires_grad_(False), config=config(1))
     engine, optimizer, _, _ = zero_full.initialize(model=Net(), config=config(1, optimizer=None))
-    with pytest.raises(RuntimeError, match="at stage 1 of an engine that has no optimizer"):
+    with pytest.raises(RuntimeError, match="stage 1 of an engine without an optimizer"):
         engine.backward(engine(data(0, 0, 0)))
     with pytest.raises(RuntimeError, match="there is no optimizer"):
         optimizer.step()
@@ -306,7 +306,7 @@ def test_a_cuda_graph_that_would_lose_the_hooks_is_refused(stage: int) -> None:
     with (
         mock.patch("torch.cuda.is_initialized", return_value=True),
         mock.patch("torch.cuda.is_current_stream_capturing", return_value=True),
-        pytest.raises(RuntimeError, match="a CUDA graph cannot hold this"),
+        pytest.raises(RuntimeError, match="CUDA graph"),
     ):
         loss.backward()
     engine.destroy()

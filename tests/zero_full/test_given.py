@@ -141,7 +141,7 @@ def test_what_requires_gradients_and_is_in_no_group_is_named(caplog: pytest.LogC
     model = Net()
     with caplog.at_level(logging.WARNING, "zero_full"):
         zero_full.initialize(model=model, model_parameters=model.layers[0].parameters(), config=config(1))
-    assert "4 parameters require gradients and are in no group of the optimizer" in caplog.text
+    assert "4 parameters require gradients and are in no parameter group of the optimizer" in caplog.text
     assert "layers.2.weight, layers.2.bias, layers.4.weight, layers.4.bias" in caplog.text
 
 
@@ -182,10 +182,11 @@ def test_what_wins_over_the_file_is_said(caplog: pytest.LogCaptureFixture) -> No
     with caplog.at_level(logging.WARNING, "zero_full"):
         zero_full.initialize(model=model, optimizer=mine, lr_scheduler=schedule, config=keys)
     assert (
-        'the optimizer that was passed to initialize is used, and not the file\'s "optimizer"' in caplog.text
+        'the optimizer passed to initialize is used instead of the configuration\'s "optimizer"'
+        in caplog.text
     )
     assert (
-        'the schedule that was passed to initialize is used, and not the file\'s "scheduler"' in caplog.text
+        'the schedule passed to initialize is used instead of the configuration\'s "scheduler"' in caplog.text
     )
 
 
@@ -193,7 +194,7 @@ def test_a_schedule_without_an_optimizer_has_nothing_to_do(caplog: pytest.LogCap
     keys = own({"scheduler": {"type": "WarmupLR", "params": {}}})
     with caplog.at_level(logging.WARNING, "zero_full"):
         zero_full.initialize(model=Net(), config=keys)
-    assert '"scheduler" (WarmupLR) has nothing to do' in caplog.text
+    assert '"scheduler" (WarmupLR) has no effect' in caplog.text
 
 
 def test_steps_and_losses_that_can_do_nothing_say_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -202,7 +203,7 @@ def test_steps_and_losses_that_can_do_nothing_say_so(caplog: pytest.LogCaptureFi
         optimizer.step()
         optimizer.step()
     assert caplog.text.count("optimizer.step() without gradients does nothing") == 1
-    with pytest.raises(ValueError, match="load a plain optimizer's state into it before initialize"):
+    with pytest.raises(ValueError, match=r"not a state_dict\(\) of zero_full"):
         optimizer.load_state_dict(torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1).state_dict())
     loss = engine(data(0, 0, 0))
     engine.destroy()
@@ -214,5 +215,5 @@ def test_a_sparse_gradient_by_hand_is_refused_by_name() -> None:
     engine, _, _, _ = zero_full.initialize(**with_(config=config(1, bf16={"enabled": True}))())
     engine.backward(engine(data(0, 0, 0, torch.bfloat16)))
     engine.module.layers[2].weight.grad = torch.ones(13, 13, dtype=torch.bfloat16).to_sparse()
-    with pytest.raises(RuntimeError, match=r"layers\.2\.weight is torch\.sparse_coo: write a dense one"):
+    with pytest.raises(RuntimeError, match=r"layers\.2\.weight.*torch\.sparse_coo"):
         engine.step()

@@ -186,7 +186,7 @@ def test_fragments_may_differ_but_not_where_ranks_repeat_the_same_one() -> None:
                     assert first == "nothing was said", (case, first)
                     assert "step without gradients" in second, (case, second)
                 else:
-                    told = f"keep the same slice have written different values.*{NAME}"
+                    told = f"replicas of the same slice.*{NAME}"
                     assert re.search(told, first), (case, first)
                     assert re.search(told, second), (case, second)
 

@@ -227,4 +227,4 @@ def test_what_cannot_be_counted_is_said(caplog: pytest.LogCaptureFixture) -> Non
         caplog.clear()
         engine, *_ = zero_full.initialize(model=model, optimizer=base, config=keys)
         engine.destroy()
-        assert caplog.text.count("what Own keeps of each parameter is not known before its first step") == own
+        assert caplog.text.count("the size of Own's state is not known") == own

@@ -155,8 +155,8 @@ def test_a_rule_about_whole_tensors_refuses_split_ones(monkeypatch: pytest.Monke
 
     model = Net()
     topology = Topology(is_split=lambda name, p: name == "layers.0.weight")
-    with pytest.raises(ValueError, match=r"Lamb needs to know about whole tensors, and layers.0.weight"):
-        assemble._refuse_split(model, zero_full.Lamb(model.parameters()), topology)
+    with pytest.raises(ValueError, match=r"Lamb needs whole parameters, and layers.0.weight"):
+        assemble._check_not_split(model, zero_full.Lamb(model.parameters()), topology)
 
 
 def test_a_run_without_batch_sizes_goes_on_from_one_with_them() -> None:

@@ -20,7 +20,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "fp16 static": {"fp16": {"enabled": True, "loss_scale": 64.0}},
     "fp16 dynamic": {"fp16": {"enabled": True, "initial_scale_power": 8}},
 }
-FINE = "the loss is finite on every rank that told us"
+FINE = "the loss is finite on every rank that knows it"
 
 
 def where_it_is(ranks: list[int]) -> str:
@@ -99,8 +99,8 @@ def test_a_loss_that_is_not_finite_is_named_with_its_rank(
     ranks = [world_size - 1]
     want = (
         "gradients of layers.0.weight, layers.0.bias, layers.2.weight and 3 more are inf or NaN on "
-        f"{where_it_is(ranks)}; the loss itself is not finite on {where_it_is(ranks)}: scaling cannot help, "
-        "look at inputs and weights"
+        f"{where_it_is(ranks)}; the loss itself is not finite on {where_it_is(ranks)}, so no loss scale can "
+        "help: check inputs and weights"
     )
     cases = [(stage, PRECISIONS[precision], NAN, ranks, plain) for stage in STAGES]
     assert run_each(bad_loss, world_size, cases) == [[want] * world_size] * len(STAGES)
@@ -148,7 +148,7 @@ def test_at_the_smallest_scale_every_rank_raises_with_the_whole_story(
     loss = rf"the loss itself is not finite on rank {rank}" if lossy else re.escape(FINE)
     pattern = (
         r"gradients overflow at the smallest loss scale, 2\. "
-        rf"Gradients of {parameters} are inf or NaN on rank {rank}; {loss}.*\. What helps: bf16"
+        rf"Gradients of {parameters} are inf or NaN on rank {rank}; {loss}.*\. Try bf16"
     )
     for message, scale, changed in run_in("processes", exhausted, world_size, stage, rank, lossy):
         assert re.match(pattern, message), message
@@ -166,7 +166,7 @@ def only_the_sum(comm: Any, stage: int, gradient: list[float]) -> str:
 @pytest.mark.parametrize("gradient", [[2e38, 0.0, 1.0], [2e38, 2e38, 2e38], [2e38, -2e38, 0.0]], ids=str)
 @pytest.mark.parametrize("stage", STAGES)
 def test_no_rank_is_accused_if_only_the_sum_over_ranks_overflows(stage: int, gradient: list[float]) -> None:
-    only_then = "only after they were summed (each rank's own are finite)"
+    only_then = "only after the sum over the ranks (each rank's own are finite)"
     for finding in run_in("processes", only_the_sum, 2, stage, gradient):
         assert finding == f"gradients of weight are inf or NaN {only_then}; {FINE}"
 
@@ -179,5 +179,5 @@ def test_the_story_is_logged(caplog: pytest.LogCaptureFixture, check: bool) -> N
     engine.backward(engine(torch.tensor([1.0, NAN, 1.0])))
     engine.step()
     verdict = "step skipped" if check else "step applied nevertheless"
-    loss = "the loss itself is not finite on rank 0: scaling cannot help, look at inputs and weights"
+    loss = "the loss itself is not finite on rank 0, so no loss scale can help: check inputs and weights"
     assert f"{verdict}: gradients of weight are inf or NaN on rank 0; {loss}" in caplog.messages

@@ -275,7 +275,7 @@ def test_lines_come_when_they_are_asked_for(
 
 
 def test_who_has_not_let_python_show_the_lines_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    told = "steps_per_print: their lines go to Python's logging, which shows warnings only until"
+    told = "steps_per_print log at level INFO"
     with caplog.at_level(logging.INFO, "zero_full"):
         engine_of(steps_per_print=5).destroy()
     assert told not in caplog.text

@@ -184,7 +184,7 @@ def test_a_hook_that_returns_other_arguments_is_an_error() -> None:
     raw.register_step_pre_hook(lambda *_: ((raw, lambda: None), {}))
     engine, *_ = zero_full.initialize(model=model, optimizer=raw, config=own(1))
     engine.backward(engine(data(0, 0, 0)))
-    with pytest.raises(RuntimeError, match="has returned other arguments"):
+    with pytest.raises(RuntimeError, match="pre-step hook"):
         engine.step()
 
 
@@ -202,7 +202,7 @@ def test_the_passed_in_optimizer_of_an_engine_that_is_gone_says_so() -> None:
     raw = adamw(model.parameters())
     engine, *_ = zero_full.initialize(model=model, optimizer=raw, config=own(1))
     engine.destroy()
-    with pytest.raises(RuntimeError, match="of an optimizer whose engine is gone"):
+    with pytest.raises(RuntimeError, match="whose engine was destroyed"):
         raw.step()
 
 
@@ -365,7 +365,7 @@ def test_without_an_optimizer_a_model_is_sharded_for_inference_and_does_not_pret
     for loss, held, said in POOL.run(only_forward, 2, {}):
         torch.testing.assert_close(loss, model(data(0, 0, 0)).detach())
         assert held <= elements // 2 + 64
-        assert "of an engine that has no optimizer" in said[0]
+        assert "of an engine without an optimizer" in said[0]
         assert len(said) == 2
 
 

@@ -82,7 +82,7 @@ def test_a_plain_backward_of_which_nobody_has_said_who_divides_raises_with_both_
 ) -> None:
     engine, *_ = zero_full.initialize(model=Net(), config=config(1, gradient_accumulation_steps=3, **keys))
     x = data(0, 0, 0, next(engine.module.parameters()).dtype)
-    with pytest.raises(RuntimeError, match="who divides the loss by 3") as caught:
+    with pytest.raises(RuntimeError, match="gradient_accumulation_steps 3") as caught:
         engine(x).backward()
     assert "plain_backward_divides" in str(caught.value) and "engine.backward(loss)" in str(caught.value)
     engine.zero_grad()
@@ -142,7 +142,7 @@ def test_forward_through_a_part_without_the_loss_scale_is_refused() -> None:
 def test_a_gradient_of_the_inputs_alone_does_not_come_back_scaled(ranks: int) -> None:
     want = torch.autograd.grad(Net()(x := data(0, 0, 0).requires_grad_()), x)[0]
     for said, got in POOL.run(gradient_of_inputs, ranks):
-        assert "start from engine.scale(loss), and divide by engine.loss_scale()" in said
+        assert "engine.loss_scale()" in said
         torch.testing.assert_close(got, want, rtol=0.02, atol=2e-3)
 
 

@@ -147,9 +147,9 @@ class CheckpointLoad:
 
     def _check(self) -> None:
         if self.wanted.module_only:  # a full load resets the accumulation, so only this one must check
-            self.optimizer.refuse_unfinished("load_checkpoint(load_module_only=True)")
+            self.optimizer.check_between_steps("load_checkpoint(load_module_only=True)")
         if not self.with_state:
-            self.optimizer.refuse_apart("loading parameters without the optimizer's state")
+            self.optimizer.check_ranks_equal("loading parameters without the optimizer's state")
         self._match()
         if self.with_state:
             self._check_state()

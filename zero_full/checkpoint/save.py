@@ -109,7 +109,7 @@ def prepare(
 
     def take() -> None:
         _check(tag, options)
-        optimizer.refuse_unfinished("save_checkpoint")
+        optimizer.check_between_steps("save_checkpoint")
         optimizer.catch_up()
         taken.append(Taken(module, optimizer, options.exclude_frozen_parameters))
 

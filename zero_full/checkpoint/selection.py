@@ -55,7 +55,7 @@ def refuse_parts(optimizer: ZeroOptimizer) -> None:
 
     Raises RuntimeError during local steps of 0/1 Adam, and after an interrupted step.
     """
-    optimizer.refuse_apart("saving or loading weights")
+    optimizer.check_ranks_equal("saving or loading weights")
     groups = optimizer.groups
     if groups.expert is not None or (groups.model is not None and groups.model.size > 1):
         raise ValueError(

@@ -137,7 +137,7 @@ class Engine(DeepSpeedQueries):
         """Run the module's forward, and return what it returns."""
         if self.optimizer.offloaded.copies:
             raise RuntimeError(AWAY % "forward")
-        self.optimizer.look_at_model()
+        self.optimizer.check_model_unchanged()
         with self._recorded, self._timed["forward"]:
             outputs = self.module(*inputs, **named_inputs)
         if not torch.is_grad_enabled():
@@ -311,7 +311,7 @@ class Engine(DeepSpeedQueries):
 
         At stage 2 this saves traffic and costs the memory that the stage saves.
         """
-        with self.optimizer.reducer.keep_back():
+        with self.optimizer.reducer.without_sync():
             yield
 
     @contextmanager

@@ -15,7 +15,7 @@ from zero_full.comm.topology import Topology
 from zero_full.construct import has_values
 from zero_full.formatting import listed
 from zero_full.shard.group.optimizer_state import StateByParameter
-from zero_full.shard.step.wrapped_optimizer import NoOptimizer, unusable_number
+from zero_full.shard.step.wrapped_optimizer import NoOptimizer, invalid_option
 
 # These average gradients themselves, which would then be averaged twice.
 WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
@@ -116,7 +116,7 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
             f"here has one backward pass. Use another optimizer, or stage 0 with {name} outside of the "
             f"engine: call initialize without an optimizer, and {name}.step(closure) in the loop"
         )
-    problem = unusable_number(optimizer.param_groups)
+    problem = invalid_option(optimizer.param_groups)
     if problem:
         raise ValueError(problem)
     in_model = set(model.parameters())

@@ -23,7 +23,7 @@ from zero_full.shard.group.parameter_group import ParameterGroup, TrainedGroup
 from zero_full.shard.group.parameters import Member, is_released
 from zero_full.shard.group.recorded import record_of
 from zero_full.shard.group.registry import owner_of
-from zero_full.shard.step.agreement import told_by_all
+from zero_full.shard.step.agreement import gather_messages
 from zero_full.shard.step.optimizer import ZeroOptimizer
 
 LEAVING = "leaving GatheredParameters"
@@ -36,9 +36,9 @@ def whole_parameters(optimizer: ZeroOptimizer) -> Iterator[tuple[Member, Tensor]
     """
     if optimizer.gatherer is not None or optimizer.settings.tier.delay_after is not None:
         optimizer.on_every_rank("module_state_dict")
-    optimizer.refuse_apart("reading whole parameters")
+    optimizer.check_ranks_equal("reading whole parameters")
     if optimizer.gatherer is not None:
-        optimizer.gatherer.refuse_lost()
+        optimizer.gatherer.check_reads()
     optimizer.catch_up()
     for group in optimizer.parts.groups:
         with _gathered(optimizer, [group]):
@@ -57,7 +57,7 @@ def _gathered(optimizer: ZeroOptimizer, several: Iterable[ParameterGroup]) -> It
             group.parameters.users += 1
             taken.append(group)
         if gatherer is not None and taken:
-            gatherer.refuse_lost()
+            gatherer.check_reads()
         yield
     finally:
         for group in taken:
@@ -99,7 +99,7 @@ def load_whole_state_dict(
     module: nn.Module, optimizer: ZeroOptimizer, state: Mapping[str, Any], strict: bool
 ) -> None:
     """Load this rank's slices from a whole state dict, which must be the same on every rank."""
-    optimizer.refuse_apart("loading parameters")
+    optimizer.check_ranks_equal("loading parameters")
     optimizer.catch_up()
     mine, places = names_and_values(module), optimizer.parts.places
     names = {name for name, value in mine.items() if _is_in(value, places)}
@@ -217,8 +217,8 @@ def _refuse(call: str, module: nn.Module, *arguments: Any) -> None:
         return
     owners = dict.fromkeys(owner_of(p) for p in module.parameters(recurse=False))
     for owner in (owner for owner in owners if owner is not None):
-        owner.refuse_apart(f"{call} of the model")
-        owner.refuse_pending(f"{call} of the model")
+        owner.check_ranks_equal(f"{call} of the model")
+        owner.check_no_pending_update(f"{call} of the model")
     released = [name for name, p in module.named_parameters(recurse=False) if is_released(p)]
     if released:
         raise RuntimeError(
@@ -280,7 +280,7 @@ class GatheredParameters:
             if self.modifier_rank is not None and optimizer.states_offloaded:
                 raise RuntimeError(OFFLOADED)  # masters must follow the changes, and may be empty
             optimizer.on_every_rank("GatheredParameters")
-            optimizer.refuse_apart("GatheredParameters")
+            optimizer.check_ranks_equal("GatheredParameters")
             if self.modifier_rank is not None:
                 self._check_modifier(optimizer, chosen)
                 optimizer.finish_update()
@@ -309,7 +309,7 @@ class GatheredParameters:
                 problem = self._refuse_changes() if self.modifier_rank is None else self._keep_changes()
             else:  # no collective after an exception: the other ranks may not have raised
                 for optimizer, _, _ in self.stack:
-                    optimizer.tell_every_rank(f"{LEAVING} by {failure[0].__name__}: {failure[1]}")
+                    optimizer.announce_call(f"{LEAVING} by {failure[0].__name__}: {failure[1]}")
         finally:
             while self.stack:
                 _, chosen, context = self.stack.pop()
@@ -369,7 +369,7 @@ class GatheredParameters:
                 communicator.sum_numbers(found, "modifier_rank")
             if found.item() != 1:
                 lacking += names
-        if lacking := told_by_all(optimizer.groups, lacking, "modifier_rank"):
+        if lacking := gather_messages(optimizer.groups, lacking, "modifier_rank"):
             raise RuntimeError(
                 f"modifier_rank {self.modifier_rank} is not among the ranks that share {listed(lacking)}: "
                 "pass a rank that has these parameters. Experts differ between ranks: for those pass, on "

@@ -40,7 +40,7 @@ class OffloadedStates:
         unknown = sorted(set(include or ()) - set(KINDS))
         if unknown:
             raise ValueError(f"cannot offload {', '.join(unknown)}: known are {', '.join(KINDS)}")
-        self.optimizer.refuse_pending("offload_states")
+        self.optimizer.check_no_pending_update("offload_states")
         if self.optimizer.reducer.unreduced:
             raise RuntimeError("offload_states between a backward and its step: step first")
         if self.optimizer.gatherer is not None:

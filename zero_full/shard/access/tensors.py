@@ -131,7 +131,7 @@ def _find(
     if optimizer.states_offloaded and not reads:
         raise RuntimeError(OFFLOADED)
     if alone:
-        optimizer.refuse_pending(alone)
+        optimizer.check_no_pending_update(alone)
     elif needs_state:
         optimizer.finish_update()
     group, member = optimizer.parts.places.get(param, (None, None))
@@ -171,7 +171,7 @@ def safe_get_full_fp32_param(param: Parameter) -> Tensor | None:
     place = _find_together(param, "safe_get_full_fp32_param", reads=True)
     if place is None:
         return None
-    place.optimizer.refuse_apart("safe_get_full_fp32_param")
+    place.optimizer.check_ranks_equal("safe_get_full_fp32_param")
     mine = place.piece.master if place.piece is not None else None
     with place.present(mine):
         return place.assemble(mine, place.master.values.dtype)
@@ -204,7 +204,7 @@ def safe_get_full_optimizer_state(param: Parameter, key: str) -> Tensor | None:
     place = _find_together(param, f"safe_get_full_optimizer_state of {key!r}", reads=True)
     if place is None:
         return None
-    place.optimizer.refuse_apart("safe_get_full_optimizer_state")
+    place.optimizer.check_ranks_equal("safe_get_full_optimizer_state")
     if _is_cut(place, key):
         return _from_parts(place, key)
     state = _own_state(place)
@@ -228,7 +228,7 @@ def consolidated_state_dict(optimizer: ZeroOptimizer) -> dict[str, Any]:
     call this.
     """
     optimizer.on_every_rank("consolidated_state_dict")
-    optimizer.refuse_apart("consolidated_state_dict")
+    optimizer.check_ranks_equal("consolidated_state_dict")
     stepper = optimizer.contents.stepper
     if stepper.whole_entries or stepper.whole_rule is not None or stepper.own_tensors():
         raise RuntimeError(
@@ -318,7 +318,7 @@ def _state(place: ParameterPlace, key: str) -> Tensor | None:
 def safe_set_full_fp32_param(param: Parameter, value: Tensor) -> None:
     """Set the values of the whole parameter and its master. Every rank must pass the same tensor."""
     place = _place(param)
-    place.optimizer.refuse_apart("safe_set_full_fp32_param")
+    place.optimizer.check_ranks_equal("safe_set_full_fp32_param")
     place.cut(value)  # checks its shape
     place.note(MASTER, value)
     with torch.no_grad():
@@ -342,7 +342,7 @@ def safe_set_full_grad(param: Parameter, value: Tensor) -> None:
 def safe_set_full_optimizer_state(param: Parameter, value: Tensor, key: str) -> None:
     """Replace an entry of the optimizer's state. Every rank must pass the same whole tensor."""
     place = _place(param)
-    place.optimizer.refuse_apart("safe_set_full_optimizer_state")
+    place.optimizer.check_ranks_equal("safe_set_full_optimizer_state")
     _set_state(place, place.cut(value), key)
     place.note(key, value)
 
@@ -392,7 +392,7 @@ def safe_set_local_fp32_param(param: Parameter, value: Tensor) -> None:
     With `zero_hpz_partition_size`, this rank may also see them only then, if forward has left a node copy.
     """
     place = _place(param, alone="safe_set_local_fp32_param")
-    place.optimizer.refuse_apart("safe_set_local_fp32_param")
+    place.optimizer.check_ranks_equal("safe_set_local_fp32_param")
     if place.piece is not None:
         place.piece.master.detach().reshape(-1).copy_(value.reshape(-1))
         place.master.copy_master()
@@ -424,7 +424,7 @@ def _set_grad(place: ParameterPlace, value: Tensor) -> None:
 def safe_set_local_optimizer_state(param: Parameter, value: Tensor, key: str) -> None:
     """Replace this rank's elements of an entry of the optimizer's state."""
     place = _place(param, alone="safe_set_local_optimizer_state")
-    place.optimizer.refuse_apart("safe_set_local_optimizer_state")
+    place.optimizer.check_ranks_equal("safe_set_local_optimizer_state")
     _set_state(place, value, key)
     if place.piece is not None:
         place.note_slice(key, value)

@@ -13,19 +13,19 @@ from zero_full._compat import current_backward, when_backward_ends
 from zero_full.precision.scaler import StaticScale
 
 NOT_SCALED = (
-    "a backward pass has brought gradients without the loss scale, which a step would divide them by: use "
+    "a backward pass has brought gradients without the loss scale, and a step would divide them by it. Call "
     "engine.backward(loss) or engine.scale(loss).backward() (without an engine "
-    "optimizer.scale(loss).backward()), or call the model as a whole and let it return its loss"
+    "optimizer.scale(loss).backward()), or call the whole model and let it return its loss"
 )
 
 
-def refuse_capture() -> None:
+def check_not_capturing() -> None:
     """Raise RuntimeError during a CUDA graph capture, because a replay would not run our hooks."""
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "a CUDA graph cannot hold this: gradients leave, and parameters come, by hooks in Python, which "
-            "a graph does not replay. Capture parts of the model (torch.cuda.make_graphed_callables, at "
-            "stages 0 to 2), or nothing"
+            "a CUDA graph cannot capture this pass: Python hooks reduce the gradients and gather the "
+            "parameters, and a graph does not replay them. Capture parts of the model "
+            "(torch.cuda.make_graphed_callables, at stages 0 to 2), or none"
         )
 
 
@@ -75,10 +75,10 @@ class Accumulation:
         steps = self.micro_batches
         if steps > 1 and not self._is_decided:
             raise RuntimeError(
-                f"loss.backward() with gradient_accumulation_steps {steps}: who divides the loss by {steps}? "
-                'Set "plain_backward_divides" in the config: true if zero_full shall (as DeepSpeed does '
-                "since 0.18.3), false if your loop has done so. Or call engine.backward(loss), which always "
-                "divides"
+                f"loss.backward() with gradient_accumulation_steps {steps}: it is not configured who divides "
+                f'the loss by {steps}. Set "plain_backward_divides" to true if zero_full divides (as '
+                "DeepSpeed does since 0.18.3), to false if your loop does. Or call engine.backward(loss), "
+                "which always divides"
             )
         return float(steps) if self._plain_divisor is None else self._plain_divisor
 

@@ -41,12 +41,14 @@ from zero_full.offload import Shelf
 from zero_full.settings import Gathering
 from zero_full.shard.group.parameter_group import ParameterGroup
 from zero_full.shard.group.parameters import GatherState
-from zero_full.shard.passes.backward import refuse_capture
+from zero_full.shard.passes.backward import check_not_capturing
 from zero_full.shard.passes.module_hooks import Hook, InnerHook
 from zero_full.shard.passes.reduce import GradientReducer
 
 log = logging.getLogger("zero_full")
-LOST_ELSEWHERE = "parameters that wait in a file cannot be read on another rank: see there"
+READ_FAILED_ELSEWHERE = (
+    "another rank cannot read its offloaded parameters from their file. Its message says why"
+)
 DEPTH = 4  # levels of nested objects that are searched for output tensors: distributions, caches, ...
 Gatherer = Callable[[], "ParameterGatherer | None"]  # a weak reference: see `ParameterGatherer.me`
 
@@ -208,7 +210,7 @@ class ParameterGatherer:
     def _begin(self, group: ParameterGroup) -> None:
         """Queue the all-gather of a sharded group on the lane."""
         if torch.cuda.is_initialized():
-            refuse_capture()
+            check_not_capturing()
         self.trail = crc32(group.name.encode(), self.trail)
         group.parameters.begin_gather(self.lane)
         self.live += group.layout.total
@@ -256,7 +258,7 @@ class ParameterGatherer:
             if not group.parameters.read_ahead():
                 return
 
-    def refuse_lost(self) -> None:
+    def check_reads(self) -> None:
         """Raise on all ranks of the shard group if one of them failed to read a slice from its file."""
         if not self.shelf.can_lose:
             return
@@ -269,7 +271,7 @@ class ParameterGatherer:
         ask = partial(group.parameters.gather_slices, flags, "what could not be read")
         self.lane.submit(ask, [flags], [self.lane.producer()]).wait()
         if flags.any():
-            raise RuntimeError(self.shelf.lost or LOST_ELSEWHERE)
+            raise RuntimeError(self.shelf.lost or READ_FAILED_ELSEWHERE)
 
     def _prefetch(self) -> None:
         """Prefetch the next sites until enough elements are on the way: at least one site of any size.
@@ -343,8 +345,8 @@ class ParameterGatherer:
         for group in site.groups:
             if group.parameters.released_at_rest and not group.parameters.users:
                 raise RuntimeError(
-                    f"torch.func transforms {site.name or 'the model'}, whose {group.name} is sharded: stay "
-                    "inside zero_full.GatheredParameters(list(model.parameters())) meanwhile"
+                    f"torch.func transforms {site.name or 'the model'}, whose {group.name} is sharded. Call "
+                    "it inside zero_full.GatheredParameters(list(model.parameters()))"
                 )
         return True
 
@@ -398,14 +400,15 @@ class ParameterGatherer:
                 self.release(group)
         # In training the step raises for a failed read. An exception of this forward is raised as it is.
         if site is self.root and not torch.is_grad_enabled() and sys.exc_info()[0] is None:
-            self.refuse_lost()
+            self.check_reads()
 
     def _begin_pass(self, order: Order) -> None:
         """Start recording the order of a pass; log once if the order has changed."""
         if order.begin() and not self.reported:
             self.reported = True
             log.info(
-                "modules are not reached in the same order every time: what comes next is not prefetched"
+                "the order of the modules' calls has changed: no prefetch until two passes have the same "
+                "order"
             )
         self.order = order
 
@@ -512,13 +515,13 @@ class ParameterGatherer:
         for site in self.sites.values():
             site.forget()
 
-    def refuse_copy(self) -> None:
+    def check_copy(self) -> None:
         """Raise RuntimeError if parameters are released, because a copy of the module would have NaN."""
         groups = [group for site in self.sites.values() for group in site.groups]
         released = [group for group in groups if group.parameters.state is not GatherState.WHOLE]
         if released:
             raise RuntimeError(
-                f"the module cannot be copied or pickled while {released[0].name} is sharded: stay inside "
+                f"the module cannot be copied or pickled while {released[0].name} is sharded. Do it inside "
                 "zero_full.GatheredParameters(list(module.parameters())), or save engine.module_state_dict()"
             )
 
@@ -539,7 +542,7 @@ def before_backward(gatherer: Gatherer, call: Call, grad: Tensor) -> None:
     if torch.is_grad_enabled() and any(group.parameters.users == 0 for group in call.site.groups):
         raise RuntimeError(
             f"backward with create_graph=True needs the parameters of {call.site.name or 'the model'} again "
-            "when they are released: run forward and both backwards inside "
+            "after they were released. Run forward and both backward passes inside "
             "zero_full.GatheredParameters(list(model.parameters()))"
         )
     alive.before_backward(call)

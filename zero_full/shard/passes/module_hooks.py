@@ -13,7 +13,7 @@ class Hook:
     """Hook on one module that calls a method of an object without keeping it alive.
 
     `copy.deepcopy` and pickle copy a module with its hooks. In a copy this hook does nothing. If the object
-    has a method `refuse_copy`, copying calls it, and it may raise.
+    has a method `check_copy`, copying calls it, and it may raise.
     """
 
     __slots__ = ("function", "module", "more", "owner")
@@ -41,8 +41,8 @@ class Hook:
 
     def _check_copy(self) -> None:
         owner = self.owner()
-        if owner is not None and hasattr(owner, "refuse_copy"):
-            owner.refuse_copy()
+        if owner is not None and hasattr(owner, "check_copy"):
+            owner.check_copy()
 
 
 class InnerHook(Hook):

@@ -32,21 +32,19 @@ from zero_full.shard.group.gradients import Spares
 from zero_full.shard.group.hand_written import CLEARED, GRADIENT, HandWritten
 from zero_full.shard.group.parameter_group import ParameterGroup, TrainedGroup
 from zero_full.shard.group.parameters import Member
-from zero_full.shard.passes.backward import BackwardPass, refuse_capture
+from zero_full.shard.passes.backward import BackwardPass, check_not_capturing
 
 # Gradient buffers at a time that are being filled or reduced; one more on lanes where waiting stops the host.
 IN_FLIGHT = 2
 SCALED = (
-    "a pass through the model's loss has brought gradients to no parameter (torch.autograd.grad, or inputs "
-    "that require gradients), and what it has brought is multiplied by the loss scale: start from "
-    "engine.scale(loss), and divide by engine.loss_scale()"
+    "the backward pass reached no parameter (torch.autograd.grad, or inputs that require gradients), and its "
+    "gradients are multiplied by the loss scale. Start from engine.scale(loss), and divide the gradients by "
+    "engine.loss_scale()"
 )
-
-
 NOT_AVERAGED = (
-    "torch.autograd.grad has returned gradients (of %s, for one) that are this rank's own: nothing averages "
-    "them over the ranks. Average them with torch.distributed.all_reduce, or call backward, whose gradients "
-    "are averaged (this is said once)"
+    "torch.autograd.grad has returned this rank's own gradients, of %s for example: they are not averaged "
+    "over the ranks. Average them with torch.distributed.all_reduce, or call backward, which averages "
+    "(logged once)"
 )
 log = logging.getLogger("zero_full")
 EPSILON = 1e-6  # added to the norm for clipping, as in torch
@@ -62,13 +60,13 @@ def _before_accumulation(
         return
     running = alive.backward.running
     if not running:
-        alive.come_last([param])  # `_start` does it for the others
-    if has_peers and alive.reached is None and not alive.has_told:
+        alive.move_hooks_last([param])  # `_start` does it for the others
+    if has_peers and alive.reached is None and not alive.has_warned:
         alive.reached = param  # until it arrives. A gradient of `torch.autograd.grad` never does
         if not running:
-            alive.backward.when_autograd_ends(alive.tell_of_own)
+            alive.backward.when_autograd_ends(alive.warn_not_averaged)
     if alive.gradients.shown:
-        alive.make_room()
+        alive.lift_placeholders()
 
 
 def _arrived(reducer: Reducer, param: Tensor) -> None:
@@ -116,8 +114,8 @@ class GradientState:
         scale = self.scaler.scale
         if self.scale_left is not None and self.scale_left != scale and self.are_new:
             raise RuntimeError(
-                f"a backward pass has added gradients at the scale {scale:g} to those of the last step, "
-                f"whose scale is {self.scale_left:g}: call zero_grad after every step"
+                f"backward added gradients with loss scale {scale:g} to gradients of the last step with loss "
+                f"scale {self.scale_left:g}. Call zero_grad after every step"
             )
         return scale, self.averages is None or self._are_averaged()
 
@@ -131,8 +129,8 @@ class GradientState:
         averaged = self.averages is None or self.averages()
         if self.are_own and averaged:
             raise RuntimeError(
-                "the last step has left gradients that each rank has of its own, and the next step is one of "
-                "averaged gradients: call zero_grad after every step"
+                "the last step was a local step and left gradients that are not averaged, and the next step "
+                "needs averaged ones. Call zero_grad after every step"
             )
         self.are_own = not averaged
         return averaged
@@ -212,7 +210,7 @@ class GradientReducer:
         self.patient: set[TrainedGroup] = (
             set()
         )  # groups reduced only when a pass ends, after late gradients; equal on every rank
-        self.has_told = False  # the warning about `torch.autograd.grad` was logged
+        self.has_warned = False  # the warning about `torch.autograd.grad` was logged
         # State since the last step.
         self.began = False  # there was a backward pass
         self.used: set[Member] = set()  # parameters with a gradient
@@ -259,7 +257,7 @@ class GradientReducer:
         return handle
 
     @contextmanager
-    def keep_back(self) -> Iterator[None]:
+    def without_sync(self) -> Iterator[None]:
         """Accumulate gradients of passes in this block on this rank, without reducing them (`no_sync`)."""
         before, self.no_sync, self.kept_back = self.no_sync, True, True
         try:
@@ -275,7 +273,7 @@ class GradientReducer:
         self.wakes(group)
         self._sort()
 
-    def look_at_sleepers(self) -> None:
+    def wake_unfrozen(self) -> None:
         """Wake groups with a parameter that user code has unfrozen, and watch that parameter."""
         sleeping = [m for group in self.sleepers if group.asleep for m in group.members]
         if thawed := [m for m in sleeping if m.param.requires_grad]:
@@ -306,7 +304,7 @@ class GradientReducer:
     def _start(self, divided: bool, scaled: bool) -> None:
         """Prepare all groups for a backward pass, and finish it when autograd ends."""
         if torch.cuda.is_initialized():
-            refuse_capture()
+            check_not_capturing()
         self.begins()
         if self.state.are_own or self.state.unclipped != 1:
             self.state.begin_pass()
@@ -314,9 +312,9 @@ class GradientReducer:
         self.syncing = not self.no_sync and (self.every_backward or self.backward.is_boundary)
         self.wait_for_end = False
         if self.gradients.shown:  # autograd must not accumulate into placeholders
-            self.make_room()
+            self.lift_placeholders()
         if self.sleepers:
-            self.look_at_sleepers()
+            self.wake_unfrozen()
         self.launched.clear()
         self.zeroed.clear()
         self.began = self.unreduced = True
@@ -331,10 +329,10 @@ class GradientReducer:
                     missing.add(member)
                 if member.param.grad is not None:
                     self.used.add(member)  # as in torch, also a gradient that user code has put there
-        self.come_last(self.hooks)
+        self.move_hooks_last(self.hooks)
         self.backward.when_autograd_ends(self.finish)
 
-    def come_last(self, params: Iterable[Tensor]) -> None:
+    def move_hooks_last(self, params: Iterable[Tensor]) -> None:
         """Move our hooks behind the user's, which must see a gradient before it moves to a flat buffer."""
         for param in params:
             hooks = self.hooks[param]
@@ -342,7 +340,7 @@ class GradientReducer:
                 hooks[0].remove()
                 hooks[0] = self._watch_arrival(param)
 
-    def make_room(self) -> None:
+    def lift_placeholders(self) -> None:
         """Remove placeholders from `param.grad`, because autograd adds new gradients to what is there."""
         found = self.gradients.changes()
         self.drop([*found.cleared, *(member for member, _ in found.written)])
@@ -357,10 +355,10 @@ class GradientReducer:
         if not self.backward.running:
             self.gradients.show(m for m in members if m.param.grad is None)
 
-    def tell_of_own(self) -> None:
+    def warn_not_averaged(self) -> None:
         """Warn once, at the end of a pass, that gradients from `torch.autograd.grad` are not averaged."""
-        if self.reached is not None and not self.has_told:
-            self.has_told = True
+        if self.reached is not None and not self.has_warned:
+            self.has_warned = True
             log.warning(NOT_AVERAGED, self.place[self.reached][1].name)
         self.reached = None
 
@@ -451,7 +449,7 @@ class GradientReducer:
             return
         backward.end()
         if self.reached is not None:
-            self.tell_of_own()
+            self.warn_not_averaged()
         if self.woken:
             self._take_unnoticed()
         if backward.gated and backward.divisor is None and not backward.scaled:
@@ -545,7 +543,7 @@ class GradientReducer:
 
     # By hand -------------------------------------------------------------------------------------
 
-    def take_in(self) -> Found:
+    def find_user_changes(self) -> Found:
         """Find gradients that user code cleared or wrote since the last backward pass, before a step.
 
         Cleared gradients are set to zero. Written ones are returned, for `put`.
@@ -555,7 +553,7 @@ class GradientReducer:
         found = self.gradients.changes()
         for group in self.sleepers:
             if group.asleep:
-                refuse_frozen_gradients(m for m in group.members if m.param.grad is not None)
+                check_trained(m for m in group.members if m.param.grad is not None)
         known, shown = dict(found.written), self.gradients.shown
         with without_overrides():  # a released parameter has a `__torch_function__`
             for group in self.groups:
@@ -574,7 +572,7 @@ class GradientReducer:
     def _catch_up(self) -> None:
         """Find gradients that no hook has seen: of woken groups, and of groups that use `param.grad`."""
         if self.sleepers:
-            self.look_at_sleepers()
+            self.wake_unfrozen()
         if self.woken:
             if any(m.param.grad is not None for group in self.woken for m in group.members):
                 self.began = self.unreduced = True
@@ -596,8 +594,8 @@ class GradientReducer:
         """Replace the averaged gradient by one that user code has written."""
         if gradient.layout is not torch.strided:
             raise RuntimeError(
-                f"the gradient that was written into the grad of {member.name} is {gradient.layout}: write a "
-                "dense one (to_dense())"
+                f"{member.name}.grad was set to a {gradient.layout} tensor. Set it to a dense one "
+                "(to_dense())"
             )
         group = self.place[member.param][0]
         if group.gradients.has_peers:
@@ -614,7 +612,7 @@ class GradientReducer:
         param = member.param
         group = self.place[param][0]
         if group.asleep:
-            refuse_frozen_gradients([member])
+            check_trained([member])
         if group.gradients.uses_param_grad:
             param.grad = torch.empty_like(param).copy_(gradient)
             self.used.add(member)
@@ -672,10 +670,10 @@ class GradientReducer:
         self.forget()
 
 
-def refuse_frozen_gradients(members: Iterable[Member]) -> None:
+def check_trained(members: Iterable[Member]) -> None:
     """Raise RuntimeError if `members` is not empty: their group is asleep, so no step would use gradients."""
     if named := names_of(members):
         raise RuntimeError(
-            f"a gradient was written to {named}, frozen since initialize, so there is nothing that a step "
-            "could move: unfreeze it first (requires_grad_(True)), or leave its grad None"
+            f"a gradient was written to {named}, which has been frozen since initialize, so no step would "
+            "use it. Unfreeze the parameter first (requires_grad_(True)), or leave its grad None"
         )

@@ -49,13 +49,12 @@ NOTHING = "nothing"
 WRITTEN, ERROR = "parameters written in place", "error"  # keys of `Doings`
 PLAIN = {bool, int, float, str, type(None)}  # types of options whose `repr` is equal on every rank
 SPOILT_BY = (
-    "a parameter was written while it was sharded, on some rank, by its memory (untyped_storage()) or by "
-    "compiled code, so the new values are lost: write inside zero_full.GatheredParameters(parameters, "
-    "modifier_rank=0)"
+    "on some rank a parameter was written while it was sharded, through its untyped_storage() or by compiled "
+    "code, so the new values are lost. Write inside zero_full.GatheredParameters(parameters, modifier_rank=0)"
 )
 ALIKE = (
-    "Every rank must run the same modules in the same order, and do the same to gradients, learning rates "
-    "and other options of the optimizer"
+    "Every rank must run the same modules in the same order, and make the same changes to gradients, "
+    "learning rates and other options of the optimizer"
 )
 Doings = Sequence[tuple[str, Any]]  # key and value of everything that all ranks must do alike
 
@@ -253,8 +252,7 @@ class _Side:
                     told.append(f"{key}: {values}")
         if told:
             raise DisagreementError(
-                f"ranks that keep the same slice have written different values to it: {'; '.join(told)}. "
-                f"{REMEDY}"
+                f"replicas of the same slice were set to different values: {'; '.join(told)}. {REMEDY}"
             )
 
     def _compare_parameters(self) -> None:
@@ -265,8 +263,8 @@ class _Side:
         differing = [name for name in hashes if len({each[name] for each in everyones}) > 1]
         if differing:
             raise DisagreementError(
-                f"{', '.join(differing)} differ between ranks, because they were written since the last "
-                "step, on some ranks only or with other values: write them on every rank alike, or inside "
+                f"{', '.join(differing)} differ between ranks: since the last step they were written on some "
+                "ranks only, or with different values. Write the same values on every rank, or write inside "
                 "zero_full.GatheredParameters(parameters, modifier_rank=0)"
             )
 
@@ -317,24 +315,24 @@ def _comparable(value: Any) -> Any:
     return value if isinstance(value, (bool, int, float, str)) else None
 
 
-def refuse_unused(groups: Groups, trained: Sequence[TrainedGroup], used: Container[Member]) -> None:
+def check_all_used(groups: Groups, trained: Sequence[TrainedGroup], used: Container[Member]) -> None:
     """Raise on every rank if any rank lacks the gradient of a trained parameter."""
     members = (m for group in trained for m in group.members if m.param.requires_grad)
-    unused = told_by_all(groups, [m.name for m in members if m not in used], "unused parameters")
+    unused = gather_messages(groups, [m.name for m in members if m not in used], "unused parameters")
     if unused:
         raise ValueError(
-            f"no gradient for {', '.join(sorted(unused))} in this step, on some rank at least. Freeze "
-            "what is not trained, or set zero_optimization.ignore_unused_parameters to true"
+            f"{', '.join(sorted(unused))} got no gradient in this step, at least on one rank. Freeze "
+            "parameters that are not trained, or set zero_optimization.ignore_unused_parameters to true"
         )
 
 
-def refuse_on_all(groups: Groups, problem: str) -> None:
+def raise_on_all_ranks(groups: Groups, problem: str) -> None:
     """Raise on every rank if any rank's `problem`, a message, is not empty. Every rank must call this."""
-    if told := told_by_all(groups, [problem] if problem else [], "what went wrong"):
+    if told := gather_messages(groups, [problem] if problem else [], "what went wrong"):
         raise RuntimeError("; ".join(sorted(told)))
 
 
-def told_by_all(groups: Groups, mine: Sequence[str], what: str) -> list[str]:
+def gather_messages(groups: Groups, mine: Sequence[str], what: str) -> list[str]:
     """Collect the messages of all ranks, without duplicates, by rank. Every rank must call this.
 
     One number is summed first: as a rule no rank has a message, and the objects need not be gathered.

@@ -2,13 +2,13 @@
 
 from typing import NoReturn, Protocol
 
-ELSEWHERE = (
-    "something has failed on another rank, whose message says what to do on all of them: a checkpoint that "
-    "was saved beside the training, or what waits in a file there (nvme_path)"
+FAILED_ELSEWHERE = (
+    "another rank failed while writing an asynchronous checkpoint or in its NVMe offload (nvme_path). Its "
+    "message says what to do"
 )
 
 
-class Beside(Protocol):
+class BackgroundWork(Protocol):
     """Background work on one rank. The next step raises on all ranks if it has failed on one."""
 
     def has_failed(self) -> bool:
@@ -21,7 +21,7 @@ class Beside(Protocol):
         """Wait, and free memory."""
 
 
-def raise_failure(known: str, work: Beside | None) -> NoReturn:
+def raise_failure(known: str, work: BackgroundWork | None) -> NoReturn:
     """Raise on this rank that background work has failed on some rank.
 
     `known`: the message, if this rank has one already.
@@ -30,4 +30,4 @@ def raise_failure(known: str, work: Beside | None) -> NoReturn:
         raise RuntimeError(known)
     if work is not None:
         work.wait()
-    raise RuntimeError(ELSEWHERE)
+    raise RuntimeError(FAILED_ELSEWHERE)

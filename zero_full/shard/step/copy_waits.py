@@ -9,7 +9,7 @@ from contextlib import suppress
 from zero_full.errors import CopyError
 from zero_full.shard.group.parameter_group import TrainedGroup
 from zero_full.shard.group.process_groups import Groups
-from zero_full.shard.step.agreement import told_by_all
+from zero_full.shard.step.agreement import gather_messages
 
 
 def await_gradients(trained: Iterable[TrainedGroup]) -> Exception | None:
@@ -44,5 +44,5 @@ def await_parameters(groups: Groups, trained: Sequence[TrainedGroup]) -> None:
         except CopyError as error:
             failures.append(error)
     mine = [f"rank {groups.dense.shard.rank}: {failures[0]}"] if failures else []
-    if told := told_by_all(groups, mine, "parameters that were sent"):
+    if told := gather_messages(groups, mine, "parameters that were sent"):
         raise CopyError("; ".join(told)) from (failures[0] if failures else None)

@@ -35,15 +35,14 @@ from zero_full.shard.group.process_groups import Groups
 
 KEY = "offload_optimizer.delay_update_after (HostTier.delay_after)"
 PENDING = (
-    "{call} while an update is under way, of which this rank alone must not wait for the others "
-    f"({KEY}): call finish_update() of the engine's optimizer on every rank first"
+    f"{{call}} while a delayed update is pending ({KEY}), which only all ranks together can complete. Call "
+    "finish_update() of the engine's optimizer on every rank first"
 )
-LACKING = (
-    "the parameters lack the last update, which was made beside the step that is given up here "
-    f"({KEY}): call finish_update() of the engine's optimizer on every rank before destroy, or go on from a "
-    "checkpoint"
+LACKS_LAST_UPDATE = (
+    f"the parameters lack the last delayed update ({KEY}), which is discarded with the failed step. Call "
+    "finish_update() of the engine's optimizer on every rank before destroy, or continue from a checkpoint"
 )
-GIVEN_UP = "This run cannot go on: initialize the model again and load a checkpoint"
+CANNOT_CONTINUE = "This run cannot continue: initialize the model again and load a checkpoint"
 
 
 @dataclass
@@ -75,9 +74,9 @@ class DelayedUpdates:
         """Raise ValueError if this stepper cannot run in the background."""
         if not stepper.is_alone:
             raise ValueError(
-                f"{KEY}: only torch's Adam and AdamW are stepped so, where this host has the compiled "
-                "operators, and without a step of their own, amsgrad, fused=False and the like, and not this "
-                f"{type(self.base).__name__}: leave it out"
+                f"{KEY} supports only torch's Adam and AdamW with the compiled operators, without an "
+                f"overridden step, amsgrad or fused=False, and not this {type(self.base).__name__}. Remove "
+                "the key"
             )
 
     # Beginning -----------------------------------------------------------------------------------
@@ -155,7 +154,7 @@ class DelayedUpdates:
             update.pending.wait()
         except Exception as error:
             rank = self.groups.dense.shard.rank
-            return f"the update beside the last passes has failed on rank {rank}: {error!r}. {GIVEN_UP}"
+            return f"the delayed update has failed on rank {rank}: {error!r}. {CANNOT_CONTINUE}"
         return ""
 
     def written(self, update: Update, names: Sequence[str]) -> str:
@@ -172,9 +171,10 @@ class DelayedUpdates:
         if not written:
             return ""
         return (
-            f"{listed(written)}: parameters were written while an update of them was under way ({KEY}), and "
-            "one of the two would be lost. Call finish_update() of the engine's optimizer on every rank "
-            f"before, or write inside zero_full.GatheredParameters(..., modifier_rank=0). {GIVEN_UP}"
+            f"{listed(written)}: parameters were written while a delayed update of them was pending ({KEY}), "
+            "so the write or the update would be lost. Call finish_update() of the engine's optimizer on "
+            "every rank first, or write inside zero_full.GatheredParameters(..., modifier_rank=0). "
+            f"{CANNOT_CONTINUE}"
         )
 
     def take(self, update: Update) -> None:

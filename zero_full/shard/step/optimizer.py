@@ -68,13 +68,13 @@ from zero_full.shard.step.agreement import (
     Agreed,
     Agreement,
     Said,
+    check_all_used,
     doings_of,
-    refuse_on_all,
-    refuse_unused,
+    raise_on_all_ranks,
 )
-from zero_full.shard.step.background_work import Beside, raise_failure
+from zero_full.shard.step.background_work import BackgroundWork, raise_failure
 from zero_full.shard.step.copy_waits import await_gradients, await_parameters, collect
-from zero_full.shard.step.delayed_update import LACKING, DelayedUpdates, Update
+from zero_full.shard.step.delayed_update import LACKS_LAST_UPDATE, DelayedUpdates, Update
 from zero_full.shard.step.report import NonFinite, StepReport
 from zero_full.shard.step.stop_signals import SIGNALS, StopSignals
 from zero_full.shard.step.update import Steppers
@@ -84,15 +84,15 @@ from zero_full.shard.step.wrapped_optimizer import (
     Base,
     NoOptimizer,
     OptimizerProxy,
+    check_param_groups,
     listed_in,
-    refuse_gradients,
-    refuse_unusable,
+    raise_on_gradients,
     run_hooks,
     zero_in_place,
 )
 
 log = logging.getLogger("zero_full")
-CLOSED = "step after destroy: initialize the model again"
+CLOSED = "step after destroy. Initialize the model again"
 
 
 @dataclass(frozen=True)
@@ -155,8 +155,8 @@ class ZeroOptimizer(OptimizerProxy):
         self.unfinished = UnfinishedStep(self.has_peers)
         self.at_step: list[Callable[[], None]] = []  # callbacks at the end of a step, applied or skipped
         self.calls = 0  # calls of `step`, which the ranks compare
-        self.said_nothing_to_do = False
-        self.beside: Beside | None = None  # the asynchronous checkpoint that is being written
+        self.warned_without_gradients = False
+        self.beside: BackgroundWork | None = None  # the asynchronous checkpoint that is being written
         register(self, model.parameters())
         register(self, (m.param for group in parts.groups for m in group.members))
         self.listed = listed_in(self.param_groups)
@@ -180,7 +180,7 @@ class ZeroOptimizer(OptimizerProxy):
             hands_back=isinstance(base, NoOptimizer),
         )
         self.gradients = self.reducer.state
-        self._look_at_awake()
+        self._note_awake()
         if settings.tier.step_early:
             self.steppers.step_early(self.trained, partial(self.gradients.factor, None, 0.0))
         self.delayed: DelayedUpdates | None = None
@@ -188,7 +188,7 @@ class ZeroOptimizer(OptimizerProxy):
             self.delayed = DelayedUpdates(base, self.own_state, groups, settings.tier.delay_after)
             if self.awake:
                 self.delayed.check(self.steppers.choose(self.awake))
-        self.hooks: list[Any] = refuse_gradients(base, model, settings.stage)
+        self.hooks: list[Any] = raise_on_gradients(base, model, settings.stage)
         self.state_dict_guards: list[RemovableHandle] = []  # hooks on the model's state_dict
         # The gatherer has its own lane: a prefetch must not wait behind a gradient reduction.
         self.gatherer: ParameterGatherer | None = None
@@ -200,7 +200,7 @@ class ZeroOptimizer(OptimizerProxy):
     def _members(self) -> list[Member]:
         return [member for group in self.trained for member in group.members]
 
-    def _look_at_awake(self) -> None:
+    def _note_awake(self) -> None:
         """Note which groups take part in steps: those with a trainable parameter, now or earlier."""
         self.awake = [group for group in self.trained if not group.asleep]
         self.agreement = Agreement(self.groups, self.awake, self.settings.needs_norm)
@@ -210,7 +210,7 @@ class ZeroOptimizer(OptimizerProxy):
         for member, piece in group.master.pieces.items():
             self.own_state.add(piece.master, member.param)
         self.steppers.attach(self.trained)
-        self._look_at_awake()
+        self._note_awake()
 
     def __repr__(self) -> str:
         return f"ZeroOptimizer(stage {self.settings.stage}, {len(self.trained)} buckets, {self.base!r})"
@@ -237,10 +237,10 @@ class ZeroOptimizer(OptimizerProxy):
             self.finish_update()  # it writes the masters and state that this step's update begins from
         collected = self._collect()
         if collected is None:
-            return self._say_nothing_to_do()  # like torch: no gradients, no step
+            return self._warn_without_gradients()  # like torch: no gradients, no step
         agreed = self._agree(collected)
         if not agreed.used:
-            return self._say_nothing_to_do()
+            return self._warn_without_gradients()
         decision = self._decide(agreed)
         if decision.applies:
             decision = self._update(decision)
@@ -254,7 +254,7 @@ class ZeroOptimizer(OptimizerProxy):
         Returns None if there are no gradients. An error is returned in `failure` and not raised yet, because
         the other ranks are on their way into the exchange, where they learn of it.
         """
-        found, failure = self._look_around()
+        found, failure = self._find_changes()
         reducer = self.reducer
         if not (self.has_peers or reducer.began or found.written or failure):
             return None  # with peers, another rank may have gradients: always go on to the exchange
@@ -267,7 +267,7 @@ class ZeroOptimizer(OptimizerProxy):
         scale, averaged = self.gradients.begin_step()
         return Collected(scale, averaged, failure)
 
-    def _look_around(self) -> tuple[Found, Exception | None]:
+    def _find_changes(self) -> tuple[Found, Exception | None]:
         """Find gradients that user code wrote or cleared since the last step. Returns them and any error."""
         if self.closed or self.states_offloaded:
             raise RuntimeError(OFFLOADED if self.states_offloaded else CLOSED)
@@ -282,20 +282,21 @@ class ZeroOptimizer(OptimizerProxy):
             self.redirected.run_step_hooks(BEFORE)
             if self.base.state is not self.own_state:
                 self._take_back_state()
-            refuse_unusable(self.base.param_groups, self.listed)
+            check_param_groups(self.base.param_groups, self.listed)
             if self.local_steps is not None:
                 self.local_steps.check()
             for group in self.trained:
                 if group.master.is_separate:
                     group.master.follow_master()
-            self.look_at_model()  # behind masters, which would overwrite tensors assigned to `param.data`
+            # After `follow_master`, which would overwrite tensors assigned to `param.data`.
+            self.check_model_unchanged()
             if self.parts.flow is not None:
                 for group in self.trained:
                     group.master.take_written()
             if self.settings.needs_norm:
                 for group in self.reducer.alone:
                     group.gradients.refuse_sparse()
-            return self.reducer.take_in(), None
+            return self.reducer.find_user_changes(), None
         except Exception as error:  # a user's step hook may raise any type
             return Found(), error
 
@@ -338,7 +339,7 @@ class ZeroOptimizer(OptimizerProxy):
     def _decide(self, agreed: Agreed) -> Decision:
         """Decide to apply or skip the step, from values that are equal on all ranks."""
         if self.settings.refuse_unused:
-            refuse_unused(self.groups, self.awake, self.reducer.used)
+            check_all_used(self.groups, self.awake, self.reducer.used)
         norm = None if agreed.norm is None else agreed.norm / self.gradients.scale
         finite = norm is None or isfinite(norm)
         applies = finite or (not self.gradients.are_own and not self.settings.check_overflow)
@@ -372,11 +373,11 @@ class ZeroOptimizer(OptimizerProxy):
         try:
             self.steppers.step(stepper, self.trained, parts, used, factor, on_change)
         except NotFiniteError as error:
-            self.report.tell_average(error, self.scaler)
+            self.report.log_average(error, self.scaler)
             return replace(decision, finite=False, applies=False)
         # Raise on every rank before the all-gather spreads slices of a failed read.
         if self.waiting is not None and self.waiting.can_lose:
-            refuse_on_all(self.groups, self.waiting.lost)
+            raise_on_all_ranks(self.groups, self.waiting.lost)
         self.gradients.note_step(factor, multiplied=not stepper.fuses)
         setattr(self.base, STEPPED, True)
         # As torch's optimizers do: backward through a graph from before this step must raise, because the
@@ -423,14 +424,14 @@ class ZeroOptimizer(OptimizerProxy):
         for act in self.at_step:
             act()
 
-    def _say_nothing_to_do(self) -> None:
-        if not self.said_nothing_to_do:
-            log.warning("optimizer.step() without gradients does nothing (this is said once)")
-        self.said_nothing_to_do = True
+    def _warn_without_gradients(self) -> None:
+        if not self.warned_without_gradients:
+            log.warning("optimizer.step() without gradients does nothing (logged once)")
+        self.warned_without_gradients = True
 
     # What user code does between steps -----------------------------------------------------------
 
-    def look_at_model(self) -> None:
+    def check_model_unchanged(self) -> None:
         """Raise if user code changed the model in a way that a step would ignore."""
         self.unfinished.refuse("forward")
         for guard in self.guards:
@@ -481,7 +482,7 @@ class ZeroOptimizer(OptimizerProxy):
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's part: ranges of parameters and state, the groups' options, the loss scale."""
-        self.refuse_unfinished("state_dict")
+        self.check_between_steps("state_dict")
         run_hooks((self, self.base), state_dict_hooks, BEFORE)
         self.catch_up()
         part = own_part(self.contents, self.scaler)
@@ -496,8 +497,8 @@ class ZeroOptimizer(OptimizerProxy):
         self.finish_update()
         if "tensors" not in saved:
             raise ValueError(
-                "this is not what the state_dict of zero_full's optimizer has returned: load a plain "
-                "optimizer's state into it before initialize, which keeps it"
+                "this is not a state_dict() of zero_full's optimizer. Load a plain optimizer's state into "
+                "that optimizer before initialize, which keeps it"
             )
         contents, part = self.contents, OwnPart(saved["tensors"], saved["numbers"])
         # All checks come before the first change, so a state that does not fit leaves the run as it was.
@@ -526,25 +527,26 @@ class ZeroOptimizer(OptimizerProxy):
             if group.asleep and any(plain(member.name) not in asleep for member in group.members):
                 self.reducer.wake(group)
 
-    def refuse_unfinished(self, call: str) -> None:
+    def check_between_steps(self, call: str) -> None:
         """Raise RuntimeError between the backward passes of a step, and after a step that was cut short."""
         self.unfinished.refuse_values(call)
         if self.reducer.began and self.gradients.are_new:
             raise RuntimeError(
                 f"{call} between the backward passes of a step: their gradients would be lost. Save after "
-                "step, or give the gradients up with zero_grad first"
+                "step, or discard the gradients with zero_grad first"
             )
 
-    def refuse_apart(self, call: str) -> None:
+    def check_ranks_equal(self, call: str) -> None:
         """Raise RuntimeError while ranks hold different parameters, and after a step that was cut short."""
         self.unfinished.refuse_values(call)
         if self.contents.stepper.is_apart:
             raise RuntimeError(
-                f"{call} while each rank has parameters of its own: call meet() of the engine's optimizer on "
-                "every rank first, which ends the interval (save_checkpoint needs no meeting)"
+                f"{call} between local steps, while parameters differ between ranks. Call meet() of the "
+                "engine's optimizer on every rank first, which synchronizes them (save_checkpoint does not "
+                "need it)"
             )
 
-    def refuse_pending(self, call: str) -> None:
+    def check_no_pending_update(self, call: str) -> None:
         """Raise RuntimeError if a delayed update is pending; for a `call` that a rank may make alone."""
         if self.delayed is not None:
             self.delayed.refuse(call)
@@ -587,7 +589,7 @@ class ZeroOptimizer(OptimizerProxy):
         for calls in self.groups.user_calls:
             calls(call, self._settle)
 
-    def tell_every_rank(self, call: str) -> None:
+    def announce_call(self, call: str) -> None:
         """Announce this call to ranks that wait for this rank's next call, without waiting for them."""
         for calls in self.groups.user_calls:
             calls.tell(call)
@@ -603,7 +605,7 @@ class ZeroOptimizer(OptimizerProxy):
         Every rank must call this, between steps: before the model is evaluated or exported.
         """
         self.on_every_rank("meet")
-        self.refuse_unfinished("meet")
+        self.check_between_steps("meet")
         self.catch_up()
         if self.local_steps is not None:
             self.local_steps.check_writes()
@@ -624,9 +626,12 @@ class ZeroOptimizer(OptimizerProxy):
         if self.unfinished.is_cut_short:  # all values will be loaded: discard this update
             return delayed.give_up(update)
         if self.reducer.backward.running:
-            raise RuntimeError("an update cannot be completed in the middle of a backward pass")
+            raise RuntimeError(
+                "a delayed update cannot be completed during a backward pass. Call finish_update() between "
+                "passes"
+            )
         try:
-            refuse_on_all(self.groups, self._problem_of(delayed, update))
+            raise_on_all_ranks(self.groups, self._problem_of(delayed, update))
         except RuntimeError as error:
             delayed.broken = str(error)
             raise
@@ -693,15 +698,15 @@ class ZeroOptimizer(OptimizerProxy):
             except CommunicationError:
                 raising = True  # the failed collective has raised on all ranks already
         if not raising:
-            raise RuntimeError(f"destroy after a backward pass that has failed: {LACKING}")
-        log.warning("%s", LACKING)
+            raise RuntimeError(f"destroy after a backward pass that has failed: {LACKS_LAST_UPDATE}")
+        log.warning("%s", LACKS_LAST_UPDATE)
 
     def _leave_model(self, gather: bool) -> None:
         """Remove hooks from the model; with `gather` leave whole parameters. Every rank must call this."""
         if self.contents.stepper.is_apart and not gather and this_rank() == 0:
             log.warning(
-                "the ranks leave the model with parameters of their own each: call meet() of the engine's "
-                "optimizer before destroy, or destroy(gather=True)"
+                "destroy between local steps leaves parameters that differ between ranks. Call meet() of the "
+                "engine's optimizer before destroy, or destroy(gather=True)"
             )
         for finish in (
             self.reducer.close,
@@ -749,8 +754,8 @@ class ZeroOptimizer(OptimizerProxy):
     def _step_supports_amp_scaling(self) -> bool:
         """Raise when torch's GradScaler reads this before a step: its unscaling would miss gradients."""
         raise RuntimeError(
-            "torch's GradScaler cannot step this optimizer, whose gradients lie averaged in flat buffers: "
-            "leave the scaler out. The key fp16 has a loss scale, and bf16 and fp32 need none"
+            "torch's GradScaler cannot step this optimizer, whose averaged gradients are in flat buffers. Do "
+            "not use a GradScaler: fp16 has its own loss scale, and bf16 and fp32 need none"
         )
 
     # What this rank has --------------------------------------------------------------------------

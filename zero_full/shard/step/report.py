@@ -75,7 +75,7 @@ class NonFinite:
         self.finding = investigate(trained, self.loss, everyone, this_rank())
         self._log("applied nevertheless" if applied else "skipped", scaler)
 
-    def tell_average(self, error: NotFiniteError, scaler: StaticScale) -> None:
+    def log_average(self, error: NotFiniteError, scaler: StaticScale) -> None:
         """Log that all gradients are finite and an average that the stepper computed is not."""
         self.finding = str(error)
         self._log("skipped", scaler)
@@ -92,8 +92,8 @@ class NonFinite:
             scaler.update(overflow)
         except ScaleExhaustedError as error:
             raise ScaleExhaustedError(
-                f"{error}. {self.finding[0].upper()}{self.finding[1:]}. What helps: bf16, a smaller "
-                "learning rate, gradient clipping, or fixing what produces inf or NaN in fp32"
+                f"{error}. {self.finding[0].upper()}{self.finding[1:]}. Try bf16, a smaller "
+                "learning rate or gradient clipping, or find the cause of inf or NaN in fp32"
             ) from None
 
 
@@ -166,12 +166,12 @@ def _sentence(names: Sequence[str], sources: Sequence[int], losses: Sequence[int
     where = (
         f"on {ranks_listed(sources)}"
         if sources
-        else "only after they were summed (each rank's own are finite)"
+        else "only after the sum over the ranks (each rank's own are finite)"
     )
     loss = (
-        f"the loss itself is not finite on {ranks_listed(losses)}: scaling cannot help, look at inputs and "
-        "weights"
+        f"the loss itself is not finite on {ranks_listed(losses)}, so no loss scale can help: check inputs "
+        "and weights"
         if losses
-        else "the loss is finite on every rank that told us"
+        else "the loss is finite on every rank that knows it"
     )
     return f"gradients of {listed(names, SHOWN) or 'some parameter'} are inf or NaN {where}; {loss}"

@@ -37,13 +37,13 @@ from zero_full.shard.group.parameters import Member
 
 log = logging.getLogger("zero_full")
 TOO_LITTLE = (
-    "early_bytes of HostTier is %s: %s is never stepped beside backward, nor is any slice as large, as that "
-    "takes %s bytes, twice what the slice has on the host"
+    "early_bytes of HostTier is %s: %s and slices as large are not stepped during backward, which would take "
+    "%s bytes, twice the slice's host memory"
 )
 
 
 @dataclass
-class Guess:
+class SpeculativeStep:
     """The speculative step of one slice."""
 
     stepper: Stepper
@@ -58,7 +58,7 @@ class Guess:
     numbers: dict[Member, dict[str, Any]] = field(default_factory=dict)  # scalar state at its end
 
 
-class EarlySteps:
+class SpeculativeSteps:
     """Makes, commits and drops speculative steps. See [Note: early steps]."""
 
     def __init__(
@@ -67,11 +67,11 @@ class EarlySteps:
         """`tensors_of` lists the tensors that a step changes. `most`: limit in bytes; None: no limit."""
         self.optimizer, self.tensors_of, self.most = optimizer, tensors_of, most
         self.lane = Thread("zero_full-early-steps")
-        self.guesses: dict[TrainedGroup, Guess] = {}
+        self.guesses: dict[TrainedGroup, SpeculativeStep] = {}
         self.spares: list[Tensor] = []  # blocks that no slice uses now
         self.places: dict[TrainedGroup, Tensor] = {}  # the current block of a slice, once it was swapped
         self.sizes: dict[TrainedGroup, int] = {}  # bytes of a block, for slices that may have two
-        self.has_told = False  # the warning was logged
+        self.has_warned = False  # the warning was logged
         self.stops = False  # jobs that have not begun return at once
         self.right = self.wrong = 0  # numbers of guesses
 
@@ -97,12 +97,12 @@ class EarlySteps:
         if down is None or not (stepper.is_alone and stepper.fuses and group.master.pieces and has_state):
             return
         options = [_comparable(self.optimizer.param_groups[number]) for number in _groups_of(group)]
-        guess = self.guesses[group] = Guess(stepper, factor, options, down.memory)
+        guess = self.guesses[group] = SpeculativeStep(stepper, factor, options, down.memory)
         take = partial(self._take, group, guess, stepper.with_these_options(), down.arrived)
         guess.pending = self.lane.submit(take, [], [])
 
     def _take(
-        self, group: TrainedGroup, guess: Guess, stepper: Stepper, arrived: Callable[[], Tensor]
+        self, group: TrainedGroup, guess: SpeculativeStep, stepper: Stepper, arrived: Callable[[], Tensor]
     ) -> None:
         """Step the slice into other memory; runs on the lane.
 
@@ -151,8 +151,8 @@ class EarlySteps:
         if 2 * (others + size) <= most:
             self.sizes[group] = size
             return True
-        if 2 * size > most and not self.has_told:
-            self.has_told = True
+        if 2 * size > most and not self.has_warned:
+            self.has_warned = True
             log.warning(TOO_LITTLE, f"{most:,}", group.name, f"{2 * size:,}")
         return False
 
@@ -203,7 +203,12 @@ class EarlySteps:
         return True
 
     def _was_right(
-        self, group: TrainedGroup, guess: Guess, stepper: Stepper, used: Container[Member], factor: float
+        self,
+        group: TrainedGroup,
+        guess: SpeculativeStep,
+        stepper: Stepper,
+        used: Container[Member],
+        factor: float,
     ) -> bool:
         """Return whether the step is the one that was guessed, and none of its inputs was written."""
         if guess.block is None or (guess.stepper, guess.factor) != (stepper, factor):

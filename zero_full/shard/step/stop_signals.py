@@ -33,13 +33,16 @@ class StopSignals:
         """Replace the handlers of these signals until `leave`."""
         wanted = _known(signals)
         if threading.current_thread() is not threading.main_thread():
-            raise RuntimeError("signals are handled by Python's main thread: call this there")
+            raise RuntimeError(
+                "Python handles signals in its main thread only: call this from the main thread"
+            )
         for number in wanted:
             owner = getattr(signal.getsignal(number), "__self__", None)
             if isinstance(owner, StopSignals) and owner is not self:
                 raise RuntimeError(
-                    f"{number.name} is watched by another engine or optimizer of this process already: let "
-                    "one watch, by optimizer.watch_signals(), and save all when its stop_requested is true"
+                    f"another engine or optimizer of this process watches {number.name} already. Watch it "
+                    "with one of them, by optimizer.watch_signals(), and save all when its stop_requested is "
+                    "true"
                 )
         self.leave()
         self.process = os.getpid()
@@ -48,7 +51,7 @@ class StopSignals:
             if hasattr(signal, "siginterrupt"):  # not on Windows
                 signal.siginterrupt(number, False)  # restart a library's system calls: no EINTR
             if before not in ORDINARY:
-                which = before or "that is not Python's"
+                which = before or "outside of Python"
                 log.warning("%s: its handler %s is not called until destroy", number.name, which)
             self.before[number] = before
         self.told = f"{', '.join(sorted(number.name for number in wanted))} {purpose}".strip()
@@ -72,7 +75,7 @@ class StopSignals:
 def _known(signals: Iterable[int]) -> list[signal.Signals]:
     """Convert to `signal.Signals`; raise unless there is at least one and Python can handle all of them."""
     if not isinstance(signals, Iterable) or isinstance(signals, (str, bytes)):
-        raise TypeError(f"signals is a sequence, such as (signal.SIGTERM,), and not {signals!r}")
+        raise TypeError(f"signals must be a sequence, such as (signal.SIGTERM,), not {signals!r}")
     try:
         wanted = [signal.Signals(number) for number in signals]
     except ValueError as error:

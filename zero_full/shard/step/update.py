@@ -20,7 +20,7 @@ from zero_full.settings import Settings
 from zero_full.shard.group.parameter_group import TrainedGroup
 from zero_full.shard.group.parameters import Member
 from zero_full.shard.step.peers import Owners, PartPeers, deal_owners
-from zero_full.shard.step.speculative import EarlySteps
+from zero_full.shard.step.speculative import SpeculativeSteps
 from zero_full.shard.step.wrapped_optimizer import Base
 
 log = logging.getLogger("zero_full")
@@ -42,7 +42,7 @@ class Steppers:
         self.reads_ahead = type(tier).in_turn is not Tier.in_turn or any(
             group.parameters.slice.apart for group in trained
         )
-        self.early: EarlySteps | None = None  # speculative steps, see `step_early`
+        self.early: SpeculativeSteps | None = None  # speculative steps, see `step_early`
         self.owners: Owners = {}  # ranks that keep state of whole parameters: see [Note: whole parameters]
         self.no_peers = Peers()  # for steppers that do not communicate
         self.peers_of: Callable[[Sequence[TrainedGroup], Container[Member], Lane, Owners], Peers] = PartPeers
@@ -91,7 +91,7 @@ class Steppers:
 
         See `speculative.py`. `factor` returns the factor of unclipped gradients.
         """
-        self.early = early = EarlySteps(self.optimizer, self.tensors_of, self.tier.early_bytes)
+        self.early = early = SpeculativeSteps(self.optimizer, self.tensors_of, self.tier.early_bytes)
 
         def begin(group: TrainedGroup) -> None:
             early.begin(group, self.choose([group]), factor())

@@ -34,15 +34,15 @@ class Base:
         self.own_step = optimizer.step  # possibly wrapped by an LR scheduler
         me = weakref.ref(owner)
         for name in REDIRECTED:
-            setattr(optimizer, name, MethodType(_leading_to(me, name, getattr(optimizer, name)), optimizer))
+            setattr(optimizer, name, MethodType(_redirect_to(me, name, getattr(optimizer, name)), optimizer))
 
     def run_step_hooks(self, when: int) -> None:
         """Run the hooks on the optimizer's `step` once per step, also if it is stepped in several parts."""
         for hook in list(step_hooks(self.optimizer)[when].values()):
             if hook(self.optimizer, (self.optimizer,), {}) is not None and when == BEFORE:
                 raise RuntimeError(
-                    "a hook that runs before the optimizer's step has returned other arguments for it: this "
-                    "step takes none"
+                    "a pre-step hook of the optimizer has returned new arguments for step(), which takes "
+                    "none here. Return None from the hook"
                 )
 
 
@@ -60,7 +60,7 @@ def run_hooks(
     return state[0] if state else None
 
 
-def _leading_to(owner: "weakref.ref[Optimizer]", name: str, method: Any) -> Any:
+def _redirect_to(owner: "weakref.ref[Optimizer]", name: str, method: Any) -> Any:
     """Make a method that calls the owner's method of the same name."""
 
     @functools.wraps(getattr(method, "__func__", method))  # keeps the attribute that LR schedulers look for
@@ -68,8 +68,7 @@ def _leading_to(owner: "weakref.ref[Optimizer]", name: str, method: Any) -> Any:
         alive = owner()
         if alive is None or getattr(alive, "closed", False):
             raise RuntimeError(
-                f"{name}() of an optimizer whose engine is gone: its parameters were given to "
-                "zero_full.initialize. Make a new optimizer"
+                f"{name}() of an optimizer whose engine was destroyed or deleted. Create a new optimizer"
             )
         return getattr(alive, name)(*args, **kwargs)
 
@@ -93,12 +92,13 @@ class NoOptimizer(Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Raise: there is nothing to step with."""
         raise RuntimeError(
-            'there is no optimizer: pass one to initialize, or add "optimizer" to the config; one of your '
-            "own over the model's parameters (at stage 0) you step yourself"
+            'there is no optimizer: pass one to initialize, or add "optimizer" to the config. At stage 0 you '
+            "can "
+            "also step an optimizer of your own over the model's parameters"
         )
 
 
-def refuse_gradients(base: Optimizer, model: nn.Module, stage: int) -> list[RemovableHandle]:
+def raise_on_gradients(base: Optimizer, model: nn.Module, stage: int) -> list[RemovableHandle]:
     """Make backward raise on an engine without optimizer from stage 1 on, where nothing averages gradients.
 
     Returns the hooks.
@@ -106,8 +106,8 @@ def refuse_gradients(base: Optimizer, model: nn.Module, stage: int) -> list[Remo
 
     def refuse(param: Tensor) -> None:
         raise RuntimeError(
-            f"a backward pass at stage {stage} of an engine that has no optimizer: pass one to initialize, "
-            'or add "optimizer" to the config; or freeze the model if it only serves others'
+            f"backward at stage {stage} of an engine without an optimizer. Pass one to initialize, or add "
+            '"optimizer" to the config, or freeze the model if it is not trained'
         )
 
     if not isinstance(base, NoOptimizer) or base.param_groups:
@@ -124,17 +124,18 @@ def listed_in(param_groups: Iterable[Mapping[str, Any]]) -> list[list[int]]:
     return listed
 
 
-def refuse_unusable(param_groups: Sequence[Mapping[str, Any]], listed: list[list[int]]) -> None:
+def check_param_groups(param_groups: Sequence[Mapping[str, Any]], listed: list[list[int]]) -> None:
     """Raise RuntimeError if groups changed since `listed`, or if one of their options is no finite number."""
     same = len(param_groups) == len(listed)
     for group, params in zip(param_groups, listed, strict=False):
         same = same and list(map(id, group["params"])) == params
     if not same:
         raise RuntimeError(
-            "parameters were added to the optimizer's groups or removed from them after initialize, which "
-            "deals them once: freeze a parameter with requires_grad_(False), or list it frozen at first"
+            "parameters were added to the optimizer's groups or removed from them after initialize, where "
+            "the shards are laid out. Freeze a parameter with requires_grad_(False), or pass it frozen to "
+            "initialize"
         )
-    if problem := unusable_number(param_groups):
+    if problem := invalid_option(param_groups):
         raise RuntimeError(problem)
 
 
@@ -146,7 +147,7 @@ def _is_usable(value: Any) -> bool:
     return isinstance(value, Tensor) or (isinstance(value, (int, float)) and isfinite(value))
 
 
-def unusable_number(param_groups: Sequence[Mapping[str, Any]]) -> str:
+def invalid_option(param_groups: Sequence[Mapping[str, Any]]) -> str:
     """Return the message about the first option that is no finite number; "" if there is none."""
     for number, group in enumerate(param_groups):
         for key in NUMBERS:
@@ -154,7 +155,7 @@ def unusable_number(param_groups: Sequence[Mapping[str, Any]]) -> str:
             for each in value if isinstance(value, (tuple, list)) else (value,):
                 if isfinite(each) if type(each) is float else _is_usable(each):
                     continue
-                return f"{key} of the optimizer's parameter group {number} is {value!r}, no finite number"
+                return f"{key} of the optimizer's parameter group {number} is {value!r}, not a finite number"
     return ""
 
 
@@ -165,11 +166,10 @@ def zero_in_place(params: Iterable[Parameter]) -> None:
             param.grad.zero_()
 
 
-NO_COPY = "this optimizer cannot be copied or pickled: it belongs to a model. Save its state_dict() instead"
+NO_COPY = "this optimizer cannot be copied or pickled: it belongs to its model. Save its state_dict() instead"
 NO_JOIN = (
-    "torch's Join cannot serve zero_full: it would have to repeat the collectives of a step on ranks that "
-    "have no batch left. Loop over zero_full.synced(batches), and multiply the loss of a batch that does not "
-    "count by 0"
+    "torch's Join does not support zero_full: it cannot repeat the collectives of a step on ranks without a "
+    "batch. Loop over zero_full.synced(batches), and multiply the loss of a batch that does not count by 0"
 )
 
 
@@ -216,8 +216,8 @@ class OptimizerProxy(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise RuntimeError: the layout of the shards is fixed."""
         raise RuntimeError(
-            "parameter groups cannot be added after initialize, because slices are already dealt: pass all "
-            "of them to initialize (those that should wait may be frozen until then)"
+            "parameter groups cannot be added after initialize: the shards are already laid out. Pass all "
+            "groups to initialize, and freeze parameters that should train later"
         )
 
     def join_hook(self, **options: Any) -> None:
