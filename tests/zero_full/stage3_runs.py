@@ -11,7 +11,6 @@ from torch import Tensor, nn
 import zero_full
 from tests.worlds import POOL
 from tests.zero_full.runs import assert_close, config, data
-from zero_full.shard.group.parameters import GatherState
 
 WIDTH = 16
 RELEASED = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0, "overlap_comm": False}
@@ -84,6 +83,11 @@ class Played:
     units: int
 
 
+def whole_bytes(engine: zero_full.Engine) -> int:
+    """The bytes of parameters that this rank holds whole: gathered, or never sharded."""
+    return sum(tensor.untyped_storage().nbytes() for tensor in engine.optimizer.holdings()["parameters"])
+
+
 def played(
     comm: Any, make: Callable[[], nn.Module], play: Play, keys: Mapping[str, Any], steps: int
 ) -> Played:
@@ -92,8 +96,10 @@ def played(
     torch.manual_seed(comm.rank)
     losses = [play(engine, step, comm.rank) for step in range(steps)]
     units = [values for values in optimizer.parts.flats if values.released_at_rest]
-    assert all(values.state is GatherState.SHARDED and not values.users for values in units)
-    assert not any(values.full.untyped_storage().nbytes() for values in units)
+    assert not any(values.users or values.full.untyped_storage().nbytes() for values in units)
+    assert whole_bytes(engine) == sum(
+        values.full.nbytes for values in optimizer.parts.flats if not values.released_at_rest
+    )
     found = Played(engine.module_state_dict(), losses, engine.traffic(), len(units))
     engine.destroy()
     return found

@@ -13,10 +13,9 @@ from torch import Tensor
 import zero_full
 from tests.worlds import POOL
 from tests.zero_full.runs import config, data
-from tests.zero_full.stage3_runs import Tower, seeded
+from tests.zero_full.stage3_runs import Tower, seeded, whole_bytes
 from tests.zero_full.test_blocks import count, open_files
 from zero_full.offload.nvme_params import BlockShelf, FileSlice
-from zero_full.shard.group.parameters import GatherState
 
 
 def engine_of(path: Path | str, state: str = "none", **keys: Any) -> Any:
@@ -331,5 +330,5 @@ def test_a_model_that_only_serves(tmp_path: Path) -> None:
         with torch.inference_mode():
             assert torch.equal(engine(data(0, 0, 0)), want)
     assert shelf_of(engine).read_bytes == 3 * sum(slice_.room for slice_ in slices_of(engine))
-    assert all(flat.state is GatherState.SHARDED for flat in engine.optimizer.parts.flats)
+    assert not whole_bytes(engine)
     engine.destroy()

@@ -11,7 +11,6 @@ import zero_full
 from tests.worlds import POOL
 from zero_full import Settings
 from zero_full.precision import Dtypes
-from zero_full.shard.step.optimizer import ZeroOptimizer
 
 WAYS = ("micro_batches", "unmanaged", "boundary", "no_sync", "reentrant", "plain")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -94,9 +93,7 @@ def moved(stage: int, dtype: str, way: str, rank: int) -> Tensor:
 def after_plain_loop(model: Tower, stage: int, dtype: str, rank: int) -> Tensor:
     base = torch.optim.SGD(model.parameters(), lr=0.5)
     dtypes = Dtypes(parameter=None if dtype == "fp32" else DTYPES[dtype])
-    made: ZeroOptimizer = zero_full.assemble.shard(
-        model, base, Settings(stage=stage, dtypes=dtypes, bucket_numel=100)
-    )
+    made = zero_full.assemble.shard(model, base, Settings(stage=stage, dtypes=dtypes, bucket_numel=100))
     for step in range(2):
         for micro in range(2):
             made.scale(
