@@ -315,10 +315,10 @@ def test_a_gradient_for_what_is_frozen_since_initialize_is_an_error() -> None:
     engine, *_ = zero_full.initialize(model=model, model_parameters=list(model.parameters()), config=keys)
     engine.backward(engine(data(0, 0, 0, torch.bfloat16)))
     weight.grad = torch.ones_like(weight)
-    with pytest.raises(RuntimeError, match=f"written to {NAME}, frozen since initialize"):
+    with pytest.raises(RuntimeError, match=f"written to {NAME}.* frozen since initialize"):
         engine.step()
     weight.grad = None
-    with pytest.raises(RuntimeError, match=f"written to {NAME}, frozen since initialize"):
+    with pytest.raises(RuntimeError, match=f"written to {NAME}.* frozen since initialize"):
         zero_full.safe_set_full_grad(weight, torch.ones(13, 13))
     engine.step()
 

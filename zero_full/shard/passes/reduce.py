@@ -415,7 +415,9 @@ class GradientReducer:
         self._drain(IN_FLIGHT - 1)
         self.launched.add(group)
         self.trail = crc32(group.name.encode(), self.trail)
-        gradients, detached = group.gradients, group.gradients.detach()
+        gradients = group.gradients
+        # Without a backward pass, what is in `param.grad` was written by user code and is not to be averaged.
+        detached = gradients.detach() if self.began else []
         read = [
             gradient for _, gradient in detached
         ]  # tensors that the lane must keep alive until the job is done
