@@ -35,8 +35,8 @@ WALKS = {"var_freeze_step": 7, "var_update_scaler": 2, "local_step_scaler": 2, "
 IN_FP32 = 2e-5  # state and averages of one-bit rules have 32 bits, whatever their parameters have
 
 
-def _one_bit(name: str, at_first: str) -> Rule:
-    phases = {at_first: 1, "the momentum at one bit": 5}
+def _one_bit(name: str) -> Rule:
+    phases = {"warm-up": 1, "momentum at one bit": 5}
     return Rule(name, (0,), {**ADAMS, "freeze_step": 3}, 8, (2, 3, 5), 3, phases, IN_FP32)
 
 
@@ -44,8 +44,8 @@ RULES = [
     Rule("Lion", params={"betas": [0.9, 0.99]}),
     Rule("Lamb", params=ADAMS),
     Rule("Muon", params={"momentum": 0.9}),
-    _one_bit("OneBitAdam", "the variance is learned"),
-    _one_bit("OneBitLamb", "coefficients are learned"),
+    _one_bit("OneBitAdam"),
+    _one_bit("OneBitLamb"),
     Rule(
         "ZeroOneAdam",
         (0, 1),
@@ -53,7 +53,7 @@ RULES = [
         steps=16,
         stops=(4, 5, 8, 10, 12, 13),
         exact=2,
-        phases={"exact gradients": 1, "gradients at one bit": 4, "each rank alone": 12, "a meeting": 15},
+        phases={"exact gradients": 1, "gradients at one bit": 4, "local step": 12, "synchronization": 15},
         tolerance=IN_FP32,
         of_roots=2e-3,
     ),

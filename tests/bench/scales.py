@@ -107,7 +107,7 @@ def train(comm: Any, row: Row, seed: int, scales: Scales) -> tuple[Found, Unsaid
     row = replace(row, params={**row.params, "per_tensor_scales": scales.per_tensor})
     engine = optimizers.engine_of(row, seed)
     stepper: Any = engine.optimizer.contents.stepper
-    stepper.peers = listening = Listening(stepper.peers, stepper.fused.ranges, scales.l1)
+    stepper.peers = listening = Listening(stepper.peers, stepper.layout.ranges, scales.l1)
     return optimizers.trained(engine, comm, row, seed), listening.unsaid
 
 

@@ -99,10 +99,10 @@ class ZeroOneAdamThatForgets(ZeroOneAdamStep):
 class ZeroOneAdamThatStaysApart(ZeroOneAdamStep):
     """Goes on from where it is, and not from where all have met."""
 
-    def _meet(self, walk: Any, momenta: Tensor) -> None:
-        own = [piece.master.clone() for piece in self.fused.pieces]
-        super()._meet(walk, momenta)
-        for piece, value in zip(self.fused.pieces, own, strict=True):
+    def _synchronize(self, local: Any, momenta: Tensor) -> None:
+        own = [piece.master.clone() for piece in self.layout.pieces]
+        super()._synchronize(local, momenta)
+        for piece, value in zip(self.layout.pieces, own, strict=True):
             piece.master.copy_(value)
 
 

@@ -91,7 +91,7 @@ def test_the_fused_kernel_runs_where_it_is_right(name: str, dtype: torch.dtype) 
 
 
 def test_who_asks_for_the_fused_kernel_that_skips_elements_is_told() -> None:
-    with pytest.warns(UserWarning, match=r"optimizer\.params\.fused: .*16-bit.*set it to false"):
+    with pytest.warns(UserWarning, match=r"optimizer\.params\.fused: .*16-bit"):
         made = build_optimizer("SGD", {"fused": True}, grouped(parameters(torch.bfloat16)))
     assert made.defaults["fused"] is True
 
@@ -162,7 +162,7 @@ BAD = [
     ("Adam", {"weight_decy": 1}, r"optimizer\.params\.weight_decy: AdamW .*did you mean weight_decay\?"),
     ("SGD", {"zzz": 1}, r"optimizer\.params\.zzz: SGD .*takes lr, momentum"),
     ("Adam", {"params": []}, r"optimizer\.params\.params"),
-    ("MuAdam", {}, "MuAdam has not landed in zero_full yet; the nearest is Adam"),
+    ("MuAdam", {}, "not have MuAdam yet. The nearest is Adam"),
     ("OneBitAdam", {"max_grad_norm": 1.0}, "gradient_clipping"),
     ("ZeroOneAdam", {"amsgrad": True}, "amsgrad cannot be True"),
     ("Muon", {"ns_method": "grams"}, r"ns_method must be .standard. or .gram., not .grams."),
@@ -198,7 +198,7 @@ BAD = [
     ("Adam", {"weight_decay": -1}, r"optimizer\.params\.weight_decay must be a number of 0 or more, not -1"),
     ("AdamW", {"adam_w_mode": "false"}, r"optimizer\.params\.adam_w_mode must be true or false, not 'false'"),
     ("Adam", {"fused": "yes"}, r"optimizer\.params\.fused must be true or false, not 'yes'"),
-    ("SGD", {"nesterov": True}, r"optimizer\.params: SGD\(nesterov=True\) is refused: Nesterov"),
+    ("SGD", {"nesterov": True}, r"optimizer\.params: SGD\(nesterov=True\) is invalid: Nesterov"),
 ]
 
 
@@ -222,7 +222,7 @@ def test_what_a_group_brings_is_checked_too(group: dict[str, Any], message: str)
         build_optimizer("Adam", {}, groups)
     with pytest.raises(ValueError, match='parameter group 0 must be a dictionary with a key "params"'):
         parameter_groups([{"lr": 1}])
-    with pytest.raises(TypeError, match=r"model_parameters must have parameters, as model.parameters\(\)"):
+    with pytest.raises(TypeError, match="model_parameters must have parameters"):
         parameter_groups(torch.nn.Linear(1, 1).named_parameters())
 
 

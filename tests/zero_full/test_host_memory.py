@@ -20,7 +20,7 @@ from zero_full import assemble
 from zero_full.offload import HostTier
 from zero_full.offload.arena import LINE, Arena, Places
 from zero_full.optim import build_optimizer
-from zero_full.optim.state_size import bytes_kept
+from zero_full.optim.state_size import state_bytes
 from zero_full.precision import Dtypes
 from zero_full.shard.deal.host_memory import host_memory
 
@@ -151,7 +151,7 @@ def test_what_a_rule_keeps_is_known_before_its_first_step(
     base = build_optimizer(kind, {"lr": 0.1, **options}, groups, model)
     calls = []
     base.register_step_post_hook(lambda *_: calls.append(1))
-    assert bytes_kept(base, 0, torch.float32, Dtypes()) == size
+    assert state_bytes(base, 0, torch.float32, Dtypes()) == size
     assert not calls and not base.state and base.param_groups[0]["params"] == [model.weight]
     model.weight.grad = torch.ones(4, 4)
     base.step()
@@ -163,7 +163,7 @@ def test_what_a_rule_of_a_users_keeps_nobody_knows() -> None:
         """Somebody's."""
 
     base = Mine([nn.Parameter(torch.ones(2))], lr=0.1)
-    assert bytes_kept(base, 0, torch.float32, Dtypes()) is None
+    assert state_bytes(base, 0, torch.float32, Dtypes()) is None
 
 
 def needed_and_held(comm: Any, keys: dict[str, Any]) -> tuple[int, int, int]:

@@ -214,5 +214,5 @@ def test_lambs_options_are_checked_in_a_group_and_when_they_are_edited(option: d
 def test_lamb_by_itself_refuses_a_sparse_gradient() -> None:
     model = Rare()
     model(torch.tensor([1])).backward()
-    with pytest.raises(RuntimeError, match="Lamb takes no sparse gradients"):
+    with pytest.raises(RuntimeError, match="Lamb needs dense gradients"):
         Lamb(model.parameters()).step()

@@ -36,7 +36,7 @@ def test_what_is_here_is_not_called_missing() -> None:
 
 def test_an_optimizer_that_has_not_landed_is_told_before_the_run() -> None:
     errors, _ = check({"train_batch_size": 1, "optimizer": {"type": "MuAdam", "params": {}}}, 1)
-    assert errors == ["optimizer.type: MuAdam has not landed in zero_full yet; the nearest is Adam"]
+    assert errors == ["optimizer.type: zero_full does not have MuAdam yet. The nearest is Adam"]
 
 
 @pytest.mark.parametrize("ends", ["\n", "\r\n"], ids=["lf", "crlf"])

@@ -307,26 +307,29 @@ def complex_one() -> Any:
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "a vector, by its mark": (marked("layer.bias"), r"layer\.bias of shape \(4,\) is to be Muon's, which"),
-    "a filter, by its mark": (marked("filter.weight"), r"filter\.weight of shape \(4, 4, 3\) is to be"),
-    "a vector, by its group": (in_group("layer.bias"), r"layer\.bias of shape \(4,\) is to be Muon's"),
-    "a filter, by its group": (in_group("filter.weight"), r"\(4, 4, 3\) .* matrices of two dimensions: set"),
+    "a vector, by its mark": (marked("layer.bias"), r"layer\.bias of shape \(4,\) is assigned to Muon"),
+    "a filter, by its mark": (
+        marked("filter.weight"),
+        r"filter\.weight of shape \(4, 4, 3\) is assigned to Muon",
+    ),
+    "a vector, by its group": (in_group("layer.bias"), r"layer\.bias of shape \(4,\) is assigned to Muon"),
+    "a filter, by its group": (in_group("filter.weight"), r"\(4, 4, 3\) .* needs two dimensions"),
     "a filter, by a function": (
         lambda: zero_full.Muon(Kinds().named_parameters(), use_muon=lambda name, p: "filter" in name),
-        r"filter\.weight of shape \(4, 4, 3\) is to be Muon's",
+        r"filter\.weight of shape \(4, 4, 3\) is assigned to Muon",
     ),
-    "complex": (complex_one, "is complex, which Muon does not take"),
+    "complex": (complex_one, "is complex"),
     "nobody has said": (
         lambda: zero_full.Muon(Two().parameters()),
-        "may be a hidden matrix, which is Muon's",
+        "may be a hidden matrix",
     ),
     "a function without names": (
         lambda: zero_full.Muon(Two().parameters(), use_muon=lambda name, p: True),
-        r"use_muon asks for names: pass model\.named_parameters\(\)",
+        r"use_muon .* pass model\.named_parameters\(\)",
     ),
     "a rate of a group": (
         lambda: zero_full.Muon([{"params": [nn.Parameter(torch.ones(2))], "adam_lr": 0.1}]),
-        "cannot have adam_lr: what it has of its own is called lr",
+        "cannot have adam_lr",
     ),
 }
 
@@ -367,7 +370,7 @@ def edited(comm: Any, edit: Keys) -> tuple[str, bool]:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        ({"use_muon": False}, "use_muon of parameter group 0 has become False: whose update it is cannot"),
+        ({"use_muon": False}, "use_muon of parameter group 0"),
         ({"adam_lr": 1.0}, "adam_lr in parameter group 0 has no effect: set its lr"),
         ({"momentum": 2.0}, "momentum must be a number from 0 up to"),
     ],

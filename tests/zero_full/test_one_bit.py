@@ -1,4 +1,4 @@
-"""1-bit and 0/1 Adam: the algorithm in fp64, the same bits on every rank, and every phase's bytes."""
+"""1-bit and 0/1 Adam, and 1-bit LAMB: the algorithm in fp64, the same bits on every rank, and the bytes."""
 
 import logging
 import math
@@ -21,6 +21,7 @@ from tests.zero_full.one_bit_runs import (
     values_of,
 )
 from zero_full.comm.chunks import Chunks
+from zero_full.optim import Lamb
 
 STEPS = 22
 # A step of each kind, numbered from 0, by the schedules in `one_bit_runs.py`.
@@ -33,24 +34,26 @@ TOGETHER = ("exact", "one bit", "meeting")  # kinds of steps after which all ran
 
 
 def trained(comm: Any, run: Run, steps: int) -> dict[str, Any]:
-    """Parameters, norms and bytes after each step."""
+    """Parameters, norms and bytes after each step, and LAMB's coefficients."""
     engine = engine_of(run)
-    found: dict[str, Any] = {"values": [], "norms": [], "sent": []}
+    names = {p: name for name, p in engine.module.parts.items()}
+    found: dict[str, Any] = {"values": [], "coeffs": [], "norms": [], "sent": []}
     for step in range(steps):
         before = dict(engine.traffic())
         one_step(engine, comm.rank, step)
         found["values"].append(values_of(engine))
+        coeffs = getattr(engine.basic_optimizer, "lamb_coeffs", {})
+        found["coeffs"].append({names[p]: coeff for p, coeff in coeffs.items() if p.numel()})
         found["norms"].append(engine.get_global_grad_norm())
         now = engine.traffic()
         found["sent"].append({k: now[k] - before.get(k, 0) for k in now if now[k] != before.get(k, 0)})
-    by = engine.optimizer.contents.stepper.by  # type: ignore[attr-defined]
-    found["an average"] = by.sent
+    found["an average"] = engine.optimizer.contents.stepper.all_reduce.sent  # type: ignore[attr-defined]
     found["padded"] = sum(bucket.layout.total for bucket in engine.optimizer.awake)
     engine.destroy()
     return found
 
 
-KINDS = ("OneBitAdam", "ZeroOneAdam")
+KINDS, LAMB = ("OneBitAdam", "ZeroOneAdam"), "OneBitLamb"
 RUNS = [
     *(Run(kind, options={"bias_correction": False, "eps_inside_sqrt": True}) for kind in KINDS),
     *(Run(kind, options={"per_tensor_scales": False}, masked=True) for kind in KINDS),
@@ -66,6 +69,12 @@ RUNS = [
     Run("OneBitAdam", options={"freeze_step": 1}),
     Run("ZeroOneAdam", options={"local_step_clipper": 1, "local_step_scaler": 1}),
     Run("ZeroOneAdam", options={"var_freeze_step": 1, "local_step_scaler": 1, "local_step_clipper": 3}),
+    Run(LAMB, options={"bias_correction": False, "eps_inside_sqrt": True}),
+    Run(LAMB, options={"per_tensor_scales": False}, masked=True),
+    Run(LAMB, options={"min_coeff": 0.5, "max_coeff": 2.0, "coeff_beta": 0.5}),
+    Run(LAMB, options={"factor_max": 1.05, "factor_min": 0.9, "factor_threshold": 0.02, "freeze_step": 1}),
+    Run(LAMB, options={"factor_threshold": 0.0}),
+    Run(LAMB, keys={"zero_optimization": {"overlap_comm": True, "reduce_bucket_size": 40}}),
 ]
 
 
@@ -81,8 +90,14 @@ def test_every_step_is_the_algorithms(world: int) -> None:
                     worst = float(((got - want).abs() / (1 + want.abs())).max())
                     near = 2e-3 if run.stage else 2e-5  # a root that is rounded up here, and down there
                     assert worst < near, f"{run}, step {step} ({model.kinds[-1]}), {name}: off by {worst:.3g}"
-                if each["norms"][step] is not None:
-                    assert each["norms"][step] == pytest.approx(model.norms[step], rel=1e-5)
+                assert each["norms"][step] in (None, pytest.approx(model.norms[step], rel=1e-5))
+                assert each["coeffs"][step] == ranks[0]["coeffs"][step]
+                if model.kinds[-1] == "one bit":
+                    sent = sum(each["sent"][step].get(kind, 0) for kind in ("all_to_all", "all_gather"))
+                    assert sent == (each["an average"] if world > 1 else 0)
+            if run.kind == LAMB:
+                coeffs = pytest.approx(model.coeffs, rel=1e-3)  # type: ignore[attr-defined]
+                assert ranks[0]["coeffs"][step] == coeffs, f"{run}, step {step}"
             if model.kinds[-1] in TOGETHER:
                 assert_alike([each["values"][step] for each in ranks], f"{run}, step {step}")
             elif world > 1:
@@ -124,9 +139,10 @@ def test_in_16_bits_ranks_have_the_same_bits_after_every_meeting_and_stay_near_f
         assert _mean_size(off) < near < 0.2 * _mean_size(moved), f"{run}: off by {_mean_size(off):.3g}"
 
 
-def with_adam(comm: Any, run: Run, is_ours: bool) -> list[dict[str, Tensor]]:
-    """Parameters after each of four steps, of warm-up; or of AdamW's."""
-    engine = engine_of(run, by=None if is_ours else torch.optim.AdamW)
+def with_plain(comm: Any, run: Run, is_ours: bool) -> list[dict[str, Tensor]]:
+    """Parameters after each of four steps of warm-up; or of the plain optimizer's."""
+    plain = torch.optim.AdamW if run.kind == "OneBitAdam" else Lamb
+    engine = engine_of(run, by=None if is_ours else plain)
     found = []
     for step in range(4):
         one_step(engine, comm.rank, step)
@@ -136,13 +152,13 @@ def with_adam(comm: Any, run: Run, is_ours: bool) -> list[dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16 masters", "fp16"])
-def test_while_the_variance_is_learned_1_bit_adam_is_adam_bit_for_bit(precision: str) -> None:
-    runs = [Run("OneBitAdam", precision), Run("OneBitAdam", precision, micro_batches=2, clip=0.5)]
-    found = run_each(with_adam, 2, [(run, is_ours) for run in runs for is_ours in (True, False)])
-    for ours, adams in zip(found[::2], found[1::2], strict=True):
-        for mine, theirs in zip(ours[0], adams[0], strict=True):
-            for name, want in theirs.items():
-                assert torch.equal(mine[name], want), f"{precision}: {name}"
+def test_while_the_variance_is_learned_they_are_adam_and_lamb_bit_for_bit(precision: str) -> None:
+    runs = [Run(kind, precision, micro_batches=2, clip=0.5) for kind in ("OneBitAdam", LAMB)]
+    runs.append(Run("OneBitAdam", precision))
+    found = run_each(with_plain, 2, [(run, is_ours) for run in runs for is_ours in (True, False)])
+    for ours, plains in zip(found[::2], found[1::2], strict=True):
+        for mine, theirs in zip(ours[0], plains[0], strict=True):
+            assert_alike([mine, theirs], precision)
 
 
 def test_each_kind_of_step_sends_what_the_formula_says() -> None:

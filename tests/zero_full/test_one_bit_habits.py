@@ -149,7 +149,7 @@ def test_what_they_would_do_without_a_word_is_refused(tmp_path: Path) -> None:
         for kind in KINDS:
             for steps in (3, 9):
                 assert "a.weight was frozen after it was trained" in found[f"{kind} frozen at {steps}"]
-            assert f"{kind} has frozen its variance after 6 steps" in found[f"{kind} later"]
+            assert f"{kind} had frozen its variance after 6 steps" in found[f"{kind} later"]
         for name in APART:
             assert "Call meet()" in found[name], name
 
@@ -170,7 +170,7 @@ def with_other_scales(comm: Any, folder: Path) -> list[str]:
 
 def test_errors_in_other_units_are_refused(tmp_path: Path) -> None:
     for lamb, adam in POOL.run(with_other_scales, 2, tmp_path):
-        assert "or per_tensor_scales: load_checkpoint with drop_errors=True gives them up" in lamb
+        assert "per_tensor_scales" in lamb and "drop_errors=True" in lamb
         assert adam == "nothing was said"
 
 
@@ -196,10 +196,10 @@ def test_a_copy_steps_as_the_original(kind: str) -> None:
 
 MASK = [torch.ones(8, 6), None, None, None]
 EDITED: list[tuple[str, Any, str]] = [
-    ("max_grad_norm", 1.0, "use gradient_clipping"),
-    ("amsgrad", True, "the largest variance"),
-    ("freeze_step", 20, "freeze_step is the whole model's"),
-    ("exp_avg_mask", [None], "a mask or None for each of the group's 4 parameters"),
+    ("max_grad_norm", 1.0, "gradient_clipping"),
+    ("amsgrad", True, "amsgrad cannot be True"),
+    ("freeze_step", 20, "freeze_step is an option of the whole model"),
+    ("exp_avg_mask", [None], "exp_avg_mask must be a list .* 4 parameters"),
     ("exp_avg_mask", MASK, "exp_avg_mask of parameter group 0 was changed after the first average"),
 ]
 
@@ -239,7 +239,7 @@ def with_masks(comm: Any, folder: Path) -> str:
 
 def test_errors_under_another_mask_are_refused(tmp_path: Path) -> None:
     for said in POOL.run(with_masks, 2, tmp_path):
-        assert "under another exp_avg_mask" in said and "Nothing was loaded" in said
+        assert "another exp_avg_mask" in said and "Nothing was loaded" in said
 
 
 @pytest.mark.parametrize("kind", KINDS)

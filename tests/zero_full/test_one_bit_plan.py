@@ -22,10 +22,10 @@ PARAMS: dict[str, dict[str, Any]] = {
     },
 }
 STEPS = {  # numbered from 0; the second of a kind, because the first makes what all keep
-    "OneBitAdam": {"the variance is learned": 1, "the momentum at one bit": 5},
-    "OneBitLamb": {"coefficients are learned": 1, "the momentum at one bit": 5},
+    "OneBitAdam": {"warm-up": 1, "momentum at one bit": 5},
+    "OneBitLamb": {"warm-up": 1, "momentum at one bit": 5},
     "ZeroOneAdam": {
-        **{"exact gradients": 1, "gradients at one bit": 4, "each rank alone": 12, "a meeting": 15},
+        **{"exact gradients": 1, "gradients at one bit": 4, "local step": 12, "synchronization": 15},
     },
 }
 NUMEL = sum(p.numel() for p in Net().parameters())
@@ -96,7 +96,7 @@ def test_the_formula_of_its_memory() -> None:
     together, alone = 8 * NUMEL + errors, 16 * NUMEL + errors
     assert [phase.moments for phase in zero_one.phases] == [8 * NUMEL, together, alone, together]
     rare = plan(Net(), keys_of("ZeroOneAdam", {}, var_update_scaler=9, local_step_clipper=1), world)
-    assert [phase.name for phase in rare.phases] == ["exact gradients", "a meeting"]
+    assert [phase.name for phase in rare.phases] == ["exact gradients", "synchronization"]
 
 
 @pytest.mark.parametrize("world", [1, 4, 7])

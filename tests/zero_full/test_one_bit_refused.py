@@ -20,9 +20,9 @@ COUNTS = {
     "ZeroOneAdam": ("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper"),
 }
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"max_grad_norm": 1.0}, "use gradient_clipping"),
-    ({"amsgrad": True}, "the largest variance"),
-    ({"cuda_aware": True}, "knows by itself"),
+    ({"max_grad_norm": 1.0}, "gradient_clipping"),
+    ({"amsgrad": True}, "amsgrad cannot be True"),
+    ({"cuda_aware": True}, "cuda_aware cannot be True"),
     ({"comm_backend_name": 3}, "must be a name"),
     ({"betas": [0.9, 1.0]}, "betas"),
     ({"lr": -1.0}, "lr"),
@@ -58,22 +58,22 @@ def test_a_file_names_them_as_deepspeed_does(kind: str) -> None:
 def test_masks_are_checked() -> None:
     weights = [nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(4))]
     for mask, reason in (
-        (torch.ones(2, 3), "for each of the group's 2 parameters"),
-        ([None], "for each of the group's 2 parameters"),
-        ([None, torch.ones(5)], r"exp_avg_mask\[1\] must be a tensor of the shape \(4,\)"),
+        (torch.ones(2, 3), "exp_avg_mask .* 2 parameters"),
+        ([None], "exp_avg_mask .* 2 parameters"),
+        ([None, torch.ones(5)], r"exp_avg_mask\[1\] .*shape \(4,\)"),
         ([torch.ones(2, 3), 1.0], r"exp_avg_mask\[1\]"),
     ):
         with pytest.raises(ValueError, match=reason):
             OneBitAdam([{"params": weights, "exp_avg_mask": mask}])
     OneBitAdam([{"params": weights[:1], "exp_avg_mask": torch.ones(2, 3)}])
-    with pytest.raises(ValueError, match="freeze_step is the whole model's"):
+    with pytest.raises(ValueError, match="freeze_step is an option of the whole model"):
         OneBitAdam([{"params": weights, "freeze_step": 3}])
 
 
 def test_alone_it_cannot_step() -> None:
     weight = nn.Parameter(torch.ones(2))
     weight.grad = torch.ones(2)
-    with pytest.raises(RuntimeError, match=r"pass it to zero_full\.initialize"):
+    with pytest.raises(RuntimeError, match=r"OneBitAdam .* zero_full\.initialize"):
         OneBitAdam([weight]).step()
 
 
@@ -177,5 +177,5 @@ def newcomer(comm: Any, kind: str) -> str:
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_comes_after_the_variance_is_frozen_is_refused_by_name(kind: str) -> None:
     for said in POOL.run(newcomer, 2, kind):
-        assert f"parts.unused: no gradient has come while {kind} has learned the variance" in said
+        assert f"parts.unused had no gradient before {kind} froze the variance" in said
         assert "before step 10" in said

@@ -117,10 +117,8 @@ def test_a_variance_of_few_gradients_is_told_once(kind: str, caplog: pytest.LogC
         with_frozen(engine, 0, step) if step == 11 else one_step(engine, 0, step)
         if step == 10:
             engine.module.parts["frozen"].requires_grad_(True)
-        assert ("averages at one bit now" in caplog.text) == (step >= 12), step
+        assert ("begins one-bit averages" in caplog.text) == (step >= 12), step
     with_frozen(engine, 0, 16)
-    told = [record.message for record in caplog.records if "averages at one bit now" in record.message]
-    assert (
-        len(told) == 1 and "less than 8 gradients: parts.frozen (of 1), parts.rare (of 4). Where" in told[0]
-    )
+    told = [record.message for record in caplog.records if "begins one-bit averages" in record.message]
+    assert len(told) == 1 and "less than 8 gradients: parts.frozen (from 1), parts.rare (from 4)." in told[0]
     engine.destroy()

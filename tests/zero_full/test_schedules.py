@@ -210,7 +210,7 @@ def test_momentum_that_grows_to_1_is_refused() -> None:
     schedule = OneCycle(
         optimizer(), 0.01, 0.1, cycle_first_step_size=2, decay_step_size=1, decay_mom_rate=0.05
     )
-    with pytest.raises(ValueError, match=r"decay_mom_rate 0.05 lets beta1 grow to .* at iteration 6"):
+    with pytest.raises(ValueError, match=r"decay_mom_rate 0.05 .* at iteration 6"):
         for _ in range(STEPS):
             schedule.step()
 
@@ -229,7 +229,7 @@ def test_one_cycle_leaves_betas_alone_when_told() -> None:
 
 
 def test_one_cycle_says_when_there_are_no_betas() -> None:
-    with pytest.warns(UserWarning, match="SGD has no betas.*cycle_momentum: false"):
+    with pytest.warns(UserWarning, match="SGD has no betas.*cycle_momentum"):
         OneCycle(optimizer(torch.optim.SGD), 0.01, 0.1).step()
 
 
@@ -323,7 +323,7 @@ def test_mistakes_name_the_key_and_the_remedy(name: str, params: dict[str, Any],
 
 def test_the_state_of_another_kind_of_schedule_is_refused() -> None:
     other = StepLR(optimizer(), 3).state_dict()
-    with pytest.raises(ValueError, match=r"WarmupLR has a last_batch_iteration, this one has .*last_epoch"):
+    with pytest.raises(ValueError, match=r"WarmupLR must have last_batch_iteration.*last_epoch"):
         WarmupLR(optimizer()).load_state_dict(other)
 
 
@@ -331,7 +331,7 @@ def test_a_group_added_afterwards_is_refused() -> None:
     made = optimizer()
     schedule = WarmupLR(made)
     made.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
-    with pytest.raises(ValueError, match="made for 2 parameter groups and the optimizer has 3"):
+    with pytest.raises(ValueError, match=r"made for 2 parameter groups.* has 3"):
         schedule.step()
 
 

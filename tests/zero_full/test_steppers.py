@@ -54,7 +54,7 @@ class Lookahead(Lamb):
 def test_a_step_that_would_never_be_called_is_an_error() -> None:
     for stage in (0, 2):
         model = Net()
-        with pytest.raises(TypeError, match="Lookahead has another step"):
+        with pytest.raises(TypeError, match="Lookahead overrides step"):
             zero_full.initialize(model=model, optimizer=Lookahead(model.parameters()), config=config(stage))
 
 

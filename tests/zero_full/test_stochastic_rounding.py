@@ -201,7 +201,7 @@ def test_it_is_refused_where_it_would_have_no_effect() -> None:
         zero_full.initialize(
             model=Net(), config=config(1, bf16={"enabled": True, "stochastic_rounding": True})
         )
-    with pytest.raises(ValueError, match="rounding_seed without low_master"):
+    with pytest.raises(ValueError, match="rounding_seed needs low_master"):
         Dtypes(rounding_seed=0)
     for kind, params in (("SGD", {"lr": 0.1}), ("Lamb", {}), ("AdamW", {"amsgrad": True}), ("NAdam", {})):
         with pytest.raises(TypeError, match=r"bf16.stochastic_rounding: only torch's Adam and AdamW"):

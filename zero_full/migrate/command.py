@@ -120,13 +120,13 @@ def check(config: Mapping[str, Any], world: int | None) -> tuple[list[str], list
 
 def _missing_optimizer(config: Mapping[str, Any]) -> Iterator[str]:
     try:
-        from zero_full.optim.build import class_of
+        from zero_full.optim.build import optimizer_class
     except ImportError:  # without torch, skip the optimizer's name
         return
     kind = (config.get("optimizer") or {}).get("type")
     if isinstance(kind, str):
         try:
-            class_of(kind)
+            optimizer_class(kind)
         except ValueError as error:
             yield str(error)
 

@@ -28,8 +28,8 @@ def fused_if_possible(
     broken = kind is torch.optim.SGD and any(p.device.type == "cpu" and p.element_size() < 4 for p in params)
     if broken and options.get("fused"):
         warnings.warn(
-            "optimizer.params.fused: on CPU, torch's fused SGD leaves most 16-bit elements where they are "
-            "(pytorch issue 191763, in 2.13 and before); set it to false unless your torch is newer",
+            "optimizer.params.fused: on CPU, torch's fused SGD skips most 16-bit elements (pytorch issue "
+            "191763, in 2.13 and before). Set it to false, unless your torch is newer",
             stacklevel=3,
         )
     # Fused SGD also fails if some parameters get their momentum buffer later, because they are used later.

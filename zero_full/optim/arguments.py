@@ -45,7 +45,7 @@ def check_signature(key: str, target: Callable[..., Any], params: Mapping[str, A
             raise ValueError(f"{key}.{argument}: {name} has no such argument{hint}")
     for argument, declared in known.items():
         if declared.default is inspect.Parameter.empty and argument not in params:
-            raise ValueError(f"{key}.{argument} is missing: {name} has no default for it")
+            raise ValueError(f"{key}.{argument} is missing: {name} needs it")
 
 
 def checked_options(
@@ -69,7 +69,8 @@ def _checked(key: str, name: str, default: Any, value: Any) -> Any:
     if isinstance(default, bool) or name in FLAGS_OR_NONE:
         return flag(key, value)
     if name == "betas":
-        return pair_of_betas(key, value)
+        pair = finite_numbers(key, value, 2, most=BELOW_1)
+        return tuple(beta if isinstance(beta, Tensor) else float(beta) for beta in pair)  # floats for torch
     if name in WEIGHTS:
         return finite_number(key, value, most=BELOW_1)
     least = 0.0 if name in NOT_NEGATIVE else -LARGEST
@@ -77,6 +78,28 @@ def _checked(key: str, name: str, default: Any, value: Any) -> Any:
         return finite_numbers(key, value, len(default), least)
     is_number = isinstance(default, int | float) or (default is None and name in NOT_NEGATIVE)
     return finite_number(key, value, least) if is_number else value
+
+
+def classes_in(module: Any, base: type) -> dict[str, Any]:
+    """The subclasses of `base` that a module of torch has, by name."""
+    found = {name: getattr(module, name) for name in dir(module)}
+    return {
+        name: each
+        for name, each in found.items()
+        if inspect.isclass(each) and issubclass(each, base) and each is not base
+    }
+
+
+def arguments_of(scope: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of an optimizer's constructor, from its `locals()`, without the parameters."""
+    return {name: value for name, value in scope.items() if name not in ("self", "params", "__class__")}
+
+
+def check_fixed(options: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
+    """Raise ValueError for options of DeepSpeed that must be off here: their names, each with the reason."""
+    for name in reasons.keys() & options.keys():
+        if options[name]:
+            raise ValueError(f"{name} cannot be {shown(options[name])}: {reasons[name]}")
 
 
 def flag(key: str, value: Any) -> bool:
@@ -106,12 +129,6 @@ def finite_numbers(
     if len(listed) != count:
         raise ValueError(f"{key} must be a list of {count} numbers, not {shown(value)}")
     return tuple(finite_number(f"{key}[{place}]", each, least, most) for place, each in enumerate(listed))
-
-
-def pair_of_betas(key: str, value: Any) -> tuple[Any, ...]:
-    """Return two betas as floats, which torch wants, or raise ValueError."""
-    pair = finite_numbers(key, value, 2, most=BELOW_1)
-    return tuple(beta if isinstance(beta, Tensor) else float(beta) for beta in pair)
 
 
 def at_least(key: str, value: Any, least: int) -> int:

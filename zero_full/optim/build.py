@@ -1,6 +1,5 @@
 """Build the torch optimizer of a configuration's `optimizer` section."""
 
-import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ from torch.optim import Optimizer
 
 from zero_full.formatting import shown
 from zero_full.optim.adam import adam_class, adam_options, fused_if_possible
-from zero_full.optim.arguments import as_call, check_signature, checked_options, flag, nearest
+from zero_full.optim.arguments import as_call, check_signature, checked_options, classes_in, flag, nearest
 from zero_full.optim.lamb import Lamb
 from zero_full.optim.lion import Lion
 from zero_full.optim.muon import Muon, muon_groups
@@ -18,24 +17,24 @@ from zero_full.optim.one_bit_adam import OneBitAdam
 from zero_full.optim.one_bit_lamb import OneBitLamb
 from zero_full.optim.zero_one_adam import ZeroOneAdam
 
-NOT_LANDED = {
+NOT_SUPPORTED = {  # optimizers of DeepSpeed, and the nearest one here
     "muadam": "Adam",
     "muadamw": "AdamW",
     "musgd": "SGD",
 }
-OURS = {"adam_w_mode", "torch_adam"}  # options that choose between torch's classes
+ADAM_SWITCHES = {"adam_w_mode", "torch_adam"}  # options that choose between torch's classes
 # DeepSpeed's switches that our classes lack: the only value that is allowed, and the reason.
 Fixed = Mapping[str, tuple[bool | str, str]]
 OF_TORCH: Fixed = {
-    "bias_correction": (True, "torch always corrects the bias; remove it"),
-    "fp32_optimizer_states": (True, "the state has the type of the master parameters; remove it"),
+    "bias_correction": (True, "torch always corrects the bias. Remove it"),
+    "fp32_optimizer_states": (True, "the state has the dtype of the master parameters. Remove it"),
 }
-OF_LAMB: Fixed = {"amsgrad": (False, "LAMB has no such variant; remove it")}
+OF_LAMB: Fixed = {"amsgrad": (False, "LAMB has no such variant. Remove it")}
 OF_MUON: Fixed = {
     **OF_TORCH,
-    "adam_w_mode": (True, "what Muon does not step is stepped by AdamW; remove it"),
-    "torch_adam": (False, "the AdamW beside Muon is a part of it; remove it"),
-    "per_head_muon": (False, "heads are not made orthogonal one by one; remove it"),
+    "adam_w_mode": (True, "parameters outside of Muon are stepped by AdamW. Remove it"),
+    "torch_adam": (False, "Muon has its own AdamW. Remove it"),
+    "per_head_muon": (False, "attention heads are not orthogonalized one by one. Remove it"),
 }
 FIXED: dict[str, Fixed] = {
     **dict.fromkeys(("adam", "adamw", "adagrad", "lion"), OF_TORCH),
@@ -56,18 +55,18 @@ def build_optimizer(
     name = type.lower()
     if "max_grad_norm" in params:
         raise ValueError(
-            "optimizer.params.max_grad_norm: clipping is not the optimizer's; use the top-level key "
+            "optimizer.params.max_grad_norm: the optimizer does not clip. Use the top-level key "
             "gradient_clipping"
         )
     options = dict(params)
-    for key in OURS & options.keys():
+    for key in ADAM_SWITCHES & options.keys():
         options[key] = flag(f"optimizer.params.{key}", options[key])
     if name in ("adam", "adamw"):
         kind = adam_class(name, options.get("adam_w_mode", True))
         options = adam_options(options)
     else:
-        kind = class_of(type)
-    options = _without_fixed(options, FIXED.get(name, {}))
+        kind = optimizer_class(type)
+    options = _drop_fixed(options, FIXED.get(name, {}))
     check_signature("optimizer.params", kind, options)
     groups = parameter_groups(groups)
     options = checked_options(kind, options, lambda key: f"optimizer.params.{key}")
@@ -78,7 +77,7 @@ def build_optimizer(
     try:
         made: Optimizer = kind(groups, **options)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"optimizer.params: {as_call(type, params)} is refused: {error}") from error
+        raise ValueError(f"optimizer.params: {as_call(type, params)} is invalid: {error}") from error
     return made
 
 
@@ -95,17 +94,19 @@ def parameter_groups(given: Iterable[Any]) -> list[dict[str, Any]]:
             raise ValueError(f'parameter group {number} must be a dictionary with a key "params"')
         params = group["params"]
         if isinstance(params, set):
-            raise ValueError(f"parameter group {number} is a set, which every rank may order in its own way")
+            raise ValueError(
+                f"parameter group {number} is a set, which ranks may iterate in different orders. Pass a list"
+            )
         listed = [params] if isinstance(params, Tensor) else list(params)
         groups.append({**group, "params": _tensors(listed, f"parameter group {number}")})
     return groups
 
 
-def _tensors(params: list[Any], whose: str) -> list[Tensor]:
+def _tensors(params: list[Any], where: str) -> list[Tensor]:
     for each in params:
         if not isinstance(each, Tensor):
             raise TypeError(
-                f"{whose} must have parameters, as model.parameters() gives them, not {shown(each)}"
+                f"{where} must have parameters, such as those of model.parameters(), not {shown(each)}"
             )
     return params
 
@@ -116,15 +117,15 @@ def _checked(kind: Any, number: int, group: Mapping[str, Any]) -> dict[str, Any]
     return {"params": group["params"], **checked}
 
 
-def class_of(type: str) -> Any:
+def optimizer_class(type: str) -> Any:
     """The optimizer class of this name, in any case; ValueError if there is none."""
     name = type.lower()
-    if name in NOT_LANDED:
-        instead = NOT_LANDED[name]
-        raise ValueError(f"optimizer.type: {type} has not landed in zero_full yet; the nearest is {instead}")
+    if name in NOT_SUPPORTED:
+        nearest_one = NOT_SUPPORTED[name]
+        raise ValueError(f"optimizer.type: zero_full does not have {type} yet. The nearest is {nearest_one}")
     known: dict[str, Any] = {"Lion": Lion, "Lamb": Lamb, "FusedLamb": Lamb, "Muon": Muon}
     known |= {"OneBitAdam": OneBitAdam, "OneBitLamb": OneBitLamb, "ZeroOneAdam": ZeroOneAdam}
-    known = {**known, **{name: kind for name, kind in _optimizers_of_torch().items() if name not in known}}
+    known = {**known, **classes_in(torch.optim, Optimizer), **known}  # torch has a Muon, too
     for each, kind in known.items():
         if each.lower() == name:
             return kind
@@ -134,20 +135,11 @@ def class_of(type: str) -> Any:
 
 def served_stages(type: str) -> Sequence[int]:
     """The ZeRO stages that an optimizer of this name supports."""
-    stages: Sequence[int] = getattr(class_of(type), "zero_full_stages", (0, 1, 2, 3))
+    stages: Sequence[int] = getattr(optimizer_class(type), "zero_full_stages", (0, 1, 2, 3))
     return stages
 
 
-def _optimizers_of_torch() -> dict[str, Any]:
-    found = {name: getattr(torch.optim, name) for name in dir(torch.optim)}
-    return {
-        name: each
-        for name, each in found.items()
-        if inspect.isclass(each) and issubclass(each, Optimizer) and each is not Optimizer
-    }
-
-
-def _without_fixed(options: Mapping[str, Any], fixed: Mapping[str, tuple[bool | str, str]]) -> dict[str, Any]:
+def _drop_fixed(options: Mapping[str, Any], fixed: Mapping[str, tuple[bool | str, str]]) -> dict[str, Any]:
     for key in fixed.keys() & options.keys():
         only, reason = fixed[key]
         given = flag(f"optimizer.params.{key}", options[key]) if isinstance(only, bool) else options[key]

@@ -62,8 +62,8 @@ def own_stepper(optimizer: Optimizer, step: Any) -> Stepper | None:
     kind = type(optimizer)
     if not (_declares(kind, "zero_full_stepper") and steps_as_its_class(optimizer, step)):
         raise TypeError(
-            f"{kind.__name__} has another step() than the class whose zero_full_stepper it has, so that step "
-            "would never be called: give it a zero_full_stepper of its own"
+            f"{kind.__name__} overrides step() but not zero_full_stepper, so its step() would never be "
+            "called. Give it a zero_full_stepper of its own"
         )
     stepper: Stepper = optimizer.zero_full_stepper()
     return stepper

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from zero_full._compat import foreach_add, plain
 from zero_full.kernels.load import compiled_for, operators
-from zero_full.optim.step import Kind, Peers, Piece, Stepper, alike, moments_of, steps_as_its_class
+from zero_full.optim.step import Kind, Peers, Piece, Stepper, by_kind, moments_of, steps_as_its_class
 from zero_full.precision.dtypes import Dtypes
 
 ADAMS = (torch.optim.Adam, torch.optim.AdamW)
@@ -117,7 +117,7 @@ class FusedAdam(Stepper):
     def step(self, pieces: Sequence[Piece], factor: float, peers: Peers) -> None:
         """Update masters, state and copies: one call of the operator for each kind of pieces."""
         groups = self.base.param_groups if self.groups is None else self.groups
-        for some in alike(pieces):
+        for some in by_kind(pieces):
             master = some[0].master
             chances = self.chances if master.dtype == torch.bfloat16 else None
             by, moments = operators(master.device), self.moments[master.dtype]

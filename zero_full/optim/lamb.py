@@ -9,16 +9,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zero_full._compat import foreach_add
-from zero_full.optim.arguments import checked_options
+from zero_full.optim.arguments import arguments_of, check_fixed, checked_options
 from zero_full.optim.step import (
     Peers,
     Piece,
     Stepper,
-    alike,
+    adopt_copy,
+    by_kind,
     moments_of,
     operators_for,
     step_alone,
-    take_copy,
 )
 
 
@@ -41,10 +41,9 @@ class Coefficients(Optimizer):
 
         Under zero_full every rank has those of all parameters. Reading them waits for the device once.
         """
-        found = [(param, ratio) for part in self.ratios for param, ratio in part()]
-        ratios = {id(param): ratio for param, ratio in found}
+        ratios = dict(pair for part in self.ratios for pair in part())
         listed = [param for group in self.param_groups for param in group["params"]]
-        return {param: ratios[id(param)] for param in listed if id(param) in ratios}
+        return {param: ratios[param] for param in listed if param in ratios}
 
     def get_lamb_coeffs(self) -> list[float]:
         """`lamb_coeffs` as DeepSpeed's FusedLamb gives them: a list, in the order of the parameter groups."""
@@ -71,17 +70,7 @@ class Lamb(Coefficients):
         max_coeff: float = 10.0,
         min_coeff: float = 0.01,
     ) -> None:
-        given = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "bias_correction": bias_correction,
-            "eps_inside_sqrt": eps_inside_sqrt,
-            "max_coeff": max_coeff,
-            "min_coeff": min_coeff,
-        }
-        super().__init__(params, _checked(given))
+        super().__init__(params, _checked(arguments_of(locals())))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, whose options are checked as those of the constructor are."""
@@ -125,9 +114,9 @@ class LambStep(Stepper):
         """Check the options of all groups, which may have been edited, so that all ranks raise, or none."""
         for group in self.optimizer.param_groups:
             _checked(group)
-        self.take_bounds()
+        self.note_bounds()
 
-    def take_bounds(self) -> None:
+    def note_bounds(self) -> None:
         """Note the bounds of the coefficients for this step."""
         self.bounds: dict[int, tuple[float, float]] = {}
         for group in self.optimizer.param_groups:
@@ -137,22 +126,22 @@ class LambStep(Stepper):
 
     def step(self, pieces: Sequence[Piece], factor: float, peers: Peers) -> None:
         """Update masters, state and copies."""
-        together = alike(pieces)
-        ordered = [piece for some in together for piece in some]
-        norms = [self._first_half(some, factor) for some in together]
+        kinds = by_kind(pieces)
+        ordered = [piece for same in kinds for piece in same]
+        norms = [self._first_half(same, factor) for same in kinds]
         device = pieces[0].master.device if pieces else None
         rows = torch.cat(norms) if norms else torch.zeros(0, 2, dtype=torch.float64, device=device)
         totals = peers.totals(ordered, rows)
         self.optimizer.ratios.append(Ratios(totals.params, totals.rows, self.bounds).read)
         mine = totals.rows[totals.places]
-        for some in together:
-            norms_of_some, mine = mine[: len(some)], mine[len(some) :]
-            self._second_half(some, norms_of_some)
+        for same in kinds:
+            self._second_half(same, mine[: len(same)])
+            mine = mine[len(same) :]
 
     def _first_half(self, pieces: Sequence[Piece], factor: float) -> Tensor:
         group = self._group(pieces)
         for piece in pieces:
-            take_copy(piece)
+            adopt_copy(piece)
         states = moments_of(pieces, torch.promote_types(pieces[0].master.dtype, torch.float32))
         norms: Tensor = operators_for(pieces).lamb_norms(
             [piece.master for piece in pieces],
@@ -193,17 +182,15 @@ class LambStep(Stepper):
         return group
 
 
-WITHOUT = {  # arguments of DeepSpeed's FusedLamb that must have their defaults
-    "max_grad_norm": "clipping is not the optimizer's; use gradient_clipping in the configuration",
+FIXED = {  # DeepSpeed's options that must be off, and why
+    "max_grad_norm": "LAMB does not clip. Use gradient_clipping in the configuration",
     "amsgrad": "LAMB has no such variant",
 }
 
 
 def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return a group's options with checked types and ranges, or raise ValueError."""
-    for name, reason in WITHOUT.items():
-        if options.get(name):
-            raise ValueError(f"{name} cannot be {options[name]}: {reason}")
+    check_fixed(options, FIXED)
     checked = checked_options(Lamb, {k: v for k, v in options.items() if k != "params"}, str)
     check_bounds(checked)
     return checked
@@ -213,4 +200,4 @@ def check_bounds(options: Mapping[str, Any]) -> None:
     """Raise ValueError unless 0 <= min_coeff <= max_coeff."""
     least, most = options["min_coeff"], options["max_coeff"]
     if not 0 <= least <= most:
-        raise ValueError(f"min_coeff must be from 0 to max_coeff, {most}, not {least}")
+        raise ValueError(f"min_coeff must be from 0 to max_coeff ({most}), not {least}")

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from zero_full.optim.arguments import checked_options
+from zero_full.optim.arguments import arguments_of, checked_options
 from zero_full.optim.step import loss_of
 
 
@@ -25,8 +25,7 @@ class Lion(Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         weight_decay: float = 0.0,
     ) -> None:
-        given = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
-        super().__init__(params, checked_options(Lion, given, str))
+        super().__init__(params, checked_options(Lion, arguments_of(locals()), str))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

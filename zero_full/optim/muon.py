@@ -1,6 +1,6 @@
 """Muon: orthogonalized momentum for hidden matrices, and AdamW for all other parameters.
 
-[Note: whose update is which] Muon is for matrices between hidden layers. Embeddings, output heads, biases and
+[Note: hidden matrices] Muon is for matrices between hidden layers. Embeddings, output heads, biases and
 norms are AdamW's. A parameter's class and shape do not tell which a matrix is, so the user must:
 
     param.use_muon = True       DeepSpeed's mark, on a parameter
@@ -24,15 +24,16 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from zero_full.formatting import shown
-from zero_full.optim.arguments import BELOW_1, at_least, checked_options, finite_number
+from zero_full.optim.arguments import BELOW_1, arguments_of, at_least, checked_options, finite_number
 from zero_full.optim.fused_adam import sweep
-from zero_full.optim.step import Peers, Piece, Stepper, Whole, alike, operators_for, step_alone, take_copy
+from zero_full.optim.step import Peers, Piece, Stepper, Whole, adopt_copy, by_kind, operators_for, step_alone
 
 log = logging.getLogger("zero_full")
-NOT_HIDDEN = ("embed", "lm_head")
+NOT_HIDDEN = ("embed", "lm_head")  # parts of the names of matrices that AdamW steps
 OF_MUON = ("momentum", "nesterov", "ns_steps", "ns_coefficients", "ns_eps", "ns_method", "adjust_lr_fn")
 OF_ADAM = ("betas", "eps")
-RATES = {True: ("muon_lr", 0.02), False: ("adam_lr", 3e-4)}
+RATES = {True: ("muon_lr", 0.02), False: ("adam_lr", 3e-4)}  # by `use_muon`: option, default
+RATE_OPTIONS = {name for name, _ in RATES.values()}
 METHODS = ("standard", "gram")
 ADJUSTMENTS = (None, "original", "match_rms_adamw")
 MOST_STEPS = 99  # of Newton-Schulz, whose default is 5; torch.optim.Muon allows no more
@@ -80,23 +81,7 @@ class Muon(Optimizer):
         adjust_lr_fn: str | None = None,
         use_muon: Callable[[str, Parameter], bool] | None = None,
     ) -> None:
-        given = {
-            "lr": lr,
-            "muon_lr": muon_lr,
-            "adam_lr": adam_lr,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "weight_decay": weight_decay,
-            "betas": betas,
-            "eps": eps,
-            "ns_steps": ns_steps,
-            "ns_coefficients": ns_coefficients,
-            "ns_eps": ns_eps,
-            "ns_method": ns_method,
-            "adjust_lr_fn": adjust_lr_fn,
-            "use_muon": use_muon,
-        }
-        self.options = _checked(given)
+        self.options = _checked(arguments_of(locals()))
         # No momentum and betas among the defaults: torch's schedules would change either in all groups, and
         # each group has only one. Without both they report that there is no momentum to change.
         super().__init__(params, {name: self.options[name] for name in ("lr", "weight_decay")})
@@ -105,30 +90,25 @@ class Muon(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group for the matrices among these parameters, and one for the others."""
-        for name in (name for name, _ in RATES.values() if name in param_group):
-            raise ValueError(f"a parameter group cannot have {name}: what it has of its own is called lr")
+        for name in sorted(RATE_OPTIONS & param_group.keys()):
+            raise ValueError(f"a parameter group cannot have {name}. Set its lr")
         options = {**self.options, **{k: v for k, v in param_group.items() if k != "params"}}
-        halves: dict[bool, list[Any]] = {True: [], False: []}
         params = param_group["params"]
         if isinstance(params, set):
-            raise TypeError("parameters come in a set, which every process may order in its own way")
-        for each in [params] if isinstance(params, Tensor) else params:
-            name, param = each if isinstance(each, tuple) else (None, each)
-            halves[_uses_muon(name, param, _checked(options)["use_muon"])].append(each)
-        for is_muons, half in halves.items():
-            if half:
-                self._add_half(half, {**options, "use_muon": is_muons}, param_group.get("lr"))
+            raise TypeError("params is a set, which ranks may iterate in different orders. Pass a list")
+        listed = [params] if isinstance(params, Tensor) else list(params)
+        named = [each if isinstance(each, tuple) else (None, each) for each in listed]
+        rule = _checked(options)["use_muon"]
+        for use_muon, half in _split(listed, named, rule).items():
+            self._add_half(half, {**options, "use_muon": use_muon}, param_group.get("lr"))
 
     def _add_half(self, params: list[Any], options: dict[str, Any], own_lr: float | None) -> None:
         rate, default = RATES[options["use_muon"]]
         rates = (own_lr, options[rate], options["lr"], default)
         lr = next(each for each in rates if each is not None)
-        without_effect = (
-            *(name for name, _ in RATES.values()),
-            *(OF_ADAM if options["use_muon"] else OF_MUON),
-        )
+        unused = {*RATE_OPTIONS, *(OF_ADAM if options["use_muon"] else OF_MUON)}
         checked = _checked({**options, "lr": lr})
-        group = {name: value for name, value in checked.items() if name not in without_effect}
+        group = {name: value for name, value in checked.items() if name not in unused}
         super().add_param_group({**group, "params": params})
 
     def __getstate__(self) -> dict[str, Any]:
@@ -156,15 +136,15 @@ class MuonStep(Stepper):
         """Check the options of all groups, which may have been edited, so that all ranks raise, or none."""
         for number, group in enumerate(self.optimizer.param_groups):
             _checked(group)
-            _refuse_without_effect(number, group)
+            _check_edits(number, group)
 
     def step(self, pieces: Sequence[Piece], factor: float, peers: Peers) -> None:
         """Update masters, state and copies."""
         groups: Sequence[Mapping[str, Any]] = self.optimizer.param_groups
         by_adam = [piece for piece in pieces if not groups[piece.group]["use_muon"]]
-        for some in alike(by_adam):
-            group = {**groups[some[0].group], "decoupled_weight_decay": True}
-            sweep(operators_for(some), some, _wide(some[0].master), group, factor)
+        for same in by_kind(by_adam):
+            group = {**groups[same[0].group], "decoupled_weight_decay": True}
+            sweep(operators_for(same), same, _wide(same[0].master), group, factor)
         peers.by_whole(pieces, Orthogonal(groups, factor))
 
 
@@ -212,7 +192,7 @@ class Orthogonal:
     def take(self, piece: Piece, values: Tensor) -> None:
         """Update the piece along its part of the orthogonalized matrix."""
         group, master = self.groups[piece.group], piece.master
-        take_copy(piece)
+        adopt_copy(piece)
         lr = float(group["lr"])
         master.mul_(1 - lr * group["weight_decay"])
         master.add_(values.view(master.shape), alpha=-lr * _adjustment(group["adjust_lr_fn"], piece.shape))
@@ -226,15 +206,12 @@ def orthogonalized(matrix: Tensor, steps: int, coefficients: Sequence[float], ep
     `coefficients` are those of an odd polynomial of degree 5, which is applied `steps` times.
     """
     first, third, fifth = coefficients
-    is_tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.to(torch.bfloat16)
-    x = x.T if is_tall else x
-    x = x / x.norm().clamp(min=eps)  # no singular value is above 1 now
+    x = _normalized(matrix, eps)
     for _ in range(steps):
         gram = x @ x.T
         factor = torch.addmm(gram, gram, gram, beta=third, alpha=fifth)
         x = torch.addmm(x, factor, x, beta=first)
-    return x.T if is_tall else x
+    return x.T if _is_tall(matrix) else x
 
 
 def orthogonalized_by_gram(matrix: Tensor, steps: int, coefficients: Sequence[float], eps: float) -> Tensor:
@@ -245,10 +222,7 @@ def orthogonalized_by_gram(matrix: Tensor, steps: int, coefficients: Sequence[fl
     multiplied by their product at the end.
     """
     first, third, fifth = coefficients
-    is_tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.to(torch.bfloat16)
-    x = x.T if is_tall else x
-    x = x / x.norm().clamp(min=eps)
+    x = _normalized(matrix, eps)
     gram = x.float() @ x.float().T
     product = torch.eye(gram.shape[0], device=gram.device)
     for _ in range(steps):
@@ -257,7 +231,19 @@ def orthogonalized_by_gram(matrix: Tensor, steps: int, coefficients: Sequence[fl
         product = factor @ product
         gram = factor @ gram @ factor
     made: Tensor = product.to(x.dtype) @ x
-    return made.T if is_tall else made
+    return made.T if _is_tall(matrix) else made
+
+
+def _normalized(matrix: Tensor, eps: float) -> Tensor:
+    """The matrix, or its transpose if it is tall, in bf16 and without a singular value above 1."""
+    x = matrix.to(torch.bfloat16)
+    x = x.T if _is_tall(matrix) else x
+    unit: Tensor = x / x.norm().clamp(min=eps)
+    return unit
+
+
+def _is_tall(matrix: Tensor) -> bool:
+    return matrix.shape[0] > matrix.shape[1]
 
 
 def _adjustment(kind: str | None, shape: torch.Size) -> float:
@@ -272,15 +258,15 @@ def _wide(master: Tensor) -> torch.dtype:
     return torch.promote_types(master.dtype, torch.float32)
 
 
-def _refuse_without_effect(number: int, group: Mapping[str, Any]) -> None:
+def _check_edits(number: int, group: Mapping[str, Any]) -> None:
     """Raise ValueError for an edit of a group that would have no effect."""
-    is_muons = group["use_muon"]
-    if any(name not in group for name in (OF_MUON if is_muons else OF_ADAM)):
+    use_muon = group["use_muon"]
+    if any(name not in group for name in (OF_MUON if use_muon else OF_ADAM)):
         raise ValueError(
-            f"use_muon of parameter group {number} has become {is_muons}: whose update it is cannot change "
-            "after the optimizer is made, because the one's state means nothing to the other"
+            f"use_muon of parameter group {number} was changed to {use_muon}, but the group has the options "
+            f"and state of {'AdamW' if use_muon else 'Muon'}. Make a new optimizer instead"
         )
-    for name in (name for name, _ in RATES.values() if name in group):
+    for name in sorted(RATE_OPTIONS & group.keys()):
         raise ValueError(f"{name} in parameter group {number} has no effect: set its lr")
 
 
@@ -334,37 +320,47 @@ def muon_groups(model: nn.Module, groups: Iterable[Mapping[str, Any]] | None = N
         groups = [{"params": [param for param in named if param.requires_grad]}]
     halves = []
     for group in groups:
-        cut: dict[bool, list[Any]] = {True: [], False: []}
-        for param in group["params"]:
-            name = named.get(param, ["a parameter"])[0]
-            cut[_uses_muon(name, param, group.get("use_muon", is_hidden))].append(param)
-        halves += [{**group, "params": half, "use_muon": use} for use, half in cut.items() if half]
+        names = [named.get(param, ["a parameter"])[0] for param in group["params"]]
+        split = _split(
+            group["params"], zip(names, group["params"], strict=True), group.get("use_muon", is_hidden)
+        )
+        halves += [{**group, "params": half, "use_muon": use_muon} for use_muon, half in split.items()]
     return halves
+
+
+def _split(
+    listed: Iterable[Any], named: Iterable[tuple[str | None, Any]], rule: Any
+) -> dict[bool, list[Any]]:
+    """Divide the listed parameters by `_uses_muon` of their names and tensors. Empty halves are left out."""
+    halves: dict[bool, list[Any]] = {True: [], False: []}
+    for each, (name, param) in zip(listed, named, strict=True):
+        halves[_uses_muon(name, param, rule)].append(each)
+    return {use_muon: half for use_muon, half in halves.items() if half}
 
 
 def _uses_muon(name: str | None, param: Any, rule: Any) -> bool:
     """Whether a parameter is Muon's: by its own `use_muon`, the group's, or a function of its name."""
     if not isinstance(param, Tensor):
         return False  # torch raises for it
-    told: Any = getattr(param, "use_muon", None)
-    if told is None and callable(rule):
+    use: Any = getattr(param, "use_muon", None)
+    if use is None and callable(rule):
         if name is None:
-            raise ValueError("use_muon asks for names: pass model.named_parameters()")
-        told = param.dim() > 1 and rule(name, param)
-    elif told is None:
-        told = rule
+            raise ValueError("use_muon is a function of names: pass model.named_parameters()")
+        use = param.dim() > 1 and rule(name, param)
+    elif use is None:
+        use = rule
     what = f"{name or 'a parameter'} of shape {tuple(param.shape)}"
-    if told is None and param.dim() == 2:
+    if use is None and param.dim() == 2:
         raise ValueError(
-            f"{what} may be a hidden matrix, which is Muon's, or an embedding, which is AdamW's: pass "
-            "zero_full.muon_groups(model), or say which by param.use_muon = True or False, or by use_muon= "
-            "with model.named_parameters()"
+            f"{what} may be a hidden matrix, which Muon steps, or an embedding, which AdamW steps. Pass "
+            "zero_full.muon_groups(model), or set param.use_muon to True or False, or pass use_muon= with "
+            "model.named_parameters()"
         )
-    if told and param.dim() != 2:
+    if use and param.dim() != 2:
         raise ValueError(
-            f"{what} is to be Muon's, which takes matrices of two dimensions: set its use_muon to False, "
-            "or train a matrix and give forward a view of it"
+            f"{what} is assigned to Muon, which needs two dimensions. Set its use_muon to False, or train a "
+            "matrix and use a view of it in forward"
         )
-    if told and param.is_complex():
-        raise ValueError(f"{what} is complex, which Muon does not take: set its use_muon to False")
-    return bool(told)
+    if use and param.is_complex():
+        raise ValueError(f"{what} is complex, which Muon does not support. Set its use_muon to False")
+    return bool(use)

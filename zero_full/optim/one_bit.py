@@ -1,13 +1,14 @@
 """Base classes of 1-bit Adam, 1-bit LAMB and 0/1 Adam: a compressed average of one flat buffer.
 
-[Note: errors and walks] Between two steps most of the state of such a rule is equal on all ranks. The
-compression errors differ between ranks, and during local steps also the ranks' movements (walks). Both are
-saved for each rank, and can be restored on the same rank of the same world size only.
+[Note: state of one rank] Between two steps most of the state of such a rule is equal on all ranks. The
+compression errors differ between ranks, and during local steps also the ranks' movements. Both are saved for
+each rank, and can be restored on the same rank of the same world size only.
 """
 
 import logging
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
@@ -17,16 +18,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zero_full.formatting import listed, shown
-from zero_full.optim.arguments import at_least, checked_options, flag
+from zero_full.optim.arguments import at_least, check_fixed, checked_options, flag
 from zero_full.optim.step import Average, Peers, Piece, Stepper
 
 log = logging.getLogger("zero_full")
 
 MASK = "exp_avg_mask"
 FIXED = {  # DeepSpeed's options that must be off, and why
-    "max_grad_norm": "clipping is not the optimizer's: use gradient_clipping, or Settings(clip=...)",
-    "amsgrad": "the largest variance so far cannot be known at one bit an element",
-    "cuda_aware": "torch.distributed knows by itself what its MPI can send",
+    "max_grad_norm": "it does not clip. Use gradient_clipping, or Settings(clip=...)",
+    "amsgrad": "one-bit averages do not tell the largest variance so far",
+    "cuda_aware": "torch.distributed detects what its MPI can send",
 }
 
 
@@ -34,17 +35,24 @@ class OneBitOptimizer(Optimizer):
     """An optimizer that averages over the ranks itself. It can be stepped by an engine only."""
 
     zero_full_stages: tuple[int, ...] = (0,)  # supported ZeRO stages
-    shares_variance = False  # whether the variance is sharded, at stage 1
-    model_options: Mapping[str, Any]  # options of the whole model, not of a group
+    shards_variance = False  # whether the variance is sharded, at stage 1
+    # Options of a parameter group. All others are `model_options`, of the whole model.
+    group_options: tuple[str, ...] = (
+        *("lr", "bias_correction", "betas", "eps", "eps_inside_sqrt", "weight_decay"),
+    )
+    step_options: tuple[str, ...] = ("freeze_step",)  # numbers of steps; the first is the warm-up's length
+    model_options: Mapping[str, Any]
 
-    def __init__(self, params: Any, options: Mapping[str, Any], whole: Mapping[str, Any]) -> None:
-        _refuse_fixed(whole)
-        kept = {name: value for name, value in whole.items() if name not in FIXED}
+    def __init__(self, params: Any, given: Mapping[str, Any]) -> None:
+        check_fixed(given, FIXED)
+        kept = {name: v for name, v in given.items() if name not in (*self.group_options, *FIXED)}
         kept["per_tensor_scales"] = flag("per_tensor_scales", kept["per_tensor_scales"])
+        for name in self.step_options:
+            kept[name] = at_least(name, kept[name], 1)
         self.model_options = MappingProxyType(kept)  # read-only: later changes would have no effect
         if not (self.backend is None or isinstance(self.backend, str)):
             raise ValueError(f"comm_backend_name must be a name, not {shown(self.backend)}")
-        super().__init__(params, self.checked(options))
+        super().__init__(params, self.checked({name: given[name] for name in self.group_options}))
 
     def __getstate__(self) -> dict[str, Any]:
         """The state of a copy or pickle, with the options of the model."""
@@ -61,15 +69,11 @@ class OneBitOptimizer(Optimizer):
         name: str | None = self.model_options["comm_backend_name"]
         return name
 
-    def steps_option(self, name: str) -> int:
-        """Return an option that counts steps; ValueError unless it is a positive integer."""
-        return at_least(name, self.model_options[name], 1)
-
     def checked(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return a group's options with checked types and ranges, or raise ValueError."""
-        _refuse_fixed(options)
+        check_fixed(options, FIXED)
         for name in self.model_options.keys() & options.keys():
-            raise ValueError(f"{name} is the whole model's and cannot be a parameter group's")
+            raise ValueError(f"{name} is an option of the whole model: a parameter group cannot have it")
         return checked_options(type(self), {k: v for k, v in options.items() if k != "params"}, str)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -83,29 +87,23 @@ class OneBitOptimizer(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Raise RuntimeError: a step averages over the ranks, which this object does not know."""
         raise RuntimeError(
-            f"{type(self).__name__} averages over the ranks by itself, so it cannot step alone: pass it to "
+            f"{type(self).__name__} averages over the ranks by itself, so it cannot step alone. Pass it to "
             "zero_full.initialize or zero_full.assemble.shard, also on one process"
         )
-
-
-def _refuse_fixed(options: Mapping[str, Any]) -> None:
-    for name in FIXED.keys() & options.keys():
-        if options[name]:
-            raise ValueError(f"{name} cannot be {shown(options[name])}: {FIXED[name]}")
 
 
 def _checked_masks(given: Any, params: Sequence[Tensor]) -> list[Tensor | None]:
     masks = [given] if isinstance(given, Tensor) and len(params) == 1 else given
     if not isinstance(masks, list | tuple) or len(masks) != len(params):
         raise ValueError(
-            f"{MASK} must be a list with a mask or None for each of the group's {len(params)} parameters"
+            f"{MASK} must be a list with a mask or None for each of its group's {len(params)} parameters"
         )
     made: list[Tensor | None] = []
     for place, (mask, param) in enumerate(zip(masks, params, strict=True)):
         if mask is not None and (not isinstance(mask, Tensor) or mask.shape != param.shape):
             raise ValueError(
-                f"{MASK}[{place}] must be a tensor of the shape {tuple(param.shape)} of its parameter, or "
-                f"None, not {shown(mask if not isinstance(mask, Tensor) else tuple(mask.shape))}"
+                f"{MASK}[{place}] must be a tensor of its parameter's shape {tuple(param.shape)}, or None, "
+                f"not {shown(tuple(mask.shape) if isinstance(mask, Tensor) else mask)}"
             )
         made.append(mask if mask is None or mask.dtype == torch.bool else mask != 0)
     return made
@@ -114,7 +112,7 @@ def _checked_masks(given: Any, params: Sequence[Tensor]) -> list[Tensor | None]:
 # Pieces in a flat buffer -------------------------------------------------------------------------
 
 
-class Fused:
+class BufferLayout:
     """The layout of pieces end to end in flat fp32 buffers."""
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
@@ -123,24 +121,24 @@ class Fused:
         ends = list(accumulate(numels))
         self.ranges = [(end - numel, end) for numel, end in zip(numels, ends, strict=True)]
         self.numel = sum(numels)
-        self.place = {id(piece): place for place, piece in enumerate(self.pieces)}
+        self.range_of = dict(zip(self.pieces, self.ranges, strict=True))
         self.device = pieces[0].master.device if pieces else torch.device("cpu")
 
-    def new(self) -> Tensor:
+    def zeros(self) -> Tensor:
         """Make a buffer of zeros."""
         return torch.zeros(self.numel, dtype=torch.float32, device=self.device)
 
-    def windows(self, flat: Tensor) -> Iterator[tuple[Piece, Tensor]]:
+    def parts(self, flat: Tensor) -> Iterator[tuple[Piece, Tensor]]:
         """Each piece with its part of a buffer, in the piece's shape."""
         for piece, (start, stop) in zip(self.pieces, self.ranges, strict=True):
             yield piece, flat[start:stop].view(piece.master.shape)
 
     def filled(self, value_of: Callable[[Piece], Tensor | None]) -> Tensor:
         """Make a buffer of the pieces' values; zeros for pieces whose value is None."""
-        flat = self.new()
-        for piece, window in self.windows(flat):
+        flat = self.zeros()
+        for piece, part in self.parts(flat):
             if (value := value_of(piece)) is not None:
-                window.copy_(value)
+                part.copy_(value)
         return flat
 
     def digest(self) -> int:
@@ -151,27 +149,31 @@ class Fused:
 # The stepper -------------------------------------------------------------------------------------
 
 FEW = 8  # gradients; the mean square of fewer can be far from that of many
-WORKER, SERVER, MADE_FOR = "worker_error", "server_error", "made_for"
-OF_ERRORS = {WORKER: "worker", SERVER: "server", MADE_FOR: "made_for"}
+MADE_FOR = "made_for"
+# Saved tensors of the compression errors, and their keys in the errors' `state_dict`.
+SAVED_ERRORS = {"worker_error": "worker", "server_error": "server", MADE_FOR: MADE_FOR}
 NEW_RUN = (
-    "Save a checkpoint, and load it with drop_errors=True in a new run, in which it is trained when "
-    "initialize is called; with a later var_freeze_step, if it would have few exact gradients until then"
+    "Save a checkpoint, and load it with drop_errors=True in a new run that trains the parameter when "
+    "initialize is called. Use a later var_freeze_step there, if it would have few exact gradients until then"
 )
 
 
 class OneBitStep(Stepper):
-    """Base of the steppers with compressed averages. See [Note: errors and walks]."""
+    """Base of the steppers with compressed averages. See [Note: state of one rank]."""
 
     fuses = True
     moves_without_gradient = True
-    learning = 0  # steps in which the variance is updated
 
     def __init__(self, optimizer: OneBitOptimizer) -> None:
         self.optimizer = optimizer
+        self.name = type(optimizer).__name__
+        self.warmup_option = optimizer.step_options[0]
+        # Steps in which the variance is updated, before it is frozen.
+        self.warmup_steps: int = optimizer.model_options[self.warmup_option]
         self.steps = 0  # taken so far
-        self.fused = Fused([])
-        self.by: Average | None = None
-        self.masks: list[Any] = []  # of the groups, when `by` was made
+        self.layout = BufferLayout([])
+        self.all_reduce: Average | None = None
+        self.masks: list[Any] = []  # of the groups, when `all_reduce` was made
         self.errors: Any = None
         self.errors_of = ""  # the quantity whose compression errors these are
         self.loaded: dict[str, Tensor] = {}  # loaded errors, until `errors` is made
@@ -185,61 +187,81 @@ class OneBitStep(Stepper):
 
     def attach(self, pieces: Sequence[Piece], peers: Peers) -> None:
         """Lay out the buffer. Errors of another layout were dropped: see `closed_to_newcomers`."""
-        self.fused, self.peers = Fused(pieces), peers
+        self.layout, self.peers = BufferLayout(pieces), peers
 
     def closed_to_newcomers(self) -> str:
         """The reason in every phase but the first."""
-        name = type(self.optimizer).__name__
-        if self.steps >= self.learning:
+        if self.steps >= self.warmup_steps:
             return (
-                f"{name} has frozen the variance after {self.learning} steps, and the parameter would "
-                "have none. Save a checkpoint, and load it without the optimizer's state "
-                "(load_optimizer_states=False) in a new run, in which it is trained from the beginning and "
-                "the variance is learned anew"
+                f"{self.name} has frozen the variance after {self.warmup_steps} steps, so the parameter "
+                "would have none. Save a checkpoint, and load it without the optimizer's state "
+                "(load_optimizer_states=False) in a new run that trains the parameter from the beginning"
             )
         if self.errors is not None or self.loaded or self.is_apart:
-            return f"the errors of {name}'s averages at one bit are those of the others. {NEW_RUN}"
+            return f"the compression errors of {self.name} have no place for the parameter. {NEW_RUN}"
         return ""
 
     @property
     def averages(self) -> bool:
         """True while the variance is updated."""
-        return self.steps < self.learning
+        return self.steps < self.warmup_steps
+
+    def phases(self) -> dict[str, Callable[[], None]]:
+        """Warm-up steps and steps with a one-bit average, for plans."""
+        starts = {"warm-up": 0, "momentum at one bit": self.warmup_steps}
+        return {name: partial(setattr, self, "steps", steps) for name, steps in starts.items()}
+
+    def step(self, pieces: Sequence[Piece], factor: float, peers: Peers) -> None:
+        """Update masters, state and copies."""
+        if self.averages:
+            self._step_exactly(pieces, factor, peers)
+        else:
+            self.check_variance(pieces)
+            self._step_at_one_bit(pieces, factor)
+        self.steps += 1
+
+    def _step_exactly(self, pieces: Sequence[Piece], factor: float, peers: Peers) -> None:
+        """Step with averaged gradients, in the warm-up."""
+        raise NotImplementedError
+
+    def _step_at_one_bit(self, pieces: Sequence[Piece], factor: float) -> None:
+        """Step with each rank's own gradients, by a one-bit average."""
+        raise NotImplementedError
 
     def begin(self, pieces: Sequence[Piece]) -> None:
         """Check the options of all groups, which may have been edited, so that all ranks raise, or none."""
         for number, group in enumerate(self.optimizer.param_groups):
             self.optimizer.checked(group)
-            if group.get(MASK) is not None and self.by is None:
+            if group.get(MASK) is not None and self.all_reduce is None:
                 group[MASK] = _checked_masks(group[MASK], group["params"])
-            elif self.by is not None and group.get(MASK) is not self.masks[number]:
+            elif self.all_reduce is not None and group.get(MASK) is not self.masks[number]:
                 raise RuntimeError(
-                    f"{MASK} of parameter group {number} was changed after the first average at one bit, "
-                    "whose errors are those of what travelled until now. Save a checkpoint, and load it with "
-                    "drop_errors=True in a new run, whose optimizer has the other mask"
+                    f"{MASK} of parameter group {number} was changed after the first one-bit average. The "
+                    "compression errors belong to the elements that were sent until now. Save a checkpoint, "
+                    "and load it with drop_errors=True in a new run whose optimizer has the other mask"
                 )
 
     # Averages ------------------------------------------------------------------------------------
 
     def average(self, flat: Tensor, what: str) -> Tensor:
         """Average the buffer over the ranks, in place. If this raises, nothing has been changed."""
-        if self.by is None:
-            self._make_average()
-        assert self.by is not None
+        if self.all_reduce is None:
+            self.all_reduce = self._make_all_reduce()
         if self.errors_of != what:  # errors of one quantity mean nothing to another
             self.errors.zero_()
             self.errors_of = what
-        self.by.average(flat, flat, self.errors, what)
+        self.all_reduce.average(flat, flat, self.errors, what)
         return flat
 
-    def _make_average(self) -> None:
-        ranges = self.fused.ranges if self.optimizer.model_options["per_tensor_scales"] else None
-        by = self.peers.compressed(self.fused.numel, ranges, self._mask())
-        errors = by.new_errors()
+    def _make_all_reduce(self) -> Average:
+        ranges = self.layout.ranges if self.optimizer.model_options["per_tensor_scales"] else None
+        made = self.peers.compressed(self.layout.numel, ranges, self._mask())
+        errors = made.new_errors()
         if self.loaded:
-            errors.load_state_dict({OF_ERRORS[name]: t for name, t in self.loaded.items()})
-        self.by, self.errors, self.loaded = by, errors, {}
+            errors.load_state_dict({SAVED_ERRORS[name]: t for name, t in self.loaded.items()})
+        self.errors, self.loaded = errors, {}
         self.masks = [group.get(MASK) for group in self.optimizer.param_groups]
+        return made
 
     def _mask(self) -> Tensor | None:
         """The elements to be sent, as a bool buffer; None if no group has a mask."""
@@ -251,62 +273,59 @@ class OneBitStep(Stepper):
         }
         if not masks:
             return None
-        mine: dict[int, Tensor] = {}
-        for piece, param in self._params():
-            if param in masks:
-                mine[id(piece)] = masks[param]
-        full = self.fused.filled(lambda piece: mine.get(id(piece), torch.ones_like(piece.master)))
-        return full != 0
+        owners = dict(self.piece_params())
+        sent = self.layout.filled(lambda p: masks.get(owners[p], torch.ones_like(p.master)))
+        return sent != 0
 
-    def _params(self) -> Iterator[tuple[Piece, Any]]:
+    def piece_params(self) -> Iterator[tuple[Piece, Any]]:
         """Each piece with its parameter."""
         owners: Mapping[Any, Any] = self.optimizer.state.owners  # type: ignore[attr-defined]
-        return ((piece, owners[piece.master]) for piece in self.fused.pieces)
+        return ((piece, owners[piece.master]) for piece in self.layout.pieces)
 
     def newest_momenta(self, pieces: Sequence[Piece], factor: float) -> Tensor:
         """Make a buffer of all momenta, updated with this rank's gradients times `factor`."""
-        given = {id(piece): piece.gradient for piece in pieces}
+        given = {piece: piece.gradient for piece in pieces}
 
         def newest(piece: Piece) -> Tensor | None:
-            state, gradient = self.known(piece), given.get(id(piece))
+            state, gradient = self.state_of(piece), given.get(piece)
             if state is None:
                 return None
             beta = self.group_of(piece)["betas"][0]
             average: Tensor = state["exp_avg"] * beta
             return average if gradient is None else average.add_(gradient, alpha=(1 - beta) * factor)
 
-        return self.fused.filled(newest)
+        return self.layout.filled(newest)
 
-    def refuse_without_variance(self, pieces: Sequence[Piece]) -> None:
+    def check_variance(self, pieces: Sequence[Piece]) -> None:
         """Raise RuntimeError if a parameter has had no gradient before the variance was frozen."""
         late = [piece.name for piece in pieces if not self._updates(piece)]
         if late:
             raise RuntimeError(
-                f"{listed(late)}: no gradient has come while {type(self.optimizer).__name__} has learned the "
-                f"variance, which was frozen before step {self.steps + 1}. Without a variance its step size "
-                "is unknown. Train it from the beginning, or freeze the variance later"
+                f"{listed(late)} had no gradient before {self.name} froze the variance, which was before "
+                f"step {self.steps + 1}. Without a variance its step size is unknown. Train it from the "
+                f"beginning, or increase {self.warmup_option}"
             )
         self.warn_of_few_updates()
 
     def warn_of_few_updates(self) -> None:
         """Warn, once per parameter, of variances from few gradients, which can make steps far too long."""
-        counts = {piece.name: self._updates(piece) for piece in self.fused.pieces}
+        counts = {piece.name: self._updates(piece) for piece in self.layout.pieces}
         few = {name: count for name, count in counts.items() if 0 < count < FEW}
         new = sorted(few.keys() - self.warned, key=lambda name: (few[name], name))
         self.warned.update(few)
         if new and self.peers.place[0] == 0:
             log.warning(
-                "%s averages at one bit now, and some variances are of less than %d gradients: %s. Where "
-                "these happened to be small, steps are far too long. Go back to a checkpoint of before, and "
-                "give these parameters more steps with exact gradients",
-                type(self.optimizer).__name__,
+                "%s begins one-bit averages, and some variances are from less than %d gradients: %s. If "
+                "these gradients were small, steps become far too long. Load an earlier checkpoint, and "
+                "train these parameters for more steps with exact gradients",
+                self.name,
                 FEW,
-                listed([f"{name} (of {few[name]})" for name in new]),
+                listed([f"{name} (from {few[name]})" for name in new]),
             )
 
     def _updates(self, piece: Piece) -> int:
         """The number of gradients that a piece's variance has averaged."""
-        return int((self.known(piece) or {}).get("variance_step", 0))
+        return int((self.state_of(piece) or {}).get("variance_step", 0))
 
     # State ---------------------------------------------------------------------------------------
 
@@ -315,9 +334,15 @@ class OneBitStep(Stepper):
         group: Mapping[str, Any] = self.optimizer.param_groups[piece.group]
         return group
 
-    def known(self, piece: Piece) -> dict[str, Any] | None:
+    def state_of(self, piece: Piece) -> dict[str, Any] | None:
         """A piece's state, if it has any: a parameter that never had a gradient has none."""
         return self.optimizer.state.get(piece.master) or None
+
+    def parts_with_state(self, flat: Tensor) -> Iterator[tuple[Piece, dict[str, Any], Tensor]]:
+        """Each piece that has a state, with its state and its part of a buffer."""
+        for piece, part in self.layout.parts(flat):
+            if (state := self.state_of(piece)) is not None:
+                yield piece, state, part
 
     def held(self) -> list[Tensor]:
         """The compression errors."""
@@ -330,26 +355,27 @@ class OneBitStep(Stepper):
         """This rank's compression errors."""
         if self.errors is None:
             return dict(self.loaded)
-        told = self.errors.state_dict()
-        return {name: told[theirs] for name, theirs in OF_ERRORS.items()} if told["worker"].numel() else {}
+        errors = self.errors.state_dict()
+        return {name: errors[key] for name, key in SAVED_ERRORS.items()} if errors["worker"].numel() else {}
 
     def state_dict(self) -> dict[str, Any]:
         """The number of steps, and checks for `refuse_state` and `refuse_own`: equal on every rank."""
-        layout = self._layout()
-        return {"steps": self.steps, "errors_of": self.errors_of, "layout": layout, "learning": self.learning}
+        facts = {"layout": self._digest(), "learning": self.warmup_steps}
+        return {"steps": self.steps, "errors_of": self.errors_of, **facts}
 
-    def _layout(self) -> int:
+    def _digest(self) -> int:
         """A checksum of the buffer's layout and mask."""
-        mask, layout = self._mask(), self.fused.digest()
+        mask, layout = self._mask(), self.layout.digest()
         return layout if mask is None else zlib.crc32(mask.cpu().numpy().tobytes(), layout)
 
     def refuse_state(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError if the saved variance is frozen and this run would freeze it at another step."""
-        was = state.get("learning", self.learning)
-        if was != self.learning and state["steps"] >= was:
+        was = state.get("learning", self.warmup_steps)
+        if was != self.warmup_steps and state["steps"] >= was:
             raise ValueError(
-                f"{type(self.optimizer).__name__} has frozen its variance after {was} steps, before this was "
-                f"saved, and here it is to learn it for {self.learning}: that cannot be changed any more"
+                f"{self.name} had frozen its variance after {was} steps when this state was saved, and now "
+                f"{self.warmup_option} is {self.warmup_steps}. A frozen variance cannot be updated: set "
+                f"{self.warmup_option} to {was}"
             )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -358,15 +384,15 @@ class OneBitStep(Stepper):
 
     def refuse_own(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError if the saved errors have another layout or mask than this run's buffer."""
-        layout = self._layout()
-        if state.get("layout", layout) != layout:
+        digest = self._digest()
+        if state.get("layout", digest) != digest:
             raise ValueError(
-                "the errors of its averages at one bit are those of other parameters, of parameters in other "
-                f"groups, or under another {MASK} or per_tensor_scales: load_checkpoint with "
-                "drop_errors=True gives them up"
+                f"the saved compression errors of {self.name} belong to other parameters or parameter "
+                f"groups, or were made with another {MASK} or per_tensor_scales. Load the checkpoint with "
+                "drop_errors=True to drop them"
             )
 
     def load_own(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore the compression errors. Without tensors they are dropped."""
-        self.loaded = {name: tensors[name].clone() for name in OF_ERRORS if name in tensors}
-        self.by = self.errors = None
+        self.loaded = {name: tensors[name].clone() for name in SAVED_ERRORS if name in tensors}
+        self.all_reduce = self.errors = None

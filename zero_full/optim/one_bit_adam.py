@@ -1,10 +1,10 @@
 """1-bit Adam: after warm-up steps the variance is frozen, and only signs of the momentum are sent."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
-from zero_full.optim.adam_pieces import adam, averages_of, move, spread
+from zero_full.optim.adam_pieces import adam_step, denominator, moments_in, step_along_momentum
+from zero_full.optim.arguments import arguments_of
 from zero_full.optim.one_bit import OneBitOptimizer, OneBitStep
 from zero_full.optim.step import Peers, Piece, Stepper
 
@@ -49,24 +49,7 @@ class OneBitAdam(OneBitOptimizer):
         comm_backend_name: str | None = None,
         per_tensor_scales: bool = True,
     ) -> None:
-        options = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "eps_inside_sqrt": eps_inside_sqrt,
-            "weight_decay": weight_decay,
-        }
-        whole = {
-            "freeze_step": freeze_step,
-            "max_grad_norm": max_grad_norm,
-            "amsgrad": amsgrad,
-            "cuda_aware": cuda_aware,
-            "comm_backend_name": comm_backend_name,
-            "per_tensor_scales": per_tensor_scales,
-        }
-        super().__init__(params, options, whole)
-        self.steps_option("freeze_step")
+        super().__init__(params, arguments_of(locals()))
 
     def zero_full_stepper(self) -> Stepper:
         """The stepper of sharded parameters."""
@@ -76,31 +59,13 @@ class OneBitAdam(OneBitOptimizer):
 class OneBitAdamStep(OneBitStep):
     """Steps of AdamW with averaged gradients, then steps with an averaged momentum."""
 
-    def __init__(self, optimizer: OneBitAdam) -> None:
-        super().__init__(optimizer)
-        self.learning = optimizer.steps_option("freeze_step")
+    def _step_exactly(self, pieces: Sequence[Piece], factor: float, peers: Peers) -> None:
+        states = {p: moments_in(p, self.optimizer.state[p.master]) for p in pieces}
+        adam_step(pieces, states, self.optimizer.param_groups, factor)
 
-    def phases(self) -> dict[str, Callable[[], None]]:
-        """Warm-up steps and steps at one bit, for plans."""
-        return {
-            "the variance is learned": partial(setattr, self, "steps", 0),
-            "the momentum at one bit": partial(setattr, self, "steps", self.learning),
-        }
-
-    def step(self, pieces: Sequence[Piece], factor: float, peers: Peers) -> None:
-        """Update masters, state and copies."""
-        if self.averages:
-            states = {id(p): averages_of(p, self.optimizer.state[p.master]) for p in pieces}
-            adam(pieces, states, self.optimizer.param_groups, factor)
-        else:
-            self._along_the_average(pieces, factor)
-        self.steps += 1
-
-    def _along_the_average(self, pieces: Sequence[Piece], factor: float) -> None:
-        self.refuse_without_variance(pieces)
+    def _step_at_one_bit(self, pieces: Sequence[Piece], factor: float) -> None:
         mean = self.average(self.newest_momenta(pieces, factor), "momentum")
-        for piece, window in self.fused.windows(mean):
-            if (state := self.known(piece)) is not None:
-                state["exp_avg"].copy_(window).mul_(state["exp_avg_sq"] > 0)
-                state["step"] += 1
-                move(piece, state, group := self.group_of(piece), spread(state, group))
+        for piece, state, part in self.parts_with_state(mean):
+            state["exp_avg"].copy_(part).mul_(state["exp_avg_sq"] > 0)
+            state["step"] += 1
+            step_along_momentum(piece, state, group := self.group_of(piece), denominator(state, group))

@@ -9,18 +9,18 @@ part from step to step.
 """
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zero_full.optim.adam_pieces import put
-from zero_full.optim.arguments import BELOW_1, finite_number
+from zero_full.optim.adam_pieces import root_with_eps, write
+from zero_full.optim.arguments import BELOW_1, arguments_of, finite_number
 from zero_full.optim.lamb import Coefficients, LambStep, check_bounds
 from zero_full.optim.one_bit import OneBitOptimizer, OneBitStep
-from zero_full.optim.step import Peers, Piece, Stepper, take_copy
+from zero_full.optim.step import Peers, Piece, Stepper, adopt_copy
 
 FRESH = "exp_avg_sq_fresh"
 State = dict[str, Any]
@@ -50,6 +50,8 @@ class OneBitLamb(OneBitOptimizer, Coefficients):
     gradient were zero.
     """
 
+    group_options = (*OneBitOptimizer.group_options, "max_coeff", "min_coeff")
+
     def __init__(
         self,
         params: Any,
@@ -73,34 +75,15 @@ class OneBitLamb(OneBitOptimizer, Coefficients):
         factor_threshold: float = 0.1,
         per_tensor_scales: bool = True,
     ) -> None:
-        options = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "eps_inside_sqrt": eps_inside_sqrt,
-            "weight_decay": weight_decay,
-            "max_coeff": max_coeff,
-            "min_coeff": min_coeff,
-        }
-        whole = {
-            "freeze_step": freeze_step,
-            "max_grad_norm": max_grad_norm,
-            "amsgrad": amsgrad,
-            "cuda_aware": cuda_aware,
-            "comm_backend_name": comm_backend_name,
-            "coeff_beta": finite_number("coeff_beta", coeff_beta, most=BELOW_1),
-            "factor_max": finite_number("factor_max", factor_max),
-            "factor_min": finite_number("factor_min", factor_min),
-            "factor_threshold": finite_number("factor_threshold", factor_threshold),
-            "per_tensor_scales": per_tensor_scales,
-        }
-        if not 0 < whole["factor_min"] <= whole["factor_max"]:
+        coeff_beta = finite_number("coeff_beta", coeff_beta, most=BELOW_1)
+        factor_max = finite_number("factor_max", factor_max)
+        factor_min = finite_number("factor_min", factor_min)
+        factor_threshold = finite_number("factor_threshold", factor_threshold)
+        if not 0 < factor_min <= factor_max:
             raise ValueError(
-                f"factor_min must be above 0 and at most factor_max, {factor_max}, not {factor_min}"
+                f"factor_min must be above 0 and at most factor_max ({factor_max}), not {factor_min}"
             )
-        super().__init__(params, options, whole)
-        self.steps_option("freeze_step")
+        super().__init__(params, arguments_of(locals()))
 
     def checked(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return a group's options with checked types and ranges, or raise ValueError."""
@@ -121,92 +104,71 @@ class OneBitLambStep(OneBitStep):
     def __init__(self, optimizer: OneBitLamb) -> None:
         super().__init__(optimizer)
         self.lamb = LambStep(optimizer)
-        self.learning = optimizer.steps_option("freeze_step")
-
-    def phases(self) -> dict[str, Callable[[], None]]:
-        """Warm-up steps and steps at one bit, for plans."""
-        return {
-            "coefficients are learned": partial(setattr, self, "steps", 0),
-            "the momentum at one bit": partial(setattr, self, "steps", self.learning),
-        }
 
     def begin(self, pieces: Sequence[Piece]) -> None:
         """Check the options of all groups, which may have been edited, so that all ranks raise, or none."""
         super().begin(pieces)
-        self.lamb.take_bounds()
+        self.lamb.note_bounds()
 
-    def step(self, pieces: Sequence[Piece], factor: float, peers: Peers) -> None:
-        """Update masters, state and copies."""
-        if self.averages:
-            self.lamb.step(pieces, factor, peers)
-            self._learn(pieces)
-        else:
-            self.refuse_without_variance(pieces)
-            self._along_the_average(pieces, factor)
-        self.steps += 1
-
-    def _learn(self, pieces: Sequence[Piece]) -> None:
-        """Update the mean of each coefficient. A parameter with a norm of zero had none."""
+    def _step_exactly(self, pieces: Sequence[Piece], factor: float, peers: Peers) -> None:
+        """Step as LAMB does, and update the mean of each coefficient that the step had."""
+        self.lamb.step(pieces, factor, peers)
         beta, coeffs = self.optimizer.model_options["coeff_beta"], self.optimizer.lamb_coeffs
-        stepped = {id(piece) for piece in pieces}
-        for piece, param in self._params():
-            if id(piece) in stepped:
-                state = self.optimizer.state[piece.master]
-                state["variance_step"] = state.get("variance_step", 0) + 1
-                if coeffs[param] != 1:
-                    state["coeff_sum"] = beta * state.get("coeff_sum", 0.0) + (1 - beta) * coeffs[param]
-                    state["coeff_weight"] = beta * state.get("coeff_weight", 0.0) + 1 - beta
+        params = dict(self.piece_params())
+        for piece in pieces:
+            state, coeff = self.optimizer.state[piece.master], coeffs[params[piece]]
+            state["variance_step"] = state.get("variance_step", 0) + 1
+            if coeff != 1:  # a parameter with a norm of zero had none
+                state["coeff_sum"] = beta * state.get("coeff_sum", 0.0) + (1 - beta) * coeff
+                state["coeff_weight"] = beta * state.get("coeff_weight", 0.0) + 1 - beta
 
-    def _layout(self) -> int:
+    def _digest(self) -> int:
         """The checksum of the base class. With one scale for the model the buffer has other units."""
-        layout = super()._layout()
+        layout = super()._digest()
         return layout if self.optimizer.model_options["per_tensor_scales"] else zlib.crc32(b"sizes", layout)
 
     # At one bit ----------------------------------------------------------------------------------
 
-    def _along_the_average(self, pieces: Sequence[Piece], factor: float) -> None:
+    def _step_at_one_bit(self, pieces: Sequence[Piece], factor: float) -> None:
         """Step with the averaged momentum. See [Note: coefficients at one bit]."""
         sizes, momenta = self._sizes(), self.newest_momenta(pieces, factor)
-        for piece, window in self.fused.windows(momenta):
-            if id(piece) in sizes:
-                window.mul_(sizes[id(piece)])
+        for piece, part in self.layout.parts(momenta):
+            if piece in sizes:
+                part.mul_(sizes[piece])
         mean = self.average(momenta, "momentum")
-        for piece, window in self.fused.windows(mean):
-            if (state := self.known(piece)) is not None:
-                if id(piece) in sizes:
-                    window.div_(sizes[id(piece)])
-                    state["scaling_coeff"] = sizes[id(piece)]
-                _remember(state, self.group_of(piece), window)
-        self._move()
+        for piece, state, part in self.parts_with_state(mean):
+            if piece in sizes:
+                part.div_(sizes[piece])
+                state["scaling_coeff"] = sizes[piece]
+            _update_fresh_variance(state, self.group_of(piece), part)
+        self._step_by_coefficients()
 
-    def _sizes(self) -> dict[int, float]:
-        """Factors of the momenta in the buffer that make one sign scale fit all, by the pieces' ids."""
+    def _sizes(self) -> dict[Piece, float]:
+        """Factors of the momenta in the buffer that make one sign scale fit all of them."""
         if self.optimizer.model_options["per_tensor_scales"]:
             return {}
-        known = [(piece, state) for piece, state in self._known() if piece.master.numel()]
-        if all("scaling_coeff" in state for _, state in known):
-            return {id(piece): state["scaling_coeff"] for piece, state in known}
-        rows = [state["exp_avg"].float().square().mean().sqrt() for _, state in known]
+        stepped = self._stepped()
+        if all("scaling_coeff" in state for _, state in stepped):
+            return {piece: state["scaling_coeff"] for piece, state in stepped}
+        rows = [state["exp_avg"].float().square().mean().sqrt() for _, state in stepped]
         sizes = _read(torch.stack(rows)) if rows else []
         usual = sum(sizes) / max(len(sizes), 1)
-        pairs = zip(known, sizes, strict=True)
-        return {id(piece): usual / size if size > 0 else 1.0 for (piece, _), size in pairs}
+        pairs = zip(stepped, sizes, strict=True)
+        return {piece: usual / size if size > 0 else 1.0 for (piece, _), size in pairs}
 
-    def _move(self) -> None:
+    def _step_by_coefficients(self) -> None:
         """Update each parameter by its coefficient. The host reads the norms of all of them at once."""
-        known = [(piece, state) for piece, state in self._known() if piece.master.numel()]
-        for piece, _ in known:
-            take_copy(piece)
-        rows = [_about(piece, state, self.group_of(piece)) for piece, state in known]
+        stepped, params, coeffs = self._stepped(), dict(self.piece_params()), []
+        for piece, _ in stepped:
+            adopt_copy(piece)
+        rows = [_ratio_and_norms(piece, state, self.group_of(piece)) for piece, state in stepped]
         numbers = _read(torch.stack(rows)) if rows else []
-        params = {id(piece): param for piece, param in self._params()}
-        coeffs = []
-        for (piece, state), about in zip(known, numbers, strict=True):
+        for (piece, state), measured in zip(stepped, numbers, strict=True):
             group = self.group_of(piece)
-            coeff = self._coefficient(state, group, *about)
-            coeffs.append((params[id(piece)], coeff))
-            update = _along(piece, state, group) + group["weight_decay"] * piece.master.float()
-            put(piece, piece.master.float().add_(update, alpha=-coeff * _step_size(state, group)))
+            coeff = self._coefficient(state, group, *measured)
+            coeffs.append((params[piece], coeff))
+            update = _update_without_decay(state, group) + group["weight_decay"] * piece.master.float()
+            write(piece, piece.master.float().add_(update, alpha=-coeff * _step_size(state, group)))
         self.optimizer.ratios.append(partial(iter, coeffs))
 
     def _coefficient(
@@ -222,14 +184,13 @@ class OneBitLambStep(OneBitStep):
         learned = state["coeff_sum"] / state["coeff_weight"] if "coeff_sum" in state else 1.0
         return float(learned * factor)
 
-    def _known(self) -> Iterator[tuple[Piece, State]]:
-        """The pieces that have a state."""
-        for piece in self.fused.pieces:
-            if (state := self.known(piece)) is not None:
-                yield piece, state
+    def _stepped(self) -> list[tuple[Piece, State]]:
+        """The pieces with elements that have a state."""
+        pairs = ((piece, self.state_of(piece)) for piece in self.layout.pieces if piece.master.numel())
+        return [(piece, state) for piece, state in pairs if state is not None]
 
 
-def _remember(state: State, group: Mapping[str, Any], momentum: Tensor) -> None:
+def _update_fresh_variance(state: State, group: Mapping[str, Any], momentum: Tensor) -> None:
     """Store the averaged momentum, and update the fresh variance by the gradient that its change implies."""
     beta1, beta2 = group["betas"]
     momentum = momentum * (state["exp_avg_sq"] > 0)
@@ -244,24 +205,22 @@ def _remember(state: State, group: Mapping[str, Any], momentum: Tensor) -> None:
 
 
 def _root(variance: Tensor, group: Mapping[str, Any]) -> Tensor:
-    eps = group["eps"]
-    return (variance + eps).sqrt_() if group["eps_inside_sqrt"] else variance.sqrt().add_(eps)
+    return root_with_eps(variance.clone(), group)
 
 
-def _along(piece: Piece, state: State, group: Mapping[str, Any]) -> Tensor:
-    """The update without weight decay, in fp32."""
+def _update_without_decay(state: State, group: Mapping[str, Any]) -> Tensor:
     update: Tensor = state["exp_avg"] / _root(state["exp_avg_sq"], group)
     return update.float()
 
 
-def _about(piece: Piece, state: State, group: Mapping[str, Any]) -> Tensor:
+def _ratio_and_norms(piece: Piece, state: State, group: Mapping[str, Any]) -> Tensor:
     """The largest ratio of the variances' roots, and the update's norms without and with decay."""
     frozen, fresh = state["exp_avg_sq"], state[FRESH]
     if group["bias_correction"]:  # with the frozen variance's bias correction
         beta2, count = group["betas"][1], state["variance_step"]
         fresh = fresh * ((1 - beta2**count) / (1 - beta2 ** (count + state["frozen_step"])))
     ratios = (_root(frozen, group) / _root(fresh, group)).masked_fill_(frozen == 0, 0.0)
-    along = _along(piece, state, group)
+    along = _update_without_decay(state, group)
     update = along + group["weight_decay"] * piece.master.float()
     return torch.stack([ratios.max().double(), along.double().norm(), update.double().norm()])
 

@@ -24,7 +24,7 @@ from zero_full.optim.arguments import (
     flag,
     nearest,
 )
-from zero_full.optim.torch_schedules import checked_schedule, schedules_of_torch, try_out
+from zero_full.optim.torch_schedules import check_steppable, checked_arguments, schedules_of_torch
 
 Rates = float | list[float] | tuple[float, ...]  # one for all parameter groups, or one for each
 BETA2_OF_ONE_CYCLE = 0.99
@@ -37,36 +37,6 @@ def warmup_gain(it: int, steps: int, kind: str) -> float:
     if it >= steps:
         return 1.0
     return math.log(it + 1) / math.log(steps) if kind == "log" else it / steps
-
-
-def linear_decay(it: int, start: int, total: int) -> float:
-    """A linear decay from 1 at iteration `start` to 0 at `total`."""
-    return max(0.0, (total - it) / max(1.0, total - start))
-
-
-def cosine_decay(it: int, start: int, total: int, floor: float) -> float:
-    """A half cosine from 1 just before iteration `start` to `floor` just before `total`; then `floor`."""
-    progress = min(1.0, (it - start + 1) / max(1, total - start))
-    return max(0.0, floor + (1 - floor) * (1 + math.cos(math.pi * progress)) / 2)
-
-
-def range_test_gain(it: int, size: int, rate: float, staircase: bool) -> float:
-    """A gain of 1 at the start that grows by `rate` every `size` iterations, evenly or in stairs."""
-    intervals = (it + 1) / size
-    return 1 + rate * (math.floor(intervals) if staircase else intervals)
-
-
-def triangle(it: int, first: int, second: int, stairs: tuple[int, int]) -> float:
-    """The position in a cycle between its lower end, 0, and its upper end, 1.
-
-    `stairs`: the number of stairs of the rising and of the falling half; 0: that half is a line.
-    """
-    position = (it + 1) % (first + second)
-    rising = position <= first
-    done, size, count = (
-        (position, first, stairs[0]) if rising else (first + second - position, second, stairs[1])
-    )
-    return math.floor(done * count / size) / count if count else done / size
 
 
 class Schedule:
@@ -104,8 +74,8 @@ class Schedule:
         """Continue from a saved `state_dict`, and write the learning rates at once."""
         if "last_batch_iteration" not in state:
             raise ValueError(
-                f"the saved state of a {type(self).__name__} has a last_batch_iteration, this one has "
-                f"{', '.join(state) or 'nothing'}: load it into the kind of schedule that saved it"
+                f"the state of a {type(self).__name__} must have last_batch_iteration, and this one has "
+                f"{', '.join(state) or 'nothing'}. Load it into a schedule of the class that saved it"
             )
         self.last_batch_iteration = at_least("last_batch_iteration", state["last_batch_iteration"], -1)
         self._write()
@@ -114,8 +84,8 @@ class Schedule:
         groups, rates = self.optimizer.param_groups, self.get_lr()
         if len(groups) != len(rates):
             raise ValueError(
-                f"{type(self).__name__} was made for {len(rates)} parameter groups and the optimizer has "
-                f"{len(groups)}: make the schedule after the last add_param_group"
+                f"{type(self).__name__} was made for {len(rates)} parameter groups, and the optimizer has "
+                f"{len(groups)}. Make the schedule after the last add_param_group"
             )
         for group, rate in zip(groups, rates, strict=True):
             if isinstance(group["lr"], Tensor):
@@ -144,8 +114,9 @@ class LRRangeTest(Schedule):
         super().__init__(optimizer, last_batch_iteration)
 
     def lr_at(self, it: int) -> list[float]:
-        """The lower end of each group times a growing factor."""
-        gain = range_test_gain(it, self.size, self.rate, self.staircase)
+        """The lower end of each group times a factor that grows by `rate` every `size` iterations."""
+        intervals = (it + 1) / self.size
+        gain = 1 + self.rate * (math.floor(intervals) if self.staircase else intervals)
         return [low * gain for low in self.min_lrs]
 
 
@@ -199,7 +170,7 @@ class WarmupDecayLR(WarmupLR):
         """The position between the ends: up to 1, then down to 0."""
         if it < self.warmup_steps:
             return super().gain(it)
-        return linear_decay(it, self.warmup_steps, self.total_steps)
+        return max(0.0, (self.total_steps - it) / max(1.0, self.total_steps - self.warmup_steps))
 
 
 class WarmupCosineLR(Schedule):
@@ -226,13 +197,15 @@ class WarmupCosineLR(Schedule):
         super().__init__(optimizer, last_batch_iteration)
 
     def ratio(self, it: int) -> float:
-        """The factor on each group's own rate."""
+        """The factor on each group's own rate. The cosine begins with the warm-up's last iteration."""
         if it < 0:
             return 0.0
-        if it >= self.warmup_steps:
-            return cosine_decay(it, self.warmup_steps, self.total_steps, self.cos_min_ratio)
-        gain = warmup_gain(it, self.warmup_steps, self.warmup_type)
-        return self.warmup_min_ratio + (1 - self.warmup_min_ratio) * gain
+        start, floor = self.warmup_steps, self.cos_min_ratio
+        if it < start:
+            gain = warmup_gain(it, start, self.warmup_type)
+            return self.warmup_min_ratio + (1 - self.warmup_min_ratio) * gain
+        progress = min(1.0, (it - start + 1) / max(1, self.total_steps - start))
+        return max(0.0, floor + (1 - floor) * (1 + math.cos(math.pi * progress)) / 2)
 
     def get_lr_ratio(self) -> float:
         """The present `ratio`, under DeepSpeed's name."""
@@ -272,10 +245,8 @@ class OneCycle(Schedule):
         self.first = at_least("cycle_first_step_size", self.cycle_first_step_size, 1)
         self.second = self.first if second is None else at_least("cycle_second_step_size", second, 0)
         first_stairs = at_least("cycle_first_stair_count", self.cycle_first_stair_count, 0)
-        self.stairs = (
-            first_stairs,
-            first_stairs if stairs is None else at_least("cycle_second_stair_count", stairs, 0),
-        )
+        second_stairs = first_stairs if stairs is None else at_least("cycle_second_stair_count", stairs, 0)
+        self.stairs = first_stairs, second_stairs
         self.decay_every = at_least("decay_step_size", self.decay_step_size, 0)
         self.decay_lr_rate = float(finite_number("decay_lr_rate", self.decay_lr_rate))
         self.decay_mom_rate = float(finite_number("decay_mom_rate", self.decay_mom_rate))
@@ -284,8 +255,8 @@ class OneCycle(Schedule):
         self.cycle_momentum = flag("cycle_momentum", self.cycle_momentum)
         if self.cycle_momentum and not all("betas" in group for group in self.optimizer.param_groups):
             warnings.warn(
-                f"OneCycle moves the learning rate only: {type(self.optimizer).__name__} has no betas; "
-                "say so with cycle_momentum: false",
+                f"OneCycle changes the learning rate only: {type(self.optimizer).__name__} has no betas. "
+                "Set cycle_momentum to false",
                 stacklevel=3,
             )
             self.cycle_momentum = False
@@ -294,7 +265,7 @@ class OneCycle(Schedule):
     def lr_at(self, it: int) -> list[float]:
         """The learning rates: the cycle, then the lower end divided by a growing factor."""
         if it < self.first + self.second:
-            height = triangle(it, self.first, self.second, self.stairs)
+            height = self._height(it)
             return [low + (high - low) * height for low, high in self.lrs]
         return [low / self._decay(it, self.decay_lr_rate) for low, _ in self.lrs]
 
@@ -303,7 +274,7 @@ class OneCycle(Schedule):
         if it < 0:
             return [low for low, _ in self.moms]
         if it < self.first + self.second:
-            height = triangle(it, self.first, self.second, self.stairs)
+            height = self._height(it)
             return [high - (high - low) * height for low, high in self.moms]
         return [high * self._decay(it, self.decay_mom_rate) for _, high in self.moms]
 
@@ -311,6 +282,14 @@ class OneCycle(Schedule):
         """The present betas of each group, or None if they do not change; DeepSpeed's name."""
         moms = self.mom_at(self.last_batch_iteration)
         return [(mom, BETA2_OF_ONE_CYCLE) for mom in moms] if self.cycle_momentum else None
+
+    def _height(self, it: int) -> float:
+        """The position in the cycle between its lower end, 0, and its upper end, 1."""
+        position = (it + 1) % (self.first + self.second)
+        rising = position <= self.first
+        done, size = (position, self.first) if rising else (self.first + self.second - position, self.second)
+        stairs = self.stairs[0 if rising else 1]
+        return math.floor(done * stairs / size) / stairs if stairs else done / size
 
     def _decay(self, it: int, rate: float) -> float:
         since = it - (self.first + self.second) + 1
@@ -325,8 +304,9 @@ class OneCycle(Schedule):
         for group, betas in zip(self.optimizer.param_groups, self.get_mom() or (), strict=False):
             if betas[0] > BELOW_1:
                 raise ValueError(
-                    f"decay_mom_rate {self.decay_mom_rate} lets beta1 grow to {betas[0]:g} at iteration "
-                    f"{self.last_batch_iteration}, and from 1 on no average fades: use a smaller one, or 0"
+                    f"decay_mom_rate {self.decay_mom_rate} makes beta1 grow to {betas[0]:g} at iteration "
+                    f"{self.last_batch_iteration}. From 1 on the momentum ignores new gradients. "
+                    "Use a smaller decay_mom_rate, or 0"
                 )
             group["betas"] = betas
 
@@ -346,8 +326,8 @@ def build_scheduler(type: str, params: Mapping[str, Any], optimizer: Optimizer) 
         raise ValueError(f"scheduler.type: no schedule is named {type!r}{hint}")
     check_signature("scheduler.params", known[type], params)
     if type not in OURS:
-        params = checked_schedule(known[type], params)
-        try_out(known[type], params, optimizer)
+        params = checked_arguments(known[type], params)
+        check_steppable(known[type], params, optimizer)
     return known[type](optimizer, **params)
 
 

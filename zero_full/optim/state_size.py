@@ -15,7 +15,7 @@ from zero_full.precision.dtypes import Dtypes
 SHAPE = torch.Size((2, 4))  # of the parameter of the trial step: a matrix, as Muon wants one
 
 
-def bytes_kept(base: Optimizer, group: int, master: torch.dtype, dtypes: Dtypes) -> int | None:
+def state_bytes(base: Optimizer, group: int, master: torch.dtype, dtypes: Dtypes) -> int | None:
     """Bytes of state per element for this group and dtype of masters. None: unknown.
 
     A copy of the optimizer takes a step on a few zeros. Only classes of torch and zero_full are tried: a
@@ -32,14 +32,16 @@ def bytes_kept(base: Optimizer, group: int, master: torch.dtype, dtypes: Dtypes)
     return sum(v.nbytes for v in state.values() if isinstance(v, Tensor) and v.dim()) // SHAPE.numel()
 
 
-def takes_parts(base: Optimizer) -> bool:
+def can_step_in_parts(base: Optimizer) -> bool:
     """Whether the optimizer can step a part of its parameters at a time."""
-    twin = _twin_of(base)
     try:
-        stepper: Stepper = own_stepper(twin, twin.step) or TorchStep(twin, twin.step)
+        return _stepper_of(_twin_of(base)).takes_parts
     except TypeError:  # raised again when the run is assembled
         return False
-    return stepper.takes_parts
+
+
+def _stepper_of(twin: Optimizer) -> Stepper:
+    return own_stepper(twin, twin.step) or TorchStep(twin, twin.step)
 
 
 def _twin_of(base: Optimizer) -> Optimizer:
@@ -57,7 +59,7 @@ def _state_after_a_step(twin: Optimizer, group: int, master: torch.dtype) -> dic
     piece = Piece("", SHAPE, (0, SHAPE.numel()), group, zeros, torch.zeros_like(zeros))
     state: dict[str, Any] = twin.state[zeros]
     piece.state = state
-    stepper: Stepper = own_stepper(twin, twin.step) or TorchStep(twin, twin.step)
+    stepper = _stepper_of(twin)
     stepper.begin([piece])
     stepper.step([piece], 1.0, Peers())
     stepper.end()

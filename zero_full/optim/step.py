@@ -1,12 +1,9 @@
 """Update rules on sharded parameters: a stepper updates the pieces that this rank owns.
 
-[Note: steppers] A step of training is one `begin`, one `step` for each part of the pieces, and one `end`, so
-a counter in `begin` counts each step once. A piece is a range of a parameter's elements, in one dimension.
-Where parameters are not sharded it is the whole parameter, in its own shape.
-
-A rule that needs more than its own pieces calls the `Peers`. Every rank must call them equally often, even a
-rank that owns no piece. `add_up` sums over all elements of a parameter, as for a norm. `by_whole` gathers
-whole parameters: each on one rank, which computes on it, and scatters the result.
+[Note: steppers] `begin` is called once per training step, so a counter there counts each step once. A rule
+that needs more than its own pieces calls the `Peers`. Every rank must call them equally often, even a rank
+that owns no piece. `add_up` sums over all elements of a parameter, as for a norm. `by_whole` gathers whole
+parameters: each on one rank, which computes on it, and scatters the result.
 
 An optimizer provides its own stepper by a method `zero_full_stepper` that returns one.
 
@@ -167,7 +164,7 @@ class Peers:
         `tensors`: ranges of the buffer, in order, each with its own scale. None: one scale for the buffer.
         `mask`: bool, False where an element stays zero and is not sent.
         """
-        raise NotImplementedError("there are no ranks to average with")
+        raise NotImplementedError("a compressed average needs an engine, which knows the ranks")
 
 
 class Stepper:
@@ -309,7 +306,7 @@ class TorchStep(Stepper):
     def __init__(self, optimizer: Optimizer, own_step: Callable[[], Any]) -> None:
         self.optimizer, self.own_step = optimizer, own_step
         # Noted once, and not in each step: an interrupted step may have left pieces in the groups.
-        self.shown = [group["params"] for group in optimizer.param_groups]
+        self.params = [group["params"] for group in optimizer.param_groups]
 
     @property
     def takes_parts(self) -> bool:
@@ -345,7 +342,7 @@ class TorchStep(Stepper):
 
     def end(self) -> None:
         """Put the parameters back into the groups."""
-        for group, params in zip(self.optimizer.param_groups, self.shown, strict=True):
+        for group, params in zip(self.optimizer.param_groups, self.params, strict=True):
             group["params"] = params
 
 
@@ -354,22 +351,13 @@ def steps_as_its_class(optimizer: Optimizer, step: Any) -> bool:
     return getattr(step, "__func__", None) is type(optimizer).step or is_wrapped_by_schedule(step)
 
 
-def alike(pieces: Sequence[Piece]) -> Collection[list[Piece]]:
+def by_kind(pieces: Sequence[Piece]) -> Collection[list[Piece]]:
     """Split the pieces into lists for one call of an operator each: one group, one device, equal dtypes."""
     together: dict[Any, list[Piece]] = {}
     for piece in pieces:
         master, gradient, copy = piece.master, piece.gradient, piece.copy
-        kind = (
-            piece.group,
-            master.device,
-            master.dtype,
-            None if gradient is None else gradient.dtype,
-            None if copy is None else copy.dtype,
-        )
-        if kind in together:
-            together[kind].append(piece)
-        else:
-            together[kind] = [piece]
+        dtypes = tuple(None if tensor is None else tensor.dtype for tensor in (gradient, copy))
+        together.setdefault((piece.group, master.device, master.dtype, *dtypes), []).append(piece)
     return together.values()
 
 
@@ -389,7 +377,7 @@ def moments_of(pieces: Sequence[Piece], dtype: torch.dtype) -> list[dict[str, Te
     return states
 
 
-def take_copy(piece: Piece) -> None:
+def adopt_copy(piece: Piece) -> None:
     """Update the master with values that the user's code wrote to its copy."""
     if piece.copy is not None:
         piece.master.copy_(reference.unless_written(piece.master, piece.copy))
@@ -398,8 +386,8 @@ def take_copy(piece: Piece) -> None:
 def operators_for(pieces: Sequence[Piece]) -> Any:
     """The compiled operators if they take these pieces, else the reference, which takes any."""
     given = [t for piece in pieces for t in (piece.master, piece.gradient) if t is not None]
-    fine = (torch.float32, torch.bfloat16, torch.float16)
-    takes = all(t.dtype in fine for t in given) and all(
+    supported = (torch.float32, torch.bfloat16, torch.float16)
+    takes = all(t.dtype in supported for t in given) and all(
         piece.master.dtype != torch.float16 and piece.master.is_contiguous() for piece in pieces
     )
     return operators(given[0].device) if given and takes else reference
@@ -410,15 +398,14 @@ def step_alone(optimizer: Any, closure: Callable[[], float] | None) -> float | N
     """Step an optimizer by its stepper without an engine: its parameters are whole on this rank."""
     loss = loss_of(closure)
     groups = optimizer.param_groups
-    listed = [
-        (number, p) for number, group in enumerate(groups) for p in group["params"] if p.grad is not None
-    ]
-    for p in (p for _, p in listed if p.grad.layout != torch.strided):
+    used = [(number, p) for number, group in enumerate(groups) for p in group["params"] if p.grad is not None]
+    for p in (p for _, p in used if p.grad.layout != torch.strided):
         kind = type(optimizer).__name__
-        raise RuntimeError(f"{kind} takes no sparse gradients, as a parameter of {tuple(p.shape)} has one")
+        raise RuntimeError(
+            f"{kind} needs dense gradients, and a parameter of shape {tuple(p.shape)} has a sparse one"
+        )
     whole = [
-        Piece("", p.shape, (0, p.numel()), number, p, p.grad, state=optimizer.state[p])
-        for number, p in listed
+        Piece("", p.shape, (0, p.numel()), number, p, p.grad, state=optimizer.state[p]) for number, p in used
     ]
     stepper: Stepper = optimizer.zero_full_stepper()
     stepper.begin(whole)

@@ -15,26 +15,20 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 
-from zero_full.optim.arguments import BELOW_1, LARGEST, as_call, finite_number, flag
+from zero_full.optim.arguments import BELOW_1, LARGEST, as_call, classes_in, finite_number, flag
 
 NUMBERS = ("gamma", "step_size", "T_max", "T_0")  # without a default that would show their type
 PER_GROUP = ("base_lr", "max_lr", "base_momentum", "max_momentum")  # numbers, or lists of them
-HAVE_SCHEDULES_INSIDE = ("ChainedScheduler", "SequentialLR")  # made for another optimizer than the dummy
+COMPOSITE = ("ChainedScheduler", "SequentialLR")  # their schedules are of another optimizer than the dummy
 
 
 def schedules_of_torch() -> dict[str, Any]:
     """The classes of torch's schedules, by name."""
-    found = {name: getattr(lr_scheduler, name) for name in dir(lr_scheduler)}
-    return {
-        name: each
-        for name, each in found.items()
-        if inspect.isclass(each)
-        and issubclass(each, lr_scheduler.LRScheduler)
-        and not name.endswith("LRScheduler")
-    }
+    found = classes_in(lr_scheduler, lr_scheduler.LRScheduler)
+    return {name: each for name, each in found.items() if not name.endswith("LRScheduler")}
 
 
-def checked_schedule(kind: Any, params: Mapping[str, Any]) -> dict[str, Any]:
+def checked_arguments(kind: Any, params: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments with checked types, or raise ValueError."""
     checked, declared = dict(params), inspect.signature(kind).parameters
     for name, value in params.items():
@@ -49,18 +43,18 @@ def checked_schedule(kind: Any, params: Mapping[str, Any]) -> dict[str, Any]:
     return checked
 
 
-def try_out(kind: Any, params: Mapping[str, Any], optimizer: Optimizer) -> None:
+def check_steppable(kind: Any, params: Mapping[str, Any], optimizer: Optimizer) -> None:
     """Raise ValueError if a schedule with these arguments cannot be stepped."""
-    if kind.__name__ in HAVE_SCHEDULES_INSIDE:
+    if kind.__name__ in COMPOSITE:
         return
-    stand_in = _StandIn(optimizer)
+    dummy = _DummyOptimizer(optimizer)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            made = kind(stand_in, **params)
-            stand_in.step()
+            made = kind(dummy, **params)
+            dummy.step()
             made.step()  # once: some schedules raise after their last step
-        rates = [float(group["lr"]) for group in stand_in.param_groups]
+        rates = [float(group["lr"]) for group in dummy.param_groups]
         if not all(map(math.isfinite, rates)):
             raise ValueError(f"the learning rate becomes {rates[0]}")
     except Exception as error:  # of any kind: it comes from these arguments
@@ -70,7 +64,7 @@ def try_out(kind: Any, params: Mapping[str, Any], optimizer: Optimizer) -> None:
         ) from error
 
 
-class _StandIn(Optimizer):
+class _DummyOptimizer(Optimizer):
     """A dummy optimizer with the options of another one's groups."""
 
     def __init__(self, other: Optimizer) -> None:

@@ -3,33 +3,43 @@
 [Note: three kinds of steps] Until `var_freeze_step` parameters are equal on all ranks. When the variance is
 due, gradients are averaged exactly and update both moments of Adam. In other steps gradients are
 averaged at one bit and update the momentum only. After `var_freeze_step` the variance is frozen, so a step is
-linear in the momentum. Each rank takes local steps by its own gradient and sums them (`walk`). At growing
+linear in the momentum. Each rank takes local steps by its own gradient and sums them (`moved`). At growing
 intervals the ranks synchronize: they return to the parameters of the last synchronization (`anchor`), average
-their walks at one bit, step by the average, and derive a common momentum from it.
+their sums at one bit, step by the average, and derive a common momentum from it.
 
-A walk sums momenta times learning rates, before the division by the denominator of Adam, which is equal on
-all ranks. Walk and anchor exist during local steps. Synchronized ranks have equal bits.
+The sum is of momenta times learning rates, before the division by the denominator of Adam, which is equal on
+all ranks. Sum and anchor exist during local steps. Synchronized ranks have equal bits.
 
-[Note: a walk at any rate] Ranks send the walk over the sum of its learning rates, which is a mean of momenta,
-times the steps of a whole interval: a sum of momenta. So compression errors of a large rate, or of a long
-walk, do not become a huge momentum when the rate is small, or when `meet` ends a walk early. If the rate was
-zero, each rank sends its momentum, so that all ranks have the same one after the synchronization.
+[Note: local steps at any rate] Ranks send the sum over that of its learning rates, which is a mean of
+momenta, times the steps of a whole interval: a sum of momenta. So compression errors of a large rate, or of a
+long interval, do not become a huge momentum when the rate is small, or when `meet` ends an interval early. If
+the rate was zero, each rank sends its momentum, so that all ranks have the same one afterwards.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from zero_full.optim.adam_pieces import averages_of, correction, learn, move, put, rate, spread
-from zero_full.optim.local_steps import Interval, Walk
+from zero_full.optim.adam_pieces import (
+    denominator,
+    moments_in,
+    root_with_eps,
+    step_along_momentum,
+    step_size,
+    update_moments,
+    variance_correction,
+    write,
+)
+from zero_full.optim.arguments import arguments_of
 from zero_full.optim.one_bit import NEW_RUN, OneBitOptimizer, OneBitStep
-from zero_full.optim.shared_variance import SharedVariance
-from zero_full.optim.step import Peers, Piece, Stepper, take_copy
+from zero_full.optim.sharded_variance import ShardedVariance
+from zero_full.optim.step import Peers, Piece, Stepper, adopt_copy
 
-WALK, PARAMETERS, MOMENTUM, VARIANCE = "walk", "parameters", "exp_avg", "exp_avg_sq"
-ROOTS = "roots"
+# Keys of state entries and of tensors in checkpoints.
+MOVED, PARAMETERS, MOMENTUM, VARIANCE, ROOTS = "walk", "parameters", "exp_avg", "exp_avg_sq", "roots"
 
 
 class ZeroOneAdam(OneBitOptimizer):
@@ -62,6 +72,9 @@ class ZeroOneAdam(OneBitOptimizer):
     clips by its own norm; a resumed run begins its intervals anew.
     """
 
+    zero_full_stages = (0, 1)
+    step_options = ("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper")
+
     def __init__(
         self,
         params: Any,
@@ -82,34 +95,40 @@ class ZeroOneAdam(OneBitOptimizer):
         comm_backend_name: str | None = None,
         per_tensor_scales: bool = True,
     ) -> None:
-        options = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "eps_inside_sqrt": eps_inside_sqrt,
-            "weight_decay": weight_decay,
-        }
-        whole = {
-            "var_freeze_step": var_freeze_step,
-            "var_update_scaler": var_update_scaler,
-            "local_step_scaler": local_step_scaler,
-            "local_step_clipper": local_step_clipper,
-            "max_grad_norm": max_grad_norm,
-            "amsgrad": amsgrad,
-            "cuda_aware": cuda_aware,
-            "comm_backend_name": comm_backend_name,
-            "per_tensor_scales": per_tensor_scales,
-        }
-        super().__init__(params, options, whole)
-        for name in ("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper"):
-            self.steps_option(name)
-
-    zero_full_stages = (0, 1)
+        super().__init__(params, arguments_of(locals()))
 
     def zero_full_stepper(self) -> Stepper:
         """The stepper of sharded parameters."""
         return ZeroOneAdamStep(self)
+
+
+class Interval:
+    """The number of steps between two events. It doubles after every `patience` counts, up to `longest`."""
+
+    def __init__(self, patience: int, longest: float = float("inf")) -> None:
+        self.patience, self.longest = patience, longest
+        self.length, self.counted = 1, 0
+
+    def is_due(self, step: int) -> bool:
+        """Whether the event falls on this step."""
+        return step % self.length == 0
+
+    def count(self) -> None:
+        """Count an event, and double the interval if it is time."""
+        self.counted += 1
+        if self.counted >= self.patience:
+            self.counted = 0
+            self.length = int(min(2 * self.length, self.longest))
+
+
+@dataclass(eq=False)
+class LocalMovement:
+    """A rank's movement since the last synchronization."""
+
+    anchor: Tensor  # parameters of the last synchronization
+    moved: Tensor  # sum of momenta times learning rates
+    rates: list[float]  # sums of the learning rates, by piece; equal on all ranks
+    kept: list[float]  # products of the factors of weight decay, by piece; equal on all ranks
 
 
 class ZeroOneAdamStep(OneBitStep):
@@ -117,200 +136,199 @@ class ZeroOneAdamStep(OneBitStep):
 
     def __init__(self, optimizer: ZeroOneAdam) -> None:
         super().__init__(optimizer)
-        self.learning = optimizer.steps_option("var_freeze_step")
-        self.exact = Interval(optimizer.steps_option("var_update_scaler"))
-        longest = optimizer.steps_option("local_step_clipper")
-        self.meeting = Interval(optimizer.steps_option("local_step_scaler"), longest)
+        options = optimizer.model_options
+        self.variance_interval = Interval(options["var_update_scaler"])
+        self.sync_interval = Interval(options["local_step_scaler"], options["local_step_clipper"])
         self.frozen = False  # whether a local step was taken
-        self.walk: Walk | None = None  # during local steps
-        self.numbers: list[Any] = []  # `rates` and `kept` of a walk that is being loaded
+        self.movement: LocalMovement | None = None  # between two synchronizations
+        self.numbers: list[Any] = []  # `rates` and `kept` of local steps that are being loaded
         self.shrunk = 1.0  # factor of a loaded interval, and of errors, by a smaller `local_step_clipper`
-        self.shares = optimizer.shares_variance
-        self.shared: SharedVariance | None = None
+        self.shards_variance = optimizer.shards_variance
+        self.sharded: ShardedVariance | None = None
 
     def attach(self, pieces: Sequence[Piece], peers: Peers) -> None:
         """Lay out the buffer and, at stage 1, this rank's shard of the variance."""
         super().attach(pieces, peers)
-        if self.shares and pieces:
-            self.shared = SharedVariance(self.fused, peers)
+        if self.shards_variance and pieces:
+            self.sharded = ShardedVariance(self.layout, peers)
 
     def closed_to_newcomers(self) -> str:
         """The reason of the base class; at stage 1 also one from the first step on."""
         reason = super().closed_to_newcomers()
-        if not reason and self.shared is not None and any(map(self.known, self.fused.pieces)):
-            reason = f"at stage 1 each rank keeps a part of the others' variance. {NEW_RUN}"
+        if not reason and self.sharded is not None and any(map(self.state_of, self.layout.pieces)):
+            reason = f"at stage 1 the variance is sharded, and has no place for the parameter. {NEW_RUN}"
         return reason
 
     @property
-    def steps_alone(self) -> bool:
+    def steps_locally(self) -> bool:
         """Whether the next step is a local one, by this rank's own gradient."""
-        return self.frozen or self.steps >= self.learning
+        return self.frozen or self.steps >= self.warmup_steps
 
     @property
     def averages(self) -> bool:
         """True if the variance is due in the next step."""
-        return not self.steps_alone and self.exact.is_due(self.steps + 1)
+        return not self.steps_locally and self.variance_interval.is_due(self.steps + 1)
 
     @property
     def is_apart(self) -> bool:
         """True between two synchronizations: each rank has its own parameters."""
-        return self.walk is not None
+        return self.movement is not None
 
     def phases(self) -> dict[str, Callable[[], None]]:
         """The kinds of steps that these intervals allow, for plans."""
-        found: dict[str, Callable[[], None]] = {"exact gradients": partial(self._pretend, 1, False, 0)}
-        if self.learning > self.exact.patience:
-            found["gradients at one bit"] = partial(self._pretend, 2, False, 0)
-        if self.meeting.longest > 1:
-            found["each rank alone"] = partial(self._pretend, 2, True, 0)
-        return found | {"a meeting": partial(self._pretend, 2, True, 1)}
+        found: dict[str, Callable[[], None]] = {"exact gradients": partial(self._go_to, 1, False, 0)}
+        if self.warmup_steps > self.variance_interval.patience:
+            found["gradients at one bit"] = partial(self._go_to, 2, False, 0)
+        if self.sync_interval.longest > 1:
+            found["local step"] = partial(self._go_to, 2, True, 0)
+        return found | {"synchronization": partial(self._go_to, 2, True, 1)}
 
-    def _pretend(self, interval: int, frozen: bool, steps: int) -> None:
-        self.exact.length = self.meeting.length = interval
+    def _go_to(self, interval: int, frozen: bool, steps: int) -> None:
+        self.variance_interval.length = self.sync_interval.length = interval
         self.frozen, self.steps = frozen, steps
 
     def step(self, pieces: Sequence[Piece], factor: float, peers: Peers) -> None:
         """Update masters, state and copies."""
-        if self.steps_alone:
-            self.refuse_without_variance(pieces)
-            self._alone(pieces, factor)
+        if self.steps_locally:
+            self.check_variance(pieces)
+            self._step_locally(pieces, factor)
             self.frozen = True
-            self.meeting.count()
+            self.sync_interval.count()
         elif self.averages:
-            self._learn(pieces, factor)
-            self.exact.count()
+            self._step_exactly(pieces, factor, peers)
+            self.variance_interval.count()
         else:
-            self._at_one_bit(pieces, factor)
+            self.warn_of_few_updates()
+            self._step_at_one_bit(pieces, factor)
         self.steps += 1
 
-    def _learn(self, pieces: Sequence[Piece], factor: float) -> None:
-        given = {id(piece): piece.gradient.float() * factor for piece in pieces if piece.gradient is not None}
+    def _step_exactly(self, pieces: Sequence[Piece], factor: float, peers: Peers) -> None:
+        given = {p: p.gradient.float() * factor for p in pieces if p.gradient is not None}
         for piece in pieces:
-            learn(self._state_of(piece), self.group_of(piece), given[id(piece)])
-        if self.shared is not None:
-            self.shared.learn(
-                lambda piece: given.get(id(piece)), lambda piece: self.group_of(piece)["betas"][1]
-            )
-            self.shared.tell(self._correction)
+            update_moments(self._moments_of(piece), self.group_of(piece), given[piece])
+        if self.sharded is not None:
+            self.sharded.update(given.get, lambda piece: self.group_of(piece)["betas"][1])
+            self.sharded.gather_roots(self._correction)
         for piece in pieces:
-            self._move(piece, self._state_of(piece))
+            self._step_piece(piece, self._moments_of(piece))
 
-    def _state_of(self, piece: Piece) -> dict[str, Any]:
-        kept = (MOMENTUM, VARIANCE) if self.shared is None else (MOMENTUM,)
-        return averages_of(piece, self.optimizer.state[piece.master], kept)
+    def _moments_of(self, piece: Piece) -> dict[str, Any]:
+        kept = (MOMENTUM, VARIANCE) if self.sharded is None else (MOMENTUM,)
+        return moments_in(piece, self.optimizer.state[piece.master], kept)
 
     def _correction(self, piece: Piece) -> float:
         """The bias correction of a piece's variance; 1 if it has none yet."""
-        state = self.known(piece)
-        learned = state is not None and state["variance_step"]
-        return correction(state, self.group_of(piece)) if state is not None and learned else 1.0
+        state = self.state_of(piece) or {}
+        return variance_correction(state, self.group_of(piece)) if state.get("variance_step") else 1.0
 
-    def _spread(self, piece: Piece, state: Mapping[str, Any]) -> Tensor:
+    def _denominator(self, piece: Piece, state: Mapping[str, Any]) -> Tensor:
         group = self.group_of(piece)
-        if self.shared is None:
-            return spread(state, group)
-        root, eps = self.shared.root(piece), group["eps"]
-        return root.square_().add_(eps).sqrt_() if group["eps_inside_sqrt"] else root.add_(eps)
+        if self.sharded is None:
+            return denominator(state, group)
+        root = self.sharded.root(piece)
+        return root_with_eps(root.square_(), group) if group["eps_inside_sqrt"] else root.add_(group["eps"])
 
-    def _moves(self, piece: Piece, state: Mapping[str, Any]) -> Tensor:
+    def _has_variance(self, piece: Piece, state: Mapping[str, Any]) -> Tensor:
         """Elements that have had a gradient, as a bool tensor: one bit cannot encode a zero momentum."""
-        moves: Tensor = (state[VARIANCE] if self.shared is None else self.shared.root(piece)) > 0
-        return moves
+        variance: Tensor = state[VARIANCE] if self.sharded is None else self.sharded.root(piece)
+        return variance > 0
 
-    def _move(self, piece: Piece, state: Mapping[str, Any]) -> None:
-        move(piece, state, self.group_of(piece), self._spread(piece, state))
+    def _step_piece(self, piece: Piece, state: Mapping[str, Any]) -> None:
+        step_along_momentum(piece, state, self.group_of(piece), self._denominator(piece, state))
 
-    def _at_one_bit(self, pieces: Sequence[Piece], factor: float) -> None:
-        self.warn_of_few_updates()
-        given = {id(piece): piece.gradient for piece in pieces}
+    def _step_at_one_bit(self, pieces: Sequence[Piece], factor: float) -> None:
+        given = {piece: piece.gradient for piece in pieces}
 
         def gradient_of(piece: Piece) -> Tensor | None:
-            gradient = given.get(id(piece))
+            gradient = given.get(piece)
             return None if gradient is None else gradient.float() * factor
 
-        mean = self.average(self.fused.filled(gradient_of), "gradients")
-        for piece, window in self.fused.windows(mean):
-            if id(piece) in given or self.known(piece) is not None:
-                state = self._state_of(piece)
-                gradient = window.mul_(self._moves(piece, state))
+        mean = self.average(self.layout.filled(gradient_of), "gradients")
+        for piece, part in self.layout.parts(mean):
+            if piece in given or self.state_of(piece) is not None:
+                state = self._moments_of(piece)
+                gradient = part.mul_(self._has_variance(piece, state))
                 state[MOMENTUM].lerp_(gradient, 1 - self.group_of(piece)["betas"][0])
                 state["step"] += 1
                 if state["variance_step"]:
-                    self._move(piece, state)
+                    self._step_piece(piece, state)
 
     # Local steps ---------------------------------------------------------------------------------
 
-    def _alone(self, pieces: Sequence[Piece], factor: float) -> None:
+    def _step_locally(self, pieces: Sequence[Piece], factor: float) -> None:
         """Take a local step by this rank's own gradient. The last one of an interval synchronizes instead."""
         for piece in pieces:
-            take_copy(piece)
+            adopt_copy(piece)
         momenta = self.newest_momenta(pieces, factor)
-        walk, is_last = self.walk or self._new_walk(), self.meeting.is_due(self.steps + 1)
-        walked = walk.walked.clone() if is_last else walk.walked  # if the average fails, nothing has changed
-        rates, kept = list(walk.rates), list(walk.kept)
+        movement, is_last = self.movement or self._new_movement(), self.sync_interval.is_due(self.steps + 1)
+        moved = (
+            movement.moved.clone() if is_last else movement.moved
+        )  # if the average fails, nothing has changed
+        rates, kept = list(movement.rates), list(movement.kept)
         for place, ((piece, momentum), (_, target)) in enumerate(
-            zip(self.fused.windows(momenta), self.fused.windows(walked), strict=True)
+            zip(self.layout.parts(momenta), self.layout.parts(moved), strict=True)
         ):
-            if (state := self.known(piece)) is not None:
+            if (state := self.state_of(piece)) is not None:
                 group = self.group_of(piece)
-                now = rate(state, group, more=1)
-                target.add_(momentum, alpha=now)
-                rates[place] += now
+                rate = step_size(state, group, more=1)
+                target.add_(momentum, alpha=rate)
+                rates[place] += rate
                 kept[place] *= 1 - float(group["lr"]) * group["weight_decay"]
-        following = Walk(walk.anchor, walked, rates, kept)
+        following = LocalMovement(movement.anchor, moved, rates, kept)
         if is_last:
-            self._meet(following, momenta)
+            self._synchronize(following, momenta)
         else:
-            self.walk = following
-        for piece, momentum in self.fused.windows(momenta):
-            if (state := self.known(piece)) is not None:
-                state["step"] += 1
-                if not is_last:
-                    state["exp_avg"].copy_(momentum)
-                    self._move(piece, state)
+            self.movement = following
+        for piece, state, momentum in self.parts_with_state(momenta):
+            state["step"] += 1
+            if not is_last:
+                state["exp_avg"].copy_(momentum)
+                self._step_piece(piece, state)
 
-    def _new_walk(self) -> Walk:
-        count = len(self.fused.pieces)
-        anchor = self.fused.filled(lambda piece: piece.master)
-        return Walk(anchor, self.fused.new(), [0.0] * count, [1.0] * count)
+    def _new_movement(self) -> LocalMovement:
+        count = len(self.layout.pieces)
+        anchor = self.layout.filled(lambda piece: piece.master)
+        return LocalMovement(anchor, self.layout.zeros(), [0.0] * count, [1.0] * count)
 
-    def _meet(self, walk: Walk, momenta: Tensor) -> None:
-        """Synchronize: average the walks. `momenta`: this rank's newest. See [Note: a walk at any rate]."""
-        steps = self.meeting.length
-        rates = [total / steps for total in walk.rates]
-        walked = walk.walked.clone()
-        both = zip(self.fused.windows(walked), self.fused.windows(momenta), rates, strict=True)
-        for (_, window), (_, momentum), mean_rate in both:
+    def _synchronize(self, movement: LocalMovement, momenta: Tensor) -> None:
+        """Average the local steps. `momenta`: this rank's newest. See [Note: local steps at any rate]."""
+        steps = self.sync_interval.length
+        rates = [total / steps for total in movement.rates]
+        moved = movement.moved.clone()
+        both = zip(self.layout.parts(moved), self.layout.parts(momenta), rates, strict=True)
+        for (_, part), (_, momentum), mean_rate in both:
             if mean_rate:
-                window.div_(mean_rate)
+                part.div_(mean_rate)
             else:  # no rank has moved, and the momenta differ
-                window.copy_(momentum).mul_(steps)
-        mean = self.average(walked, "walks")
-        together = zip(self.fused.windows(mean), self.fused.windows(walk.anchor), strict=True)
-        for place, ((piece, window), (_, value)) in enumerate(together):
-            if (state := self.known(piece)) is not None:
-                window.mul_(self._moves(piece, state))
-                put(piece, value * walk.kept[place] - window * rates[place] / self._spread(piece, state))
-                state["exp_avg"].copy_(window).div_(steps)
-        self.walk = None
+                part.copy_(momentum).mul_(steps)
+        mean = self.average(moved, "walks")  # the name of these errors in checkpoints
+        together = zip(self.layout.parts(mean), self.layout.parts(movement.anchor), strict=True)
+        for place, ((piece, part), (_, value)) in enumerate(together):
+            if (state := self.state_of(piece)) is not None:
+                part.mul_(self._has_variance(piece, state))
+                write(
+                    piece,
+                    value * movement.kept[place] - part * rates[place] / self._denominator(piece, state),
+                )
+                state["exp_avg"].copy_(part).div_(steps)
+        self.movement = None
 
     def meet(self) -> None:
         """Synchronize now, before the end of the interval. Every rank must call this."""
-        if self.walk is not None:
-            self._meet(self.walk, self._momenta())
+        if self.movement is not None:
+            self._synchronize(self.movement, self._momenta())
 
     def _momenta(self) -> Tensor:
-        return self.fused.filled(lambda piece: (self.known(piece) or {}).get(MOMENTUM))
+        return self.layout.filled(lambda piece: (self.state_of(piece) or {}).get(MOMENTUM))
 
     # State ---------------------------------------------------------------------------------------
 
     def common(self, piece: Piece) -> Tensor:
         """The piece, as of the last synchronization if ranks have taken local steps since."""
-        place = self.fused.place.get(id(piece))
-        if self.walk is None or place is None:
+        bounds = self.layout.range_of.get(piece)
+        if self.movement is None or bounds is None:
             return piece.master
-        start, stop = self.fused.ranges[place]
-        return self.walk.anchor[start:stop].view(piece.master.shape)
+        return self.movement.anchor[slice(*bounds)].view(piece.master.shape)
 
     @property
     def own_entries(self) -> frozenset[str]:
@@ -318,72 +336,75 @@ class ZeroOneAdamStep(OneBitStep):
         return frozenset((MOMENTUM,)) if self.is_apart else frozenset()
 
     def held(self) -> list[Tensor]:
-        """The compression errors, the shard and roots of the variance, walk and anchor."""
-        variance = [] if self.shared is None else [self.shared.values, self.shared.roots]
-        return super().held() + variance + ([] if self.walk is None else [self.walk.anchor, self.walk.walked])
+        """The compression errors, the shard and roots of the variance, and the buffers of local steps."""
+        variance = [] if self.sharded is None else [self.sharded.values, self.sharded.roots]
+        return (
+            super().held()
+            + variance
+            + ([] if self.movement is None else [self.movement.anchor, self.movement.moved])
+        )
 
     @property
     def cut_entries(self) -> frozenset[str]:
         """The variance, at stage 1, where it is sharded."""
-        return frozenset() if self.shared is None else frozenset((VARIANCE,))
+        return frozenset() if self.sharded is None else frozenset((VARIANCE,))
 
     def cut_state(self) -> Iterator[tuple[Piece, str, int, Tensor]]:
         """This rank's shard of the variance."""
-        for piece, start, values in [] if self.shared is None else self.shared.parts():
-            if self.known(piece) is not None:
+        for piece, start, values in [] if self.sharded is None else self.sharded.shards():
+            if self.state_of(piece) is not None:
                 yield piece, VARIANCE, start, values
 
     def cut_tensors(self) -> dict[str, Tensor]:
         """This rank's shard of the variance, and the roots of all of it."""
-        return {} if self.shared is None else {VARIANCE: self.shared.values, ROOTS: self.shared.roots}
+        return {} if self.sharded is None else {VARIANCE: self.sharded.values, ROOTS: self.sharded.roots}
 
     def own_tensors(self) -> dict[str, Tensor]:
-        """This rank's compression errors and, during local steps, its walk, parameters and momentum."""
+        """This rank's compression errors and, during local steps, its movement, parameters and momentum."""
         own = super().own_tensors()
-        if self.walk is None:
+        if self.movement is None:
             return own
-        masters = self.fused.filled(lambda piece: piece.master)
-        return own | {WALK: self.walk.walked, PARAMETERS: masters, MOMENTUM: self._momenta()}
+        masters = self.layout.filled(lambda piece: piece.master)
+        return own | {MOVED: self.movement.moved, PARAMETERS: masters, MOMENTUM: self._momenta()}
 
     def state_dict(self) -> dict[str, Any]:
-        """The steps, the intervals and the numbers of the walk: equal on every rank."""
-        intervals = [[each.length, each.counted] for each in (self.exact, self.meeting)]
-        walk = self.walk
-        numbers = [] if walk is None else [walk.rates, walk.kept]
+        """The steps, the intervals and the numbers of local steps: equal on every rank."""
+        intervals = [[each.length, each.counted] for each in (self.variance_interval, self.sync_interval)]
+        numbers = [] if self.movement is None else [self.movement.rates, self.movement.kept]
         return {**super().state_dict(), "intervals": intervals, "frozen": self.frozen, "walk": numbers}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved `state_dict`. `load_own` follows."""
         super().load_state_dict(state)
-        for interval, (length, counted) in zip((self.exact, self.meeting), state["intervals"], strict=True):
+        intervals = self.variance_interval, self.sync_interval
+        for interval, (length, counted) in zip(intervals, state["intervals"], strict=True):
             interval.length, interval.counted = int(min(length, interval.longest)), counted
-            self.shrunk = interval.length / length  # of the last one: `meeting`
+            self.shrunk = interval.length / length  # of the last one, `sync_interval`
         self.frozen, self.numbers = state["frozen"], state["walk"]
 
     def load_own(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore errors, walk, parameters and momentum. Without tensors they are dropped."""
+        """Restore errors, movement, parameters and momentum. Without tensors they are dropped."""
         super().load_own(tensors)
         for tensor in self._loaded():
             tensor.mul_(self.shrunk)
-        self.walk = None
-        if self.shared is not None:
-            self._load_variance(self.shared, tensors)
-        if WALK not in tensors:
+        self.movement = None
+        if self.sharded is not None:
+            self._load_variance(self.sharded, tensors)
+        if MOVED not in tensors:
             return
-        self.walk = Walk(self._new_walk().anchor, tensors[WALK].clone(), *self.numbers)
-        for name in (PARAMETERS, MOMENTUM):
-            for piece, window in self.fused.windows(tensors[name]):
-                state = self.known(piece)
-                if name == PARAMETERS:
-                    piece.master.copy_(window)
-                elif state is not None:
-                    state[MOMENTUM].copy_(window)
+        self.movement = LocalMovement(
+            self._new_movement().anchor, tensors[MOVED].clone(), *map(list, self.numbers)
+        )
+        for piece, part in self.layout.parts(tensors[PARAMETERS]):
+            piece.master.copy_(part)
+        for _, state, part in self.parts_with_state(tensors[MOMENTUM]):
+            state[MOMENTUM].copy_(part)
 
-    def _load_variance(self, shared: SharedVariance, tensors: Mapping[str, Tensor]) -> None:
+    def _load_variance(self, sharded: ShardedVariance, tensors: Mapping[str, Tensor]) -> None:
         if VARIANCE in tensors:
-            shared.values.copy_(tensors[VARIANCE])
-            shared.roots.copy_(tensors[ROOTS])
+            sharded.values.copy_(tensors[VARIANCE])
+            sharded.roots.copy_(tensors[ROOTS])
             return
-        states = {id(piece): self.known(piece) or {} for piece in self.fused.pieces}
-        whole = {place: state.pop(VARIANCE) for place, state in states.items() if VARIANCE in state}
-        shared.absorb(whole, self._correction)
+        states = {piece: self.state_of(piece) or {} for piece in self.layout.pieces}
+        whole = {piece: state.pop(VARIANCE) for piece, state in states.items() if VARIANCE in state}
+        sharded.load(whole, self._correction)

@@ -29,11 +29,13 @@ class Dtypes:
     def __post_init__(self) -> None:
         """Raise TypeError for a dtype that is not floating-point, ValueError for a seed without effect."""
         if self.rounding_seed is not None and not self.low_master:
-            raise ValueError("rounding_seed without low_master: masters in fp32 are not rounded")
+            raise ValueError("rounding_seed needs low_master=True: masters in fp32 are not rounded")
         for name in ("parameter", "reduce", "accumulate", "buffer"):
             dtype = getattr(self, name)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-                raise TypeError(f"{name} must be a floating-point type such as torch.bfloat16, not {dtype!r}")
+                raise TypeError(
+                    f"{name} must be a floating-point dtype such as torch.bfloat16, not {dtype!r}"
+                )
 
     def of(self, model: torch.dtype) -> torch.dtype:
         """The dtype during training of a parameter whose dtype in the model is `model`."""

@@ -17,7 +17,7 @@ class StaticScale:
 
     def __init__(self, scale: float = 1.0) -> None:
         if not scale > 0:
-            raise ValueError(f"fp16.loss_scale must be positive, or 0 for a dynamic scale; got {scale}")
+            raise ValueError(f"fp16.loss_scale must be positive, or 0 for a dynamic scale, not {scale}")
         self.scale = float(scale)
 
     @property
@@ -40,8 +40,9 @@ class StaticScale:
         """Continue from a `state_dict`; ValueError if it is of the other kind of scale."""
         if state.keys() != vars(self).keys():
             raise ValueError(
-                "the saved loss scale is of another kind (static or dynamic) than the one configured: "
-                f"it has {sorted(state)}, this one {sorted(vars(self))}. Make fp16.loss_scale agree"
+                f"the saved loss scale has {', '.join(sorted(state))}, and the configured one "
+                f"{', '.join(sorted(vars(self)))}: one is static, the other dynamic. Set fp16.loss_scale as "
+                "in the saved run"
             )
         vars(self).update(state)
 
@@ -75,24 +76,18 @@ class DynamicScale(StaticScale):
     def update(self, overflow: bool) -> None:
         """Change the scale after a step. Its gradients must have been unscaled before."""
         if overflow:
-            self._shrink()
+            if self.lives > 1:
+                self.lives -= 1
+            elif self.scale <= self.minimum:
+                raise ScaleExhaustedError(f"gradients overflow at the smallest loss scale, {self.minimum:g}")
+            else:
+                self.scale = max(self.scale / 2, self.minimum)
+            self.last_overflow = self.steps
         else:
-            self._grow()
+            good = self.steps - self.last_overflow - 1  # steps without overflow before this one
+            is_due = good > 0 and good % self.window == 0
+            if is_due or self.consecutive_hysteresis:
+                self.lives = self.hysteresis
+            if is_due:
+                self.scale *= 2
         self.steps += 1
-
-    def _shrink(self) -> None:
-        if self.lives > 1:
-            self.lives -= 1
-        elif self.scale <= self.minimum:
-            raise ScaleExhaustedError(f"gradients overflow at the smallest loss scale, {self.minimum:g}")
-        else:
-            self.scale = max(self.scale / 2, self.minimum)
-        self.last_overflow = self.steps
-
-    def _grow(self) -> None:
-        good = self.steps - self.last_overflow - 1  # steps without overflow before this one
-        due = good > 0 and good % self.window == 0
-        if due or self.consecutive_hysteresis:
-            self.lives = self.hysteresis
-        if due:
-            self.scale *= 2

@@ -10,7 +10,7 @@ from zero_full.kernels.files import PAGE
 from zero_full.offload import BlockTier
 from zero_full.offload.spill_file import whole_pages
 from zero_full.optim.fused_adam import is_plain_adam
-from zero_full.optim.state_size import bytes_kept, takes_parts
+from zero_full.optim.state_size import can_step_in_parts, state_bytes
 from zero_full.shard.deal.dealer import Dealer, Draft, Drafts
 
 
@@ -78,7 +78,7 @@ class Sizes:
         for fragment in draft.layout.fragments(self.dealer.rank_of(draft)):
             kind = self.dealer.group_of[draft.named[fragment.index][1]], master
             if kind not in self.known:
-                self.known[kind] = bytes_kept(self.base, *kind, self.dtypes)
+                self.known[kind] = state_bytes(self.base, *kind, self.dtypes)
             total += (self.known[kind] or 0) * fragment.numel
         return total
 
@@ -139,7 +139,7 @@ class Sizes:
     def buffers(self, away: Sequence[Draft], blocks: Sequence[int]) -> int:
         """Return the bytes of two parts of the state: see [Note: two buffers] in `nvme_state.py`."""
         limit = self.settings.part_numel
-        if limit is None or not takes_parts(self.base):
+        if limit is None or not can_step_in_parts(self.base):
             return sum(blocks)
         largest = max((draft.layout.shard for draft in away), default=1)
         part = max(blocks, default=0) * max(1, limit // largest)

@@ -56,7 +56,7 @@ def served(base: Optimizer, settings: Settings, topology: Topology) -> Settings:
     ):
         if applies:
             raise ValueError(f"{name} cannot step here: {reason}")
-    base.shares_variance = settings.stage == 1
+    base.shards_variance = settings.stage == 1
     return WholeState(**{each.name: getattr(settings, each.name) for each in fields(settings)})
 
 
