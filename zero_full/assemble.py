@@ -38,8 +38,8 @@ from zero_full.settings import Settings
 from zero_full.shard.access.gathered_parameters import guard
 from zero_full.shard.deal.dealer import Dealer, Drafts, place_the_rest
 from zero_full.shard.deal.host_memory import host_memory
-from zero_full.shard.deal.offload_warnings import tell_of_parameters, tell_of_share
-from zero_full.shard.deal.one_bit_support import refuse_other_backend, served
+from zero_full.shard.deal.offload_warnings import warn_of_parameters, warn_of_share
+from zero_full.shard.deal.one_bit_support import check_backend, one_bit_settings
 from zero_full.shard.group.process_groups import Connection, connect
 from zero_full.shard.passes.backward import Accumulation
 from zero_full.shard.step.optimizer import ZeroOptimizer
@@ -175,14 +175,14 @@ def assemble(
 ) -> ZeroOptimizer:
     """Open process groups, shard the parameters, and create the optimizer. Every rank must call this."""
     deferred, base = prepared.deferred, prepared.base
-    settings = served(base, prepared.settings, topology)
+    settings = one_bit_settings(base, prepared.settings, topology)
     device = deferred.device
     separate = settings.overlap or device.type != "cpu"  # accelerators queue all work, always
     connection = Connection(device, Traffic(), separate, settings.check_timeout_s, settings.shared_memory)
     groups = connect(topology, settings, connection)
     if groups.dense.shard.size > 1 or (groups.expert is not None and groups.expert.shard.size > 1):
         check_elementwise(base, settings.allow_untested)
-    refuse_other_backend(base, groups, device)
+    check_backend(base, groups, device)
     if topology.model is not None and hasattr(base, "zero_full_stepper"):
         _check_not_split(model, base, topology)
     deferred.refuse_strangers(base.param_groups)
@@ -195,8 +195,8 @@ def assemble(
     settings = dealer.settings = replace(settings, tier=_opened(base, dealer, drafts, device))
     parts = dealer.deal(drafts)
     if this_rank() == 0:
-        tell_of_share(drafts, settings)
-        tell_of_parameters(parts, settings)
+        warn_of_share(drafts, settings)
+        warn_of_parameters(parts, settings)
     if deferred.parameters:
         attempt(partial(deferred.fill, parts.fill), topology)
         deferred.share(parts.fill)

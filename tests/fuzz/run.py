@@ -245,6 +245,8 @@ def _collect(case: Case, engine: Any, shown: Shown) -> None:
         if master is not None:
             shown.masters[name] = master
             here = sorted(mine[p]) if p in mine else []
-            entries = {e for each in engine.optimizer.groups.dense.everyones(here, "entries") for e in each}
+            entries = {
+                e for each in engine.optimizer.groups.dense.gather_objects(here, "entries") for e in each
+            }
             got = {e: zero_full.safe_get_full_optimizer_state(p, e) for e in sorted(entries) if e in ENTRIES}
             shown.state[name] = {entry: value for entry, value in got.items() if value is not None}

@@ -12,11 +12,11 @@ import zero_full
 from tests.hostile.event import EVENTS, Event, always, at_stage_3, event, weight_of
 
 WEIGHT = "layers.2.weight"
-MOVED = r"layers\.\d\.\w+ was given other values while it was sharded|layers\.\d\.\w+ is sharded"
+MOVED = r"layers\.\d\.\w+ was assigned a tensor while it was sharded|layers\.\d\.\w+ is sharded"
 # The last is torch's own, if the model is called by itself: the inputs are not converted.
-CONVERTED = r"layers\.\d\.\w+ was \w+ of shape|layers\.\d\.\w+ was given other values|same dtype, but got"
+CONVERTED = r"layers\.\d\.\w+ was \w+ of shape|layers\.\d\.\w+ was assigned a tensor|same dtype, but got"
 NEW_OR_NONE = r"came into the model after initialize|reached no parameter"
-UNGATHERED = r"layers\.0\.weight is sharded, so it has no values here, and layers\.0 \(Linear\) uses it"
+UNGATHERED = r"layers\.0\.weight is sharded and has no values here, but layers\.0 \(Linear\) uses it"
 NEW = r"layers\.\d\.weight.* came into the model after initialize"
 
 # Values of parameters ----------------------------------------------------------------------------

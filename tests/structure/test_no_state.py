@@ -24,7 +24,7 @@ FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.parent.name != "
 STATE = {
     "comm.communicator._alive": "for a forked child, which must let go of all groups; keeps nobody alive",
     "shard.group.registry._owners": "by parameter, of which each belongs to one rank; keeps nobody alive",
-    "shard.group.recorded.opened": "by tensor, of which each belongs to one rank; keeps nobody alive",
+    "shard.group.registry.opened": "by tensor, of which each belongs to one rank; keeps nobody alive",
     "shard.access.gathered_parameters._is_guarded": "each thread has its own",
     "construct.recorder.here": "each thread has its own",
     "construct.generators._torchs_generator": "a lock for torch's generator, of which a process has one",
@@ -38,7 +38,7 @@ CACHES = {  # of what depends on the arguments alone
     "construct.recorded._recorded_kind": "by class",
     "construct.recorded._nothing": "one number by dtype, which nobody writes",
     "construct.recorded._shown": "windows into that number, by dtype and shape",
-    "shard.group.parameters.nothing": "one number by dtype and device: a parameter that shows it is released",
+    "shard.group.parameters.placeholder_scalar": "one number by dtype and device, behind released parameters",
     "shard.group.released._released": "by class",
     "fit.grammar.families": "of a file of the package, which nobody writes",
     "kernels.toolchain._answer": "what a compiler of this machine says of itself",

@@ -116,7 +116,9 @@ def everything(engine: zero_full.Engine) -> dict[str, Any]:
             continue
         found[name] = zero_full.safe_get_full_fp32_param(param)
         keys = [k for p, s in engine.optimizer.state.items() if p is param for k in s]
-        known = sorted({k for each in engine.optimizer.groups.dense.everyones(keys, "keys") for k in each})
+        known = sorted(
+            {k for each in engine.optimizer.groups.dense.gather_objects(keys, "keys") for k in each}
+        )
         for key in known:
             found[f"{key} of {name}"] = zero_full.safe_get_full_optimizer_state(param, key)
     whole = engine.module_state_dict()

@@ -128,7 +128,7 @@ def served(comm: Any) -> tuple[Tensor, str]:
 def test_without_an_optimizer_the_model_serves() -> None:
     for loss, said in POOL.run(served, 2):
         torch.testing.assert_close(loss, Net()(data(0, 0, 0)).detach())
-        assert "keep it as long as the model is used" in said
+        assert "as long as the model is used" in said
 
 
 # Mistakes ----------------------------------------------------------------------------------------

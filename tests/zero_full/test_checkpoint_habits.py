@@ -243,7 +243,7 @@ def test_moments_at_which_nothing_is_saved_or_loaded(tmp_path: Path) -> None:
     engine.save_checkpoint(tmp_path, tag="fine")
     engine.offload_states()
     for call in (engine.save_checkpoint, engine.load_checkpoint):
-        assert "states are offloaded: call engine.reload_states() first" in said_by(partial(call, tmp_path))
+        assert "engine.reload_states()" in said_by(partial(call, tmp_path))
     engine.reload_states()
     engine.destroy()
     for call in (engine.save_checkpoint, engine.load_checkpoint):

@@ -25,7 +25,7 @@ NUMBERS: dict[str, dict[str, Any]] = {
     "own optimizer": {"optimizer": None},
 }
 NAME = r"layers\.2\.weight"
-UNSCALED = "with a loss scale nobody knows whether it is scaled: use zero_full.safe_set_full_grad"
+UNSCALED = "which takes an unscaled gradient"
 
 
 def start(stage: int, numbers: str, **keys: Any) -> Any:

@@ -202,7 +202,7 @@ def test_offloaded_states_come_back_bit_for_bit(stage: int, include: list[str] |
 
 def test_an_unknown_kind_is_refused() -> None:
     engine, _, _, _ = zero_full.initialize(model=nn.Linear(2, 2), config=config(0))
-    with pytest.raises(ValueError, match="cannot offload colours: known are optim_states"):
+    with pytest.raises(ValueError, match=r"colours.*optim_states"):
         engine.offload_states(["colours"])
     engine.destroy()
 

@@ -38,7 +38,7 @@ def frozen_elsewhere(comm: Any) -> list[str]:
 
 def test_frozen_weights_that_a_load_would_leave_alone_are_an_error() -> None:
     for part, other in POOL.run(frozen_elsewhere, 2):
-        assert "ValueError: layers.0." in part and "owns elements (0, 208), the saved part has" in part
+        assert "ValueError: layers.0." in part and "owns elements (0, 208)" in part
         assert "ValueError" in other and "has parameters/layers.7.weight, which the model lacks" in other
 
 
@@ -102,7 +102,7 @@ def test_nothing_is_stepped_or_read_while_states_are_offloaded() -> None:
         if step:
             engine.offload_states(include=["optim_states"])
             for act in (optimizer.step, lambda: optimizer.state[model.layers[0].weight]):
-                assert "call engine.reload_states() first" in said_by(act)
+                assert "engine.reload_states()" in said_by(act)
             engine.reload_states()
         optimizer.step()
         optimizer.zero_grad()

@@ -212,14 +212,14 @@ def test_a_variance_in_parts_is_read_whole_and_its_run_says_its_stage(
     for stage, ranks in by_stage.items():
         for found in ranks:
             assert found["before"] is found["unused"] is None and found["stage"] == stage
-            assert "keeps no 'exp_avg_cubed'" in found["unknown"]
+            assert "has no state 'exp_avg_cubed'" in found["unknown"]
             for name in ("tall", "large", "scalar"):
                 assert torch.equal(found[name], by_stage[0][0][name]) and found[name].any(), name
         assert main(["inspect", str(tmp_path / str(stage))]) == 0
         assert f" stage {stage} " in " ".join(capsys.readouterr().out.split())
     for found in by_stage[1]:
         for call in ("local", "set"):
-            assert "exp_avg_sq of parts.large: ZeroOneAdam has cut it over the ranks by itself" in found[call]
+            assert "exp_avg_sq of parts.large is sharded by ZeroOneAdam" in found[call]
 
 
 def of_another_stage(comm: Any) -> str:
@@ -235,7 +235,7 @@ def of_another_stage(comm: Any) -> str:
 
 def test_a_state_dict_of_stage_1_is_refused_at_stage_0() -> None:
     for said in POOL.run(of_another_stage, 2):
-        assert "this was saved at stage 1, of whose variance each rank has a part" in said
+        assert "saved at stage 1" in said and "variance" in said
 
 
 # In the middle of an interval --------------------------------------------------------------------

@@ -17,7 +17,7 @@ from tests.zero_full.runs import assert_same
 from tests.zero_full.stage3_runs import Block, Tower, assert_stage_3_is_stage_2, one_step, seeded, stage3
 from tests.zero_full.test_stage3_modules import LoRA
 from zero_full.shard.access.gathered_parameters import guard, names_and_values
-from zero_full.shard.group.parameters import is_released, nothing
+from zero_full.shard.group.parameters import is_released, placeholder_scalar
 
 
 def engine_of(make: Callable[[], nn.Module] = Tower) -> zero_full.Engine:
@@ -66,7 +66,7 @@ def looks_at_released(comm: Any) -> None:
             assert is_released(got) and isinstance(got, nn.Parameter)
             assert torch.zeros_like(got).eq(0).all() and got.new_ones(3).sum() == 3
             for use in USES:
-                with pytest.raises(RuntimeError, match=f"{name} is sharded, so it has no values here"):
+                with pytest.raises(RuntimeError, match=f"{name} is sharded and has no values"):
                     use(got)
         one_step(engine, step, comm.rank)
 
@@ -218,7 +218,7 @@ def test_parameters_can_be_gathered_inside_forward() -> None:
 
 def test_while_a_rank_saves_another_one_that_is_a_thread_is_still_guarded() -> None:
     released, saved = nn.Linear(2, 2), nn.Linear(2, 2)
-    released.weight.data = nothing(torch.float32, torch.device("cpu")).expand(2, 2)
+    released.weight.data = placeholder_scalar(torch.float32, torch.device("cpu")).expand(2, 2)
     guard(released)
     inside, done = threading.Event(), threading.Event()
     saved.register_state_dict_pre_hook(lambda *_: (inside.set(), done.wait(60)))
@@ -226,7 +226,7 @@ def test_while_a_rank_saves_another_one_that_is_a_thread_is_still_guarded() -> N
     other.start()
     assert inside.wait(60)
     try:
-        with pytest.raises(RuntimeError, match="weight is or are sharded"):
+        with pytest.raises(RuntimeError, match="weight is sharded"):
             released.state_dict()
     finally:
         done.set()

@@ -146,7 +146,7 @@ def taken_over_released(comm: Any) -> None:
     engine.destroy()
     with pytest.raises(RuntimeError, match="GatheredParameters"):
         model.state_dict()
-    with pytest.raises(ValueError, match=r"was released by an engine that is gone.*destroy\(gather=True\)"):
+    with pytest.raises(ValueError, match=r"was released by an engine.*destroy\(gather=True\)"):
         zero_full.initialize(model=model, config=stage3())
 
 

@@ -288,7 +288,7 @@ def refused_by_initialize(comm: Any, stage: int, zero: dict[str, Any], names: tu
             None,
             "the configuration cannot be used:\n  zero_optimization.mics_shard",
         ),
-        (0, {}, ("replicate", "shard"), "stage 0 shards nothing: use stage 1, 2 or 3, or drop `shard`"),
+        (0, {}, ("replicate", "shard"), "stage 0 shards nothing"),
         (1, {"mics_shard_size": 2}, ("replicate", "shard"), "mics_shard_size needs a topology without"),
     ],
 )
@@ -337,7 +337,7 @@ def test_neighbours_in_one_piece_of_memory_are_not_in_the_same() -> None:
 
 
 def test_parameters_that_are_not_floating_point_are_refused_by_name() -> None:
-    with pytest.raises(TypeError, match=r"first is torch.complex64: only floating-point"):
+    with pytest.raises(TypeError, match=r"first is torch.complex64"):
         zero_full.initialize(model=Views(4, torch.complex64), config=config(1))
 
 

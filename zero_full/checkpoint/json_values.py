@@ -20,7 +20,7 @@ from torch.nn import Parameter
 from zero_full.checkpoint.files import CODES
 from zero_full.errors import CheckpointError
 from zero_full.shard.group.checksum import digest
-from zero_full.shard.group.released import Absent
+from zero_full.shard.group.released import ReleasedTensor
 
 KIND, VALUE = "~", "is"  # keys that tag a type unknown to JSON: {"~": "tuple", "is": [...]}
 SEQUENCES: dict[type, str] = {tuple: "tuple", torch.Size: "size", set: "set", frozenset: "frozenset"}
@@ -80,7 +80,7 @@ class Encoder:
     def _rare(self, value: Any, where: str) -> Any:
         if type(value) in (Tensor, Parameter):
             return self._tensor(value.detach(), where)
-        if isinstance(value, Absent):
+        if isinstance(value, ReleasedTensor):
             raise CheckpointError(
                 f"{where} is a parameter that is sharded, so it has no values here: copy it inside "
                 "zero_full.GatheredParameters, on every rank"

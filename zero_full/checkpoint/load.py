@@ -31,8 +31,8 @@ from zero_full.errors import CheckpointError
 from zero_full.formatting import listed
 from zero_full.precision.scaler import DynamicScale
 from zero_full.shard.access.gathered_parameters import load_others, own_and_made
-from zero_full.shard.contents.rank_state import OF_THIS_RUN, refuse_other_facts, take_facts
-from zero_full.shard.contents.state import BUFFERS, PARAMETERS, Chunk, NewState, put_back
+from zero_full.shard.contents.rank_state import OF_THIS_RUN, check_facts, load_facts
+from zero_full.shard.contents.state import BUFFERS, PARAMETERS, Chunk, NewState, copy_back
 from zero_full.shard.group.parameters import GatherState
 from zero_full.shard.step.optimizer import ZeroOptimizer
 from zero_full.shard.step.wrapped_optimizer import NoOptimizer
@@ -80,7 +80,7 @@ def load_checkpoint(
 
     A failure raises CheckpointError on every rank, and nothing is changed.
     """
-    optimizer.unfinished.refuse_load("load_checkpoint")
+    optimizer.unfinished.check_load("load_checkpoint")
     background_of(optimizer).wait()
     optimizer.finish_update()
     attempt, load = Attempt(optimizer, "load_checkpoint"), list[CheckpointLoad]()
@@ -221,7 +221,7 @@ class CheckpointLoad:
                 f"{self.source.path} has no state of an optimizer: load without it "
                 "(load_optimizer_states=False). Nothing was loaded"
             )
-        refuse_other_facts(self.optimizer.contents, shared)
+        check_facts(self.optimizer.contents, shared)
         if this_rank() == 0:
             self._tell_options()
         if not self.wanted.drop_errors:
@@ -318,10 +318,10 @@ class CheckpointLoad:
             self.optimizer.wake_all_but(shared["asleep"])
         chunks = self._chunks()
         self.values.read(chunks)
-        put_back(chunks)
+        copy_back(chunks)
         if self.state is not None:
             self.state.install()
-            take_facts(self.optimizer.contents, self.optimizer.scaler, self._facts())
+            load_facts(self.optimizer.contents, self.optimizer.scaler, self._facts())
             self.own.install()
         elif self.takers.takes_schedule:
             set_rates(self.optimizer.param_groups, self.extras.lr_scheduler)
@@ -344,7 +344,7 @@ class CheckpointLoad:
         for key, values in own.items():
             if key in targets:
                 targets[key].values.copy_(values)
-        put_back(targets.values())
+        copy_back(targets.values())
 
     def finish(self) -> None:
         """Update the parameters from their master weights. Every rank must call this."""

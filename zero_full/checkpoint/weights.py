@@ -111,7 +111,7 @@ class _Loading:
         masters = {group.parameters: group.master.values for group in optimizer.trained}
         for values in optimizer.parts.flats:
             target = masters.get(values, values.shard)
-            for fragment in values.fragments():
+            for fragment in values.fragments.values():
                 stored = self.found.get(values.members[fragment.index].param)
                 if stored is not None:
                     values.cut(target, fragment).copy_(self.reader.read(stored, *fragment.param_range))

@@ -25,14 +25,14 @@ class Everyone:
     def __init__(self, pair: Pair) -> None:
         self.pair = pair
         self.here = pair.across.rank * pair.shard.size + pair.shard.rank
-        self.ranks: list[int] = pair.everyones(this_rank(), "ranks")
+        self.ranks: list[int] = pair.gather_objects(this_rank(), "ranks")
 
     def who_speaks(self, mine: Told) -> dict[int, list[str]]:
         """Return the names of the tensors that each rank must send, by its index. Equal on all ranks."""
         short = hashlib.blake2b(repr(sorted(mine.digests.items())).encode()).digest(), bool(mine.elsewhere)
-        if set(self.pair.everyones(short, "values")) == {(short[0], False)}:
+        if set(self.pair.gather_objects(short, "values")) == {(short[0], False)}:
             return {}
-        told: list[Told] = self.pair.everyones(mine, "values")
+        told: list[Told] = self.pair.gather_objects(mine, "values")
         speaking: dict[int, list[str]] = {}
         for name in sorted(told[0].digests):
             speaker = _speaker(name, self.ranks, told)

@@ -20,7 +20,7 @@ from zero_full.construct.recorded import Keeper, Record, Recorded, conceal, reve
 from zero_full.errors import DisagreementError
 from zero_full.formatting import ranks_listed
 from zero_full.shard.group.checksum import checksum
-from zero_full.shard.group.recorded import opened, record_of
+from zero_full.shard.group.registry import opened, record_of
 
 
 @contextmanager

@@ -19,11 +19,11 @@ from zero_full.construct.deferred import saved_in
 from zero_full.construct.recorded import NOT_TOLD, Record, Recorded, conceal, is_empty_shell, reveal, twin_of
 from zero_full.construct.recorder import Recorder, here, latest
 from zero_full.nested import tensors_in
-from zero_full.shard.deal.memory_overlap import Extent, refuse_overlaps
+from zero_full.shard.deal.memory_overlap import Extent, check_no_overlap
 from zero_full.shard.group.checksum import digest
-from zero_full.shard.group.parameters import is_released, nothing
+from zero_full.shard.group.parameters import is_released, placeholder_scalar
 from zero_full.shard.group.process_groups import Pair
-from zero_full.shard.group.recorded import opened
+from zero_full.shard.group.registry import opened
 
 Put = Callable[[Parameter, Tensor], None]  # sets a parameter's values
 Deliver = Callable[[str, Tensor], None]  # receives a name and its values
@@ -41,7 +41,7 @@ class Deferred:
         self.named = dict([*model.named_parameters(), *model.named_buffers()])
         for name, tensor in self.named.items():
             _refuse_unfit(name, tensor)
-        refuse_overlaps(_extents(self.named))
+        check_no_overlap(_extents(self.named))
         # Shapes and dtypes of construction, which `initialize` has compared between ranks. Sharding may
         # change a parameter's dtype later.
         self.made_as = {name: (tensor.shape, tensor.dtype) for name, tensor in self.named.items()}
@@ -55,7 +55,7 @@ class Deferred:
         here.undo.append(self._take_back)
         for name, tensor in recorded.items():
             self.records[name].keeper.recording.names.given[name] = self.records[name].twin
-            reveal(tensor, nothing(tensor.dtype, device).expand(tensor.shape))
+            reveal(tensor, placeholder_scalar(tensor.dtype, device).expand(tensor.shape))
 
     def _recorders(self) -> list[Recorder]:
         """Return the recorders of the model's tensors, also if these tensors were replaced since."""
@@ -82,7 +82,7 @@ class Deferred:
     def meet(self, pair: Pair) -> None:
         """Exchange random states. If the model is recorded on any rank, all ranks fill it. Collective."""
         self.everyone = Everyone(pair)
-        states = pair.everyones([r.recording.rng_state_before for r in self.recorders], "random states")
+        states = pair.gather_objects([r.recording.rng_state_before for r in self.recorders], "random states")
         if any(states):
             self.first_states: list[Tensor] = states[0]
             self.parameters = {tensor for tensor in self.named.values() if isinstance(tensor, Parameter)}

@@ -36,8 +36,8 @@ from zero_full._compat import (
 from zero_full.construct.generators import CPU
 from zero_full.errors import NoValuesError
 from zero_full.nested import tensors_in
-from zero_full.shard.group.parameters import nothing
-from zero_full.shard.group.recorded import record_of
+from zero_full.shard.group.parameters import placeholder_scalar
+from zero_full.shard.group.registry import record_of
 
 
 def _slot(name: str) -> Any:
@@ -203,7 +203,7 @@ def twin_of(tensor: Any) -> Tensor | None:
 
 @cache
 def _nothing(dtype: torch.dtype) -> Tensor:
-    return nothing(dtype, CPU).clone()
+    return placeholder_scalar(dtype, CPU).clone()
 
 
 @lru_cache(maxsize=1024)

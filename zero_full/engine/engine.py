@@ -234,7 +234,7 @@ class Engine(DeepSpeedQueries):
         except Exception:
             if unfinished.phase == COUNTED:  # a hook after the step has raised: the step counts all the same
                 self._end_step(lr_kwargs)
-                unfinished.is_over()
+                unfinished.mark_complete()
             raise
         if self.optimizer.last is None:
             self.micro_steps += 1  # only now: after an error the caller may call `step` again
@@ -251,7 +251,7 @@ class Engine(DeepSpeedQueries):
             try:
                 self.lr_scheduler.step(**lr_kwargs)
             except Exception:  # the schedule is at its end, for example: nothing of the step is missing
-                self.optimizer.unfinished.is_over()
+                self.optimizer.unfinished.mark_complete()
                 raise
 
     def _count_step(self) -> None:

@@ -16,7 +16,7 @@ from zero_full.checkpoint import (
     unfinished,
 )
 from zero_full.shard.access.gathered_parameters import fitting_chunks, load_own_state_dict, own_state_dict
-from zero_full.shard.contents.state import OwnPart
+from zero_full.shard.contents.state import RankPart
 from zero_full.shard.step.optimizer import ZeroOptimizer
 
 log = logging.getLogger("zero_full")
@@ -58,7 +58,7 @@ def load_run_state(
 ) -> None:
     """Load what `run_state` returned on this rank, without its counters. Raises before anything changes."""
     _check_run_state(state, lr_scheduler)
-    fitting_chunks(module, optimizer, OwnPart(state["module"]["tensors"], {}))
+    fitting_chunks(module, optimizer, RankPart(state["module"]["tensors"], {}))
     optimizer.load_state_dict(state["optimizer"])  # may raise, so it comes before anything changes
     load_own_state_dict(module, optimizer, state["module"])
     if lr_scheduler is not None and state["lr_scheduler"] is not None:

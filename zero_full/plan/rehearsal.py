@@ -43,7 +43,7 @@ from zero_full.settings import Settings
 from zero_full.shard.access.held_bytes import bytes_behind
 from zero_full.shard.deal.dealer import Dealer, Sharded, place_the_rest
 from zero_full.shard.deal.host_memory import host_memory
-from zero_full.shard.deal.one_bit_support import served
+from zero_full.shard.deal.one_bit_support import one_bit_settings
 from zero_full.shard.group.parameters import Member
 from zero_full.shard.group.process_groups import Connection, Pair, connect
 from zero_full.shard.step.optimizer import ZeroOptimizer
@@ -103,7 +103,7 @@ class Rehearsal:
 
     def _optimizer(self) -> ZeroOptimizer:
         base, topology = self._base(), self.cluster.topology(self.config)
-        settings = served(base, settings_of(self.config), topology)
+        settings = one_bit_settings(base, settings_of(self.config), topology)
         chosen, self.delays = settings, settings.tier.delay_after is not None
         if settings.tier.apart:
             assert isinstance(settings.tier, HostTier)

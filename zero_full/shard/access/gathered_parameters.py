@@ -1,6 +1,6 @@
 """Whole parameters of a sharded model: `GatheredParameters`, state dicts, and the hooks that guard them."""
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from copy import deepcopy
@@ -16,13 +16,12 @@ from torch.utils.hooks import RemovableHandle
 from zero_full._compat import version_of
 from zero_full.comm.topology import this_rank
 from zero_full.formatting import listed
-from zero_full.shard.contents.state import Chunk, OwnPart, kept, put_back
+from zero_full.shard.contents.state import Chunk, RankPart, as_dict, copy_back
 from zero_full.shard.group.checksum import checksum
 from zero_full.shard.group.optimizer_state import OFFLOADED
 from zero_full.shard.group.parameter_group import ParameterGroup, TrainedGroup
 from zero_full.shard.group.parameters import Member, is_released
-from zero_full.shard.group.recorded import record_of
-from zero_full.shard.group.registry import owner_of
+from zero_full.shard.group.registry import owner_of, record_of
 from zero_full.shard.step.agreement import gather_messages
 from zero_full.shard.step.optimizer import ZeroOptimizer
 
@@ -102,8 +101,13 @@ def load_whole_state_dict(
     optimizer.check_ranks_equal("loading parameters")
     optimizer.catch_up()
     mine, places = names_and_values(module), optimizer.parts.places
-    names = {name for name, value in mine.items() if _is_in(value, places)}
-    _check_names(mine, state, strict)
+    names = {name for name, value in mine.items() if isinstance(value, Tensor) and value in places}
+    missing, unexpected = sorted(mine.keys() - state.keys()), sorted(state.keys() - mine.keys())
+    if strict and (missing or unexpected):
+        raise ValueError(
+            f"the state dict lacks {missing or 'no keys'}, and has {unexpected or 'no keys'} that the model "
+            "lacks. Load it with strict=False to ignore this"
+        )
     for name in names & state.keys():
         if state[name].shape != mine[name].shape:
             shapes = f"{tuple(mine[name].shape)}, but {tuple(state[name].shape)} in the state dict"
@@ -117,27 +121,27 @@ def own_state_dict(module: nn.Module, optimizer: ZeroOptimizer) -> dict[str, Any
     """Return this rank's frozen slices and whole tensors, which the optimizer's state dict does not have."""
     own, others = own_and_made(module)
     chunks = chain(optimizer.contents.frozen(), optimizer.contents.whole(own))
-    return {"tensors": kept(chunks), "others": {name: copied(value) for name, value in others.items()}}
+    return {"tensors": as_dict(chunks), "others": {name: copied(value) for name, value in others.items()}}
 
 
 @torch.no_grad()
-def fitting_chunks(module: nn.Module, optimizer: ZeroOptimizer, part: OwnPart) -> list[Chunk]:
+def fitting_chunks(module: nn.Module, optimizer: ZeroOptimizer, part: RankPart) -> list[Chunk]:
     """Return the chunks to load a rank's part into; raise ValueError if they do not fit."""
     own, _ = own_and_made(module)
     chunks = [*optimizer.contents.frozen(), *optimizer.contents.whole(own)]
     known = {chunk.key for chunk in chunks} | optimizer.contents.shapes().keys()
     if surplus := [key for key in part.shapes if key not in known]:
-        raise ValueError(f"this rank's saved part has {listed(surplus)}, which the model lacks")
+        raise ValueError(f"the saved state of this rank has {listed(surplus)}, which the model lacks")
     part.check(chunks)
     return chunks
 
 
 def load_own_state_dict(module: nn.Module, optimizer: ZeroOptimizer, state: Mapping[str, Any]) -> None:
     """Restore what `own_state_dict` of the same rank has returned."""
-    part = OwnPart(state["tensors"], {})
+    part = RankPart(state["tensors"], {})
     chunks = fitting_chunks(module, optimizer, part)
     part.read(chunks)
-    put_back(chunks)
+    copy_back(chunks)
     for group in optimizer.parts.frozen:
         group.parameters.node_copy = None
     load_others(module, state["others"])
@@ -163,23 +167,11 @@ def copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else deepcopy(value)
 
 
-def _is_in(value: Any, params: Container[Any]) -> bool:
-    return isinstance(value, Tensor) and value in params
-
-
 def names_and_values(module: nn.Module) -> dict[str, Any]:
     """Return the module's state dict with the parameter objects themselves, which may be released."""
     with _unguarded():
         state: dict[str, Any] = module.state_dict(keep_vars=True)
     return state
-
-
-def _check_names(mine: Mapping[str, Any], given: Mapping[str, Any], strict: bool) -> None:
-    missing, unexpected = sorted(mine.keys() - given.keys()), sorted(given.keys() - mine.keys())
-    if strict and (missing or unexpected):
-        raise ValueError(
-            f"the state dict lacks {missing or 'nothing'} and has {unexpected or 'nothing'} besides"
-        )
 
 
 # Read by our state_dict hooks, which torch calls without arguments of ours. A context variable, because each
@@ -206,12 +198,14 @@ def guard(module: nn.Module) -> list[RemovableHandle]:
     handles = []
     for inner in module.modules():
         if next(inner.parameters(recurse=False), None) is not None:
-            handles.append(inner.register_state_dict_pre_hook(partial(_refuse, "state_dict()")))
-            handles.append(inner.register_load_state_dict_pre_hook(partial(_refuse, "load_state_dict(...)")))
+            handles.append(inner.register_state_dict_pre_hook(partial(_check_whole, "state_dict()")))
+            handles.append(
+                inner.register_load_state_dict_pre_hook(partial(_check_whole, "load_state_dict(...)"))
+            )
     return handles
 
 
-def _refuse(call: str, module: nn.Module, *arguments: Any) -> None:
+def _check_whole(call: str, module: nn.Module, *arguments: Any) -> None:
     """Raise RuntimeError from a state_dict hook if the module's values are incomplete on this rank."""
     if not _is_guarded.get():
         return
@@ -222,13 +216,15 @@ def _refuse(call: str, module: nn.Module, *arguments: Any) -> None:
     released = [name for name, p in module.named_parameters(recurse=False) if is_released(p)]
     if released:
         raise RuntimeError(
-            f"{call} of a {type(module).__name__} whose {', '.join(released)} is or are sharded: call "
-            f"engine.{call.replace('state_dict', 'module_state_dict')} on every rank, or stay inside "
+            f"{call} of a {type(module).__name__} whose {', '.join(released)} is sharded. Call "
+            f"engine.{call.replace('state_dict', 'module_state_dict')} on every rank, or do it inside "
             "zero_full.GatheredParameters"
         )
 
 
 # Single parameters -------------------------------------------------------------------------------
+
+Chosen = dict[ParameterGroup, list[Member]]  # parameters to gather, by group
 
 
 def _tensors_of(params: Any) -> Iterator[Tensor]:
@@ -241,7 +237,7 @@ def _tensors_of(params: Any) -> Iterator[Tensor]:
         for each in params.values() if isinstance(params, Mapping) else params:
             yield from _tensors_of(each)
     elif params is not None:
-        raise TypeError(f"GatheredParameters takes parameters, modules and lists of such, not {params!r}")
+        raise TypeError(f"GatheredParameters takes parameters, modules and lists of both, not {params!r}")
 
 
 class GatheredParameters:
@@ -263,7 +259,7 @@ class GatheredParameters:
     ) -> None:
         self.params = list(_tensors_of(params))
         self.modifier_rank, self.enabled = modifier_rank, enabled
-        self.stack: list[tuple[ZeroOptimizer, list[tuple[ParameterGroup, Member]], Any]] = []
+        self.stack: list[tuple[ZeroOptimizer, Chosen, Any]] = []  # with the context that gathers the groups
         self.recorded: AbstractContextManager[Any] = nullcontext()  # of parameters before `initialize`
 
     def __enter__(self) -> None:
@@ -275,7 +271,7 @@ class GatheredParameters:
             self.recorded = record_of(recorded[0]).gathered(recorded, self.modifier_rank)
             self.recorded.__enter__()
         for optimizer, chosen in _by_optimizer(self.params).items():
-            for group, _ in chosen:
+            for group in chosen:
                 group.parameters.check_present()
             if self.modifier_rank is not None and optimizer.states_offloaded:
                 raise RuntimeError(OFFLOADED)  # masters must follow the changes, and may be empty
@@ -284,13 +280,14 @@ class GatheredParameters:
             if self.modifier_rank is not None:
                 self._check_modifier(optimizer, chosen)
                 optimizer.finish_update()
-            for group in dict.fromkeys(group for group, _ in chosen):
+            for group in chosen:
                 if isinstance(group, TrainedGroup):  # user code must see its earlier writes to masters
                     group.master.follow_master()
-            context = _gathered(optimizer, dict.fromkeys(group for group, _ in chosen))
+            context = _gathered(optimizer, chosen)
             context.__enter__()
             self.stack.append((optimizer, chosen, context))
-            self._take_back_moved(chosen)
+            for group in chosen:
+                group.parameters.adopt_assigned()
         self.before = self._fingerprints()
 
     @torch.no_grad()
@@ -299,52 +296,45 @@ class GatheredParameters:
         if not self.enabled:
             return
         recorded, self.recorded = self.recorded, nullcontext()
-        problem, gives_up = None, True
+        problem, adopts = None, False
         try:
             if failure[0] is None:
                 for optimizer, chosen, _ in self.stack:
                     optimizer.on_every_rank(LEAVING)
-                    self._take_back_moved(chosen)
-                gives_up = False
-                problem = self._refuse_changes() if self.modifier_rank is None else self._keep_changes()
+                    for group in chosen:
+                        group.parameters.adopt_assigned()
+                adopts = True
+                problem = self._undo_changes() if self.modifier_rank is None else self._keep_changes()
             else:  # no collective after an exception: the other ranks may not have raised
                 for optimizer, _, _ in self.stack:
                     optimizer.announce_call(f"{LEAVING} by {failure[0].__name__}: {failure[1]}")
         finally:
             while self.stack:
                 _, chosen, context = self.stack.pop()
-                self._give_back(chosen, written=None if gives_up else {m for _, m in chosen})
+                for group, members in chosen.items():
+                    # User code may have kept views: `release` must leave them their memory.
+                    group.parameters.lent = group.parameters.released_at_rest
+                    # After an exception all writes are discarded.
+                    group.parameters.note_versions(set(members) if adopts else None)
                 context.__exit__(*failure)
             recorded.__exit__(*failure)
         if problem:
             raise RuntimeError(problem)
 
-    def _give_back(
-        self, chosen: Sequence[tuple[ParameterGroup, Member]], written: set[Member] | None
-    ) -> None:
-        """Note that these members' writes were adopted; None: all are discarded, after an exception."""
-        for group in dict.fromkeys(group for group, _ in chosen):
-            # User code may have kept views: `release` must leave them their memory.
-            group.parameters.lent = group.parameters.released_at_rest
-            group.parameters.note_versions(written)
-
-    def _take_back_moved(self, chosen: Sequence[tuple[ParameterGroup, Member]]) -> None:
-        for group in dict.fromkeys(group for group, _ in chosen):
-            group.parameters.take_back_moved()
-
     def _keep_changes(self) -> str | None:
         """Send the values of `modifier_rank` to all ranks. Returns the message of an error, or None."""
         for _, chosen, _ in self.stack:
-            for group, member in chosen:
-                window = group.parameters.windows[member.index]
-                # A broadcast as a sum of one rank's values and zeros. A real one would need the index of the
-                # rank in each group.
-                if this_rank() != self.modifier_rank:
-                    window.zero_()
-                for ranks in (group.ranks, group.across):
-                    ranks.sum_numbers(window, f"changes of {member.name}")
-                group.parameters.fill(member, window)
-            for group in dict.fromkeys(group for group, _ in chosen):
+            for group, members in chosen.items():
+                for member in members:
+                    window = group.parameters.windows[member.index]
+                    # A broadcast as a sum of one rank's values and zeros. A real one would need the index of
+                    # the rank in each group.
+                    if this_rank() != self.modifier_rank:
+                        window.zero_()
+                    for ranks in (group.ranks, group.across):
+                        ranks.sum_numbers(window, f"changes of {member.name}")
+                    group.parameters.fill(member, window)
+            for group in chosen:
                 try:
                     if isinstance(group, TrainedGroup):  # unchanged elements keep the masters' low bits
                         group.master.follow_parameters(released=True)
@@ -352,16 +342,14 @@ class GatheredParameters:
                     return str(error)
         return None
 
-    def _check_modifier(
-        self, optimizer: ZeroOptimizer, chosen: Sequence[tuple[ParameterGroup, Member]]
-    ) -> None:
+    def _check_modifier(self, optimizer: ZeroOptimizer, chosen: Chosen) -> None:
         """Raise on every rank if `modifier_rank` lacks one of the parameters, on any rank.
 
         The sum over ranks in `_keep_changes` would make such a parameter zero.
         """
         pairs: dict[Any, list[str]] = {}
-        for group, member in chosen:
-            pairs.setdefault((group.ranks, group.across), []).append(member.name)
+        for group, members in chosen.items():
+            pairs.setdefault((group.ranks, group.across), []).extend(member.name for member in members)
         lacking = list[str]()
         for (ranks, across), names in pairs.items():
             found = torch.tensor([float(this_rank() == self.modifier_rank)], device=ranks.device)
@@ -371,20 +359,21 @@ class GatheredParameters:
                 lacking += names
         if lacking := gather_messages(optimizer.groups, lacking, "modifier_rank"):
             raise RuntimeError(
-                f"modifier_rank {self.modifier_rank} is not among the ranks that share {listed(lacking)}: "
-                "pass a rank that has these parameters. Experts differ between ranks: for those pass, on "
-                "each rank, one of its own expert's group"
+                f"modifier_rank {self.modifier_rank} is not among the ranks that share {listed(lacking)}. "
+                "Pass a rank that has these parameters. For experts, which differ between ranks, pass on "
+                "each rank one of its own expert's group"
             )
 
     def _fingerprints(self) -> dict[str, tuple[int, int]]:
         """Return each parameter's version counter, and a checksum for writes that the counter misses."""
-        members = [place for _, chosen, _ in self.stack for place in chosen]
         return {
             member.name: (version_of(member.param), checksum(group.parameters.windows[member.index]))
-            for group, member in members
+            for _, chosen, _ in self.stack
+            for group, members in chosen.items()
+            for member in members
         }
 
-    def _refuse_changes(self) -> str | None:
+    def _undo_changes(self) -> str | None:
         """Undo changes on any rank. Returns the error message, equal on all ranks, or None."""
         before, after = self.before, self._fingerprints()
         changed = sorted(name for name in before if before[name] != after[name])
@@ -394,11 +383,11 @@ class GatheredParameters:
         if not changed:
             return None
         for _, chosen, _ in self.stack:
-            for group in dict.fromkeys(group for group, _ in chosen):
+            for group in chosen:
                 group.parameters.collect()  # overwrite them with the ranks' slices, which have not changed
         return (
-            f"{', '.join(changed)} changed inside GatheredParameters, and the change was undone: pass "
-            "modifier_rank, the rank whose values count"
+            f"{', '.join(changed)} changed inside GatheredParameters, and the change was undone. Pass "
+            "modifier_rank, the rank whose values all ranks get"
         )
 
 
@@ -412,21 +401,24 @@ def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
         yield model if isinstance(model, nn.Module) else model.module
 
 
-def _by_optimizer(params: Iterable[Tensor]) -> dict[ZeroOptimizer, list[tuple[ParameterGroup, Member]]]:
-    """Sort these parameters by optimizer, in an order that is equal on every rank."""
+def _by_optimizer(params: Iterable[Tensor]) -> dict[ZeroOptimizer, Chosen]:
+    """Sort these parameters by optimizer and group, in an order that is equal on every rank."""
     wanted = set(params)
-    owners = dict.fromkeys(owner for p in params if (owner := owner_of(p)) is not None)
-    return {
-        owner: [(group, m) for group in owner.parts.groups for m in group.members if m.param in wanted]
-        for owner in owners
-    }
+    found: dict[ZeroOptimizer, Chosen] = {}
+    for owner in dict.fromkeys(owner for p in params if (owner := owner_of(p)) is not None):
+        members = {group: [m for m in group.members if m.param in wanted] for group in owner.parts.groups}
+        found[owner] = {group: chosen for group, chosen in members.items() if chosen}
+    return found
 
 
 def register_external_parameter(module: nn.Module, parameter: Parameter) -> None:
     """Gather this parameter also for `module`, which uses it although it belongs to another module."""
     owner = owner_of(parameter)
     if owner is None:
-        raise ValueError("this parameter belongs to no zero_full engine yet: call this after initialize")
-    found = _by_optimizer([parameter])[owner]
-    if owner.gatherer is not None and found and found[0][0].parameters.released_at_rest:
-        owner.gatherer.add(module, found[0][0])
+        raise ValueError(
+            f"register_external_parameter: the parameter of shape {tuple(parameter.shape)} belongs to no "
+            "zero_full engine. Call this after initialize"
+        )
+    group, _ = owner.parts.places.get(parameter, (None, None))
+    if owner.gatherer is not None and group is not None and group.parameters.released_at_rest:
+        owner.gatherer.add(module, group)

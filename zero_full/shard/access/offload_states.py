@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from zero_full.shard.group.optimizer_state import StateByParameter
-from zero_full.shard.group.parameter_group import held_elsewhere
+from zero_full.shard.group.parameter_group import offloaded_ids
 from zero_full.shard.group.parameters import GatherState
 from zero_full.shard.step.optimizer import ZeroOptimizer
 
@@ -26,10 +26,12 @@ class OffloadedStates:
         """Whether any tensor is off the device now."""
         return bool(self.optimizer.offloaded.copies)
 
-    def _say_away(self, is_away: bool) -> None:
+    def _mark(self, offloaded: bool) -> None:
+        """Note whether states are offloaded, so that uses of them raise."""
+        self.optimizer.states_offloaded = offloaded
         state: Any = self.optimizer.base.state
         if isinstance(state, StateByParameter):  # user code may have assigned another object
-            state.is_away = is_away
+            state.is_offloaded = offloaded
 
     @torch.no_grad()
     def offload(self, include: Collection[str] | None, device: torch.device, pin_memory: bool) -> None:
@@ -39,16 +41,17 @@ class OffloadedStates:
         """
         unknown = sorted(set(include or ()) - set(KINDS))
         if unknown:
-            raise ValueError(f"cannot offload {', '.join(unknown)}: known are {', '.join(KINDS)}")
+            raise ValueError(
+                f"offload_states: unknown {', '.join(unknown)}. Known kinds are {', '.join(KINDS)}"
+            )
         self.optimizer.check_no_pending_update("offload_states")
         if self.optimizer.reducer.unreduced:
-            raise RuntimeError("offload_states between a backward and its step: step first")
+            raise RuntimeError("offload_states between a backward pass and its step. Call step first")
         if self.optimizer.gatherer is not None:
             self.optimizer.gatherer.release_all()
         if self.optimizer.parts.flow is not None:
             self.optimizer.parts.flow.wait_for_copies()
-        self.optimizer.states_offloaded = True
-        self._say_away(True)
+        self._mark(offloaded=True)
         for kind in include or KINDS:
             for tensor in self._tensors(kind):
                 self.optimizer.offloaded.move(tensor, device, pin_memory)
@@ -57,17 +60,16 @@ class OffloadedStates:
     def reload(self) -> None:
         """Move all tensors back to the device."""
         self.optimizer.offloaded.bring_back()
-        self.optimizer.states_offloaded = False
-        self._say_away(False)
+        self._mark(offloaded=False)
         for flat in self.optimizer.parts.flats:
             flat.is_offloaded = False
             if flat.state is GatherState.WHOLE and flat.hidden:
-                flat.take_back_moved()
+                flat.adopt_assigned()
                 flat.show()
 
     def _tensors(self, kind: str) -> Iterator[Tensor]:
         """Yield the tensors of a kind that are on the device; hide the parameters for `lp_params`."""
-        away = set(held_elsewhere(self.optimizer.trained, self.optimizer.base.state))  # in a tier
+        away = set(offloaded_ids(self.optimizer.trained, self.optimizer.base.state))  # in a tier
         if kind == "optim_states":
             states = self.optimizer.base.state.values()
             kept = (v for s in states for v in s.values() if isinstance(v, Tensor) and v.dim())

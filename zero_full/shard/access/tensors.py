@@ -32,7 +32,7 @@ from zero_full.shard.group.registry import owner_of
 from zero_full.shard.step.optimizer import ZeroOptimizer
 
 MASTER = "fp32 value"
-Kind = tuple[int, torch.dtype, float]  # dimensions, dtype, and the value of a tensor of 0 dimensions
+EntryKind = tuple[int, torch.dtype, float]  # dimensions, dtype, and the value of a tensor of 0 dimensions
 
 
 class ParameterPlace:
@@ -46,6 +46,11 @@ class ParameterPlace:
     def piece(self) -> Piece | None:
         """The elements that this rank owns; None if it owns none."""
         return self.master.pieces.get(self.member)
+
+    @property
+    def state(self) -> Mapping[str, Any]:
+        """This rank's part of the optimizer's state of the parameter."""
+        return {} if self.piece is None else self.optimizer.base.state.get(self.piece.master, {})
 
     def is_averaged(self) -> bool:
         """Return whether the parameter has an averaged gradient now, equally on all ranks."""
@@ -81,7 +86,7 @@ class ParameterPlace:
             whole[start:stop] = mine.reshape(-1)
         return self.group.ranks.sum_numbers(whole, f"fragments of {self.member.name}").view(param.shape)
 
-    def whole(self, kind: Kind, mine: Tensor | None) -> Tensor:
+    def whole(self, kind: EntryKind, mine: Tensor | None) -> Tensor:
         """Assemble a state entry of this kind from the ranks' fragments. Every rank must call this."""
         dims, dtype, value = kind
         if not dims:
@@ -109,9 +114,7 @@ class ParameterPlace:
             raise ValueError(
                 f"{self.member.name} has shape {tuple(self.member.param.shape)}, got {tuple(value.shape)}"
             )
-        if self.piece is None:
-            return value.reshape(-1)[:0]
-        start, stop = self.piece.param_range
+        start, stop = (0, 0) if self.piece is None else self.piece.param_range
         return value.detach().reshape(-1)[start:stop]
 
 
@@ -126,7 +129,8 @@ def _find(
     optimizer: ZeroOptimizer | None = owner_of(param)
     if optimizer is None:
         raise ValueError(
-            "this parameter belongs to no zero_full engine (is it of the model that you have given?)"
+            f"the parameter of shape {tuple(param.shape)} belongs to no zero_full engine. Pass a parameter "
+            "of the model that initialize got"
         )
     if optimizer.states_offloaded and not reads:
         raise RuntimeError(OFFLOADED)
@@ -139,7 +143,7 @@ def _find(
         return None
     if not optimizer.states_offloaded:
         if not group.parameters.released_at_rest:
-            group.parameters.take_back_moved()
+            group.parameters.adopt_assigned()
         group.master.follow_parameters()
     return ParameterPlace(optimizer, group, member)
 
@@ -160,8 +164,8 @@ def _place(param: Parameter, alone: str = "", needs_state: bool = True) -> Param
     place = _find(param, alone, needs_state)
     if place is None:
         raise ValueError(
-            "this parameter is frozen, so there is nothing but its values: write these inside "
-            "zero_full.GatheredParameters(parameter, modifier_rank=0)"
+            f"the parameter of shape {tuple(param.shape)} is not trained, so it has values only. Write them "
+            "inside zero_full.GatheredParameters(parameter, modifier_rank=0)"
         )
     return place
 
@@ -207,7 +211,7 @@ def safe_get_full_optimizer_state(param: Parameter, key: str) -> Tensor | None:
     place.optimizer.check_ranks_equal("safe_get_full_optimizer_state")
     if _is_cut(place, key):
         return _from_parts(place, key)
-    state = _own_state(place)
+    state = place.state
     mine = _as_tensor(state.get(key))
     # A rank that owns nothing of the parameter learns dtype and shape from the others.
     what = f"state {key} of {place.member.name}"
@@ -232,8 +236,8 @@ def consolidated_state_dict(optimizer: ZeroOptimizer) -> dict[str, Any]:
     stepper = optimizer.contents.stepper
     if stepper.whole_entries or stepper.whole_rule is not None or stepper.own_tensors():
         raise RuntimeError(
-            f"{type(optimizer.base).__name__} keeps more than values for the elements of parameters, and "
-            "torch's form has no place for that: use save_checkpoint"
+            f"{type(optimizer.base).__name__} has state that is not elementwise, which a state_dict of torch "
+            "cannot hold. Use save_checkpoint"
         )
     groups, state, number = list[dict[str, Any]](), dict[int, dict[str, Tensor]](), 0
     for group in optimizer.param_groups:
@@ -249,7 +253,7 @@ def consolidated_state_dict(optimizer: ZeroOptimizer) -> dict[str, Any]:
 
 def _whole_entries(place: ParameterPlace) -> dict[str, Tensor]:
     """Assemble all state of a parameter. Every rank must call this."""
-    own = {key: _as_tensor(value) for key, value in _own_state(place).items()}
+    own = {key: _as_tensor(value) for key, value in place.state.items()}
     mine = {key: _describe(value) for key, value in own.items()}
     known = place.group.ranks.gather_objects(mine, f"state of {place.member.name}")
     kinds = next((each for each in known if each), mine)
@@ -280,23 +284,9 @@ def _from_parts(place: ParameterPlace, key: str) -> Tensor | None:
     return place.group.across.sum_numbers(whole, f"parts of {place.member.name}").view(piece.shape)
 
 
-def _refuse_cut(place: ParameterPlace, key: str) -> None:
-    """Raise RuntimeError for an entry that the optimizer shards by itself, to which only it can write."""
-    if _is_cut(place, key):
-        raise RuntimeError(
-            f"{key} of {place.member.name}: {type(place.optimizer.base).__name__} has cut it over the ranks "
-            "by itself, and every rank has its roots as well. It can only be read, as a whole, by "
-            "safe_get_full_optimizer_state on every rank; to change it, use stage 0"
-        )
-
-
-def _describe(mine: Tensor | None) -> Kind | None:
+def _describe(mine: Tensor | None) -> EntryKind | None:
     """Describe this rank's part for ranks that own none of the parameter."""
     return None if mine is None else (mine.dim(), mine.dtype, 0.0 if mine.dim() else mine.item())
-
-
-def _own_state(place: ParameterPlace) -> Mapping[str, Any]:
-    return place.optimizer.base.state.get(place.piece.master, {}) if place.piece is not None else {}
 
 
 def _as_tensor(value: Any) -> Tensor | None:
@@ -304,11 +294,18 @@ def _as_tensor(value: Any) -> Tensor | None:
 
 
 def _no_such_state(place: ParameterPlace, key: str, keys: Iterable[str]) -> KeyError:
-    return KeyError(f"the optimizer keeps no {key!r} for {place.member.name}, only {', '.join(keys)}")
+    return KeyError(f"the optimizer has no state {key!r} for {place.member.name}, only {', '.join(keys)}")
 
 
 def _state(place: ParameterPlace, key: str) -> Tensor | None:
-    state = _own_state(place)
+    """Return this rank's elements of a state entry that the optimizer does not shard by itself."""
+    if _is_cut(place, key):
+        raise RuntimeError(
+            f"{key} of {place.member.name} is sharded by {type(place.optimizer.base).__name__} itself, which "
+            "also keeps its roots on every rank. Read it by safe_get_full_optimizer_state on every rank. To "
+            "write it, use stage 0"
+        )
+    state = place.state
     value = state.get(key)
     if state and value is None:
         raise _no_such_state(place, key, state)
@@ -381,7 +378,6 @@ def safe_get_local_optimizer_state(param: Parameter, key: str) -> Tensor | None:
     place = _find(param, alone="safe_get_local_optimizer_state")
     if place is None:
         return None
-    _refuse_cut(place, key)
     value = _state(place, key)
     return None if value is None else place.master.show(value) if value.dim() else value
 
@@ -411,8 +407,8 @@ def _set_grad(place: ParameterPlace, value: Tensor) -> None:
     """Write this rank's elements of an averaged gradient, with the loss scale that it carries."""
     if not place.is_averaged():  # equal on all ranks, including those that own none of it
         raise RuntimeError(
-            f"{place.member.name} has no averaged gradient now: set it after the last backward of a step "
-            "and before `step`, or without any backward by safe_set_full_grad on every rank"
+            f"{place.member.name} has no averaged gradient now. Set it after the last backward of a step "
+            "and before `step`. Without a backward, use safe_set_full_grad on every rank"
         )
     place.optimizer.reducer.used.add(place.member)
     gradient = place.gradients.gradient_of(place.member)
@@ -432,7 +428,6 @@ def safe_set_local_optimizer_state(param: Parameter, value: Tensor, key: str) ->
 
 def _set_state(place: ParameterPlace, value: Tensor, key: str) -> None:
     """Write this rank's elements of an entry of the optimizer's state, in place."""
-    _refuse_cut(place, key)
     current = _state(place, key)
     if place.piece is None:
         return

@@ -11,17 +11,17 @@ from typing import Any
 from zero_full._compat import plain
 from zero_full.optim.one_bit import MASK
 from zero_full.precision.scaler import StaticScale
-from zero_full.shard.contents.state import Contents, kept
+from zero_full.shard.contents.state import Contents, as_dict
 
 # Options of a parameter group that a load does not change: implementation choices, and Adam versus AdamW.
 OF_THIS_RUN = {"params", "fused", "foreach", "capturable", "differentiable", "decoupled_weight_decay", MASK}
 ALIKE = frozenset(("Adam", "AdamW"))  # optimizers with the same state
 
 
-def own_part(contents: Contents, scaler: StaticScale) -> dict[str, Any]:
+def rank_part(contents: Contents, scaler: StaticScale) -> dict[str, Any]:
     """Return this rank's ranges of parameters and state, and the facts."""
     stepper = contents.stepper
-    tensors = kept(chain(contents.masters(), contents.state()))
+    tensors = as_dict(chain(contents.masters(), contents.state()))
     alone = {**stepper.own_tensors(), **stepper.cut_tensors()}
     own = {name: tensor.clone() for name, tensor in alone.items()}
     place = _place_of(contents)
@@ -35,20 +35,20 @@ def _place_of(contents: Contents) -> list[int]:
     return [across.rank, across.size]
 
 
-def refuse_other_rank(contents: Contents, saved: Mapping[str, Any]) -> None:
+def check_same_rank(contents: Contents, saved: Mapping[str, Any]) -> None:
     """Raise ValueError if the saved state has compression errors, local steps or parts of another rank."""
     if saved.get("cut", []) and not contents.stepper.cut_tensors():
         raise ValueError(
-            "this was saved at stage 1, of whose variance each rank has a part: load it at stage 1; or use "
-            "save_checkpoint and load_checkpoint, which do not ask for that"
+            "this state was saved at stage 1, where each rank has a part of the variance. Load it at stage "
+            "1, or use save_checkpoint and load_checkpoint, which work at any stage"
         )
     if not saved.get("own", {}):
         return
     here, there = _place_of(contents), list(saved["place"])
     if there != here:
         raise ValueError(
-            "this state holds compression errors and local steps of rank {} of {}, which rank {} of {} "
-            "cannot use: load it on the same rank of as many; or use save_checkpoint, and "
+            "this state has compression errors and local steps of rank {} of {}, which rank {} of {} cannot "
+            "use. Load it on the same rank of the same world size, or use save_checkpoint, and "
             "load_checkpoint with drop_errors=True".format(*there, *here)
         )
     contents.stepper.refuse_own(saved["stepper"])
@@ -67,25 +67,22 @@ def facts_of(contents: Contents, scaler: StaticScale) -> dict[str, Any]:
     }
 
 
-def refuse_other_facts(contents: Contents, facts: Mapping[str, Any]) -> None:
+def check_facts(contents: Contents, facts: Mapping[str, Any]) -> None:
     """Raise ValueError if these are the facts of another optimizer."""
     saved, here = facts["groups"], contents.base.param_groups
-    without = "(load_checkpoint has load_optimizer_states=False)"
+    without = "To load parameters only, use load_checkpoint with load_optimizer_states=False"
     kind = type(contents.base).__name__
     other = facts.get("optimizer", kind)
     if other != kind and not ALIKE.issuperset((other, kind)):
-        raise ValueError(
-            f"the optimizer's state is {other}'s, but the optimizer is {kind}: what one keeps means nothing "
-            f"to the other {without}"
-        )
+        raise ValueError(f"the state was saved by the optimizer {other}, and {kind} cannot use it. {without}")
     if len(saved) != len(here):
         raise ValueError(
-            f"{len(saved)} parameter groups were saved, but the optimizer has {len(here)} {without}"
+            f"{len(saved)} parameter groups were saved, but the optimizer has {len(here)}. {without}"
         )
     contents.stepper.refuse_state(facts.get("stepper", {}))
 
 
-def take_facts(contents: Contents, scaler: StaticScale, facts: Mapping[str, Any]) -> None:
+def load_facts(contents: Contents, scaler: StaticScale, facts: Mapping[str, Any]) -> None:
     """Restore the facts that `facts_of` has returned. Some may be missing."""
     if "scaler" in facts:
         scaler.load_state_dict(facts["scaler"])

@@ -173,7 +173,8 @@ class Contents:
             for entry, value in state.items():
                 if entry not in self.stepper.whole_entries:
                     raise ValueError(
-                        f"{entry} of {key.partition('/')[2]} is not in whole_entries of its rule"
+                        f"{entry} of {key.partition('/')[2]} is state of a whole parameter, but is not in "
+                        "whole_entries of its rule"
                     )
                 yield _whole_chunk(state_key(key, entry), value, holder)
 
@@ -219,7 +220,7 @@ class Contents:
         """Yield the frozen parameters that are sharded."""
         for group in self.parts.frozen:
             flat, holder = group.parameters, (group.across.rank, group.across.size)
-            for fragment in flat.fragments():
+            for fragment in flat.fragments.values():
                 member = flat.members[fragment.index]
                 shape, mine = tuple(member.param.shape), flat.cut(flat.shard, fragment)
                 key = self._key(group, member.name)
@@ -241,8 +242,8 @@ def _whole_chunk(key: str, value: Any, holder: tuple[int, int]) -> Chunk:
     """Make the chunk of state of a whole parameter; raise ValueError if it is no tensor."""
     if not isinstance(value, Tensor):
         raise ValueError(
-            f"{key.partition('/')[2]} belongs to a whole parameter (whole_entries of its rule) and is a "
-            f"{type(value).__name__}: keep it as a tensor, a number as one of no dimensions"
+            f"{key.partition('/')[2]} is in whole_entries of its rule, so it must be a tensor, not a "
+            f"{type(value).__name__}. Keep a number as a tensor of no dimensions"
         )
     return Chunk(key, tuple(value.shape), 0, _flat(value), holder)
 
@@ -255,9 +256,9 @@ def _state_chunk(key: str, piece: Piece, value: Any, holder: tuple[int, int]) ->
         return Chunk(key, tuple(value.shape), 0, _flat(value), holder)
     shape = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
     raise ValueError(
-        f"{key.partition('/')[2]} is neither one number nor one value for each of the elements "
-        f"{piece.param_range} that this rank owns, but {shape}: nobody could load it. If it belongs to the "
-        "whole parameter, let the rule's stepper name it in whole_entries"
+        f"{key.partition('/')[2]} is {shape}, neither one number nor one value for each of the elements "
+        f"{piece.param_range} that this rank owns. So it could not be loaded at another world size. If it "
+        "belongs to the whole parameter, list it in whole_entries of the rule's stepper"
     )
 
 
@@ -274,7 +275,7 @@ def _flat(tensor: Tensor) -> Tensor:
 # Loading -----------------------------------------------------------------------------------------
 
 
-def put_back(chunks: Iterable[Chunk]) -> None:
+def copy_back(chunks: Iterable[Chunk]) -> None:
     """Copy loaded values back to non-contiguous tensors, for which `values` was a copy."""
     for chunk in chunks:
         if chunk.scattered is not None:
@@ -322,8 +323,8 @@ class NewState:
         master, is_whole = piece.master, entry in self.contents.stepper.whole_entries
         if tuple(shape) != tuple(master.shape) and master.numel() != prod(piece.shape) and not is_whole:
             raise ValueError(
-                f"{entry} of {piece.name} has shape {tuple(shape)} and cannot be cut like the parameter, of "
-                f"which this rank owns elements {piece.param_range}: load it at stage 0"
+                f"{entry} of {piece.name} has shape {tuple(shape)} and cannot be sharded like the parameter, "
+                f"of which this rank owns elements {piece.param_range}. Load it at stage 0"
             )
         known = self.contents.base.state.get(master, {}).get(entry)
         if isinstance(known, Tensor) and known.shape == torch.Size(shape) and known.is_contiguous():
@@ -357,7 +358,7 @@ class NewState:
 # A state dict of one rank ------------------------------------------------------------------------
 
 
-def kept(chunks: Iterator[Chunk]) -> dict[str, dict[str, Any]]:
+def as_dict(chunks: Iterator[Chunk]) -> dict[str, dict[str, Any]]:
     """Copy chunks into a dict by key."""
     return {
         chunk.key: {"shape": chunk.shape, "start": chunk.start, "values": chunk.values.clone()}
@@ -365,7 +366,7 @@ def kept(chunks: Iterator[Chunk]) -> dict[str, dict[str, Any]]:
     }
 
 
-class OwnPart:
+class RankPart:
     """`Values` of one rank's state dict, for a rank with the same ranges of each tensor, or smaller ones."""
 
     def __init__(self, tensors: Mapping[str, Mapping[str, Any]], numbers: Mapping[str, Any]) -> None:
@@ -378,14 +379,14 @@ class OwnPart:
         for chunk in chunks:
             name = chunk.key.partition("/")[2]
             if chunk.key not in self.tensors:
-                raise ValueError(f"this rank's saved part lacks {name}. {SAME}")
+                raise ValueError(f"the saved state of this rank lacks {name}. {SAME}")
             if self.shapes[chunk.key] != chunk.shape:
                 raise ValueError(f"{name} has shape {chunk.shape}, but was saved as {self.shapes[chunk.key]}")
             start = self.tensors[chunk.key]["start"]
             stop = start + self.tensors[chunk.key]["values"].numel()
             if not start <= chunk.start <= chunk.stop <= stop:
                 raise ValueError(
-                    f"{name}: this rank owns elements {(chunk.start, chunk.stop)}, the saved part has "
+                    f"{name}: this rank owns elements {(chunk.start, chunk.stop)}, but the saved state has "
                     f"{(start, stop)}. {SAME}"
                 )
 
@@ -398,6 +399,6 @@ class OwnPart:
 
 
 SAME = (
-    "Load what the same rank has saved, with the same world size, stage and bucket size; or use "
-    "save_checkpoint and load_checkpoint, which do not ask for that"
+    "Load the state of the same rank, with the same world size, stage and bucket size. Or use "
+    "save_checkpoint and load_checkpoint, which need none of this"
 )

@@ -13,7 +13,7 @@ from zero_full.comm.topology import Topology
 from zero_full.layout import FlatLayout, backward_order, deal, round_robin
 from zero_full.offload import DeviceTier, Flow, Shelf, Tier
 from zero_full.settings import Settings
-from zero_full.shard.deal.memory_overlap import Extent, refuse_overlaps
+from zero_full.shard.deal.memory_overlap import Extent, check_no_overlap
 from zero_full.shard.deal.units import Unit, choose_units, kept_whole, size_limit
 from zero_full.shard.group.gradients import FlatGradients, HostGradients, Spares
 from zero_full.shard.group.master import Master
@@ -28,7 +28,7 @@ from zero_full.shard.group.parameters import (
     layout_of,
 )
 from zero_full.shard.group.process_groups import Groups, Pair
-from zero_full.shard.group.registry import refuse_owned
+from zero_full.shard.group.registry import check_unowned
 from zero_full.shard.passes.gather import Site
 
 
@@ -91,11 +91,11 @@ class Drafts:
 
     units: list[Unit]
     everything: list[Draft]
-    leaving: list[Draft]  # trained ones, in the order in which gradients are reduced
-    away: frozenset[Draft]  # trained ones with offloaded state
+    reduce_order: list[Draft]  # trained ones, in the order in which gradients are reduced
+    offloaded: frozenset[Draft]  # trained ones with offloaded state
 
 
-def first_share(leaving: Sequence[Draft], tier: Tier) -> frozenset[Draft]:
+def first_share(reduce_order: Sequence[Draft], tier: Tier) -> frozenset[Draft]:
     """Choose the drafts with state in the tier: see [Note: part of the state] in `offload/tiers.py`.
 
     These are the first ones, with a share of the elements as close to the tier's ratio as possible. Of two
@@ -103,10 +103,10 @@ def first_share(leaving: Sequence[Draft], tier: Tier) -> frozenset[Draft]:
     """
     if not tier.apart:
         return frozenset()
-    sums = list(accumulate((draft.numel for draft in leaving), initial=0))
+    sums = list(accumulate((draft.numel for draft in reduce_order), initial=0))
     wanted = tier.ratio * sums[-1]
     count = min(range(len(sums)), key=lambda count: (abs(sums[count] - wanted), -count))
-    return frozenset(leaving[:count])
+    return frozenset(reduce_order[:count])
 
 
 class Dealer:
@@ -128,49 +128,39 @@ class Dealer:
         # Frozen parameters in a group may be trained later. Integers cannot, and are left out.
         self.group_of = {p: n for p, n in listed.items() if p.requires_grad or p.is_floating_point()}
 
-    def draft(self, model: nn.Module) -> "Drafts":
+    def draft(self, model: nn.Module) -> Drafts:
         """Plan the flat buffers: of trained parameters, and at stage 3 also of frozen ones.
 
         Nothing is allocated. The plan depends only on model and settings, so it is equal on all ranks.
         """
         names = {p: name for name, p in model.named_parameters()}
-        strangers = [p for p in self.group_of if p not in names]
-        if strangers and len(strangers) == len(self.group_of):
+        not_in_model = [p for p in self.group_of if p not in names]
+        if not_in_model and len(not_in_model) == len(self.group_of):
             raise ValueError(
-                "the optimizer has none of this model's parameters: make it of the parameters of the model "
-                "that initialize gets (a copy of a model has others)"
+                "the optimizer has none of this model's parameters. Construct it with the parameters of the "
+                "model that initialize gets (a copy of the model has others)"
             )
-        names |= {p: f"parameter {number} (not in the model)" for number, p in enumerate(strangers)}
+        names |= {p: f"parameter {number} (not in the model)" for number, p in enumerate(not_in_model)}
         everything = [(name, p) for p, name in names.items()]
-        refuse_owned(everything)
+        check_unowned(everything)
         trained = [(name, p) for name, p in everything if p in self.group_of]
-        _refuse_released([(name, p) for name, p in everything if p not in self.deferred])
+        _check_not_released([(name, p) for name, p in everything if p not in self.deferred])
         here = [(name, p) for name, p in trained if p not in self.deferred and p.numel() and not p.is_meta]
-        refuse_overlaps(Extent(0, p.data_ptr(), p.data_ptr() + p.nbytes, name) for name, p in here)
+        check_no_overlap(Extent(0, p.data_ptr(), p.data_ptr() + p.nbytes, name) for name, p in here)
         units = self._units(model) if self.settings.releases_parameters else []
         in_units = {p for unit in units for _, p in unit.parameters}
         kept = [(name, p) for name, p in trained if p not in in_units]
         drafts = [*(draft for unit in units for draft in self._unit(unit)), *self._buckets(kept)]
         # Backward produces gradients of the last parameters first, so their buffers are reduced first.
         place = {p: number for number, p in enumerate(names)}
-        leaving = sorted(
+        reduce_order = sorted(
             (draft for draft in drafts if draft.kind.trained),
             key=lambda draft: min(place[p] for _, p in draft.named),
             reverse=True,
         )
-        return Drafts(units, drafts, leaving, first_share(leaving, self.settings.tier))
+        return Drafts(units, drafts, reduce_order, first_share(reduce_order, self.settings.tier))
 
-    def rooms(self, drafts: "Drafts") -> list[int]:
-        """Return the bytes of each room (allocation for a master) that this rank will need in its tier."""
-        away = (draft for draft in drafts.leaving if draft in drafts.away and not draft.kind.asleep)
-        return [self.room_of(draft) for draft in away]
-
-    def room_of(self, draft: "Draft") -> int:
-        """Return the bytes of this rank's master."""
-        dtypes = self.settings.dtypes
-        return draft.layout.shard * dtypes.master_of(dtypes.of(draft.kind.dtype)).itemsize
-
-    def deal(self, drafts: "Drafts") -> Sharded:
+    def deal(self, drafts: Drafts) -> Sharded:
         """Move the parameters into flat buffers, and make gradients and masters for trained ones.
 
         Every rank must call this: the first rank's values are broadcast.
@@ -180,13 +170,12 @@ class Dealer:
         made: dict[Draft, ParameterGroup] = {}
         for draft in drafts.everything:
             flat = self._flat(draft)
-            tier = self.settings.tier if draft in drafts.away else DeviceTier()
+            tier = self.settings.tier if draft in drafts.offloaded else DeviceTier()
             made[draft] = self._trained(flat, tier, spares) if draft.kind.trained else ParameterGroup(flat)
         of_unit = {unit: [made[draft] for draft in made if draft.unit is unit] for unit in drafts.units}
         sites = [Site(unit.name, unit.module, of_unit[unit]) for unit in drafts.units]
-        trained = [
-            group for group in map(made.__getitem__, drafts.leaving) if isinstance(group, TrainedGroup)
-        ]
+        in_order = map(made.__getitem__, drafts.reduce_order)
+        trained = [group for group in in_order if isinstance(group, TrainedGroup)]
         frozen = [group for group in made.values() if not isinstance(group, TrainedGroup)]
         return Sharded(trained, frozen, sites, self.flow, self.shelf, spares)
 
@@ -199,14 +188,14 @@ class Dealer:
         limit = size_limit(model, limits.max_live)
         return choose_units(model, limit, limits.wrap, kept_whole(model, limits))
 
-    def _unit(self, unit: Unit) -> Iterator["Draft"]:
+    def _unit(self, unit: Unit) -> Iterator[Draft]:
         kinds: dict[Kind, list[Named]] = {}
         for name, param in unit.parameters:
             kind = replace(self._kind(name, param), released_at_rest=True)
             kinds.setdefault(kind, []).append((name, param))
         return (self._draft(named, kind, unit) for kind, named in kinds.items())
 
-    def _buckets(self, trained: Sequence[Named]) -> Iterator["Draft"]:
+    def _buckets(self, trained: Sequence[Named]) -> Iterator[Draft]:
         """Plan gradient buckets for parameters that stay whole, in the order of backward."""
         kinds = [self._kind(name, p) for name, p in trained]
         numels = [p.numel() for _, p in trained]
@@ -222,10 +211,10 @@ class Dealer:
         chosen, part = self.settings.bucket_numel, self.settings.tier.part_numel
         return chosen if part is None else min(chosen, part * self.groups.dense.shard.size)
 
-    def _draft(self, named: Sequence[Named], kind: Kind, unit: Unit | None = None) -> "Draft":
+    def _draft(self, named: Sequence[Named], kind: Kind, unit: Unit | None = None) -> Draft:
         return Draft(named, kind, layout_of([p.numel() for _, p in named], self._pair(kind)), unit)
 
-    def _flat(self, draft: "Draft") -> FlatParameters:
+    def _flat(self, draft: Draft) -> FlatParameters:
         named, kind = draft.named, draft.kind
         members = [Member(*one, self.group_of.get(one[1], FROZEN), i) for i, one in enumerate(named)]
         deferred = any(p in self.deferred for _, p in named)
@@ -235,13 +224,11 @@ class Dealer:
         """Make the gradients and the master of a flat buffer, on the host for an offload tier."""
         settings, divisors = self.settings, self.settings.divisors(self.groups.data_ranks)
         flow, reduce = self.flow if tier.apart else None, self._pair(flat.kind).reduce
-        if flow is None:
-            gradients = FlatGradients(flat, settings, divisors, reduce, spares)
-        else:
-            gradients = HostGradients(flat, settings, divisors, reduce, spares, flow)
+        kind = FlatGradients if flow is None else HostGradients
+        gradients = kind(flat, settings, divisors, reduce, spares, flow)
         return TrainedGroup(gradients, Master(flat, gradients, settings.dtypes, tier, flow))
 
-    def rank_of(self, draft: "Draft") -> int:
+    def rank_of(self, draft: Draft) -> int:
         """Return the index of this rank's slice."""
         return self._pair(draft.kind).shard.rank
 
@@ -252,12 +239,12 @@ class Dealer:
         """Determine the kind of a parameter; parameters of one kind can share a flat buffer."""
         trained = param in self.group_of
         if trained and not param.is_floating_point():
-            raise TypeError(f"{name} is {param.dtype}: only floating-point parameters can be trained here")
+            raise TypeError(f"{name} is {param.dtype}, but only floating-point parameters can be trained")
         expert = self.topology.is_expert(name, param)
         if expert and self.groups.expert is None:
             raise ValueError(
-                f"{name} is marked as an expert, but there are no expert groups: "
-                "pass topology=Topology(expert=..., expert_data=...)"
+                f"{name} is marked as an expert, but there are no expert groups. "
+                "Pass topology=Topology(expert=..., expert_data=...)"
             )
         model = self.groups.model
         in_norm = model is None or model.rank == 0 or self.topology.is_split(name, param)
@@ -291,14 +278,14 @@ def _broadcast(tensor: Tensor, pair: Pair, name: str) -> None:
         try:
             tensor.copy_(sent)
         except RuntimeError as error:
-            raise RuntimeError(f"{name} cannot get the first rank's values: {error}") from error
+            raise RuntimeError(f"the first rank's values cannot be copied to {name}: {error}") from error
 
 
-def _refuse_released(named: Sequence[Named]) -> None:
+def _check_not_released(named: Sequence[Named]) -> None:
     """Raise ValueError if a parameter is released, as its values are lost."""
     for name, param in named:
         if is_released(param):
             raise ValueError(
-                f"{name} was released by an engine that is gone: end that one with destroy(gather=True), on "
-                "every rank, so that it leaves whole parameters"
+                f"{name} was released by an engine that no longer exists. End an engine with "
+                "destroy(gather=True) on every rank, so that it leaves whole parameters"
             )

@@ -37,11 +37,11 @@ class HostMemory:
 def host_memory(base: Optimizer, dealer: Dealer, drafts: Drafts, device: torch.device) -> HostMemory:
     """Estimate this rank's host memory, for parameters on `device`."""
     sizes, tier = Sizes(base, dealer, device), dealer.settings.tier
-    away = [draft for draft in drafts.leaving if draft in drafts.away and not draft.kind.asleep]
+    away = [draft for draft in drafts.reduce_order if draft in drafts.offloaded and not draft.kind.asleep]
     passing = [size for draft in away for size in sizes.passing(draft) if device.type != "cpu"]
     passing += [sizes.aside(draft) for draft in away if tier.delay_after is not None]
     parameters, parameters_in_file, parameter_buffers = sizes.released(drafts)
-    rooms, states = dealer.rooms(drafts), [sizes.state(draft) for draft in away]
+    rooms, states = list(map(sizes.master, away)), list(map(sizes.state, away))
     in_file = isinstance(tier, BlockTier)
     blocks = [whole_pages(room + state) for room, state in zip(rooms, states, strict=True)]
     return HostMemory(
@@ -71,6 +71,10 @@ class Sizes:
     def knows_state(self) -> bool:
         """Whether all sizes of state that were computed so far are known."""
         return None not in self.known.values()
+
+    def master(self, draft: Draft) -> int:
+        """Return the bytes of the room for this rank's master."""
+        return draft.layout.shard * self.dtypes.master_of(self._own(draft)).itemsize
 
     def state(self, draft: Draft) -> int:
         """Return the bytes of optimizer state for this rank's slice, as far as known."""
@@ -112,9 +116,8 @@ class Sizes:
         if not tier.step_early or self.device.type == "cpu" or not is_plain_adam(self.base):
             return 0
         states = [self.state(draft) for draft in away]
-        masters = self.dealer.room_of
         blocks = (
-            whole_pages(masters(draft) + state + self._copy(draft)) + PAGE  # a page for alignment
+            whole_pages(self.master(draft) + state + self._copy(draft)) + PAGE  # a page for alignment
             for draft, state in zip(away, states, strict=True)
         )
         everything = 2 * sum(blocks)

@@ -30,7 +30,7 @@ def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
         return
     if any(owner_of(param) is not None for param in model.parameters()):
         raise RuntimeError(
-            f"{type(model).__name__} belongs to an engine, which has chosen its units already: mark modules "
+            f"{type(model).__name__} belongs to an engine, which has chosen its units already. Mark modules "
             "before initialize"
         )
     setattr(model, MARK, flag)
@@ -54,7 +54,7 @@ def set_z3_leaf_modules_by_name(
     model: nn.Module, module_names: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
     """Mark modules by their names in `named_modules`; return them, and the names without a module."""
-    _refuse_one("module_names", module_names)
+    _check_is_list("module_names", module_names)
     modules = dict(model.named_modules(remove_duplicate=False))
     missing = [name for name in module_names if name not in modules]
     if missing and raise_if_not_found:
@@ -66,11 +66,11 @@ def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
     """Mark modules by suffixes of their names; return them, and the suffixes without a module."""
-    _refuse_one("module_name_suffixes", module_name_suffixes)
+    _check_is_list("module_name_suffixes", module_name_suffixes)
     named = list(model.named_modules(remove_duplicate=False))
     missing = [end for end in module_name_suffixes if not any(name.endswith(end) for name, _ in named)]
     if missing and raise_if_not_found:
-        raise ValueError(f"no name of a module of {type(model).__name__} ends with {_any_of(missing)}")
+        raise ValueError(f"no module of {type(model).__name__} has a name that ends with {_any_of(missing)}")
     found = [module for end in module_name_suffixes for name, module in named if name.endswith(end)]
     return _flag(found, flag), missing
 
@@ -79,7 +79,7 @@ def _flag_classes(
     model: nn.Module, kinds: Sequence[ClassOrName], flag: bool, raise_if_not_found: bool
 ) -> list[nn.Module]:
     """Set or remove the marks of all modules of these classes; return the modules."""
-    _refuse_one("leaf_module_classes", kinds)
+    _check_is_list("leaf_module_classes", kinds)
     for kind in kinds:
         if not isinstance(kind, type | str):
             raise TypeError(f"leaf_module_classes must list classes or their names, not {kind!r}")
@@ -105,7 +105,7 @@ def _flag(modules: Iterable[nn.Module], flag: bool) -> list[nn.Module]:
     return found
 
 
-def _refuse_one(argument: str, given: object) -> None:
+def _check_is_list(argument: str, given: object) -> None:
     if isinstance(given, str | type):
         raise TypeError(f"{argument} must be a list, not {given!r}")
 

@@ -14,7 +14,7 @@ class Extent(NamedTuple):
     name: str
 
 
-def refuse_overlaps(extents: Iterable[Extent]) -> None:
+def check_no_overlap(extents: Iterable[Extent]) -> None:
     """Raise ValueError if two parameters share memory, because they would no longer be tied."""
     for one, other in pairwise(sorted(extents)):
         if one.memory == other.memory and other.start < one.stop:

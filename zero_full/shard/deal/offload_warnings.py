@@ -10,34 +10,34 @@ log = logging.getLogger("zero_full")
 NEAR = 0.1  # fraction of the state: no warning for a smaller difference from the requested ratio
 
 
-def tell_of_share(drafts: Drafts, settings: Settings) -> None:
+def warn_of_share(drafts: Drafts, settings: Settings) -> None:
     """Warn if the offloaded share of the optimizer's state is far from the requested ratio."""
-    asked, everything = settings.tier.ratio, sum(draft.numel for draft in drafts.leaving)
+    asked, everything = settings.tier.ratio, sum(draft.numel for draft in drafts.reduce_order)
     if not (settings.tier.apart and everything):
         return
-    away = sum(draft.numel for draft in drafts.away) / everything
+    away = sum(draft.numel for draft in drafts.offloaded) / everything
     if abs(away - asked) > NEAR:
         cut = "buckets and units" if settings.releases_parameters else "buckets"
-        largest = max(draft.numel for draft in drafts.leaving) / everything
+        largest = max(draft.numel for draft in drafts.reduce_order) / everything
         log.warning(
-            f"offload_optimizer.ratio is {asked:g}, and {away:.2f} of the optimizer's state waits on the "
-            f"host: only whole {cut} do, of which there are {len(drafts.leaving)}, the largest with "
+            f"offload_optimizer.ratio is {asked:g}, but {away:.2f} of the optimizer's state is offloaded. "
+            f"Only whole {cut} can be: there are {len(drafts.reduce_order)}, the largest with "
             f"{largest:.2f} of all elements. A smaller reduce_bucket_size makes smaller buckets, but not "
             "smaller units"
         )
 
 
-def tell_of_parameters(parts: Sharded, settings: Settings) -> None:
+def warn_of_parameters(parts: Sharded, settings: Settings) -> None:
     """Warn if no parameter is offloaded although `param_tier` requests it."""
     tier, flats = settings.param_tier, parts.flats
     if not (tier.apart and parts.shelf.apart) or any(flat.slice.kind == tier.kind for flat in flats):
         return
     if isinstance(tier, BlockTier) and any(flat.kind.released_at_rest for flat in flats):
         why = (
-            f"max_in_cpu is {tier.memory_numel:,}, and so many elements of this rank's slices stay in "
-            "memory, which are all: give a smaller number, or 0"
+            f"max_in_cpu is {tier.memory_numel:,}, so all elements of this rank's slices stay in memory. "
+            "Set a smaller number, or 0"
         )
     else:
-        why = "no module's parameters are released: see stage3_param_persistence_threshold"
-    where = "in nvme_path" if isinstance(tier, BlockTier) else "on the host"
-    log.warning(f"offload_param has no effect, no parameter waits {where}: {why}")
+        why = "no module's parameters are released. See stage3_param_persistence_threshold"
+    where = "nvme_path" if isinstance(tier, BlockTier) else "the host"
+    log.warning(f"offload_param has no effect, because no parameter is offloaded to {where}: {why}")

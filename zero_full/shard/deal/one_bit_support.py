@@ -13,12 +13,12 @@ from zero_full.optim.one_bit import OneBitOptimizer
 from zero_full.settings import Settings
 from zero_full.shard.group.process_groups import Groups
 
-SUMS = "its average is a mean: gradients cannot be summed (gradient_allreduce_op, Settings(average=False))"
-EXPERTS = "experts have gradients of their own ranks, and it averages the whole model's over all"
-LOW_STATE = "it keeps its state in fp32: remove bf16_optimizer_states, or Settings(dtypes=...) with low_state"
-OFFLOAD = "its state does not wait on the host: remove offload_optimizer, or Settings(tier=...)"
-PARTS = "it averages over all ranks: remove mics_shard_size, or `shard` and `replicate` of the topology"
-WIDE = "it keeps its state and averages in fp32: convert the model by model.float()"
+SUMS = "it averages gradients and cannot sum them. Remove gradient_allreduce_op, or Settings(average=False)"
+EXPERTS = "it averages the whole model over all ranks, but gradients of experts belong to some ranks only"
+LOW_STATE = "it keeps its state in fp32. Remove bf16_optimizer_states, or Settings(dtypes=...) with low_state"
+OFFLOAD = "its state cannot be offloaded. Remove offload_optimizer, or Settings(tier=...)"
+PARTS = "it averages over all ranks. Remove mics_shard_size, or `shard` and `replicate` of the topology"
+WIDE = "it keeps its state and averages in fp32. Convert the model by model.float()"
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class WholeState(Settings):
         return False
 
 
-def served(base: Optimizer, settings: Settings, topology: Topology) -> Settings:
+def one_bit_settings(base: Optimizer, settings: Settings, topology: Topology) -> Settings:
     """Return the settings for this optimizer's layout; raise ValueError if it does not support the run."""
     if not isinstance(base, OneBitOptimizer):
         return settings
@@ -42,8 +42,8 @@ def served(base: Optimizer, settings: Settings, topology: Topology) -> Settings:
     if settings.stage not in stages:
         one_of = " or ".join(map(str, stages))
         raise ValueError(
-            f"{name} at stage {settings.stage}: it needs this rank's own gradients, whole, and a momentum of "
-            f"the whole model on every rank. Use stage {one_of}, or another optimizer"
+            f"{name} cannot run at stage {settings.stage}: it needs this rank's own whole gradients, and the "
+            f"momentum of the whole model on every rank. Use stage {one_of}, or another optimizer"
         )
     wide = settings.dtypes.parameter is None and any(p.dtype == torch.float64 for p in _trained(base))
     for applies, reason in (
@@ -55,12 +55,12 @@ def served(base: Optimizer, settings: Settings, topology: Topology) -> Settings:
         (wide, WIDE),
     ):
         if applies:
-            raise ValueError(f"{name} cannot step here: {reason}")
+            raise ValueError(f"{name} does not support this run: {reason}")
     base.shards_variance = settings.stage == 1
     return WholeState(**{each.name: getattr(settings, each.name) for each in fields(settings)})
 
 
-def refuse_other_backend(base: Optimizer, groups: Groups, device: torch.device) -> None:
+def check_backend(base: Optimizer, groups: Groups, device: torch.device) -> None:
     """Raise ValueError if the process group's backend is not the one that `comm_backend_name` names."""
     if not isinstance(base, OneBitOptimizer) or base.backend is None:
         return
@@ -68,11 +68,11 @@ def refuse_other_backend(base: Optimizer, groups: Groups, device: torch.device) 
     group = groups.dense.across.group
     actual = None if group is None else backend_of(group, device)
     if not missing and actual not in (None, base.backend):
-        missing = f"{base.backend}: the ranks' process group on {device.type} is one of {actual}"
+        missing = f"{base.backend}, but the process group of the ranks on {device.type} uses {actual}"
     if missing:
         raise ValueError(
-            f"comm_backend_name of {type(base).__name__}: {missing}. Remove comm_backend_name: the ranks "
-            "average over whatever process group there is"
+            f"comm_backend_name of {type(base).__name__}: {missing}. Remove comm_backend_name to average "
+            "over the existing process group"
         )
 
 

@@ -73,7 +73,7 @@ def _sites(name: str, module: nn.Module, limit: int, wrap: Wrap | None) -> Itera
     if z3_leaf_module(module) and not is_called:
         raise ValueError(
             f"{name or 'the model'} is marked as a leaf of stage 3, but a {type(module).__name__} is never "
-            "called, so nothing would gather it: mark the module that calls what is inside"
+            "called, so nothing would gather it. Mark the module that calls its submodules"
         )
     if _is_named(name, module, wrap) and is_called:
         yield name, module

@@ -12,9 +12,9 @@ from torch import Tensor
 
 def digest(tensor: Tensor) -> bytes:
     """Hash shape, dtype and values: digests are equal on two ranks only if the tensors are."""
-    told = f"{tuple(tensor.shape)} {tensor.dtype}".encode()
+    header = f"{tuple(tensor.shape)} {tensor.dtype}".encode()
     whole = _in_one_piece(tensor)
-    return hashlib.blake2b(_bytes_of(whole), digest_size=16, key=hashlib.blake2b(told).digest()).digest()
+    return hashlib.blake2b(_bytes_of(whole), digest_size=16, key=hashlib.blake2b(header).digest()).digest()
 
 
 def digest_of(named: Iterable[tuple[str, Tensor]]) -> str:

@@ -39,11 +39,11 @@ from zero_full._compat import identity_of, without_overrides
 from zero_full.offload.host_device_copies import Flow, HostSlice
 from zero_full.precision.norms import all_finite
 from zero_full.settings import Settings
-from zero_full.shard.group.grad_placeholder import StandIn
+from zero_full.shard.group.grad_placeholder import GradPlaceholder
 from zero_full.shard.group.parameters import FlatParameters, Member
 from zero_full.shard.group.process_groups import Reduce
 
-SPARSE = "{} has a sparse gradient, and flat buffers of gradients are dense: use nn.Embedding(sparse=False)"
+SPARSE = "{} has a sparse gradient, but flat buffers of gradients are dense. Use nn.Embedding(sparse=False)"
 # Free gradient buffers, shared by the groups of an optimizer during a backward pass. On a CPU new pages would
 # cost more time than writing the gradients. (On an accelerator the caching allocator reuses memory, with
 # regard to streams.)
@@ -53,7 +53,7 @@ Spares = list[Tensor]
 class FlatGradients:
     """A group's gradients on the device: see [Note: a gradient's way]."""
 
-    down: HostSlice | None = None  # the averaged slice on the host; None: it stays on the device
+    down: HostSlice | None  # the averaged slice on the host; None: it stays on the device
     is_down = False  # the averaged slice is on the host or being copied to it
 
     def __init__(
@@ -63,7 +63,9 @@ class FlatGradients:
         divisors: tuple[float, float],
         reduce_slices: Reduce,
         spares: Spares,
+        flow: Flow | None = None,
     ) -> None:
+        """`flow`: the host-device copies, for `HostGradients`."""
         self.parameters, self.settings, self.divisors = parameters, settings, divisors
         self.reduce_slices, self.spares = reduce_slices, spares
         self.members, self.layout = parameters.members, parameters.layout
@@ -71,8 +73,9 @@ class FlatGradients:
         self.windows = self.layout.windows
         self.ranks, self.across, self.name = parameters.ranks, parameters.across, parameters.name
         self.accumulate = settings.dtypes.accumulate_of(parameters.dtype)
+        host = None if flow is None else HostSlice(flow, self.name, self.layout.shard, self.accumulate)
+        self.down = host
         self.frees, self.checks_finite = settings.frees_gradients, settings.needs_norm
-        self.reuses_memory = self.device.type == "cpu"  # through `spares`
         alone = self.ranks.size == self.across.size == 1
         self.has_peers, self.is_replicated = not alone, self.across.size > 1
         master = settings.dtypes.master_of(parameters.dtype)
@@ -83,6 +86,8 @@ class FlatGradients:
             and settings.plain_divisor == 1
             and self.down is None
         )
+        # Through `spares`. A buffer that is the average itself stays until it is copied to the host.
+        self.reuses_memory = self.device.type == "cpu" and not (self.down is not None and self.is_average)
         self.local_grads: Tensor | None = None  # this rank's own gradients, of the whole buffer
         self.grad_slice: Tensor | None = None  # this rank's slice of the average, or memory for it
         self.slice_is_valid = False  # `grad_slice` holds gradients of this step
@@ -98,7 +103,7 @@ class FlatGradients:
         `final`: it will be reduced before more is added, so the buffer can have the gradient's own dtype.
         """
         grad = member.param.grad
-        if grad is not None and not isinstance(grad, StandIn):
+        if grad is not None and not isinstance(grad, GradPlaceholder):
             member.param.grad = None
             self._copy_in(member, grad, final)
 
@@ -108,7 +113,7 @@ class FlatGradients:
         with without_overrides():
             for member in self.members:
                 grad = member.param.grad
-                if grad is not None and not isinstance(grad, StandIn):
+                if grad is not None and not isinstance(grad, GradPlaceholder):
                     member.param.grad = None
                     here.append((member, grad))
         return here
@@ -132,11 +137,10 @@ class FlatGradients:
 
     def _open(self, dtype: torch.dtype) -> Tensor:
         """Return the flat buffer for new gradients. Its padding is zero; gradients overwrite the rest."""
-        is_window = self.grad_slice is not None and self.local_grads is not None and self._slice_is_a_window()
-        if is_window and self.slice_is_valid:  # averages of an earlier pass, which must not be overwritten
-            assert self.grad_slice is not None
-            self.grad_slice, is_window = self.grad_slice.clone(), False
-        local = self.local_grads
+        mine, local = self.grad_slice, self.local_grads
+        is_window = mine is not None and local is not None and _share_memory(mine, local)
+        if mine is not None and is_window and self.slice_is_valid:  # keep the averages of an earlier pass
+            self.grad_slice, is_window = mine.clone(), False
         if local is None or local.dtype != dtype:
             if is_window:
                 self.grad_slice = None  # a window keeps the old buffer alive
@@ -156,11 +160,6 @@ class FlatGradients:
             if spare.dtype == dtype and spare.numel() >= self.layout.total:
                 return spare[: self.layout.total]
         return torch.empty(self.layout.total, dtype=dtype, device=self.device)
-
-    def _slice_is_a_window(self) -> bool:
-        assert self.grad_slice is not None and self.local_grads is not None
-        mine, everything = self.grad_slice.untyped_storage(), self.local_grads.untyped_storage()
-        return identity_of(mine) == identity_of(everything)
 
     # Averaged ------------------------------------------------------------------------------------
 
@@ -304,7 +303,7 @@ class FlatGradients:
         assert gradient is not None
         return gradient.view(member.param.shape).to(member.param.dtype)
 
-    def refuse_sparse(self) -> None:
+    def check_dense(self) -> None:
         """Raise TypeError if a gradient that autograd has left in `param.grad` is sparse."""
         for member in self.members if self.uses_param_grad else ():
             if member.param.grad is not None and member.param.grad.layout is not torch.strided:
@@ -326,7 +325,11 @@ class FlatGradients:
         on_device = self.local_grads, None if self.is_down else self.grad_slice
         yield from (t for t in on_device if t is not None)
         grads = (m.param.grad for m in self.members)
-        yield from (grad for grad in grads if grad is not None and not isinstance(grad, StandIn))
+        yield from (grad for grad in grads if grad is not None and not isinstance(grad, GradPlaceholder))
+
+
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    return identity_of(one.untyped_storage()) == identity_of(other.untyped_storage())
 
 
 class HostGradients(FlatGradients):
@@ -337,21 +340,6 @@ class HostGradients(FlatGradients):
     """
 
     down: HostSlice
-
-    def __init__(
-        self,
-        parameters: FlatParameters,
-        settings: Settings,
-        divisors: tuple[float, float],
-        reduce_slices: Reduce,
-        spares: Spares,
-        flow: Flow,
-    ) -> None:
-        accumulate = settings.dtypes.accumulate_of(parameters.dtype)
-        self.down = HostSlice(flow, parameters.name, parameters.layout.shard, accumulate)
-        super().__init__(parameters, settings, divisors, reduce_slices, spares)
-        if self.is_average:
-            self.reuses_memory = False  # the buffer itself is copied to the host, so it must stay
 
     @property
     def is_down(self) -> bool:  # type: ignore[override]

@@ -11,8 +11,7 @@ Entries stay until all ranks have agreed on them, because the values are in the 
 that has raised raises again when it is repeated. Without writes there is no cost.
 """
 
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -24,8 +23,8 @@ GRADIENT = "gradient"
 CLEARED = "cleared"
 BY_HAND = ", by hand"
 REMEDY = (
-    "What is written by hand counts as it is, so write the same on every rank: average a gradient of this "
-    "rank's own first (torch.distributed.all_reduce), or give all gradients up with zero_grad()"
+    "Written values are used as they are, so write the same on every rank. Average a gradient of this rank "
+    "alone first (torch.distributed.all_reduce), or discard all gradients with zero_grad()"
 )
 Entry = tuple[str, Member | None]  # kind of tensor, and its parameter; None: all parameters
 
@@ -40,11 +39,11 @@ class HandWritten:
     def note(self, what: str, member: Member, value: Tensor | str) -> None:
         """Note a write of a parameter's whole gradient, master or optimizer state, or `CLEARED`."""
         self.slices.pop((what, member), None)  # overwritten
-        self.whole[what, member] = _mark(value)
+        self.whole[what, member] = value if isinstance(value, str) else _fingerprint(value)
 
     def note_slice(self, what: str, member: Member, value: Tensor) -> None:
         """Note a write to this rank's elements of a gradient, master or optimizer state."""
-        self.slices[what, member] = _mark(value)
+        self.slices[what, member] = _fingerprint(value)
 
     def note_all_cleared(self) -> None:
         """Note that user code cleared every gradient of this rank.
@@ -67,43 +66,32 @@ class HandWritten:
 
     def of_all(self, members: Collection[Member]) -> list[tuple[str, str]]:
         """Return names and digests of the whole tensors of these parameters, to be equal on every rank."""
-        return _told(self.whole, members)
+        return _digests(self.whole, members)
 
     def of_slices(self, members: Collection[Member]) -> list[tuple[str, str]]:
         """Return names and digests of elements of this rank's slice, to be equal on its replicas."""
-        return _told(self.slices, members)
+        return _digests(self.slices, members)
 
 
-def _mark(value: Tensor | str) -> Tensor | str:
+def _fingerprint(value: Tensor) -> Tensor:
     """Compute a fingerprint on the tensor's device, so that the host waits for it only in the step."""
-    if isinstance(value, str):
-        return value
     return fingerprint(value.detach().contiguous().reshape(-1))
 
 
-def _told(entries: dict[Entry, Tensor | str], members: Collection[Member]) -> list[tuple[str, str]]:
+def _digests(entries: dict[Entry, Tensor | str], members: Collection[Member]) -> list[tuple[str, str]]:
     """Return names and digests of the entries of these parameters, sorted by name."""
     if not entries:
         return []
     mine = set(members)
-    found = [(what, m, value) for (what, m), value in entries.items() if m is None or m in mine]
-    digests = iter(_numbers([value for *_, value in found if isinstance(value, Tensor)]))
-    told = [
-        (_name(what, m), value if isinstance(value, str) else f"values {next(digests) % 2**32:08x}")
-        for what, m, value in found
-    ]
-    return sorted(told)  # ranks may have written in different orders
-
-
-def _name(what: str, member: Member | None) -> str:
-    return (f"every {what}" if member is None else f"{what} of {member.name}") + BY_HAND
-
-
-def _numbers(marks: Sequence[Tensor]) -> list[int]:
-    """Copy fingerprints to the host as integers, with one wait per device."""
-    numbers: dict[int, int] = {}
-    for device in dict.fromkeys(mark.device for mark in marks):
-        there = [place for place, mark in enumerate(marks) if mark.device == device]
-        values: list[Any] = torch.stack([marks[place] for place in there]).tolist()
-        numbers.update(zip(there, values, strict=True))
-    return [numbers[place] for place in range(len(marks))]
+    found, by_device = list[tuple[str, str]](), dict[torch.device, dict[str, Tensor]]()
+    for (what, member), value in entries.items():
+        if member is None or member in mine:
+            name = (f"every {what}" if member is None else f"{what} of {member.name}") + BY_HAND
+            if isinstance(value, str):
+                found.append((name, value))
+            else:
+                by_device.setdefault(value.device, {})[name] = value
+    for there in by_device.values():  # one wait per device
+        values: list[int] = torch.stack([*there.values()]).tolist()
+        found += [(name, f"values {value % 2**32:08x}") for name, value in zip(there, values, strict=True)]
+    return sorted(found)  # ranks may have written in different orders

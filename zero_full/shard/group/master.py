@@ -5,7 +5,8 @@
     pieces   windows into the values, one for each parameter of which this rank owns elements
     tier     the offload tier of the master and of the optimizer's state
     flow     the host-device copies, if the master is on the host and the model on a device. Then `sent` is
-             the host's copy of the parameters' slice, and `mark` the fingerprint of that slice on the device
+             the host's copy of the parameters' slice, and `on_device` the fingerprint of that slice on the
+             device
 
 Saving and loading are in `contents/state.py`.
 """
@@ -43,9 +44,11 @@ class Master:
         self.flow = None if parameters.slice.apart else flow  # an offloaded slice is copied when gathered
         self.dtype = dtypes.master_of(parameters.dtype)
         self.sending: Pending | None = None  # pending copy of the parameters' slice to the device
-        self.mark: Tensor | None = None  # fingerprint of the device's slice after the copy; None: unknown
+        self.on_device: Tensor | None = (
+            None  # fingerprint of the device's slice after the copy; None: unknown
+        )
         self.copies: Tensor | None = None  # rounded copies that the stepper writes; during a step only
-        # Rows that user code may have kept, with the master or state that each is a view of.
+        # Flat views that user code may have kept, each with the master or state that it is a view of.
         self.shown: list[tuple[ReferenceType[Tensor], Tensor]] = []
         self.is_updating = False  # a delayed update is writing the master: see `delayed_update.py`
         values = parameters.take_unrounded()
@@ -61,29 +64,29 @@ class Master:
         self.values, self.pieces = master, dict[Member, Piece]()
         self.is_separate = master is not self.parameters.shard  # memory of its own, beside the parameters
         self.has_copies = self.is_separate and self.parameters.dtype != self.dtype  # rounded parameters
-        for fragment in self.parameters.fragments():
+        for fragment in self.parameters.fragments.values():
             member = self.parameters.members[fragment.index]
             mine = self.parameters.piece_of(master, member)
             assert mine is not None
             shape = member.param.shape
             self.pieces[member] = Piece(member.name, shape, fragment.param_range, member.group, mine)
-        self.sent, self.mark = master, None
-        self.travels: list[Tensor] = []  # host memory of slices that are copied to and from the device
+        self.sent, self.on_device = master, None
+        self.staging: list[Tensor] = []  # host memory of slices that are copied to and from the device
         if self.flow is not None and self.is_separate:
             # Without rounding the master itself is sent, unless it is in a file.
             if self.has_copies or self.tier.moves:
                 self.sent = self.flow.room(
                     master.numel(), self.parameters.dtype, self.parameters.shard.device
                 )
-                self.travels.append(self.sent)
+                self.staging.append(self.sent)
             if self.gradients.down is not None:
-                self.travels.append(self.gradients.down.memory)
+                self.staging.append(self.gradients.down.memory)
         self.note_versions()
 
     def leave(self) -> None:
         """Drop references to the tier's memory at the end of the run."""
         self.values = self.sent = self.values[:0].clone()
-        self.pieces, self.travels, self.shown = {}, [], []
+        self.pieces, self.staging, self.shown = {}, [], []
 
     def wake(self) -> None:
         """Make the master of a group that was asleep: see [Note: asleep] in `gradients.py`."""
@@ -98,9 +101,9 @@ class Master:
         """
         parameters = self.parameters
         if fuses and self.gradients.uses_param_grad:
-            self.gradients.refuse_sparse()
+            self.gradients.check_dense()
         self.copies = None
-        if self.flow is not None:  # `take_written` has adopted writes of user code when the step began
+        if self.flow is not None:  # `adopt_device_writes` has adopted writes of user code when the step began
             self.copies = self.sent if fuses and self.has_copies else None
         elif fuses and self.has_copies:
             self.copies = parameters.slice.fetch(self.values.device)
@@ -168,7 +171,7 @@ class Master:
             return
         if self.sent is not self.values and self.copies is None:  # else the stepper has written `sent`
             self.sent.copy_(self.values)
-        self.mark, self.sending = None, flow.send_up(self.parameters.shard, self.sent)
+        self.on_device, self.sending = None, flow.send_up(self.parameters.shard, self.sent)
 
     def settle(self) -> None:
         """Wait for the pending copy to the device. Its error is raised each time, until the next copy."""
@@ -177,13 +180,13 @@ class Master:
                 self.sending.wait()
             except Exception as error:
                 raise CopyError(
-                    f"parameters {self.parameters.name} have not come from the host to "
-                    f"{self.parameters.shard.device} after a step: {error}. The model is not what was "
-                    "trained: load a checkpoint"
+                    f"the copy of parameters {self.parameters.name} from the host to "
+                    f"{self.parameters.shard.device} after a step failed: {error}. The model on the device "
+                    "is not the trained one. Load a checkpoint"
                 ) from error
-            self.sending, self.mark = None, fingerprint(self.parameters.shard)
+            self.sending, self.on_device = None, fingerprint(self.parameters.shard)
 
-    def take_written(self) -> None:
+    def adopt_device_writes(self) -> None:
         """Copy writes of user code to the device's slice since the last copy to the master."""
         flow = self.flow
         if flow is None or not self.is_separate:
@@ -191,14 +194,14 @@ class Master:
         self.settle()
         shard = self.parameters.shard
         # A fingerprint also finds writes that version counters do not show, such as through `param.data`.
-        if self.mark is not None and bool(fingerprint(shard) == self.mark):
+        if self.on_device is not None and bool(fingerprint(shard) == self.on_device):
             return
         flow.fetch(self.sent, shard)
         if self.has_copies and not _rounds_to(self.values, self.sent):
             self.values.copy_(unless_written(self.values, self.sent))
         elif self.sent is not self.values and not self.has_copies:
             self.values.copy_(self.sent)
-        self.mark = fingerprint(shard)
+        self.on_device = fingerprint(shard)
         self.note_versions()
 
     # Values --------------------------------------------------------------------------------------
@@ -238,9 +241,9 @@ class Master:
             parameters_count |= list(map(version_of, self.parameters.params)) != self.param_versions
         if parameters_count:
             raise RuntimeError(
-                f"{self.parameters.name}: parameters were written, and so was the fp32 copy of them or of "
-                "their neighbours, which safe_get_local_fp32_param shows: write only the ones or the other "
-                "from one step to the next"
+                f"{self.parameters.name}: both parameters and their fp32 master weights, or those of "
+                "neighbours (safe_get_local_fp32_param), were written. Between two steps, write either "
+                "parameters or master weights"
             )
         self.copy_master()
         return True
@@ -256,7 +259,7 @@ class Master:
         if not self.is_separate or self.is_updating or (self.parameters.released_at_rest and not released):
             return
         if self.flow is not None:
-            return self.take_written()
+            return self.adopt_device_writes()
         slice_, master = self.parameters.shard.to(self.values.device), self.values
         if slice_.dtype == master.dtype:
             master.copy_(slice_)

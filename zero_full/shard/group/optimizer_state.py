@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
-OFFLOADED = "states are offloaded: call engine.reload_states() first"
+OFFLOADED = "states are offloaded. Call engine.reload_states() first"
 
 
 class StateByParameter(UserDict[Any, dict[str, Any]]):
@@ -20,7 +20,7 @@ class StateByParameter(UserDict[Any, dict[str, Any]]):
     def __init__(self) -> None:
         super().__init__()
         self.owners: dict[Tensor, Parameter] = {}  # piece -> parameter, and parameter -> itself
-        self.is_away = False  # see `offload_states.py`
+        self.is_offloaded = False  # see `offload_states.py`
         self.settled: Callable[[], None] | None = None  # waits for a delayed update that writes the state
 
     def add(self, piece: Tensor, param: Parameter) -> None:
@@ -39,11 +39,11 @@ class StateByParameter(UserDict[Any, dict[str, Any]]):
     def _owner(self, key: Any) -> Parameter:
         if not isinstance(key, Tensor) or key not in self.owners:
             what = f"a tensor of shape {tuple(key.shape)}" if isinstance(key, Tensor) else repr(key)
-            raise KeyError(f"this rank keeps no optimizer state of {what}")
+            raise KeyError(f"this rank has no optimizer state for {what}")
         return self.owners[key]
 
     def __getitem__(self, key: Any) -> dict[str, Any]:
-        if self.is_away:
+        if self.is_offloaded:
             raise RuntimeError(OFFLOADED)
         if self.settled is not None:
             self.settled()
@@ -53,7 +53,8 @@ class StateByParameter(UserDict[Any, dict[str, Any]]):
     def __setitem__(self, key: Any, state: dict[str, Any]) -> None:
         if self._owner(key) is key:
             raise RuntimeError(
-                "set optimizer state with zero_full.safe_set_full_optimizer_state(param, value, key)"
+                "optimizer state of a parameter cannot be replaced as a whole. Set single entries with "
+                "zero_full.safe_set_full_optimizer_state(param, value, key)"
             )
         self.data[self._owner(key)] = state
 

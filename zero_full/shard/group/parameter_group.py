@@ -90,31 +90,32 @@ def holdings(
     trained: Sequence[TrainedGroup],
     states: Mapping[Any, Mapping[str, Any]],
     beside: Sequence[Tensor],
-    away: Iterable[Tensor],
+    on_host: Iterable[Tensor],
 ) -> dict[str, list[Tensor]]:
     """Return every tensor that a rank holds, by kind. `counters` are the optimizer's step numbers.
 
     State in host memory or in a file is listed under its own kind. `groups`: the groups to list parameters
-    of. `beside` and `away`: tensors on the device and on the host that belong to no single group.
+    of. `beside` and `on_host`: tensors on the device and on the host that belong to no single group.
     """
     state = [v for s in states.values() for v in s.values() if isinstance(v, Tensor)]
     masters = [group.master for group in trained]
     separate = [master.values for master in masters if master.is_separate]
     kind = next((master.tier.kind for master in masters if master.tier.apart), "optimizer")
-    elsewhere = set(held_elsewhere(trained, states))
-    kept = [*separate, *(t for t in state if t.dim()), *beside]
-    here, there = ([t for t in kept if (id(t) in elsewhere) is far] for far in (False, True))
-    away = [*(tensor for master in masters for tensor in master.travels), *away]
-    waiting = {kind: there + away} if kind == "host" else {kind: there, "host": away}
+    offloaded = set(offloaded_ids(trained, states))
+    tensors = [*separate, *(t for t in state if t.dim()), *beside]
+    here, in_tier = ([t for t in tensors if (id(t) in offloaded) is away] for away in (False, True))
+    on_host = [*(tensor for master in masters for tensor in master.staging), *on_host]
+    in_tiers = {kind: in_tier + on_host} if kind == "host" else {kind: in_tier, "host": on_host}
     flats = [group.parameters for group in groups]
     whole = [flat.full for flat in flats if flat.state is not GatherState.SHARDED]
     copies = [flat.node_copy for flat in flats if flat.node_copy is not None]
-    is_apart, is_beside = ({master.tier.apart for master in masters} >= {kind} for kind in (True, False))
+    any_offloaded = any(master.tier.apart for master in masters)
+    all_offloaded = bool(masters) and all(master.tier.apart for master in masters)
     found = {
         "parameters": whole + copies,
         "gradients": [tensor for group in trained for tensor in group.gradients.device_memory()],
-        **({"optimizer": here} if is_beside or not is_apart else {}),
-        **(waiting if is_apart else {}),
+        **({} if all_offloaded else {"optimizer": here}),
+        **(in_tiers if any_offloaded else {}),
         "counters": [t for t in state if not t.dim()],
     }
     for flat in flats:
@@ -123,7 +124,7 @@ def holdings(
     return found
 
 
-def held_elsewhere(trained: Iterable[TrainedGroup], states: Mapping[Any, Mapping[str, Any]]) -> Iterator[int]:
+def offloaded_ids(trained: Iterable[TrainedGroup], states: Mapping[Any, Mapping[str, Any]]) -> Iterator[int]:
     """Yield the ids of masters and state tensors that are offloaded."""
     for master in (group.master for group in trained if group.master.tier.apart):
         yield id(master.values)

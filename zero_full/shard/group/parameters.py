@@ -69,19 +69,17 @@ class GatherState(Enum):
 
 
 @cache
-def nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+def placeholder_scalar(dtype: torch.dtype, device: torch.device) -> Tensor:
     """The scalar behind all released parameters of this dtype and device: NaN, or the smallest integer."""
-    return torch.full((), _lacking(dtype), dtype=dtype, device=device)
-
-
-def _lacking(dtype: torch.dtype) -> float:
     if dtype.is_floating_point or dtype.is_complex:
-        return float("nan")
-    return 0 if dtype == torch.bool else torch.iinfo(dtype).min
+        value = float("nan")
+    else:
+        value = 0 if dtype == torch.bool else torch.iinfo(dtype).min
+    return torch.full((), value, dtype=dtype, device=device)
 
 
 for _dtype in NAMES.values():  # made now, so that they do not show as memory of the first run
-    nothing(_dtype, torch.device("cpu"))
+    placeholder_scalar(_dtype, torch.device("cpu"))
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -91,7 +89,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 def is_released(param: Tensor) -> bool:
     """Return whether this parameter is released: its storage is that of the placeholder scalar."""
-    shown, absent = param.untyped_storage(), nothing(param.dtype, param.device).untyped_storage()
+    shown, absent = param.untyped_storage(), placeholder_scalar(param.dtype, param.device).untyped_storage()
     return identity_of(shown) == identity_of(absent)
 
 
@@ -140,10 +138,14 @@ class FlatParameters:
         self.home: Any = None  # the stream that the memory of the gathered values belongs to
         self.node_copy: Tensor | None = None  # see [Note: node copies]
         self.unrounded: Tensor | None = None  # this rank's slice in the model's dtype, for the master
-        self.slice = self._reserve(shelf) if deferred else self._move_in(shelf)
-        self._lay_out()
+        self.slice = self._reserve(shelf) if deferred else self._broadcast(shelf)
+        self.windows = self._cut_windows()
+        scalar = placeholder_scalar(self.dtype, self.kind.device)
+        self.placeholders = [scalar.expand(shape) for shape in self.shapes]
+        self.show()
+        self.release()
 
-    def _move_in(self, shelf: Shelf) -> Slice:
+    def _broadcast(self, shelf: Shelf) -> Slice:
         """Copy the parameters into the buffer, and broadcast the first rank's values to all ranks."""
         original = torch.zeros(self.layout.total, dtype=self.kind.dtype, device=self.kind.device)
         for member in self.members:
@@ -175,17 +177,9 @@ class FlatParameters:
         values, self.unrounded = self.unrounded, None
         return self.shard if values is None else values
 
-    def _lay_out(self) -> None:
-        """Point the parameters to their windows in the buffer, and release it if it is gathered for use."""
-        self.windows = self._cut_windows()
-        absent = nothing(self.dtype, self.kind.device)
-        self.nothings = [absent.expand(member.param.shape) for member in self.members]
-        self.show()
-        self.release()
-
     def _cut_windows(self) -> list[Tensor]:
-        shapes = [member.param.shape for member in self.members]
-        return [self.full[self.layout.windows[i]].view(shape) for i, shape in enumerate(shapes)]
+        pairs = zip(self.layout.windows, self.shapes, strict=True)
+        return [self.full[window].view(shape) for window, shape in pairs]
 
     # Whole and sharded ---------------------------------------------------------------------------
 
@@ -219,16 +213,16 @@ class FlatParameters:
     def hide(self) -> None:
         """Point the parameters to placeholders of their shapes, and make use of their values raise."""
         self.hidden = True
-        for member, absent in zip(self.members, self.nothings, strict=True):
-            member.param.data = absent
+        for member, placeholder in zip(self.members, self.placeholders, strict=True):
+            member.param.data = placeholder
             mark_released(member.param, member.name)
 
-    def moved(self) -> list[tuple[Member, Tensor]]:
+    def reassigned(self) -> list[tuple[Member, Tensor]]:
         """Find parameters that user code gave other memory (`param.data = x`, `module.to(...)`).
 
         Returns them with the windows or placeholders that they should have.
         """
-        places = self.nothings if self.hidden else self.windows
+        places = self.placeholders if self.hidden else self.windows
         found = []
         with without_overrides():
             for member, place in zip(self.members, places, strict=True):
@@ -238,28 +232,27 @@ class FlatParameters:
         return found
 
     @torch.no_grad()
-    def take_back_moved(self) -> list[Member]:
+    def adopt_assigned(self) -> list[Member]:
         """Adopt the values of tensors that user code assigned to `param.data`. Returns the parameters."""
-        taken = []
-        for member, window in self.moved():
+        adopted = []
+        for member, window in self.reassigned():
             given = member.param.data
             if self.hidden:
                 raise RuntimeError(
-                    f"{member.name} was given other values while it was sharded or offloaded, by param.data "
-                    f"= ... or a conversion of the module (it is {_kind_of(given)} now): do that inside "
+                    f"{member.name} was assigned a tensor while it was sharded or offloaded, by param.data = "
+                    f"... or a conversion of the module. It is {_kind_of(given)} now. Do that inside "
                     "zero_full.GatheredParameters(parameters, modifier_rank=0), or before initialize"
                 )
             if (given.shape, given.dtype, given.device) != (window.shape, window.dtype, window.device):
                 raise RuntimeError(
-                    f"{member.name} was {_kind_of(window)} when initialize laid it out and is "
-                    f"{_kind_of(given)} now: convert a model before initialize (precision is chosen by the "
-                    "keys bf16 and fp16)"
+                    f"{member.name} was {_kind_of(window)} at initialize and is {_kind_of(given)} now. "
+                    "Convert the model before initialize, or choose its precision by the keys bf16 and fp16"
                 )
             window.copy_(given)
             member.param.data = window
-            taken.append(member)
-        self.adopted = self.adopted or bool(taken)
-        return taken
+            adopted.append(member)
+        self.adopted = self.adopted or bool(adopted)
+        return adopted
 
     @torch.no_grad()
     def collect(self) -> None:
@@ -295,7 +288,7 @@ class FlatParameters:
         """Queue the all-gather on a lane, unless the values are present or already being gathered."""
         if self.state is GatherState.SHARDED:
             self.check_present()
-            self.take_back_moved()
+            self.adopt_assigned()
             # Allocated on the caller's stream, `home`. `release` returns it to the allocator of that stream.
             self.full.untyped_storage().resize_(self.full.nbytes)
             self.home = lane.producer()
@@ -325,7 +318,7 @@ class FlatParameters:
         try:
             pending.wait()
         except BaseException:
-            self._let_go()
+            self._free()
             raise
 
     def release(self) -> None:
@@ -334,13 +327,13 @@ class FlatParameters:
             return
         if self.state is GatherState.GATHERING:  # the collective is still writing to the memory
             self._await()
-        self._let_go()
+        self._free()
 
-    def _let_go(self) -> None:
+    def _free(self) -> None:
         """Free the gathered values; raise RuntimeError if user code wrote to them, as writes are lost."""
         lost = list[str]()
         if not self.hidden:  # look for writes by user code before `hide` changes `param.data`
-            if moved := self.moved():
+            if moved := self.reassigned():
                 lost += [member.name for member, _ in moved]
             if list(map(version_of, self.params)) != self.versions:
                 lost += self.written()
@@ -353,19 +346,15 @@ class FlatParameters:
         if lost:
             raise RuntimeError(
                 f"{', '.join(dict.fromkeys(lost))} was written while it was gathered for a forward or for "
-                "other parameters, so its new values are lost: write inside "
+                "other parameters, so its new values are lost. Write inside "
                 "zero_full.GatheredParameters([this parameter], modifier_rank=0)"
             )
 
     # Single parameters ---------------------------------------------------------------------------
 
-    def fragments(self) -> list[Fragment]:
-        """Return the fragments of parameters that this rank owns."""
-        return list(self._fragment_of.values())
-
     @cached_property
-    def _fragment_of(self) -> dict[int, Fragment]:
-        """The fragment of each parameter that this rank owns, by index; a rank has one at most."""
+    def fragments(self) -> dict[int, Fragment]:
+        """The fragments of parameters that this rank owns, by index of the parameter."""
         return {fragment.index: fragment for fragment in self.layout.fragments(self.ranks.rank)}
 
     def piece_of(self, flat: Tensor, member: Member) -> Tensor | None:
@@ -385,7 +374,7 @@ class FlatParameters:
         start = self.layout.slice_of(self.ranks.rank).start
         return {
             index: slice(fragment.flat_range[0] - start, fragment.flat_range[1] - start)
-            for index, fragment in self._fragment_of.items()
+            for index, fragment in self.fragments.items()
         }
 
     def cut(self, flat: Tensor, fragment: Fragment) -> Tensor:
@@ -403,7 +392,7 @@ class FlatParameters:
 
     def write(self, flat: Tensor, member: Member, value: Tensor) -> None:
         """Copy this rank's part of a parameter into a flat tensor of its slice."""
-        fragment = self._fragment_of.get(member.index)
+        fragment = self.fragments.get(member.index)
         if fragment is not None:
             start, stop = fragment.param_range
             self.cut(flat, fragment).copy_(value.reshape(-1)[start:stop])

@@ -31,12 +31,12 @@ class Pair:
     reduce: Reduce
     node: Communicator | None = None  # ranks of `shard` on this node that keep a node copy among them
 
-    def everyones(self, mine: Any, what: str) -> list[Any]:
+    def gather_objects(self, mine: Any, what: str) -> list[Any]:
         """All-gather small objects, with those of one `shard` group in a row. Every rank must call this."""
-        everyones = [mine]
+        gathered = [mine]
         for group in (self.shard, self.across):
-            everyones = [each for some in group.gather_objects(everyones, what) for each in some]
-        return everyones
+            gathered = [each for some in group.gather_objects(gathered, what) for each in some]
+        return gathered
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Groups:
         """
         with ExitStack() as others:  # callbacks run in reverse order: communicators close first
             while self.opened:
-                others.callback(_leave, self.opened.pop())
+                others.callback(_destroy, self.opened.pop())
             for communicator in self.communicators:
                 others.callback(communicator.close)
 
@@ -71,7 +71,7 @@ class Groups:
         return [*groups, self.model] if self.model is not None else groups
 
 
-def _leave(group: dist.ProcessGroup) -> None:
+def _destroy(group: dist.ProcessGroup) -> None:
     with suppress(ValueError):  # user code has destroyed all process groups already
         dist.destroy_process_group(group)
 
@@ -140,10 +140,11 @@ def connect(topology: Topology, settings: Settings, connection: Connection) -> G
         data = dist.group.WORLD
     if data is not None and data.size() > 1 and not has_fp64(connection.device):
         raise ValueError(
-            f"{connection.device.type} has no 64-bit floats, in which ranks add up what they agree on"
+            f"{connection.device.type} has no 64-bit floats, which ranks need to sum counts and norms. Use "
+            "another device, or a single rank"
         )
     if topology.shard is not None and not settings.cuts_state:
-        raise ValueError("stage 0 shards nothing: use stage 1, 2 or 3, or drop `shard` and `replicate`")
+        raise ValueError("stage 0 shards nothing. Use stage 1, 2 or 3, or remove `shard` and `replicate`")
     connection = replace(connection, given=topology.opened)
     dense = connection.pair(settings, topology.shard or data, topology.replicate)
     expert = None

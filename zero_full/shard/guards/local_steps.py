@@ -40,9 +40,9 @@ class LocalSteps(Guard):
         """Raise RuntimeError if ranks are apart and parameters, or these `masters`, were written."""
         if self.stepper.is_apart and (written := dict.fromkeys([*self.writes.names(), *masters])):
             raise RuntimeError(
-                f"{listed(list(written))} was written while each rank has parameters of its own, so all "
-                "ranks would lose it when they meet: call meet() of the engine's optimizer on every rank "
-                "first, and write then. What is written already can only be given up, by loading a checkpoint"
+                f"{listed(list(written))} was written while ranks hold different parameters, so the next "
+                "synchronization would overwrite it on all ranks. Call meet() of the engine's optimizer on "
+                "every rank before you write. To discard these writes, load a checkpoint"
             )
 
     def _check_frozen(self) -> None:
@@ -55,10 +55,10 @@ class LocalSteps(Guard):
         ]
         if frozen:
             raise RuntimeError(
-                f"{listed(frozen)} was frozen after it was trained, and {type(self.base).__name__} would go "
-                "on moving it by its momentum: there a parameter without a gradient counts as one whose "
-                "gradient is zero. Unfreeze it; or save a checkpoint, and load it with drop_errors=True in a "
-                "new run, in which it is frozen and the optimizer is not given it"
+                f"{listed(frozen)} was frozen after it was trained, but {type(self.base).__name__} would "
+                "still move it by its momentum: it treats a missing gradient as zero. Unfreeze it. Or save a "
+                "checkpoint, and load it with drop_errors=True in a new run that freezes the parameter and "
+                "does not pass it to the optimizer"
             )
 
 

@@ -53,9 +53,9 @@ class ModelWatch(Guard):
         for param in self.frozen:
             if param.requires_grad:
                 raise RuntimeError(
-                    f"{self.names[param]} was frozen at initialize and is in no parameter group, so nothing "
-                    "trains it: list it in model_parameters or in the optimizer (a frozen parameter may be "
-                    "listed), or freeze it again"
+                    f"{self.names[param]} was frozen at initialize and is in no parameter group, so no step "
+                    "trains it. Freeze it again, or list it in model_parameters or in the optimizer. Frozen "
+                    "parameters may be listed, too"
                 )
 
     def _look_again(self) -> None:
@@ -68,9 +68,9 @@ class ModelWatch(Guard):
         new = [name for p, name in now.items() if p not in self.names and p.requires_grad]
         if new:
             raise RuntimeError(
-                f"{', '.join(new)} came into the model after initialize (an assignment, a new module, "
-                "load_state_dict(assign=True), ...), so nothing trains it: change the model before "
-                "initialize; load values with engine.load_module_state_dict(...) or without assign"
+                f"{', '.join(new)} came into the model after initialize (by an assignment, a new module or "
+                "load_state_dict(assign=True)), so no step trains it. Change the model before initialize. "
+                "Load values with engine.load_module_state_dict(...) or without assign"
             )
         if self.gathers:
             known = {(id(held), key): value for held, key, value in self.first}
@@ -83,8 +83,8 @@ class ModelWatch(Guard):
             ]
             if moved:
                 raise RuntimeError(
-                    f"{', '.join(moved)} has got another module after initialize, which does not gather "
-                    "it: tie weights and rearrange modules before initialize"
+                    f"{', '.join(moved)} was assigned to another module after initialize, which does not "
+                    "gather it. Tie weights and rearrange modules before initialize"
                 )
 
 
@@ -104,7 +104,7 @@ class ParameterWrites(Guard):
         for param, window in zip(self.params, self.windows, strict=True):
             if param.data_ptr() != window.data_ptr() or param.dtype != window.dtype:
                 for flat in self.flats:
-                    self.moved.update(flat.take_back_moved())
+                    self.moved.update(flat.adopt_assigned())
                 return
 
     def forget(self) -> None:

@@ -28,9 +28,9 @@ import torch
 COLLECTING, CHANGING, COUNTED = "collecting", "changing", "counted"
 BEFORE = "before it changed any parameter, so its gradients may be incomplete"
 WHILE = "while it changed parameters, optimizer state, counters and schedule, so they may be of two steps"
-GIVE_UP = "call zero_grad(), and repeat the passes of this step"
-START = "the ranks may wait for each other at different places: end all of them, and start from a checkpoint"
-LOAD = "load all of it, on every rank: load_checkpoint or load_state_dict"
+DISCARD = "Call zero_grad(), and repeat the forward and backward passes of this step"
+RESTART = "Ranks may be waiting in different collectives. End all of them, and resume from a checkpoint"
+LOAD = "Load all of it on every rank, by load_checkpoint or load_state_dict"
 
 
 class UnfinishedStep:
@@ -51,7 +51,7 @@ class UnfinishedStep:
 
         Not by `torch.no_grad()`: an interrupt inside its `__enter__` would leave autograd off for good.
         """
-        self.refuse("step")
+        self.check("step")
         outer = self.inside
         try:
             self._run(act, outer)
@@ -99,7 +99,7 @@ class UnfinishedStep:
         act()
         self.phase = before  # not in a `finally`: after an exception the values are invalid
 
-    def is_over(self) -> None:
+    def mark_complete(self) -> None:
         """Note that all values and counters have changed: a later exception does not cut the step short."""
         self.phase = COLLECTING
 
@@ -110,25 +110,25 @@ class UnfinishedStep:
         """Whether the last step was cut short, and its values are still invalid."""
         return bool(self.phase) and not self.inside
 
-    def refuse(self, call: str) -> None:
+    def check(self, call: str) -> None:
         """Raise RuntimeError if the last step was cut short."""
         if self.phase and not self.inside:
-            when, remedy = (BEFORE, GIVE_UP) if self.phase == COLLECTING else (WHILE, LOAD)
+            when, remedy = (BEFORE, DISCARD) if self.phase == COLLECTING else (WHILE, LOAD)
             cause = f" by {self.cause}" if self.cause else ""
-            remedy = START if self.is_lost else remedy
-            raise RuntimeError(f"{call} after a step that was cut short{cause}, {when}: {remedy}")
+            remedy = RESTART if self.is_lost else remedy
+            raise RuntimeError(f"{call} after a step that was cut short{cause}, {when}. {remedy}")
 
-    def refuse_values(self, call: str) -> None:
+    def check_values(self, call: str) -> None:
         """Raise for a call that needs valid parameters and state, but no gradients."""
         if self.phase != COLLECTING or self.is_lost:
-            self.refuse(call)
+            self.check(call)
 
-    def refuse_load(self, call: str) -> None:
+    def check_load(self, call: str) -> None:
         """Raise for a call that loads all values, if ranks may be at different collectives."""
         if self.is_lost:
-            self.refuse(call)
+            self.check(call)
 
-    def give_up_gradients(self) -> None:
+    def discard_gradients(self) -> None:
         """Note that the gradients were discarded, which ends a step that was cut short while collecting."""
         if self.phase == COLLECTING and not (self.is_lost or self.inside):
             self.phase = ""

@@ -38,7 +38,7 @@ from zero_full.precision.norms import all_finite, has_fp64, leaves_overflow, squ
 from zero_full.shard.group.checksum import digest
 from zero_full.shard.group.hand_written import BY_HAND, REMEDY, HandWritten
 from zero_full.shard.group.parameter_group import TrainedGroup
-from zero_full.shard.group.parameters import Member, nothing
+from zero_full.shard.group.parameters import Member, placeholder_scalar
 from zero_full.shard.group.process_groups import Groups, Pair
 
 SQUARES = 2  # numbers about slices, at the front of the vector; the others are about ranks
@@ -152,7 +152,7 @@ class _Side:
         self.length = FLAGS - MARKS + len(self.members)
         released = [group for group in groups if group.parameters.released_at_rest]
         kinds = {(g.parameters.dtype, g.kind.device) for g in released if g.kind.device.type != "meta"}
-        self.absent = [nothing(*kind) for kind in kinds]
+        self.absent = [placeholder_scalar(*kind) for kind in kinds]
         device = pair.shard.device
         if device.type == "meta":  # a dry run on the meta device needs real numbers here
             device = torch.device("cpu")
@@ -223,7 +223,7 @@ class _Side:
 
     def _look_closer(self, doings: Doings) -> None:
         """Gather the planned actions of all ranks, and raise DisagreementError with those that differ."""
-        everyones = self.pair.everyones(dict(doings), "what ranks would do")
+        everyones = self.pair.gather_objects(dict(doings), "what ranks would do")
         keys = list(dict.fromkeys(key for each in everyones for key in each))
         differing = [key for key in keys if len({repr(each.get(key)) for each in everyones}) > 1]
         if differing == [WRITTEN]:
@@ -240,7 +240,7 @@ class _Side:
 
     def _compare_slices(self, slices: Sequence[tuple[str, str]]) -> None:
         """Raise on every rank if user code wrote different values to replicas of a slice."""
-        everyones = self.pair.everyones(dict(slices), "what was written to slices")
+        everyones = self.pair.gather_objects(dict(slices), "what was written to slices")
         size, told = self.pair.shard.size, list[str]()
         for first in range(size):  # the first replica's rank; `size` ranks further on is the next one
             copies = {rank: everyones[rank] for rank in range(first, len(everyones), size)}
@@ -259,7 +259,7 @@ class _Side:
         """Raise DisagreementError on every rank if whole parameters differ between ranks."""
         whole = [group for group in self.groups if not group.parameters.released_at_rest]
         hashes = {m.name: digest(m.param) for group in whole for m in group.members}
-        everyones = self.pair.everyones(hashes, "parameters")
+        everyones = self.pair.gather_objects(hashes, "parameters")
         differing = [name for name in hashes if len({each[name] for each in everyones}) > 1]
         if differing:
             raise DisagreementError(

@@ -116,7 +116,7 @@ class DelayedUpdates:
         them. They follow in `take`.
         """
         master = group.master
-        group.gradients.refuse_sparse()
+        group.gradients.check_dense()
         fetched = master.fetch(used, stepper.fuses and master.flow is not None)
         for member, piece in master.pieces.items():
             if any(piece is each for each in fetched):
@@ -137,7 +137,7 @@ class DelayedUpdates:
 
     def _mark(self, group: TrainedGroup) -> Tensor | None:
         if group.master.flow is not None:
-            return group.master.mark
+            return group.master.on_device
         return None if group.parameters.released_at_rest else fingerprint(group.parameters.shard)
 
     # Completing ----------------------------------------------------------------------------------

@@ -42,13 +42,13 @@ from zero_full.optim.step import loss_of
 from zero_full.precision.scaler import StaticScale
 from zero_full.settings import Settings
 from zero_full.shard.contents.rank_state import (
+    check_facts,
+    check_same_rank,
     facts_of,
-    own_part,
-    refuse_other_facts,
-    refuse_other_rank,
-    take_facts,
+    load_facts,
+    rank_part,
 )
-from zero_full.shard.contents.state import Contents, NewState, OwnPart
+from zero_full.shard.contents.state import Contents, NewState, RankPart
 from zero_full.shard.deal.dealer import Sharded
 from zero_full.shard.group.grad_placeholder import Found
 from zero_full.shard.group.offloaded_storages import OffloadedStorages
@@ -224,7 +224,7 @@ class ZeroOptimizer(OptimizerProxy):
         `last` reports whether the step was applied. Every rank must call this.
         """
         loss = loss_of(closure) if closure is not None else None
-        self.unfinished.refuse("step")
+        self.unfinished.check("step")
         self.last = None
         self.calls += 1
         self.unfinished.run(self._step)
@@ -292,10 +292,10 @@ class ZeroOptimizer(OptimizerProxy):
             self.check_model_unchanged()
             if self.parts.flow is not None:
                 for group in self.trained:
-                    group.master.take_written()
+                    group.master.adopt_device_writes()
             if self.settings.needs_norm:
                 for group in self.reducer.alone:
-                    group.gradients.refuse_sparse()
+                    group.gradients.check_dense()
             return self.reducer.find_user_changes(), None
         except Exception as error:  # a user's step hook may raise any type
             return Found(), error
@@ -433,12 +433,12 @@ class ZeroOptimizer(OptimizerProxy):
 
     def check_model_unchanged(self) -> None:
         """Raise if user code changed the model in a way that a step would ignore."""
-        self.unfinished.refuse("forward")
+        self.unfinished.check("forward")
         for guard in self.guards:
             guard.check()
 
     def _before_backward(self) -> None:
-        self.unfinished.refuse("backward")
+        self.unfinished.check("backward")
         self.writes.check()
 
     def watch_signals(self, signals: Iterable[int] = SIGNALS) -> None:
@@ -467,7 +467,7 @@ class ZeroOptimizer(OptimizerProxy):
         for group in self.trained:
             gradients = group.gradients
             gradients.forget(free=set_to_none is not None or not gradients.reuses_memory)
-        self.unfinished.give_up_gradients()
+        self.unfinished.discard_gradients()
 
     def scale(self, loss: Tensor, divided: bool = False) -> Tensor:
         """Return the loss times the loss scale, for user code that calls `backward` itself.
@@ -485,7 +485,7 @@ class ZeroOptimizer(OptimizerProxy):
         self.check_between_steps("state_dict")
         run_hooks((self, self.base), state_dict_hooks, BEFORE)
         self.catch_up()
-        part = own_part(self.contents, self.scaler)
+        part = rank_part(self.contents, self.scaler)
         return dict(run_hooks((self, self.base), state_dict_hooks, AFTER, part))
 
     @torch.no_grad()
@@ -493,24 +493,24 @@ class ZeroOptimizer(OptimizerProxy):
         """Restore what `state_dict` of the same rank has returned. Every rank must call this."""
         saved = run_hooks((self, self.base), load_hooks, BEFORE, state_dict)
         self.on_every_rank("load_state_dict of the optimizer")
-        self.unfinished.refuse_load("load_state_dict")
+        self.unfinished.check_load("load_state_dict")
         self.finish_update()
         if "tensors" not in saved:
             raise ValueError(
                 "this is not a state_dict() of zero_full's optimizer. Load a plain optimizer's state into "
                 "that optimizer before initialize, which keeps it"
             )
-        contents, part = self.contents, OwnPart(saved["tensors"], saved["numbers"])
+        contents, part = self.contents, RankPart(saved["tensors"], saved["numbers"])
         # All checks come before the first change, so a state that does not fit leaves the run as it was.
-        refuse_other_facts(contents, saved)
+        check_facts(contents, saved)
         part.check([*contents.masters(), *NewState(contents, part).chunks()])
-        refuse_other_rank(contents, saved)
+        check_same_rank(contents, saved)
         contents.stepper.load_own({})
         self.wake_all_but(saved["asleep"])
         state = NewState(contents, part)  # a new one: the groups that woke up have pieces now
         part.read([*contents.masters(), *state.chunks()])
         state.install()
-        take_facts(contents, self.scaler, saved)
+        load_facts(contents, self.scaler, saved)
         self.zero_grad()
         contents.stepper.load_own(saved.get("own", {}))
         self.follow_masters()
@@ -529,7 +529,7 @@ class ZeroOptimizer(OptimizerProxy):
 
     def check_between_steps(self, call: str) -> None:
         """Raise RuntimeError between the backward passes of a step, and after a step that was cut short."""
-        self.unfinished.refuse_values(call)
+        self.unfinished.check_values(call)
         if self.reducer.began and self.gradients.are_new:
             raise RuntimeError(
                 f"{call} between the backward passes of a step: their gradients would be lost. Save after "
@@ -538,7 +538,7 @@ class ZeroOptimizer(OptimizerProxy):
 
     def check_ranks_equal(self, call: str) -> None:
         """Raise RuntimeError while ranks hold different parameters, and after a step that was cut short."""
-        self.unfinished.refuse_values(call)
+        self.unfinished.check_values(call)
         if self.contents.stepper.is_apart:
             raise RuntimeError(
                 f"{call} between local steps, while parameters differ between ranks. Call meet() of the "
@@ -668,7 +668,7 @@ class ZeroOptimizer(OptimizerProxy):
         if self.closed:
             return
         if gather:
-            self.unfinished.refuse_values("destroy(gather=True)")
+            self.unfinished.check_values("destroy(gather=True)")
             self.on_every_rank("destroy(gather=True)")
         self.signals.leave()
         if gather and self.contents.stepper.is_apart and not self.reducer.backward.failed:
