@@ -200,7 +200,7 @@ EDITED: list[tuple[str, Any, str]] = [
     ("amsgrad", True, "amsgrad cannot be True"),
     ("freeze_step", 20, "freeze_step is an option of the whole model"),
     ("exp_avg_mask", [None], "exp_avg_mask must be a list .* 4 parameters"),
-    ("exp_avg_mask", MASK, "exp_avg_mask of parameter group 0 was changed after the first average"),
+    ("exp_avg_mask", MASK, "exp_avg_mask of parameter group 0 was changed"),
 ]
 
 
